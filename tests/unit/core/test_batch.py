@@ -27,13 +27,13 @@ def test_a_batch_of_one_token_rows_is_decode_only(counts: tuple[int, ...], decod
     assert Batch("m", tuple(row(0, count) for count in counts), step=1).decode_only is decode_only
 
 
-def test_what_was_decided_stays_as_it_is() -> None:
+def test_a_row_cannot_be_changed() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         row(0, 1).count = 2  # type: ignore[misc]
 
 
 def again_row(start: int, count: int, first: int, tenant: int = 1) -> Row:
-    """Of a session that had `first` tokens before its request."""
+    """A row of a session that had `first` tokens before its request."""
     session = Session("s", "m", tenant, "interactive", list(range(first + 100)))
     request = Request(1, first=first, prompt_end=first + 100, max_tokens=1)
     return Row(session, request, start, count, 0, 1, samples=False)
@@ -43,19 +43,17 @@ def again_row(start: int, count: int, first: int, tenant: int = 1) -> Row:
     ("start", "count", "first", "again"),
     [
         (0, 50, 0, 0),  # a first prompt
-        (99, 10, 100, 0),  # the last token's KV comes with the next call
+        (99, 10, 100, 0),  # the last token gets its KV with the next call
         (0, 100, 100, 99),  # all of it, for an export or after an edit
-        (40, 100, 100, 59),  # from an edit on, and the prompt
+        (40, 100, 100, 59),  # positions from an edit on, and the prompt
         (100, 50, 100, 0),  # the prompt
     ],
 )
-def test_what_a_session_had_before_its_request_is_computed_again(
-    start: int, count: int, first: int, again: int
-) -> None:
+def test_recomputed_tokens_are_those_from_before_the_request(start: int, count: int, first: int, again: int) -> None:
     assert recomputed(Batch("m", (again_row(start, count, first),), step=1)) == ({1: again} if again else {})
 
 
-def test_it_is_counted_by_tenant() -> None:
+def test_recomputed_tokens_are_counted_by_tenant() -> None:
     rows = (
         again_row(0, 30, 100, tenant=1),
         again_row(0, 20, 100, tenant=2),

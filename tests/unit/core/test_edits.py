@@ -24,7 +24,7 @@ def spans(edits: tuple[Edit, ...]) -> dict[int, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize(("length", "position"), [(0, 0), (1, 0), (8, 7)])
-def test_now_is_the_last_token_s_position(length: int, position: int) -> None:
+def test_an_edit_now_begins_at_the_last_token(length: int, position: int) -> None:
     assert now(length) == position
 
 
@@ -33,28 +33,28 @@ def test_the_first_position_that_an_edit_changes() -> None:
     assert edit_of(1).first == FOREVER
 
 
-def test_what_is_ended_keeps_what_it_has_changed() -> None:
+def test_an_ended_edit_keeps_the_positions_that_it_has_changed() -> None:
     edits = ended([edit_of(1, Extent(3)), edit_of(2, Extent(5))], [1], 7)
     assert spans(edits) == {1: [(3, 7)], 2: [(5, FOREVER)]}
     assert [edit.over for edit in edits] == [True, False]
 
 
-def test_what_is_ended_before_it_has_changed_anything_is_gone() -> None:
+def test_an_edit_ended_before_its_first_position_is_dropped() -> None:
     assert ended([edit_of(1, Extent(7)), edit_of(2, Extent(2, 3), Extent(8, 9))], [1, 2], 7) == (
         msgspec.structs.replace(edit_of(2, Extent(2, 3)), over=True),
     )
 
 
-def test_of_a_shorter_session_what_goes_on_does_so_from_its_end() -> None:
+def test_an_open_edit_begins_at_the_end_of_a_truncated_session() -> None:
     assert spans(cut([edit_of(1, Extent(3)), edit_of(2, Extent(9))], 6)) == {1: [(3, FOREVER)], 2: [(6, FOREVER)]}
 
 
-def test_certain_positions_stay_edited_when_they_come_again() -> None:
+def test_given_positions_are_edited_again_after_a_truncation() -> None:
     edit = edit_of(1, Extent(3, 5), Extent(8, 9))
     assert cut([edit], 4) == (edit,)
 
 
-def test_what_is_over_does_not_come_again() -> None:
+def test_an_ended_edit_does_not_apply_again_after_a_truncation() -> None:
     (over,) = ended([edit_of(1, Extent(3))], [1], 7)
     assert spans(cut([over], 5)) == {1: [(3, 5)]}
     assert cut([over], 3) == ()
@@ -62,7 +62,7 @@ def test_what_is_over_does_not_come_again() -> None:
 
 @st.composite
 def edits(draw: st.DrawFn) -> Edit:
-    """From somewhere on, or at certain positions."""
+    """An edit from a position on, or one at given positions."""
     number, first = draw(st.integers(1, 4)), draw(st.integers(0, 20))
     if draw(st.booleans()):
         return edit_of(number, Extent(first))
@@ -72,7 +72,7 @@ def edits(draw: st.DrawFn) -> Edit:
 
 
 def positions(some: tuple[Edit, ...]) -> set[tuple[int, int, int]]:
-    """Edit, position, row of its values; of what goes on, as far as is looked."""
+    """Edit, position and row of its values; for open edits, up to the length that the tests look at."""
     return {
         (edit.number, position, each.row + position - each.start if edit.rows > 1 else 0)
         for edit in some
@@ -85,15 +85,15 @@ SOME = st.lists(edits(), max_size=4, unique_by=lambda edit: edit.number)
 
 
 @given(SOME, st.sets(st.integers(1, 4)), st.integers(0, 25))
-def test_an_end_takes_the_positions_from_there_on_of_those_and_nothing_else(
-    some: list[Edit], numbers: set[int], at: int
-) -> None:
+def test_ending_edits_removes_only_their_positions_from_there_on(some: list[Edit], numbers: set[int], at: int) -> None:
     before, after = positions(tuple(some)), positions(ended(some, numbers, at))
     assert after == {each for each in before if each[0] not in numbers or each[1] < at}
 
 
 @given(SOME, st.integers(0, 25), st.integers(0, 25))
-def test_a_cut_changes_nothing_before_it_and_a_second_one_there_nothing(some: list[Edit], length: int, at: int) -> None:
+def test_a_truncation_changes_nothing_before_it_and_repeating_it_changes_nothing(
+    some: list[Edit], length: int, at: int
+) -> None:
     kept = cut(some, length)
     assert cut(kept, length) == kept
     assert {each for each in positions(kept) if each[1] < length} == {
@@ -114,7 +114,7 @@ def values(dtype: str, rows: list[list[float]]) -> bytes:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -2048.0])
-def test_an_edit_says_from_where_on_it_may_lead_to_what_is_no_number(dtype: Dtype, bad: float) -> None:
+def test_an_edit_knows_its_first_position_that_may_not_be_finite(dtype: Dtype, bad: float) -> None:
     rows = [[1.0, -900.0], [0.0, 3.0], [bad, 0.0], [bad, bad]]
     own = (Extent(5, 7, row=0), Extent(20, 22, row=2))
     edit = Edit(1, (POINT,), "replace", own, dtype=dtype, rows=4, values=values(dtype, rows))
@@ -129,7 +129,7 @@ def test_an_edit_says_from_where_on_it_may_lead_to_what_is_no_number(dtype: Dtyp
             assert one.wild_from == expected
 
 
-def test_so_does_one_that_may_overflow() -> None:
+def test_an_edit_knows_its_first_position_that_may_overflow() -> None:
     extents, one = (Extent(5),), values("float32", [[1.0, 2.0]])
     for op, wild, tame in (
         ("add", (512.0, -512.0), (256.0, -256.0, 0.0)),

@@ -16,7 +16,7 @@ def add(number: int = 1, value: bytes = b"\0\0\x80?", *extents: Extent, rows: in
     return Edit(number, (RESID,), "add", extents or EVERY, rows=rows, values=value)
 
 
-def test_without_edits_a_position_has_its_token_s_name() -> None:
+def test_the_name_of_a_position_without_edits_is_its_token() -> None:
     assert names([3, 0, 70_000], []) == [3, 0, 70_000]
 
 
@@ -27,11 +27,11 @@ def test_only_edited_positions_have_other_names() -> None:
     assert all(name < -(1 << 62) for name in named if name != 5)
 
 
-def test_a_name_follows_from_what_is_done_and_not_from_the_edit_s_number() -> None:
+def test_a_name_does_not_depend_on_the_edit_s_number() -> None:
     assert names([7, 8], [add(1)]) == names([7, 8], [add(9)])
 
 
-def test_whatever_differs_in_an_edit_shows_in_the_name() -> None:
+def test_every_difference_between_edits_shows_in_the_name() -> None:
     edit = add()
     others = [
         msgspec.structs.replace(edit, points=(Point("resid", 4),)),
@@ -53,21 +53,21 @@ def test_the_order_of_edits_matters() -> None:
     assert names([7], [one, one]) not in ([7], names([7], [one]))
 
 
-def test_a_position_is_named_by_its_row_of_the_values() -> None:
+def test_a_name_depends_on_the_position_s_row_of_values() -> None:
     rows = add(1, b"abcdefgh", Extent(2, 4), rows=2)
     apart = add(1, b"abcdefgh", Extent(0, 1, 0), Extent(2, 3, 1), rows=2)
     named, other = names([7] * 4, [rows]), names([7] * 4, [apart])
     assert named[2] == other[0] and named[3] == other[2] and named[2] != named[3]
 
 
-def test_small_differences_of_token_and_row_do_not_make_up_for_each_other() -> None:
-    """A token and a row are numbers of few bits: all pairs must have names of their own."""
+def test_small_differences_of_token_and_row_do_not_cancel_out() -> None:
+    """A token and a row are numbers of few bits; every pair must have a name of its own."""
     edit = add(1, bytes(256), Extent(0, 64), rows=64)
     named = {name for token in range(128) for name in names([token] * 64, [edit])}
     assert len(named) == 64 * 128
 
 
-def test_an_edit_s_place_is_no_part_of_its_mark() -> None:
+def test_the_mark_does_not_depend_on_the_positions() -> None:
     assert add(1, b"abcd", Extent(3)).mark == add(2, b"abcd", Extent(5, 9)).mark
 
 
@@ -79,7 +79,7 @@ EDITS = st.lists(st.builds(lambda value, extents: add(1, value, *extents, rows=1
 
 
 def done_at(edits: list[Edit], position: int) -> list[tuple[bytes, int]]:
-    """Each edit's values, and which row of them."""
+    """Each edit's values at the position, and the row of them."""
     return [
         (edit.values, position - each.start)
         for edit in edits
@@ -89,7 +89,7 @@ def done_at(edits: list[Edit], position: int) -> list[tuple[bytes, int]]:
 
 
 @given(st.tuples(*[st.lists(st.integers(0, 2), min_size=12, max_size=12)] * 2), EDITS, EDITS)
-def test_names_differ_where_tokens_or_edits_do_and_nowhere_else(
+def test_names_differ_exactly_where_tokens_or_edits_do(
     tokens: tuple[list[int], list[int]], edits: list[Edit], others: list[Edit]
 ) -> None:
     one, two = names(tokens[0], edits), names(tokens[1], others)
@@ -99,7 +99,7 @@ def test_names_differ_where_tokens_or_edits_do_and_nowhere_else(
 
 
 @given(st.lists(st.integers(0, 2), min_size=12, max_size=12), EDITS, st.integers(-13, 14), st.integers(-13, 14))
-def test_a_part_of_them_is_that_part_of_all(tokens: list[int], edits: list[Edit], start: int, stop: int) -> None:
+def test_names_of_a_slice_are_a_slice_of_all_names(tokens: list[int], edits: list[Edit], start: int, stop: int) -> None:
     named, some = names(tokens, edits), Names(tokens, edits)
     assert len(some) == 12 and some[start:stop] == named[start:stop]
     assert list(some) == named and some[-1] == named[-1]

@@ -23,7 +23,7 @@ def request_in(state: RequestState) -> Request:
 
 
 @pytest.mark.parametrize(("event", "before"), sorted(LEGAL))
-def test_a_legal_move_leads_where_the_table_says(event: str, before: str) -> None:
+def test_a_legal_move_leads_to_the_state_in_the_table(event: str, before: str) -> None:
     request = request_in(RequestState(before))
     request.move(event)
     assert request.state is RequestState(LEGAL[event, before])
@@ -33,7 +33,7 @@ def test_a_legal_move_leads_where_the_table_says(event: str, before: str) -> Non
     ("event", "before"),
     [move for move in product(EVENTS, [state.value for state in RequestState]) if move not in LEGAL],
 )
-def test_any_other_move_is_our_fault_and_changes_nothing(event: str, before: str) -> None:
+def test_any_other_move_raises_and_changes_nothing(event: str, before: str) -> None:
     request = request_in(RequestState(before))
     with pytest.raises(KeyError):
         request.move(event)

@@ -16,20 +16,20 @@ def test_remaining_counts_the_tokens_without_kv() -> None:
     assert session_of([], computed=0).remaining == 0
 
 
-def test_truncate_takes_the_kv_of_the_tokens_that_go() -> None:
+def test_truncate_removes_the_kv_of_the_tokens_cut_off() -> None:
     session = session_of([1, 2, 3, 4], computed=3)
     session.truncate(2)
     assert (session.tokens, session.computed) == ([1, 2], 2)
 
 
-def test_truncate_keeps_the_kv_of_the_tokens_that_stay() -> None:
+def test_truncate_keeps_the_kv_of_the_remaining_tokens() -> None:
     session = session_of([1, 2, 3, 4], computed=1)
     session.truncate(3)
     assert (session.tokens, session.computed) == ([1, 2, 3], 1)
 
 
 @pytest.mark.parametrize(("length", "foreign"), [(4, 3), (3, 3), (2, 2), (0, 0)])
-def test_truncate_takes_of_a_client_s_kv_what_goes(length: int, foreign: int) -> None:
+def test_truncate_shortens_imported_kv(length: int, foreign: int) -> None:
     session = session_of([1, 2, 3, 4], computed=4)
     session.foreign_tokens = 3
     session.truncate(length)
@@ -48,7 +48,7 @@ def test_sessions_of_equal_content_are_different_sessions() -> None:
     assert session_of([1], 0) != session_of([1], 0)
 
 
-def test_what_may_be_no_number_begins_a_step() -> None:
+def test_a_position_that_may_not_be_finite_begins_a_step() -> None:
     point = Point("resid", 1)
     wild = [Edit(n, (point,), "scale", (Extent(at),), scale=1e9) for n, at in ((1, 10), (3, 6))]
     session = Session("s", "m", 1000, "agent")

@@ -17,7 +17,7 @@ from djinnd.core.stops import Stage, Stop, next_stop
         ((Stop(0, 2), Stop(3, 5)), 9, Stop(0, 2)),
     ],
 )
-def test_all_positions_from_the_first_named_one_stop_before_the_first_block(
+def test_positions_from_the_first_named_one_on_stop_before_the_first_block(
     stops: tuple[Stop, ...], end: int, stop: Stop | None
 ) -> None:
     assert next_stop(stops, end) == stop
@@ -34,5 +34,5 @@ def test_all_positions_from_the_first_named_one_stop_before_the_first_block(
         (Point("logits"), True),
     ],
 )
-def test_an_edit_is_of_what_waits_if_that_has_the_point_before_it(point: Point, stands: bool) -> None:
+def test_a_stage_stands_if_the_edit_s_point_is_ahead(point: Point, stands: bool) -> None:
     assert Stage(first=2, last=5, done=0).stands([Point("resid", 3), point]) is stands

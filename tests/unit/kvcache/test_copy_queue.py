@@ -16,7 +16,7 @@ def move(key: bytes, *, urgent: bool = False) -> Move:
 
 
 def begun(queue: CopyQueue) -> list[bytes]:
-    """All that may begin now."""
+    """The keys of all pages that may begin now."""
     keys = []
     while moves := queue.next:
         begins = moves.popleft()
@@ -25,7 +25,7 @@ def begun(queue: CopyQueue) -> list[bytes]:
     return keys
 
 
-def test_what_a_call_waits_for_comes_first() -> None:
+def test_urgent_pages_come_first() -> None:
     queue = CopyQueue()
     for key, urgent in ((b"a", False), (b"b", True), (b"c", False), (b"d", True)):
         queue.add(move(key, urgent=urgent))
@@ -33,7 +33,7 @@ def test_what_a_call_waits_for_comes_first() -> None:
     assert begun(queue) == [b"b", b"d", b"a", b"c"] and not queue
 
 
-def test_what_a_call_comes_to_wait_for_overtakes_the_others() -> None:
+def test_a_page_that_becomes_urgent_overtakes_the_others() -> None:
     queue = CopyQueue()
     moves = [move(key) for key in (b"a", b"b", b"c")]
     for each in moves:
@@ -44,7 +44,7 @@ def test_what_a_call_comes_to_wait_for_overtakes_the_others() -> None:
     assert begun(queue) == [b"b", b"a", b"c"]
 
 
-def test_what_has_been_dropped_does_not_begin() -> None:
+def test_a_dropped_move_does_not_begin() -> None:
     queue = CopyQueue()
     moves = [move(key, urgent=urgent) for key, urgent in ((b"a", False), (b"b", True), (b"c", False), (b"d", True))]
     for each in moves:
@@ -56,7 +56,7 @@ def test_what_has_been_dropped_does_not_begin() -> None:
     assert not moves[1].is_queued and not moves[2].is_queued
 
 
-def test_the_others_are_held_to_the_rate_and_what_is_urgent_is_not() -> None:
+def test_only_pages_that_are_not_urgent_are_held_to_the_rate() -> None:
     queue = CopyQueue()
     queue.pace(RATE, 10.0)
     for number in range(40):
@@ -73,7 +73,7 @@ def test_the_others_are_held_to_the_rate_and_what_is_urgent_is_not() -> None:
     assert begins * PAGE >= 2.0 * RATE - PAGE
 
 
-def test_the_others_come_to_an_end_whatever_is_urgent() -> None:
+def test_pages_that_are_not_urgent_are_copied_however_many_are_urgent() -> None:
     queue = CopyQueue()
     for number in range(4):
         queue.add(move(b"%d" % number))
@@ -98,7 +98,7 @@ def test_the_rate_is_kept_however_long_steps_are(step: float) -> None:
     assert begins * PAGE == pytest.approx(30 * RATE, rel=0.05)
 
 
-def test_little_is_saved_up() -> None:
+def test_the_bucket_saves_up_little() -> None:
     queue = CopyQueue()
     for now in (10.0, 1000.0):
         queue.pace(RATE, now)
@@ -110,7 +110,7 @@ def test_little_is_saved_up() -> None:
     assert len(begun(queue)) == math.ceil(SAVED_S * RATE / PAGE)
 
 
-def test_beside_nobody_there_is_no_limit_and_behind_it_no_credit() -> None:
+def test_a_time_without_a_rate_leaves_no_credit() -> None:
     queue = CopyQueue()
     for number in range(10):
         queue.add(move(b"%d" % number))

@@ -10,7 +10,7 @@ ALICE, BOB = 1000, 1001
 
 
 def manager(pages: int = 8, page_size: int = 4, max_context: int = 64) -> KvManager:
-    """With `pages` pages to give."""
+    """A manager with `pages` pages to give."""
     return KvManager(pages + 1, page_size, page_bytes=page_size * 100, max_context=max_context)
 
 
@@ -78,12 +78,12 @@ def test_a_session_larger_than_the_whole_pool_is_out_of_pages_and_not_out_of_the
     assert kv.capacity_tokens == 8
 
 
-def test_more_tokens_than_the_context_are_our_fault() -> None:
+def test_more_tokens_than_the_context_are_an_assertion_error() -> None:
     with pytest.raises(AssertionError, match="65 tokens for a context of 64"):
         manager(pages=100).reserve("a", ALICE, 65)
 
 
-def test_trim_takes_the_pages_past_the_tokens_that_stay() -> None:
+def test_trim_takes_the_pages_behind_the_remaining_tokens() -> None:
     kv = manager()
     kv.reserve("a", ALICE, 16)
     pages = kv.pages_of("a")
@@ -94,7 +94,7 @@ def test_trim_takes_the_pages_past_the_tokens_that_stay() -> None:
     kv.check_integrity()
 
 
-def test_drop_takes_everything_and_may_be_repeated() -> None:
+def test_drop_takes_all_pages_and_may_be_repeated() -> None:
     kv = manager()
     kv.reserve("a", ALICE, 16)
     kv.drop("a")
@@ -107,7 +107,7 @@ def test_drop_takes_everything_and_may_be_repeated() -> None:
 def test_a_page_table_is_padded_with_the_scratch_page_to_its_longest_row() -> None:
     kv = manager()
     kv.reserve("long", ALICE, 32 - 8)
-    kv.drop("long")  # leaves a row behind that must come back clean
+    kv.drop("long")  # leaves a row behind that must be reused clean
     kv.reserve("a", ALICE, 9)
     kv.reserve("b", BOB, 4)
     table = kv.page_table(["b", "a", "b"])
@@ -231,7 +231,7 @@ def test_a_fork_that_runs_the_last_token_again_knows_all_its_full_pages() -> Non
     kv.check_integrity()
 
 
-def test_a_public_page_is_not_kept_in_part_as_it_would_be_nobody_s() -> None:
+def test_trim_gives_up_a_public_page_that_it_would_keep_in_part() -> None:
     kv = manager()
     kv.public.mark(range(4), kv.page_size)
     kv.reserve("a", ALICE, 8)
@@ -245,7 +245,7 @@ def test_a_public_page_is_not_kept_in_part_as_it_would_be_nobody_s() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "computed"), [(6, 4), (3, 0)])
-def test_where_no_page_is_free_a_fork_has_the_full_pages_only(tokens: int, computed: int) -> None:
+def test_a_fork_without_a_free_page_gets_only_full_pages(tokens: int, computed: int) -> None:
     kv = manager(pages=-(-tokens // 4))
     kv.reserve("a", ALICE, tokens)
     assert kv.fork("a", "b", ALICE, tokens) == (computed, None)
@@ -259,7 +259,7 @@ def test_a_fork_of_nothing_holds_nothing() -> None:
 
 
 def test_a_copy_is_not_zeroed_afterwards() -> None:
-    """The page was another tenant's, and was given on before anybody had zeroed it."""
+    """The page was another tenant's, and was given away again before it was zeroed."""
     kv = manager(pages=2)
     kv.reserve("bob", BOB, 8)
     kv.drop("bob")
@@ -277,7 +277,7 @@ def test_a_session_gives_up_a_shared_page_that_it_would_write_into() -> None:
     assert (kv.trim("b", 11), kv.pages_held("b")) == (8, 2)
     assert (kv.trim("b", 8), kv.pages_held("b")) == (8, 2), "it writes into the next page only"
     kv.drop("a")
-    assert (kv.trim("b", 6), kv.pages_held("b")) == (6, 2), "nobody else holds it any more"
+    assert (kv.trim("b", 6), kv.pages_held("b")) == (6, 2), "no other session holds it now"
     kv.check_integrity()
 
 
@@ -295,7 +295,7 @@ def test_a_thousand_forks_cost_a_partial_page_each_and_no_full_one() -> None:
     assert kv.pool.used == 0
 
 
-def test_forks_share_their_pages_in_a_pool_of_another_size_too() -> None:
+def test_forks_still_share_their_pages_after_a_resize() -> None:
     kv = manager(pages=20)
     kv.reserve("first", ALICE, 40)
     kv.reserve("a", ALICE, 10)
@@ -312,7 +312,7 @@ STORY = list(range(40))
 
 
 def computed(kv: KvManager, session: str, tokens: list[int], tenant: int = ALICE) -> list[int]:
-    """A session that has computed all these; its pages."""
+    """The pages of a session that has computed all of these tokens."""
     kv.reserve(session, tenant, len(tokens))
     kv.publish(session, tenant, tokens, len(tokens))
     kv.check_integrity()
@@ -338,7 +338,7 @@ def test_another_tenant_finds_nothing() -> None:
     assert kv.pages_held("b") == 0
 
 
-def test_pages_are_found_after_their_session_has_gone_until_somebody_is_given_them() -> None:
+def test_pages_of_a_dropped_session_are_found_until_they_are_given_away() -> None:
     kv = manager(pages=4)
     pages = computed(kv, "a", STORY[:12])
     kv.drop("a")
@@ -362,7 +362,7 @@ def test_a_session_in_the_middle_of_a_page_adopts_one_that_is_full() -> None:
     kv.check_integrity()
 
 
-def test_a_page_that_is_written_into_is_not_found_any_more() -> None:
+def test_a_page_that_is_written_into_is_no_longer_found() -> None:
     kv = manager(pages=20)
     computed(kv, "a", STORY[:8])
     assert kv.trim("a", 7) == 7
@@ -373,7 +373,7 @@ def test_a_page_that_is_written_into_is_not_found_any_more() -> None:
     kv.check_integrity()
 
 
-def test_a_fork_publishes_what_follows_after_what_it_was_given() -> None:
+def test_a_fork_publishes_its_pages_behind_the_shared_ones() -> None:
     kv = manager(pages=20)
     computed(kv, "a", STORY[:10])
     kv.fork("a", "b", ALICE, 10)
@@ -383,7 +383,7 @@ def test_a_fork_publishes_what_follows_after_what_it_was_given() -> None:
     assert kv.pages_of("c") == pages
 
 
-def test_what_is_held_is_found_in_a_pool_of_another_size_and_what_was_free_is_not() -> None:
+def test_held_pages_are_found_after_a_resize_and_free_ones_are_not() -> None:
     kv = manager(pages=20)
     computed(kv, "gone", STORY[20:32])
     computed(kv, "a", STORY[:12])
@@ -395,7 +395,7 @@ def test_what_is_held_is_found_in_a_pool_of_another_size_and_what_was_free_is_no
     kv.check_integrity()
 
 
-def test_a_page_that_a_fork_was_given_is_not_found_as_what_it_was() -> None:
+def test_a_page_given_to_a_fork_is_no_longer_found_by_its_old_key() -> None:
     kv = manager(pages=3)
     computed(kv, "a", STORY[20:24])
     computed(kv, "b", STORY[:7])

@@ -23,7 +23,7 @@ KEY = bytes(range(16))
 
 
 class Folder:
-    """Opens page files in a folder, and closes them."""
+    """Opens page files in a folder, and closes them at the end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ def random_page(seed: int, extent: int = EXTENT) -> Bytes:
 
 
 def keep(file: PageFile, page: Bytes) -> Tier:
-    """A tier that holds the page, as KEY."""
+    """A tier that holds the page under KEY."""
     tier = Tier(file.table, file.slots)
     slot = tier.prepare(KEY)
     assert slot is not None
@@ -65,7 +65,7 @@ def keep(file: PageFile, page: Bytes) -> Tier:
 
 def test_a_checksum_is_xxh3_and_of_every_byte() -> None:
     page = np.zeros(1000, np.uint8)
-    assert checksum(np.frombuffer(b"", np.uint8)) == 0x2D06800538D394C2  # as the specification has it
+    assert checksum(np.frombuffer(b"", np.uint8)) == 0x2D06800538D394C2  # the value in XXH3's specification
     before = checksum(page)
     page[-1] = 1
     assert checksum(page) != before < 2**64
@@ -105,7 +105,7 @@ def test_a_slot_that_was_never_written_is_a_bad_page(folder: Folder) -> None:
         folder.open().read(0, empty_page(), 1).result()
 
 
-def test_slots_that_somebody_cut_off_are_bad_pages(folder: Folder) -> None:
+def test_slots_behind_the_end_of_a_cut_file_are_bad_pages(folder: Folder) -> None:
     file = folder.open()
     expected = file.write(SLOTS - 1, random_page(1)).result()
     os.truncate(folder.path / "model.pages", (SLOTS - 1) * EXTENT + ALIGNMENT)
@@ -126,7 +126,7 @@ def test_the_next_owner_has_the_pages(folder: Folder) -> None:
     assert np.array_equal(into, page)
 
 
-def test_another_number_of_slots_is_kept_where_any_will_do(folder: Folder) -> None:
+def test_another_number_of_slots_is_kept_with_any_size(folder: Folder) -> None:
     page = random_page(1)
     file = folder.open()
     keep(file, page)
@@ -148,7 +148,7 @@ def test_another_number_of_slots_is_kept_where_any_will_do(folder: Folder) -> No
 
 
 @pytest.mark.parametrize("other", [{"page_bytes": PAGE_BYTES + 1}, {"slots": SLOTS - 1}, {"fingerprint": "e" * 64}])
-def test_pages_of_another_model_are_not_had(folder: Folder, other: dict[str, Any]) -> None:
+def test_pages_of_another_model_are_not_kept(folder: Folder, other: dict[str, Any]) -> None:
     file = folder.open()
     keep(file, random_page(1))
     file.close()
@@ -159,7 +159,7 @@ def test_pages_of_another_model_are_not_had(folder: Folder, other: dict[str, Any
 
 @pytest.mark.parametrize("name", ["model.table", "model.pages"])
 @pytest.mark.parametrize("keeps", [None, 0, 4096, -1])
-def test_files_that_are_not_whole_are_begun_anew(folder: Folder, name: str, keeps: int | None) -> None:
+def test_files_that_are_not_whole_are_overwritten(folder: Folder, name: str, keeps: int | None) -> None:
     file = folder.open()
     keep(file, random_page(1))
     file.close()
@@ -173,7 +173,7 @@ def test_files_that_are_not_whole_are_begun_anew(folder: Folder, name: str, keep
     keep(file, random_page(2))
 
 
-def test_the_files_are_the_owners_alone_and_sparse(folder: Folder) -> None:
+def test_the_files_are_sparse_and_private_to_their_owner(folder: Folder) -> None:
     file = folder.open(page_bytes=1 << 20, slots=1000)
     table, pages = folder.path / "model.table", folder.path / "model.pages"
     assert [path.stat().st_mode & 0o777 for path in (folder.path, table, pages)] == [0o700, 0o600, 0o600]
@@ -193,7 +193,7 @@ def test_two_owners_never_share_a_file(folder: Folder) -> None:
     folder.open()
 
 
-def test_a_file_removed_while_somebody_opens_it_is_made_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_removed_while_it_is_opened_is_made_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     first = folder.open()
     really_open = os.open
 
@@ -240,7 +240,7 @@ def test_a_write_that_the_kernel_refuses_is_an_error_of_its_future_alone(folder:
     file.read(2, empty_page(), file.write(2, random_page(2)).result()).result()
 
 
-def test_a_disk_that_is_full_in_mid_page(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_in_mid_page_fails_the_write(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder.open()
     really_write = os.pwritev
 
@@ -254,7 +254,7 @@ def test_a_disk_that_is_full_in_mid_page(folder: Folder, monkeypatch: pytest.Mon
     assert isinstance(error, OSError) and error.errno == errno.ENOSPC
 
 
-def test_what_the_kernel_moves_in_parts_arrives_whole(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_the_kernel_moves_in_parts_arrives_whole(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder.open()
     really_write, really_read = os.pwritev, os.preadv
     parts: list[int] = []
@@ -296,7 +296,7 @@ def test_several_are_in_flight_and_closing_waits_for_them(folder: Folder, monkey
     assert all(np.array_equal(page, random_page(slot)) for slot, page in enumerate(into))
 
 
-def test_a_filesystem_without_direct_io(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_without_direct_io_works(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     really_open = os.open
 
     def open_through_cache(path: Any, flags: int, mode: int = 0o777) -> int:
@@ -311,7 +311,7 @@ def test_a_filesystem_without_direct_io(folder: Folder, monkeypatch: pytest.Monk
     assert np.array_equal(into, page)
 
 
-def test_what_no_caller_does(folder: Folder) -> None:
+def test_wrong_slots_and_buffers_are_assertion_errors(folder: Folder) -> None:
     file = folder.open()
     with pytest.raises(AssertionError, match="slot 8 of 8"):
         file.write(SLOTS, random_page(1))
@@ -321,7 +321,7 @@ def test_what_no_caller_does(folder: Folder) -> None:
         file.write(0, empty_page(EXTENT + 1)[1:])
 
 
-def test_the_last_of_the_disk_is_left_to_others(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_bytes_of_the_disk_are_left_free(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     file, disk = folder.open(), os.fstatvfs(0)
     page = random_page(1)
     left = page_file.KEEP_FREE + EXTENT
@@ -342,9 +342,7 @@ def test_the_last_of_the_disk_is_left_to_others(folder: Folder, monkeypatch: pyt
     assert (into == page).all(), "what is there can be read"
 
 
-def test_files_with_more_slots_than_a_table_may_have_are_begun_anew(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_with_too_many_slots_are_overwritten(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_file, "MAX_SLOTS", 2 * SLOTS)
     folder.open(slots=2 * SLOTS + 1).close()
     assert folder.open(any_size=True).slots == SLOTS
@@ -353,7 +351,7 @@ def test_files_with_more_slots_than_a_table_may_have_are_begun_anew(
     assert folder.open(any_size=True).slots == 2 * SLOTS
 
 
-def test_what_a_file_has_of_the_disk(folder: Folder) -> None:
+def test_allocated_bytes_are_those_of_the_written_slots(folder: Folder) -> None:
     assert allocated_bytes(str(folder.path), "model") == 0
     file = folder.open(slots=1000)
     before = allocated_bytes(str(folder.path), "model")

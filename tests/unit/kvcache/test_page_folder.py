@@ -14,7 +14,7 @@ EXTENT = 4096
 
 
 def leave(folder: Path, name: str, used: float) -> None:
-    """A file of 25 pages that nobody has open, last written then."""
+    """Makes a file of 25 pages that no process has open and that was last written at `used`."""
     PageFile(str(folder), name, EXTENT, 25, "f").close()
     pages = folder / f"{name}.pages"
     pages.write_bytes(bytes(25 * EXTENT))
@@ -27,7 +27,7 @@ def names(folder: Path) -> set[str]:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of the disk."""
+    """A list whose only item is the number of free bytes of the disk."""
     bytes_free = [1 << 40]
     monkeypatch.setattr(page_folder, "_free", lambda folder: bytes_free[0])
     return bytes_free
@@ -41,11 +41,14 @@ def test_files_stay_while_there_is_room(tmp_path: Path, free: list[int]) -> None
     assert names(tmp_path) == before and open_descriptors() == descriptors
 
 
-def test_on_a_short_disk_the_longest_unused_go_and_those_in_use_stay(tmp_path: Path, free: list[int]) -> None:
+def test_on_a_short_disk_the_longest_unused_files_are_removed_and_open_ones_stay(
+    tmp_path: Path, free: list[int]
+) -> None:
     for number, name in enumerate(("wanted", "old", "open", "newer", "newest")):
         leave(tmp_path, name, number)
     used = PageFile(str(tmp_path), "open", EXTENT, 25, "f")
-    free[0] = 40_000  # 3 files of 102,400 bytes are abandoned: less than an eighth, and more than that of 2
+    # 3 files of 102,400 bytes are abandoned: that is less than an eighth free, and more than an eighth with 2 files
+    free[0] = 40_000
     assert remove_abandoned(str(tmp_path), but="wanted") == ["old"]
     free[0] = 0
     assert remove_abandoned(str(tmp_path), but="wanted") == ["newer", "newest"]
@@ -53,7 +56,7 @@ def test_on_a_short_disk_the_longest_unused_go_and_those_in_use_stay(tmp_path: P
     used.close()
 
 
-def test_however_small_they_are_there_are_only_so_many(
+def test_the_number_of_abandoned_files_is_limited(
     tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_folder, "MOST", 3)
@@ -62,5 +65,5 @@ def test_however_small_they_are_there_are_only_so_many(
     assert remove_abandoned(str(tmp_path), but="m9") == ["m0", "m1"]
 
 
-def test_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_abandoned_files(tmp_path: Path) -> None:
     assert remove_abandoned(str(tmp_path / "none"), but="m") == []

@@ -24,7 +24,7 @@ def test_neighbouring_pages_are_given_together_and_again_after_release() -> None
     assert pool.allocate(3, ALICE) == pages
 
 
-def test_too_few_free_pages_raise_the_figures_and_change_nothing() -> None:
+def test_too_few_free_pages_raise_an_error_with_figures_and_change_nothing() -> None:
     pool = PagePool(4)
     pool.allocate(1, ALICE)
     with pytest.raises(OutOfPages, match="3 pages are needed, 2 are free") as caught:
@@ -48,7 +48,7 @@ def test_a_shared_page_is_free_when_its_last_holder_releases_it() -> None:
     pool.check_integrity()
 
 
-def test_a_page_counts_once_for_its_tenant_while_somebody_holds_it() -> None:
+def test_a_held_page_counts_once_for_its_tenant() -> None:
     pool = PagePool(5)
     pages = pool.allocate(2, ALICE)
     pool.allocate(1, BOB)
@@ -65,7 +65,7 @@ def test_a_page_counts_once_for_its_tenant_while_somebody_holds_it() -> None:
     pool.check_integrity()
 
 
-def test_a_public_page_counts_for_nobody() -> None:
+def test_a_public_page_counts_for_no_tenant() -> None:
     pool = PagePool(3)
     [page] = pool.allocate(1, ALICE)
     pool.make_public(page)
@@ -88,7 +88,7 @@ def test_the_audit_finds_a_page_that_counts_for_another_tenant() -> None:
         pool.check_integrity()
 
 
-def test_a_page_that_nobody_holds_is_not_released() -> None:
+def test_releasing_a_free_page_is_an_assertion_error() -> None:
     pool = PagePool(3)
     with pytest.raises(AssertionError, match="page 1 is released"):
         pool.release([1])
@@ -127,7 +127,7 @@ def test_a_page_that_was_not_overwritten_is_stale_as_long_as_it_is_held() -> Non
     assert pool.take_stale() == []
 
 
-def test_a_page_that_was_not_overwritten_and_is_given_back_is_stale_when_somebody_reads_it() -> None:
+def test_a_page_not_overwritten_and_given_back_is_stale_for_its_next_reader() -> None:
     pool = PagePool(2)
     pool.release(pool.allocate(1, BOB))
     for _ in range(2):
@@ -164,7 +164,7 @@ def test_the_audit_finds_a_page_that_is_lost() -> None:
         pool.check_integrity()
 
 
-def test_a_free_page_can_be_shared_until_somebody_is_given_it_by_its_tenant_alone() -> None:
+def test_only_its_tenant_can_share_a_free_page_until_it_is_given_away() -> None:
     pool = PagePool(3)
     pages = pool.allocate(2, ALICE)
     pool.release(pages)
@@ -177,7 +177,7 @@ def test_a_free_page_can_be_shared_until_somebody_is_given_it_by_its_tenant_alon
         pool.share(pages[1:], ALICE)
 
 
-def test_pages_of_use_are_given_last_and_the_first_that_was_freed_before_others() -> None:
+def test_pages_with_a_known_prefix_are_given_last_the_first_freed_first() -> None:
     pool = PagePool(6)
     one, two, plain = pool.allocate(2, ALICE), pool.allocate(2, ALICE), pool.allocate(1, ALICE)
     for pages in (one, two, plain):
@@ -186,7 +186,7 @@ def test_pages_of_use_are_given_last_and_the_first_that_was_freed_before_others(
     assert given == [*plain, *reversed(one), *reversed(two)]
 
 
-def test_those_that_are_given_together_come_in_rising_order() -> None:
+def test_pages_allocated_together_are_in_rising_order() -> None:
     pool = PagePool(6)
     pages = pool.allocate(5, ALICE)
     pool.release(pages, of_use=set(pages))

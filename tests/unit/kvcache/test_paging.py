@@ -15,7 +15,7 @@ TENANT = 1000
 
 
 class Desk:
-    """A pool and its tiers, and somebody who copies at once."""
+    """A pool, its tiers, and a copier."""
 
     def __init__(self, pages: int = 16, host: int = 8, disk: int = 0) -> None:
         self.kv = KvManager(pages + 1, PAGE, 1 << 20, max_context=64)
@@ -26,7 +26,7 @@ class Desk:
             self.paging.use_disk(Tier(bytearray(Tier.table_bytes(disk)), disk))
 
     def session(self, name: str, tokens: int) -> list[int]:
-        """→ its tokens, whose KV it has."""
+        """Gives a session the KV of `tokens` tokens, and returns these."""
         self.kv.reserve(name, TENANT, tokens)
         self.kv.publish(name, TENANT, list(range(tokens)), tokens)
         return list(range(tokens))
@@ -45,7 +45,7 @@ class Desk:
         return self.paging.moves.take(self.paging.moves.waiting)
 
     def copy_all(self) -> list[Transfer]:
-        """→ the transfers that this ended."""
+        """Makes all copies. Returns the transfers that this ended."""
         over = []
         while self.paging.is_busy:
             for move in self.take():
@@ -59,7 +59,7 @@ class Desk:
 # --- pages leave ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_saved_is_copied_once_and_stays_the_session_s() -> None:
+def test_saved_pages_are_copied_once_and_stay_the_session_s() -> None:
     desk = Desk()
     tokens = desk.session("a", 10)
     transfer = desk.save("a", tokens)
@@ -68,7 +68,7 @@ def test_what_is_saved_is_copied_once_and_stays_the_session_s() -> None:
     assert desk.kv.pages_held("a") == 3
 
 
-def test_it_is_over_when_all_has_landed_or_when_all_is_found_on_the_host() -> None:
+def test_a_save_is_over_when_all_has_landed_or_with_sealed_when_all_is_found() -> None:
     desk = Desk()
     tokens = desk.session("a", 4)
     landing, sealing = desk.save("a", tokens), desk.save("a", tokens, sealed=True)
@@ -80,7 +80,7 @@ def test_it_is_over_when_all_has_landed_or_when_all_is_found_on_the_host() -> No
     assert desk.save("a", tokens).is_over
 
 
-def test_a_page_that_moves_is_given_to_nobody_before_it_has_landed() -> None:
+def test_a_moving_page_is_not_given_away_before_it_has_landed() -> None:
     desk = Desk(pages=2)
     desk.save("a", desk.session("a", 8))
     desk.kv.drop("a")
@@ -92,20 +92,20 @@ def test_a_page_that_moves_is_given_to_nobody_before_it_has_landed() -> None:
     desk.kv.reserve("b", TENANT, 8)
 
 
-def test_a_session_goes_on_behind_what_is_being_copied_and_gives_the_page_up_where_it_would_not() -> None:
+def test_a_session_writes_only_behind_the_part_that_is_being_copied() -> None:
     desk = Desk()
     desk.save("a", desk.session("a", 6))
     assert desk.kv.trim("a", 6) == 6
     assert desk.kv.trim("a", 5) == 4
 
 
-def test_where_the_host_is_busy_the_beginning_is_saved() -> None:
+def test_the_first_pages_are_saved_if_the_host_is_busy() -> None:
     desk = Desk(host=2)
     transfer = desk.save("a", desk.session("a", 12))
     assert (transfer.missing, transfer.failed) == (2, True)
 
 
-def test_only_who_is_in_no_hurry_leaves_to_where_copies_cannot_go_yet() -> None:
+def test_only_a_save_that_can_wait_uses_slots_that_are_not_ready() -> None:
     desk = Desk(host=0)
     host = Tier(bytearray(Tier.table_bytes(4)), 4, are_ready=False)
     desk.paging.use_host(host)
@@ -121,7 +121,7 @@ def test_only_who_is_in_no_hurry_leaves_to_where_copies_cannot_go_yet() -> None:
     assert [move.target for move in desk.take()] == [0, 1, 2]
 
 
-def test_what_is_there_already_does_not_give_way_to_what_follows() -> None:
+def test_pages_on_the_host_are_not_evicted_for_later_pages_of_the_session() -> None:
     desk = Desk(host=2)
     tokens = desk.session("a", 4)
     desk.save("a", tokens)
@@ -139,7 +139,7 @@ def test_without_a_host_tier_nothing_is_saved() -> None:
     assert transfer.is_over and transfer.failed and not desk.paging.is_busy
 
 
-def test_the_host_takes_freely_what_it_has_room_for_and_what_it_has() -> None:
+def test_the_host_takes_pages_freely_if_it_has_room_or_has_them() -> None:
     desk = Desk(host=2)
     tokens = desk.session("a", 12)
     keys = desk.keys("a", tokens)
@@ -150,7 +150,7 @@ def test_the_host_takes_freely_what_it_has_room_for_and_what_it_has() -> None:
     assert not Desk(host=0).paging.takes_freely(keys, TENANT)
 
 
-def test_not_where_a_page_would_give_way_that_is_nowhere_else() -> None:
+def test_the_host_takes_no_pages_freely_if_one_without_another_copy_would_be_lost() -> None:
     desk, tokens = saved(8, host=2, disk=2)
     first, second = desk.keys("a", tokens)
     lacking = [b"of another page!"]
@@ -165,7 +165,7 @@ def test_not_where_a_page_would_give_way_that_is_nowhere_else() -> None:
     assert desk.paging.takes_freely(lacking, TENANT), "it is on the device"
 
 
-def test_what_the_host_has_of_a_session_does_not_give_way_to_the_rest_of_it() -> None:
+def test_pages_of_a_session_on_the_host_are_not_lost_to_the_rest_of_it() -> None:
     desk, tokens = saved(8, host=2, disk=2)
     first, _ = desk.keys("a", tokens)
     desk.paging.write_out("a", [first])
@@ -179,7 +179,7 @@ def test_what_the_host_has_of_a_session_does_not_give_way_to_the_rest_of_it() ->
 
 
 def saved(tokens: int, host: int = 8, disk: int = 0) -> tuple[Desk, list[int]]:
-    """A session has left for the host."""
+    """A session has left for the host. Returns its tokens."""
     desk = Desk(host=host, disk=disk)
     held = desk.session("a", tokens)
     desk.save("a", held)
@@ -188,7 +188,7 @@ def saved(tokens: int, host: int = 8, disk: int = 0) -> tuple[Desk, list[int]]:
     return desk, held
 
 
-def test_a_session_s_pages_are_found_by_its_tokens_as_far_as_they_are_the_same() -> None:
+def test_pages_are_found_as_far_as_tokens_are_equal() -> None:
     desk, tokens = saved(10)
     assert desk.find(tokens).tokens == 8
     assert desk.find([*tokens[:5], 99, *tokens[6:]]).tokens == 4
@@ -196,14 +196,14 @@ def test_a_session_s_pages_are_found_by_its_tokens_as_far_as_they_are_the_same()
 
 
 @pytest.mark.parametrize("length", [10, 11, 12, 20])
-def test_a_page_filled_in_part_is_found_by_where_it_ended_however_far_the_session_has_come(length: int) -> None:
+def test_a_partly_filled_page_is_found_by_its_end(length: int) -> None:
     desk, tokens = saved(10)
     longer = [*tokens, *range(50, 50 + length - 10)]
     found = desk.find(longer, ends=(3, 10))
     assert (found.start, found.tokens, len(found.keys)) == (0, 10, 3)
 
 
-def test_a_page_may_hold_more_than_is_of_use() -> None:
+def test_a_found_page_may_hold_more_than_is_of_use() -> None:
     desk, tokens = saved(8)
     found = desk.find(tokens, most=7)
     assert (found.tokens, len(found.keys)) == (7, 2)
@@ -219,7 +219,7 @@ def test_pages_arrive_in_pages_of_the_session() -> None:
     assert desk.kv.adopt("other", TENANT, tokens, 0, 10) == 8, "full pages are found on the device again"
 
 
-def test_who_is_followed_has_its_pages_at_once_while_their_sources_are_read_until_they_have_landed() -> None:
+def test_followed_pages_are_usable_at_once_and_their_sources_stay_pinned() -> None:
     desk, tokens = saved(8)
     found = desk.find(tokens)
     transfer = desk.paging.load("back", TENANT, found)
@@ -237,7 +237,7 @@ def test_who_is_followed_has_its_pages_at_once_while_their_sources_are_read_unti
     desk.paging.check_integrity()
 
 
-def test_where_pages_are_short_nothing_is_changed() -> None:
+def test_a_load_without_free_pages_changes_nothing() -> None:
     desk, tokens = saved(10)
     desk.kv.reserve("hog", TENANT, 14 * PAGE)
     with pytest.raises(OutOfPages):
@@ -251,14 +251,14 @@ def test_two_sessions_do_not_bring_the_same_page_at_once() -> None:
     assert desk.find(tokens).on_the_way
 
 
-def test_of_what_nobody_wants_any_more_comes_what_has_begun_and_the_rest_is_free_at_once() -> None:
+def test_a_dropped_transfer_frees_the_pages_that_have_not_begun() -> None:
     desk, tokens = saved(16)
     found = desk.find(tokens)
     transfer = desk.paging.load("back", TENANT, found)
     moves, host = desk.paging.moves, desk.paging.host
     begun, queued = moves.take(2)
     assert host is not None
-    queued.is_queued = True  # as by whoever has not begun it
+    queued.is_queued = True  # taken, but its copy has not begun
     moves.drop(transfer)
     desk.kv.drop("back")
     assert (begun.is_dropped, queued.is_dropped, moves.waiting) == (False, True, 0)
@@ -271,7 +271,7 @@ def test_of_what_nobody_wants_any_more_comes_what_has_begun_and_the_rest_is_free
     assert again.keys == found.keys and not again.on_the_way
 
 
-def test_who_could_not_be_filled_is_zeroed_before_anybody_reads_it() -> None:
+def test_a_page_that_could_not_be_filled_is_zeroed_before_it_is_read() -> None:
     desk, tokens = saved(4)
     desk.kv.reserve("stranger", TENANT + 1, 16 * PAGE)
     desk.kv.drop("stranger")
@@ -281,7 +281,7 @@ def test_who_could_not_be_filled_is_zeroed_before_anybody_reads_it() -> None:
     (transfer,) = desk.paging.moves.failed(move, bad=True)
     assert transfer.failed
     desk.kv.drop("back")
-    assert desk.kv.take_stale() == [], "nobody holds it"
+    assert desk.kv.take_stale() == [], "no session holds it"
     desk.kv.reserve("back", TENANT, PAGE)
     assert desk.kv.pages_of("back") == desk.kv.take_stale() == [move.target]
     assert desk.find(tokens).keys == (), "and what was bad is not asked for again"
@@ -300,7 +300,7 @@ def on_disk(tokens: int, host: int = 8) -> tuple[Desk, list[int]]:
     return desk, held
 
 
-def test_what_is_on_disk_comes_by_way_of_the_host_and_stays_there() -> None:
+def test_pages_on_disk_come_through_the_host_and_stay_on_disk() -> None:
     desk, tokens = on_disk(8)
     found = desk.find(tokens)
     assert (found.tokens, found.on_disk) == (8, 2)
@@ -329,7 +329,7 @@ def test_a_host_with_one_slot_brings_a_page_at_a_time() -> None:
         desk.kv.arrived("back", found.keys[:1], transfer.tokens)
 
 
-def test_who_saves_what_another_one_is_fetching_waits_for_the_same_move() -> None:
+def test_saving_a_page_that_is_being_fetched_waits_for_the_same_move() -> None:
     desk, tokens = on_disk(4)
     arriving = desk.paging.load("back", TENANT, desk.find(tokens))
     desk.session("twin", 4)
@@ -338,16 +338,16 @@ def test_who_saves_what_another_one_is_fetching_waits_for_the_same_move() -> Non
     assert desk.copy_all() == [leaving, arriving]
 
 
-def test_who_writes_out_what_is_being_written_waits_for_the_same_move() -> None:
+def test_writing_out_a_page_that_is_being_written_waits_for_the_same_move() -> None:
     desk, tokens = saved(8, host=2, disk=8)
-    assert desk.paging.write_out_oldest(5) == 1  # the oldest tenth and one
+    assert desk.paging.write_out_oldest(5) == 1  # the oldest tenth, and one
     transfer = desk.paging.write_out("a", desk.keys("a", tokens))
     assert transfer.missing == 2 and len(desk.take()) == 2
 
 
 def test_the_oldest_that_are_not_on_disk_are_written_out_once_the_host_is_nearly_full() -> None:
     desk = Desk(pages=40, host=40, disk=40)
-    for first, written in ((0, [0]), (100, [0]), (200, [3, 1, 0])):  # a tenth, no more
+    for first, written in ((0, [0]), (100, [0]), (200, [3, 1, 0])):  # at most a tenth
         tokens = list(range(first, first + 52))
         desk.kv.reserve("a", TENANT, 52)
         desk.kv.publish("a", TENANT, tokens, 52)
@@ -359,12 +359,12 @@ def test_the_oldest_that_are_not_on_disk_are_written_out_once_the_host_is_nearly
             desk.copy_all()
 
 
-def test_what_a_session_uses_on_the_device_is_not_written_out() -> None:
+def test_pages_in_use_on_the_device_are_not_written_out() -> None:
     desk, tokens = saved(8, host=2, disk=2)
     keys = desk.keys("a", tokens)
     desk.paging.is_back(keys)
     assert desk.paging.write_out_oldest(2) == 0
-    desk.save("b", desk.session("b", 8))  # is a use
+    desk.save("b", desk.session("b", 8))  # this is a use
     assert desk.paging.write_out_oldest(2) == 1
 
 
@@ -391,7 +391,7 @@ def test_a_page_is_its_tenant_s_in_every_tier() -> None:
     assert desk.paging.host.tenancy.uses() == {TENANT: 2} == desk.kv.pool.uses()
 
 
-def test_and_nobody_s_where_it_is_public() -> None:
+def test_a_public_page_belongs_to_no_tenant_in_any_tier() -> None:
     desk = Desk()
     desk.kv.public.mark(range(4), PAGE)
     tokens = desk.session("a", 8)
@@ -401,7 +401,7 @@ def test_and_nobody_s_where_it_is_public() -> None:
     assert desk.paging.host.tenancy.uses() == {ANYBODY: 1, TENANT: 1} == desk.kv.pool.uses()
 
 
-def test_of_a_session_that_is_more_than_its_tenant_may_have_there_the_first_pages_are_saved() -> None:
+def test_the_first_pages_of_a_session_above_the_limit_are_saved() -> None:
     desk = Desk()
     assert desk.paging.host is not None
     desk.paging.host.tenancy.limit(TENANT, 2)
@@ -412,7 +412,7 @@ def test_of_a_session_that_is_more_than_its_tenant_may_have_there_the_first_page
     assert desk.paging.host.used == 2
 
 
-def test_what_is_on_disk_comes_piece_by_piece_through_the_little_that_its_tenant_may_have_on_the_host() -> None:
+def test_pages_on_disk_come_piece_by_piece_through_a_small_host_quota() -> None:
     desk, tokens = on_disk(16)
     assert desk.paging.host is not None
     desk.paging.host.tenancy.limit(TENANT, 2)
@@ -424,7 +424,7 @@ def test_what_is_on_disk_comes_piece_by_piece_through_the_little_that_its_tenant
         desk.kv.arrived("back", found.keys[:2], transfer.tokens)
 
 
-def test_and_is_not_found_by_who_may_have_nothing_there() -> None:
+def test_pages_on_disk_are_not_found_with_a_host_quota_of_zero() -> None:
     desk, tokens = on_disk(8)
     assert desk.paging.host is not None
     desk.paging.host.tenancy.limit(TENANT, 0)
@@ -433,11 +433,11 @@ def test_and_is_not_found_by_who_may_have_nothing_there() -> None:
     assert desk.find(tokens).tokens == 8
 
 
-def test_the_oldest_are_written_out_once_where_their_tenant_may_have_fewer_on_disk() -> None:
+def test_the_oldest_pages_are_written_out_once_under_a_small_disk_quota() -> None:
     desk, _ = saved(64, host=16, disk=16)
     assert desk.paging.disk is not None
     desk.paging.disk.tenancy.limit(TENANT, 1)
-    for written in (1, 1, 0, 0):  # each of the oldest tenth and one
+    for written in (1, 1, 0, 0):  # the oldest tenth, and one; each of them once
         assert desk.paging.write_out_oldest(1) == written
         desk.copy_all()
     assert desk.paging.disk.used == 1
@@ -446,7 +446,7 @@ def test_the_oldest_are_written_out_once_where_their_tenant_may_have_fewer_on_di
 # --- another process --------------------------------------------------------------------------------------------------
 
 
-def test_what_another_process_has_left_is_checked_the_first_time() -> None:
+def test_pages_of_another_process_are_checked_on_first_use() -> None:
     desk, tokens = saved(4)
     assert desk.paging.host is not None
     kept = Tier(bytearray(Tier.table_bytes(8)), 8)

@@ -12,7 +12,7 @@ SALT = b"salt"
 
 
 def keys(public: PublicPrefixes, tenant: int, tokens: list[int], salt: bytes = b"") -> list[Key]:
-    """Of the full pages of a new session."""
+    """The keys of the full pages of a new session."""
     found: list[Key] = []
     for start in range(0, len(tokens) - PAGE + 1, PAGE):
         parent = found[-1] if found else None
@@ -21,14 +21,14 @@ def keys(public: PublicPrefixes, tenant: int, tokens: list[int], salt: bytes = b
 
 
 def common(one: list[Key], other: list[Key]) -> int:
-    """Pages that two sessions share; none of those behind the first that they do not."""
+    """How many first pages two sessions share. Checks that they share none behind the first that differs."""
     equal = [a == b for a, b in zip(one, other, strict=False)]
     shared = equal.index(False) if False in equal else len(equal)
     assert not any(equal[shared:])
     return shared
 
 
-def test_a_key_says_whose_it_is_and_all_that_stands_before() -> None:
+def test_a_key_depends_on_the_tenant_and_all_tokens_before() -> None:
     keys = {
         chain(root(ALICE), [1, 2]),
         chain(root(BOB), [1, 2]),
@@ -74,7 +74,7 @@ def test_pages_that_a_pool_of_another_size_does_not_have_are_forgotten() -> None
 
 
 @pytest.mark.parametrize(("marked", "pages"), [(3, 0), (4, 1), (7, 1), (8, 2), (12, 3)])
-def test_tenants_share_the_full_pages_of_what_is_marked_and_nothing_behind(marked: int, pages: int) -> None:
+def test_tenants_share_the_full_pages_of_a_public_prefix_and_none_behind(marked: int, pages: int) -> None:
     public, tokens = PublicPrefixes(), SYSTEM + [1] * 8
     public.mark(SYSTEM[:marked], PAGE)
     alice, bob = keys(public, ALICE, tokens), keys(public, BOB, tokens)
@@ -101,7 +101,7 @@ def test_a_page_that_is_filled_in_part_is_never_public() -> None:
     assert alice != bob and alice not in public
 
 
-def test_kv_that_a_client_gave_is_never_public() -> None:
+def test_imported_kv_is_never_public() -> None:
     public = PublicPrefixes()
     before = keys(public, ALICE, SYSTEM, SALT)
     public.mark(SYSTEM, PAGE)
@@ -111,7 +111,7 @@ def test_kv_that_a_client_gave_is_never_public() -> None:
     assert public.next_keys(root(ALICE, SALT), [], SYSTEM[:PAGE]) == before[:1]
 
 
-def test_the_longer_of_two_nested_prefixes_holds_in_any_order() -> None:
+def test_the_longer_of_two_nested_prefixes_applies_in_any_order() -> None:
     for marks in ([8, 12], [12, 8]):
         public = PublicPrefixes()
         for length in marks:
@@ -119,7 +119,7 @@ def test_the_longer_of_two_nested_prefixes_holds_in_any_order() -> None:
         assert common(keys(public, ALICE, SYSTEM + [1] * 4), keys(public, BOB, SYSTEM + [1] * 4)) == 3
 
 
-def test_two_prefixes_with_the_same_beginning() -> None:
+def test_two_public_prefixes_may_have_the_same_beginning() -> None:
     public, other = PublicPrefixes(), SYSTEM[:4] + [7] * 8
     public.mark(SYSTEM, PAGE)
     public.mark(other, PAGE)
@@ -127,7 +127,7 @@ def test_two_prefixes_with_the_same_beginning() -> None:
     assert common(keys(public, ALICE, other), keys(public, BOB, other)) == 3
 
 
-def test_pages_are_found_by_every_key_that_they_had_while_prefixes_were_marked() -> None:
+def test_pages_are_found_by_every_key_they_had_as_prefixes_were_marked() -> None:
     public, origin, tokens = PublicPrefixes(), root(ALICE), SYSTEM + [1] * 4
     histories = [keys(public, ALICE, tokens)]
     for marked in (8, 12):
@@ -145,7 +145,7 @@ def test_pages_are_found_by_every_key_that_they_had_while_prefixes_were_marked()
 
 
 def fill(kv: KvManager, session: str, tenant: int, tokens: list[int], salt: bytes = b"") -> int:
-    """Gives the session the KV of its tokens, as a prompt does. → tokens that others had computed."""
+    """Gives the session the KV of its tokens, as a prompt does. Returns how many tokens were found computed."""
     found = kv.adopt(session, tenant, tokens, 0, len(tokens), salt)
     kv.reserve(session, tenant, len(tokens))
     kv.publish(session, tenant, tokens, len(tokens), salt)
@@ -162,7 +162,7 @@ def test_in_a_pool_tenants_find_each_other_s_public_pages_only() -> None:
     assert fill(kv, "salted", ALICE, tokens, SALT) == 0
     for session in ("a", "b"):
         kv.drop(session)
-    assert fill(kv, "c", BOB, tokens) == 20, "public ones and its own, which nobody holds any more"
+    assert fill(kv, "c", BOB, tokens) == 20, "public pages and its own ones, which no session holds"
     assert fill(kv, "d", ALICE, [*SYSTEM[:6], *tokens]) == 4
 
 
@@ -193,8 +193,9 @@ def test_in_a_pool_a_tenant_finds_the_pages_that_it_had_before_a_marking() -> No
     assert kv.trim("a", 12) == 12 and fill(kv, "a3", ALICE, tokens) == 16
 
 
-def test_keys_of_edited_positions_are_no_token_s() -> None:
-    """Names are 64 bits wide: nothing of them is lost, and a page of such is no page of twice as many tokens."""
+def test_keys_of_edited_positions_differ_from_those_of_any_tokens() -> None:
+    """Names are hashed at their full width of 64 bits. A page of names has another key than a page of twice as many
+    tokens."""
     parent, name = root(0), -(1 << 62) - 12345
     assert chain(parent, [1, name]) == chain(parent, [1, name])
     assert len({chain(parent, [1, name]), chain(parent, [1, name - 1]), chain(parent, [name, 1])}) == 3

@@ -28,7 +28,7 @@ def has(tier: Tier) -> list[int]:
     return sorted(int.from_bytes(tier.key(slot), "big") for slot in tier.complete_slots)
 
 
-def test_a_tenant_at_its_limit_gives_up_its_own_oldest_page_though_slots_are_free() -> None:
+def test_a_tenant_at_its_limit_gives_up_its_oldest_page_although_slots_are_free() -> None:
     tenancy = Tenancy()
     tier = new_tier(tenancy)
     tenancy.limit(ALICE, 2 * PAGE)
@@ -41,7 +41,7 @@ def test_a_tenant_at_its_limit_gives_up_its_own_oldest_page_though_slots_are_fre
     tier.check_integrity()
 
 
-def test_and_gets_no_slot_while_all_of_its_own_are_filling_or_pinned() -> None:
+def test_a_tenant_at_its_limit_gets_no_slot_while_its_own_are_filling_or_pinned() -> None:
     tenancy = Tenancy()
     tier = new_tier(tenancy)
     tenancy.limit(ALICE, 2 * PAGE)
@@ -55,7 +55,7 @@ def test_and_gets_no_slot_while_all_of_its_own_are_filling_or_pinned() -> None:
     assert has(tier) == [3] and tier.used == 2
 
 
-def test_without_a_limit_the_oldest_page_of_all_gives_way() -> None:
+def test_without_a_limit_the_oldest_page_of_all_is_evicted() -> None:
     tier = new_tier(Tenancy(), 2)
     fill(tier, ALICE, 1)
     fill(tier, BOB, 2)
@@ -70,12 +70,12 @@ def test_a_limit_holds_over_all_models() -> None:
     fill(small, ALICE, 1)
     fill(large, ALICE, 2)
     fill(small, ALICE, 3)
-    fill(large, ALICE, 4)  # 1 is too little: 2 goes too
+    fill(large, ALICE, 4)  # evicting 1 frees too little, so 2 is evicted too
     assert (has(small), has(large), tenancy.used_by(ALICE)) == ([3], [4], 3 * PAGE)
     small.check_integrity()
 
 
-def test_where_the_tier_is_full_and_the_tenant_s_oldest_page_is_another_model_s_both_give_way() -> None:
+def test_a_full_tier_evicts_its_own_oldest_page_beside_one_of_another_model() -> None:
     tenancy = Tenancy()
     full, other = new_tier(tenancy, 1), new_tier(tenancy)
     tenancy.limit(ALICE, PAGE)
@@ -85,7 +85,7 @@ def test_where_the_tier_is_full_and_the_tenant_s_oldest_page_is_another_model_s_
     assert (has(full), has(other), tenancy.uses()) == ([3], [], {ALICE: PAGE})
 
 
-def test_of_a_tenant_s_pages_those_that_can_be_spared_go_first_in_whichever_model_they_are() -> None:
+def test_spare_pages_of_any_model_are_evicted_first_within_a_tenant() -> None:
     tenancy = Tenancy()
     small, large = new_tier(tenancy), new_tier(tenancy, page_bytes=2 * PAGE)
     fill(small, ALICE, 1, 2)
@@ -98,19 +98,19 @@ def test_of_a_tenant_s_pages_those_that_can_be_spared_go_first_in_whichever_mode
     small.check_integrity()
 
 
-def test_beside_those_that_a_limit_takes_the_oldest_of_the_others_make_room_for_the_rest() -> None:
+def test_the_oldest_pages_make_room_beside_those_that_a_limit_takes() -> None:
     tenancy = Tenancy()
     tier = new_tier(tenancy, 3)
     fill(tier, ALICE, 1)
     fill(tier, BOB, 2, 3)
     tenancy.limit(ALICE, 2 * PAGE)
-    assert tier.making_room(ALICE, 2) == [(tier, 0), (tier, 1)]  # one of its own, though it may have one more
+    assert tier.making_room(ALICE, 2) == [(tier, 0), (tier, 1)]  # one of its own, although it may have one more
     assert tier.making_room(ALICE, 3) is None
     fill(tier, ALICE, 4, 5)
     assert has(tier) == [3, 4, 5]
 
 
-def test_a_lower_limit_takes_the_oldest_pages_at_once_and_those_that_are_read_later() -> None:
+def test_a_lower_limit_evicts_the_oldest_pages_at_once_and_pinned_ones_later() -> None:
     tenancy = Tenancy()
     tier = new_tier(tenancy)
     fill(tier, ALICE, 1, 2, 3)
@@ -127,7 +127,7 @@ def test_a_lower_limit_takes_the_oldest_pages_at_once_and_those_that_are_read_la
     assert has(tier) == [4, 5, 6, 7]
 
 
-def test_what_is_public_is_nobody_s() -> None:
+def test_public_pages_belong_to_no_tenant() -> None:
     tenancy = Tenancy()
     tier = new_tier(tenancy)
     tenancy.limit(ALICE, 0)
@@ -137,7 +137,7 @@ def test_what_is_public_is_nobody_s() -> None:
         tenancy.limit(ANYBODY, 0)
 
 
-def test_pages_that_an_earlier_process_has_left_are_whose_they_were_and_go_where_they_are_too_many() -> None:
+def test_pages_of_an_earlier_process_keep_their_tenant_and_count_against_limits() -> None:
     table, tenancy = bytearray(Tier.table_bytes(4)), Tenancy()
     before = Tier(table, 4)
     fill(before, ALICE, 1, 2)

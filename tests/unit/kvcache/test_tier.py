@@ -19,7 +19,7 @@ def new_tier(slots: int) -> Tier:
 
 
 def fill(tier: Tier, *numbers: int) -> list[int]:
-    """Pages whose checksums are their numbers."""
+    """Fills slots with pages whose checksums are their numbers."""
     slots = []
     for number in numbers:
         slot = tier.prepare(key(number))
@@ -60,12 +60,12 @@ def test_a_page_is_found_when_it_is_complete() -> None:
     tier.check_integrity()
 
 
-def test_slots_are_given_in_the_order_in_which_they_lie() -> None:
+def test_slots_are_given_in_rising_order() -> None:
     tier = new_tier(4)
     assert fill(tier, 1, 2, 3) == [0, 1, 2]
 
 
-def test_slots_rise_as_what_comes_there_does() -> None:
+def test_slots_rise_as_the_places_of_their_pages_do() -> None:
     tier = new_tier(5)
     pages = [(key(n), 1000) for n in range(3)]
     assert tier.prepare_all(pages, [9, 3, 7]) == [2, 0, 1]
@@ -75,7 +75,7 @@ def test_slots_rise_as_what_comes_there_does() -> None:
     tier.check_integrity()
 
 
-def test_who_cannot_wait_is_given_slots_that_are_ready() -> None:
+def test_a_caller_that_cannot_wait_gets_only_ready_slots() -> None:
     tier = Tier(new_table(4), 4, are_ready=False)
     assert not tier.has_room() and tier.used == 0
     assert tier.prepare(key(9), can_wait=True) == 0
@@ -89,7 +89,7 @@ def test_who_cannot_wait_is_given_slots_that_are_ready() -> None:
     tier.check_integrity()
 
 
-def test_what_lies_in_a_slot_that_is_not_ready_is_found_and_gives_way_to_nobody_in_a_hurry() -> None:
+def test_a_page_in_a_slot_that_is_not_ready_is_found_and_evicted_only_for_callers_that_wait() -> None:
     table = new_table(2)
     fill(Tier(table, 2), 1, 2)
     tier = Tier(table, 2, are_ready=False)
@@ -111,18 +111,18 @@ def test_an_abandoned_slot_is_free_again() -> None:
     tier.check_integrity()
 
 
-def test_the_least_recently_used_page_gives_way() -> None:
+def test_the_least_recently_used_page_is_evicted() -> None:
     tier = new_tier(3)
     one, two, three = fill(tier, 1, 2, 3)
     tier.find(key(1))
-    assert key(2) in tier  # not a use
+    assert key(2) in tier  # this is not a use
     assert tier.oldest(9) == [two, three, one] and tier.oldest(1) == [two]
     assert tier.prepare(key(4)) == two
     assert tier.find(key(2)) is None and tier.used == 3
     tier.check_integrity()
 
 
-def test_what_can_be_spared_gives_way_before_the_least_recently_used_until_it_is_used_again() -> None:
+def test_spare_pages_are_evicted_before_the_least_recently_used_until_they_are_used() -> None:
     tier = new_tier(4)
     one, two, three, four = fill(tier, 1, 2, 3, 4)
     for slot in (three, four, two):
@@ -135,7 +135,7 @@ def test_what_can_be_spared_gives_way_before_the_least_recently_used_until_it_is
     tier.check_integrity()
 
 
-def test_of_what_can_be_spared_the_next_process_knows_nothing() -> None:
+def test_the_next_process_does_not_know_which_pages_are_spare() -> None:
     table = new_table(3)
     tier = Tier(table, 3)
     one, two, three = fill(tier, 1, 2, 3)
@@ -145,7 +145,7 @@ def test_of_what_can_be_spared_the_next_process_knows_nothing() -> None:
     assert after.oldest(3) == [one, two, three] and not after.is_spare(three)
 
 
-def test_who_asks_for_room_hears_which_pages_would_give_way_to_so_many_and_they_stay() -> None:
+def test_making_room_names_the_pages_to_evict_and_evicts_none() -> None:
     tier = new_tier(4)
     one, two, three = fill(tier, 1, 2, 3)
     tier.pin(one)
@@ -182,7 +182,7 @@ def test_pages_are_pinned_together_as_one_by_one() -> None:
     tier.check_integrity()
 
 
-def test_no_slot_is_given_while_all_are_filling_or_pinned() -> None:
+def test_there_is_no_slot_while_all_are_filling_or_pinned() -> None:
     tier = new_tier(2)
     [slot] = fill(tier, 1)
     tier.pin(slot)
@@ -192,7 +192,7 @@ def test_no_slot_is_given_while_all_are_filling_or_pinned() -> None:
     tier.check_integrity()
 
 
-def test_a_page_found_bad_while_others_read_it_is_lost_at_once_and_its_slot_is_free_after_the_last() -> None:
+def test_a_bad_page_is_lost_at_once_and_its_slot_is_free_after_the_last_reader() -> None:
     tier = new_tier(1)
     [slot] = fill(tier, 1)
     tier.pin(slot)
@@ -207,7 +207,7 @@ def test_a_page_found_bad_while_others_read_it_is_lost_at_once_and_its_slot_is_f
     tier.check_integrity()
 
 
-def test_the_next_process_has_what_was_complete_in_the_order_of_use() -> None:
+def test_the_next_process_has_the_complete_pages_in_the_order_of_use() -> None:
     table = new_table(4)
     tier = Tier(table, 4)
     one, two, three = fill(tier, 1, 2, 3)
@@ -234,7 +234,7 @@ def test_keys_that_begin_and_end_with_zeros_survive() -> None:
     assert [after.key(slot) for slot in (0, 1)] == keys
 
 
-def test_of_two_records_of_one_page_the_one_used_last_is_had() -> None:
+def test_the_last_used_of_two_records_of_one_page_is_kept() -> None:
     table = new_table(2)
     fill(Tier(table, 2), 1, 2)
     records = np.frombuffer(table, RECORD, 2)
@@ -246,7 +246,7 @@ def test_of_two_records_of_one_page_the_one_used_last_is_had() -> None:
 
 
 def test_a_table_of_garbage_is_survived() -> None:
-    """Such as a loss of power leaves; what it claims to be complete, the checksums refute."""
+    """A loss of power may leave such a table. Checksums refute the pages that it calls complete."""
     slots = 64
     table = new_table(slots)
     table[:] = np.random.default_rng(1).bytes(len(table))
@@ -260,7 +260,7 @@ def test_a_table_of_garbage_is_survived() -> None:
     assert Tier(table, slots).used == slots
 
 
-def test_what_no_caller_does() -> None:
+def test_wrong_calls_are_assertion_errors() -> None:
     tier = new_tier(2)
     filling = tier.prepare(key(1))
     assert filling is not None
@@ -294,7 +294,7 @@ def test_what_no_caller_does() -> None:
         ("owner", 1001, "the table names another tenant"),
     ],
 )
-def test_the_audit_finds_a_table_that_somebody_else_has_written(field: str, value: int | bytes, finding: str) -> None:
+def test_the_audit_finds_a_table_with_a_foreign_write(field: str, value: int | bytes, finding: str) -> None:
     table = new_table(2)
     tier = Tier(table, 2)
     fill(tier, 1, 2)
@@ -310,7 +310,7 @@ def test_the_audit_finds_a_slot_that_is_lost() -> None:
         tier.check_integrity()
 
 
-def test_the_audit_finds_a_page_that_can_be_spared_and_cannot() -> None:
+def test_the_audit_finds_a_page_that_is_spare_and_is_not() -> None:
     tier = new_tier(2)
     _, two = fill(tier, 1, 2)
     tier._spare[two] = None

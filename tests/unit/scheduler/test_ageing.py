@@ -7,20 +7,20 @@ AFTER = 10.0
 
 
 def ageing_of(*names: str, now: float = 0.0) -> tuple[Ageing, list[Session]]:
-    """They lined up a second after one another."""
+    """Sessions that joined one second after another."""
     ageing, sessions = Ageing(AFTER), [Session(name, "m", 1, "batch") for name in names]
     for place, session in enumerate(sessions):
         ageing.joined(session, now + place)
     return ageing, sessions
 
 
-def test_nobody_comes_first_before_its_time() -> None:
+def test_no_session_comes_first_before_its_time() -> None:
     ageing, (a, _) = ageing_of("a", "b")
     assert ageing.first(AFTER - 0.1) is None
     assert ageing.first(AFTER) is a
 
 
-def test_the_first_stays_so_for_a_few_rows() -> None:
+def test_the_first_stays_first_for_a_few_rows() -> None:
     ageing, (a, b) = ageing_of("a", "b")
     for row in range(ROWS):
         assert ageing.first(20.0 + row) is a
@@ -29,7 +29,7 @@ def test_the_first_stays_so_for_a_few_rows() -> None:
     assert ageing.first(20.0 + ROWS) is None
 
 
-def test_rows_that_do_not_count_leave_it_where_it_is() -> None:
+def test_free_rows_do_not_use_up_the_turn() -> None:
     ageing, (a, b) = ageing_of("a", "b")
     for row in range(3 * ROWS):
         assert ageing.first(20.0 + row) is a
@@ -40,7 +40,7 @@ def test_rows_that_do_not_count_leave_it_where_it_is() -> None:
     assert ageing.first(80.0 + ROWS) is b
 
 
-def test_one_at_a_time_the_longest_without_a_row_first() -> None:
+def test_sessions_come_first_one_at_a_time_the_longest_without_a_row_before_others() -> None:
     ageing, _ = ageing_of("a", "b", "c")
     chosen: list[tuple[str, float]] = []
     for tenth in range(200, 520):
@@ -53,20 +53,20 @@ def test_one_at_a_time_the_longest_without_a_row_first() -> None:
     assert chosen == [("a", 20.0), ("b", 30.0), ("c", 40.0), ("a", 50.0)]
 
 
-def test_whoever_has_had_a_row_since_is_younger() -> None:
+def test_a_row_makes_a_session_younger() -> None:
     ageing, (a, b) = ageing_of("a", "b")
     ageing.served([a], 9.0)
     assert ageing.first(11.0) is b
 
 
-def test_who_has_rows_all_the_time_never_comes_first() -> None:
+def test_a_session_with_a_row_in_every_step_never_comes_first() -> None:
     ageing, (a,) = ageing_of("a")
     for now in range(0, 100, 5):
         assert ageing.first(now) is None
         ageing.served([a], now)
 
 
-def test_who_leaves_is_first_no_more_and_nobody_follows_at_once() -> None:
+def test_no_session_comes_first_right_after_the_first_has_left() -> None:
     ageing, (a, b) = ageing_of("a", "b")
     assert ageing.first(30.0) is a
     ageing.left(a)
@@ -75,7 +75,7 @@ def test_who_leaves_is_first_no_more_and_nobody_follows_at_once() -> None:
     assert ageing.first(30.0 + AFTER) is b
 
 
-def test_who_comes_again_begins_anew() -> None:
+def test_a_session_that_joins_again_ages_from_then_on() -> None:
     ageing, (a, b) = ageing_of("a", "b")
     ageing.left(a)
     ageing.joined(a, 5.0)
@@ -83,7 +83,7 @@ def test_who_comes_again_begins_anew() -> None:
     assert ageing.first(11.0) is b
 
 
-def test_those_who_wait_are_in_the_order_of_their_last_rows() -> None:
+def test_iteration_is_in_the_order_of_last_rows() -> None:
     ageing, (a, b, c) = ageing_of("a", "b", "c")
     ageing.served([b], 4.0)
     ageing.served([a], 5.0)

@@ -1,4 +1,4 @@
-"""Which rows share a step, where some go through a part of the blocks. Whole steps are test_stages.py's."""
+"""How rows share a step if some pass only some of the blocks. Tests of whole steps are in test_stages.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def session_of(length: int, computed: int, stage: Stage | None, *stops: Stop) ->
         (14, Stage(3, TO_END, 14), (Stop(5, 14),), (3, 5, 20)),
     ],
 )
-def test_what_comes_before_a_stop_goes_to_the_end_and_the_rest_up_to_it(
+def test_positions_before_a_stop_pass_all_blocks_and_the_others_stop_there(
     computed: int, stage: Stage | None, stops: tuple[Stop, ...], way: tuple[int, int, int]
 ) -> None:
     assert way_of(session_of(20, computed, stage, *stops), WHOLE) == Way(*way)
@@ -54,9 +54,9 @@ def row(first: int, last: int, count: int) -> Row:
     ("rows", "way", "count", "slower"),
     [
         ([], (0, 3), 20, False),
-        ([(0, BLOCKS, 20)], (0, TO_END), 20, False),  # alike
+        ([(0, BLOCKS, 20)], (0, TO_END), 20, False),  # the same blocks
         ([(3, BLOCKS, 20)], (3, TO_END), 20, False),
-        ([(0, BLOCKS, 20)], (0, 3), 20, True),  # one would run along through seven blocks
+        ([(0, BLOCKS, 20)], (0, 3), 20, True),  # the one with three blocks would be computed in seven more
         ([(0, 3, 20)], (3, TO_END), 20, True),
         ([(0, BLOCKS, 1)], (4, TO_END), 1, False),  # rows of one token
         ([(0, BLOCKS, 20)], (4, TO_END), 1, False),
@@ -67,13 +67,13 @@ def row(first: int, last: int, count: int) -> Row:
 def test_a_row_that_shares_no_blocks_with_many_tokens_is_slower_with_them(
     rows: list[tuple[int, int, int]], way: tuple[int, int], count: int, slower: bool
 ) -> None:
-    """Where each token takes time; where it is the weights that do, everybody goes together."""
+    """Step times depend on tokens here. If they depend on reading the weights, all rows share a step."""
     for seconds_a_token, expected in ((1.0, slower), (0.0, False)):
         times = StepTimes()
         measured(times, lambda tokens, each=seconds_a_token: 1.0 + each * tokens)
         so_far: list[Row] = []
         company = Company(so_far, times, BLOCKS)
         for first, last, many in rows:
-            company.is_slower_with(Way(first, last, FOREVER), many)  # asked in between, it counts each once
+            company.is_slower_with(Way(first, last, FOREVER), many)  # asked in between: each row is counted once
             so_far.append(row(first, last, many))
         assert company.is_slower_with(Way(*way, FOREVER), count) == expected

@@ -1,4 +1,5 @@
-"""What becomes of sessions that are in each other's way: nobody takes turns for nothing, and each pays for its own."""
+"""Sessions that compete for rows and pages: they do not evict each other in turns, and each tenant pays for its own
+rows."""
 
 from __future__ import annotations
 
@@ -26,24 +27,24 @@ SLOW = rising(0.1, 0.01)
 
 
 def copy_all(scheduler: Scheduler, model: str) -> None:
-    """What is under way in the model's tiers happens now."""
+    """All copies that are under way in the model's tiers are made now."""
     for over in copies(scheduler.residence(model).paging.moves):
         scheduler.over(model, over)
 
 
-# --- where what leaves is lost --------------------------------------------------------------------------------------
+# --- pages that no tier keeps -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tenants", [(1, 2), (1, 1)])
-def test_a_prompt_is_read_to_its_end_whoever_waits_for_its_pages(tenants: tuple[int, int]) -> None:
-    """Each takes more than twice as long as ageing lets others wait, and the pool has room for one."""
+def test_a_prompt_is_read_to_its_end_although_another_needs_its_pages(tenants: tuple[int, int]) -> None:
+    """Each prompt takes more than twice the ageing time, and the pool has room for one."""
     device = VirtualDevice(pages=150, max_tokens=64, seconds=SLOW)
     first, second = (device.open(f"s{n}", tenant=tenant, prompt=1984, max_tokens=1) for n, tenant in enumerate(tenants))
     device.run(2.5 * 31 * SLOW(64))
     assert first.request is None and second.request is None
 
 
-def test_but_for_a_higher_class() -> None:
+def test_a_prompt_is_interrupted_for_a_higher_class() -> None:
     device = VirtualDevice(pages=150, max_tokens=64, seconds=SLOW)
     batch = device.open("batch", "batch", prompt=1984, max_tokens=2)
     device.run(5.0)
@@ -52,8 +53,8 @@ def test_but_for_a_higher_class() -> None:
     assert device.batches[-1][0][0] == "interactive" and batch.computed == 0
 
 
-def test_and_whom_ageing_has_put_before_it_reads_its_prompt_to_the_end() -> None:
-    """Which takes more rows than ageing gives it."""
+def test_a_prompt_that_ageing_has_put_first_is_read_to_its_end() -> None:
+    """The prompt takes more rows than ageing gives a session."""
     device = VirtualDevice(pages=150, max_tokens=64, seconds=rising(0.1, 0.001))
     endless = device.open("interactive", "interactive", prompt=1984, max_tokens=300)
     device.step()
@@ -62,7 +63,7 @@ def test_and_whom_ageing_has_put_before_it_reads_its_prompt_to_the_end() -> None
     assert batch.request is None and endless.request is not None
 
 
-def test_two_with_deadlines_do_not_take_each_other_s_pages_row_by_row() -> None:
+def test_two_sessions_with_deadlines_do_not_take_each_other_s_pages_row_by_row() -> None:
     device = VirtualDevice(pages=80, max_tokens=256)
     for name, deadline in (("a", 3.0), ("b", 3.05)):
         device.open(name, prompt=1000, max_tokens=50, deadline=deadline)
@@ -70,18 +71,19 @@ def test_two_with_deadlines_do_not_take_each_other_s_pages_row_by_row() -> None:
     assert device.rows["a"] + device.rows["b"] < 2 * (4 + 50) + 8
 
 
-def test_room_is_not_kept_for_who_decodes_and_gets_no_page() -> None:
-    """How long it takes alone is to be learnt, so no prompt is to join it; and what it lacks has who reads one."""
+def test_no_room_is_kept_for_a_decoding_session_without_pages() -> None:
+    """The time of the decoding row alone has to be measured, so no prompt may join it. But a session that reads a
+    prompt holds the page that it needs."""
     scheduler = Scheduler(max_batch_tokens=32, max_rows=16)
     scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
-    for _ in range(2):  # of chunks it is known
+    for _ in range(2):  # the time of chunks is known
         scheduler._queues["m"].composer.times.note(1, 16, 0.01)
     decodes = ask(scheduler, "decodes", "m", PAGE, 1, max_tokens=9)
     run(scheduler)
     scheduler.hold(1)
     reads = ask(scheduler, "reads", "m", 15 * PAGE, 2)
     run(scheduler)
-    scheduler.release(1)  # comes behind
+    scheduler.release(1)  # joins the line last
     batch = run(scheduler)
     assert batch is not None and [row.session for row in batch.rows] == [reads]
     while run(scheduler):
@@ -89,7 +91,7 @@ def test_room_is_not_kept_for_who_decodes_and_gets_no_page() -> None:
     assert reads.request is None and decodes.request is None
 
 
-def test_nor_where_the_first_waits_for_its_tenant_s_pages_that_who_reads_holds() -> None:
+def test_no_room_is_kept_for_a_session_whose_tenant_s_quota_is_held_by_a_prompt() -> None:
     scheduler = Scheduler(max_batch_tokens=PAGE, max_rows=16, policy=Policy(ageing=1.0))
     scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
     for _ in range(2):
@@ -111,9 +113,9 @@ def test_nor_where_the_first_waits_for_its_tenant_s_pages_that_who_reads_holds()
 # --- long prompts and little more to read ---------------------------------------------------------------------------
 
 
-def test_who_is_back_with_little_more_to_read_does_not_wait_for_prompts_of_thousands() -> None:
-    """While somebody decodes, and chunks are small; the first prompt has its rest of each step, and the next one waits
-    for that."""
+def test_a_session_with_little_to_read_does_not_wait_for_long_prompts() -> None:
+    """A session decodes, so chunks are small. The first prompt gets the rest of each step, and the next one waits for
+    it."""
     device = VirtualDevice(seconds=rising(0.01, 0.0005))
     back = device.open("back", prompt=500, max_tokens=1)
     device.run(10.0)
@@ -125,11 +127,11 @@ def test_who_is_back_with_little_more_to_read_does_not_wait_for_prompts_of_thous
     device.step()
     device.ask(back, prompt=6, max_tokens=1)
     device.step()
-    assert back.request is None and ("back", 7) in device.batches[-1]  # with the token that it gave last
+    assert back.request is None and ("back", 7) in device.batches[-1]  # six, and the token that it generated last
 
 
-def test_nor_does_who_has_left_the_device_and_comes_back_from_the_host() -> None:
-    """Its KV is not what it has to read."""
+def test_a_session_back_from_the_host_does_not_wait_for_long_prompts() -> None:
+    """Its KV does not count as tokens to read."""
     scheduler = Scheduler(max_batch_tokens=64, max_rows=16)
     scheduler.add_model("m", KvManager(513, PAGE, 1, max_context=2048), 2048, 2)
     scheduler.residence("m").paging.use_host(tier(64, Tenancy()))
@@ -152,7 +154,7 @@ def test_nor_does_who_has_left_the_device_and_comes_back_from_the_host() -> None
     assert batch is not None and batch.rows[0].session is back
 
 
-def test_nor_does_a_short_prompt_and_long_ones_are_read_in_the_order_in_which_they_came() -> None:
+def test_a_short_prompt_does_not_wait_and_long_ones_are_read_in_order_of_arrival() -> None:
     device = VirtualDevice(max_tokens=64)
     for name, prompt in (("long", 1000), ("longer", 2000), ("not so long", 200), ("short", 20)):
         device.open(name, prompt=prompt, max_tokens=1)
@@ -162,8 +164,9 @@ def test_nor_does_a_short_prompt_and_long_ones_are_read_in_the_order_in_which_th
     assert device.batches[-1] == [("long", 64)]
 
 
-def test_who_decodes_has_its_row_behind_any_number_of_prompts_and_behind_it_no_more_are_asked() -> None:
-    """Where there is room for no more of them, that is known when the first of them has been asked."""
+def test_a_session_that_decodes_has_its_row_behind_any_number_of_prompts() -> None:
+    """Once the first prompt finds no room, the class is closed, and no session behind the decoding one is
+    considered."""
     device = VirtualDevice()
     last = device.open("last")
     request = last.request
@@ -215,8 +218,8 @@ def tier(slots: int, tenancy: Tenancy) -> Tier:
     return Tier(bytearray(Tier.table_bytes(slots)), slots, tenancy)
 
 
-def test_whoever_waits_for_a_host_slot_that_another_model_s_pages_pass_through_waits() -> None:
-    """At its quota of host memory a tenant has a slot when one of its pages, on whichever model, gives way."""
+def test_a_session_waits_for_a_host_slot_that_another_model_s_pages_use() -> None:
+    """A tenant at its host quota gets a slot when one of its pages, of whichever model, is evicted."""
     host, disk = Tenancy(), Tenancy()
     scheduler = two_models(m_host=tier(8, host), m_disk=tier(8, disk), n_host=tier(8, host))
     mine, other = ask(scheduler, "a", "m", 8, 1), ask(scheduler, "b", "n", 8, 2)
@@ -231,12 +234,12 @@ def test_whoever_waits_for_a_host_slot_that_another_model_s_pages_pass_through_w
     paging.write_out(mine.id, keys)
     copy_all(scheduler, "m")
     paging.forget_on_host(keys)
-    for name in "mn":  # the devices remember nothing
+    for name in "mn":  # no page can be found on the devices
         kv = scheduler.residence(name).kv
         kv.resize(17)
         kv._prefixes.forget(range(1, 17))
     host.limit(MINE, 2)
-    scheduler.wake(other.id)  # reads the only two slots that the tenant may have
+    scheduler.wake(other.id)  # uses the only two slots that the tenant may have
     ask(scheduler, "a", "m", 4, 3)
     assert scheduler.next_batch() is None
     copy_all(scheduler, "n")
@@ -260,13 +263,13 @@ def test_a_session_that_cannot_run_yet_gives_its_model_no_precedence() -> None:
         scheduler.set_class(name, klass)  # type: ignore[arg-type]
     scheduler.set_class("gone", "interactive")
     ask(scheduler, "gone", "m", 4, 9)
-    batch = run(scheduler)  # finds that it is on the host
+    batch = run(scheduler)  # begins to bring it back from the host
     assert batch and scheduler.residence("m").is_arriving(gone)
     batches = [run(scheduler) for _ in range(3)]
     assert {batch.model for batch in batches if batch} == {"n"}
 
 
-# --- who may call in a moment ---------------------------------------------------------------------------------------
+# --- calls that may come at any moment --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bulk", [False, True])
@@ -291,14 +294,14 @@ def stepped(device: VirtualDevice) -> Batch:
     return batch
 
 
-# --- who is charged -------------------------------------------------------------------------------------------------
+# --- charges ----------------------------------------------------------------------------------------------------------
 
 
 def clocks(scheduler: Scheduler) -> float:
     return sum(scheduler._shares.clock(klass, tenant) for klass in CLASSES for tenant in (MINE, THEIRS))
 
 
-def test_all_of_a_step_s_time_is_charged_also_where_it_was_slower_than_such_steps_are() -> None:
+def test_all_of_a_step_s_time_is_charged_even_if_it_was_unusually_slow() -> None:
     device = VirtualDevice()
     device.open("a", tenant=MINE, prompt=40), device.open("b", "batch", tenant=THEIRS)
     scheduler = device.scheduler
@@ -310,7 +313,7 @@ def test_all_of_a_step_s_time_is_charged_also_where_it_was_slower_than_such_step
         assert clocks(scheduler) - before == pytest.approx(3.0)
 
 
-def test_a_step_that_nobody_waited_for_is_paid_for_by_who_had_it_when_another_model_s_is() -> None:
+def test_an_unmeasured_step_is_charged_with_the_next_measured_one_of_another_model() -> None:
     device = VirtualDevice("m", "n", max_tokens=100)
     device.open("prompt", tenant=MINE, prompt=150, model="m")
     scheduler = device.scheduler
@@ -329,17 +332,17 @@ def test_a_step_that_nobody_waited_for_is_paid_for_by_who_had_it_when_another_mo
 
 # --- KV that takes time to read -------------------------------------------------------------------------------------
 
-KV_S = 1e-6  # seconds, of a token of KV
+KV_S = 1e-6  # seconds to read a token of KV
 
 
 def beside(device: VirtualDevice, session: Session) -> int:
-    """How many of the batch class have a row in the next step, which is the session's, too."""
+    """How many sessions of the batch class have a row in the next step, beside this session."""
     rows = [name for name, _ in (device.step(), device.batches[-1])[1]]
     assert session.id in rows
     return len(rows) - 1
 
 
-def test_the_longer_the_kv_of_who_decodes_the_fewer_join_until_that_is_what_is_usual() -> None:
+def test_fewer_rows_join_long_kv_until_that_length_is_usual() -> None:
     device = VirtualDevice(seconds=rising(0.01, 0.001), kv_s=KV_S, max_tokens=8192, policy=Policy(slowdown=2.0))
     short = device.open("short", "interactive")
     for number in range(30):
@@ -349,16 +352,16 @@ def test_the_longer_the_kv_of_who_decodes_the_fewer_join_until_that_is_what_is_u
     usual = beside(device, short)
     device.scheduler.cancel(1)
     long = device.open("long", "interactive", prompt=6000)
-    device.step()  # reads it
+    device.step()  # reads its prompt
     at_first = beside(device, long)
-    assert usual - 8 <= at_first < usual - 4  # 6 ms, of rows that take 1 ms and read next to nothing
+    assert usual - 8 <= at_first < usual - 4  # 6 ms; rows take 1 ms and read next to nothing
     for _ in range(3 * USUALLY):
         device.step()
     assert beside(device, long) >= usual
 
 
-def test_what_a_step_takes_for_its_kv_is_no_reason_to_ask_prompts_for_more() -> None:
-    """A token of a chunk is charged with what chunks take, and not with what the others read."""
+def test_prompts_are_not_charged_for_the_kv_that_other_rows_read() -> None:
+    """A token of a chunk is charged with the time of chunks only."""
     device = VirtualDevice(seconds=rising(0.01, 0.001), kv_s=KV_S)
     device.open("long", "agent", tenant=MINE, prompt=510)
     while device.active()[0].remaining > 1:
@@ -380,7 +383,7 @@ def test_what_a_step_takes_for_its_kv_is_no_reason_to_ask_prompts_for_more() -> 
 # --- why ------------------------------------------------------------------------------------------------------------
 
 
-def test_who_has_to_leave_for_others_is_told_that_it_waits_for_pages() -> None:
+def test_an_evicted_session_is_said_to_wait_for_pages() -> None:
     scheduler = two_models(m_host=tier(16, Tenancy()))
     ask(scheduler, "low", "m", 40, 1, max_tokens=9)
     scheduler.set_class("low", "batch")

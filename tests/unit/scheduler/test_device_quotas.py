@@ -1,4 +1,4 @@
-"""A tenant's pages on the device stay within its quota, at the cost of its own sessions and nobody else's."""
+"""A tenant's pages on the device stay within its quota, at the cost of its own sessions only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MINE, THEIRS = 1000, 1001
 
 
 class Daemon:
-    """After every step nobody has more than the quota that was set for him."""
+    """A scheduler with several models. After every step it checks that no tenant exceeds its quota."""
 
     def __init__(self, *models: str, pages: int = 64) -> None:
         self.scheduler = Scheduler(max_batch_tokens=64, max_rows=16)
@@ -54,7 +54,7 @@ class Daemon:
         return request
 
     def step(self) -> list[str]:
-        """The sessions that had a row."""
+        """Runs a step. Returns the sessions that had a row."""
         batch = self.scheduler.next_batch()
         if batch is None:
             return []
@@ -79,14 +79,14 @@ class Daemon:
         raise AssertionError([request.state for request in requests])
 
 
-def test_within_the_quota_all_run_at_once() -> None:
+def test_sessions_within_the_quota_all_run_at_once() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 4)
     daemon.submit("a", 5), daemon.submit("b", 5)
     assert daemon.step() == ["a", "b"]
 
 
-def test_one_that_would_go_beyond_it_waits_and_says_so_while_others_run() -> None:
+def test_a_session_that_would_exceed_the_quota_waits_and_says_so() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 3)
     first, second = daemon.submit("a", 5), daemon.submit("b", 5)
@@ -96,7 +96,7 @@ def test_one_that_would_go_beyond_it_waits_and_says_so_while_others_run() -> Non
     daemon.run(first, second, theirs)
 
 
-def test_idle_sessions_of_the_same_tenant_give_way_and_nobody_elses() -> None:
+def test_only_idle_sessions_of_the_same_tenant_are_evicted() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 3)
     daemon.run(daemon.submit("mine", 8), daemon.submit("theirs", 8, THEIRS))
@@ -105,7 +105,7 @@ def test_idle_sessions_of_the_same_tenant_give_way_and_nobody_elses() -> None:
     assert daemon.kv["m"].pages_held("mine") == 0 and daemon.kv["m"].pages_held("theirs") == before
 
 
-def test_so_do_those_of_other_models() -> None:
+def test_idle_sessions_of_other_models_are_evicted() -> None:
     daemon = Daemon("m", "n")
     daemon.limit(MINE, 3)
     daemon.run(daemon.submit("there", 8, model="n"))
@@ -113,7 +113,7 @@ def test_so_do_those_of_other_models() -> None:
     assert daemon.kv["n"].pages_held("there") == 0
 
 
-def test_who_comes_later_gives_way_to_who_came_first() -> None:
+def test_the_later_session_is_evicted_for_the_earlier_one() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 4)
     first, second = daemon.submit("a", 6, max_tokens=10), daemon.submit("b", 6, max_tokens=10)
@@ -122,14 +122,15 @@ def test_who_comes_later_gives_way_to_who_came_first() -> None:
     daemon.run(second)
 
 
-def test_also_those_who_decode_stay_within_it() -> None:
-    """There are pages enough, and the quota has one more than the three hold that fill theirs in the same step."""
+def test_decoding_sessions_stay_within_the_quota() -> None:
+    """The pool has enough pages. The quota has one more than the three sessions hold, which fill theirs in the same
+    step."""
     daemon = Daemon()
     daemon.limit(MINE, 4)
     daemon.run(*(daemon.submit(name, 3, max_tokens=8) for name in "abc"))
 
 
-def test_what_could_never_fit_is_refused_with_the_quota_and_its_figures() -> None:
+def test_a_session_that_can_never_fit_is_refused_with_the_quota_and_its_figures() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 3)
     with pytest.raises(QuotaExceeded, match="device_kv") as refusal:
@@ -138,7 +139,7 @@ def test_what_could_never_fit_is_refused_with_the_quota_and_its_figures() -> Non
     daemon.run(daemon.submit("b", 13, THEIRS))
 
 
-def test_an_output_ends_where_the_quota_does() -> None:
+def test_an_output_ends_at_the_quota() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 3)
     request = daemon.submit("a", 8, max_tokens=50)
@@ -146,7 +147,7 @@ def test_an_output_ends_where_the_quota_does() -> None:
     assert request.finish_reason == "length" and len(daemon.scheduler.session("a").tokens) == 12
 
 
-def test_a_quota_that_is_lowered_lets_what_runs_come_to_its_end() -> None:
+def test_a_running_session_ends_normally_after_the_quota_is_lowered() -> None:
     daemon = Daemon()
     requests = [daemon.submit(name, 10, max_tokens=8) for name in "ab"]
     daemon.step()
@@ -154,14 +155,14 @@ def test_a_quota_that_is_lowered_lets_what_runs_come_to_its_end() -> None:
     daemon.run(*requests)
 
 
-def test_without_a_quota_there_is_none() -> None:
+def test_no_limit_applies_after_the_quota_is_removed() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 1)
     daemon.limit(MINE, None)
     daemon.run(daemon.submit("a", 30))
 
 
-def test_two_that_wait_for_each_other_s_pages_on_two_models_both_come_to_their_end() -> None:
+def test_two_sessions_that_wait_for_each_other_s_pages_on_two_models_both_end() -> None:
     daemon = Daemon("m", "n")
     daemon.limit(MINE, 6)
     first, second = daemon.submit("a", 9, model="m", max_tokens=8), daemon.submit("b", 9, model="n", max_tokens=8)
@@ -169,7 +170,7 @@ def test_two_that_wait_for_each_other_s_pages_on_two_models_both_come_to_their_e
     daemon.run(second)
 
 
-def test_who_is_held_on_another_model_gives_way() -> None:
+def test_a_held_session_of_another_model_is_evicted() -> None:
     daemon = Daemon("m", "n")
     daemon.limit(MINE, 4)
     held = daemon.submit("held", 9, model="n", max_tokens=8)
@@ -180,7 +181,7 @@ def test_who_is_held_on_another_model_gives_way() -> None:
     daemon.run(held)
 
 
-def test_as_many_as_are_needed_leave_another_model_at_once() -> None:
+def test_as_many_sessions_as_needed_leave_another_model_at_once() -> None:
     daemon = Daemon("m", "n")
     daemon.limit(MINE, 10)
     for number in range(10):
@@ -190,7 +191,7 @@ def test_as_many_as_are_needed_leave_another_model_at_once() -> None:
 
 
 @pytest.mark.parametrize("pages", [0, 1])
-def test_one_after_the_other_comes_to_its_end_within_a_quota_that_is_lowered_below_each(pages: int) -> None:
+def test_sessions_end_one_after_another_under_a_quota_below_each(pages: int) -> None:
     daemon = Daemon()
     daemon.run(daemon.submit("idle", 9, max_tokens=2))
     requests = [daemon.submit(name, 20, max_tokens=8) for name in "ab"]
@@ -199,7 +200,7 @@ def test_one_after_the_other_comes_to_its_end_within_a_quota_that_is_lowered_bel
     daemon.run(*requests)
 
 
-def test_public_pages_that_a_session_holds_are_no_room_for_the_others() -> None:
+def test_public_pages_do_not_count_as_room_for_other_sessions() -> None:
     daemon = Daemon()
     daemon.kv["m"].public.mark([7] * 24, PAGE)
     for name, last in (("a", 1), ("b", 2), ("c", 3)):
@@ -213,7 +214,7 @@ def test_public_pages_that_a_session_holds_are_no_room_for_the_others() -> None:
         assert daemon.held(MINE) <= 3
 
 
-def test_forks_do_not_exceed_it() -> None:
+def test_forks_do_not_exceed_the_quota() -> None:
     daemon = Daemon()
     daemon.limit(MINE, 3)
     daemon.run(daemon.submit("parent", 7, max_tokens=3))
@@ -223,7 +224,7 @@ def test_forks_do_not_exceed_it() -> None:
     daemon.scheduler.check_integrity()
 
 
-def test_nor_does_kv_that_comes_from_elsewhere() -> None:
+def test_imported_kv_does_not_exceed_the_quota() -> None:
     daemon = Daemon("m", "n")
     daemon.limit(MINE, 4)
     daemon.run(daemon.submit("here", 6), daemon.submit("there", 6, model="n"))
@@ -236,7 +237,7 @@ def test_nor_does_kv_that_comes_from_elsewhere() -> None:
         daemon.scheduler.secure("large")
 
 
-def test_nor_do_sessions_that_are_expected_back() -> None:
+def test_sessions_that_come_back_do_not_exceed_the_quota() -> None:
     daemon = Daemon()
     paging = daemon.scheduler.residence("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
@@ -246,7 +247,7 @@ def test_nor_do_sessions_that_are_expected_back() -> None:
         daemon.scheduler.wait(name)
         all_leave(daemon.scheduler)
         daemon.copy_all()
-    daemon.kv["m"].resize(65)  # the device remembers nothing
+    daemon.kv["m"].resize(65)  # no page can be found on the device
     daemon.kv["m"]._prefixes.forget(range(1, 65))
     daemon.limit(MINE, 5)
     for name in "abcd":
@@ -256,13 +257,13 @@ def test_nor_do_sessions_that_are_expected_back() -> None:
     assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [3, 0, 0, 0]
     daemon.scheduler.wait("a")
     all_leave(daemon.scheduler)
-    daemon.scheduler.wake("b")  # a's pages are on the host still: they go at once
+    daemon.scheduler.wake("b")  # a's pages are still on the host, so they leave at once
     daemon.copy_all()
     assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [0, 3, 0, 0]
 
 
-def test_nor_does_one_of_whom_others_have_computed_more_than_it_had() -> None:
-    """It never ran, and finds all pages of its prompt on the device, which nobody holds any more."""
+def test_a_session_that_finds_more_pages_than_it_had_does_not_exceed_the_quota() -> None:
+    """It has never run, and finds all pages of its prompt on the device, which no session holds any more."""
     daemon = Daemon()
     daemon.run(daemon.submit("gone", 13, max_tokens=0))
     prompt = list(daemon.scheduler.session("gone").tokens)
@@ -274,7 +275,7 @@ def test_nor_does_one_of_whom_others_have_computed_more_than_it_had() -> None:
     assert daemon.held(MINE) <= 4
 
 
-def test_nor_does_one_that_finds_another_page_in_the_place_of_its_last_while_that_is_being_copied() -> None:
+def test_a_session_whose_last_page_is_replaced_while_it_is_copied_does_not_exceed_the_quota() -> None:
     daemon = Daemon()
     daemon.scheduler.residence("m").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     daemon.run(daemon.submit("gone", 13, max_tokens=0))
@@ -286,14 +287,14 @@ def test_nor_does_one_that_finds_another_page_in_the_place_of_its_last_while_tha
     daemon.limit(MINE, 4)
     daemon.scheduler.wait("s")
     all_leave(daemon.scheduler)
-    daemon.scheduler.wake("s")  # what it needs after all is still being copied
+    daemon.scheduler.wake("s")  # the pages that it needs after all are still being copied
     daemon.scheduler.submit("s", Request(101, 6, 13, 0), prompt[6:])
     assert daemon.step() == [] and daemon.held(MINE) <= 4
     daemon.copy_all()
     assert daemon.step() == ["s"] and daemon.held(MINE) == 4
 
 
-def test_what_leaves_already_counts_before_others_have_to() -> None:
+def test_sessions_that_are_leaving_count_before_others_are_evicted() -> None:
     daemon = Daemon()
     paging = daemon.scheduler.residence("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
@@ -307,8 +308,8 @@ def test_what_leaves_already_counts_before_others_have_to() -> None:
     assert [queue.is_leaving(daemon.scheduler.session(name)) for name in "abc"] == [True, False, False]
 
 
-def test_what_leaves_another_model_for_the_first_is_not_taken_by_others_there() -> None:
-    """They stand in line, and that model's turn comes before."""
+def test_pages_freed_for_the_leading_model_are_not_taken_by_another() -> None:
+    """Sessions of the other model wait in line, and its turn comes before."""
     daemon = Daemon("m", "n")
     daemon.scheduler.residence("n").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     daemon.limit(MINE, 6)
@@ -329,12 +330,12 @@ def test_what_leaves_another_model_for_the_first_is_not_taken_by_others_there() 
 
 
 class Holder:
-    """Of a model whose foremost session has this claim. Pages of those that are to leave are never gone."""
+    """A model whose foremost session has this claim. Pages of its evicted sessions never become free."""
 
     def __init__(self, claim: Claim) -> None:
         self.kv = KvManager(17, PAGE, PAGE_BYTES, max_context=64)
         self.foremost = claim
-        self.pages_move = False  # they leave
+        self.pages_move = False  # False although they leave
 
     def claim(self, tenant: int) -> Claim | None:
         return self.foremost
@@ -347,8 +348,8 @@ class Holder:
         return active
 
 
-def test_a_model_that_leads_does_so_no_more_when_ageing_puts_another_first() -> None:
-    """Else that one waits for the first, and the first for its pages."""
+def test_a_model_stops_leading_when_ageing_puts_another_first() -> None:
+    """Otherwise the aged session would wait for the leader, and the leader for its pages."""
     quotas, m, n = DeviceQuotas(), Holder((0, 1)), Holder((0, 2))
     for holder in (m, n):
         quotas.add(holder)

@@ -13,38 +13,38 @@ LONG, SHORT = 8 * TELLING, TELLING
 
 
 def step(kv: int, rows: int = 4) -> float:
-    """Seconds."""
+    """The seconds of a step."""
     return 0.008 + rows * 1e-4 + kv * TOKEN_S
 
 
 def in_turns(known: KvTime, steps: int, more: Sequence[float] = (0.0,)) -> list[bool]:
-    """Steps of long and of short sessions, that take so much more than they should, over and over."""
+    """Notes steps of long and short sessions in turns. Each takes longer than it should by the next value of `more`."""
     late = cycle(more)
     kv = [LONG if number % 2 else SHORT for number in range(steps)]
     return [known.note(4, tokens, step(tokens) + next(late)) for tokens in kv]
 
 
-def test_a_token_takes_what_steps_that_read_more_take_longer() -> None:
+def test_the_time_of_a_token_is_the_slope_between_steps() -> None:
     known = KvTime()
     told = in_turns(known, 2 * SLOPES)
     assert told == [False] * (2 * SLOPES - 1) + [True]
     assert known.token_s == pytest.approx(TOKEN_S)
 
 
-def test_until_enough_is_known_it_takes_nothing() -> None:
+def test_a_token_takes_nothing_until_enough_slopes_are_known() -> None:
     known = KvTime()
     in_turns(known, 2 * SLOPES - 1)
     assert known.token_s == 0.0
 
 
-def test_a_hiccup_now_and_then_changes_little() -> None:
+def test_outliers_change_little() -> None:
     known = KvTime()
     in_turns(known, 2 * SLOPES, [0.0] * 9 + [0.03])
     assert known.token_s == pytest.approx(TOKEN_S)
 
 
-def test_where_chance_is_what_makes_steps_differ_a_token_takes_nothing() -> None:
-    """As a rule: in less than one case of twenty it looks otherwise."""
+def test_a_token_takes_nothing_if_steps_differ_by_chance() -> None:
+    """In less than one case of twenty the result differs."""
     chance = random.Random(0)
     mistaken = 0
     for _ in range(400):
@@ -55,36 +55,36 @@ def test_where_chance_is_what_makes_steps_differ_a_token_takes_nothing() -> None
     assert 0 < mistaken <= 20
 
 
-def test_what_a_token_takes_less_than_nothing_is_nothing() -> None:
+def test_a_negative_slope_counts_as_zero() -> None:
     known = KvTime()
     for number in range(2 * SLOPES):
         known.note(4, (LONG, SHORT)[number % 2], (0.008, 0.009)[number % 2])
     assert known.token_s == 0.0
 
 
-def test_steps_that_read_almost_the_same_tell_nothing() -> None:
+def test_steps_with_almost_the_same_kv_give_no_slope() -> None:
     known = KvTime()
     for number in range(10 * SLOPES):
         known.note(4, SHORT + number % 2 * (TELLING - 1), 1.0 + number % 2)
     assert known.token_s == 0.0
 
 
-def test_small_differences_add_up_to_one_that_tells() -> None:
+def test_small_differences_add_up_to_a_slope() -> None:
     known = KvTime()
     for number in range(2 * SLOPES * SOON):
         known.note(4, 32 * number, step(32 * number))
     assert known.token_s == pytest.approx(TOKEN_S)
 
 
-def test_rows_are_no_kv() -> None:
-    """Whoever joins brings both."""
+def test_only_steps_with_the_same_number_of_rows_are_compared() -> None:
+    """A session that joins brings both a row and KV."""
     known = KvTime()
     for number in range(10 * SLOPES):
         known.note(1 + number % 2, (SHORT, LONG)[number % 2], 1.0 + number % 2)
     assert known.token_s == 0.0
 
 
-def test_steps_long_after_one_another_differ_by_more_than_kv() -> None:
+def test_steps_long_after_one_another_give_no_slope() -> None:
     known = KvTime()
     for number in range(10 * SLOPES):
         known.note(4, (SHORT, LONG)[number % 2], 1.0 + number % 2)
@@ -93,7 +93,7 @@ def test_steps_long_after_one_another_differ_by_more_than_kv() -> None:
     assert known.token_s == 0.0
 
 
-def test_what_changes_is_learned() -> None:
+def test_a_change_is_learned() -> None:
     known = KvTime()
     in_turns(known, 2 * SLOPES)
     for number in range(2 * SLOPES):

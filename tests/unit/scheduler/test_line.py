@@ -32,7 +32,7 @@ def order(
     return [session.id for sessions in classes for session in sessions]
 
 
-def test_classes_come_strictly_one_after_the_other() -> None:
+def test_classes_are_served_strictly_one_after_another() -> None:
     line = Line()
     for name, klass in (("b", "batch"), ("a", "agent"), ("i", "interactive"), ("a2", "agent")):
         joined(line, name, klass)  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ def test_tenants_take_turns_row_by_row_however_many_sessions_they_have() -> None
     assert order(line) == ["a1", "b1", "a2", "b2", "a3", "a4", "a5"]
 
 
-def test_by_their_weights() -> None:
+def test_tenants_take_turns_by_their_weights() -> None:
     line, shares = Line(), Shares()
     shares.set_weight(1, 3.0)
     for number in range(9):
@@ -67,7 +67,7 @@ def test_by_their_weights() -> None:
     assert (turns.count("a"), turns.count("b")) == (6, 2)
 
 
-def test_whose_clock_is_behind_goes_first_until_it_has_caught_up() -> None:
+def test_the_tenant_with_the_clock_behind_goes_first_until_it_has_caught_up() -> None:
     line, shares = Line(), Shares()
     shares.charge("agent", 1, 2.5 * ROW_S)
     for number in range(4):
@@ -76,7 +76,7 @@ def test_whose_clock_is_behind_goes_first_until_it_has_caught_up() -> None:
     assert order(line, shares)[:5] == ["b0", "b1", "b2", "a0", "b3"]
 
 
-def test_clocks_of_one_class_say_nothing_in_another() -> None:
+def test_clocks_of_one_class_have_no_effect_in_another() -> None:
     line, shares = Line(), Shares()
     shares.charge("batch", 1, 100.0)
     joined(line, "a", tenant=1)
@@ -84,7 +84,7 @@ def test_clocks_of_one_class_say_nothing_in_another() -> None:
     assert order(line, shares) == ["a", "b"]
 
 
-def test_who_holds_pages_keeps_its_seat_until_its_tenant_is_ahead() -> None:
+def test_a_session_with_pages_keeps_its_seat_until_its_tenant_is_ahead() -> None:
     line, shares = Line(), Shares()
     joined(line, "sits", tenant=2)
     joined(line, "waits", tenant=1)
@@ -96,7 +96,7 @@ def test_who_holds_pages_keeps_its_seat_until_its_tenant_is_ahead() -> None:
     assert order(line, shares, holding=["sits", "waits"]) == ["waits", "sits"]
 
 
-def test_of_one_tenant_those_who_hold_pages_come_first_then_as_they_came() -> None:
+def test_sessions_with_pages_come_first_within_their_tenant() -> None:
     line = Line()
     for name in ("a", "b", "c", "d"):
         joined(line, name)
@@ -104,7 +104,7 @@ def test_of_one_tenant_those_who_hold_pages_come_first_then_as_they_came() -> No
     assert order(line, holding=["d", "b"]) == ["b", "d", "a", "c"]
 
 
-def test_deadlines_come_first_the_earliest_before_the_others() -> None:
+def test_sessions_with_deadlines_come_first_in_order_of_latest_start() -> None:
     line = Line()
     joined(line, "none")
     joined(line, "late", deadline=9.0)
@@ -112,7 +112,7 @@ def test_deadlines_come_first_the_earliest_before_the_others() -> None:
     assert order(line, holding=["none"]) == ["soon", "late", "none"]
 
 
-def test_but_only_within_their_tenant_and_class() -> None:
+def test_a_deadline_counts_only_within_its_tenant_and_class() -> None:
     line = Line()
     joined(line, "a", tenant=1)
     joined(line, "high", "interactive", tenant=2)
@@ -131,7 +131,7 @@ def test_a_deadline_goes_with_its_request() -> None:
     assert order(line) == ["second", "first"]
 
 
-def test_who_leaves_is_gone_also_when_its_class_has_changed_meanwhile() -> None:
+def test_a_session_leaves_the_line_although_its_class_has_changed() -> None:
     line = Line()
     session, other = joined(line, "a"), joined(line, "b", "batch", tenant=2)
     session.klass = "interactive"
@@ -145,7 +145,7 @@ def test_who_leaves_is_gone_also_when_its_class_has_changed_meanwhile() -> None:
     line.check_integrity({})
 
 
-def test_the_audit_finds_who_stands_in_a_wrong_place() -> None:
+def test_the_audit_finds_a_session_in_a_wrong_place() -> None:
     line = Line()
     session = joined(line, "a")
     line.check_integrity({"a": session})
@@ -156,7 +156,7 @@ def test_the_audit_finds_who_stands_in_a_wrong_place() -> None:
         line.check_integrity({"a": session})
 
 
-def test_who_has_much_to_read_comes_after_the_others_of_the_same_user() -> None:
+def test_a_session_with_much_to_read_comes_after_others_of_its_tenant() -> None:
     line = Line()
     for name in ("a", "b", "c", "d"):
         joined(line, name)
@@ -166,15 +166,15 @@ def test_who_has_much_to_read_comes_after_the_others_of_the_same_user() -> None:
     assert order(line, lengthy=lengthy) == ["deadline", "another's", "b", "d", "a", "c"]
 
 
-def test_but_where_pages_are_short_only_who_holds_some_goes_before_who_came_earlier() -> None:
+def test_sessions_with_much_to_read_keep_their_place_while_pages_are_short() -> None:
     line = Line()
     for name in ("a", "b", "c", "d"):
         joined(line, name)
     assert order(line, lengthy=["a", "c"], holding=["c", "d"]) == ["c", "d", "a", "b"]
 
 
-def test_who_is_seated_does_not_wait_for_his_seat_behind_one_with_a_deadline() -> None:
-    """The first of a tenant has its turn by the clock alone, and the next is still seated."""
+def test_a_seated_session_behind_one_with_a_deadline_keeps_its_seat() -> None:
+    """The tenant's first session has its turn by the clock alone; the next one is still seated."""
     line, shares = Line(), Shares()
     shares.charge("agent", 1, 2.5 * ROW_S)
     joined(line, "sits", tenant=1)
@@ -184,7 +184,7 @@ def test_who_is_seated_does_not_wait_for_his_seat_behind_one_with_a_deadline() -
     assert order(line, shares, holding=["sits"]) == ["b0", "b1", "b2", "urgent", "sits", "b3", "b4"]
 
 
-def test_of_tenants_at_the_same_place_the_one_with_the_lower_number_has_its_turn() -> None:
+def test_ties_between_tenants_go_to_the_lower_number() -> None:
     line = Line()
     for tenant in (3, 1, 2):
         for number in range(2):

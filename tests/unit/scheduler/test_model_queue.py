@@ -24,7 +24,7 @@ def queue_of(pages: int, max_context: int = 64) -> ModelQueue:
 
 
 def add(queue: ModelQueue, name: str, tokens: int, computed: int = 0, active: bool = True) -> Session:
-    """A session with the pages that its KV needs; active ones want a token."""
+    """A session with the pages that its KV needs. An active one needs one token."""
     session = Session(name, "m", 1000, "interactive", tokens=[7] * tokens, computed=computed)
     queue.sessions[name] = session
     queue.kv.reserve(name, 1000, computed)
@@ -35,13 +35,13 @@ def add(queue: ModelQueue, name: str, tokens: int, computed: int = 0, active: bo
 
 
 def compose(queue: ModelQueue, step: int = 1, max_tokens: int = 64, max_rows: int = 16) -> list[tuple[str, int, int]]:
-    """(session, start, count) of each row; the queue must be sound afterwards."""
+    """(session, start, count) of each row. Checks the queue's integrity afterwards."""
     rows = queue.composer.compose(step, max_tokens, max_rows)
     queue.check_integrity()
     return [(row.session.id, row.start, row.count) for row in rows]
 
 
-def test_rows_of_one_token_come_first_and_all_in_order_of_arrival() -> None:
+def test_rows_of_one_token_come_first_each_kind_in_order_of_arrival() -> None:
     queue = queue_of(pages=16)
     add(queue, "prompt-1", 6)
     add(queue, "decode-1", 9, computed=8)
@@ -84,7 +84,7 @@ def test_a_prompt_has_all_its_pages_before_its_first_chunk() -> None:
     assert queue.kv.pages_held("a") == 8
 
 
-def test_idle_sessions_give_their_pages_least_recently_touched_first() -> None:
+def test_idle_sessions_are_evicted_least_recently_used_first() -> None:
     queue = queue_of(pages=6)
     late = add(queue, "late", 8, computed=8, active=False)
     early = add(queue, "early", 8, computed=8, active=False)
@@ -96,7 +96,7 @@ def test_idle_sessions_give_their_pages_least_recently_touched_first() -> None:
     assert early.tokens == [7] * 8
 
 
-def test_held_sessions_give_their_pages_even_to_those_that_arrived_later() -> None:
+def test_held_sessions_are_evicted_even_for_later_ones() -> None:
     queue = queue_of(pages=4)
     held = add(queue, "held", 9, computed=8)
     assert held.request
@@ -107,7 +107,7 @@ def test_held_sessions_give_their_pages_even_to_those_that_arrived_later() -> No
     assert (held.computed, queue.kv.pages_held("held")) == (0, 0)
 
 
-def test_the_last_to_arrive_gives_its_pages_to_the_first_and_starts_anew_later() -> None:
+def test_the_last_to_arrive_is_evicted_for_the_first_and_is_recomputed_later() -> None:
     queue = queue_of(pages=4)
     add(queue, "first", 9, computed=8)  # needs a third page
     second = add(queue, "second", 4, computed=3)
@@ -116,15 +116,15 @@ def test_the_last_to_arrive_gives_its_pages_to_the_first_and_starts_anew_later()
     assert third.computed == 0 and second.computed == 3
 
 
-def test_nobody_takes_pages_from_those_who_arrived_before() -> None:
+def test_no_session_is_evicted_for_a_later_one() -> None:
     queue = queue_of(pages=4)
     first = add(queue, "first", 8, computed=7)
-    second = add(queue, "second", 9, computed=8)  # needs a third page, the first holds the others
+    second = add(queue, "second", 9, computed=8)  # needs a third page; the first holds the others
     assert compose(queue) == [("first", 7, 1)]
     assert (first.computed, second.computed) == (7, 8)
 
 
-def test_nobody_loses_pages_that_would_not_be_enough() -> None:
+def test_no_session_is_evicted_in_vain() -> None:
     queue = queue_of(pages=4)
     add(queue, "first", 8, computed=7)
     idle = add(queue, "idle", 4, computed=4, active=False)
@@ -133,7 +133,7 @@ def test_nobody_loses_pages_that_would_not_be_enough() -> None:
     assert idle.computed == 4
 
 
-def test_one_that_waits_for_pages_keeps_those_behind_it_from_starting() -> None:
+def test_a_session_that_waits_for_pages_keeps_later_ones_from_starting() -> None:
     queue = queue_of(pages=4)
     add(queue, "first", 8, computed=7)
     add(queue, "large", 12)
@@ -141,7 +141,7 @@ def test_one_that_waits_for_pages_keeps_those_behind_it_from_starting() -> None:
     assert compose(queue) == [("first", 7, 1)]
 
 
-def test_one_that_waits_for_pages_does_not_stop_those_behind_it_that_hold_some() -> None:
+def test_a_session_that_waits_for_pages_does_not_stop_later_ones_that_hold_some() -> None:
     queue = queue_of(pages=4)
     add(queue, "first", 9, computed=8)
     add(queue, "large", 16)
@@ -159,7 +159,7 @@ def test_a_request_that_ends_leaves_no_page_without_kv_behind() -> None:
     queue.check_integrity()
 
 
-def test_a_released_session_arrives_anew() -> None:
+def test_a_released_session_joins_the_line_as_the_last() -> None:
     queue = queue_of(pages=8)
     first = add(queue, "first", 3, computed=2)
     add(queue, "second", 3, computed=2)
@@ -199,7 +199,7 @@ def test_the_audit_finds_kv_without_pages() -> None:
         queue.check_integrity()
 
 
-def test_the_audit_finds_an_idle_session_that_hoards_pages() -> None:
+def test_the_audit_finds_an_idle_session_with_pages_without_kv() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 9, computed=9, active=False)
     session.computed = 4
@@ -214,7 +214,7 @@ def test_the_audit_finds_pages_of_a_session_that_is_gone() -> None:
         queue.check_integrity()
 
 
-def test_the_audit_finds_a_request_in_no_line() -> None:
+def test_the_audit_finds_a_request_that_is_neither_active_nor_held() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 3)
     del queue.active[session.id]
@@ -222,7 +222,7 @@ def test_the_audit_finds_a_request_in_no_line() -> None:
         queue.check_integrity()
 
 
-def test_vacating_takes_from_the_idle_then_the_held_then_the_last_in_line() -> None:
+def test_vacating_evicts_idle_sessions_then_held_ones_then_the_last_in_line() -> None:
     queue = queue_of(pages=12)
     first, last = add(queue, "first", 9, computed=8), add(queue, "last", 9, computed=8)
     held = add(queue, "held", 9, computed=8)
@@ -242,14 +242,14 @@ def test_vacating_takes_from_the_idle_then_the_held_then_the_last_in_line() -> N
     assert all(len(session.tokens) in (8, 9) for session in order)
 
 
-def test_vacating_takes_nothing_where_there_is_room() -> None:
+def test_vacating_evicts_no_session_if_there_is_room() -> None:
     queue = queue_of(pages=12)
     session = add(queue, "a", 9, computed=8)
     queue.vacate(2)
     assert session.computed == 8 and queue.kv.pages_held("a") == 2
 
 
-def test_the_reach_is_of_the_longest_session_with_its_request_and_no_more_than_can_be() -> None:
+def test_the_reach_is_that_of_the_longest_session_and_within_the_limit() -> None:
     queue = queue_of(pages=10, max_context=64)
     assert queue.reach == 0
     add(queue, "idle", 20, active=False)
@@ -271,8 +271,8 @@ def fork(queue: ModelQueue, parent: Session, name: str) -> Session:
     return child
 
 
-def test_room_is_what_eviction_frees_and_not_what_the_evicted_held() -> None:
-    """Two forks hold three full pages together and one each: only both of them make room for four more."""
+def test_room_counts_pages_that_eviction_frees_and_not_pages_that_victims_held() -> None:
+    """Two forks share three full pages and have one page each. Only evicting both makes room for four more."""
     queue = queue_of(pages=6)
     parent = add(queue, "parent", 13, computed=13, active=False)
     child = fork(queue, parent, "child")
@@ -282,7 +282,7 @@ def test_room_is_what_eviction_frees_and_not_what_the_evicted_held() -> None:
     assert (parent.computed, child.computed) == (0, 0)
 
 
-def test_who_holds_only_what_others_hold_too_is_not_evicted_in_vain() -> None:
+def test_a_session_with_only_shared_pages_is_not_evicted_in_vain() -> None:
     queue = queue_of(pages=6)
     runs = add(queue, "runs", 9, computed=8)
     runs.request, request = None, runs.request
@@ -295,7 +295,7 @@ def test_who_holds_only_what_others_hold_too_is_not_evicted_in_vain() -> None:
     assert (child.computed, idle.computed) == (8, 0)
 
 
-def test_nobody_is_evicted_where_all_together_free_too_little() -> None:
+def test_no_session_is_evicted_if_all_together_free_too_little() -> None:
     queue = queue_of(pages=4)
     first = add(queue, "first", 13, computed=12)
     first.request, request = None, first.request
@@ -306,10 +306,10 @@ def test_nobody_is_evicted_where_all_together_free_too_little() -> None:
     assert child.computed == 12
 
 
-# --- who is expected ------------------------------------------------------------------------------------------------
+# --- expected sessions ------------------------------------------------------------------------------------------------
 
 
-def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are() -> None:
+def test_a_session_woken_while_its_pages_are_being_sealed_comes_back_after_that() -> None:
     kv = KvManager(9, PAGE, 5 << 19, 64)
     paging = Paging(kv)
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
@@ -332,7 +332,7 @@ def test_who_is_woken_while_its_pages_are_being_sealed_comes_back_when_they_are(
     queue.check_integrity()
 
 
-def test_whose_pages_were_on_their_way_for_somebody_who_has_gone_gets_them_all_the_same() -> None:
+def test_a_session_gets_pages_that_were_on_their_way_for_a_closed_session() -> None:
     kv = KvManager(9, PAGE, 5 << 19, 64)
     paging = Paging(kv)
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
@@ -353,7 +353,7 @@ def test_whose_pages_were_on_their_way_for_somebody_who_has_gone_gets_them_all_t
     queue.check_integrity()
 
 
-def test_who_has_a_request_when_its_client_says_that_it_waits_leaves_at_the_request_s_end() -> None:
+def test_a_session_that_waits_leaves_when_its_request_ends() -> None:
     kv = KvManager(9, PAGE, 5 << 19, 64)
     paging = Paging(kv)
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
@@ -368,10 +368,10 @@ def test_who_has_a_request_when_its_client_says_that_it_waits_leaves_at_the_requ
     assert paging.is_busy and queue.residence.is_leaving(session)
 
 
-# --- who waits leaves as the host finds room --------------------------------------------------------------------------
+# --- waiting sessions leave as the host has room ----------------------------------------------------------------------
 
 
-def test_who_waits_leaves_one_after_another_when_there_is_time_for_it() -> None:
+def test_waiting_sessions_leave_one_at_each_call_of_depart() -> None:
     queue = with_host(pages=10, host=10)
     sessions = [idle(queue, name, 2) for name in ("first", "second")]
     for session in sessions:
@@ -381,13 +381,13 @@ def test_who_waits_leaves_one_after_another_when_there_is_time_for_it() -> None:
         assert not queue.residence.is_leaving(session)
         assert queue.residence.depart() is more
         assert queue.residence.is_leaving(session)
-    assert not queue.residence.depart(), "there is nobody"
+    assert not queue.residence.depart(), "no session is marked to leave"
     copy_all(queue)
     assert not any(queue.kv.pages_held(session.id) for session in sessions)
 
 
 @pytest.mark.parametrize("how", ["wakes", "asks", "is gone", "goes on after a pause"])
-def test_who_is_needed_again_before_it_has_left_does_not(how: str) -> None:
+def test_a_session_that_is_needed_again_before_it_leaves_stays(how: str) -> None:
     queue = with_host(pages=10, host=10)
     session = idle(queue, "s", 2)
     queue.wait(session)
@@ -410,7 +410,7 @@ def test_who_is_needed_again_before_it_has_left_does_not(how: str) -> None:
     copy_all(queue)
 
 
-def test_the_audit_finds_somebody_who_is_to_leave_and_is_gone() -> None:
+def test_the_audit_finds_a_closed_session_that_is_marked_to_leave() -> None:
     queue = with_host(pages=10, host=10)
     queue.wait(idle(queue, "s", 2))
     del queue.sessions["s"]
@@ -427,7 +427,7 @@ def with_host(pages: int, host: int) -> ModelQueue:
 
 
 def idle(queue: ModelQueue, name: str, pages: int) -> Session:
-    """Of tokens that nobody else has."""
+    """An idle session with tokens of its own."""
     session = add(queue, name, pages * PAGE, computed=pages * PAGE, active=False)
     session.tokens[:] = [len(queue.sessions)] * len(session.tokens)
     queue.kv.publish(name, session.tenant, session.names, session.computed)
@@ -447,7 +447,7 @@ def copy_all(queue: ModelQueue) -> None:
     queue.check_integrity()
 
 
-def test_who_waits_stays_where_the_host_has_no_room_for_it_and_leaves_when_it_has_and_pages_are_scarce() -> None:
+def test_a_waiting_session_leaves_once_the_host_has_room_and_pages_are_scarce() -> None:
     queue = with_host(pages=10, host=4)
     first, second = waiting(queue, "first", 4), waiting(queue, "second", 4)
     copy_all(queue)
@@ -466,7 +466,7 @@ def test_who_waits_stays_where_the_host_has_no_room_for_it_and_leaves_when_it_ha
     assert second.computed == 0 and queue.kv.pool.free == 4
 
 
-def test_while_pages_are_free_it_stays() -> None:
+def test_a_waiting_session_stays_while_pages_are_free() -> None:
     queue = with_host(pages=10, host=4)
     waiting(queue, "first", 4)
     second = waiting(queue, "second", 4)
@@ -478,8 +478,8 @@ def test_while_pages_are_free_it_stays() -> None:
     assert second.computed == 16 and not queue.residence.paging.is_busy
 
 
-def test_no_more_leave_than_are_in_the_way() -> None:
-    """The first is gone at once: the host has its pages already."""
+def test_only_as_many_waiting_sessions_leave_as_needed() -> None:
+    """The first one leaves at once, because the host has its pages already."""
     queue = with_host(pages=8, host=8)
     first, second = waiting(queue, "first", 4), waiting(queue, "second", 4)
     for session in (first, second):
@@ -491,7 +491,7 @@ def test_no_more_leave_than_are_in_the_way() -> None:
     assert (first.computed, second.computed) == (0, 16)
 
 
-def test_who_is_quiet_and_finds_no_room_on_the_host_is_asked_again_later() -> None:
+def test_a_quiet_session_without_room_on_the_host_is_tried_again_later() -> None:
     queue = with_host(pages=10, host=4)
     waiting(queue, "first", 4)
     copy_all(queue)
@@ -511,7 +511,7 @@ def test_who_is_quiet_and_finds_no_room_on_the_host_is_asked_again_later() -> No
     assert quiet.computed == 0
 
 
-def test_a_pause_takes_the_pages_whatever_the_host_loses() -> None:
+def test_a_pause_moves_the_pages_even_if_the_host_loses_others() -> None:
     queue = with_host(pages=10, host=4)
     waiting(queue, "first", 4)
     copy_all(queue)
@@ -521,12 +521,12 @@ def test_a_pause_takes_the_pages_whatever_the_host_loses() -> None:
     assert paused.computed == 0
 
 
-def test_who_goes_on_from_a_pause_comes_back_in_no_hurry_until_somebody_is_to_call() -> None:
+def test_a_resumed_session_comes_back_at_low_priority_until_a_call() -> None:
     queue = with_host(pages=10, host=8)
     paused = add(queue, "paused", 8, computed=8, active=False)
     queue.pause(paused)
     copy_all(queue)
-    queue.kv._prefixes.forget(range(1, 11))  # the device remembers nothing
+    queue.kv._prefixes.forget(range(1, 11))  # no page can be found on the device
     queue.resume(paused)
     moves = list(queue.residence.paging.moves.arriving.values())
     assert len(moves) == 2 and not any(move.is_urgent for move in moves)
@@ -536,9 +536,9 @@ def test_who_goes_on_from_a_pause_comes_back_in_no_hurry_until_somebody_is_to_ca
     assert paused.computed == 8
 
 
-@pytest.mark.parametrize("who", ["called", "asked", "nobody"])
-def test_whoever_waits_for_room_hurries_all_that_moves(who: str) -> None:
-    """Also what leaves for another reason, of a session that has gone since."""
+@pytest.mark.parametrize("who", ["called", "asked", "neither"])
+def test_a_session_that_waits_for_room_makes_all_moves_urgent(who: str) -> None:
+    """This includes pages that leave for another reason, of a session that is closed since."""
     queue = with_host(pages=6, host=16)
     session = add(queue, "s", 16, computed=16, active=False)
     queue.pause(session)
@@ -558,10 +558,10 @@ def test_whoever_waits_for_room_hurries_all_that_moves(who: str) -> None:
         session.tokens += [7, 7, 7]
         queue.join(session)
         assert compose(queue) == []
-    assert all(move.is_urgent for move in moves) is (who != "nobody")
+    assert all(move.is_urgent for move in moves) is (who != "neither")
 
 
-def test_who_has_called_is_not_expected_any_more() -> None:
+def test_a_session_that_has_called_is_no_longer_expected() -> None:
     queue = with_host(pages=4, host=4)
     session = waiting(queue, "s", 1)
     session.wakes_at = 5.0
@@ -571,12 +571,13 @@ def test_who_has_called_is_not_expected_any_more() -> None:
     assert (session.waits, session.wakes_at) == (False, 0.0)
 
 
-def test_who_was_expected_and_does_not_ask_is_not_expected_any_more() -> None:
+def test_an_expected_session_that_does_not_call_is_no_longer_expected() -> None:
     queue = with_host(pages=4, host=8)
     away, here = waiting(queue, "away", 4), add(queue, "here", 0, active=False)
     copy_all(queue)
     here.tokens[:], here.computed = [9] * 4 * PAGE, 4 * PAGE
-    queue.kv.reserve("here", 1000, 4 * PAGE)  # nothing is free, and nobody gives way for who is not asked for
+    # nothing is free, and no session is evicted for one that was not asked for
+    queue.kv.reserve("here", 1000, 4 * PAGE)
     away.wakes_at = 5.0
     key = queue.residence.elsewhere.keys(away)[0]
     queue.residence.expect(away, 5.0)
@@ -591,7 +592,7 @@ def test_who_was_expected_and_does_not_ask_is_not_expected_any_more() -> None:
 
 
 @pytest.mark.parametrize("is_called", [False, True])
-def test_who_will_ask_in_a_moment_stays_longer_than_others_where_pages_are_scarce(is_called: bool) -> None:
+def test_a_called_session_stays_longer_than_others_while_pages_are_scarce(is_called: bool) -> None:
     queue = with_host(pages=4, host=8)
     session = add(queue, "s", 4 * PAGE, computed=4 * PAGE, active=False)
     session.called = is_called

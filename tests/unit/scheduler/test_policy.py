@@ -15,7 +15,7 @@ from djinnd.scheduler.policy import (
     BUSY_STEPS,
     INDULGENCE,
     LEAST_CHUNK,
-    NOBODY,
+    NO_WAITS,
     PATIENCE_S,
     UNKNOWN,
     KvRead,
@@ -36,8 +36,8 @@ def names(sessions: list[Session]) -> list[str]:
 
 
 def known(rows: Mapping[int, float], further: Mapping[int, float] | None = None) -> StepTimes:
-    """Steps of so many rows take so long, and so much longer with so many tokens beyond one each; as rows do, if
-    nothing is said."""
+    """Step times by number of rows, and how much longer a step takes with further tokens; by default the same as with
+    as many rows."""
     times = StepTimes()
     for _ in range(4):
         for count, takes in rows.items():
@@ -55,7 +55,7 @@ def room(
     times: StepTimes | None = None,
     policy: Policy = Policy(),  # noqa: B008
     lately: Collection[Class] = (),
-    waited: Mapping[Class, float] = NOBODY,
+    waited: Mapping[Class, float] = NO_WAITS,
     kv: Mapping[Class, KvRead] = UNKNOWN,
 ) -> Room:
     decoding = Counter(session.klass for session in order if session.remaining == 1)
@@ -64,7 +64,7 @@ def room(
     return Room(max_tokens, max_rows, times or StepTimes(), policy, by_class, protected, lately, waited, kv)
 
 
-def test_spared_is_who_decodes_and_not_in_bulk() -> None:
+def test_protected_rows_decode_and_are_not_in_bulk_mode() -> None:
     def row(klass: Class, count: int = 1, *, bulk: bool = False) -> Row:
         one = session("a", klass=klass)
         one.bulk = bulk
@@ -75,7 +75,8 @@ def test_spared_is_who_decodes_and_not_in_bulk() -> None:
 
 
 def shares(room: Room, sessions: list[Session]) -> list[int]:
-    """What each gets when each takes its share in turn; and as much if who needs one token takes it at once."""
+    """The share of each session if all take theirs in turn. Checks that sessions that need one token get the same if
+    they take it at once."""
     at_once = deepcopy(room)
     counts = []
     for session in sessions:
@@ -91,7 +92,7 @@ def shares(room: Room, sessions: list[Session]) -> list[int]:
     return counts
 
 
-def test_the_idle_give_way_first_then_the_held_then_the_last_to_arrive() -> None:
+def test_idle_sessions_are_evicted_first_then_held_ones_then_the_last_to_arrive() -> None:
     idle = [session("idle-late", touched=9), session("idle-early", touched=3)]
     held = [session("held-late", touched=8), session("held-early", touched=2)]
     order = [session("first"), session("second")]
@@ -99,18 +100,18 @@ def test_the_idle_give_way_first_then_the_held_then_the_last_to_arrive() -> None
     assert names(evicted) == ["idle-early", "idle-late", "held-early", "held-late", "second", "first"]
 
 
-def test_of_the_idle_those_who_wait_go_first_and_of_these_whose_client_is_expected_last() -> None:
+def test_waiting_sessions_are_evicted_first_in_reverse_order_of_their_expected_return() -> None:
     soon, late, talks, urgent = (session(name) for name in ("soon", "late", "talks", "urgent"))
     for one, until in ((soon, 5.0), (late, 50.0), (urgent, 500.0)):
         one.waits, one.wakes_at = True, until
     urgent.klass = "interactive"
-    early, recent = session("early", touched=3), session("recent", touched=9)  # nobody knows when
+    early, recent = session("early", touched=3), session("recent", touched=9)  # without an expected time
     early.waits = recent.waits = True
     evicted = list(eviction_order([talks, urgent, recent, soon, early, late], (), []))
     assert names(evicted) == ["late", "soon", "early", "recent", "urgent", "talks"]
 
 
-def test_those_go_last_of_the_idle_who_will_ask_in_a_moment() -> None:
+def test_called_sessions_are_the_last_idle_ones_to_be_evicted() -> None:
     called, silent, waits = session("called", touched=1), session("silent", touched=9), session("waits", touched=5)
     called.called, called.klass, waits.waits = True, "batch", True
     assert names(list(eviction_order([called, silent, waits], (), []))) == ["waits", "silent", "called"]
@@ -124,11 +125,11 @@ def test_those_go_last_of_the_idle_who_will_ask_in_a_moment() -> None:
         ([1, 1, 1], 8, 2, [1, 1, 0]),
         ([20], 8, 8, [8]),
         ([5, 5, 5], 8, 8, [5, 3, 0]),
-        ([5, 1, 5, 1], 8, 8, [5, 1, 1, 1]),  # those that decode, then chunks from what is left
+        ([5, 1, 5, 1], 8, 8, [5, 1, 1, 1]),  # decoding rows first, then chunks from the rest
         ([1, 5, 1, 5], 8, 3, [1, 5, 1, 0]),
         ([1, 20, 1, 1], 3, 8, [1, 0, 1, 1]),
         ([20, 1, 1, 1], 3, 8, [1, 1, 1, 0]),  # a token is kept for the first
-        ([20, 1, 1, 1], 8, 3, [6, 1, 1, 0]),  # so is a row
+        ([20, 1, 1, 1], 8, 3, [6, 1, 1, 0]),  # a row is kept for the first
         ([20, 1], 1, 8, [1, 0]),
         ([20, 1], 8, 1, [8, 0]),
         ([1, 20], 8, 1, [1, 0]),
@@ -139,21 +140,21 @@ def test_room_is_shared_out(remaining: list[int], max_tokens: int, max_rows: int
     assert shares(room(order, max_tokens, max_rows), order) == expected
 
 
-def test_a_share_that_nobody_took_is_left_for_the_next() -> None:
+def test_a_share_that_is_not_taken_is_left_for_the_next() -> None:
     order = [session("a", 6), session("b", 6), session("c", 1), session("d", 1)]
     left = room(order, max_tokens=8, max_rows=3)
-    assert left.share("batch", 6) == 6  # a finds no pages
+    assert left.share("batch", 6) == 6  # a gets no pages
     assert shares(left, order[1:]) == [6, 1, 1]
 
 
-def test_what_a_chunk_did_not_need_is_left_for_the_next() -> None:
+def test_tokens_that_a_chunk_did_not_need_are_left_for_the_next() -> None:
     left = room([session("a", 6), session("b", 6)], max_tokens=8, max_rows=3)
     assert left.share("batch", 6) == 6
     left.take(6, 1, shields=False)  # the rest of its prompt had been computed
     assert left.share("batch", 6) == 6
 
 
-def test_those_who_decode_in_a_lower_class_leave_a_prompt_its_row() -> None:
+def test_decoding_sessions_of_a_lower_class_leave_a_prompt_its_row() -> None:
     order = [
         session("i", klass="interactive"),
         session("p", 6, klass="interactive"),
@@ -166,20 +167,20 @@ def test_those_who_decode_in_a_lower_class_leave_a_prompt_its_row() -> None:
 
 SIZES = sorted({round(2 ** (bucket / 2)) for bucket in range(23)})
 LINEAR = {count: 0.001 * count for count in SIZES}
-FLAT = dict.fromkeys(SIZES, 0.1)  # as a streamed model's
+FLAT = dict.fromkeys(SIZES, 0.1)  # as with a streamed model
 NOTHING = dict.fromkeys(SIZES, 0.0)
 
 
 @pytest.mark.parametrize(("slowdown", "rows"), [(25.001, 25), (1.501, 21), (1.04, 20), (1.0, 20)])
 def test_lower_classes_join_as_far_as_the_slowdown_lets_them(slowdown: float, rows: int) -> None:
-    """So many times the step of one row; where those who decode take longer by themselves, a twentieth more than
-    they."""
+    """The limit is `slowdown` times the step of one row, or 5 % above the time of the decoding rows if they take
+    longer."""
     order = [session(f"i{n}", klass="interactive") for n in range(20)] + [session(f"b{n}") for n in range(10)]
     assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown)), order)) == rows
 
 
-KV_S = 1e-7  # seconds, of a token of KV
-USUAL = 1000  # tokens of KV that a session has, which take a tenth of what a row does
+KV_S = 1e-7  # seconds to read a token of KV
+USUAL = 1000  # tokens of KV of a session; reading them takes a tenth of the time of a row
 
 
 def knowing_kv() -> StepTimes:
@@ -193,9 +194,9 @@ def knowing_kv() -> StepTimes:
 @pytest.mark.parametrize(
     ("tokens", "lower"), [(USUAL, 5), (2 * USUAL, 4), (10 * USUAL, 3), (20 * USUAL, 1), (40 * USUAL, 0)]
 )
-def test_lower_classes_make_way_where_kv_is_longer_than_usual(tokens: int, lower: int) -> None:
-    """Seven usual rows may take 7 ms and 0.7 beside two that decode: a row of the batch class reads as much as usual,
-    and the two of theirs as much more as is said."""
+def test_fewer_rows_of_lower_classes_join_if_kv_is_longer_than_usual(tokens: int, lower: int) -> None:
+    """Seven rows of the batch class with the usual KV fit beside two that decode: they may take 7 ms and 0.7 ms of KV.
+    A batch row reads the usual KV; the two decoding rows read more, as given."""
     order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session(f"b{n}") for n in range(10)]
     kv = {"interactive": KvRead(tokens, USUAL), "batch": KvRead(USUAL, USUAL)}
     given = shares(room(order, times=knowing_kv(), policy=Policy(slowdown=7.001), kv=kv), order)
@@ -203,23 +204,23 @@ def test_lower_classes_make_way_where_kv_is_longer_than_usual(tokens: int, lower
 
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(2 * USUAL, 198), (200 * USUAL, 178)])
-def test_so_do_prompts(tokens: int, chunk: int) -> None:
+def test_chunks_are_smaller_if_kv_is_longer_than_usual(tokens: int, chunk: int) -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session("p", 2000, klass="interactive")]
     kv = {"interactive": KvRead(tokens / 2, USUAL)}
     given = shares(room(order, times=knowing_kv(), policy=Policy(slowdown=182.0), kv=kv), order)
     assert given[:2] == [1, 1] and abs(given[2] - chunk) <= 4
 
 
-def test_where_all_have_long_kv_nobody_is_held_back_for_it() -> None:
-    """As usual: what is protected is the time of such a step, and not of one that there never is."""
+def test_no_row_is_held_back_for_long_kv_if_that_is_usual() -> None:
+    """The protected time is that of the steps that the class usually has."""
     order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session(f"b{n}") for n in range(10)]
-    long = KvRead(100 * USUAL, 100 * USUAL)  # a step of one takes 11 ms
+    long = KvRead(100 * USUAL, 100 * USUAL)  # a step of one row takes 11 ms
     kv = {"interactive": long, "batch": KvRead(0.0, 0.0)}
     given = shares(room(order, times=knowing_kv(), policy=Policy(slowdown=3.0), kv=kv), order)
     assert given == [1] * 12  # 12 + 2 * 10 of 33
 
 
-def test_short_sessions_are_not_protected_as_the_long_ones_before_them_were() -> None:
+def test_short_sessions_are_not_protected_by_the_kv_of_earlier_long_ones() -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(2)] + [session(f"b{n}") for n in range(10)]
     given = []
     for usual in (USUAL, 100 * USUAL):
@@ -229,7 +230,8 @@ def test_short_sessions_are_not_protected_as_the_long_ones_before_them_were() ->
 
 
 def faster() -> StepTimes:
-    """Of a device that has become so much faster that steps of one row take less than their KV was found to."""
+    """Step times of a device that has become so much faster that steps of one row take less than their KV was found
+    to."""
     times = StepTimes()
     for number in range(2 * SLOPES):
         kv = number % 2 * 10 * USUAL
@@ -240,7 +242,7 @@ def faster() -> StepTimes:
     return times
 
 
-def test_that_rows_take_nothing_beside_their_kv_is_not_that_nobody_knows() -> None:
+def test_rows_that_take_no_time_beside_their_kv_still_count_as_known() -> None:
     order = [session("i", klass="interactive"), *(session(f"b{n}") for n in range(40))]
     kv = {"interactive": KvRead(10 * USUAL, 10 * USUAL), "batch": KvRead(10 * USUAL, 10 * USUAL)}
     given = shares(room(order, times=faster(), policy=Policy(slowdown=3.001), kv=kv), order)
@@ -252,19 +254,19 @@ def test_that_rows_take_nothing_beside_their_kv_is_not_that_nobody_knows() -> No
     assert shares(room(reader, times=times, lately=["interactive"], kv=kv), reader) == [LEAST_CHUNK + 1]
 
 
-def test_nobody_is_held_back_where_a_row_costs_nothing_or_nobody_knows() -> None:
+def test_no_row_is_held_back_if_rows_cost_nothing_or_are_unknown() -> None:
     order = [session("i", klass="interactive"), session("b", 2000), *(session(f"b{n}") for n in range(10))]
     for times in (known(FLAT, NOTHING),):
         assert shares(room(order, times=times, policy=Policy(slowdown=1.0)), order) == [1, 2000] + [1] * 10
 
 
-def test_each_class_that_joins_slows_the_highest_down_no_further() -> None:
+def test_further_classes_slow_the_highest_down_no_more_than_one() -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(100)]
     order += [session(f"a{n}", klass="agent") for n in range(100)] + [session(f"b{n}") for n in range(100)]
     assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=150.001)), order)) == 150
 
 
-def test_a_prompt_is_read_in_chunks_beside_those_that_decode() -> None:
+def test_a_prompt_is_read_in_chunks_beside_decoding_sessions() -> None:
     decoding = [session(f"i{n}", klass="interactive") for n in range(200)]
     order = [*decoding, session("prompt", 2000, klass="interactive"), session("next", 2000, klass="interactive")]
     counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=400.0)), order)
@@ -272,30 +274,30 @@ def test_a_prompt_is_read_in_chunks_beside_those_that_decode() -> None:
     assert 190 <= counts[200] <= 210 and counts[201] == 0
 
 
-def test_some_of_a_prompt_is_read_in_any_case_of_one() -> None:
+def test_some_tokens_of_one_prompt_are_read_in_any_case() -> None:
     order = [session("i", klass="interactive"), *(session(f"p{n}", 2000, klass="interactive") for n in range(2))]
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, LEAST_CHUNK, 0]
 
 
-def test_also_while_it_is_to_be_measured_what_those_who_decode_take() -> None:
+def test_some_tokens_of_a_prompt_are_read_while_decoding_rows_are_measured() -> None:
     order = [session("i", klass="interactive"), *(session(f"p{n}", 2000, klass="interactive") for n in range(2))]
     assert shares(room(order), order) == [1, LEAST_CHUNK, 0]
 
 
-def test_several_short_prompts_are_read_together_in_its_place() -> None:
-    """Not one a step: the last of those that come together would wait for them all."""
+def test_several_short_prompts_are_read_together_in_place_of_a_long_one() -> None:
+    """With one prompt in each step, the last of many that come together would wait for all others."""
     short = [session(f"p{n}", LEAST_CHUNK // 3, klass="interactive") for n in range(4)]
     order = [session("i", klass="interactive"), *short]
     counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order)
     assert counts == [1, *[LEAST_CHUNK // 3] * 3, LEAST_CHUNK % 3]
 
 
-def test_but_none_of_a_lower_class_where_it_would_hold_up_a_higher_one() -> None:
+def test_no_prompt_of_a_lower_class_is_read_if_it_would_hold_up_a_higher_one() -> None:
     order = [session("i", klass="interactive"), session("a", klass="agent"), session("p", 2000, klass="agent")]
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, 0, 0]
 
 
-def test_a_prompt_beside_those_that_decode_in_its_class_does_not_hold_up_a_higher_one() -> None:
+def test_a_prompt_beside_decoding_sessions_of_its_class_does_not_hold_up_a_higher_one() -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(100)]
     order += [session(f"a{n}", klass="agent") for n in range(10)] + [session("p", 2000, klass="agent")]
     assert sum(shares(room(order, times=known(LINEAR), policy=Policy(slowdown=150.001)), order)) == 150
@@ -305,8 +307,10 @@ def test_a_prompt_beside_those_that_decode_in_its_class_does_not_hold_up_a_highe
     ("klass", "patience", "times"),
     [("agent", 2.0, 2.0), ("agent", 1000.0, INDULGENCE), ("interactive", 1000.0, 1.0)],
 )
-def test_agents_that_decode_let_those_read_who_have_waited_long(klass: Class, patience: float, times: float) -> None:
-    """Not so who is interactive, nor at the cost of those."""
+def test_steps_of_agents_take_longer_for_agents_that_have_waited_long(
+    klass: Class, patience: float, times: float
+) -> None:
+    """Interactive sessions are exempt: they do not wait longer for this."""
     order = [*(session(f"d{n}", klass=klass) for n in range(100)), session("p", 2000, klass=klass)]
     waited: dict[Class, float] = {klass: patience * PATIENCE_S}
     counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=200.0), waited=waited), order)
@@ -315,20 +319,20 @@ def test_agents_that_decode_let_those_read_who_have_waited_long(klass: Class, pa
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=200.0), waited=waited), order)[100] <= 110
 
 
-def test_but_not_at_the_cost_of_a_higher_class() -> None:
+def test_agents_that_have_waited_long_do_not_slow_down_a_higher_class() -> None:
     order = [session(f"i{n}", klass="interactive") for n in range(100)]
     order += [session(f"a{n}", klass="agent") for n in range(10)] + [session("p", 2000, klass="agent")]
     policy = Policy(slowdown=150.001)
     assert sum(shares(room(order, times=known(LINEAR), policy=policy, waited={"agent": 60.0}), order)) == 150
 
 
-def test_a_step_may_take_so_long_in_any_case() -> None:
+def test_a_step_may_take_between_tokens_in_any_case() -> None:
     order = [session("i", klass="interactive"), session("p", 2000, klass="interactive")]
     policy = Policy(slowdown=1.0, between_tokens=0.5)
     assert shares(room(order, times=known(LINEAR), policy=policy), order)[1] == pytest.approx(500, rel=0.05)
 
 
-def test_a_prompt_that_is_read_is_not_held_up_by_lower_classes() -> None:
+def test_a_prompt_is_not_held_up_by_lower_classes() -> None:
     order = [session("p", 100, klass="interactive"), session("b", 2000)]
     counts = shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)
     assert counts[0] == 100 and counts[1] == pytest.approx(50, abs=5)
@@ -336,9 +340,7 @@ def test_a_prompt_that_is_read_is_not_held_up_by_lower_classes() -> None:
 
 @pytest.mark.parametrize("klass", CLASSES)
 @pytest.mark.parametrize("lately", [set(), {"interactive"}, {"agent"}, {"batch"}, set(CLASSES)])
-def test_who_may_call_in_a_moment_does_not_find_the_device_taken_by_lower_classes(
-    klass: Class, lately: set[Class]
-) -> None:
+def test_lower_classes_take_the_device_briefly_while_a_higher_class_may_call(klass: Class, lately: set[Class]) -> None:
     order, times = [session("p", 2000, klass=klass)], known({1: 0.1}, LINEAR)
     is_short = any(CLASSES.index(higher) < CLASSES.index(klass) for higher in lately)
     for policy, limit in ((Policy(), 0.1 * BUSY_STEPS), (Policy(between_tokens=0.5), 0.5)):
@@ -346,25 +348,25 @@ def test_who_may_call_in_a_moment_does_not_find_the_device_taken_by_lower_classe
         assert count == (pytest.approx((limit - 0.1) / 0.001, rel=0.05) if is_short else 2000)
 
 
-def test_but_while_nobody_knows_how_long_steps_take() -> None:
+def test_lower_classes_are_not_limited_while_step_times_are_unknown() -> None:
     order = [session("p", 2000)]
     assert shares(room(order, lately={"interactive"}), order) == [2000]
 
 
-def test_who_works_in_bulk_protects_nothing() -> None:
+def test_sessions_in_bulk_mode_are_not_protected() -> None:
     bulk = session("i", klass="interactive")
     bulk.bulk = True
     order = [bulk, session("p", 2000, klass="interactive"), session("b", 2000)]
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order)[:2] == [1, 2000]
 
 
-def test_the_lowest_class_reads_its_prompts_whatever_decodes_in_it() -> None:
+def test_the_lowest_class_reads_its_prompts_beside_any_decoding_rows() -> None:
     order = [session("b"), session("p", 2000)]
     assert shares(room(order, times=known(LINEAR), policy=Policy(slowdown=1.0)), order) == [1, 2000]
 
 
-def test_only_those_who_have_a_row_make_room_for_a_chunk() -> None:
-    """Of 1,000 that decode, eight have a row: their step must not be slowed down as if it were theirs of all."""
+def test_only_sessions_with_a_row_limit_a_chunk() -> None:
+    """A thousand sessions decode, and eight of them have a row. The limit is that of a step with eight rows."""
     order = [session("p", 2000, klass="interactive"), *(session(f"i{n}", klass="interactive") for n in range(1000))]
     counts = shares(room(order, max_rows=8, times=known(LINEAR), policy=Policy(slowdown=1.5)), order)
     assert counts[:8] == [LEAST_CHUNK, *[1] * 7]

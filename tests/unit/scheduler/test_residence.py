@@ -22,7 +22,7 @@ PAGE = 4  # tokens
 
 
 class House:
-    """Who lives on the device. `copy_all`: the copies that are under way happen now."""
+    """A residence with its pool and host tier. `copy_all` makes all copies that are under way."""
 
     def __init__(self, pages: int = 8, host: int = 16) -> None:
         self.kv = KvManager(pages + 1, PAGE, 1 << 20, max_context=64)
@@ -39,7 +39,7 @@ class House:
         return session
 
     def ask(self, session: Session, prompt: int = 2) -> None:
-        """A request with a prompt of so many tokens."""
+        """Gives the session a request with a prompt of `prompt` tokens."""
         first = len(session.tokens)
         session.tokens += [99] * prompt
         session.request = Request(1, first, first + prompt, max_tokens=8)
@@ -58,7 +58,7 @@ def gone(house: House, name: str, tokens: int) -> Session:
     session = house.session(name, tokens)
     house.residence.leave(session)
     house.copy_all()
-    house.kv.pool.resize(house.kv.pool.capacity + 1)  # the device remembers nothing
+    house.kv.pool.resize(house.kv.pool.capacity + 1)  # no page can be found on the device
     house.kv._prefixes.forget(range(1, house.kv.pool.capacity + 1))
     return session
 
@@ -73,7 +73,7 @@ def test_a_session_that_leaves_keeps_its_pages_until_they_have_been_copied() -> 
     assert (house.kv.pages_held("a"), session.computed, session.left_at) == (0, 0, 10)
 
 
-def test_one_whose_pages_are_saved_already_is_gone_at_once() -> None:
+def test_a_session_whose_pages_are_saved_already_leaves_at_once() -> None:
     house = House()
     session, twin = house.session("a", 8), house.session("b", 8)
     house.residence.leave(session)
@@ -81,7 +81,7 @@ def test_one_whose_pages_are_saved_already_is_gone_at_once() -> None:
     assert house.residence.leave(twin) is None and house.kv.pages_held("b") == 0
 
 
-def test_one_that_is_needed_after_all_stays_with_all_its_pages() -> None:
+def test_a_session_that_is_needed_after_all_stays_with_all_its_pages() -> None:
     house = House()
     session = house.session("a", 10)
     house.residence.leave(session)
@@ -92,14 +92,14 @@ def test_one_that_is_needed_after_all_stays_with_all_its_pages() -> None:
     assert (house.kv.pages_held("a"), session.computed) == (3, 10)
 
 
-def test_without_tiers_nobody_leaves_but_who_must() -> None:
+def test_without_tiers_only_evicted_sessions_leave() -> None:
     house = House(host=0)
     session = house.session("a", 8)
     assert house.residence.leave(session) is None and session.computed == 8
     assert house.residence.leave(session, forced=True) is None and session.computed == 0
 
 
-def test_kv_that_cannot_be_computed_stays_where_it_could_not_be_saved() -> None:
+def test_imported_kv_stays_if_it_could_not_be_saved() -> None:
     house = House(host=1)
     session = house.session("a", 8)
     session.foreign_tokens = 8
@@ -111,7 +111,7 @@ def test_kv_that_cannot_be_computed_stays_where_it_could_not_be_saved() -> None:
     assert session.computed == 0
 
 
-def test_who_is_to_make_room_does_not_wait_for_the_host_to_be_made_ready() -> None:
+def test_an_eviction_does_not_wait_for_the_host_to_be_ready() -> None:
     house = House(host=0)
     host = Tier(bytearray(Tier.table_bytes(16)), 16, are_ready=False)
     house.paging.use_host(host)
@@ -129,8 +129,8 @@ def test_who_is_to_make_room_does_not_wait_for_the_host_to_be_made_ready() -> No
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_what_is_on_disk_does_not_wait_for_a_host_to_be_made_ready_if_it_can_be_computed(given: bool) -> None:
-    """As of a session of before a restart, whose model has been there for a moment."""
+def test_pages_on_disk_are_recomputed_if_the_host_is_not_ready(given: bool) -> None:
+    """Such as pages of a session from before a restart, whose model has just been loaded."""
     house = House(host=0)
     session = house.session("a", 8)
     host, disk = (Tier(bytearray(Tier.table_bytes(8)), 8, are_ready=ready) for ready in (False, True))
@@ -151,7 +151,7 @@ def test_what_is_on_disk_does_not_wait_for_a_host_to_be_made_ready_if_it_can_be_
     assert session.computed == (8 if given else 0)
 
 
-def test_leaving_sealed_is_over_later_than_leaving() -> None:
+def test_a_sealed_leave_ends_later_than_an_ordinary_one() -> None:
     house = House()
     session = house.session("a", 4)
     landing = house.residence.leave(session)
@@ -164,7 +164,7 @@ def test_leaving_sealed_is_over_later_than_leaving() -> None:
     assert sealing.is_over and house.kv.pages_held("a") == 0
 
 
-def test_who_runs_again_waits_for_its_pages_only() -> None:
+def test_a_session_that_runs_again_waits_only_for_its_own_pages() -> None:
     house = House()
     session = gone(house, "a", 10)
     house.ask(session)
@@ -174,7 +174,7 @@ def test_who_runs_again_waits_for_its_pages_only() -> None:
     assert house.residence.secure(session, []) and house.kv.pages_held("a") == 3
 
 
-def test_what_did_not_come_is_computed_anew() -> None:
+def test_pages_that_did_not_come_are_recomputed() -> None:
     house = House()
     session = gone(house, "a", 10)
     house.ask(session)
@@ -184,12 +184,12 @@ def test_what_did_not_come_is_computed_anew() -> None:
     assert house.residence.secure(session, []) and not house.paging.is_busy
 
 
-def test_the_first_candidates_make_room_and_only_as_many_as_it_takes() -> None:
+def test_only_as_many_of_the_first_candidates_are_evicted_as_needed() -> None:
     house = House(pages=6)
     first, second, third = (house.session(name, 8, first) for name, first in (("a", 0), ("b", 20), ("c", 40)))
     new = house.session("d", 0)
     house.ask(new, prompt=9)
-    for _ in range(2):  # the second time, it knows who is on the way out
+    for _ in range(2):  # the second time, the victims are leaving already
         assert not house.residence.secure(new, [first, second, third])
         assert [house.residence.is_leaving(s) for s in (first, second, third)] == [True, True, False]
     house.copy_all()
@@ -204,7 +204,7 @@ def test_a_prefetch_brings_all_of_an_idle_session() -> None:
     assert (session.computed, house.kv.pages_held("a")) == (10, 3)
 
 
-def test_who_is_sent_away_while_it_arrives_is_found_whole_again() -> None:
+def test_a_session_that_is_evicted_while_it_arrives_is_found_whole_again() -> None:
     house = House()
     session = gone(house, "a", 10)
     house.residence.prefetch(session, [])
@@ -217,7 +217,7 @@ def test_who_is_sent_away_while_it_arrives_is_found_whole_again() -> None:
 
 
 @pytest.mark.parametrize("way", ["leaves", "is cut", "is closed"])
-def test_who_goes_another_way_while_it_arrives_leaves_its_room_to_others_at_once(way: str) -> None:
+def test_a_called_off_arrival_frees_its_pages_at_once(way: str) -> None:
     house = House(pages=4)
     session, other = gone(house, "a", 10), house.session("b", 12, first=50, computed=False)
     house.residence.prefetch(session, [])
@@ -234,7 +234,7 @@ def test_who_goes_another_way_while_it_arrives_leaves_its_room_to_others_at_once
     house.residence.check_integrity()
 
 
-def test_a_session_that_is_cut_while_it_arrives_has_what_was_there_before() -> None:
+def test_a_session_truncated_while_it_arrives_keeps_the_pages_it_had() -> None:
     house = House()
     session = gone(house, "a", 10)
     house.residence.prefetch(session, [])
@@ -245,12 +245,12 @@ def test_a_session_that_is_cut_while_it_arrives_has_what_was_there_before() -> N
 
 
 def spare(house: House) -> int:
-    """Pages that the host has and can spare."""
+    """How many pages the host can spare."""
     assert house.paging.host is not None
     return sum(map(house.paging.host.is_spare, range(house.paging.host.capacity)))
 
 
-def test_the_host_can_spare_what_has_come_back_until_it_leaves_again() -> None:
+def test_the_host_can_spare_pages_that_came_back_until_they_leave_again() -> None:
     house = House()
     session = gone(house, "a", 10)
     assert spare(house) == 0
@@ -261,7 +261,7 @@ def test_the_host_can_spare_what_has_come_back_until_it_leaves_again() -> None:
     assert session.computed == 0 and spare(house) == 0
 
 
-def test_and_what_the_device_still_had() -> None:
+def test_the_host_can_spare_pages_that_the_device_still_had() -> None:
     house = House()
     session = house.session("a", 10)
     house.residence.leave(session)
@@ -272,7 +272,7 @@ def test_and_what_the_device_still_had() -> None:
     assert spare(house) == 3
 
 
-def test_but_not_what_goes_again_before_all_has_come() -> None:
+def test_the_host_cannot_spare_pages_of_an_arrival_that_was_called_off() -> None:
     house = House()
     session = gone(house, "a", 10)
     house.residence.prefetch(session, [])
@@ -281,7 +281,7 @@ def test_but_not_what_goes_again_before_all_has_come() -> None:
     assert house.kv.pool.used == 0 and spare(house) == 0
 
 
-def test_nor_what_the_device_still_had_where_there_is_no_room_for_the_rest() -> None:
+def test_the_host_cannot_spare_pages_on_the_device_without_room_for_the_rest() -> None:
     house = House(pages=4)
     session = house.session("a", 10)
     house.residence.leave(session)
@@ -292,7 +292,7 @@ def test_nor_what_the_device_still_had_where_there_is_no_room_for_the_rest() -> 
     assert (session.computed, house.kv.pages_held("a"), spare(house)) == (0, 0, 0)
 
 
-def test_nor_what_has_come_from_a_session_that_is_closed_but_for_what_others_left() -> None:
+def test_the_host_can_spare_pages_of_a_closed_session_that_no_other_has_left() -> None:
     house = House()
     first = house.session("first", 10)
     second = Session("second", "m", 1000, "agent", first.tokens[:8])
@@ -301,12 +301,12 @@ def test_nor_what_has_come_from_a_session_that_is_closed_but_for_what_others_lef
         house.residence.leave(session)
         house.copy_all()
     house.residence.close(first)
-    assert spare(house) == 1  # the last page is nobody else's
+    assert spare(house) == 1  # no other session has the last page
     house.residence.close(second)
     assert spare(house) == 3
 
 
-def test_what_a_closed_session_has_left_is_found_and_its_end_goes_first() -> None:
+def test_pages_of_a_closed_session_are_found_and_its_last_ones_are_evicted_first() -> None:
     house = House(host=4)
     assert house.paging.host is not None
     gone = house.session("gone", 13)
@@ -320,14 +320,14 @@ def test_what_a_closed_session_has_left_is_found_and_its_end_goes_first() -> Non
     assert house.paging.host.lacks(keys) == keys[2:]
     alike = house.session("alike", 13, computed=False)
     house.ask(alike)
-    house.kv.resize(9)  # the device remembers nothing
+    house.kv.resize(9)  # no page can be found on the device
     house.kv._prefixes.forget(range(1, 9))
     assert not house.residence.secure(alike, []) and house.residence.is_arriving(alike)
     house.copy_all()
     assert alike.computed == 8
 
 
-def test_what_is_on_its_way_back_to_a_session_that_is_closed_can_be_spared_too() -> None:
+def test_pages_arriving_for_a_closed_session_can_be_spared() -> None:
     house = House()
     session = house.session("a", 10)
     house.residence.leave(session)
@@ -339,7 +339,7 @@ def test_what_is_on_its_way_back_to_a_session_that_is_closed_can_be_spared_too()
     house.copy_all()
 
 
-def test_nor_are_pages_spared_that_another_is_about_to_leave() -> None:
+def test_pages_of_a_closed_session_that_another_is_leaving_with_are_not_spared() -> None:
     house = House()
     first = house.session("first", 8)
     house.residence.leave(first)
@@ -352,7 +352,7 @@ def test_nor_are_pages_spared_that_another_is_about_to_leave() -> None:
     assert house.residence.leave(leaving) is None and leaving.computed == 0
 
 
-def test_what_is_public_stays_as_it_is_when_a_session_is_closed() -> None:
+def test_public_pages_are_not_spared_when_a_session_is_closed() -> None:
     house = House()
     house.kv.public.mark(range(PAGE), PAGE)
     session = house.session("a", 2 * PAGE)
@@ -362,7 +362,7 @@ def test_what_is_public_stays_as_it_is_when_a_session_is_closed() -> None:
     assert spare(house) == 1
 
 
-def test_who_leaves_freely_stays_where_the_host_would_lose_what_is_nowhere_else() -> None:
+def test_leaving_freely_does_not_make_the_host_lose_pages_without_another_copy() -> None:
     house = House(host=4)
     first, second = house.session("a", 12), house.session("b", 8, first=50)
     assert house.residence.leave_freely(first)
@@ -381,16 +381,16 @@ def test_who_leaves_freely_stays_where_the_host_would_lose_what_is_nowhere_else(
 @pytest.mark.parametrize(
     ("expected", "stays"),
     [
-        ((10.0, 12.0, 20.0), ["a", "b"]),  # whose pages were to be lost come back before it does
-        ((10.0, 12.0, 11.0), ["a", "b"]),  # likewise: it is the first's that would be lost
+        ((10.0, 12.0, 20.0), ["a", "b"]),  # the pages that would be lost are wanted earlier
+        ((10.0, 12.0, 11.0), ["a", "b"]),  # the same: the first session's pages would be lost
         ((10.0, 12.0, 9.0), ["c", "b"]),
-        ((0.0, 12.0, 20.0), ["c", "b"]),  # of whom nobody knows when, or that they will
-        ((10.0, 12.0, 0.0), ["a", "b"]),  # nor does anybody know when it will be back itself
+        ((0.0, 12.0, 20.0), ["c", "b"]),  # it is unknown when or whether they are wanted
+        ((10.0, 12.0, 0.0), ["a", "b"]),  # its own return is unknown too
         ((0.0, 12.0, 0.0), ["c", "b"]),
-        ((UNKNOWN_S + 1.0, 12.0, 0.0), ["c", "b"]),  # it may well be before that
+        ((UNKNOWN_S + 1.0, 12.0, 0.0), ["c", "b"]),  # its own return may well be earlier
     ],
 )
-def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
+def test_an_evicted_session_that_is_expected_last_is_recomputed(
     expected: tuple[float, float, float], stays: list[str]
 ) -> None:
     house = House(host=4)
@@ -408,7 +408,7 @@ def test_who_is_to_make_room_and_is_expected_last_is_computed_anew(
 
 
 @pytest.mark.parametrize("shown", ["interactive", "called", "runs"])
-def test_who_is_interactive_or_called_or_runs_is_saved_at_the_cost_of_those_who_are_expected(shown: str) -> None:
+def test_interactive_called_and_running_sessions_are_saved_before_expected_ones(shown: str) -> None:
     house = House(host=2)
     first, last = house.session("a", 8), house.session("b", 8, 1)
     first.waits, first.wakes_at = True, 10.0
@@ -427,7 +427,7 @@ def test_who_is_interactive_or_called_or_runs_is_saved_at_the_cost_of_those_who_
 
 
 @pytest.mark.parametrize(("learned", "stays"), [(0.0, ["a", "c"]), (10.0, ["a", "b"])])
-def test_also_where_it_has_come_to_be_known_only_now_when_the_others_are(learned: float, stays: list[str]) -> None:
+def test_an_expected_time_that_is_learned_late_counts_too(learned: float, stays: list[str]) -> None:
     house = House(host=4)
     a, b, c = (house.session(name, 8, first) for first, name in enumerate("abc"))
     for session, back_at in ((b, 0.0), (a, 5.0), (c, 20.0)):
@@ -440,7 +440,7 @@ def test_also_where_it_has_come_to_be_known_only_now_when_the_others_are(learned
     assert sorted(name for name, pages in found.items() if pages == 2) == stays
 
 
-def test_who_is_paused_or_whose_kv_cannot_be_computed_is_saved_whoever_comes_back_first() -> None:
+def test_paused_sessions_and_imported_kv_are_saved_before_expected_ones() -> None:
     for given in (False, True):
         house = House(host=2)
         first, last = house.session("a", 8), house.session("b", 8, 1)
@@ -454,13 +454,13 @@ def test_who_is_paused_or_whose_kv_cannot_be_computed_is_saved_whoever_comes_bac
         assert house.paging.count(house.residence.elsewhere.keys(last))[0] == 2
 
 
-def test_and_without_a_host() -> None:
+def test_an_evicted_session_is_recomputed_without_a_host() -> None:
     house = House(host=0)
     session = house.session("a", 8)
     assert not house.residence.leave_freely(session) and session.computed == 8
 
 
-def test_keys_of_a_session_that_has_left_are_those_that_it_left_with() -> None:
+def test_keys_of_a_session_that_has_left_are_those_from_when_it_left() -> None:
     house = House()
     session = house.session("a", 10)
     before = house.residence.elsewhere.keys(session)
@@ -479,12 +479,12 @@ def test_keys_of_a_session_that_has_left_are_those_that_it_left_with() -> None:
         (Costs(), 0, True),
         (Costs(bus=100.0, prefill=100.0), 0, True),  # 2 s against 3 s
         (Costs(bus=100.0, prefill=1000.0), 0, False),  # 2 s against 0.3 s
-        (Costs(bus=100.0, prefill=100.0), 1, True),  # nobody has seen the disk yet
+        (Costs(bus=100.0, prefill=100.0), 1, True),  # the speed of the disk is unknown
         (Costs(bus=100.0, disk=50.0, prefill=100.0), 1, False),  # 2 s and 2 s more
         (Costs(bus=100.0, disk=200.0, prefill=100.0), 1, True),
     ],
 )
-def test_what_takes_less_time_is_done(costs: Costs, on_disk: int, copies: bool) -> None:
+def test_pages_are_copied_if_that_takes_less_time(costs: Costs, on_disk: int, copies: bool) -> None:
     found = Found(start=0, tokens=300, keys=(b"a", b"b"), on_disk=on_disk)
     assert costs.prefer_copy(found, computed=0, beside=1, page_bytes=100) is copies
 
@@ -492,9 +492,9 @@ def test_what_takes_less_time_is_done(costs: Costs, on_disk: int, copies: bool) 
 @pytest.mark.parametrize(
     ("beside", "copies"),
     [
-        (0, True),  # idle: what is brought back now costs nobody a step
-        (1, True),  # a second against that of a prefill, where one token would have been decoded
-        (LEAST_CHUNK - 3, False),  # computing them takes nothing: the step is as long without them
+        (0, True),  # idle: bringing it back now delays no step
+        (1, True),  # one second against that of a prefill, instead of decoding one token
+        (LEAST_CHUNK - 3, False),  # free: the step takes as long without them
         (LEAST_CHUNK, False),  # 3 tokens more in a prefill
     ],
 )
@@ -504,7 +504,7 @@ def test_a_few_tokens_take_as_long_as_a_prefill_unless_there_is_one_anyway(besid
     assert costs.prefer_copy(found, computed=16, beside=beside, page_bytes=100) is copies
 
 
-def test_looking_up_where_the_pages_of_an_earlier_engine_s_session_are_does_not_hinder_it() -> None:
+def test_looking_up_pages_of_an_earlier_engine_does_not_prevent_finding_them() -> None:
     house = House()
     session = gone(house, "s", 9)
     session.left_at = 0  # this engine does not know where it ended
@@ -517,8 +517,8 @@ def test_looking_up_where_the_pages_of_an_earlier_engine_s_session_are_does_not_
 
 
 @pytest.mark.parametrize("first", [9, 8, 5, 4, 0])
-def test_of_who_has_left_what_comes_before_a_change_is_found_again(first: int) -> None:
-    """Also the part of a page: KV that a client gave cannot be computed."""
+def test_pages_before_a_change_are_found_again_after_leaving(first: int) -> None:
+    """This includes a part of a page, because imported KV cannot be recomputed."""
     house = House()
     session = gone(house, "a", 10)
     session.foreign_tokens = first
@@ -535,10 +535,8 @@ def test_of_who_has_left_what_comes_before_a_change_is_found_again(first: int) -
 
 @pytest.mark.parametrize("length", [9, 8, 5, 1])
 @pytest.mark.parametrize("then", ["it is paused", "its next request is cancelled", "a request is rolled back"])
-def test_of_who_has_left_and_is_cut_the_rest_is_found_again_whatever_is_asked_of_it_then(
-    length: int, then: str
-) -> None:
-    """By the name that the last page had when it left, which says more than what is left of it."""
+def test_pages_of_a_truncated_session_are_found_again_by_any_request(length: int, then: str) -> None:
+    """The last page keeps the key with which it left, which covers more tokens than are left."""
     house = House()
     session = gone(house, "a", 10)
     session.foreign_tokens = 10
@@ -562,7 +560,7 @@ def test_of_who_has_left_and_is_cut_the_rest_is_found_again_whatever_is_asked_of
     house.residence.check_integrity()
 
 
-def test_a_session_whose_kv_follows_from_edits_has_other_keys_from_there_on() -> None:
+def test_keys_differ_from_the_first_edited_position_on() -> None:
     house = House()
     plain, edited = house.session("a", 10), house.session("b", 10, computed=False)
     edited.edits = (Edit(1, (Point("resid", 1),), "scale", (Extent(6),)),)
@@ -576,8 +574,8 @@ def test_a_session_whose_kv_follows_from_edits_has_other_keys_from_there_on() ->
     assert house.residence.elsewhere.keys(edited) == theirs
 
 
-def test_pages_that_bring_more_than_may_be_used_are_given_up() -> None:
-    """They were on their way when it was asked for activations of what they hold."""
+def test_pages_with_more_kv_than_may_be_used_are_given_up() -> None:
+    """The request for activations came while they were on their way."""
     house = House()
     session = gone(house, "a", 10)
     assert house.residence.prefetch(session, ()) and house.residence.is_arriving(session)
@@ -588,17 +586,17 @@ def test_pages_that_bring_more_than_may_be_used_are_given_up() -> None:
     assert session.computed == 6
 
 
-# --- what a call waits for ------------------------------------------------------------------------------------------
+# --- urgency ----------------------------------------------------------------------------------------------------------
 
 
 def urgent(house: House) -> list[bool]:
-    """Of the moves that are asked for."""
+    """For each waiting move, whether it is urgent."""
     moves = house.paging.moves
     return [move.is_urgent for move in moves.take(moves.waiting)]
 
 
-@pytest.mark.parametrize("why", ["nobody", "a call", "called", "a call later"])
-def test_what_arrives_hurries_for_a_call_and_for_who_has_been_called(why: str) -> None:
+@pytest.mark.parametrize("why", ["neither", "a call", "called", "a call later"])
+def test_arrivals_are_urgent_for_a_call_and_for_a_called_session(why: str) -> None:
     house = House()
     session = gone(house, "a", 8)
     if why == "a call":
@@ -609,4 +607,4 @@ def test_what_arrives_hurries_for_a_call_and_for_who_has_been_called(why: str) -
         assert house.residence.prefetch(session, [])
     if why == "a call later":
         house.residence.hurry(session)
-    assert urgent(house) == [why != "nobody"] * 2
+    assert urgent(house) == [why != "neither"] * 2

@@ -21,7 +21,7 @@ PAGE = 4  # tokens
 
 
 class Daemon:
-    """A scheduler and what stands around it: request ids, and a model whose next token is always `token`."""
+    """A scheduler, request ids, and a model that always samples `token`."""
 
     def __init__(self, *models: str, pages: int = 64, max_context: int = 64, max_batch_tokens: int = 32) -> None:
         self.scheduler = Scheduler(max_batch_tokens, max_rows=8)
@@ -55,7 +55,7 @@ class Daemon:
 # --- a request from end to end --------------------------------------------------------------------------------------
 
 
-def test_where_no_token_could_be_chosen_the_request_ends_with_what_it_has() -> None:
+def test_a_request_ends_if_no_token_could_be_sampled() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     request = daemon.submit("a", 6)
@@ -92,11 +92,11 @@ def test_a_session_goes_on_from_its_kv() -> None:
     daemon.step()
     request = daemon.submit("a", prompt=2, max_tokens=1)
     batch, _ = daemon.step()
-    assert (batch.rows[0].start, batch.rows[0].end) == (6, 9)  # with the last generated token, which had no KV
+    assert (batch.rows[0].start, batch.rows[0].end) == (6, 9)  # it includes the last generated token, which had no KV
     assert request.computed == 3
 
 
-def test_without_a_prompt_the_last_token_is_run_again_where_it_has_kv() -> None:
+def test_without_a_prompt_the_last_token_is_run_again_if_it_has_kv() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     daemon.submit("a", prompt=6, max_tokens=0, logits=True, seen_from=0)
@@ -126,7 +126,7 @@ def test_a_stop_token_ends_a_generation_and_stays_in_the_session() -> None:
 
 
 @pytest.mark.parametrize(("pages", "max_context"), [(64, 10), (2, 64)])
-def test_a_generation_ends_where_the_context_or_the_pool_does(pages: int, max_context: int) -> None:
+def test_a_generation_ends_at_the_limit_of_the_context_or_the_pool(pages: int, max_context: int) -> None:
     daemon = Daemon(pages=pages, max_context=max_context)
     session = daemon.open("a")
     request = daemon.submit("a", prompt=6, max_tokens=50)
@@ -158,7 +158,7 @@ def test_a_busy_session_takes_no_second_request() -> None:
         daemon.submit("a", prompt=2)
 
 
-def test_a_request_with_nothing_to_run_is_our_fault() -> None:
+def test_a_request_with_nothing_to_run_is_an_assertion_error() -> None:
     daemon = Daemon()
     daemon.open("empty")
     with pytest.raises(AssertionError, match="nothing to run"):
@@ -169,7 +169,7 @@ def test_a_request_with_nothing_to_run_is_our_fault() -> None:
         daemon.submit("full", prompt=0, max_tokens=0)
 
 
-def test_what_may_be_no_number_is_read_in_a_step_of_its_own_and_what_follows() -> None:
+def test_a_step_ends_before_a_position_that_may_not_be_finite() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     session.edits = (Edit(1, (Point("resid", 1),), "scale", (Extent(6, 7),), scale=1e9),)
@@ -221,7 +221,7 @@ def test_halt_keeps_no_tokens_that_were_not_generated(keep: int) -> None:
         daemon.scheduler.halt(request.id, keep)
 
 
-def test_rollback_gives_the_session_the_tokens_of_before() -> None:
+def test_rollback_restores_the_session_s_tokens() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     daemon.submit("a", prompt=6, max_tokens=2)
@@ -247,7 +247,7 @@ def test_a_held_request_has_no_row_until_it_is_released() -> None:
         assert request.state is RequestState.HELD
         assert daemon.scheduler.next_batch() is None
         daemon.scheduler.check_integrity()
-    for _ in range(2):  # nor does a second release
+    for _ in range(2):  # a second release changes nothing either
         daemon.scheduler.release(request.id)
         assert request.state is RequestState.RUNNING
         daemon.scheduler.check_integrity()
@@ -273,7 +273,7 @@ def test_a_held_request_can_be_cancelled() -> None:
     daemon.scheduler.check_integrity()
 
 
-def test_truncate_gives_back_the_pages_of_the_tokens_that_go() -> None:
+def test_truncate_frees_the_pages_of_the_tokens_cut_off() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     daemon.submit("a", prompt=16, max_tokens=1)
@@ -286,7 +286,7 @@ def test_truncate_gives_back_the_pages_of_the_tokens_that_go() -> None:
         daemon.scheduler.truncate("a", 1)
 
 
-def test_close_gives_back_everything_and_cancels_what_runs() -> None:
+def test_close_frees_all_pages_and_cancels_the_request() -> None:
     daemon = Daemon()
     daemon.open("a")
     daemon.open("b")
@@ -298,7 +298,7 @@ def test_close_gives_back_everything_and_cancels_what_runs() -> None:
     daemon.scheduler.check_integrity()
 
 
-def test_an_unknown_session_is_said_so() -> None:
+def test_an_unknown_session_raises() -> None:
     daemon = Daemon()
     for call in (daemon.scheduler.session, daemon.scheduler.close, lambda name: daemon.scheduler.truncate(name, 0)):
         with pytest.raises(SessionNotFound, match="there is no session ghost"):
@@ -390,12 +390,12 @@ def test_a_preempted_request_goes_on_from_its_tokens() -> None:
         order.append([(row.session.id, row.start, row.count) for row in batch.rows])
         daemon.complete(batch)
     assert order[0] == [("first", 0, 4), ("second", 0, 6)]
-    assert order[1] == [("first", 4, 1)]  # the fifth token takes a page, the last to arrive loses its own
+    assert order[1] == [("first", 4, 1)]  # the fifth token takes a page, and the last to arrive loses its own
     assert order[-3:] == [[("first", 8, 1)], [("second", 0, 7)], [("second", 7, 1)]]
     assert [len(daemon.scheduler.session(name).tokens) for name in ("first", "second")] == [10, 9]
 
 
-def test_prompt_tokens_that_were_run_count_once_the_prompt_is_done_no_more() -> None:
+def test_prompt_tokens_are_not_counted_again_when_they_are_recomputed() -> None:
     daemon = Daemon(pages=3)
     daemon.open("first")
     daemon.open("second")
@@ -403,10 +403,10 @@ def test_prompt_tokens_that_were_run_count_once_the_prompt_is_done_no_more() -> 
     request = daemon.submit("second", prompt=6, max_tokens=3)
     while (batch := daemon.scheduler.next_batch()) is not None:
         daemon.complete(batch)
-    assert request.computed == 6  # not the seven that ran again after the preemption
+    assert request.computed == 6  # without the seven that ran again after the preemption
 
 
-def test_an_idle_session_loses_its_kv_and_computes_anew_what_others_have_been_given() -> None:
+def test_an_idle_session_recomputes_the_kv_of_pages_that_others_were_given() -> None:
     daemon = Daemon(pages=4)
     daemon.open("idle")
     daemon.open("busy", tenant=1001)
@@ -445,7 +445,7 @@ def test_models_that_have_work_take_turns() -> None:
     assert daemon.scheduler.next_batch() is None
 
 
-def test_a_model_goes_when_its_sessions_have_gone() -> None:
+def test_a_model_is_removed_after_its_sessions() -> None:
     daemon = Daemon("m", "n")
     daemon.open("a", "m")
     with pytest.raises(AssertionError, match="model m is removed while 1 sessions use it"):
@@ -459,7 +459,7 @@ def test_a_model_goes_when_its_sessions_have_gone() -> None:
     assert list(daemon.scheduler.load().models) == ["n"]
 
 
-def test_a_session_of_an_earlier_engine_computes_its_kv_anew() -> None:
+def test_the_kv_of_a_session_of_an_earlier_engine_is_recomputed() -> None:
     daemon = Daemon()
     daemon.open("a", tokens=10)
     daemon.submit("a", prompt=0, max_tokens=1)
@@ -539,7 +539,7 @@ def test_the_class_of_a_held_or_idle_session_counts_when_it_runs() -> None:
     assert device.batches[-1] == [("held", 1)]
 
 
-def test_each_tenant_is_charged_for_what_its_rows_took_and_together_for_the_whole_step() -> None:
+def test_tenants_are_charged_for_their_rows_and_together_for_the_whole_step() -> None:
     device = VirtualDevice(seconds=rising(0.1, 0.01), weights={3: 2.0}, policy=Policy(slowdown=100.0))
     device.open("a", "agent", tenant=1)
     device.open("b", "agent", tenant=2, prompt=41)
@@ -553,7 +553,7 @@ def test_each_tenant_is_charged_for_what_its_rows_took_and_together_for_the_whol
     assert sum(clocks) == pytest.approx(device.now)
 
 
-def test_a_step_that_only_decodes_is_charged_in_full_though_it_took_longer_than_such_steps_do() -> None:
+def test_a_slow_decode_step_is_charged_in_full() -> None:
     device = VirtualDevice(seconds=rising(0.1, 0.0))
     for tenant in (1, 2):
         device.open(f"s{tenant}", tenant=tenant)
@@ -562,7 +562,7 @@ def test_a_step_that_only_decodes_is_charged_in_full_though_it_took_longer_than_
     assert [device.scheduler._shares.clock("agent", tenant) for tenant in (1, 2)] == pytest.approx([0.35, 0.35])
 
 
-def test_steps_that_nobody_waited_for_are_charged_with_the_next_that_somebody_did() -> None:
+def test_unmeasured_steps_are_charged_with_the_next_measured_one() -> None:
     device = VirtualDevice(max_tokens=32)
     device.open("s", tenant=1, prompt=64)
     for seconds in (0.0, 0.3):
@@ -573,7 +573,7 @@ def test_steps_that_nobody_waited_for_are_charged_with_the_next_that_somebody_di
 
 
 def test_within_a_tenant_the_deadline_that_must_be_begun_first_comes_first() -> None:
-    """It is what is left to be generated that makes a deadline pressing, where nobody is served yet."""
+    """Neither session has had a row, so the tokens left to generate decide which deadline is more pressing."""
     device = VirtualDevice(max_rows=1, seconds=rising(0.1, 0.0))
     device.open("none")
     device.open("late", deadline=60.0, max_tokens=10)
@@ -586,7 +586,7 @@ def test_within_a_tenant_the_deadline_that_must_be_begun_first_comes_first() -> 
     assert [names[0][0] for names in device.batches[1:]] == ["soon"] * 10 + ["late"] * 10 + ["none"] * 20
 
 
-def test_a_deadline_gives_nobody_more_than_its_tenants_share() -> None:
+def test_a_deadline_gives_no_more_than_the_tenant_s_share() -> None:
     device = VirtualDevice(max_rows=1, seconds=rising(0.1, 0.0))
     device.open("urgent", tenant=1, deadline=0.5)
     device.open("patient", tenant=2)
@@ -606,8 +606,8 @@ def test_the_model_with_the_higher_class_runs_until_the_other_has_aged() -> None
     assert device.rows["low"] == ROWS
 
 
-def test_models_where_somebody_has_aged_take_turns_whatever_the_clocks_of_their_classes_say() -> None:
-    """Steps are so slow that in the crowd somebody has always aged."""
+def test_models_with_aged_sessions_take_turns_regardless_of_clocks() -> None:
+    """Steps are so slow that one of the many sessions has always aged."""
     device = VirtualDevice("m", "n", seconds=rising(0.5, 0.0), max_rows=1, policy=Policy(ageing=1.0))
     for number in range(4):
         device.open(f"crowd-{number}", "batch", tenant=1, model="m")
@@ -618,7 +618,7 @@ def test_models_where_somebody_has_aged_take_turns_whatever_the_clocks_of_their_
     assert device.rows["high"] >= 24
 
 
-def test_models_take_turns_by_their_tenants_clocks_also_where_one_was_alone_for_long() -> None:
+def test_models_take_turns_by_their_tenants_clocks_after_one_was_alone_for_long() -> None:
     device = VirtualDevice("m", "n", seconds=rising(0.1, 0.0))
     device.open("old", tenant=1, model="m")
     device.run(60.0)
@@ -628,7 +628,7 @@ def test_models_take_turns_by_their_tenants_clocks_also_where_one_was_alone_for_
     assert device.rows["old"] - before >= 40 and device.rows["new"] >= 40
 
 
-def test_a_tenant_on_two_models_has_no_more_than_one_on_one() -> None:
+def test_a_tenant_on_two_models_gets_no_more_than_a_tenant_on_one() -> None:
     device = VirtualDevice("m", "n", seconds=rising(0.1, 0.0), max_rows=1)
     device.open("a-m", tenant=1, model="m")
     device.open("a-n", tenant=1, model="n")
@@ -637,7 +637,7 @@ def test_a_tenant_on_two_models_has_no_more_than_one_on_one() -> None:
     assert device.used["agent", 1] == pytest.approx(device.used["agent", 2], rel=0.1)
 
 
-def test_who_has_aged_beside_an_endless_prompt_reads_a_little_of_its_own() -> None:
+def test_an_aged_session_beside_an_endless_prompt_reads_a_little_of_its_own() -> None:
     device = VirtualDevice(max_rows=4, max_tokens=128, policy=Policy(ageing=0.5))
     device.open("reads", "interactive", prompt=16_000 - 1, max_tokens=1)
     device.open("low", "batch", prompt=1000)
@@ -646,7 +646,7 @@ def test_who_has_aged_beside_an_endless_prompt_reads_a_little_of_its_own() -> No
     assert ("low", LEAST_CHUNK) in device.batches[-1]
 
 
-def test_a_decoding_of_lower_classes_leaves_the_prompt_of_a_higher_one_its_row() -> None:
+def test_decoding_sessions_of_lower_classes_leave_a_higher_prompt_its_row() -> None:
     device = VirtualDevice(max_rows=8, seconds=rising(0.01, 0.0))
     device.open("i", "interactive")
     for number in range(20):
@@ -657,9 +657,9 @@ def test_a_decoding_of_lower_classes_leaves_the_prompt_of_a_higher_one_its_row()
     assert device.rows["p"] == 1
 
 
-def test_nobody_in_a_step_gives_its_pages_to_another_in_it() -> None:
-    """One that is given pages which its tenant shares holds some at once: that must not put it before those that have
-    their rows already."""
+def test_no_session_with_a_row_is_evicted_for_another_in_the_same_step() -> None:
+    """A session may be given pages that its tenant shares, and then holds some. That must not put it before sessions
+    that already have their rows."""
     daemon = Daemon(pages=4)
     for name, tenant in (("a", 1000), ("first", 1000), ("late", 1001)):
         daemon.open(name, tenant=tenant)
@@ -679,7 +679,7 @@ def test_nobody_in_a_step_gives_its_pages_to_another_in_it() -> None:
 # --- forks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_goes_on_where_its_parent_is_and_neither_changes_the_other() -> None:
+def test_a_fork_continues_its_parent_and_neither_changes_the_other() -> None:
     daemon = Daemon()
     parent = daemon.open("a")
     daemon.submit("a", prompt=9, max_tokens=2)
@@ -699,7 +699,7 @@ def test_a_fork_goes_on_where_its_parent_is_and_neither_changes_the_other() -> N
 
 
 @pytest.mark.parametrize(("length", "computed"), [(12, 12), (8, 8), (7, 4), (5, 4), (3, 0)])
-def test_a_fork_that_is_cut_within_a_shared_page_computes_it_anew(length: int, computed: int) -> None:
+def test_a_fork_truncated_within_a_shared_page_recomputes_it(length: int, computed: int) -> None:
     daemon = Daemon()
     parent = daemon.open("a")
     daemon.submit("a", prompt=12, max_tokens=0)
@@ -711,7 +711,8 @@ def test_a_fork_that_is_cut_within_a_shared_page_computes_it_anew(length: int, c
 
 
 def test_a_fork_whose_last_token_runs_again_writes_into_a_page_of_its_own() -> None:
-    """After a forward pass there is no token without KV: the last one's logits choose the next."""
+    """After a forward pass every token has KV. The last one runs again, because the next token is sampled from its
+    logits."""
     daemon = Daemon()
     daemon.open("a")
     daemon.submit("a", prompt=8, max_tokens=0)
@@ -726,7 +727,7 @@ def test_a_fork_whose_last_token_runs_again_writes_into_a_page_of_its_own() -> N
     assert daemon.kv["m"].pages_of("b")[1] != daemon.kv["m"].pages_of("a")[1]
 
 
-def test_who_is_not_there_is_not_forked_and_who_works_neither() -> None:
+def test_an_unknown_or_busy_session_cannot_be_forked() -> None:
     daemon = Daemon()
     with pytest.raises(SessionNotFound):
         daemon.scheduler.fork("a", "b", "agent")
@@ -740,7 +741,7 @@ def test_who_is_not_there_is_not_forked_and_who_works_neither() -> None:
 # --- prefixes -------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_session_of_a_tenant_runs_what_is_new_in_its_prompt() -> None:
+def test_the_second_session_of_a_tenant_runs_only_the_new_part_of_its_prompt() -> None:
     daemon = Daemon()
     for name, tenant in (("a", 1000), ("b", 1000), ("c", 1001)):
         daemon.open(name, tenant=tenant)
@@ -753,7 +754,7 @@ def test_the_second_session_of_a_tenant_runs_what_is_new_in_its_prompt() -> None
     assert daemon.kv["m"].pool.used == 7
 
 
-def test_tokens_whose_logits_are_wanted_are_computed_though_their_kv_is_there() -> None:
+def test_tokens_are_run_for_their_logits_although_their_kv_is_there() -> None:
     daemon = Daemon()
     daemon.open("a")
     daemon.submit("a", prompt=12, max_tokens=1)
@@ -768,7 +769,7 @@ def edit(number: int, *extents: Extent) -> Edit:
     return Edit(number, (Point("resid", 1),), "scale", extents)
 
 
-def test_an_edit_has_what_it_changes_computed_anew() -> None:
+def test_positions_that_an_edit_changes_are_recomputed() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     daemon.submit("a", prompt=10, max_tokens=2)
@@ -788,7 +789,7 @@ def test_an_edit_has_what_it_changes_computed_anew() -> None:
     assert (session.computed, session.edits[0].extents) == (12, (Extent(11, 12),))
 
 
-def test_of_sessions_with_the_same_tokens_those_share_that_are_edited_alike() -> None:
+def test_sessions_share_pages_if_their_tokens_and_edits_are_equal() -> None:
     daemon = Daemon()
     computed = {}
     for name, edits in {"plain": [], "edited": [edit(1, Extent(9))], "alike": [edit(7, Extent(9))]}.items():
@@ -816,7 +817,7 @@ def test_a_fork_has_its_parent_s_edits() -> None:
     assert child.edits == (edit(1, Extent(6)),)
 
 
-def test_a_call_that_failed_leaves_what_was_edited_to_the_next() -> None:
+def test_after_a_failed_call_the_next_one_recomputes_edited_positions() -> None:
     daemon = Daemon()
     session = daemon.open("a", tokens=10)
     daemon.scheduler.edit("a", edit(1, Extent(3, 4)))
@@ -827,7 +828,7 @@ def test_a_call_that_failed_leaves_what_was_edited_to_the_next() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "seen_from"), [(3, 0, 10), (0, 0, 9), (0, 2, 4), (3, 2, 4)])
-def test_what_is_to_be_seen_is_run_though_its_kv_is_there(prompt: int, max_tokens: int, seen_from: int) -> None:
+def test_positions_to_be_seen_are_run_although_their_kv_is_there(prompt: int, max_tokens: int, seen_from: int) -> None:
     daemon = Daemon()
     daemon.open("a")
     daemon.submit("a", prompt=10, max_tokens=0)
@@ -838,8 +839,8 @@ def test_what_is_to_be_seen_is_run_though_its_kv_is_there(prompt: int, max_token
     assert request.seen_from == 10 + prompt and finished == ([] if max_tokens else [request])
 
 
-def test_what_was_seen_need_not_be_again() -> None:
-    """Its pages are lost and come back from another session's."""
+def test_positions_that_were_seen_need_not_be_run_again() -> None:
+    """The session's pages are lost and come back from another session's."""
     daemon = Daemon()
     session = daemon.open("a")
     request = daemon.submit("a", 9, 4, capture=(Point("resid"),), seen_from=0)
@@ -853,7 +854,7 @@ def test_what_was_seen_need_not_be_again() -> None:
     assert request.seen_from == 11
 
 
-def test_a_prompt_that_shares_waits_like_any_other_where_pages_are_short() -> None:
+def test_a_prompt_that_shares_pages_waits_like_any_other_while_pages_are_short() -> None:
     daemon = Daemon(pages=4)
     daemon.open("a")
     daemon.open("b")
@@ -879,10 +880,10 @@ def test_a_step_that_failed_publishes_nothing() -> None:
     assert [(row.session.id, row.start) for row in batch.rows] == [("b", 0)]
 
 
-# --- who waits ------------------------------------------------------------------------------------------------------
+# --- waiting sessions -------------------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_but_those_who_had_a_row_in_the_last_step() -> None:
+def test_no_session_waits_if_all_had_a_row_in_the_last_step() -> None:
     daemon = Daemon("m", "n")
     daemon.open("a")
     daemon.open("b", "n")
@@ -897,10 +898,10 @@ def test_nobody_waits_but_those_who_had_a_row_in_the_last_step() -> None:
     assert not daemon.scheduler.nobody_waits, "the models take turns: one of them waits"
     daemon.scheduler.hold(first.id)
     daemon.step()
-    assert daemon.scheduler.nobody_waits, "who is held waits for its client"
+    assert daemon.scheduler.nobody_waits, "a held session waits for its client"
 
 
-def test_who_waits_for_room_to_come_back_into_waits() -> None:
+def test_a_session_that_waits_for_room_to_come_back_counts_as_waiting() -> None:
     daemon = Daemon()
     daemon.open("a")
     assert daemon.scheduler.nobody_waits
@@ -912,7 +913,7 @@ def test_who_waits_for_room_to_come_back_into_waits() -> None:
 # --- outputs that follow a grammar ----------------------------------------------------------------------------------
 
 
-def test_a_row_that_is_late_runs_its_last_token_again() -> None:
+def test_a_row_with_a_late_mask_runs_its_last_token_again() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     request = daemon.submit("a", 6)
@@ -925,7 +926,7 @@ def test_a_row_that_is_late_runs_its_last_token_again() -> None:
     assert (session.computed, session.tokens[6:]) == (6, [9])
 
 
-def test_tokens_that_must_come_run_in_one_chunk() -> None:
+def test_forced_tokens_run_in_one_chunk() -> None:
     daemon = Daemon()
     session = daemon.open("a")
     request = daemon.submit("a", 4, max_tokens=8)
@@ -937,7 +938,7 @@ def test_tokens_that_must_come_run_in_one_chunk() -> None:
     assert session.tokens[4:] == [9, 1, 2, 3, 6] and request.computed == 4
 
 
-def test_tokens_that_must_come_end_with_max_tokens_or_a_stop_token() -> None:
+def test_forced_tokens_end_with_max_tokens_or_a_stop_token() -> None:
     daemon = Daemon()
     for more, appended, reason in (({}, [1, 2], "length"), ({"stop_tokens": frozenset({1})}, [1], "stop")):
         daemon.open(f"s{reason}")

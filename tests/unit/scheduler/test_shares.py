@@ -28,7 +28,7 @@ def test_each_class_has_clocks_of_its_own() -> None:
     assert [shares.clock(klass, 1) for klass in CLASSES] == [0.0, 8.0, 0.0]
 
 
-def test_who_comes_back_has_saved_up_no_more_than_the_lag() -> None:
+def test_a_tenant_that_comes_back_has_saved_up_no_more_than_the_lag() -> None:
     shares = Shares()
     for _ in range(100):
         shares.charge("agent", 1, 0.5)
@@ -38,8 +38,8 @@ def test_who_comes_back_has_saved_up_no_more_than_the_lag() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.1, 1.0, 10.0])
-def test_the_lag_is_of_the_device_time_of_who_is_ahead(weight: float) -> None:
-    """Whatever the weight of who is behind: it is owed more the more it weighs."""
+def test_the_lag_is_device_time_of_the_tenant_that_is_ahead(weight: float) -> None:
+    """The weight of the tenant behind makes no difference: the more it weighs, the more it is owed."""
     shares = Shares()
     shares.set_weight(2, weight)
     shares.charge("agent", 1, 10.0)
@@ -51,14 +51,14 @@ def test_the_lag_is_of_the_device_time_of_who_is_ahead(weight: float) -> None:
     assert shares.clock("agent", 3) == 10.0 - LAG / 5.0
 
 
-def test_who_has_waited_for_a_long_step_of_another_is_owed_all_of_it() -> None:
+def test_a_tenant_that_waited_for_a_long_step_of_another_is_owed_all_of_it() -> None:
     shares = Shares()
     shares.charge("agent", 1, 30.0)
     shares.catch_up("agent", [1, 2])
     assert shares.clock("agent", 2) == 0.0
 
 
-def test_nobody_is_ever_put_back() -> None:
+def test_no_clock_ever_goes_back() -> None:
     shares = Shares()
     for tenant in range(1, 5):
         shares.charge("agent", tenant, float(tenant))
@@ -69,7 +69,7 @@ def test_nobody_is_ever_put_back() -> None:
     assert after == [max(clock, 4.0 - LAG) for clock in before]
 
 
-def test_who_is_alone_or_not_named_stays_where_it_is() -> None:
+def test_catching_up_changes_no_clock_of_a_single_tenant_or_of_others() -> None:
     shares = Shares()
     shares.charge("agent", 1, 50.0)
     shares.catch_up("agent", [2])
@@ -78,6 +78,6 @@ def test_who_is_alone_or_not_named_stays_where_it_is() -> None:
     assert shares.clock("agent", 2) == 0.0
 
 
-def test_a_weight_of_nothing_is_our_fault() -> None:
+def test_a_weight_of_zero_is_an_assertion_error() -> None:
     with pytest.raises(AssertionError):
         Shares().set_weight(1, 0.0)

@@ -1,4 +1,5 @@
-"""What stops inside the model: which blocks run for which positions, and what takes a stage from its session."""
+"""Sessions that stop inside the model: which blocks run for which positions, and which events drop a session's
+stage."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ RowOf = tuple[str, int, int, int, int, bool]  # session, tokens [start, end), bl
 
 
 class Bench:
-    """One model's scheduler, whose steps generate sevens."""
+    """A scheduler with one model that always generates the token 7."""
 
     def __init__(self, pages: int = 32, max_tokens: int = 64, paging: bool = False) -> None:
         self.kv = KvManager(pages + 1, PAGE, 1, max_context=256)
@@ -53,7 +54,8 @@ class Bench:
         stops: Sequence[tuple[int, int]] = (),
         resume_block: int | None = None,
     ) -> Request:
-        """`stops`: block, and the first position; those that have stopped are left out, as by the server."""
+        """`stops`: block and first position. The caller leaves out those that have stopped already, as the server
+        does."""
         first = len(session.tokens)
         request = Request(next(self._ids), first, first + prompt, max_tokens, resume_block=resume_block)
         passed = -1 if resume_block is None else resume_block
@@ -76,7 +78,7 @@ class Bench:
         ]
 
     def copy(self) -> None:
-        """Who is to leave does, and all that moves comes to where it goes."""
+        """Lets marked sessions leave, and makes all copies."""
         all_leave(self.scheduler)
         moves = self.scheduler.residence("m").paging.moves
         while moves.waiting:
@@ -88,7 +90,7 @@ class Bench:
             self.scheduler.check_integrity()
 
     def parked(self, block: int = 2, prompt: int = 10, stops_from: int = 0) -> Session:
-        """One whose prompt waits there."""
+        """A session with its prompt parked before `block`."""
         session = self.open("a")
         request = self.ask(session, prompt, stops=[(block, stops_from)])
         while not request.stopped:
@@ -96,7 +98,7 @@ class Bench:
         return session
 
 
-def test_a_prompt_stops_and_goes_on_through_the_blocks_behind() -> None:
+def test_a_prompt_stops_and_goes_on_through_the_later_blocks() -> None:
     bench = Bench()
     session = bench.open("a")
     request = bench.ask(session, 10, max_tokens=2, stops=[(2, 0)])
@@ -111,7 +113,7 @@ def test_a_prompt_stops_and_goes_on_through_the_blocks_behind() -> None:
     assert session.request is None
 
 
-def test_it_stops_at_one_block_after_the_other_and_behind_the_last() -> None:
+def test_a_prompt_stops_at_several_blocks_and_behind_the_last() -> None:
     bench = Bench()
     session, stops = bench.open("a"), [(block, 0) for block in (0, 4, BLOCKS)]
     bench.ask(session, 10, stops=stops)
@@ -126,7 +128,7 @@ def test_it_stops_at_one_block_after_the_other_and_behind_the_last() -> None:
     assert session.computed == 10
 
 
-def test_generated_tokens_stop_each() -> None:
+def test_each_generated_token_stops() -> None:
     bench = Bench()
     session = bench.open("a")
     stops = [(3, 10)]
@@ -139,7 +141,7 @@ def test_generated_tokens_stop_each() -> None:
     assert len(session.tokens) == 12
 
 
-def test_what_comes_before_the_first_named_position_goes_to_the_end() -> None:
+def test_positions_before_the_first_named_one_pass_all_blocks() -> None:
     bench = Bench()
     session = bench.open("a")
     bench.ask(session, 10, stops=[(3, 6)])
@@ -154,7 +156,7 @@ def test_what_comes_before_the_first_named_position_goes_to_the_end() -> None:
     assert bench.step() == [("a", 8, 10, 5, BLOCKS, True)]
 
 
-def test_chunks_of_a_stage_move_it_and_not_the_session() -> None:
+def test_chunks_of_a_stage_advance_the_stage_and_not_the_session() -> None:
     bench = Bench(max_tokens=4)
     session = bench.open("a")
     request = bench.ask(session, 10, stops=[(2, 0)])
@@ -167,7 +169,7 @@ def test_chunks_of_a_stage_move_it_and_not_the_session() -> None:
     assert (session.stage.done, session.computed) == (4, 4), "what goes to the end has its KV at once"
 
 
-def test_a_lost_stage_is_run_anew_and_stops_no_earlier_than_it_would_have() -> None:
+def test_a_lost_stage_is_run_again_and_stops_at_the_same_block() -> None:
     bench = Bench()
     session, stops = bench.parked(), [(1, 0), (2, 0), (4, 0)]
     bench.scheduler.drop_stage("a")
@@ -177,7 +179,7 @@ def test_a_lost_stage_is_run_anew_and_stops_no_earlier_than_it_would_have() -> N
     assert bench.step() == [("a", 0, 10, 0, 4, False)]
 
 
-def test_a_stage_that_is_lost_while_its_step_runs_is_run_anew() -> None:
+def test_a_stage_lost_while_its_step_runs_is_run_again() -> None:
     bench = Bench()
     session = bench.open("a")
     bench.ask(session, 10, stops=[(2, 0)])
@@ -192,7 +194,7 @@ def test_a_stage_that_is_lost_while_its_step_runs_is_run_anew() -> None:
     bench.scheduler.check_integrity()
 
 
-def test_a_call_that_does_not_resume_runs_what_had_stopped_from_the_first_block() -> None:
+def test_a_call_without_resume_runs_stopped_positions_from_the_first_block() -> None:
     bench = Bench()
     session = bench.parked(stops_from=4)
     assert session.computed == 4
@@ -207,12 +209,12 @@ def test_a_call_that_does_not_resume_runs_what_had_stopped_from_the_first_block(
         (Point("resid", 2), 4, True),
         (Point("attn", 2), FOREVER, True),
         (Point("logits"), 9, True),
-        (Point("resid", 0), 20, True),  # of a position that is not there yet
+        (Point("resid", 0), 20, True),  # at a position that is not there yet
         (Point("resid", 1), 9, False),
-        (Point("resid", 2), 3, False),  # those that wait follow from it
+        (Point("resid", 2), 3, False),  # the positions that wait depend on it
     ],
 )
-def test_edits_of_what_waits_keep_the_stage(point: Point, position: int, keeps: bool) -> None:
+def test_edits_ahead_of_waiting_positions_keep_the_stage(point: Point, position: int, keeps: bool) -> None:
     bench = Bench()
     session = bench.parked(stops_from=4)
     extent = Extent(9) if position == FOREVER else Extent(position, position + 1)
@@ -227,7 +229,7 @@ def test_edits_of_what_waits_keep_the_stage(point: Point, position: int, keeps: 
         assert bench.step() == [("a", start, 10, 0, BLOCKS, True)]
 
 
-def test_what_ends_an_edit_before_where_it_stopped_takes_the_stage() -> None:
+def test_ending_an_edit_in_a_block_already_passed_drops_the_stage() -> None:
     bench = Bench()
     session = bench.open("a")
     bench.scheduler.edit("a", Edit(1, (Point("resid", 1),), "scale", (Extent(0),)))
@@ -240,7 +242,7 @@ def test_what_ends_an_edit_before_where_it_stopped_takes_the_stage() -> None:
     assert session.stage is None
 
 
-def test_truncate_takes_the_stage_if_it_takes_anything() -> None:
+def test_truncate_drops_the_stage_if_it_removes_tokens() -> None:
     bench = Bench()
     session = bench.parked()
     bench.scheduler.truncate("a", 10)
@@ -250,7 +252,7 @@ def test_truncate_takes_the_stage_if_it_takes_anything() -> None:
     assert session.stage is None
 
 
-def test_a_fork_of_a_parked_session_computes_anew() -> None:
+def test_a_fork_of_a_parked_session_recomputes() -> None:
     bench = Bench()
     bench.parked(stops_from=6)
     copy = bench.scheduler.fork("a", "b", "interactive")
@@ -261,7 +263,7 @@ def test_a_fork_of_a_parked_session_computes_anew() -> None:
     assert bench.step() == [("b", 6, 10, 0, BLOCKS, True)]
 
 
-def test_half_made_pages_are_found_by_nobody() -> None:
+def test_pages_of_a_stage_are_not_found_by_other_sessions() -> None:
     bench = Bench()
     session = bench.parked(stops_from=4)
     other = bench.open("b")
@@ -271,7 +273,7 @@ def test_half_made_pages_are_found_by_nobody() -> None:
     assert other.request is None
 
 
-def test_what_is_to_stop_is_taken_from_nobody() -> None:
+def test_positions_that_stop_do_not_use_pages_of_other_sessions() -> None:
     """A page that another session has computed has no activations to look at."""
     bench = Bench()
     first, second = bench.open("a"), bench.open("b")
@@ -285,7 +287,7 @@ def test_what_is_to_stop_is_taken_from_nobody() -> None:
 
 
 @pytest.mark.parametrize("ends", ["cancel", "rollback"])
-def test_a_call_that_ends_otherwise_takes_its_stage_along(ends: str) -> None:
+def test_a_call_that_ends_without_a_breakpoint_drops_its_stage(ends: str) -> None:
     bench = Bench(max_tokens=4)
     session = bench.parked()
     request = bench.ask(session, resume_block=2)
@@ -299,7 +301,7 @@ def test_a_call_that_ends_otherwise_takes_its_stage_along(ends: str) -> None:
 
 
 def gone(bench: Bench, leave: str = "wait") -> tuple[Session, Stage]:
-    """One that is parked, and has left the device."""
+    """A parked session that has left the device, and its stage."""
     session = bench.parked(stops_from=6)
     stage = session.stage
     assert stage is not None
@@ -312,7 +314,7 @@ def gone(bench: Bench, leave: str = "wait") -> tuple[Session, Stage]:
 
 
 @pytest.mark.parametrize("leave", ["wait", "pause"])
-def test_who_waits_or_is_paused_takes_the_stage_along_and_brings_it_back(leave: str) -> None:
+def test_a_waiting_or_paused_session_takes_its_stage_along_and_brings_it_back(leave: str) -> None:
     bench = Bench(paging=True)
     session, stage = gone(bench, leave)
     bench.scheduler.wake("a") if leave == "wait" else bench.scheduler.resume("a")
@@ -323,7 +325,7 @@ def test_who_waits_or_is_paused_takes_the_stage_along_and_brings_it_back(leave: 
     assert bench.step() == [("a", 6, 10, 2, BLOCKS, True)]
 
 
-def test_who_goes_on_waits_for_all_of_its_pages() -> None:
+def test_a_session_that_resumes_waits_for_all_of_its_pages() -> None:
     bench = Bench(paging=True)
     session, stage = gone(bench)
     bench.ask(session, resume_block=2)
@@ -333,7 +335,7 @@ def test_who_goes_on_waits_for_all_of_its_pages() -> None:
     assert bench.step() == [("a", 6, 10, 2, BLOCKS, True)]
 
 
-def test_who_is_woken_on_the_way_out_has_its_stage_all_the_while() -> None:
+def test_a_session_woken_while_it_leaves_keeps_its_stage() -> None:
     bench = Bench(paging=True)
     session = bench.parked(stops_from=6)
     bench.scheduler.wait("a")
@@ -342,7 +344,7 @@ def test_who_is_woken_on_the_way_out_has_its_stage_all_the_while() -> None:
     assert bench.step() == [("a", 6, 10, 2, BLOCKS, True)]
 
 
-def test_silence_takes_it_to_the_host_as_anybody() -> None:
+def test_a_quiet_parked_session_leaves_for_the_host() -> None:
     bench = Bench(paging=True)
     session = bench.parked(stops_from=6)
     bench.scheduler.tend(0.0)
@@ -351,7 +353,7 @@ def test_silence_takes_it_to_the_host_as_anybody() -> None:
     assert session.left_stage is not None and bench.scheduler.why("a").state == "parked"
 
 
-def test_an_edit_before_which_it_waits_leaves_it_its_stage_and_any_other_takes_it() -> None:
+def test_an_edit_keeps_a_left_stage_only_if_it_is_ahead() -> None:
     for block, keeps in ((2, True), (3, True), (1, False)):
         bench = Bench(paging=True)
         session, _ = gone(bench)
@@ -364,8 +366,8 @@ def test_an_edit_before_which_it_waits_leaves_it_its_stage_and_any_other_takes_i
         assert bench.step() == [("a", 6 if keeps else 4, 10, 2 if keeps else 0, BLOCKS, True)]
 
 
-def test_other_calls_than_resume_begin_where_it_stopped() -> None:
-    """Of what comes back for them, the full pages are of use."""
+def test_calls_without_resume_begin_at_the_stopped_position() -> None:
+    """Only the full pages that come back for them are of use."""
     bench = Bench(paging=True)
     session, _ = gone(bench)
     bench.scheduler.wake("a")
@@ -375,8 +377,8 @@ def test_other_calls_than_resume_begin_where_it_stopped() -> None:
     assert bench.step() == [("a", 4, 13, 0, BLOCKS, True)]
 
 
-def test_kv_of_a_client_leaves_as_ever() -> None:
-    """In a page that is full in part, other calls than `resume` would not find it under a key of the stage."""
+def test_imported_kv_leaves_without_the_stage() -> None:
+    """If a partly filled page left under a key of the stage, calls without `resume` would not find it."""
     for foreign, leaves_with_stage in ((4, True), (5, False)):
         bench = Bench(paging=True)
         session = bench.parked(stops_from=6)
@@ -390,7 +392,7 @@ def test_kv_of_a_client_leaves_as_ever() -> None:
         assert bench.step() == [("a", 4 if leaves_with_stage else 6, 13, 0, BLOCKS, True)]
 
 
-def test_where_a_page_of_it_is_gone_it_is_run_anew() -> None:
+def test_a_stage_with_a_lost_page_is_run_again() -> None:
     bench = Bench(paging=True)
     session, _ = gone(bench)
     host = bench.scheduler.residence("m").paging.host
@@ -403,7 +405,7 @@ def test_where_a_page_of_it_is_gone_it_is_run_anew() -> None:
     assert bench.step() == [("a", 4, 10, 0, BLOCKS, True)]
 
 
-def test_one_that_has_run_few_blocks_is_run_anew_where_that_is_cheaper() -> None:
+def test_a_stage_that_has_passed_few_blocks_is_run_again_if_that_is_cheaper() -> None:
     for block, comes_back in ((1, False), (5, True)):
         bench = Bench(pages=64, paging=True)
         session = bench.parked(block, 200)
@@ -417,7 +419,7 @@ def test_one_that_has_run_few_blocks_is_run_anew_where_that_is_cheaper() -> None
 
 
 def overwritten(bench: Bench) -> None:
-    """What has left is not on the device any more."""
+    """Overwrites the device's free pages, so that no page of a session that has left can be found."""
     other = bench.open("other")
     bench.ask(other, 4 * bench.kv.pool.capacity - 1)
     while other.request is not None:
@@ -426,7 +428,7 @@ def overwritten(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("leave", ["wait", "pause"])
-def test_who_turns_back_on_its_way_keeps_its_stage(leave: str) -> None:
+def test_a_session_that_turns_back_while_it_arrives_keeps_its_stage(leave: str) -> None:
     bench = Bench(paging=True)
     session, stage = gone(bench)
     overwritten(bench)
@@ -444,8 +446,8 @@ def test_who_turns_back_on_its_way_keeps_its_stage(leave: str) -> None:
     assert session.stage is stage
 
 
-def test_who_could_not_come_back_whole_keeps_its_stage() -> None:
-    """Of its pages the device has the first, and no room for the others."""
+def test_a_session_that_could_not_come_back_whole_keeps_its_stage() -> None:
+    """The device has the first of its pages, and no room for the others."""
     bench = Bench(paging=True, pages=6)
     session, stage = gone(bench)
     other = bench.open("b")
@@ -458,7 +460,7 @@ def test_who_could_not_come_back_whole_keeps_its_stage() -> None:
     assert session.left_stage == (stage, 6, 10) and bench.kv.pages_held("a") == 0
 
 
-def test_a_fork_leaves_who_is_on_its_way_its_stage() -> None:
+def test_a_fork_of_an_arriving_session_leaves_it_its_stage() -> None:
     bench = Bench(paging=True)
     session, stage = gone(bench)
     overwritten(bench)
@@ -473,8 +475,8 @@ def test_a_fork_leaves_who_is_on_its_way_its_stage() -> None:
 
 
 @pytest.mark.parametrize("where", ["here", "arriving", "elsewhere"])
-def test_who_goes_on_from_an_earlier_hit_stops_where_it_is_to(where: str) -> None:
-    """Wherever its pages are: it stops at the position from which on a breakpoint is about."""
+def test_a_session_that_resumes_from_an_earlier_hit_stops_at_the_breakpoint(where: str) -> None:
+    """Wherever its pages are, it stops at the first position of the breakpoint."""
     bench = Bench(paging=True)
     session = bench.open("a")
     for request in ({"prompt": 10, "stops": [(2, 2)]}, {"stops": [(4, 9)], "resume_block": 2}):
@@ -498,7 +500,7 @@ def test_who_goes_on_from_an_earlier_hit_stops_where_it_is_to(where: str) -> Non
     assert ran == [("a", 2, 10, 0, 4, False)] and request.stopped == Stop(4, 2)
 
 
-def test_who_is_paused_with_a_call_leaves_also_where_it_loses_its_stage_on_the_way() -> None:
+def test_a_paused_session_leaves_even_if_it_loses_its_stage_meanwhile() -> None:
     bench = Bench(paging=True)
     session = bench.parked(stops_from=6)
     bench.scheduler.pause("a")
@@ -532,7 +534,7 @@ def test_pages_of_a_stage_that_is_lost_can_be_spared(lost: str) -> None:
     assert spare == 2, "and the full page stays"
 
 
-def test_one_that_said_while_it_ran_that_it_waits_has_stopped_all_the_same() -> None:
+def test_a_wait_during_a_call_does_not_prevent_the_stop() -> None:
     bench = Bench(paging=True)
     session = bench.open("a")
     request = bench.ask(session, 10, stops=[(2, 0)])
@@ -566,7 +568,7 @@ def test_rows_of_one_token_mix_whatever_their_blocks_are() -> None:
 
 
 @pytest.mark.parametrize(("token_s", "apart"), [(1.0, True), (0.0, False)])
-def test_chunks_have_a_step_apart_where_that_takes_less_time(token_s: float, apart: bool) -> None:
+def test_chunks_get_a_step_of_their_own_if_that_takes_less_time(token_s: float, apart: bool) -> None:
     bench = Bench(max_tokens=32)
     measured(bench.scheduler._queues["m"].composer.times, rising(1.0, token_s))
     session = bench.parked(prompt=10)
@@ -579,8 +581,8 @@ def test_chunks_have_a_step_apart_where_that_takes_less_time(token_s: float, apa
     assert bench.step() == [("a", 0, 10, 2, BLOCKS, True)]
 
 
-def test_who_was_passed_over_is_first_in_the_next_step() -> None:
-    """Three kinds of rows that share no step, in calls without end, of which the first is always first in line."""
+def test_a_session_left_out_for_a_step_of_its_own_is_first_in_the_next() -> None:
+    """Three kinds of rows that share no step, in calls without end; the first session is always first in line."""
     bench = Bench(pages=512)
     measured(bench.scheduler._queues["m"].composer.times, rising(0.1, 1.0))
     kinds = {"whole": [], "two": [(2, 0)], "four": [(4, 0)]}
@@ -599,7 +601,7 @@ def test_who_was_passed_over_is_first_in_the_next_step() -> None:
     assert all(set(order[i : i + 3]) == kinds.keys() for i in range(10)), order
 
 
-def test_steps_through_a_part_of_the_blocks_say_nothing_of_how_long_a_step_takes() -> None:
+def test_steps_through_a_part_of_the_blocks_do_not_count_as_step_times() -> None:
     bench = Bench()
     times = bench.scheduler._queues["m"].composer.times
     measured(times, rising(0.1, 0.001))

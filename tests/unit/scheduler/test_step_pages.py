@@ -1,4 +1,4 @@
-"""Who gives its pages up in a step, and what that means for the rest of it."""
+"""Evictions within a step, and how they affect the rest of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = list(range(3 * PAGE))
 
 
 class Crowd:
-    """Five pages on the device, and more on the host."""
+    """A scheduler with five pages on the device, and more on the host."""
 
     def __init__(self) -> None:
         self.scheduler = Scheduler(max_batch_tokens=PAGE, max_rows=4)
@@ -38,7 +38,7 @@ class Crowd:
         self.scheduler.submit(session.id, Request(self.requests, first, first, 1), [])
 
     def step(self) -> list[Session]:
-        """→ who has a row."""
+        """Runs a step. Returns the sessions that have a row."""
         batch = self.scheduler.next_batch()
         if batch is None:
             return []
@@ -46,14 +46,14 @@ class Crowd:
         return [row.session for row in batch.rows]
 
     def copy_all(self, failing: int = 0) -> None:
-        """The first do not come."""
+        """Makes all copies. The first `failing` of them fail."""
         for over in copies(self.paging.moves, failing=failing):
             self.scheduler.over("m", over)
 
 
-def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:
-    """A page that was to be read into is free at once, so the other has its row; the page with KV is being copied. The
-    host has what follows, and there is room for that."""
+def test_a_session_that_is_evicted_is_not_considered_in_the_same_step() -> None:
+    """A page without KV is free at once, so the other session has its row; the page with KV is being copied. The host
+    has what follows, and there is room for that."""
     crowd = Crowd()
     victim = crowd.ask(Session("victim", "m", 1, "batch"), PROMPT)
     crowd.step()
@@ -63,7 +63,7 @@ def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:
     crowd.scheduler.wait("twin")
     all_leave(crowd.scheduler)
     crowd.copy_all(failing=1)
-    crowd.kv._prefixes.forget(range(1, 6))  # so the host has the second page, and nobody but the victim the first
+    crowd.kv._prefixes.forget(range(1, 6))  # so only the host has the second page, and only the victim has the first
     first = crowd.ask(Session("first", "m", 2, "agent"), [77] * 2 * PAGE, max_tokens=9)
     while len(first.tokens) == 2 * PAGE:
         crowd.step()
@@ -78,7 +78,7 @@ def test_who_leaves_for_another_is_not_asked_in_the_same_step() -> None:
 
 
 def away(crowd: Crowd, *names: str, pages: int = 2) -> list[Session]:
-    """Sessions that have so many pages each, on the host only."""
+    """Sessions with `pages` pages each, on the host only."""
     sessions = []
     for number, name in enumerate(names):
         session = crowd.ask(Session(name, "m", 1, "agent"), [pages * 10 + number] * pages * PAGE)
@@ -93,7 +93,7 @@ def away(crowd: Crowd, *names: str, pages: int = 2) -> list[Session]:
     return sessions
 
 
-def test_while_room_is_made_for_one_that_comes_back_it_is_made_for_the_next_one_too() -> None:
+def test_room_is_made_for_the_next_returning_session_along_with_the_first() -> None:
     crowd = Crowd()
     sessions = away(crowd, "a", "b", "c")
     idle = [crowd.ask(Session(name, "m", 1, "agent"), [50 + len(name)] * 2 * PAGE) for name in ("d", "ee")]
@@ -112,7 +112,7 @@ def test_while_room_is_made_for_one_that_comes_back_it_is_made_for_the_next_one_
         crowd.step()
 
 
-def test_but_the_next_one_gets_none_of_what_is_free_for_the_first() -> None:
+def test_the_next_returning_session_gets_no_pages_that_are_free_for_the_first() -> None:
     crowd = Crowd()
     (large,), (small,) = away(crowd, "large", pages=4), away(crowd, "small", pages=1)
     idle = crowd.ask(Session("idle", "m", 1, "agent"), [99] * 3 * PAGE)
@@ -126,10 +126,10 @@ def test_but_the_next_one_gets_none_of_what_is_free_for_the_first() -> None:
     assert residence.is_arriving(large)
 
 
-def test_who_comes_back_does_so_though_there_is_no_room_for_what_it_would_have_to_compute_anew() -> None:
-    """How long a step takes that has nobody but who decodes is to be learnt, so nobody may join it."""
+def test_a_session_comes_back_by_copy_although_the_step_has_no_room_to_recompute_it() -> None:
+    """The time of a step with only decoding rows has to be measured, so no other row may join it."""
     crowd = Crowd()
-    for _ in range(2):  # of chunks it is known
+    for _ in range(2):  # the time of chunks is known
         crowd.scheduler._queues["m"].composer.times.note(1, 3, 0.01)
     (back,) = away(crowd, "back")
     decodes = crowd.ask(Session("decodes", "m", 1, "agent"), [60], max_tokens=6)
@@ -139,8 +139,8 @@ def test_who_comes_back_does_so_though_there_is_no_room_for_what_it_would_have_t
     assert crowd.scheduler.residence("m").is_arriving(back)
 
 
-def test_who_decodes_past_a_full_page_has_the_next_one_and_the_last_one_in_line_gives_its_own_up_for_that() -> None:
-    """Five pages, and each comes to three."""
+def test_a_decoding_session_gets_its_next_page_from_the_last_in_line() -> None:
+    """There are five pages, and each session grows to three."""
     crowd = Crowd()
     first, second = (crowd.ask(Session(name, "m", 1, "agent"), PROMPT[:PAGE], max_tokens=2 * PAGE + 1) for name in "ab")
     held = set()

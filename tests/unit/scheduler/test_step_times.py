@@ -14,7 +14,7 @@ SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
 def known(*points: tuple[int, float]) -> Curve:
     curve = Curve()
     for count, seconds in points:
-        curve.note(count, 100.0)  # the first of a size tells nothing
+        curve.note(count, 100.0)  # the first measurement of a size is dropped
         curve.note(count, seconds)
     return curve
 
@@ -27,14 +27,14 @@ def measured(times: StepTimes, rows: int, further: int, seconds: float, often: i
 # --- a curve --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_known_before_a_size_has_run_twice() -> None:
+def test_a_size_is_unknown_before_it_has_run_twice() -> None:
     curve = Curve()
     for count in SIZES:
         curve.note(count, 9.0)
     assert curve.at(4) == 0.0 and curve.largest == 0
 
 
-def test_a_size_takes_what_it_took() -> None:
+def test_a_size_is_predicted_as_measured() -> None:
     curve = known((1, 0.1), (64, 0.5))
     assert (curve.at(1), curve.at(64)) == (0.1, 0.5)
 
@@ -45,30 +45,30 @@ def test_between_two_sizes_the_time_rises_evenly() -> None:
     assert (curve.within(0.625), curve.within(0.624)) == (10, 9)
 
 
-def test_below_all_that_are_known_less_is_tried_though_nothing_is_promised() -> None:
+def test_sizes_below_the_smallest_known_are_tried_in_proportion() -> None:
     curve = known((16, 0.4), (64, 0.8))
     assert curve.at(1) == curve.at(16) == 0.4
     assert curve.within(0.2) == 8 and curve.within(0.0) == curve.within(-1.0) == 0
 
 
-def test_beyond_all_that_are_known_twice_as_many_are_tried() -> None:
+def test_twice_the_largest_known_size_is_tried() -> None:
     curve = known((16, 0.4), (64, 0.8))
     assert curve.at(5000) == 0.8
     assert curve.within(0.8) == 128 and curve.within(0.79) == 62
     assert curve.within(math.inf) == NO_LIMIT
 
 
-def test_where_nothing_is_known_a_few_are_tried() -> None:
+def test_a_few_are_tried_if_no_size_is_known() -> None:
     assert 0 < Curve().within(1.0) <= 32
     assert Curve().within(math.inf) == NO_LIMIT
 
 
-def test_more_take_no_less_than_fewer() -> None:
+def test_a_larger_size_takes_no_less_than_a_smaller_one() -> None:
     curve = known((16, 0.4), (64, 0.1), (256, 0.6))
     assert (curve.at(16), curve.at(64)) == (0.1, 0.1)
 
 
-def test_a_hiccup_is_no_measure() -> None:
+def test_an_outlier_does_not_count() -> None:
     curve = known(*((count, 0.01 * count) for count in SIZES))
     for _ in range(3):
         curve.note(1024, 10.24)
@@ -76,26 +76,26 @@ def test_a_hiccup_is_no_measure() -> None:
     assert curve.at(1024) == pytest.approx(10.24)
 
 
-def test_a_size_that_was_slow_once_says_nothing_of_larger_ones() -> None:
+def test_a_size_that_was_slow_once_does_not_raise_larger_ones() -> None:
     curve = known(*((count, 0.01 * count) for count in SIZES if count != 4), (4, 1000.0))
     assert curve.at(4) == pytest.approx(0.08) and curve.at(64) == pytest.approx(0.64)
 
 
-def test_what_changes_is_learned() -> None:
+def test_a_change_is_learned() -> None:
     curve = known((16, 0.1))
     for _ in range(5):
         curve.note(16, 0.2)
     assert curve.at(16) == 0.2
 
 
-def test_sizes_that_are_alike_are_one() -> None:
+def test_similar_sizes_share_a_bucket() -> None:
     curve = Curve()
     curve.note(100, 9.0)
     curve.note(97, 0.3)
     assert curve.at(91) == 0.3
 
 
-def test_what_has_not_run_for_long_is_forgotten_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_has_not_run_for_long_is_forgotten_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "_FORGOTTEN", 8)
     curve = known((1, 0.1), (1024, 5.0))
     for _ in range(16):
@@ -105,10 +105,10 @@ def test_what_has_not_run_for_long_is_forgotten_and_tried_again(monkeypatch: pyt
     assert curve.at(1024) == 0.2, "it need not be compiled again"
 
 
-# --- rows, and what they bring beyond one token ---------------------------------------------------------------------
+# --- rows, and tokens beyond one each ---------------------------------------------------------------------------------
 
 
-def test_what_prompts_take_is_what_such_rows_alone_do_not() -> None:
+def test_the_time_of_prompts_is_what_exceeds_that_of_their_rows() -> None:
     times = StepTimes()
     measured(times, 4, 0, 1.0)
     measured(times, 8, 0, 2.0)
@@ -118,8 +118,8 @@ def test_what_prompts_take_is_what_such_rows_alone_do_not() -> None:
     assert times.rows_within(1.5, 64) == 4 and times.rows_within(2.0) == 16
 
 
-def test_a_device_that_runs_prompts_otherwise_shows_it() -> None:
-    """As where single tokens are a captured graph, and anything else is launched kernel by kernel."""
+def test_a_device_with_slower_kernels_for_prompts_shows_in_further() -> None:
+    """For example, single tokens are a captured graph, and chunks are launched kernel by kernel."""
     times = StepTimes()
     for rows in (1, 2, 4, 8, 16, 32):
         measured(times, rows, 0, 0.010)
@@ -131,14 +131,14 @@ def test_a_device_that_runs_prompts_otherwise_shows_it() -> None:
 def test_prompts_that_were_measured_beside_a_guess_are_measured_again() -> None:
     times = StepTimes()
     measured(times, 2, 0, 1.0)
-    measured(times, 32, 16, 5.0)  # of which nobody knows what 32 rows take
+    measured(times, 32, 16, 5.0)  # the time of 32 rows is unknown
     assert times.predict(32, 16) == 5.0
     measured(times, 32, 0, 4.5)
     measured(times, 32, 16, 5.0)
     assert times.predict(2, 16) == 1.5
 
 
-def test_rows_that_were_never_alone_in_a_step_are_asked_for_until_they_were() -> None:
+def test_rows_that_never_ran_alone_are_wanted_until_they_have() -> None:
     times = StepTimes()
     asked = 0
     while times.wants(4):
@@ -149,7 +149,7 @@ def test_rows_that_were_never_alone_in_a_step_are_asked_for_until_they_were() ->
     assert times.wants(16)
 
 
-def test_but_not_for_ever() -> None:
+def test_rows_are_wanted_for_a_limited_number_of_steps() -> None:
     times, asked = StepTimes(), 0
     while times.wants(4) and asked < 1000:
         asked += 1
@@ -157,25 +157,25 @@ def test_but_not_for_ever() -> None:
     assert asked < 100 and times.wants(16)
 
 
-def test_the_question_alone_is_not_counted() -> None:
+def test_asking_what_is_wanted_does_not_count() -> None:
     times = StepTimes()
     assert all(times.wants(4) for _ in range(1000))
 
 
-# --- what reading KV takes ------------------------------------------------------------------------------------------
+# --- the time of reading KV -------------------------------------------------------------------------------------------
 
 LONG = 10_000
 TOKEN_S = 1e-5
 
 
 def learn_kv(times: StepTimes, rows: int, seconds: float) -> None:
-    """In steps of so many rows, which take so long without KV."""
+    """Notes steps of `rows` rows that take `seconds` without KV."""
     for number in range(2 * SLOPES):
         kv = number % 2 * LONG
         times.note(rows, 0, seconds + kv * TOKEN_S, kv)
 
 
-def test_what_kv_takes_comes_on_top_of_rows_and_prompts() -> None:
+def test_the_time_of_kv_is_added_to_rows_and_prompts() -> None:
     times = StepTimes()
     learn_kv(times, 4, 1.0)
     measured(times, 4, 64, 1.5)
@@ -184,7 +184,7 @@ def test_what_kv_takes_comes_on_top_of_rows_and_prompts() -> None:
     assert times.predict(4, 64, kv=LONG) == pytest.approx(1.6)
 
 
-def test_steps_are_known_without_the_kv_that_they_read_also_from_before_that_was_known() -> None:
+def test_the_time_of_kv_is_taken_off_earlier_measurements_too() -> None:
     times = StepTimes()
     for _ in range(5):
         times.note(16, 0, 2.1, LONG)
@@ -196,7 +196,7 @@ def test_steps_are_known_without_the_kv_that_they_read_also_from_before_that_was
     assert times.predict(16, 64) == pytest.approx(2.5)
 
 
-def test_the_more_kv_is_read_the_less_there_is_room_for() -> None:
+def test_longer_kv_leaves_less_room() -> None:
     times = StepTimes()
     learn_kv(times, 4, 1.0)
     measured(times, 8, 0, 2.0)
@@ -208,20 +208,20 @@ def test_the_more_kv_is_read_the_less_there_is_room_for() -> None:
     assert times.further_within(2.5, 8, kv=LONG) == 51
 
 
-def test_beyond_all_that_are_known_no_more_are_tried_than_their_kv_leaves_room_for() -> None:
+def test_sizes_above_the_largest_known_are_tried_within_the_time_of_their_kv() -> None:
     curve = known((16, 0.4), (64, 0.8))
     assert (curve.within(1.5, 0.01), curve.within(1.45, 0.01), curve.within(3.0, 0.01)) == (70, 65, 128)
     assert curve.within(math.inf, 0.01) == NO_LIMIT
 
 
-def test_where_nobody_knows_what_rows_take_kv_makes_no_difference() -> None:
+def test_kv_makes_no_difference_while_the_time_of_rows_is_unknown() -> None:
     times = StepTimes()
     learn_kv(times, 4, 1.0)
     assert StepTimes().predict(4, kv=LONG) == 0.0
     assert times.predict(4, kv=LONG) > times.predict(4)
 
 
-def test_a_step_takes_what_its_kv_does_where_a_device_that_became_faster_leaves_nothing_for_rows() -> None:
+def test_rows_take_no_less_than_zero_after_a_device_became_faster() -> None:
     times = StepTimes()
     learn_kv(times, 4, 1.0)
     for _ in range(5):

@@ -12,7 +12,7 @@ def waited(waits: Waits, *seconds: float, tenant: int = 1, tool: str = "search")
         waits.end("s", 100.0 + each)
 
 
-def test_what_took_the_same_time_thrice_is_expected_to_take_it_again() -> None:
+def test_three_equal_waits_are_expected_to_repeat() -> None:
     waits = Waits()
     for _ in range(KNOWN_AFTER):
         assert waits.expected(1, "search") is None
@@ -20,27 +20,27 @@ def test_what_took_the_same_time_thrice_is_expected_to_take_it_again() -> None:
     assert waits.expected(1, "search") == 8.0
 
 
-def test_what_differs_is_expected_earlier() -> None:
+def test_waits_that_differ_are_expected_earlier() -> None:
     waits = Waits()
     waited(waits, 10.0, 14.0, 12.0)
-    # Means of 10, 12 and 12; what the last two differ from the mean before them: 4 and 0.
+    # The means are 10, 12 and 12. The last two waits differ from the mean before them by 4 and 0.
     assert waits.expected(1, "search") == pytest.approx(12.0 - 2.0)
 
 
-def test_what_differs_wildly_is_not_known() -> None:
+def test_waits_that_differ_wildly_give_no_expectation() -> None:
     waits = Waits()
     waited(waits, 0.1, 60.0, 0.1, 60.0)
     assert waits.expected(1, "search") is None
 
 
-def test_what_changes_is_learned_anew() -> None:
+def test_a_change_is_learned() -> None:
     waits = Waits()
     waited(waits, *[2.0] * 50)
     waited(waits, *[20.0] * 50)
     assert waits.expected(1, "search") == pytest.approx(20.0, rel=0.02)
 
 
-def test_tenants_and_tools_have_their_own() -> None:
+def test_each_tenant_and_tool_is_learned_separately() -> None:
     waits = Waits()
     waited(waits, *[2.0] * 3)
     waited(waits, *[3.0] * 3, tenant=2)
@@ -49,7 +49,7 @@ def test_tenants_and_tools_have_their_own() -> None:
     assert waits.expected(2, "") is None
 
 
-def test_only_the_last_that_a_session_waits_for_counts() -> None:
+def test_only_the_last_wait_of_a_session_counts() -> None:
     waits = Waits()
     for _ in range(3):
         waits.begin("s", 1, "search", 0.0)
@@ -59,7 +59,7 @@ def test_only_the_last_that_a_session_waits_for_counts() -> None:
     assert (waits.expected(1, "search"), waits.expected(1, "read")) == (None, 1.0)
 
 
-def test_an_end_without_a_beginning_is_nothing() -> None:
+def test_an_end_without_a_beginning_has_no_effect() -> None:
     waits = Waits()
     waits.end("s", 5.0)
     assert waits.expected(1, "") is None
@@ -75,7 +75,7 @@ def test_the_least_recently_used_tool_is_forgotten(monkeypatch: pytest.MonkeyPat
     assert [waits.expected(1, tool) for tool in ("one", "two", "three")] == [1.0, None, 3.0]
 
 
-def test_of_waits_that_nobody_ends_the_first_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_open_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits_module, "MOST_WAITS", 2)
     waits = Waits()
     for name in ("closed", "a", "b"):
@@ -85,7 +85,7 @@ def test_of_waits_that_nobody_ends_the_first_are_forgotten(monkeypatch: pytest.M
     assert set(waits._tools) == {(1, "a"), (1, "b")}
 
 
-def test_who_waits_already_is_expected_once_it_is_known_how_long_that_takes() -> None:
+def test_sessions_that_already_wait_are_expected_once_the_tool_is_known() -> None:
     waits = Waits()
     waits.begin("early", 1, "search", 98.0)
     waits.begin("elsewhere", 1, "read", 98.0)
@@ -100,7 +100,7 @@ def test_who_waits_already_is_expected_once_it_is_known_how_long_that_takes() ->
     assert waits.end("early", 110.0) == [], "it was known before"
 
 
-def test_nobody_is_expected_where_waits_differ_wildly() -> None:
+def test_waiting_sessions_are_not_expected_if_waits_differ_wildly() -> None:
     waits = Waits()
     waits.begin("other", 1, "search", 100.0)
     waited(waits, 0.1, 60.0)

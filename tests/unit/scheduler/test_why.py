@@ -30,7 +30,7 @@ def test_no_more_tokens_are_left_than_the_session_can_reach() -> None:
     assert device.scheduler.why("s").figures["tokens_left"] == limit - len(session.tokens)
 
 
-def test_one_without_a_call_is_idle_and_has_its_pages() -> None:
+def test_a_session_without_a_call_is_idle_and_has_its_pages() -> None:
     device = VirtualDevice()
     device.open("s", prompt=3 * PAGE, max_tokens=1)
     device.step()
@@ -41,7 +41,7 @@ def test_one_without_a_call_is_idle_and_has_its_pages() -> None:
     assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
 
 
-def test_one_whose_client_waits_says_until_when() -> None:
+def test_a_waiting_session_says_until_when() -> None:
     device = VirtualDevice()
     device.open("s", max_tokens=1)
     device.step()
@@ -54,7 +54,7 @@ def test_one_whose_client_waits_says_until_when() -> None:
     assert why.figures == {"pages": 1, "back_in_s": 12.0} and "come back in 12.0 s" in why.reason
 
 
-def test_one_that_is_paused_or_held_says_what_lets_it_go_on() -> None:
+def test_a_paused_or_held_session_says_how_it_goes_on() -> None:
     device = VirtualDevice()
     session = device.open("s")
     device.step()
@@ -67,7 +67,7 @@ def test_one_that_is_paused_or_held_says_what_lets_it_go_on() -> None:
     assert why.state == "paused" and "resume it" in why.reason
 
 
-def test_one_for_which_there_is_no_room_says_who_comes_before_it_and_for_how_long_it_waits() -> None:
+def test_a_session_without_room_names_the_sessions_before_it_and_its_wait() -> None:
     device = VirtualDevice(max_rows=2, seconds=rising(0.5, 0.0))
     for name, klass in (("b", "batch"), ("a", "agent"), ("i", "interactive"), ("j", "interactive")):
         device.open(name, klass)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_one_for_which_there_is_no_room_says_who_comes_before_it_and_for_how_lon
     assert why.reason.startswith("it has had no row for 1.5 s: 3 sessions are served before it, and they leave no room")
 
 
-def test_one_that_would_slow_down_a_higher_class_says_that_it_would_hold_it_up() -> None:
+def test_a_session_that_would_slow_down_a_higher_class_says_so() -> None:
     device = VirtualDevice(seconds=rising(0.0, 0.01))
     device.open("i", "interactive")
     device.open("b", "batch")
@@ -88,7 +88,7 @@ def test_one_that_would_slow_down_a_higher_class_says_that_it_would_hold_it_up()
     assert why.ahead == ["i"] and "one more would hold them up" in why.reason
 
 
-def test_one_that_lacks_pages_says_how_many_and_how_many_there_are() -> None:
+def test_a_session_without_pages_gives_the_figures() -> None:
     device = VirtualDevice(pages=4)
     device.open("i", "interactive", prompt=3 * PAGE)
     device.step()
@@ -102,7 +102,7 @@ def test_one_that_lacks_pages_says_how_many_and_how_many_there_are() -> None:
     assert why.figures["deadline_in_s"] == pytest.approx(5.0 - 2.0 - device.seconds(1), abs=1e-3)
 
 
-def test_one_whose_pages_come_says_so() -> None:
+def test_an_arriving_session_says_so() -> None:
     device = VirtualDevice()
     paging: Paging = device.scheduler.residence("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
@@ -114,14 +114,14 @@ def test_one_whose_pages_come_says_so() -> None:
         device.scheduler.over("m", over)
     assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
     kv = device.kv["m"]
-    kv._prefixes.forget(range(1, kv.pool.capacity + 1))  # the device remembers nothing
+    kv._prefixes.forget(range(1, kv.pool.capacity + 1))  # no page can be found on the device
     device.ask(session)
     device.scheduler.next_batch()
     why = device.scheduler.why("s")
     assert (why.state, why.figures) == ("arriving", {"pages": 2, "page_bytes": 1 << 20})
 
 
-def test_of_very_many_before_it_the_first_are_named() -> None:
+def test_only_the_first_of_very_many_sessions_before_it_are_named() -> None:
     device = VirtualDevice(max_rows=1, max_tokens=1)
     for number in range(MOST_AHEAD + 10):
         device.open(f"s{number}")
@@ -130,8 +130,8 @@ def test_of_very_many_before_it_the_first_are_named() -> None:
     assert len(why.ahead) == MOST_AHEAD and why.ahead[:2] == ["s0", "s1"]
 
 
-def test_asking_changes_nothing() -> None:
-    """Not even the clocks of who comes back."""
+def test_why_changes_nothing() -> None:
+    """It does not even change the clocks of tenants that come back."""
     asked, not_asked = (VirtualDevice(max_rows=1) for _ in range(2))
     for device in (asked, not_asked):
         device.open("a", tenant=1)
@@ -144,6 +144,6 @@ def test_asking_changes_nothing() -> None:
     assert asked.batches == not_asked.batches
 
 
-def test_of_a_session_that_is_not_there_nobody_knows() -> None:
+def test_an_unknown_session_raises() -> None:
     with pytest.raises(SessionNotFound):
         VirtualDevice().scheduler.why("ghost")
