@@ -26,6 +26,9 @@ CLEAN: tuple[str, ...] = (
     "djinnd/scheduler",
     "djinnd/weights",
     "docs/scheduling.md",
+    "tests/unit/core",
+    "tests/unit/kvcache",
+    "tests/unit/scheduler",
     "tools/prose.py",
 )
 
