@@ -33,10 +33,13 @@ def status(settings: Settings, watch: float | None, check: bool) -> None:
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.option("--once", is_flag=True, help="Show it once; so also where the output is no terminal.")
+@click.option("--once", is_flag=True, help="Show it once, as when the output is no terminal.")
 @pass_settings
 def top(settings: Settings, once: bool) -> None:
-    """Watch the daemon: devices, pages in each tier, and sessions, the busiest first. Every second, until Ctrl-C."""
+    """Watch the devices, the pages and the busiest sessions.
+
+    It shows them every second, until Ctrl-C.
+    """
     from djinnctl import screen
     from djinnctl import top as glances
 
@@ -48,10 +51,13 @@ def top(settings: Settings, once: bool) -> None:
 @click.command(epilog=EXIT_CODES)
 @everywhere
 @watch_option
-@click.option("--all", "of_all", is_flag=True, help="Of every user that has a session. For administrators.")
+@click.option("--all", "of_all", is_flag=True, help="Show every user that has a session. For administrators.")
 @pass_settings
 def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
-    """Show what you may have of the daemon, by which rule of its configuration, and what you have."""
+    """Show what you may have of the daemon, and what you use.
+
+    RULE is the rule of the daemon's configuration that says it.
+    """
     from djinnctl import quotas
 
     settings.show(lambda client: client.quotas(all=of_all), quotas.table, every_s=watch)
@@ -65,15 +71,16 @@ def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     default=Path("trace.json"),
     show_default=True,
-    help="Where to write it.",
+    help="The file to write.",
 )
 @click.option("--steps", type=click.IntRange(0, MOST), default=4, show_default=True, help="Steps to record, up to 100.")
 @click.option("--seconds", type=float, default=10.0, show_default=True, help="When to end anyway, up to 60.")
 @pass_settings
 def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
-    """Record the device's next steps: when it computed which block, and when it copied which.
+    """Record the device's next steps as a timeline.
 
-    Writes them in Chrome's trace format, which Perfetto shows. For administrators.
+    It shows when the device computed and copied each block, in Chrome's trace format, which Perfetto reads. For
+    administrators.
     """
     from djinnctl import chrome_trace, screen
 
@@ -91,10 +98,10 @@ def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
 @click.option("--warm", is_flag=True, help="Keep the loaded models in shared memory, and load them again from there.")
 @pass_settings
 def restart(settings: Settings, warm: bool) -> None:
-    """Have the daemon finish what runs, start again as the same process, and read its configuration anew.
+    """Restart the daemon, with its configuration read anew.
 
-    Sessions survive it: attach to them within limits.session_grace. Returns when the daemon serves again; clients that
-    connect meanwhile wait. For administrators.
+    The daemon finishes what runs and starts again as the same process. Sessions survive it: attach to them within
+    limits.session_grace. Returns when the daemon serves again; clients that connect meanwhile wait. For administrators.
     """
     from djinnctl import restart as restarting
 
@@ -105,7 +112,7 @@ def restart(settings: Settings, warm: bool) -> None:
 @everywhere
 @pass_settings
 def version(settings: Settings) -> None:
-    """Show the versions of djinnctl, the protocol and the daemon, if one runs."""
+    """Show the versions of djinnctl, the protocol and the daemon."""
     daemon, why = None, ""
     try:
         with settings.client() as client:
@@ -122,9 +129,10 @@ def version(settings: Settings) -> None:
 @click.option("--fix", is_flag=True, help="Remove shared memory that a daemon which is gone has left.")
 @pass_settings
 def doctor(settings: Settings, fix: bool) -> None:
-    """Examine this machine: software, GPU, memory, socket, what a dead daemon left. Needs no daemon.
+    """Examine this machine, and say what is wrong and what to do.
 
-    Run it as the user and in the container that djinnd runs in.
+    It looks at software, GPU, memory, socket, and what a dead daemon has left. Run it as the user and in the container
+    that djinnd runs in; it needs no daemon.
     """
     from djinnctl import doctor as examination
     from djinnctl import screen

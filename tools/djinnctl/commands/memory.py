@@ -14,9 +14,10 @@ from djinnctl.options import read_size
 @click.argument("memory", callback=read_size, required=False, metavar="[SIZE]")
 @pass_settings
 def budget(settings: Settings, memory: int | None) -> None:
-    """Give the daemon SIZE of device memory while sessions run, as 16GiB; without SIZE, show what it has.
+    """Show the daemon's device memory, or change it to SIZE.
 
-    Blocks that no longer fit stream from the host, and become resident again when there is more.
+    SIZE is as 16GiB. Sessions go on: blocks that no longer fit stream from the host, and become resident again when
+    there is more memory. To change it is for administrators.
     """
     from djinnctl import render
 
@@ -31,9 +32,10 @@ def budget(settings: Settings, memory: int | None) -> None:
 @click.argument("memory", callback=read_size, metavar="SIZE")
 @pass_settings
 def free(settings: Settings, memory: int) -> None:
-    """Take SIZE of device memory from the daemon now, as 20GiB: its budget becomes smaller by that.
+    """Take SIZE of device memory from the daemon, for other programs.
 
-    Sessions go on: pages leave the device, and blocks that no longer fit stream. Prints how to give it back.
+    SIZE is as 20GiB, and the daemon's budget becomes smaller by it. Sessions go on: pages leave the device, and blocks
+    that no longer fit stream. Prints the command that gives the memory back.
     """
     from djinnctl import render, screen
 

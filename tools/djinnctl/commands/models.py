@@ -81,11 +81,11 @@ def load(
     chat_template: TextIO | None,
     **placing: Unpack[PlacingOptions],
 ) -> None:
-    """Load MODEL: a name that `models` lists, a folder with a checkpoint, or a hub id.
+    """Load MODEL, so that sessions of it begin at once.
 
-    The configuration says where its blocks go. With one of --resident, --ring-gb, --slots, --packing or --keep-host,
-    the others of these have their own defaults.
-    """
+    MODEL is a name that `models` lists, a folder with a checkpoint, or a hub id. The configuration says where its
+    blocks go. With one of --resident, --ring-gb, --slots, --packing or --keep-host, the others of these have their own
+    defaults."""
     from djinnctl import render, screen
 
     with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
@@ -115,7 +115,10 @@ def load(
 @placing_options
 @pass_settings
 def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
-    """Show where the blocks of MODEL would go, and how fast it would run. Loads nothing."""
+    """Show what memory MODEL would take, and how fast it would run.
+
+    It shows where the blocks would go, and loads nothing.
+    """
     from djinnctl import render
 
     settings.show(lambda client: client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing), render.plan)

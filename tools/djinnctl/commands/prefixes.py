@@ -34,7 +34,10 @@ def publish(settings: Settings, session: str, tokens: int | None) -> None:
 @everywhere
 @pass_settings
 def list_prefixes(settings: Settings) -> None:
-    """List the public prefixes: the model and length of each, and who marked it when."""
+    """List the public prefixes.
+
+    It shows the model and the length of each, and who marked it when.
+    """
     from djinnctl import render
 
     settings.show(Client.prefixes, render.prefixes)

@@ -33,7 +33,7 @@ def ps(settings: Settings, watch: float | None) -> None:
 @click.argument("sessions", nargs=-1, required=True, metavar="SESSION...")
 @pass_settings
 def close(settings: Settings, sessions: tuple[str, ...]) -> None:
-    """Close sessions by their ids; exit 1 where one does not exist."""
+    """Close sessions by their ids. Exit 1 if one does not exist."""
     closed, missing = [], []
     with settings.client() as client:
         for session in sessions:
@@ -54,10 +54,10 @@ def close(settings: Settings, sessions: tuple[str, ...]) -> None:
 @click.option("--to", "tier", type=click.Choice(["host", "disk"]), default="host", show_default=True, help="Where to.")
 @pass_settings
 def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> None:
-    """Stop SESSION, also in the middle of a call, and move its pages off the device.
+    """Stop SESSION and move its pages off the device.
 
-    The caller's stream stays open and goes on at `djinnctl resume`. A restart of the daemon ends the pause.
-    """
+    A session may be stopped in the middle of a call. The caller's stream stays open and goes on at `djinnctl resume`. A
+    restart of the daemon ends the pause."""
     from djinnctl import render
 
     settings.show(lambda client: client.pause_session(session, tier), partial(render.paused, session))
@@ -92,7 +92,10 @@ def nice(settings: Settings, session: str, priority: Class) -> None:
 @click.argument("session")
 @pass_settings
 def why(settings: Settings, watch: float | None, session: str) -> None:
-    """Show why SESSION runs or waits: the reason with its figures, and which sessions go first."""
+    """Show why SESSION runs or waits.
+
+    It shows the reason with its figures, and the sessions that go first.
+    """
     from djinnctl import explain
 
     settings.show(lambda client: client.why(session), partial(explain.told, session), every_s=watch)

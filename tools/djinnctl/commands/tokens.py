@@ -39,7 +39,10 @@ def add(settings: Settings, name: str, user: str, highest_class: Class | None, e
 @everywhere
 @pass_settings
 def list_tokens(settings: Settings) -> None:
-    """List the tokens: the user and highest class of each, when it was added, ends, and was last used."""
+    """List the tokens.
+
+    It shows the user and the highest class of each, and when it was added, ends and was last used.
+    """
     from djinnctl import tokens
 
     settings.show(Client.tokens, tokens.table)
