@@ -20,15 +20,15 @@ log = logging.getLogger("djinnd.server")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--config", type=click.Path(path_type=Path), envvar="DJINND_CONFIG", help="Instead of the system's file.")
-@click.option("--device", metavar="auto|cpu|cuda[:N]", help="What to compute on.")
+@click.option("--config", type=click.Path(path_type=Path), envvar="DJINND_CONFIG", help="Configuration file.")
+@click.option("--device", metavar="auto|cpu|cuda[:N]", help="Device that models run on.")
 @click.option("--memory", metavar="SIZE", help="Hard budget of device memory, as in 20GiB.")
-@click.option("--socket", metavar="PATH", help="Where clients connect.")
-@click.option("--state-dir", metavar="PATH", help="What outlives the daemon.")
+@click.option("--socket", metavar="PATH", help="Unix socket for clients.")
+@click.option("--state-dir", metavar="PATH", help="Folder for data that outlives the daemon.")
 @click.option("--log-level", type=click.Choice(LEVELS))
 @click.option("--log-format", type=click.Choice(FORMATS))
-@click.option("--http", metavar="ADDRESS", help="Serve HTTP, too: HOST:PORT, as in 127.0.0.1:8000, or a socket's path.")
-@click.option("--check-config", is_flag=True, help="Print the effective configuration, and where it comes from; exit.")
+@click.option("--http", metavar="ADDRESS", help="Also serve HTTP: HOST:PORT, as in 127.0.0.1:8000, or a socket's path.")
+@click.option("--check-config", is_flag=True, help="Print the effective configuration and its origins; exit.")
 @click.version_option(__version__)
 def main(
     config: Path | None,
@@ -52,7 +52,7 @@ def main(
         raise click.ClickException(str(error)) from error
     if check_config:
         for name in effective.unknown:
-            click.echo(f"{name} is set, and means nothing to djinnd", err=True)
+            click.echo(f"{name} is set, but djinnd has no such setting", err=True)
         click.echo(show(effective))
         return
     configure_logging(effective.config.log.level, effective.config.log.format)
@@ -60,7 +60,7 @@ def main(
         log.warning("variable_unknown name=%s", name)
     descriptors.allow_many()
 
-    from djinnd.server.server import run  # not needed to check a configuration
+    from djinnd.server.server import run  # a slow import, which --check-config does without
     from djinnd.server.socket_path import StartError
     from djinnd.server.succession import succeed
 

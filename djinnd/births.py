@@ -1,10 +1,11 @@
-"""What server and nursery say to each other. Each packet of their socket pair (SOCK_SEQPACKET) is one message.
+"""Messages between the server and the nursery, the process that starts engines. A packet of their socket pair
+(SOCK_SEQPACKET) is one message.
 
     server ──Bear, with the engine's socket──► nursery ──Born, with the engine's pidfd──► server, later Ended
                                                   └────Refused──► server
 
-The nursery outlives a restart of the server, and so it may be of another release, or have libraries that have been
-upgraded since: it refuses then, and is replaced.
+The nursery outlives a restart of the server. If djinnd or a library has been upgraded since it started, it refuses to
+start an engine, and the server replaces it.
 """
 
 from __future__ import annotations
@@ -16,31 +17,35 @@ import msgspec
 
 from djinnd import __version__
 
-MAX_PACKET = 1 << 20  # bytes; the environment is the largest part of one
+MAX_PACKET = 1 << 20  # bytes; the environment is the largest part of a packet
 
 _DISTRIBUTIONS = ("torch", "transformers", "triton", "numpy", "safetensors", "tokenizers", "msgspec")
 
 
 class Bear(msgspec.Struct, tag="bear"):
-    """An engine is wanted: a process that runs `python -m` with `arguments`, after which it finds `--fd` with the
-    number of the socket that comes with this message, and `--parent` with the nursery's pid."""
+    """Asks for an engine process. It runs `python -m` with `arguments`, followed by `--fd` and the number of the socket
+    that comes with this message, and `--parent` and the nursery's pid."""
 
     arguments: list[str]
     environ: dict[str, str]
-    versions: dict[str, str]
+    versions: dict[str, str]  # of the server: see `versions`
 
 
 class Born(msgspec.Struct, tag="born"):
-    pid: int  # also of its process group
+    """The engine has been started. Its pidfd comes with this message."""
+
+    pid: int  # also the id of its process group
 
 
 class Ended(msgspec.Struct, tag="ended"):
+    """The engine has ended."""
+
     pid: int
-    status: int  # the exit status; negative: the signal that killed it
+    status: int  # exit status; if negative, the number of the signal that killed it
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """Instead of `Born`; it would refuse again."""
+    """The nursery does not start the engine, and would refuse again. Replaces `Born`."""
 
     reason: str
 
@@ -53,7 +58,7 @@ decode_from_nursery = msgspec.msgpack.Decoder(FromNursery).decode
 
 
 def versions() -> dict[str, str]:
-    """Of what a process would have that started now, without importing it."""
+    """Versions of Python, djinnd and its libraries that a process would get if it started now. Imports none of them."""
     found = {"python": sys.version, "djinnd": __version__}
     for name in _DISTRIBUTIONS:
         try:

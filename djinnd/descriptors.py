@@ -1,4 +1,4 @@
-"""How many descriptors this process may have: each connection takes one, and many systems begin with 1,024."""
+"""Raises the limit on open descriptors: each connection takes one, and the default on many systems is 1,024."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ _WANTED = 1 << 16
 
 
 def allow_many() -> None:
+    """Raises the soft limit to _WANTED, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED if hard == resource.RLIM_INFINITY else min(hard, _WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,12 +1,12 @@
-"""What an engine and a grammar process say to each other, in the frames of djinn_client.protocol.
+"""Messages between an engine and a grammar process, in the frames of djinn_client.protocol.
 
     engine ──Begin──────────────► process ──States, with the first mask──► engine
            ──Advance, once a step──►      ──States─────────────────────────►
            ──End─────────────────►
 
-The masks themselves lie in memory that both have mapped: a slot a run, with a bit for each token, 1 where it may
-follow. A slot is written between the message that a state answers and that state, and is read until the next message
-about its run.
+The masks are in memory that both processes have mapped. A run has a slot with a bit for each token, which is 1 if the
+token may come next. The grammar process writes a slot before it sends the state; the engine reads it until it sends the
+next message about that run.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import msgspec
 
 from djinn_client.protocol import decoded, framed
 
-MAX_FRAME = 64 << 20  # bytes: a grammar, and the tokens of an output that goes on
-SLOTS = 4096  # runs that one process has at a time
-WORD = 32  # tokens of one word of a mask
-_LINE = 16  # words
+MAX_FRAME = 64 << 20  # bytes; the largest message has a grammar and the tokens of an output that continues
+SLOTS = 4096  # most runs of one process at a time
+WORD = 32  # tokens in one word of a mask
+_LINE = 16  # words in a cache line
 
 
 def words_of(vocab: int) -> int:
-    """Of a slot: whole 64 bytes, so that no two threads write to one line of memory."""
+    """Words in a slot. A slot is a multiple of 64 bytes, so that no two threads write to the same cache line."""
     return _LINE * -(-vocab // (_LINE * WORD))
 
 
@@ -30,7 +30,7 @@ def words_of(vocab: int) -> int:
 
 
 class Begin(msgspec.Struct, tag="begin", array_like=True):
-    """A run whose output follows the grammar, and has these tokens already."""
+    """Begins a run whose output must match the grammar and has `tokens` already."""
 
     run: int
     slot: int
@@ -39,12 +39,14 @@ class Begin(msgspec.Struct, tag="begin", array_like=True):
 
 
 class Advance(msgspec.Struct, tag="advance", array_like=True):
-    """Each run's next token. Tokens that a state has called `forced` are not told again."""
+    """The next token of each run. Tokens that a state has listed as `forced` are not sent."""
 
-    tokens: list[tuple[int, int]]
+    tokens: list[tuple[int, int]]  # (run, token)
 
 
 class End(msgspec.Struct, tag="end", array_like=True):
+    """Ends a run and frees its slot."""
+
     run: int
 
 
@@ -52,20 +54,18 @@ class End(msgspec.Struct, tag="end", array_like=True):
 
 
 class State(msgspec.Struct, array_like=True):
-    """`forced`: the tokens that come next, whatever the model says; the mask is of what follows them. `ended`: behind
-    those, nothing can follow. `error`: why the grammar cannot be followed any more; the run is over then."""
+    """The state of a run, after its mask has been written."""
 
     run: int
-    forced: list[int] = []
-    ended: bool = False
-    error: str = ""
+    forced: list[int] = []  # the only possible next tokens; the mask is for the token after them
+    ended: bool = False  # the output is complete after the forced tokens
+    error: str = ""  # why the run cannot continue; the run has ended
 
 
 class States(msgspec.Struct, tag="states", array_like=True):
-    """`plain`: runs of which there is nothing to say but that their masks are there. They are most, and an engine reads
-    their numbers between two steps."""
+    """The states of several runs. Most runs are in `plain`, which the engine reads quickly between two steps."""
 
-    plain: list[int] = []
+    plain: list[int] = []  # runs with a new mask, without forced tokens, end or error
     others: list[State] = []
 
 

@@ -1,11 +1,11 @@
-"""What server and intervention processes say to each other, in the frames of djinn_client.protocol.
+"""Messages between the server and an intervention process, in the frames of djinn_client.protocol.
 
     server ──Load──► process ──Done | Failed──► server
            ──Run, with the window──► ──Changed, as often as needed, then Done | Failed──►
            ──Forget──►
 
-The process's first word is Ready or Unfit. What comes from it later may be a function's own work, and is believed no
-more than what clients say.
+The first message of the process is Ready or Unfit. Later messages may have been forged by a tenant's function, so the
+server trusts them no more than messages of clients.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from djinn_client.breakpoints import HitInfo
 from djinn_client.edits import Captured
 from djinn_client.protocol import AddEdit, decoded, framed
 
-Key = tuple[str, int]  # a function's: the session, and the number of its breakpoint
+Key = tuple[str, int]  # of a function: its session and the number of its breakpoint
 
-MAX_FRAME = 16 << 20  # bytes, either way
+MAX_FRAME = 16 << 20  # bytes, in either direction
 
 
 class Load(msgspec.Struct, tag="load"):
-    """In the place of the one that has this key. `point`: as the breakpoint names it."""
+    """Loads a function. Replaces an earlier function with this key."""
 
     function: Key
-    point: str
-    code: bytes  # cloudpickle
+    point: str  # the breakpoint's name of the point
+    code: bytes  # pickled by cloudpickle
 
 
 class Run(msgspec.Struct, tag="run"):
-    """These functions, one after another, of one session, on what is in the window that comes with this."""
+    """Calls functions of one session, one after another, with the activation in the window that comes with this
+    message."""
 
     functions: list[Key]
     hit: HitInfo
@@ -40,31 +41,33 @@ class Run(msgspec.Struct, tag="run"):
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    """Without an answer."""
+    """Drops functions. Has no answer."""
 
     functions: list[Key]
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The sandbox is closed."""
+    """The process has confined itself."""
 
 
 class Unfit(msgspec.Struct, tag="unfit"):
-    """It cannot be closed, and the process ends."""
+    """The process cannot confine itself, and ends."""
 
-    lacking: str
+    lacking: str  # the missing feature of the machine
 
 
 class Changed(msgspec.Struct, tag="changed"):
+    """One edit that makes the change of the functions."""
+
     edit: AddEdit
 
 
 class Done(msgspec.Struct, tag="done"):
-    pass
+    """The Load or Run is complete."""
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The process goes on."""
+    """The Load or Run failed. The process goes on."""
 
     code: Literal["function_failed", "invalid_request"]
     message: str

@@ -1,4 +1,4 @@
-"""Descriptors 0 to 2 are always open.
+"""Makes sure that descriptors 0 to 2 are open.
 
 The kernel gives the lowest free number to the next file. If a parent has closed standard input, an event loop or a
 client's connection would become descriptor 0: libuv aborts when it closes such a loop, and a child process would read

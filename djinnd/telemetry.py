@@ -1,11 +1,11 @@
-"""Logs: one line an event on stderr, for people or, on request, as JSON.
+"""Logs: one line an event on stderr, as text or as JSON.
 
-An event is an ordinary logging call whose message is a name and its values:
+An event is an ordinary logging call. Its message is the event's name and its values:
 
     log.info("session_opened session=%s user=%d", session.id, session.user)
 
-The names and values are taken from the message's template and its arguments, so that values keep their types in JSON
-and stay one word in text. Messages of other libraries pass as they are. Prompts, texts and tokens are never logged.
+Names and values are taken from the message's template and its arguments, so that a value keeps its type in JSON and is
+one word in text. Messages of other libraries are not changed. Prompts, texts and tokens are never logged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def configure_logging(level: str, form: str) -> None:
     """Sends this process's logs to stderr. `level` is one of LEVELS, `form` one of FORMATS."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logging.basicConfig(level="WARNING", handlers=[handler], force=True)  # smaller news of libraries stay unsaid
+    logging.basicConfig(level="WARNING", handlers=[handler], force=True)  # for other libraries
     logging.getLogger("djinnd").setLevel(level.upper())
     logging.captureWarnings(True)
 
@@ -56,7 +56,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def split(record: logging.LogRecord) -> tuple[str, list[tuple[str, str, Any]]]:
-    """The event's name, and each value as (name, its % specification, value)."""
+    """→ the event's name, and (name, % specification, value) for each of its values."""
     template = record.msg
     if not isinstance(template, str) or not _EVENT.fullmatch(template) or isinstance(record.args, dict):
         return " ".join(record.getMessage().split()), []
@@ -68,7 +68,7 @@ def split(record: logging.LogRecord) -> tuple[str, list[tuple[str, str, Any]]]:
 
 
 def _error(record: logging.LogRecord) -> Iterator[tuple[str, str]]:
-    """What was raised and where, outermost call first, in one line."""
+    """The exception and its traceback, outermost call first, in one line."""
     if not record.exc_info or record.exc_info[1] is None:
         return
     error = record.exc_info[1]

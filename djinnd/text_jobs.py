@@ -1,4 +1,4 @@
-"""What the server and a text worker say to each other, in the frames of djinn_client.protocol.
+"""Messages between the server and a text worker, in the frames of djinn_client.protocol.
 
     server ──Open, with the open files──► worker ──Opened | Failed──► server
            ──Encode─────────────────────►        ──Encoded | TooMany | Failed──►
@@ -9,8 +9,8 @@
            ──Name───────────────────────►        ──Named | Failed──►
            ──End, Forget──►
 
-The worker's first word is Ready. It answers in the order in which it was asked. What it says later may be the work of
-somebody who has taken it over, and is believed no more than what clients say.
+The first message of the worker is Ready. It answers in the order of the questions. A tenant's file may have taken the
+worker over, so the server trusts its messages no more than messages of clients.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ from djinn_client.protocol import decoded, framed
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 
-MAX_QUESTION = 256 << 20  # bytes: a request's text, which limits.request_bytes bounds
-MAX_ANSWER = 8 << 20  # bytes: the tokens of a prompt, or the text of READ_TOKENS tokens
-MAX_TEMPLATES = 64 << 10  # characters of chat templates that are looked at to find the format of answers
-READ_TOKENS = 1024  # of one Read, at the most
+MAX_QUESTION = 256 << 20  # bytes; a request's text is bounded by limits.request_bytes
+MAX_ANSWER = 8 << 20  # bytes; the largest have the tokens of a prompt, or the text of READ_TOKENS tokens
+MAX_TEMPLATES = 64 << 10  # characters of chat templates that are searched for the format of answers
+READ_TOKENS = 1024  # most tokens of one Read
 
 # --- server to worker -----------------------------------------------------------------------------------------------
 
 
 class Open(msgspec.Struct, tag="open"):
-    """The files `files` of a model come with this; the worker closes them when it has read them."""
+    """Opens a model. Descriptors of its files come with this message; the worker reads and closes them."""
 
     model: int
-    name: str  # for messages
-    files: list[str]
-    most: int  # bytes that tokenizer.json may have
-    template: str = ""  # for chats, in the place of the checkpoint's
+    name: str  # for error messages
+    files: list[str]  # names, in the order of the descriptors
+    most: int  # most bytes of tokenizer.json
+    template: str = ""  # chat template that replaces the checkpoint's
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    """Readings of the model go on."""
+    """Drops a model. Its readings go on. Has no answer."""
 
     model: int
 
 
 class Encode(msgspec.Struct, tag="encode"):
-    """A request's prompt and stop strings. `text` None: the prompt came as tokens."""
+    """Encodes a request's prompt and stop strings."""
 
     model: int
-    text: str | None
+    text: str | None  # None: the prompt came as tokens
     rules: TextRules
-    most: int  # tokens that there is room for
+    most: int  # most tokens of the prompt
     stops: list[str]
     skip_special: bool
 
 
 class EncodeChat(msgspec.Struct, tag="encode_chat"):
-    """A request's messages, and its stop strings."""
+    """Encodes a chat request's messages and stop strings."""
 
     model: int
     chat: ChatInput
-    most: int  # tokens that there is room for
+    most: int  # most tokens of the prompt
     stops: list[str]
     skip_special: bool
 
 
 class Decode(msgspec.Struct, tag="decode"):
-    """`spelled`: each token as the vocabulary has it, and not the text of all."""
+    """Decodes tokens to one text or, if `spelled`, to the vocabulary's spelling of each token."""
 
     model: int
     tokens: list[int]
@@ -78,7 +78,7 @@ class Decode(msgspec.Struct, tag="decode"):
 
 
 class CheckGrammar(msgspec.Struct, tag="check_grammar"):
-    """Whether the grammar can be followed with the model's tokens. `wants_table`: the answer has them."""
+    """Asks if the model's tokens can produce the grammar. `wants_table`: the answer includes the token table."""
 
     model: int
     grammar: str
@@ -86,18 +86,17 @@ class CheckGrammar(msgspec.Struct, tag="check_grammar"):
 
 
 class ChatReading(msgspec.Struct):
-    """An answer of a chat. `tail`: the end of the prompt's text; `tools`: the functions that the answer may call;
-    `parallel` False: it ends with its first call."""
+    """How to read an answer of a chat."""
 
-    tail: str
-    tools: bytes
+    tail: str  # end of the prompt's text
+    tools: bytes  # the functions that the answer may call
     stops: list[str]
-    parallel: bool
+    parallel: bool  # False: the answer ends with its first call
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """A reading: the text of tokens that follow `context`. `chat`: the text is an answer, and the worker knows how its
-    tokens become text. `stops`, `skip_special` and `least` are fields of ReadingRules."""
+    """Begins a reading: the text of tokens that follow `context`. With `chat`, it is the answer of a chat. `stops`,
+    `skip_special` and `least` are fields of ReadingRules."""
 
     reading: int
     model: int
@@ -109,21 +108,23 @@ class Begin(msgspec.Struct, tag="begin"):
 
 
 class Read(msgspec.Struct, tag="read"):
+    """Reads the next tokens."""
+
     reading: int
     tokens: list[int]
-    last: bool  # no more follow, and the reading ends
-    named: list[int] = []  # tokens whose bytes are wanted
+    last: bool  # these are the last tokens, and the reading ends
+    named: list[int] = []  # tokens for which the answer has the bytes
 
 
 class Name(msgspec.Struct, tag="name"):
-    """What do these tokens stand for? 32 bits each, little-endian; each may be there many times."""
+    """Asks for the bytes of tokens."""
 
     model: int
-    tokens: bytes
+    tokens: bytes  # 32 bits each, little-endian; a token may occur many times
 
 
 class End(msgspec.Struct, tag="end"):
-    """The reading ends, and nobody wants the rest of it."""
+    """Ends a reading early. Has no answer."""
 
     reading: int
 
@@ -132,60 +133,62 @@ class End(msgspec.Struct, tag="end"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """`lacking`: what this machine lacks of the sandbox, which is closed as far as it goes; "": nothing."""
+    """The worker has confined itself as far as the machine permits."""
 
-    lacking: str = ""
+    lacking: str = ""  # the feature of the sandbox that this machine lacks; "" if none
 
 
 class Opened(msgspec.Struct, tag="opened"):
-    has_text: bool
+    """The model's vocabulary and chat templates."""
+
+    has_text: bool  # False: the model has no tokenizer
     eos: list[int]
     turn_ends: list[int] = []  # tokens that end an answer of a chat
     bos_token: str = ""
     eos_token: str = ""
     has_chat: bool = False
-    template: str = ""  # of chats without tools
-    templates: str = ""  # the texts of all
+    template: str = ""  # template of chats without tools
+    templates: str = ""  # all templates, up to MAX_TEMPLATES characters
 
 
 class Encoded(msgspec.Struct, tag="encoded"):
+    """Answers Encode and EncodeChat."""
+
     tokens: list[int]
     stop_tokens: list[int]  # special tokens among the stop strings
-    tail: str = ""  # of a chat: the end of its text
+    tail: str = ""  # end of a chat's text
 
 
 class Decoded(msgspec.Struct, tag="decoded"):
-    """One text, or one of each token."""
+    """One text, or one for each token."""
 
     texts: list[str]
 
 
 class TooMany(msgspec.Struct, tag="too_many"):
-    """`tokens` are more than there is room for."""
+    """The prompt has `tokens` tokens, which are too many."""
 
     tokens: int
 
 
 class GrammarChecked(msgspec.Struct, tag="grammar_checked"):
-    """It can. `table`: what the tokens stand for, as msgpack of djinnd.text.grammar.TokenTable."""
+    """The model's tokens can produce the grammar."""
 
-    table: bytes = b""
+    table: bytes = b""  # djinnd.text.grammar.TokenTable as msgpack, if it was asked for
 
 
 class ReadText(msgspec.Struct, tag="read_text"):
-    """`text`: of an answer of a chat, its content; `delta` is what it says beside that. `stopped_after`: how many
-    tokens of this Read there are up to the one that ended the output; the reading has ended then. `stopped_by`: the
-    stop string that is complete."""
+    """The text of a Read's tokens."""
 
-    text: str
-    stopped_after: int | None = None
+    text: str  # for an answer of a chat: its content
+    stopped_after: int | None = None  # tokens of this Read up to the one that ended the output, and the reading
     token_bytes: dict[int, bytes] = {}
-    delta: ChatDelta | None = None
-    stopped_by: str = ""
+    delta: ChatDelta | None = None  # reasoning and tool calls of an answer of a chat
+    stopped_by: str = ""  # the stop string that ended the output
 
     @property
     def characters(self) -> int:
-        """Of all that it says."""
+        """Number of characters in text, reasoning and tool calls."""
         if self.delta is None:
             return len(self.text)
         calls = sum(1 + len(call.id) + len(call.name) + len(call.arguments) for call in self.delta.tool_calls)
@@ -193,18 +196,20 @@ class ReadText(msgspec.Struct, tag="read_text"):
 
 
 class Named(msgspec.Struct, tag="named"):
+    """The bytes of the tokens of a Name."""
+
     token_bytes: dict[int, bytes]
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The worker goes on."""
+    """The question failed. The worker goes on."""
 
     code: Literal["model_rejected", "text_failed", "invalid_request", "grammar_rejected"]
     message: str
 
 
 def opened(vocabulary: Vocabulary) -> Opened:
-    """What the server wants to know of it."""
+    """The answer to Open for a vocabulary."""
     if not vocabulary.has_text:
         return Opened(has_text=False, eos=sorted(vocabulary.eos))
     assert vocabulary.chats is not None

@@ -17,13 +17,23 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN: tuple[str, ...] = (
+    "djinnd/__main__.py",
+    "djinnd/births.py",
+    "djinnd/config",
     "djinnd/confinement",
     "djinnd/core",
+    "djinnd/descriptors.py",
     "djinnd/device",
+    "djinnd/functions",
+    "djinnd/grammar_jobs.py",
+    "djinnd/interventions.py",
     "djinnd/kvcache",
     "djinnd/messages",
     "djinnd/model",
     "djinnd/scheduler",
+    "djinnd/standard_streams.py",
+    "djinnd/telemetry.py",
+    "djinnd/text_jobs.py",
     "djinnd/weights",
     "docs/scheduling.md",
     "tests/unit/core",

@@ -1,4 +1,4 @@
-"""Configuration: a YAML file, then DJINND_* variables, then flags. Parsed once; frozen after that."""
+"""Configuration: a YAML file, then DJINND_* variables, then flags; later ones win. Read once, and immutable."""
 
 from djinnd.config.schema import Config, Functions, Http, Limits, Log, Model, Quota, Scheduling
 from djinnd.config.show import show

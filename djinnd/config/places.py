@@ -1,4 +1,4 @@
-"""Where socket and state are when nobody says."""
+"""Default places of the socket and of the state folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SYSTEM_STATE = Path("/var/lib/djinnd")
 
 
 def default_socket(environ: Mapping[str, str], system: Path = SYSTEM_SOCKET) -> str:
-    """The system's where this user may make it, else the user's own; "" where there is neither."""
+    """The system's socket if this user may make it, otherwise one in $XDG_RUNTIME_DIR; "" if that is not set."""
     if _may_make(system.parent):
         return str(system)
     runtime = environ.get("XDG_RUNTIME_DIR")
@@ -19,7 +19,7 @@ def default_socket(environ: Mapping[str, str], system: Path = SYSTEM_SOCKET) -> 
 
 
 def default_state_dir(environ: Mapping[str, str], system: Path = SYSTEM_STATE) -> str:
-    """systemd's, the system's where this user may make it, else the user's own."""
+    """systemd's folder; or the system's, if this user may make it; or one in the user's home."""
     if given := environ.get("STATE_DIRECTORY"):
         return given.split(":")[0]
     if _may_make(system):

@@ -1,4 +1,4 @@
-"""The effective configuration as YAML that could be given back, with where each value came from."""
+"""Prints the effective configuration as YAML that djinnd can read, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from djinnd.config.sources import Effective, Key
 from djinnd.config.units import Unit, unit_of
 
-_COLUMN = 44  # of the origins
+_COLUMN = 44  # at which the origins begin
 
 
 def show(effective: Effective) -> str:

@@ -1,7 +1,7 @@
-"""From the sources to one Config. A later source replaces single values of an earlier one.
+"""Reads all sources into one Config. A later source replaces single values of an earlier one.
 
-Whatever is wrong (an unknown key, a unit that does not fit, a value out of range) is collected and raised as one
-ConfigError, a line for each, which says where it is.
+All faults (unknown keys, wrong units, values out of range) are collected and raised as one ConfigError, with a line for
+each fault that names its place.
 """
 
 from __future__ import annotations
@@ -20,29 +20,33 @@ from djinnd.config.units import unit_of
 
 SYSTEM_FILE = Path("/etc/djinnd/djinnd.yaml")
 PREFIX = "DJINND_"
-_OTHERS = {"DJINND_ADDRESS", "DJINND_CONFIG", "DJINND_TOKEN"}  # variables that are no keys
+_OTHERS = {"DJINND_ADDRESS", "DJINND_CONFIG", "DJINND_TOKEN"}  # known variables that are not configuration keys
 
 Key = tuple[str, ...]
 
 
 class ConfigError(Exception):
-    """One line for each thing that is wrong."""
+    """The configuration is wrong. The message has one line for each fault."""
 
 
 class Setting(NamedTuple):
+    """A value as it was written, before conversion to the type of its key."""
+
     value: Any
     origin: str  # file:line, a variable, a flag
-    is_text: bool = False  # as variables and flags are: "5" may be a number
+    is_text: bool = False  # True for variables and flags, in which the text "5" may be a number
 
 
 class Effective(NamedTuple):
+    """The configuration, and the origin of its values."""
+
     config: Config
     origins: dict[Key, str]  # of the values that are not defaults
-    unknown: list[str]  # DJINND_ variables that mean nothing
+    unknown: list[str]  # DJINND_ variables without a meaning
 
 
 def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[Key, str | None]) -> Effective:
-    """`path` None: the system's file, if there is one. Raises ConfigError."""
+    """Reads the file at `path` (None: the system's file, if there is one), variables and flags. Raises ConfigError."""
     file = _File(path or SYSTEM_FILE)
     if path is not None or SYSTEM_FILE.exists():
         file.read()
@@ -60,7 +64,9 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[Key, str 
     values.setdefault(("socket",), default_socket(environ))
     values.setdefault(("state_dir",), default_state_dir(environ))
     if not values["socket",]:
-        problems.append("no place for the socket (/run/djinnd cannot be made, $XDG_RUNTIME_DIR is not set): --socket")
+        problems.append(
+            "there is no place for the socket: /run/djinnd cannot be made and $XDG_RUNTIME_DIR is not set; use --socket"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     origins = {key: setting.origin for key, setting in settings.items()}
@@ -68,12 +74,12 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[Key, str 
 
 
 class _File:
-    """One YAML file: its values with their lines, and what is wrong with it."""
+    """One YAML file: its values with their lines, and its faults."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.settings: dict[Key, Setting] = {}
-        self.sections: dict[Key, str] = {}  # where each mapping stands
+        self.sections: dict[Key, str] = {}  # each mapping → file:line
         self.problems: list[str] = []
 
     def read(self) -> None:
@@ -88,7 +94,7 @@ class _File:
         except (OSError, ValueError, yaml.YAMLError) as error:
             self.problems.append(f"{self.path}: {error}")
         except RecursionError:
-            self.problems.append(f"{self.path}: lists or keys stand in each other too deeply")
+            self.problems.append(f"{self.path}: lists or keys are nested too deeply")
 
     def _walk(self, loader: yaml.SafeLoader, node: yaml.Node, type_: Any, key: Key) -> None:
         origin = f"{self.path}:{node.start_mark.line + 1}"
@@ -97,16 +103,16 @@ class _File:
             return
         self.sections[key] = origin
         if not isinstance(node, yaml.MappingNode):
-            if node.tag != "tag:yaml.org,2002:null":  # nothing under the key: all defaults
+            if node.tag != "tag:yaml.org,2002:null":  # a key without a value means all defaults
                 self.problems.append(f"{origin}: {dotted(key) or 'the file'} must have keys and values")
             return
         for name_node, value in node.value:
             name = str(name_node.value)
             line = f"{self.path}:{name_node.start_mark.line + 1}"
             if not isinstance(name_node, yaml.ScalarNode) or not name:
-                self.problems.append(f"{line}: {dotted(key) or 'the file'} has a key that is no name")
+                self.problems.append(f"{line}: {dotted(key) or 'the file'} has a key that is not a name")
             elif (*key, name) in self.settings or (*key, name) in self.sections:
-                self.problems.append(f"{line}: {dotted((*key, name))} is there twice")
+                self.problems.append(f"{line}: {dotted((*key, name))} is set twice")
             elif (inner := _type_in(type_, name)) is None:
                 self.problems.append(f"{line}: unknown key {dotted((*key, name))}{_suggestion(name, type_)}")
             else:
@@ -133,7 +139,7 @@ def _variable(key: Key) -> str:
 
 
 def scalar_keys(type_: Any = Config, key: Key = ()) -> Iterator[Key]:
-    """The keys of single values, in the order of the schema: all but lists and the models."""
+    """The keys that hold a single value, in the order of the schema. Lists, models and quotas are left out."""
     for f in _fields(type_):
         inner = (*key, f.name)
         if _is_section(f.type):
@@ -158,7 +164,7 @@ def _is_section(type_: Any) -> bool:
 
 
 def _type_in(type_: Any, name: str) -> Any:
-    """The type of a section's key; None where it has no such key."""
+    """The type of a key of a section; None if the section has no such key."""
     if get_origin(type_) is dict:
         return get_args(type_)[1]
     return next((f.type for f in _fields(type_) if f.name == name), None)
@@ -178,7 +184,7 @@ def _suggestion(name: str, type_: Any) -> str:
 
 
 def _convert(setting: Setting, type_: Any) -> Any:
-    """Raises ValueError."""
+    """The setting's value in the type of its key. Raises ValueError."""
     if (unit := unit_of(type_)) is not None:
         return unit.read(setting.value)
     if get_origin(type_) is Literal and setting.value not in get_args(type_):
@@ -189,8 +195,8 @@ def _convert(setting: Setting, type_: Any) -> Any:
 
 
 def _build(type_: Any, key: Key, values: Mapping[Key, Any], sections: Mapping[Key, str]) -> Any:
-    """The struct (or mapping of structs) at `key`, from the values below it; the rest are defaults. A mapping has what
-    the file has, in its order. Raises ConfigError for values that are right alone and not together."""
+    """Builds the struct, or the mapping of structs, at `key` from the values below it. Missing values are defaults. A
+    mapping keeps the order of the file. Raises ConfigError for values that contradict each other."""
     below = (k for k in (*sections, *values) if len(k) > len(key) and k[: len(key)] == key)
     names = dict.fromkeys(k[len(key)] for k in below)
     inner = {name: (*key, name) for name in names}
@@ -198,5 +204,5 @@ def _build(type_: Any, key: Key, values: Mapping[Key, Any], sections: Mapping[Ke
     try:
         return parts if get_origin(type_) is dict else type_(**parts)
     except ValueError as error:
-        where = f"{sections[key]}: " if key in sections else ""  # else variables or flags have set it
+        where = f"{sections[key]}: " if key in sections else ""  # otherwise variables or flags set it
         raise ConfigError(f"{where}{dotted(key)}: {error}") from error

@@ -1,7 +1,7 @@
-"""Values that are written otherwise than they are kept: sizes, times, users, devices, places of blocks.
+"""Units: values whose written form differs from their value in Config, such as sizes, times, users and devices.
 
-A schema's type carries its `Unit`, which reads what YAML, a variable or a flag gave, or raises ValueError with what is
-wrong with it, and writes a value so that it reads it back. What is kept is a plain int, float or str.
+A type of the schema carries its `Unit`. The unit reads a value from YAML, a variable or a flag, or raises ValueError
+with the fault. It also writes a value in a form that it can read. Config keeps a plain int, float or str.
 """
 
 from __future__ import annotations
@@ -19,42 +19,45 @@ from djinn_client.principals import is_principal_name
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(\S*)\s*")
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _TIMES = {"ms": 0.001, "s": 1, "min": 60, "h": 3600}
-MAX_BYTES = (1 << 63) - 1  # that a message can say
+MAX_BYTES = (1 << 63) - 1  # largest number in a message
 MAX_SECONDS = 1e9  # 31 years
 MAX_COUNT = (1 << 31) - 1
 MAX_ID = (1 << 32) - 2  # of a user or a group
 
 
 class Unit(NamedTuple):
-    read: Callable[[Any], Any]
+    """Converts a value of the configuration."""
+
+    read: Callable[[Any], Any]  # from its written form; raises ValueError
     write: Callable[[Any], Any] = lambda value: value
 
 
 def unit_of(type_: Any) -> Unit | None:
+    """The unit that a type of the schema carries; None if it has none."""
     metas = [meta for meta in get_args(type_)[1:] if isinstance(meta, Meta)]
     return next((meta.extra["unit"] for meta in metas if meta.extra), None)
 
 
 def read_size(value: Any) -> int:
-    """Bytes: a plain count, or a number with a unit."""
+    """Bytes, written as a plain number or as a number with a unit."""
     number, unit = _split(value, "size", "20GiB")
     if unit and unit not in _SIZES:
-        raise ValueError(f"{value!r} is no size: the units are {', '.join(_SIZES)} (1 GiB = 2^30 bytes)")
+        raise ValueError(f"{value!r} is not a size: the units are {', '.join(_SIZES)} (1 GiB = 2^30 bytes)")
     size = number * _SIZES[unit or "B"]
     if size > MAX_BYTES:
-        raise ValueError(f"{value!r} is more bytes than there can be: at most {write_size(MAX_BYTES + 1)}")
+        raise ValueError(f"{value!r} is too large: at most {write_size(MAX_BYTES + 1)}")
     if size != int(size):
-        raise ValueError(f"{value!r} is no whole number of bytes")
+        raise ValueError(f"{value!r} is not a whole number of bytes")
     return int(size)
 
 
 def read_auto_size(value: Any) -> int | None:
-    """None for `auto`."""
+    """Bytes; None for `auto`."""
     return None if value == "auto" else read_size(value)
 
 
 def write_size(size: int) -> str | int:
-    """With the largest unit of which it is a whole number."""
+    """Writes a size in the largest unit that gives a whole number."""
     if not size:
         return 0
     factor, unit = max((factor, unit) for unit, factor in _SIZES.items() if size % factor == 0)
@@ -62,12 +65,12 @@ def write_size(size: int) -> str | int:
 
 
 def read_seconds(value: Any) -> float:
-    """A plain number is seconds; or a number with a unit."""
+    """Seconds, written as a plain number or as a number with a unit."""
     number, unit = _split(value, "time", "30s")
     if unit and unit not in _TIMES:
-        raise ValueError(f"{value!r} is no time: the units are {', '.join(_TIMES)}")
+        raise ValueError(f"{value!r} is not a time: the units are {', '.join(_TIMES)}")
     if number > MAX_SECONDS or number * _TIMES[unit or "s"] > MAX_SECONDS:
-        raise ValueError(f"{value!r} is longer than a time may be: at most {MAX_SECONDS / 3600:.0f}h")
+        raise ValueError(f"{value!r} is too long: at most {MAX_SECONDS / 3600:.0f}h")
     return float(number * _TIMES[unit or "s"])
 
 
@@ -78,17 +81,17 @@ def write_seconds(seconds: float) -> str:
 def read_count(value: Any) -> int:
     if type(value) is int and 0 <= value <= MAX_COUNT:
         return value
-    raise ValueError(f"{value!r} is no count: write a whole number as in 8, of at most {MAX_COUNT}")
+    raise ValueError(f"{value!r} is not a count: write a whole number from 0 to {MAX_COUNT}, as in 8")
 
 
 def read_rate(value: Any) -> float:
     if type(value) in (int, float) and 0.0 < value <= 1e12:
         return float(value)
-    raise ValueError(f"{value!r} is no rate: write how many there may be in a second, as in 500")
+    raise ValueError(f"{value!r} is not a rate: write a number a second of more than 0, as in 500")
 
 
 def read_user(value: Any) -> int:
-    """A uid, written as the number or as a name that this machine knows."""
+    """A uid, written as a number or as the name of a user of this machine."""
     if type(value) is int and 0 <= value <= MAX_ID:
         return value
     try:
@@ -98,17 +101,17 @@ def read_user(value: Any) -> int:
 
 
 def read_principal(value: Any) -> int | str:
-    """A uid for a number, and for a name that this machine knows; any other name is a token's."""
+    """A uid for a number or for the name of a user of this machine; any other name stands for tokens."""
     try:
         return read_user(value)
     except ValueError as error:
         if isinstance(value, str) and is_principal_name(value):
             return value
-        raise ValueError(f"{error}, and {value!r} is no name that a token may have") from None
+        raise ValueError(f"{error}, and {value!r} is not a valid name for a token") from None
 
 
 def read_group(value: Any) -> int:
-    """A gid, written as the number or as a name that this machine knows."""
+    """A gid, written as a number or as the name of a group of this machine."""
     if type(value) is int and 0 <= value <= MAX_ID:
         return value
     try:
@@ -118,31 +121,33 @@ def read_group(value: Any) -> int:
 
 
 def read_device(value: Any) -> str:
-    """`cuda` is the first one, as it is torch's."""
+    """A torch device, or `auto`. `cuda` means the first GPU."""
     if isinstance(value, str) and re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", value):
         return "cuda:0" if value == "cuda" else value
-    raise ValueError(f"{value!r} is no device: auto, cpu, cuda, or cuda:N as in cuda:0")
+    raise ValueError(f"{value!r} is not a device: write auto, cpu, cuda, or cuda:N as in cuda:0")
 
 
 def read_resident(value: Any) -> int | float | None:
-    """None for `auto`; blocks for a whole number, a share of them for one with a decimal point."""
+    """None for `auto`. A whole number counts blocks; a number with a decimal point is a share of them."""
     if value == "auto":
         return None
     if type(value) is int and 0 <= value <= MAX_COUNT:
         return value
     if type(value) is float and 0.0 <= value <= 1.0:
         return value
-    raise ValueError(f"{value!r} is no number of blocks: auto, a count as in 29, or a share from 0.0 to 1.0 as in 0.73")
+    raise ValueError(
+        f"{value!r} is not a number of blocks: write auto, a count as in 29, or a share from 0.0 to 1.0 as in 0.73"
+    )
 
 
 def read_gigabytes(value: Any) -> float:
     if type(value) not in (int, float) or not 0.0 <= value <= 1e9:
-        raise ValueError(f"{value!r} is no number of gigabytes (10^9 bytes): write it as in 4.5")
+        raise ValueError(f"{value!r} is not a number of gigabytes (10^9 bytes): write it as in 4.5")
     return float(value)
 
 
 def read_packing(value: Any) -> bool:
-    """YAML reads a bare `off` as false."""
+    """True for `auto`, False for `off`, which YAML reads as false."""
     if value == "auto":
         return True
     if value is False or value == "off":
@@ -153,19 +158,19 @@ def read_packing(value: Any) -> bool:
 def read_path(value: Any) -> str:
     if isinstance(value, str) and "\0" not in value:
         return value
-    raise ValueError(f"{value!r} is no path")
+    raise ValueError(f"{value!r} is not a path")
 
 
 def _split(value: Any, kind: str, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(value)) if type(value) in (int, float, str) else None
     if match is None:
-        raise ValueError(f"{value!r} is no {kind}: write it as in {example}")
+        raise ValueError(f"{value!r} is not a {kind}: write it as in {example}")
     number = match[1]
     return float(number) if "." in number else int(number), match[2]
 
 
 def _limit(read: Callable[[Any], Any], write: Callable[[Any], Any] = lambda value: value) -> Unit:
-    """Of a value that may be `none`, which is kept as None."""
+    """The unit of a value that may also be `none`, which becomes None."""
     return Unit(
         lambda value: None if value == "none" else read(value),
         lambda value: "none" if value is None else write(value),

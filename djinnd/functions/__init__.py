@@ -1,4 +1,4 @@
-"""The intervention process: functions of one tenant, called beside the engine and confined by the kernel.
+"""The intervention process: calls one tenant's functions outside of the engine, confined by the kernel.
 
-The server spawns it (server/function_process.py) and never imports it; what the two say is in djinnd/interventions.py.
+The server starts it (server/function_process.py) and never imports it. The messages are in djinnd/interventions.py.
 """

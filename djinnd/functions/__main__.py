@@ -1,4 +1,4 @@
-"""`python -m djinnd.functions`: the server starts it, for one tenant, and holds the other end of the socket."""
+"""`python -m djinnd.functions`: an intervention process. The server starts one for each tenant."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from djinnd.confinement.child import begin
 def main() -> None:
     child = begin(__doc__)
 
-    import cloudpickle  # noqa: F401  # what functions are unpickled with
+    import cloudpickle  # noqa: F401  # unpickling a function needs it, and nothing can be imported later
     import torch
 
     from djinnd.functions.serving import Serving, channel_to_server, rehearse
 
-    tempfile.tempdir = "/tmp"  # parts of torch ask for its name when they are imported; nobody can write there
+    tempfile.tempdir = "/tmp"  # torch asks for the folder's name at import; the sandbox prevents writing there
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     rehearse()

@@ -1,5 +1,5 @@
-"""The loop of the intervention process: functions come, are called with what has come to a hit, and what they have
-changed goes back as edits. All of it is the tenant's own code's to spoil, and so the server's to judge."""
+"""The loop of the intervention process: loads functions, calls them with the activation of a hit, and sends their
+changes back as edits. A tenant's code can tamper with all of this, so the server checks every message."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from djinnd.interventions import (
     decode_to_process,
 )
 
-_MOST_TOLD = 2000  # characters of an exception
+_MOST_TOLD = 2000  # characters of an exception that are reported
 
 
 def channel_to_server(sock: socket.socket) -> Channel[ToProcess, FromProcess]:
@@ -53,7 +53,7 @@ class _Loaded(NamedTuple):
 
 
 class _Raised(Exception):
-    """`error` was, by the function or over what it has made."""
+    """`error` was raised by a function, or by handling its code or result; `what` says which."""
 
     def __init__(self, what: str, error: BaseException) -> None:
         super().__init__(what)
@@ -62,14 +62,15 @@ class _Raised(Exception):
 
 
 class Serving:
-    """`memory`: bytes that functions may take, to be told to who has taken them."""
+    """Owns the loaded functions. memory: bytes that functions may take, for error messages."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._functions: dict[Key, _Loaded] = {}
 
     def serve(self, channel: Channel[ToProcess, FromProcess]) -> None:
-        """Until the server hangs up. An exception of a function is told, and the process goes on."""
+        """Serves until the server closes the socket. An exception of a function is reported, and the process goes
+        on."""
         for message, fds in channel.messages():
             if isinstance(message, Forget):
                 for key in message.functions:
@@ -80,41 +81,43 @@ class Serving:
                 channel.send(answer)
 
     def load(self, message: Load) -> list[AddEdit]:
+        """Unpickles a function. Raises _Raised, or InvalidRequest for an object that is not callable."""
         with _telling("the function cannot be unpickled"):
             function = pickle.loads(message.code)
         if not callable(function):
-            raise InvalidRequest(f"what was sent is of type {type(function).__name__}, and no function")
+            raise InvalidRequest(f"a function was expected, not an object of type {type(function).__name__}")
         self._functions[message.function] = _Loaded(message.point, function)
         return []
 
     def run(self, message: Run, fds: list[int]) -> list[AddEdit]:
-        """The edits that go on with what the functions have made of the activation. Closes the descriptors."""
+        """Calls the functions → edits that make their changes to the activation. Closes the descriptors."""
         with _telling("the activation cannot be mapped"):
             hit = _hit_of(message, fds)
         for key in message.functions:
             function = self._functions[key]
             with _telling(f"the function at {function.point} raised"):
                 apply(function.call, function.point, hit)
-        with _telling("what the functions have made of the activation cannot be read", InvalidRequest):
+        with _telling("the activation that the functions changed cannot be read", InvalidRequest):
             return breaking.replacing(message.functions[0][0], hit, None, hit.changes(None))
 
     def _answers(self, act: Callable[[], list[AddEdit]]) -> list[FromProcess]:
         try:
             edits = act()
-        except InvalidRequest as error:  # the library's, of what has come back: as in the client
+        except InvalidRequest as error:  # raised by the client library for a bad result, as it would be in the client
             return [Failed("invalid_request", error.message)]
         except _Raised as raised:
             return [Failed("function_failed", self._account(raised.what, raised.error))]
         return [*map(Changed, edits), Done()]
 
     def _account(self, what: str, error: BaseException) -> str:
-        """Of an exception that may hold all of the memory, by the frames that it has come through."""
+        """An error message for an exception: its text and the last line of the tenant's code in its traceback. After an
+        out-of-memory error it drops the traceback, whose frames may hold all of the memory."""
         if isinstance(error, MemoryError) or (type(error) is RuntimeError and "can't allocate memory" in str(error)):
             error.__traceback__ = error.__context__ = None
             return f"{what}: out of memory; it may take {self._memory:,} bytes (functions.memory)"
         told = "".join(traceback.format_exception_only(error)).strip()[:_MOST_TOLD]
         theirs = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
-        lines = [each for each in theirs if each.filename == theirs[0].filename]  # not those of what it has called
+        lines = [each for each in theirs if each.filename == theirs[0].filename]  # without frames of libraries
         return f"{what}: {told} ({_place(lines[-1])})" if lines else f"{what}: {told}"
 
 
@@ -122,13 +125,15 @@ _OURS = tuple(str(module.__path__[0]) + os.sep for module in (djinnd, djinn_clie
 
 
 def _place(frame: traceback.FrameSummary) -> str:
-    """Without its file where nobody knows it: from 3.1.3 on cloudpickle leaves it away in code that goes by value."""
+    """Function, line and file of a frame. The file is left out if unknown: from 3.1.3 on, cloudpickle omits it from
+    code that is pickled by value."""
     file = "" if frame.filename == "<dynamic-code>" else f" of {frame.filename}"
     return f"in {frame.name}, line {frame.lineno}{file}"
 
 
 @contextmanager
 def _telling(what: str, *but: type[Exception]) -> Iterator[None]:
+    """Turns exceptions into _Raised(what, exception), except those of the types `but`."""
     try:
         yield
     except but:
@@ -138,7 +143,7 @@ def _telling(what: str, *but: type[Exception]) -> Iterator[None]:
 
 
 def _hit_of(message: Run, fds: list[int]) -> Hit:
-    """As Session.run would have given it. Raises as Hit."""
+    """The hit as Session.run returns it. Raises the errors of Hit."""
     generated = Generated(
         id=0,
         text="",
@@ -153,8 +158,8 @@ def _hit_of(message: Run, fds: list[int]) -> Hit:
 
 
 def rehearse() -> None:
-    """Everything once, before the sandbox is closed, because much is imported, or asked of the machine, when it is
-    first used."""
+    """Runs everything once before the process confines itself, because libraries import modules and query the machine
+    at first use."""
     rows, width = 2, 8
     captured = Captured(
         dtype="bfloat16",
@@ -177,4 +182,4 @@ def _scale(activation: Any, context: Any) -> Any:
 
 
 def _fail(activation: Any, context: Any) -> None:
-    raise ValueError("as it should")
+    raise ValueError("part of the rehearsal")

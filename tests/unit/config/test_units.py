@@ -41,7 +41,7 @@ def test_what_is_no_size_is_an_error_that_says_how_to_write_one(written):
 
 @pytest.mark.parametrize("written", [1 << 63, "8388608TiB", "9" * 400 + "GiB", "9" * 400 + ".0GiB"])
 def test_a_size_that_no_message_can_say(written):
-    with pytest.raises(ValueError, match="more bytes than there can be"):
+    with pytest.raises(ValueError, match="is too large"):
         read_size(written)
 
 
@@ -65,7 +65,7 @@ def test_what_is_no_time_is_an_error(written):
 
 @pytest.mark.parametrize("written", [1e10, "9" * 400 + "h", "9" * 309 + ".0h", "277778h", float("inf")])
 def test_a_time_longer_than_any(written):
-    with pytest.raises(ValueError, match=r"longer than a time may be|is no time"):
+    with pytest.raises(ValueError, match=r"is too long|is not a time"):
         read_seconds(written)
 
 

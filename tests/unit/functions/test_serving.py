@@ -173,7 +173,8 @@ def test_what_is_no_number_is_an_edit_as_any(line: Line) -> None:
 
 def test_what_is_no_function(line: Line) -> None:
     failed = line.load(5)
-    assert (failed.code, failed.message) == ("invalid_request", "what was sent is of type int, and no function")
+    told = "a function was expected, not an object of type int"
+    assert (failed.code, failed.message) == ("invalid_request", told)
     line.socket.sendall(encode(Load(("s", 1), "blocks.1", b"\x80\x05no pickle")))
     failed = line.answer()
     assert failed.code == "function_failed" and "cannot be unpickled: " in failed.message
