@@ -38,7 +38,7 @@ def test_a_label_is_reserved_once_and_released_once() -> None:
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0.0 MiB"), (1 << 20, "1.0 MiB"), (5 << 29, "2.50 GiB")])
-def test_figures_as_people_read_them(nbytes: int, text: str) -> None:
+def test_bytes_are_formatted_for_people(nbytes: int, text: str) -> None:
     assert gib(nbytes) == text
 
 
@@ -53,7 +53,7 @@ def test_figures_as_people_read_them(nbytes: int, text: str) -> None:
         ((1 << 30) - 1, "1.00 GiB"),
     ],
 )
-def test_what_is_to_be_given_is_rounded_up(nbytes: int, text: str) -> None:
+def test_a_figure_to_provide_is_rounded_up(nbytes: int, text: str) -> None:
     assert at_least(nbytes) == text
 
 

@@ -23,7 +23,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 class Gate(Tensor):
-    """A tensor whose copy waits until it may go on."""
+    """A tensor whose copy waits until the test opens the gate."""
 
     gate: threading.Event
 
@@ -41,7 +41,7 @@ class Gate(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_copy_has_happened_when_its_event_says_so(device: CpuDevice) -> None:
+def test_a_copy_is_done_when_its_event_has_passed(device: CpuDevice) -> None:
     target, source = torch.zeros(1000), torch.arange(1000.0)
     device.copy(target, source).wait()
     assert torch.equal(target, source)
@@ -54,18 +54,18 @@ def test_dtypes_may_differ(device: CpuDevice) -> None:
 
 
 def test_copies_happen_in_the_order_queued_and_the_caller_does_not_wait(device: CpuDevice) -> None:
-    """Into one target: what is queued last stays. A copy behind another waits for it."""
+    """The last copy queued into a target wins, and a copy waits for the copies before it."""
     target = torch.zeros(4)
     first = Gate.closed(torch.ones(4))
     device.copy(target, first)
     last = device.copy(target, torch.full((4,), 2.0))
-    assert target.tolist() == [0.0] * 4  # both are queued, neither has happened
+    assert target.tolist() == [0.0] * 4  # both are queued, neither is done
     first.gate.set()
     last.wait()
     assert target.tolist() == [2.0] * 4
 
 
-def test_synchronize_waits_for_all_that_was_queued(device: CpuDevice) -> None:
+def test_synchronize_waits_for_all_queued_copies(device: CpuDevice) -> None:
     targets = [torch.zeros(1000) for _ in range(50)]
     for number, target in enumerate(targets):
         device.copy(target, torch.full((1000,), float(number)))
@@ -73,7 +73,7 @@ def test_synchronize_waits_for_all_that_was_queued(device: CpuDevice) -> None:
     assert [target[-1].item() for target in targets] == list(range(50))
 
 
-def test_an_error_reaches_who_waits_and_nobody_else(device: CpuDevice) -> None:
+def test_a_copy_s_error_is_raised_only_to_its_own_waiter(device: CpuDevice) -> None:
     broken = device.copy(torch.zeros(3), torch.zeros(4))
     target = torch.zeros(3)
     sound = device.copy(target, torch.ones(3))
@@ -87,7 +87,7 @@ def test_an_error_reaches_who_waits_and_nobody_else(device: CpuDevice) -> None:
     device.synchronize()
 
 
-def test_tensors_of_inference_can_be_written_to(device: CpuDevice) -> None:
+def test_tensors_made_in_inference_mode_can_be_copied_to(device: CpuDevice) -> None:
     with torch.inference_mode():
         target = torch.zeros(3)
     device.copy(target, torch.ones(3)).wait()
@@ -106,8 +106,8 @@ def test_memory_is_under_the_budget(device: CpuDevice) -> None:
     assert bool((device.allocate("second", (320, 1024), torch.bfloat16, zero=True) == 0).all())
 
 
-def test_zeroed_memory_is_taken_from_the_host_only_where_it_is_touched() -> None:
-    """Or the pool of a model would be written once at every load, and held whole from then on."""
+def test_zeroed_memory_takes_host_memory_only_where_it_is_touched() -> None:
+    """Otherwise every load would write the whole pool of a model, and keep all of it from then on."""
     device = CpuDevice(1 << 30)
     before = resident_bytes()
     pool = device.allocate("pool", (1 << 20, 256), torch.float32, zero=True)
@@ -123,7 +123,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_memory_that_the_allocator_refuses_is_not_reserved() -> None:
+def test_memory_refused_by_the_allocator_is_not_reserved() -> None:
     device = CpuDevice(1 << 62)
     with pytest.raises(RuntimeError):
         device.allocate("too much", (1 << 61,), torch.uint8)
@@ -131,7 +131,7 @@ def test_memory_that_the_allocator_refuses_is_not_reserved() -> None:
     device.close()
 
 
-def test_without_a_figure_the_budget_is_part_of_the_memory_that_is_there() -> None:
+def test_the_default_budget_is_a_share_of_available_memory() -> None:
     device = CpuDevice(0)
     with open("/proc/meminfo") as meminfo:
         total = int(meminfo.readline().split()[1]) * 1024
@@ -160,15 +160,15 @@ def test_close_ends_the_copy_thread() -> None:
     assert threading.active_count() == before
 
 
-def test_a_copy_may_wait_for_what_was_computed_before(device: CpuDevice) -> None:
+def test_a_copy_runs_after_the_computation_that_it_waits_for(device: CpuDevice) -> None:
     target = torch.zeros(8)
     read = target.clone()
-    mark = device.mark()  # this thread computes: what it has done is done
+    mark = device.mark()  # this thread computes, so its work is done
     device.copy(target, torch.ones(8), mark).wait()
     assert read.tolist() == [0.0] * 8 and target.tolist() == [1.0] * 8
 
 
-def test_who_computes_has_waited_for_what_is_expected(device: CpuDevice) -> None:
+def test_computing_waits_for_expected_copies(device: CpuDevice) -> None:
     target, source = torch.zeros(8), Gate.closed(torch.ones(8))
     device.expect(device.copy(target, source))
     with device.computing(late=True):
@@ -178,7 +178,7 @@ def test_who_computes_has_waited_for_what_is_expected(device: CpuDevice) -> None
         assert target.tolist() == [1.0] * 8 and not device.is_behind
 
 
-def test_so_has_who_catches_up_or_marks(device: CpuDevice) -> None:
+def test_catch_up_and_mark_wait_for_expected_copies(device: CpuDevice) -> None:
     for wait in (device.catch_up, device.mark):
         target, source = torch.zeros(8), Gate.closed(torch.ones(8))
         device.expect(device.copy(target, source))
@@ -187,7 +187,7 @@ def test_so_has_who_catches_up_or_marks(device: CpuDevice) -> None:
         assert target.tolist() == [1.0] * 8 and not device.is_behind
 
 
-def test_what_is_done_aside_has_happened_when_it_ends(device: CpuDevice) -> None:
+def test_work_done_aside_is_complete_when_the_context_ends(device: CpuDevice) -> None:
     with device.aside():
         out = torch.ones(8) * 2
     assert out.tolist() == [2.0] * 8
@@ -200,7 +200,7 @@ def test_rates_are_measured_once(device: CpuDevice) -> None:
     assert device.budget.used == 0
 
 
-def test_the_budget_may_change_while_memory_is_held(device: CpuDevice) -> None:
+def test_the_budget_may_change_while_memory_is_reserved(device: CpuDevice) -> None:
     device.allocate("held", (1 << 19,), torch.uint8)
     device.resize(1 << 19)
     with pytest.raises(OutOfMemory):
@@ -211,8 +211,8 @@ def test_the_budget_may_change_while_memory_is_held(device: CpuDevice) -> None:
     device.allocate("more", (1 << 20,), torch.uint8)
 
 
-def test_a_pool_that_nobody_has_touched_is_memory_that_is_promised() -> None:
-    """As the kernel still counts it as available."""
+def test_an_untouched_pool_counts_as_promised_memory() -> None:
+    """The kernel still counts it as available."""
     device = CpuDevice(1 << 30)
     assert device.untouched_host_bytes == 0
     pool = device.allocate("pool", (512 << 20,), torch.uint8, zero=True)
@@ -223,7 +223,7 @@ def test_a_pool_that_nobody_has_touched_is_memory_that_is_promised() -> None:
     device.close()
 
 
-def test_a_budget_beyond_what_is_available_is_kept_and_said(
+def test_a_budget_beyond_available_memory_is_kept_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu, "tightest", lambda: Bound(100 << 20, "the control group /x"))

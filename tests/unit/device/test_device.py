@@ -14,7 +14,7 @@ from djinnd.device.cuda import CudaDevice
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 
 
-def test_cpu_is_what_was_asked_for() -> None:
+def test_cpu_opens_the_cpu() -> None:
     device = open_device("cpu", 1 << 30)
     assert isinstance(device, CpuDevice)
     assert (device.name, device.budget.total) == ("cpu", 1 << 30)
@@ -23,7 +23,7 @@ def test_cpu_is_what_was_asked_for() -> None:
 
 
 @without_cuda
-def test_auto_is_the_cpu_where_there_is_nothing_better() -> None:
+def test_auto_opens_the_cpu_without_a_gpu() -> None:
     device = open_device("auto", 1 << 30)
     assert isinstance(device, CpuDevice)
     device.close()
@@ -37,7 +37,7 @@ def test_a_device_that_is_not_there_is_refused(name: str) -> None:
         open_device(name, 0)
 
 
-def test_work_is_done_on_the_thread_that_computes() -> None:
+def test_work_in_computing_runs_on_the_calling_thread() -> None:
     device = open_device("cpu", 1 << 20)
     with device.computing():
         out = torch.ones(3) + 1
@@ -45,7 +45,7 @@ def test_work_is_done_on_the_thread_that_computes() -> None:
     device.close()
 
 
-def test_a_device_is_idle_since_the_last_thread_has_done_its_work() -> None:
+def test_idle_time_counts_from_the_end_of_the_last_computing_thread() -> None:
     device = open_device("cpu", 1 << 20)
     assert device.idle_s == math.inf
     with device.computing():

@@ -15,7 +15,7 @@ from tests.support.troubled import TroubledDevice
 
 @dataclass
 class Passed:
-    """A stamp of a clock that the test sets. `at` None: its stream has not come to it."""
+    """A stamp whose time the test sets. `at` None: not passed yet."""
 
     at: float | None
 
@@ -58,7 +58,7 @@ def device() -> Iterator[TroubledDevice]:
     device.close()
 
 
-def test_spans_are_told_as_they_began_whenever_they_ended(clock: Clock) -> None:
+def test_spans_are_sorted_by_their_start(clock: Clock) -> None:
     clock.trace.begin("step", "step", rows=2)
     clock.span("compute", "prologue", 1010, 1030)
     clock.span("compute", "block 0", 1030, 1075.5)
@@ -73,14 +73,14 @@ def test_spans_are_told_as_they_began_whenever_they_ended(clock: Clock) -> None:
     ]
 
 
-def test_the_first_to_begin_is_at_0_though_another_was_told_of_before(clock: Clock) -> None:
+def test_the_earliest_span_begins_at_0_even_if_it_was_added_later(clock: Clock) -> None:
     clock.span("compute", "block 0", 1010, 1020)
     clock.span("copy", "block 1", 990, 1030)
     assert [(span.name, span.start_us) for span in read(clock.trace)] == [("block 1", 0.0), ("block 0", 20.0)]
 
 
-def test_what_was_begun_and_never_ended_is_left_out(clock: Clock) -> None:
-    """Its work failed; the next step begins anew."""
+def test_a_span_that_never_ended_is_left_out(clock: Clock) -> None:
+    """Its work failed, and the next step opens the track again."""
     clock.trace.begin("compute", "block 0")
     clock.span("compute", "block 1", 1010, 1020)
     clock.trace.begin("compute", "block 2")
@@ -88,7 +88,7 @@ def test_what_was_begun_and_never_ended_is_left_out(clock: Clock) -> None:
     assert read(Clock().trace) == []
 
 
-def test_it_is_read_as_far_as_its_spans_have_been_passed_and_so_many_at_once(clock: Clock) -> None:
+def test_reading_stops_at_spans_not_passed_yet_and_at_the_given_number(clock: Clock) -> None:
     trace, late, later = clock.trace, Passed(None), Passed(None)
     assert trace.is_read and trace.read(9) == 0
     clock.span("compute", "block 0", 1010, 1020)
@@ -142,8 +142,8 @@ def test_each_lane_has_a_track() -> None:
     assert [span.track for span in read(trace)] == ["copy", "pages up", "pages down"]
 
 
-def test_a_copy_is_of_the_trace_in_which_it_was_queued(device: TroubledDevice) -> None:
-    """However late it happens, and also where it fails."""
+def test_a_copy_belongs_to_the_trace_in_which_it_was_queued(device: TroubledDevice) -> None:
+    """Even if it happens later, or fails."""
     source = torch.ones(4)
     device.gate.clear()
     device.fail(source)
@@ -158,7 +158,7 @@ def test_a_copy_is_of_the_trace_in_which_it_was_queued(device: TroubledDevice) -
     assert [span.name for span in read(trace)] == ["broken"]
 
 
-def test_work_that_fails_has_no_span(device: CpuDevice) -> None:
+def test_failed_work_has_no_span(device: CpuDevice) -> None:
     device.trace = trace = Trace(device.stamp)
     with pytest.raises(ValueError, match="in mid-way"), device.span("compute", "block 0"):
         raise ValueError("in mid-way")
@@ -167,7 +167,7 @@ def test_work_that_fails_has_no_span(device: CpuDevice) -> None:
     assert len(read(trace)) == 1
 
 
-def test_any_thread_may_copy_meanwhile(device: CpuDevice) -> None:
+def test_any_thread_may_copy_during_a_trace(device: CpuDevice) -> None:
     device.trace = trace = Trace(device.stamp)
     copying = [
         threading.Thread(target=lambda: [device.copy(torch.zeros(4), torch.ones(4)) for _ in range(50)])

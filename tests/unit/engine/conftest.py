@@ -1,4 +1,4 @@
-"""An engine that a module's tests share. Files that want another one have an `engine` of their own."""
+"""A real engine that the tests of a module share. A file that needs a different one overrides the fixture `engine`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", params=["llama-2"])
 def shared(request: pytest.FixtureRequest) -> Iterator[WhiteBoxEngine]:
-    """With a family's reduced model as "m"; of another one where a test is parametrized so, indirectly."""
-    from tests.support.models import reduced_model  # these take seconds to import, and some files here do without
+    """Serves a family's reduced model as "m". A test chooses another family by indirect parametrization."""
+    from tests.support.models import reduced_model  # takes seconds to import, and some files here do not need it
     from tests.support.whitebox import WhiteBoxEngine
 
     with WhiteBoxEngine() as engine:
@@ -25,7 +25,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[WhiteBoxEngine]:
 
 @pytest.fixture
 def engine(shared: WhiteBoxEngine) -> Iterator[WhiteBoxEngine]:
-    """Without sessions, and for a tenant who has none of its pages."""
+    """The shared engine without sessions, for a new tenant that owns no pages."""
     shared.tenant += 1
     yield shared
     shared.check_idle()

@@ -1,4 +1,4 @@
-"""Runs that stop inside of the model and go on, of a real engine, beside the same without."""
+"""Runs of a real engine that stop inside the model and go on, compared with runs without breakpoints."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.support.whitebox import WhiteBoxEngine as Engine
 
 FOLDER = reduced_model("llama-2")
 BLOCKS = 4
-EVERY = range(BLOCKS + 1)  # boundaries
-LONG = 150  # tokens of a prompt: three chunks
+EVERY = range(BLOCKS + 1)  # boundaries of blocks
+LONG = 150  # prompt tokens: three chunks
 
 
 BOTH = pytest.mark.parametrize("shared", ["llama-2", "qwen3-moe"], indirect=True)
@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize("shared", ["llama-2", "qwen3-moe"], indirect=True
 
 @pytest.fixture
 def alone() -> Iterator[Engine]:
-    """Of its own, with room for 512 tokens and a few more."""
+    """An engine that is not shared, with room for 512 tokens and a few more."""
     with Engine() as engine:
         engine.loaded(FOLDER, kv_bytes=1)
         yield engine
@@ -68,7 +68,7 @@ def at(block: int, *spans: tuple[int, int]) -> At:
 
 
 def stops(*ats: At, last: messages.Finished | None = None) -> list[Stop]:
-    """Of a call, or of one that goes on from where the last one has stopped."""
+    """The stops of a call, or of a call that resumes from `last`."""
     found = []
     for block, spans in ats:
         first = 0
@@ -100,14 +100,14 @@ def hit(engine: Engine, session: str, tokens: list[int], count: int, *ats: At, r
 
 
 def start(engine: Engine, session: str, tokens: list[int], count: int, *ats: At, resume: Hit | None = None) -> int:
-    """The request."""
+    """The number of the submitted request."""
     if resume is None:
         return engine.run(session, tokens, count, stops=stops(*ats))
     return engine.run(session, tokens, count, stops=stops(*ats, last=resume.reply), resume_block=resume.block)
 
 
 def resumed(engine: Engine, session: str, hit: Hit, count: int, *ats: At) -> list[int]:
-    """To the end."""
+    """The tokens of the session after it is resumed to its end."""
     tokens, reply = engine.outcome(start(engine, session, [], count, *ats, resume=hit))
     assert isinstance(reply, messages.Finished) and reply.reason == "length" and reply.capture is None, reply
     return tokens
@@ -116,7 +116,7 @@ def resumed(engine: Engine, session: str, hit: Hit, count: int, *ats: At) -> lis
 def to_the_end(
     engine: Engine, session: str, tokens: list[int], count: int, *ats: At, last: Hit | None = None
 ) -> tuple[list[int], list[Hit]]:
-    """Through all hits, each untouched; from `last` on."""
+    """Runs through all hits without changing them, from `last` on."""
     told: list[int] = []
     hits: list[Hit] = []
     while True:
@@ -131,7 +131,7 @@ def to_the_end(
 
 @contextmanager
 def in_chunk(engine: Engine, number: int, message: messages.ToEngine) -> Iterator[None]:
-    """While that chunk of a prompt is computed, the engine is sent a message."""
+    """Sends the engine a message while it computes that chunk of a prompt."""
     chunks = count(1)
 
     def send(*_: object) -> None:
@@ -146,7 +146,7 @@ def in_chunk(engine: Engine, number: int, message: messages.ToEngine) -> Iterato
 
 @contextmanager
 def counted(engine: Engine) -> Iterator[list[int]]:
-    """How often each block runs."""
+    """Counts how often each block runs."""
     counts = [0] * BLOCKS
 
     def note(index: int) -> None:
@@ -159,12 +159,13 @@ def counted(engine: Engine) -> Iterator[list[int]]:
         handle.remove()
 
 
-# --- untouched ------------------------------------------------------------------------------------------------------
+# --- without edits ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", EVERY)
-def test_a_prompt_that_stops_and_goes_on(engine: Engine, block: int) -> None:
-    """In chunks. What is there is what a capture has that stops nowhere, bit for bit, and so are the tokens."""
+def test_a_prompt_stops_and_goes_on(engine: Engine, block: int) -> None:
+    """In chunks. The activations at the breakpoint equal those of a capture without one, bit for bit, and so do the
+    tokens."""
     engine.open("s")
     found = hit(engine, "s", prompt(LONG), NEW, at(block))
     assert (found.block, found.first, found.tokens, found.reply.length) == (block, 0, [], LONG)
@@ -192,8 +193,8 @@ def test_each_generated_token_stops(engine: Engine, block: int) -> None:
     assert torch.equal(torch.cat([each.activation for each in hits]), expected[20:])
 
 
-def test_what_prefill_takes_is_not_learnt_where_nobody_sees_when_it_was_done(alone: Engine) -> None:
-    """Of rows that have stopped, of a call that only captures: what follows may come much later."""
+def test_prefill_speed_is_not_learnt_from_steps_whose_end_was_not_observed(alone: Engine) -> None:
+    """Such as steps of rows that have stopped, or of a call that only captures: the next step may come much later."""
     costs = alone.engine._scheduler.residence("m").elsewhere.costs
     alone.open("s")
     found = hit(alone, "s", prompt(LONG), 1, at(BLOCKS))
@@ -209,8 +210,8 @@ def test_what_prefill_takes_is_not_learnt_where_nobody_sees_when_it_was_done(alo
 
 
 @BOTH
-def test_one_run_stops_at_every_boundary_in_turn(engine: Engine) -> None:
-    """In the prompt, and again at the third token that is generated."""
+def test_a_run_stops_at_every_boundary_in_turn(engine: Engine) -> None:
+    """In the prompt, and again at the third generated token."""
     engine.open("s")
     told, hits = to_the_end(engine, "s", prompt(100), NEW, *(at(block, (0, 100), (102, 103)) for block in EVERY))
     assert told == greedy(engine, prompt(100), NEW)
@@ -219,7 +220,7 @@ def test_one_run_stops_at_every_boundary_in_turn(engine: Engine) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_stops_everywhere(family: str) -> None:
-    """What is there is what a capture has that stops nowhere, bit for bit."""
+    """The activations at the breakpoint equal those of a capture without one, bit for bit."""
     points = [Point("resid", block) for block in EVERY]
     with Engine() as engine:
         engine.loaded(reduced_model(family))
@@ -236,7 +237,7 @@ def test_every_family_stops_everywhere(family: str) -> None:
         engine.check_idle()
 
 
-def test_positions_in_the_middle_stop_with_all_behind_them(engine: Engine) -> None:
+def test_a_breakpoint_at_middle_positions_stops_all_positions_behind_them(engine: Engine) -> None:
     engine.open("s")
     found = hit(engine, "s", prompt(LONG), NEW, at(2, (90, 91)))
     assert found.first == 90
@@ -255,7 +256,7 @@ def test_positions_in_the_middle_stop_with_all_behind_them(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("block", [0, 2, BLOCKS])
-def test_on_goes_what_is_behind_and_nothing_else(engine: Engine, block: int) -> None:
+def test_resuming_runs_only_the_blocks_behind_the_stop(engine: Engine, block: int) -> None:
     engine.open("s")
     with counted(engine) as counts:
         found = hit(engine, "s", prompt(LONG), 1, at(block))
@@ -267,8 +268,8 @@ def test_on_goes_what_is_behind_and_nothing_else(engine: Engine, block: int) -> 
 
 
 @BOTH
-def test_a_session_that_stops_changes_nothing_for_those_beside_it(engine: Engine) -> None:
-    """Which decode, and read prompts, in the same steps."""
+def test_a_session_that_stops_does_not_change_others_in_the_batch(engine: Engine) -> None:
+    """The others decode and read prompts in the same steps."""
     others = {name: prompt(length, seed) for seed, (name, length) in enumerate({"a": 9, "b": 130, "c": 40}.items(), 7)}
     for name in (*others, "s"):
         engine.open(name)
@@ -298,7 +299,7 @@ def test_a_session_that_stops_changes_nothing_for_those_beside_it(engine: Engine
 
 
 @BOTH
-def test_many_stop_in_the_same_steps_at_several_boundaries(engine: Engine) -> None:
+def test_many_sessions_stop_in_the_same_steps_at_several_boundaries(engine: Engine) -> None:
     names = [f"s{index}" for index in range(7)]
     ats = {name: at(index % (BLOCKS + 1), (0, 15 + index), (17 + index, FOREVER)) for index, name in enumerate(names)}
     prompts = {name: prompt(15 + index, index) for index, name in enumerate(names)}
@@ -329,11 +330,11 @@ def test_many_stop_in_the_same_steps_at_several_boundaries(engine: Engine) -> No
         assert told[name] == greedy(engine, tokens, NEW)
 
 
-# --- edited ---------------------------------------------------------------------------------------------------------
+# --- with edits -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", EVERY)
-def test_an_edit_at_the_hit_is_the_same_edit_without_one(engine: Engine, block: int) -> None:
+def test_an_edit_at_a_hit_equals_the_same_edit_without_a_breakpoint(engine: Engine, block: int) -> None:
     engine.open("s")
     found = hit(engine, "s", prompt(LONG), NEW, at(block))
     changed = found.activation.clone()
@@ -347,7 +348,7 @@ def test_an_edit_at_the_hit_is_the_same_edit_without_one(engine: Engine, block: 
     assert engine.tokens("t", prompt(LONG), NEW) == told
 
 
-def test_a_decode_token_that_is_edited_at_the_hit(engine: Engine) -> None:
+def test_a_decode_token_is_edited_at_a_hit(engine: Engine) -> None:
     engine.open("s")
     found = hit(engine, "s", prompt(20), NEW, at(3, (22, 23)))
     assert found.first == 22 and len(found.tokens) == 3
@@ -356,8 +357,8 @@ def test_a_decode_token_that_is_edited_at_the_hit(engine: Engine) -> None:
     assert told == hooked(engine).greedy(prompt(20), NEW, [edit])
 
 
-def test_a_hit_is_gone_on_from_again_and_again(engine: Engine) -> None:
-    """Though its stage is gone: each time with another edit."""
+def test_a_hit_can_be_resumed_again_and_again(engine: Engine) -> None:
+    """The stage is gone after the first time. Each time has another edit."""
     engine.open("s")
     found = hit(engine, "s", prompt(40), NEW, at(2))
     for scale in (-1.0, 0.25, 1.0):
@@ -370,8 +371,8 @@ def test_a_hit_is_gone_on_from_again_and_again(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 2, 3])
-def test_steering_where_it_stops_is_done_once(engine: Engine, block: int) -> None:
-    """It shows in what is seen there."""
+def test_steering_at_a_breakpoint_applies_once(engine: Engine, block: int) -> None:
+    """The edit shows in the captured activations."""
     point = Point("resid", block)
     edit = steering(engine, 0, point)
     engine.open("s")
@@ -381,7 +382,7 @@ def test_steering_where_it_stops_is_done_once(engine: Engine, block: int) -> Non
     assert resumed(engine, "s", found, NEW) == hooked(engine).greedy(prompt(100), NEW, [edit])
 
 
-def test_steering_inside_of_blocks_before_and_behind_a_stop(engine: Engine) -> None:
+def test_steering_inside_blocks_before_and_behind_a_stop(engine: Engine) -> None:
     edits = [steering(engine, 0, Point("attn", 0)), steering(engine, 3, Point("mlp", 3), seed=1)]
     engine.open("s")
     engine.edit("s", *edits)
@@ -389,11 +390,11 @@ def test_steering_inside_of_blocks_before_and_behind_a_stop(engine: Engine) -> N
     assert resumed(engine, "s", found, NEW) == hooked(engine).greedy(prompt(100), NEW, edits)
 
 
-# --- what is held is lost -------------------------------------------------------------------------------------------
+# --- held rows are lost -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("edited", [False, True])
-def test_pages_that_others_took_while_it_waited(alone: Engine, edited: bool) -> None:
+def test_pages_taken_by_others_during_a_stop_are_recomputed(alone: Engine, edited: bool) -> None:
     engine = alone
     engine.open("s")
     found = hit(engine, "s", prompt(300), NEW, at(2))
@@ -408,7 +409,7 @@ def test_pages_that_others_took_while_it_waited(alone: Engine, edited: bool) -> 
     assert resumed(engine, "s", found, NEW, at(2, (0, 300))) == hooked(engine).greedy(prompt(300), NEW, edits)
 
 
-def test_pages_that_went_to_the_host_while_it_waited() -> None:
+def test_pages_moved_to_the_host_during_a_stop_come_back() -> None:
     with Engine() as engine:
         engine.loaded(FOLDER, host_kv_bytes=64 << 20)
         engine.send(engine.grant(engine.until(messages.NeedArena)))
@@ -423,8 +424,8 @@ def test_pages_that_went_to_the_host_while_it_waited() -> None:
         engine.report()
 
 
-def test_a_host_without_memory_for_what_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session is what it was before the call, and may be asked again."""
+def test_a_host_without_memory_for_captures_fails_the_call(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session is as it was before the call, which may be repeated."""
 
     def refuses(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -441,8 +442,8 @@ def test_a_host_without_memory_for_what_is_seen(engine: Engine, monkeypatch: pyt
     assert engine.tokens("s", tokens[30:], NEW) == greedy(engine, tokens, NEW)
 
 
-def test_two_that_want_more_pages_than_there_are(alone: Engine) -> None:
-    """Each parks, and loses its pages to the other."""
+def test_two_stopping_sessions_that_need_more_pages_than_exist_both_finish(alone: Engine) -> None:
+    """Each stops, and loses its pages to the other."""
     engine = alone
     prompts = {"s": prompt(400, seed=1), "t": prompt(400, seed=2)}
     hits = {}
@@ -453,8 +454,8 @@ def test_two_that_want_more_pages_than_there_are(alone: Engine) -> None:
         assert resumed(engine, name, hits[name], NEW) == greedy(engine, tokens, NEW)
 
 
-def test_a_device_without_room_for_what_waits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is computed anew: tokens are the same, and what was seen."""
+def test_a_device_without_room_for_held_rows_recomputes_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens and the captured activations are the same."""
 
     def refuses(rows: DeviceRows, count: int) -> int:
         if "held" in rows._label:
@@ -470,7 +471,7 @@ def test_a_device_without_room_for_what_waits(engine: Engine, monkeypatch: pytes
     assert min(counts) == max(counts) > 0
 
 
-def test_a_device_without_room_for_what_is_seen(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_for_captures_fails_the_call(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(rows: DeviceRows, count: int) -> int:
         raise OutOfMemory("no room", needed=count)
 
@@ -483,8 +484,10 @@ def test_a_device_without_room_for_what_is_seen(engine: Engine, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("stopping", [False, True])
-def test_what_waits_makes_room_for_others(engine: Engine, monkeypatch: pytest.MonkeyPatch, stopping: bool) -> None:
-    """For what they capture, or what is seen where they stop."""
+def test_held_rows_are_dropped_to_make_room_for_other_sessions(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, stopping: bool
+) -> None:
+    """For another session's captures, or for its activations at a breakpoint."""
     engine.open("s")
     engine.open("t")
     found = hit(engine, "s", prompt(LONG), NEW, at(2))
@@ -507,7 +510,7 @@ def test_what_waits_makes_room_for_others(engine: Engine, monkeypatch: pytest.Mo
     assert resumed(engine, "s", found, NEW) == greedy(engine, prompt(LONG), NEW)
 
 
-def test_a_model_that_is_loaded_may_need_the_memory(alone: Engine) -> None:
+def test_a_load_drops_the_held_rows_of_idle_sessions(alone: Engine) -> None:
     engine = alone
     engine.open("s")
     found = hit(engine, "s", prompt(100), NEW, at(2))
@@ -516,8 +519,8 @@ def test_a_model_that_is_loaded_may_need_the_memory(alone: Engine) -> None:
     assert resumed(engine, "s", found, NEW) == greedy(engine, prompt(100), NEW)
 
 
-def test_a_capture_behind_a_hit_has_the_positions_that_had_stopped(engine: Engine) -> None:
-    """They are due, and the call computes them."""
+def test_a_capture_after_a_hit_includes_the_positions_that_had_stopped(engine: Engine) -> None:
+    """The call computes these positions, which have not run all blocks yet."""
     engine.open("s")
     hit(engine, "s", prompt(40), NEW, at(2, (30, 31)))
     _, reply = engine.outcome(engine.run("s", prompt(5, seed=1), 1, capture=[Point("resid", 3)]))
@@ -525,7 +528,7 @@ def test_a_capture_behind_a_hit_has_the_positions_that_had_stopped(engine: Engin
     assert (first, len(seen[Point("resid", 3)])) == (30, 15)
 
 
-def test_a_budget_that_changes_while_it_waits(alone: Engine) -> None:
+def test_the_budget_may_change_during_a_stop(alone: Engine) -> None:
     engine = alone
     engine.open("s")
     found = hit(engine, "s", prompt(100), NEW, at(2))
@@ -537,7 +540,7 @@ def test_a_budget_that_changes_while_it_waits(alone: Engine) -> None:
 
 
 @pytest.mark.parametrize("message", ["truncate", "close", "run"])
-def test_what_is_held_goes_with_what_it_is_of(engine: Engine, message: str) -> None:
+def test_held_rows_are_dropped_with_their_session_or_stage(engine: Engine, message: str) -> None:
     engine.open("s")
     hit(engine, "s", prompt(LONG), NEW, at(2))
     assert len(runner_of(engine).held) == 1
@@ -547,13 +550,13 @@ def test_what_is_held_goes_with_what_it_is_of(engine: Engine, message: str) -> N
         engine.send(messages.Close("s"))
     else:
         assert engine.tokens("s", [7], NEW) == greedy(engine, [*prompt(LONG), 7], NEW)
-    for _ in range(2):  # the engine looks once a turn
+    for _ in range(2):  # the engine sweeps once a turn
         engine.report()
     assert runner_of(engine).held.nbytes == 0
 
 
 @pytest.mark.parametrize("what", ["cancel", "close"])
-def test_a_run_that_is_ended_on_its_way_to_a_stop(engine: Engine, what: str) -> None:
+def test_a_run_may_be_ended_on_its_way_to_a_stop(engine: Engine, what: str) -> None:
     engine.open("s")
     run = engine.run_message("s", prompt(300), NEW, stops=stops(at(2)))
     message = messages.CancelRun(run.request) if what == "cancel" else messages.Close("s")
@@ -575,7 +578,7 @@ def test_a_cancelled_resume_can_be_made_again(engine: Engine) -> None:
     assert resumed(engine, "s", found, NEW) == greedy(engine, prompt(300), NEW)
 
 
-def test_a_fork_of_a_session_that_waits(engine: Engine) -> None:
+def test_a_fork_of_a_stopped_session(engine: Engine) -> None:
     engine.open("s")
     found = hit(engine, "s", prompt(LONG), NEW, at(2))
     engine.send(messages.Fork("t", "s", "agent"))
@@ -583,7 +586,7 @@ def test_a_fork_of_a_session_that_waits(engine: Engine) -> None:
         assert resumed(engine, name, found, NEW) == greedy(engine, prompt(LONG), NEW)
 
 
-# --- where weights are ----------------------------------------------------------------------------------------------
+# --- placements of weights --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -596,7 +599,7 @@ def test_a_fork_of_a_session_that_waits(engine: Engine) -> None:
     ids=["two slots", "in turn", "one slot"],
 )
 def test_streamed_weights(family: str, placing: Placing, boundaries: Sequence[int]) -> None:
-    """In prompts and in decode, beside another session; the ring stays in order."""
+    """In prompts and in decode, beside another session. The order of the ring is kept."""
     with Engine() as engine:
         engine.loaded(reduced_model(family), placing=placing)
         engine.family = family
@@ -617,7 +620,7 @@ def test_streamed_weights(family: str, placing: Placing, boundaries: Sequence[in
 
 
 def test_steps_of_padded_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with graphs, that are never captured."""
+    """Shapes as with graphs, but nothing is captured."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     with Engine() as engine:
         engine.loaded(FOLDER)

@@ -1,4 +1,4 @@
-"""Budgets that change between the steps of sessions that generate."""
+"""Changes of the budget between the steps of sessions that generate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def serving(folder: Path = FOLDER, memory: int = MEMORY, **options: object) -> I
 
 
 def set_budget(served: Served, total: int) -> None:
-    """And finds everything in order."""
+    """Sets the budget, then checks the integrity of everything."""
     runner, device = served.runner, served.device
     change_budget(device, [runner], served.scheduler, total)
     assert device.budget.total == total
@@ -80,8 +80,8 @@ def begin(served: Served, texts: list[list[int]], wish: int = WISH, klass: Class
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_sixteen_sessions_get_their_tokens_whatever_the_budget_does(seed: int) -> None:
-    """In float32, beside transformers: with blocks that come and go and sessions that lose their pages."""
+def test_sixteen_sessions_get_the_same_tokens_while_the_budget_changes(seed: int) -> None:
+    """In float32, compared with transformers. Blocks come and go, and sessions lose their pages."""
     chance, texts = random.Random(seed), prompts(16, 400)
     with serving(max_batch_tokens=128) as served:
         sessions = begin(served, texts)
@@ -100,8 +100,8 @@ def test_sixteen_sessions_get_their_tokens_whatever_the_budget_does(seed: int) -
             assert session.tokens == text + reference.greedy(FOLDER, text, WISH, told)
 
 
-def test_in_bfloat16_blocks_may_be_plain_packed_or_streamed_meanwhile_and_no_bit_changes(sixteen_bit: Path) -> None:
-    """With the same batches, so that products are tiled alike: no budget here takes a page from a session, and in this
+def test_plain_packed_and_streamed_blocks_give_the_same_bits_in_bfloat16(sixteen_bit: Path) -> None:
+    """The batches are the same, so products are tiled alike: no budget here takes a page from a session, and in this
     class all prompts are read at once."""
     texts = prompts(16, 200)
     with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
@@ -111,7 +111,7 @@ def test_in_bfloat16_blocks_may_be_plain_packed_or_streamed_meanwhile_and_no_bit
     with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
         sessions = begin(served, texts, klass="batch")
         served.step()
-        needed = least(served) + 14 * served.runner.plan.page_bytes  # a page each
+        needed = least(served) + 14 * served.runner.plan.page_bytes  # one page for each session
         seen: set[Place] = set()
         while served.step() is not None:
             begun = [session for session in sessions if session.computed]
@@ -135,7 +135,7 @@ def test_sessions_that_begin_after_a_change_are_served_as_well() -> None:
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_taken_comes_back(sixteen_bit: Path) -> None:
+def test_blocks_and_pages_come_back_with_the_memory(sixteen_bit: Path) -> None:
     with serving(sixteen_bit, dtype="bfloat16") as served:
         (session,) = begin(served, prompts(1, 100))
         served.step()
@@ -150,7 +150,7 @@ def test_what_was_taken_comes_back(sixteen_bit: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_less_than_the_least_is_refused_with_a_figure_that_then_does(sixteen_bit: Path, dtype: str) -> None:
+def test_too_small_a_budget_is_refused_with_a_figure_that_works(sixteen_bit: Path, dtype: str) -> None:
     with serving(sixteen_bit, dtype=dtype) as served:
         sessions = begin(served, prompts(16, 600))
         for _ in range(3):
@@ -171,7 +171,7 @@ def test_less_than_the_least_is_refused_with_a_figure_that_then_does(sixteen_bit
         assert all(session.request is None for session in sessions)
 
 
-def test_in_the_least_the_longest_session_that_there_is_can_come_to_its_end() -> None:
+def test_the_longest_session_can_finish_in_the_least_budget() -> None:
     texts = [random_prompt(900, VOCAB, 1), random_prompt(30, VOCAB, 2)]
     with serving(max_batch_tokens=128) as served:
         long, short = begin(served, texts, wish=200)
@@ -182,7 +182,7 @@ def test_in_the_least_the_longest_session_that_there_is_can_come_to_its_end() ->
         assert (len(long.tokens), len(short.tokens)) == (1100, 230)
 
 
-def test_a_session_that_may_go_on_for_ever_needs_no_more_than_the_pool_has() -> None:
+def test_an_unbounded_session_needs_no_more_pages_than_the_pool_has() -> None:
     with serving() as served:
         (session,) = begin(served, prompts(1, 50), wish=(1 << 31) - 1)
         served.step()
@@ -193,14 +193,14 @@ def test_a_session_that_may_go_on_for_ever_needs_no_more_than_the_pool_has() -> 
         served.scheduler.cancel(session.request.id)  # type: ignore[union-attr]
 
 
-def test_nobody_is_there() -> None:
+def test_the_budget_may_change_without_sessions() -> None:
     with serving() as served:
         for total in (least(served), MEMORY, least(served) + 12345, MEMORY):
             set_budget(served, total)
         assert served.runner.places.places == (Place.PLAIN,) * 4
 
 
-def test_idle_sessions_give_up_their_pages_before_those_that_run() -> None:
+def test_idle_sessions_give_up_pages_before_running_ones() -> None:
     with serving() as served:
         idle = begin(served, [random_prompt(500, VOCAB, n) for n in range(6)], 1)
         served.run()
@@ -214,7 +214,7 @@ def test_idle_sessions_give_up_their_pages_before_those_that_run() -> None:
         assert running.tokens[700:] == reference.greedy(FOLDER, running.tokens[:700], WISH)
 
 
-def test_pages_that_were_asked_for_stay_as_many_where_they_can(sixteen_bit: Path) -> None:
+def test_a_configured_number_of_pages_is_kept_if_possible(sixteen_bit: Path) -> None:
     with serving() as served:
         served.runner.load.kv_bytes = 8 << 20
         set_budget(served, MEMORY - 1)
@@ -222,7 +222,7 @@ def test_pages_that_were_asked_for_stay_as_many_where_they_can(sixteen_bit: Path
         assert served.runner.pool_bytes >= 8 << 20
 
 
-def test_a_model_without_a_copy_on_the_host_gives_up_pages_but_no_block() -> None:
+def test_a_model_without_a_host_copy_gives_up_pages_but_no_block() -> None:
     with serving() as served:
         served.runner.weights.release_host(served.device)
         (session,) = begin(served, prompts(1, 100))
@@ -237,7 +237,7 @@ def test_a_model_without_a_copy_on_the_host_gives_up_pages_but_no_block() -> Non
         assert session.tokens[-WISH:] == reference.greedy(FOLDER, session.tokens[:-WISH], WISH)
 
 
-def test_more_than_before_is_there_when_blocks_move() -> None:
+def test_a_budget_may_grow_beyond_its_first_value() -> None:
     with serving(memory=MEMORY) as served:
         set_budget(served, 2 * MEMORY)
         assert served.device.budget.total == 2 * MEMORY
@@ -247,14 +247,14 @@ def test_more_than_before_is_there_when_blocks_move() -> None:
 
 
 def written(served: Served, count: int, tokens: int) -> dict[str, Tensor]:
-    """So many sessions that hold pages of random bytes. → what each has in its pages."""
+    """Opens `count` sessions with pages of random bytes. → the bytes of each session's pages."""
     kv, pool = served.runner.kv, served.runner.model.pool
     for number in range(count):
         session = served.open(tenant=number)
         session.tokens = [1] * tokens
         kv.reserve(session.id, session.tenant, tokens)
         session.computed = tokens
-    with torch.inference_mode():  # as all that writes there
+    with torch.inference_mode():  # like everything that writes there
         pool[1:].copy_(torch.randn(pool[1:].shape))
     return contents(served)
 
@@ -277,7 +277,7 @@ def resize(runner: ModelRunner, num_pages: int) -> None:
 
 @pytest.mark.parametrize("room", [True, False], ids=["beside the old pool", "by way of the host"])
 @pytest.mark.parametrize("held", [0, 1, 40])
-def test_pages_keep_their_bytes_and_all_others_are_zeroed(room: bool, held: int) -> None:
+def test_pages_in_use_keep_their_bytes_and_all_others_are_zeroed(room: bool, held: int) -> None:
     with serving() as served:
         runner, budget = served.runner, served.device.budget
         resize(runner, 100)
@@ -304,14 +304,14 @@ def test_pages_keep_their_bytes_and_all_others_are_zeroed(room: bool, held: int)
             assert paged.keys.data_ptr() == runner.model.pool[:, index, 0].data_ptr()
 
 
-def test_a_page_that_changes_its_tenant_after_a_move_is_zeroed() -> None:
+def test_a_moved_page_is_zeroed_for_another_tenant() -> None:
     with serving() as served:
         runner = served.runner
         resize(runner, 20)
         written(served, 8, 500)
         for session in list(served.scheduler.sessions())[:6]:
             served.scheduler.close(session.id)
-        runner.kv.reserve("heir", tenant=99, tokens=600)  # pages of others, not zeroed yet
+        runner.kv.reserve("heir", tenant=99, tokens=600)  # another tenant's pages, not zeroed yet
         resize(runner, 14)
         with torch.inference_mode():
             runner.model.zero_pages(runner.kv.take_stale())
@@ -319,7 +319,7 @@ def test_a_page_that_changes_its_tenant_after_a_move_is_zeroed() -> None:
         runner.kv.drop("heir")
 
 
-def test_fewer_pages_than_are_held_is_our_fault() -> None:
+def test_resizing_below_the_pages_in_use_is_an_assertion() -> None:
     with serving() as served:
         written(served, 4, 300)
         with pytest.raises(AssertionError, match="8 pages are held"):
@@ -330,7 +330,7 @@ def test_fewer_pages_than_are_held_is_our_fault() -> None:
 
 
 def set_through(engine: EngineThread, total: int) -> messages.FromEngine:
-    """While nothing runs."""
+    """Sets the budget of an engine that runs nothing."""
     request = engine.number()
     engine.send(messages.SetBudget(request, total))
     reply = engine.until(messages.BudgetSet | messages.Failed)  # type: ignore[arg-type]
@@ -338,8 +338,8 @@ def set_through(engine: EngineThread, total: int) -> messages.FromEngine:
     return reply
 
 
-def test_budgets_are_set_while_requests_run_and_each_is_answered() -> None:
-    """Whenever the message comes: tokens stay as they would have been."""
+def test_each_budget_message_gets_one_reply_while_requests_run() -> None:
+    """The tokens do not depend on when the message comes."""
     chance, texts = random.Random(1), prompts(16, 300)
     with EngineThread(max_batch_tokens=128) as engine:
         engine.loaded(FOLDER)
@@ -399,7 +399,7 @@ def test_two_models_share_a_smaller_budget() -> None:
             engine.report()
 
 
-def test_while_a_model_is_loaded_the_budget_stays() -> None:
+def test_the_budget_cannot_change_during_a_load() -> None:
     with EngineThread() as engine:
         seen: list[messages.FromEngine] = []
 

@@ -29,7 +29,7 @@ def captures(device: CpuDevice) -> Captures:
     return Captures(device, "m", WIDTH, VOCAB, torch.bfloat16)
 
 
-def test_each_point_has_a_row_for_each_position_and_nobody_has_another_s(captures: Captures) -> None:
+def test_each_point_has_its_own_row_for_each_position(captures: Captures) -> None:
     captures.open(1, (RESID, LOGITS, ATTN), first=5, room=3)
     captures.open(2, (RESID,), first=0, room=2)
     hits = captures.join([1, 2, 7], np.array([4, 0, 0]), np.array([10, 10, 3])).hits
@@ -40,7 +40,7 @@ def test_each_point_has_a_row_for_each_position_and_nobody_has_another_s(capture
     assert sorted(row for (code, _), row in rows.items() if code == code_of(LOGITS)) == [0, 1, 2]
 
 
-def test_points_lie_in_a_window_as_they_were_asked_for(captures: Captures) -> None:
+def test_points_are_in_the_window_in_the_order_asked_for(captures: Captures) -> None:
     captures.open(1, (LOGITS, RESID, ATTN), first=5, room=3)
     sizes = [3 * VOCAB * 2, 3 * WIDTH * 2, 3 * WIDTH * 2]
     assert captures.offsets(1) == [0, sizes[0], sizes[0] + sizes[1], sum(sizes)]
@@ -53,7 +53,7 @@ def test_points_lie_in_a_window_as_they_were_asked_for(captures: Captures) -> No
         assert torch.equal(found, wanted.expand_as(found))
 
 
-def test_what_is_closed_is_others_and_the_last_gives_the_memory_back(captures: Captures, device: CpuDevice) -> None:
+def test_closed_rows_are_reused_and_the_last_close_frees_the_memory(captures: Captures, device: CpuDevice) -> None:
     captures.open(1, (RESID,), 0, 4)
     assert device.budget.used == 0, "it is at hand"
     captures.open(2, (RESID, LOGITS), 0, ROWS_AT_HAND)
@@ -68,7 +68,7 @@ def test_what_is_closed_is_others_and_the_last_gives_the_memory_back(captures: C
     assert len(captures.join([1, 2, 3], np.array([0, 0, 0]), np.array([4, 4, 4])).hits.row) == 0
 
 
-def test_what_has_no_room_takes_none(captures: Captures, device: CpuDevice) -> None:
+def test_a_capture_without_room_takes_no_rows(captures: Captures, device: CpuDevice) -> None:
     with pytest.raises(OutOfMemory) as refused:
         captures.open(1, (RESID, LOGITS), 0, 250)
     assert refused.value.data["needed"] >= 250 * VOCAB * 2

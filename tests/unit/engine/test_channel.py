@@ -26,7 +26,7 @@ from djinnd.messages import (
     encode,
 )
 
-FOREVER = 60.0  # seconds: a test that waits so long has failed
+FOREVER = 60.0  # seconds until a test has failed
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_descriptor_arrives_with_the_message_that_it_belongs_to(pair: tuple[Ch
     os.close(shared.fd)
 
 
-def test_nothing_to_receive_is_no_wait(pair: tuple[Channel, socket.socket]) -> None:
+def test_receive_returns_at_once_without_a_message_and_patience(pair: tuple[Channel, socket.socket]) -> None:
     assert pair[0].receive(0.0) == []
 
 
@@ -128,7 +128,7 @@ def test_the_end_of_the_stream_means_that_the_server_is_gone(pair: tuple[Channel
         channel.receive(FOREVER)
 
 
-def test_so_does_a_server_that_went_without_reading(pair: tuple[Channel, socket.socket]) -> None:
+def test_a_server_that_exits_without_reading_is_gone(pair: tuple[Channel, socket.socket]) -> None:
     channel, server = pair
     channel.send(Alive(1))
     server.close()
@@ -136,14 +136,14 @@ def test_so_does_a_server_that_went_without_reading(pair: tuple[Channel, socket.
         channel.receive(FOREVER)
 
 
-def test_so_does_a_pipe_that_is_broken(pair: tuple[Channel, socket.socket]) -> None:
+def test_a_broken_pipe_means_that_the_server_is_gone(pair: tuple[Channel, socket.socket]) -> None:
     channel, server = pair
     server.close()
     with pytest.raises(ServerGone):
         channel.send(Alive(1))
 
 
-def test_bytes_that_are_no_message_are_an_error(pair: tuple[Channel, socket.socket]) -> None:
+def test_invalid_bytes_are_an_error(pair: tuple[Channel, socket.socket]) -> None:
     channel, server = pair
     server.sendall(b"this is no frame")
     with pytest.raises(ProtocolError):

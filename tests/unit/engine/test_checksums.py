@@ -21,7 +21,7 @@ def move(number: int) -> Move:
 
 
 def taken(sums: Checksums, count: int) -> dict[int, int]:
-    """By their moves' sources."""
+    """Checksums by the source of their moves."""
     found: dict[int, int] = {}
     deadline = time.monotonic() + PATIENCE_S
     while len(found) < count and time.monotonic() < deadline:
@@ -29,7 +29,7 @@ def taken(sums: Checksums, count: int) -> dict[int, int]:
     return found
 
 
-def test_every_page_has_its_own() -> None:
+def test_each_page_gets_its_own_checksum() -> None:
     sums = Checksums()
     pages = [np.full(1 << 16, number, np.uint8) for number in range(50)]
     for number, page in enumerate(pages):
@@ -39,7 +39,7 @@ def test_every_page_has_its_own() -> None:
     sums.close()
 
 
-def test_what_fails_there_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_the_thread_is_raised_by_take(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(page: object) -> int:
         raise ValueError("the page is gone")
 
@@ -54,7 +54,7 @@ def test_what_fails_there_fails_here(monkeypatch: pytest.MonkeyPatch) -> None:
     sums.close()
 
 
-def test_closed_it_has_no_threads_and_before_that_holds_no_page() -> None:
+def test_close_ends_the_threads_and_an_idle_thread_holds_no_page() -> None:
     before = threading.active_count()
     sums = Checksums()
     assert threading.active_count() == before + THREADS

@@ -10,7 +10,7 @@ from djinnd.engine.collector import LONGEST, WORTH, Collector
 
 
 class Ring:
-    """Goes only when it is collected."""
+    """A cycle, which only the collector frees."""
 
     def __init__(self) -> None:
         self.me = self
@@ -26,7 +26,7 @@ def collector() -> Iterator[Collector]:
 
 
 def old_garbage() -> weakref.ref[Ring]:
-    """Which has outlived the younger generations, `WORTH` times."""
+    """Garbage that has survived the young generations `WORTH` times."""
     ring = Ring()
     gone = weakref.ref(ring)
     gc.collect()
@@ -37,7 +37,7 @@ def old_garbage() -> weakref.ref[Ring]:
     return gone
 
 
-def test_what_is_old_goes_in_a_quiet_moment(collector: Collector) -> None:
+def test_old_garbage_is_collected_in_a_quiet_moment(collector: Collector) -> None:
     gone = old_garbage()
     collector.turn(quiet=False, now=101.0)
     assert gone() is not None
@@ -45,7 +45,7 @@ def test_what_is_old_goes_in_a_quiet_moment(collector: Collector) -> None:
     assert gone() is None
 
 
-def test_or_after_a_long_time(collector: Collector) -> None:
+def test_old_garbage_is_collected_after_a_long_time(collector: Collector) -> None:
     gone = old_garbage()
     collector.turn(quiet=False, now=100.0 + LONGEST)
     assert gone() is None
@@ -57,7 +57,7 @@ def test_python_makes_no_full_collection_by_itself(collector: Collector) -> None
     assert gone() is not None and kept
 
 
-def test_where_little_has_happened_nothing_does(collector: Collector) -> None:
+def test_few_collections_lead_to_no_full_one(collector: Collector) -> None:
     gc.collect()
     before = gc.get_stats()[2]["collections"]
     collector.turn(quiet=True, now=101.0)

@@ -13,7 +13,7 @@ from djinnd import messages
 from djinnd.engine.channel import Channel
 from djinnd.engine.courses import Course, Courses
 
-SECONDS = 60.0  # a test that waits so long has failed
+SECONDS = 60.0  # seconds until a test has failed
 
 
 class Engine:
@@ -48,7 +48,7 @@ def noted(log: list[str], waits: Future[None] | None = None) -> Course:
         log.append("cleaned up")
 
 
-def test_a_course_goes_on_a_piece_a_turn(engine: Engine) -> None:
+def test_a_course_runs_one_part_a_turn(engine: Engine) -> None:
     log: list[str] = []
     engine.courses.start(1, noted(log))
     assert log == []
@@ -56,7 +56,7 @@ def test_a_course_goes_on_a_piece_a_turn(engine: Engine) -> None:
     assert log == ["begun", "gone on", "ended", "cleaned up"]
 
 
-def test_one_that_waits_keeps_nobody_busy(engine: Engine) -> None:
+def test_a_waiting_course_does_not_keep_the_engine_busy(engine: Engine) -> None:
     log: list[str] = []
     ready: Future[None] = Future()
     engine.courses.start(1, noted(log, ready))
@@ -65,7 +65,7 @@ def test_one_that_waits_keeps_nobody_busy(engine: Engine) -> None:
     assert engine.courses.turn() and log == ["begun", "gone on"]
 
 
-def test_what_happens_in_the_thread_wakes_the_engine(engine: Engine) -> None:
+def test_work_on_the_thread_wakes_the_engine(engine: Engine) -> None:
     found: list[bool] = []
     gate = Event()
 
@@ -80,7 +80,7 @@ def test_what_happens_in_the_thread_wakes_the_engine(engine: Engine) -> None:
     assert found == [True]
 
 
-def test_one_that_waits_for_what_is_done_goes_on_at_once(engine: Engine) -> None:
+def test_a_course_that_waits_for_a_done_future_goes_on_at_once(engine: Engine) -> None:
     log: list[str] = []
     ready: Future[None] = Future()
     ready.set_result(None)
@@ -88,7 +88,7 @@ def test_one_that_waits_for_what_is_done_goes_on_at_once(engine: Engine) -> None
     assert engine.courses.turn() and log == ["begun", "gone on"]
 
 
-def test_an_error_is_the_request_s_answer(engine: Engine) -> None:
+def test_a_course_s_error_is_its_request_s_reply(engine: Engine) -> None:
     def course() -> Course:
         yield None
         raise OutOfMemory("no room", needed=3)
@@ -99,7 +99,7 @@ def test_an_error_is_the_request_s_answer(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-def test_one_that_is_dropped_cleans_up_where_it_had_begun(engine: Engine, turns: int) -> None:
+def test_a_dropped_course_cleans_up_if_it_had_begun(engine: Engine, turns: int) -> None:
     log: list[str] = []
     engine.courses.start(1, noted(log))
     for _ in range(turns):
@@ -108,7 +108,7 @@ def test_one_that_is_dropped_cleans_up_where_it_had_begun(engine: Engine, turns:
     assert log[turns:] == ["cleaned up"] * bool(turns) and not engine.courses.turn()
 
 
-def test_one_may_be_dropped_by_another(engine: Engine) -> None:
+def test_a_course_may_drop_another(engine: Engine) -> None:
     log: list[str] = []
 
     def course() -> Course:
@@ -120,7 +120,7 @@ def test_one_may_be_dropped_by_another(engine: Engine) -> None:
     assert [engine.courses.turn() for _ in range(2)] == [True, False] and log == []
 
 
-def test_what_nobody_waits_for_happens_in_order_and_its_errors_are_logged(
+def test_work_without_a_waiter_runs_in_order_and_its_errors_are_logged(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     log: list[int] = []

@@ -24,12 +24,12 @@ from djinnd.engine.memory import KvPlan
 from tests.support.descriptors import open_descriptors
 
 RESID, LOGITS = Point("resid", 1), Point("logits")
-WIDTH, VOCAB = 600, 700  # so that a row is no part of a page
-SECONDS = 60.0  # a test that waits so long has failed
+WIDTH, VOCAB = 600, 700  # a row is not a multiple of a page
+SECONDS = 60.0  # seconds until a test has failed
 
 
 class Runner:
-    """As much of a ModelRunner as is asked for."""
+    """The part of ModelRunner that deliveries use."""
 
     name = "m"
     plan = KvPlan(page_size=16, page_bytes=0, num_pages=4, max_context=40)
@@ -54,7 +54,8 @@ class Engine:
         self.failed.append((request.id, error))
 
     def begin(self, number: int = 1, max_tokens: int = 4) -> Request:
-        """With two points and a prompt of eight tokens, after two that are there; all of it is captured."""
+        """Begins a request with two points and a prompt of eight tokens, in a session of two tokens. It captures all of
+        them."""
         request = Request(number, 2, 10, max_tokens, capture=(LOGITS, RESID), seen_from=2)
         self.deliveries.open(Session("s", "m", 0, "agent"), request, self.runner)  # type: ignore[arg-type]
         for of_logits in (False, True):
@@ -63,7 +64,7 @@ class Engine:
         return request
 
     def turns(self, done: int = 1) -> list[tuple[messages.FromEngine, list[int]]]:
-        """Until so many answers are there."""
+        """Turns until `done` replies have come."""
         until, told = time.monotonic() + SECONDS, []
         self.server.setblocking(False)
         while len(told) + len(self.failed) < done:
@@ -97,7 +98,7 @@ def finished(request: Request, generated: int) -> messages.Finished:
 @pytest.mark.parametrize("staged", [0, 1 << 20], ids=["pinned", "staged"])
 @pytest.mark.parametrize("piece", [1, 32 << 20])
 @pytest.mark.parametrize(("generated", "positions"), [(4, 11), (1, 8), (0, 8)])
-def test_what_was_captured_comes_with_the_final_reply(
+def test_captures_come_with_the_final_reply(
     engine: Engine, staged: int, piece: int, generated: int, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("djinnd.engine.deliveries.STAGED_BYTES", staged)
@@ -116,8 +117,8 @@ def test_what_was_captured_comes_with_the_final_reply(
     assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0
 
 
-def test_beside_a_step_windows_are_made_and_what_has_come_is_told(engine: Engine) -> None:
-    """So that nobody waits for it between two steps."""
+def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None:
+    """Otherwise the device would idle between two steps."""
     request = engine.begin()
     assert not engine.deliveries.beside_step(), "there is nothing to tell yet"
     made = next(iter(engine.deliveries._deliveries.values())).made
@@ -143,8 +144,8 @@ def test_beside_a_step_windows_are_made_and_what_has_come_is_told(engine: Engine
         engine.server.recv(1)
 
 
-def test_what_comes_between_a_request_s_end_and_its_copy_changes_nothing(engine: Engine) -> None:
-    """Another's captures may have all rows moved meanwhile, and the step fill them."""
+def test_other_captures_between_a_request_s_end_and_its_copy_change_nothing(engine: Engine) -> None:
+    """They may move all rows, and a step may fill the old ones."""
     request = engine.begin()
     engine.deliveries.beside_step()
     engine.deliveries.ended(request, finished(request, 4))
@@ -161,7 +162,7 @@ def test_what_comes_between_a_request_s_end_and_its_copy_changes_nothing(engine:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2], ids=["made", "ended", "copied"])
-def test_what_is_dropped_beside_a_step_is_never_told(engine: Engine, turns: int) -> None:
+def test_a_delivery_dropped_during_a_step_sends_nothing(engine: Engine, turns: int) -> None:
     before = open_descriptors()
     request = engine.begin()
     engine.deliveries.beside_step()
@@ -181,7 +182,7 @@ def test_what_is_dropped_beside_a_step_is_never_told(engine: Engine, turns: int)
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_what_is_dropped_gives_all_back_and_says_nothing(engine: Engine, begun: bool) -> None:
+def test_a_dropped_delivery_frees_everything_and_sends_nothing(engine: Engine, begun: bool) -> None:
     before = open_descriptors()
     request = engine.begin()
     if begun:
@@ -195,7 +196,7 @@ def test_what_is_dropped_gives_all_back_and_says_nothing(engine: Engine, begun: 
         engine.server.recv(1)
 
 
-def test_who_waits_when_the_model_goes_is_told_the_rest(engine: Engine) -> None:
+def test_an_unloaded_model_ends_deliveries_without_their_captures(engine: Engine) -> None:
     request = engine.begin()
     engine.courses.turn()
     engine.deliveries.ended(request, finished(request, 4))
@@ -204,7 +205,7 @@ def test_who_waits_when_the_model_goes_is_told_the_rest(engine: Engine) -> None:
     assert len(engine.runner.captures) == 0
 
 
-def test_who_waits_for_a_hit_when_the_model_goes_has_none(engine: Engine) -> None:
+def test_an_unloaded_model_cancels_requests_that_wait_for_a_hit(engine: Engine) -> None:
     request = engine.begin()
     engine.deliveries.ended(request, messages.Finished(request.id, "breakpoint", 9, 4, 5, stopped=2))
     engine.deliveries.abandon(engine.runner)  # type: ignore[arg-type]
@@ -212,7 +213,7 @@ def test_who_waits_for_a_hit_when_the_model_goes_has_none(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_a_window_that_cannot_be_had_fails_the_request(
+def test_a_window_that_cannot_be_made_fails_the_request(
     engine: Engine, has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*args: object) -> None:
@@ -228,7 +229,7 @@ def test_a_window_that_cannot_be_had_fails_the_request(
     assert len(engine.runner.captures) == 0
 
 
-def test_a_session_comes_to_no_more_positions_than_the_model_has(engine: Engine) -> None:
+def test_a_capture_has_no_more_positions_than_the_model(engine: Engine) -> None:
     request = engine.begin(max_tokens=1000)
     engine.deliveries.ended(request, finished(request, 4))
     ((reply, (fd,)),) = engine.turns()

@@ -22,7 +22,7 @@ def rows(device: CpuDevice) -> DeviceRows:
     return DeviceRows(device, "rows", 8, torch.float32)
 
 
-def test_there_is_no_memory_before_somebody_takes_some(rows: DeviceRows, device: CpuDevice) -> None:
+def test_no_memory_is_taken_before_the_first_rows(rows: DeviceRows, device: CpuDevice) -> None:
     assert rows.nbytes == device.budget.used == 0
     assert rows.take(3) == 0
     assert rows.nbytes == device.budget.used == 3 * ROW
@@ -30,7 +30,7 @@ def test_there_is_no_memory_before_somebody_takes_some(rows: DeviceRows, device:
     assert rows.nbytes == device.budget.used == 0
 
 
-def test_what_is_held_is_kept_when_there_is_more(rows: DeviceRows) -> None:
+def test_rows_in_use_survive_growth(rows: DeviceRows) -> None:
     first = rows.take(2)
     rows.tensor[first : first + 2] = 7.0
     second = rows.take(5)
@@ -39,7 +39,7 @@ def test_what_is_held_is_kept_when_there_is_more(rows: DeviceRows) -> None:
     rows.check_integrity()
 
 
-def test_what_was_given_back_is_taken_again(rows: DeviceRows) -> None:
+def test_freed_rows_are_reused(rows: DeviceRows) -> None:
     places = [rows.take(3) for _ in range(4)]
     capacity = rows.capacity
     rows.give_back(places[2], 3)
@@ -48,7 +48,7 @@ def test_what_was_given_back_is_taken_again(rows: DeviceRows) -> None:
     assert rows.take(6) == places[1] and rows.capacity == capacity
 
 
-def test_nobody_has_another_s_rows(rows: DeviceRows) -> None:
+def test_stretches_never_overlap(rows: DeviceRows) -> None:
     generator = torch.Generator().manual_seed(1)
     held: dict[int, int] = {}
     for _ in range(200):
@@ -63,7 +63,7 @@ def test_nobody_has_another_s_rows(rows: DeviceRows) -> None:
         assert len(set(taken)) == len(taken) and (not taken or taken[-1] < rows.capacity)
 
 
-def test_rows_at_hand_are_nobody_s_budget_until_there_are_more(device: CpuDevice) -> None:
+def test_rows_at_hand_are_outside_the_budget_until_the_tensor_grows(device: CpuDevice) -> None:
     rows = DeviceRows(device, "rows", 8, torch.float32, at_hand=4)
     for _ in range(2):
         first = rows.take(3)
@@ -82,7 +82,7 @@ def test_rows_at_hand_are_nobody_s_budget_until_there_are_more(device: CpuDevice
     assert rows.take(2) == 0 and rows.nbytes == device.budget.used == 2 * ROW
 
 
-def test_a_budget_without_room_is_told_with_its_figures_and_nothing_has_changed(rows: DeviceRows) -> None:
+def test_a_full_budget_is_refused_with_its_figures_and_nothing_changes(rows: DeviceRows) -> None:
     rows.take(60)
     with pytest.raises(OutOfMemory, match="rows") as refused:
         rows.take(50)

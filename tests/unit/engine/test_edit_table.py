@@ -35,13 +35,13 @@ def values(rows: int, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
 
 
 def rows_at(table: EditTable, session: str, start: int, count: int) -> dict[tuple[int, int], int]:
-    """By point's code and token, the bank's row."""
+    """The bank's row, by the point's code and the token."""
     hits = table.join([session], np.array([start]), np.array([count])).hits
     return dict(zip(zip(hits.point.tolist(), hits.token.tolist(), strict=True), hits.row.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_come_to_the_device_in_float32_each_position_s_own(table: EditTable, dtype: torch.dtype) -> None:
+def test_each_position_s_values_are_on_the_device_in_float32(table: EditTable, dtype: torch.dtype) -> None:
     v = values(3).to(dtype)
     table.set("s", (an_edit("replace", [RESID, MLP], [Extent(4, 6), Extent(9, 10, 2)], v),))
     found = rows_at(table, "s", 3, 8)
@@ -52,12 +52,12 @@ def test_values_come_to_the_device_in_float32_each_position_s_own(table: EditTab
     table.check_integrity()
 
 
-def test_one_row_is_for_all_positions(table: EditTable) -> None:
+def test_one_row_of_values_serves_all_positions(table: EditTable) -> None:
     table.set("s", (an_edit("add", [RESID], [Extent(4)], values(1)),))
     assert len(set(rows_at(table, "s", 0, 20).values())) == 1
 
 
-def test_those_that_are_edited_alike_have_their_values_in_common(table: EditTable) -> None:
+def test_sessions_with_equal_edits_share_their_values(table: EditTable) -> None:
     edit = an_edit("add", [RESID], [Extent(4)], values(5)[:1])
     for number, name in enumerate("abc"):
         table.set(name, (msgspec.structs.replace(edit, number=number, extents=(Extent(number),)),))
@@ -80,7 +80,7 @@ def test_an_edit_without_values_has_a_row_at_either_width(table: EditTable) -> N
     assert table.nbytes == 4 * (WIDTH + VOCAB)
 
 
-def test_what_has_no_room_is_told_and_nothing_is_kept_of_it(table: EditTable, device: CpuDevice) -> None:
+def test_an_edit_without_room_is_refused_and_leaves_nothing(table: EditTable, device: CpuDevice) -> None:
     fits = an_edit("add", [RESID], [Extent(0)], values(1))
     table.set("s", (fits,))
     table.set("t", (fits,))

@@ -43,7 +43,7 @@ def engine() -> Iterator[EngineThread]:
 
 @pytest.fixture
 def serving(engine: EngineThread) -> EngineThread:
-    """With llama-2 as "m" and one session "s"."""
+    """The engine with llama-2 as "m" and one session "s"."""
     engine.loaded(FOLDER)
     engine.open("s")
     return engine
@@ -52,12 +52,12 @@ def serving(engine: EngineThread) -> EngineThread:
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def test_its_first_word_says_what_device_it_has(engine: EngineThread) -> None:
+def test_the_first_message_describes_the_device(engine: EngineThread) -> None:
     budget = engine.device.budget
     assert (engine.ready.device, engine.ready.budget_bytes, engine.ready.pid) == ("cpu", budget.total, os.getpid())
 
 
-def test_loading_tells_its_stages_and_what_there_is_then(engine: EngineThread) -> None:
+def test_a_load_sends_its_stages_and_then_the_model(engine: EngineThread) -> None:
     request = engine.number()
     engine.send(messages.Load(request, "m", str(FOLDER), host_kv_bytes=0))
     stages: list[str] = []
@@ -95,7 +95,7 @@ def test_two_models_share_the_budget_and_take_turns(serving: EngineThread) -> No
     assert outcomes[two.request][0] == reference.greedy(other, prompt(30), 12)
 
 
-def test_a_model_serves_while_another_is_checked(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_serves_during_the_check_of_another(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
 
     def check(*args: object, **options: object) -> Iterator[None]:
@@ -117,7 +117,7 @@ def test_a_model_serves_while_another_is_checked(serving: EngineThread, monkeypa
     assert serving.until(messages.Loaded, messages.Loading).request == load.request
 
 
-def test_what_was_asked_of_a_load_is_what_there_is(engine: EngineThread) -> None:
+def test_a_load_s_options_are_in_its_model_info(engine: EngineThread) -> None:
     info = engine.loaded(FOLDER, kv_bytes=2 << 20, dtype="bfloat16", max_context=700)
     assert (info.dtype, info.max_context) == ("bfloat16", 700)
     assert info.kv_bytes == (info.pages + 1) * info.page_bytes <= 2 << 20
@@ -131,7 +131,7 @@ def test_what_was_asked_of_a_load_is_what_there_is(engine: EngineThread) -> None
     ],
     ids=["while it is read", "at the check"],
 )
-def test_a_load_that_fails_leaves_the_engine_as_it_was(
+def test_a_failed_load_leaves_the_engine_as_it_was(
     serving: EngineThread, tmp_path: Path, change: Any, code: str, message: str
 ) -> None:
     before = serving.report()
@@ -145,12 +145,12 @@ def test_a_load_that_fails_leaves_the_engine_as_it_was(
     serving.loaded(reduced_model("gpt2"), "broken")
 
 
-def test_a_checkpoint_that_is_not_there(engine: EngineThread, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_refused(engine: EngineThread, tmp_path: Path) -> None:
     reply = engine.load(tmp_path)
     assert isinstance(reply, messages.Failed) and reply.code == "model_not_found"
 
 
-def test_an_arena_that_the_server_refuses_is_told_to_who_loads(serving: EngineThread) -> None:
+def test_a_refused_arena_fails_the_load(serving: EngineThread) -> None:
     def refuse(need: messages.NeedArena) -> messages.ArenaRefused:
         return messages.ArenaRefused(need.request, "/dev/shm is too small", {"needed": need.nbytes})
 
@@ -161,7 +161,7 @@ def test_an_arena_that_the_server_refuses_is_told_to_who_loads(serving: EngineTh
     serving.loaded(reduced_model("gpt2"), "n")
 
 
-def test_an_arena_that_is_complete_is_not_read(engine: EngineThread) -> None:
+def test_a_complete_arena_is_not_read_from_disk(engine: EngineThread) -> None:
     kept: list[messages.ArenaReady] = []
 
     def keep(need: messages.NeedArena) -> messages.ArenaReady:
@@ -181,7 +181,7 @@ def test_an_arena_that_is_complete_is_not_read(engine: EngineThread) -> None:
     assert tokens == reference.greedy(FOLDER, prompt(9), 5)
 
 
-def test_a_budget_below_the_least_is_refused_with_a_figure_that_then_does() -> None:
+def test_too_small_a_budget_is_refused_with_a_figure_that_works() -> None:
     with EngineThread(CpuDevice(1 << 20)) as engine:
         reply = engine.load(FOLDER)
         assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
@@ -200,7 +200,7 @@ def test_a_budget_below_the_least_is_refused_with_a_figure_that_then_does() -> N
 # --- generation -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_starts_gives_its_tokens_and_ends_once(serving: EngineThread) -> None:
+def test_a_run_sends_started_then_tokens_then_one_finished(serving: EngineThread) -> None:
     request = serving.run("s", prompt(100), 6)
     first = serving.until(messages.Stepped)
     assert serving.started == [request]
@@ -211,7 +211,7 @@ def test_a_run_starts_gives_its_tokens_and_ends_once(serving: EngineThread) -> N
     assert serving.report().generated_tokens == 6
 
 
-def test_who_starts_is_told_while_the_device_has_the_step(
+def test_started_requests_are_sent_while_the_device_runs_the_step(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside_step = serving.engine._tiers.beside_step
@@ -227,7 +227,7 @@ def test_who_starts_is_told_while_the_device_has_the_step(
     assert serving.started == [request] and untold == [0, 0]
 
 
-def test_a_session_goes_on_without_a_prompt_and_after_an_engine(serving: EngineThread) -> None:
+def test_a_session_continues_without_a_prompt_and_after_an_engine_s_death(serving: EngineThread) -> None:
     serving.outcome(serving.run("s", prompt(20), 4))
     tokens, reply = serving.outcome(serving.run("s", [], 4))
     wanted = reference.greedy(FOLDER, prompt(20), 8)
@@ -254,7 +254,7 @@ def test_logprobs_come_with_the_tokens(serving: EngineThread) -> None:
     assert token.logprobs.token == pytest.approx(wanted[token.token].item(), abs=1e-4)
 
 
-def test_logits_come_in_a_window_of_their_own(serving: EngineThread) -> None:
+def test_logits_come_in_a_window(serving: EngineThread) -> None:
     _, reply = serving.outcome(serving.run("s", prompt(100), 0, logits=True))
     assert reply == messages.LogitsReady(reply.request, length=100, computed=100, tokens=100, vocab=VOCAB)  # type: ignore[union-attr]
     np.testing.assert_allclose(serving.logits(reply), reference.logits(FOLDER, prompt(100)), rtol=0, atol=1e-4)
@@ -284,7 +284,7 @@ def test_a_run_of_an_unknown_session_is_refused(serving: EngineThread) -> None:
 
 
 class Gate:
-    """Stops an engine at every step, between composing its batch and running it."""
+    """Stops the engine in every step, after the batch is composed and before it runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._arrived = threading.Semaphore(0)
@@ -302,7 +302,7 @@ class Gate:
         self._tickets.release(steps)
 
     def await_steps(self, count: int) -> None:
-        """Returns when so many more steps have come to the gate."""
+        """Returns when `count` more steps have come to the gate."""
         for _ in range(count):
             assert self._arrived.acquire(timeout=FOREVER)
 
@@ -315,7 +315,7 @@ def gate(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gat
 
 
 def run_some(serving: EngineThread, gate: Gate, session: str = "s", tokens: int = 3, **more: Any) -> int:
-    """A run of 1000 tokens that has given its first ones; its next step waits at the gate."""
+    """A run of 1000 tokens that has sent its first ones; its next step waits at the gate."""
     request = serving.run(session, prompt(10), 1000, **more)
     gate.let_through(tokens)
     for _ in range(tokens):
@@ -336,7 +336,7 @@ def test_cancel_ends_a_run_within_a_step(serving: EngineThread, gate: Gate) -> N
     assert tokens == reference.greedy(FOLDER, prompt(10), 6)[4:]
 
 
-def test_halt_takes_the_tokens_after_those_that_are_kept(serving: EngineThread, gate: Gate) -> None:
+def test_halt_removes_the_tokens_after_the_kept_ones(serving: EngineThread, gate: Gate) -> None:
     request = run_some(serving, gate)
     serving.send(messages.Halt(request, keep=2))
     gate.let_through(1)
@@ -368,7 +368,7 @@ def test_a_held_run_waits_while_others_go_on(serving: EngineThread, gate: Gate) 
     serving.outcome(held)
 
 
-def test_close_cancels_what_runs_and_gives_back_the_pages(serving: EngineThread, gate: Gate) -> None:
+def test_close_cancels_the_run_and_frees_the_pages(serving: EngineThread, gate: Gate) -> None:
     request = run_some(serving, gate)
     serving.send(messages.Close("s"))
     gate.let_through(1)
@@ -399,21 +399,21 @@ def test_truncate_cuts_an_idle_session(serving: EngineThread) -> None:
     assert tokens == reference.greedy(FOLDER, prompt(20)[:12], 3)
 
 
-def test_truncating_what_was_closed_meanwhile_does_nothing(serving: EngineThread) -> None:
-    """A run that ends by itself, just before the server closes its session and only then hears of the end."""
+def test_truncating_a_closed_session_does_nothing(serving: EngineThread) -> None:
+    """The server closes a session just after its run has ended, and hears of that end only then."""
     serving.open("t")
     serving.outcome(serving.run("t", prompt(20), 4))
     serving.send(messages.Close("t"), messages.Truncate("t", 12))
     assert [use.session for use in serving.report().sessions] == ["s"]
 
 
-# --- what steps take ------------------------------------------------------------------------------------------------
+# --- measured time of steps -------------------------------------------------------------------------------------------
 
 
-def test_the_time_of_steps_that_nobody_waited_for_is_part_of_the_next_one_s(
+def test_the_time_of_unwaited_steps_counts_towards_the_next_one(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt of three chunks, only the last gives a token. Here each is over when it has been queued."""
+    """Only the last of a prompt's three chunks gives a token; the host does not wait for the others."""
     run, complete = ModelRunner.run, Scheduler.complete
     steps: list[tuple[int, float]] = []
 
@@ -436,7 +436,7 @@ def test_the_time_of_steps_that_nobody_waited_for_is_part_of_the_next_one_s(
 # --- steps that fail ------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_raises_answers_everybody_in_it_and_rolls_them_back(
+def test_a_failed_step_fails_all_its_requests_and_rolls_them_back(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving.open("t")
@@ -459,7 +459,7 @@ def test_a_step_that_raises_answers_everybody_in_it_and_rolls_them_back(
     assert tokens == reference.greedy(FOLDER, prompt(20), 6)[4:]
 
 
-def test_a_step_without_memory_says_so(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_memory_fails_with_out_of_memory(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = PagedModel.forward
 
     def fails(*args: Any, **options: Any) -> Any:
@@ -471,7 +471,7 @@ def test_a_step_without_memory_says_so(serving: EngineThread, monkeypatch: pytes
     assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory" and "2.00 GiB" in reply.message
 
 
-def test_without_host_memory_for_logits_the_session_stays(
+def test_a_session_survives_a_lack_of_host_memory_for_logits(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*args: object) -> None:
@@ -492,12 +492,12 @@ POISON = next(token for token in range(VOCAB) if token not in CHECKED)
 
 
 def poison(tensors: Tensors) -> None:
-    """One row of the embedding, which the check at load does not meet."""
+    """Makes one row of the embedding NaN, of a token that the check at load does not use."""
     tensors["model.embed_tokens.weight"][POISON] = float("nan")
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
-def test_logits_that_are_no_numbers_fail_that_request_alone(
+def test_logits_that_are_no_numbers_fail_only_their_request(
     engine: EngineThread, tmp_path: Path, max_tokens: int
 ) -> None:
     folder = altered(tmp_path, change=poison)
@@ -518,12 +518,12 @@ def test_logits_that_are_no_numbers_fail_that_request_alone(
     assert tokens == reference.greedy(FOLDER, sound_prompt, 2)
 
 
-# --- what is said beside a step -------------------------------------------------------------------------------------
+# --- messages during a step -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What is heard from now on, and whether beside a step."""
+    """The messages handled from now on, and whether during a step."""
     engine, seen = serving.engine, list[tuple[str, bool]]()
     is_beside, hand_over = watched(monkeypatch, engine, "_beside_step"), engine._mailbox._hand_over
 
@@ -536,7 +536,7 @@ def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
 
 def say_beside(serving: EngineThread, monkeypatch: pytest.MonkeyPatch, *said: Any) -> None:
-    """As soon as a step is under way."""
+    """Sends the messages as soon as a step runs."""
     engine, waiting = serving.engine, [*said]
     beside_step = engine._tiers.beside_step
 
@@ -548,7 +548,7 @@ def say_beside(serving: EngineThread, monkeypatch: pytest.MonkeyPatch, *said: An
     monkeypatch.setattr(engine._tiers, "beside_step", speaking)
 
 
-def test_calls_and_signals_are_heard_beside_a_step(
+def test_calls_and_signals_are_handled_during_a_step(
     serving: EngineThread, heard: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for session in "tu":
@@ -574,12 +574,12 @@ def test_calls_and_signals_are_heard_beside_a_step(
     assert (report.request, refused.request, refused.code) == (77, nobody.request, "session_not_found")
     states = {use.session: use.state for use in report.sessions}
     assert states == {"s": "running", "t": "queued", "u": "waiting"}, "it has no row in the step that runs"
-    for session, seed, length in (("s", 0, 10), ("t", 1, 20)):  # what they have now is what they would have alone
+    for session, seed, length in (("s", 0, 10), ("t", 1, 20)):  # they have the tokens that they would have alone
         expected = reference.greedy(FOLDER, prompt(length, seed), 6)
         assert serving.outcome(serving.run(session, [], 2))[0] == expected[4:]
 
 
-def test_a_call_that_was_heard_beside_a_step_counts_in_the_trace_of_the_one_that_follows(
+def test_a_call_handled_during_a_step_counts_in_the_next_step_s_trace(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving.open("t")
@@ -600,7 +600,7 @@ def test_a_call_that_was_heard_beside_a_step_counts_in_the_trace_of_the_one_that
     assert (calls, rows) == ([1, 1, 0], [1, 2, 1])
 
 
-def test_what_has_to_wait_for_the_step_holds_up_what_comes_after(
+def test_a_message_that_must_wait_for_the_step_holds_up_later_ones(
     serving: EngineThread, heard: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving.open("t")
@@ -620,7 +620,7 @@ def test_what_has_to_wait_for_the_step_holds_up_what_comes_after(
     assert heard == [("Run", False), ("Run", False)], "a window is to be made for its logits"
 
 
-def test_a_server_that_goes_beside_a_step_ends_the_engine_quietly(
+def test_a_server_that_closes_during_a_step_ends_the_engine_quietly(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     beside_step = serving.engine._tiers.beside_step
@@ -636,17 +636,17 @@ def test_a_server_that_goes_beside_a_step_ends_the_engine_quietly(
     assert [record.message for record in caplog.records if record.levelname != "INFO"] == ["server_gone"]
 
 
-# --- the end --------------------------------------------------------------------------------------------------------
+# --- exit -------------------------------------------------------------------------------------------------------------
 
 
-def test_shutdown_ends_it(serving: EngineThread) -> None:
+def test_shutdown_ends_the_engine(serving: EngineThread) -> None:
     serving.send(messages.Shutdown())
     serving.join()
     with pytest.raises(EOFError):
         serving.receive()
 
 
-def test_it_ends_when_the_server_is_gone(serving: EngineThread) -> None:
+def test_the_engine_ends_when_the_server_is_gone(serving: EngineThread) -> None:
     serving.run("s", prompt(10), 1000)
     serving.until(messages.Stepped)
     serving.socket.close()
@@ -655,7 +655,7 @@ def test_it_ends_when_the_server_is_gone(serving: EngineThread) -> None:
 
 
 @pytest.mark.parametrize("end", ["shutdown", "gone"])
-def test_it_ends_although_a_load_is_under_way(engine: EngineThread, end: str) -> None:
+def test_the_engine_ends_during_a_load(engine: EngineThread, end: str) -> None:
     engine.send(messages.Load(1, "m", str(FOLDER), host_kv_bytes=0))
     engine.until(messages.NeedArena, messages.Loading)  # never granted
     if end == "shutdown":
@@ -666,7 +666,7 @@ def test_it_ends_although_a_load_is_under_way(engine: EngineThread, end: str) ->
     assert not [thread for thread in threading.enumerate() if thread.name == "djinn-load"]
 
 
-# --- a report -------------------------------------------------------------------------------------------------------
+# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_has_the_figures(serving: EngineThread) -> None:
@@ -683,7 +683,7 @@ def test_a_report_has_the_figures(serving: EngineThread) -> None:
     ]
 
 
-def test_who_looks_is_answered_beside_a_step_if_there_is_one_and_an_audit_between_two(
+def test_a_report_is_made_during_a_step_and_an_audit_between_two(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = serving.engine, list[tuple[int, bool]]()
@@ -696,7 +696,7 @@ def test_who_looks_is_answered_beside_a_step_if_there_is_one_and_an_audit_betwee
     monkeypatch.setattr(engine._figures, "report", reported)
     run = serving.run_message("s", prompt(10), 2)
     looks = [messages.Inquire(1), messages.Inquire(2, check=True), messages.Inquire(3)]
-    serving.send(run, *looks)  # heard together
+    serving.send(run, *looks)  # received together
     assert [serving.until(messages.Report).request for _ in looks] == [1, 2, 3]
     serving.outcome(run.request)
     serving.send(messages.Inquire(4))
@@ -704,7 +704,7 @@ def test_who_looks_is_answered_beside_a_step_if_there_is_one_and_an_audit_betwee
     assert seen == [(1, False), (2, False), (3, True), (4, False)]
 
 
-def test_the_check_finds_what_is_wrong(serving: EngineThread) -> None:
+def test_the_audit_finds_a_wrong_state(serving: EngineThread) -> None:
     serving.outcome(serving.run("s", prompt(10), 1))
     runner = serving.engine._runners["m"]
     runner.kv.pool._references[5] = 1
@@ -714,7 +714,7 @@ def test_the_check_finds_what_is_wrong(serving: EngineThread) -> None:
     assert finding.startswith("scheduler: page 5")
 
 
-def test_seeds_decide_what_is_drawn(serving: EngineThread) -> None:
+def test_seeds_decide_the_sampled_tokens(serving: EngineThread) -> None:
     drawn = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         serving.open(name)
@@ -727,7 +727,7 @@ def test_seeds_decide_what_is_drawn(serving: EngineThread) -> None:
 # --- forks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fork_has_the_kv_of_its_parent(serving: EngineThread) -> None:
+def test_a_fork_has_its_parent_s_kv(serving: EngineThread) -> None:
     first = serving.run_message("s", prompt(40), 4)
     serving.send(first)
     serving.outcome(first.request)

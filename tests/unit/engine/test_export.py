@@ -1,4 +1,4 @@
-"""KV that leaves the engine and comes to it in windows."""
+"""KV exported from the engine and imported into it, in windows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """With llama-2 as "m"."""
+    """An engine with llama-2 as "m"."""
     with Engine() as engine:
         engine.loaded(FOLDER)
         yield engine
@@ -40,21 +40,21 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def small() -> Iterator[Engine]:
-    """Its pool has room for 512 tokens and a few more."""
+    """An engine whose pool has room for 512 tokens and a few more."""
     with Engine() as engine:
         engine.loaded(FOLDER, kv_bytes=1)
         yield engine
 
 
 def cache_of_transformers(tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """K and V of each block, [tokens, kv_heads, head_dim]."""
+    """K and V of each block, [tokens, kv_heads, head_dim], computed by transformers."""
     with torch.inference_mode():
         cache = reference.model_of(FOLDER)(torch.tensor([tokens]), use_cache=True).past_key_values
     return [(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)) for layer in cache.layers]
 
 
-def test_what_is_exported_is_the_kv_of_transformers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all tokens: the last one's, too, which nobody had computed. In several pieces."""
+def test_exported_kv_equals_the_cache_of_transformers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several pieces, and for all tokens. The last token's KV had not been computed before."""
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
     engine.open("s")
     tokens = prompt(300) + engine.tokens("s", prompt(300), NEW)
@@ -68,14 +68,14 @@ def test_what_is_exported_is_the_kv_of_transformers(engine: Engine, monkeypatch:
     engine.report()
 
 
-def test_kv_that_is_not_there_is_computed_first(engine: Engine) -> None:
+def test_missing_kv_is_computed_before_the_export(engine: Engine) -> None:
     engine.open("s", tokens=prompt(70))
     kv = engine.export("s")
     assert kv.length == 70
     torch.testing.assert_close(kv.key(2), cache_of_transformers(prompt(70))[2][0], rtol=0, atol=1e-4)
 
 
-def test_others_run_while_kv_travels(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sessions_run_during_a_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
     for name in ("s", "t"):
         engine.open(name)
@@ -89,7 +89,7 @@ def test_others_run_while_kv_travels(engine: Engine, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("length", [5, 255, 256, 257, 300])
-def test_a_session_goes_on_from_kv_that_came_back(engine: Engine, length: int) -> None:
+def test_a_session_goes_on_from_imported_kv(engine: Engine, length: int) -> None:
     engine.open("s")
     engine.outcome(engine.run("s", prompt(length), 0, logits=True))
     window = filled(engine.export("s"))
@@ -104,7 +104,7 @@ def test_a_session_goes_on_from_kv_that_came_back(engine: Engine, length: int) -
     engine.report()
 
 
-def test_tokens_behind_the_kv_are_computed(engine: Engine) -> None:
+def test_tokens_behind_the_imported_kv_are_computed(engine: Engine) -> None:
     engine.open("s")
     engine.outcome(engine.run("s", prompt(40), 0, logits=True))
     window = filled(engine.export("s"))
@@ -112,15 +112,15 @@ def test_tokens_behind_the_kv_are_computed(engine: Engine) -> None:
     assert engine.tokens("t", [], NEW) == reference.greedy(FOLDER, prompt(40) + prompt(30, seed=1), NEW)
 
 
-def test_a_last_token_is_computed_anew_to_choose_the_next(engine: Engine) -> None:
+def test_the_last_imported_token_is_recomputed_to_sample_the_next(engine: Engine) -> None:
     engine.open("s")
     engine.outcome(engine.run("s", prompt(40), 0, logits=True))
     engine.import_("t", prompt(40), filled(engine.export("s")))
     assert engine.tokens("t", [], NEW) == reference.greedy(FOLDER, prompt(40), NEW)
 
 
-def test_kv_of_a_client_is_found_by_nobody_else(engine: Engine) -> None:
-    """Not by a session with the same tokens, nor by another import, before or after it has filled pages."""
+def test_imported_kv_is_shared_with_no_other_session(engine: Engine) -> None:
+    """Neither with a session of the same tokens, nor with another import, before and after it fills pages."""
     engine.open("s")
     engine.outcome(engine.run("s", prompt(300), 0, logits=True))
     window = filled(engine.export("s"))
@@ -137,7 +137,7 @@ def test_kv_of_a_client_is_found_by_nobody_else(engine: Engine) -> None:
     engine.report()
 
 
-def test_a_fork_has_the_kv_too(engine: Engine) -> None:
+def test_a_fork_of_an_import_has_its_kv(engine: Engine) -> None:
     engine.open("s")
     engine.outcome(engine.run("s", prompt(300), 0, logits=True))
     window = filled(engine.export("s"))
@@ -148,8 +148,8 @@ def test_a_fork_has_the_kv_too(engine: Engine) -> None:
     engine.report()
 
 
-def test_a_fork_of_full_pages_has_the_kv_too(engine: Engine) -> None:
-    """Both compute the last token anew, to choose the next one, and neither loses the rest of its page by that."""
+def test_a_fork_of_full_imported_pages_has_their_kv(engine: Engine) -> None:
+    """Both sessions recompute the last token to sample the next one, and neither loses the rest of that page."""
     engine.open("s")
     expected = engine.tokens("s", prompt(256), NEW)
     engine.send(messages.Truncate("s", 256))
@@ -160,10 +160,10 @@ def test_a_fork_of_full_pages_has_the_kv_too(engine: Engine) -> None:
 
 
 class WithHost(Engine, Tiered):
-    """Its sessions' pages may leave for the host."""
+    """An engine with a host tier."""
 
 
-def test_a_fork_of_full_pages_goes_on_where_there_is_a_host_too() -> None:
+def test_a_fork_of_full_imported_pages_works_with_a_host_tier() -> None:
     with WithHost() as engine:
         engine.load_with_tiers()
         engine.open("s")
@@ -175,8 +175,8 @@ def test_a_fork_of_full_pages_goes_on_where_there_is_a_host_too() -> None:
         engine.report()
 
 
-def test_one_that_has_to_make_room_while_its_kv_comes_is_told_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than that the host has its pages as they were before the rest came."""
+def test_an_import_that_must_give_up_its_pages_fails_with_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the host would have its pages from before the rest of the KV came."""
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
     with WithHost(max_batch_tokens=256) as engine:
         engine.load_with_tiers(kv_bytes=5 << 20)
@@ -205,7 +205,7 @@ def test_one_that_has_to_make_room_while_its_kv_comes_is_told_to_try_again(monke
         assert isinstance(outcomes[other.request][1], messages.Finished)
 
 
-def test_pages_that_are_lost_end_the_session_and_nothing_is_made_up(small: Engine) -> None:
+def test_lost_pages_of_an_import_end_the_session(small: Engine) -> None:
     small.open("s")
     small.outcome(small.run("s", prompt(300), 0, logits=True))
     window = filled(small.export("s"))
@@ -219,7 +219,7 @@ def test_pages_that_are_lost_end_the_session_and_nothing_is_made_up(small: Engin
     small.report()
 
 
-def test_kv_that_the_pool_has_no_room_for(small: Engine) -> None:
+def test_an_import_larger_than_the_pool_is_refused(small: Engine) -> None:
     length = 4096
     window = KvWindow(small.layout, length)
     reply = small.import_("t", prompt(length), window)
@@ -228,7 +228,7 @@ def test_kv_that_the_pool_has_no_room_for(small: Engine) -> None:
     assert small.report().sessions == []
 
 
-def test_a_session_that_is_closed_meanwhile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_closed_during_a_copy_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 1)
     engine.open("s")
     engine.outcome(engine.run("s", prompt(300), 0, logits=True))
@@ -247,16 +247,16 @@ def test_a_session_that_is_closed_meanwhile(engine: Engine, monkeypatch: pytest.
     assert report.sessions == [] and report.models[0].pages_used == 0
 
 
-def test_an_export_that_is_cancelled_while_kv_is_computed(engine: Engine) -> None:
+def test_an_export_may_be_cancelled_while_kv_is_computed(engine: Engine) -> None:
     engine.open("s", tokens=prompt(300))
     number = engine.number()
     engine.send(messages.ExportKv(number, "s"), messages.CancelRun(number))
-    _, reply = engine.outcome(number)  # it may have been too late, or too soon
+    _, reply = engine.outcome(number)  # the cancel may come too late or too early
     assert isinstance(reply, messages.KvExported | messages.Failed)
     assert engine.tokens("s", [], NEW) == reference.greedy(FOLDER, prompt(300), NEW)
 
 
-def test_no_window_is_kept(engine: Engine) -> None:
+def test_no_window_is_leaked(engine: Engine) -> None:
     engine.open("s")
     engine.tokens("s", prompt(30), NEW)
     before = open_descriptors()
@@ -271,7 +271,7 @@ def test_no_window_is_kept(engine: Engine) -> None:
     assert open_descriptors() == before
 
 
-def test_a_host_without_memory_for_a_window(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_memory_for_a_window_fails_the_export(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*args: object) -> None:
         raise OSError(28, "No space left on device")
 

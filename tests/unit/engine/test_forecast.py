@@ -1,4 +1,4 @@
-"""Forecasts beside what was measured: docs/results/20261122T043732-forecast.json, a Llama-2-13B on an H200."""
+"""Forecasts compared with measurements: docs/results/20261122T043732-forecast.json, a Llama-2-13B on an H200."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from djinnd.weights.plan import BlockSize, Place, Plan
 RATES = Rates(bus=55.40e9, memory=3.90e12, products=757e12)
 BLOCKS, PARAMETERS, TOKEN_BYTES = 40, 317_194_240, 819_200
 PLAIN, PACKED = BlockSize(634_408_960, None), BlockSize(634_408_960, 478_317_056)
-STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the blocks, the last among the last
+STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the blocks; the last is near the end
 
 
 def forecast(size: BlockSize, places: list[Place]) -> Forecast:
@@ -29,7 +29,7 @@ STREAMING = [Place.STREAMED if index in STREAMED else Place.PLAIN for index in r
     [
         (PLAIN, RESIDENT, 1, 7.35e-3),
         (PLAIN, RESIDENT, 16, 10.07e-3),
-        (PLAIN, STREAMING, 1, 125.96e-3),  # 20261122T012329-forecast.json, as is the next
+        (PLAIN, STREAMING, 1, 125.96e-3),  # this and the next: 20261122T012329-forecast.json
         (PLAIN, STREAMING, 16, 125.95e-3),
         (PACKED, STREAMING, 1, 94.42e-3),
         (PACKED, STREAMING, 16, 94.52e-3),
@@ -37,7 +37,7 @@ STREAMING = [Place.STREAMED if index in STREAMED else Place.PLAIN for index in r
         (PACKED, ALL_PACKED, 16, 20.15e-3),
     ],
 )
-def test_steps_are_foretold_within_a_tenth(size: BlockSize, places: list[Place], sessions: int, found: float) -> None:
+def test_step_times_are_within_a_tenth(size: BlockSize, places: list[Place], sessions: int, found: float) -> None:
     assert forecast(size, places).step_s(sessions) == pytest.approx(found, rel=0.1)
 
 
@@ -50,11 +50,11 @@ def test_steps_are_foretold_within_a_tenth(size: BlockSize, places: list[Place],
         (PACKED, STREAMING, 74.79e-3),
     ],
 )
-def test_so_is_the_first_token_of_a_quiet_daemon(size: BlockSize, places: list[Place], found: float) -> None:
+def test_first_token_times_are_within_a_tenth(size: BlockSize, places: list[Place], found: float) -> None:
     assert forecast(size, places).first_token_s(512) == pytest.approx(found, rel=0.1)
 
 
-def test_a_bus_that_is_slower_makes_a_streamed_step_slower_and_no_other() -> None:
+def test_a_slower_bus_slows_only_streamed_steps() -> None:
     slow = Rates(RATES.bus / 2, RATES.memory, RATES.products)
     for places, factor in ((RESIDENT, 1.0), (STREAMING, 2.0)):
         own = forecast(PLAIN, places)
