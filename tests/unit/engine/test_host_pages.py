@@ -19,13 +19,13 @@ from djinnd.engine.memory import HOST_PAGE, ModelShape
 from djinnd.kvcache.tier import Tier
 from tests.support.loaded import MEMORY
 
-PAGE = 3 * HOST_PAGE - 512  # bytes: not a whole number of host pages
+PAGE = 3 * HOST_PAGE - 512  # bytes: not a multiple of a host page
 SLOT = 3 * HOST_PAGE
 KEY = b"k" * 16
 
 
 class Device(CpuDevice):
-    """Remembers what is pinned."""
+    """Records pinned memory."""
 
     def __init__(self) -> None:
         super().__init__(MEMORY)
@@ -47,7 +47,7 @@ def device() -> Iterator[Device]:
 
 
 def shared(slots: int) -> Tensor:
-    """Beginning on a host page, as what is mapped does."""
+    """Shared memory aligned to a host page, as mapped memory is."""
     nbytes = object_bytes(slots, PAGE)
     memory = torch.zeros(nbytes + HOST_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % HOST_PAGE
@@ -55,12 +55,12 @@ def shared(slots: int) -> Tensor:
 
 
 def pinned(pages: HostPages) -> HostPages:
-    """When its thread is done."""
+    """Waits until the pinning thread has ended."""
     pages._thread.join(60)
     return pages
 
 
-def test_table_and_slots_lie_behind_each_other_each_on_a_host_page(device: Device) -> None:
+def test_table_and_slots_are_contiguous_and_aligned_to_host_pages(device: Device) -> None:
     memory = shared(70)
     pages = HostPages(memory, PAGE, device)
     assert (pages.capacity, pages.nbytes) == (70, memory.numel())
@@ -79,7 +79,7 @@ def test_table_and_slots_lie_behind_each_other_each_on_a_host_page(device: Devic
     assert not filled[:, PAGE:].any()
 
 
-def test_the_table_is_a_tier_s_and_the_next_engine_finds_what_it_says(device: Device) -> None:
+def test_the_next_engine_finds_the_table_that_a_tier_wrote(device: Device) -> None:
     memory = shared(5)
     pages = HostPages(memory, PAGE, device)
     tier = Tier(pages.table, pages.capacity)
@@ -94,7 +94,7 @@ def test_the_table_is_a_tier_s_and_the_next_engine_finds_what_it_says(device: De
 
 
 @pytest.mark.parametrize(("slots_a_piece", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (7, [7]), (100, [7])])
-def test_all_slots_are_pinned_in_pieces_that_cut_none(
+def test_all_slots_are_pinned_in_pieces_that_cut_no_slot(
     device: Device, monkeypatch: pytest.MonkeyPatch, slots_a_piece: int, sizes: list[int]
 ) -> None:
     monkeypatch.setattr(host_pages, "PIECE", slots_a_piece * SLOT + SLOT // 2)
@@ -108,14 +108,14 @@ def test_all_slots_are_pinned_in_pieces_that_cut_none(
     assert device.pinned == []
 
 
-def test_a_slot_larger_than_a_piece_is_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_larger_than_a_piece_is_a_piece(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "PIECE", HOST_PAGE)
     pages = pinned(HostPages(shared(2), PAGE, device))
     assert [nbytes for _, nbytes in device.pinned] == [SLOT, SLOT]
     pages.release()
 
 
-def test_what_cannot_be_pinned_is_used_as_it_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_used_unpinned(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(pieces: Sequence[Tensor]) -> None:
         raise OutOfMemory("64 MiB of host memory cannot be pinned")
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_pinned_is_used_as_it_is(device: Device, monkeypatch: pyt
     assert device.pinned == []
 
 
-def test_who_wants_a_slot_has_its_piece_pinned_next(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wanted_slot_s_piece_is_pinned_next(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "PIECE", 2 * SLOT)
     may_pin, order = threading.Event(), list[int]()
 
@@ -152,7 +152,7 @@ def test_who_wants_a_slot_has_its_piece_pinned_next(device: Device, monkeypatch:
 
 
 @pytest.mark.parametrize(("idle_s", "rests"), [(0.0, True), (0.9, True), (1.1, False), (math.inf, False)])
-def test_it_rests_beside_steps_and_for_a_second_after_them(
+def test_pinning_rests_while_steps_run_and_for_a_second_afterwards(
     device: Device, monkeypatch: pytest.MonkeyPatch, idle_s: float, rests: bool
 ) -> None:
     at: list[float] = []
@@ -173,7 +173,7 @@ def test_it_rests_beside_steps_and_for_a_second_after_them(
     pages.release()
 
 
-def test_who_wants_a_slot_does_not_wait_for_a_rest_to_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wanted_piece_does_not_wait_for_a_rest_to_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "PIECE", SLOT)
     monkeypatch.setattr(host_pages, "_REST", 1e6)
     monkeypatch.setattr(device, "pin", lambda pieces: time.sleep(0.01))
@@ -187,7 +187,7 @@ def test_who_wants_a_slot_does_not_wait_for_a_rest_to_end(device: Device, monkey
 
 
 @pytest.mark.parametrize("page_bytes", [1, 512, 4096, 4097, 100_000, 4 << 20])
-def test_slots_follow_from_the_bytes_that_they_were_reserved_with(page_bytes: int) -> None:
+def test_the_number_of_slots_follows_from_the_reserved_bytes(page_bytes: int) -> None:
     for slots in [*range(1, 200), 4095, 4096, 4097, 100_003]:
         nbytes = object_bytes(slots, page_bytes)
         assert slots_in(nbytes, page_bytes) == slots
@@ -196,7 +196,7 @@ def test_slots_follow_from_the_bytes_that_they_were_reserved_with(page_bytes: in
     assert slots_in(0, page_bytes) == 0
 
 
-def test_a_fingerprint_is_of_all_that_a_page_s_bytes_follow_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_depends_on_everything_that_determines_a_page_s_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape(4, 2, 16, 64, 160, 512, 2, 2048)
     given = ("ab" * 32, torch.bfloat16, shape, 16)
     first = pages_fingerprint(*given)

@@ -1,4 +1,4 @@
-"""What an inspection answers, beside what the engine's own planning says of the same checkpoint."""
+"""Answers of an inspection, compared with the engine's own planning of the same checkpoint."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def inspected(folder: Path, job: Any = None, figures: DeviceFigures = FIGURES, i
     return inspect(Inspect(job, figures, is_plan), [files.descriptor(name) for name in job.files])
 
 
-def test_a_plan_is_the_engine_s(folder: Path) -> None:
+def test_an_inspection_s_plan_equals_the_engine_s(folder: Path) -> None:
     answer = inspected(folder)
     assert isinstance(answer, Planned)
     assert answer.plan == msgspec.structs.replace(planned(folder), model="m")
     assert isinstance(answer.plan, ModelPlan)
 
 
-def test_a_device_that_is_not_there_is_planned_for_too(folder: Path) -> None:
+def test_a_plan_needs_no_device(folder: Path) -> None:
     answer = inspected(folder, figures=msgspec.structs.replace(FIGURES, kind="cuda"))
     assert isinstance(answer, Planned) and answer.plan.blocks > 0
 
 
-def test_what_passes_and_how_an_image_lies(folder: Path) -> None:
+def test_a_sound_checkpoint_passes_and_its_image_is_described(folder: Path) -> None:
     assert isinstance(inspected(folder, is_plan=False), Passed)
     job = DescribeImage(1, "m", str(folder), "float32", Plan(1, "m", "").placing, "float32")
     described = inspected(folder, job, is_plan=False)
@@ -59,7 +59,7 @@ def test_what_passes_and_how_an_image_lies(folder: Path) -> None:
         ({"model_type": "no such family"}, "model_rejected"),
     ],
 )
-def test_what_does_not_pass_is_told_as_the_caller_s_fault(
+def test_a_rejected_checkpoint_is_the_caller_s_fault(
     folder: Path, tmp_path: Path, change: dict[str, Any], code: str
 ) -> None:
     for file in folder.iterdir():
@@ -70,7 +70,7 @@ def test_what_does_not_pass_is_told_as_the_caller_s_fault(
     assert isinstance(answer, Failed) and answer.code == code and answer.message
 
 
-def test_a_budget_that_is_too_small_is_told_with_its_figures(folder: Path) -> None:
+def test_too_small_a_budget_is_refused_with_its_figures(folder: Path) -> None:
     answer = inspected(folder, Plan(1, "m", str(folder), memory_bytes=1))
     assert isinstance(answer, Failed) and answer.code == "out_of_memory"
     assert answer.data["needed"] > 1

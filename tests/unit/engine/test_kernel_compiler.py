@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Variant]]:
-    """Two small ones, and a cache that has neither."""
+    """Two small variants, and a cache that has neither."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with hopper() as launches:
         with launches.listing() as listed:
@@ -44,19 +44,19 @@ def compiler(seconds: float = 60.0, shared_memory: int = SHARED_MEMORY) -> Kerne
     return KernelCompiler(90, shared_memory, seconds)
 
 
-def test_kernels_are_compiled_where_launches_find_them(variants: list[Variant]) -> None:
+def test_compiled_kernels_are_found_by_launches(variants: list[Variant]) -> None:
     told: list[tuple[int, int]] = []
     assert compiler().compile(variants, lambda done, total: told.append((done, total))) == {}
     assert all(is_compiled(variant, HOPPER) for variant in variants)
     assert (told[0], told[-1]) == ((0, 2), (2, 2)) and told == sorted(told)
 
 
-def test_one_that_takes_too_long_is_stopped(variants: list[Variant]) -> None:
+def test_a_variant_that_takes_too_long_is_stopped(variants: list[Variant]) -> None:
     failed = compiler(seconds=0.001).compile(variants, lambda done, total: None)
     assert failed == dict.fromkeys(variants, "compiling it takes more than 0.001 s")
 
 
-def test_one_that_does_not_compile_is_not_the_others_fault(variants: list[Variant]) -> None:
+def test_a_variant_that_does_not_compile_fails_alone(variants: list[Variant]) -> None:
     broken = variants[0]._replace(specialization=variants[0].specialization.replace('"*fp32"', '"fp32"'))
     failed = compiler().compile([broken, variants[1]], lambda done, total: None)
     assert [*failed] == [broken] and "Error" in failed[broken]
@@ -64,7 +64,7 @@ def test_one_that_does_not_compile_is_not_the_others_fault(variants: list[Varian
 
 
 def children() -> list[int]:
-    """The processes that any thread of this one has started."""
+    """Child processes that any thread of this process has started."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError):  # the thread has ended since
@@ -72,7 +72,7 @@ def children() -> list[int]:
     return sorted(found)
 
 
-def test_the_process_may_be_killed(variants: list[Variant]) -> None:
+def test_a_killed_process_fails_the_variants_that_are_left(variants: list[Variant]) -> None:
     before = children()
 
     def kill(done: int, total: int) -> None:
@@ -84,7 +84,7 @@ def test_the_process_may_be_killed(variants: list[Variant]) -> None:
     assert children() == before
 
 
-def test_what_is_broken_off_leaves_no_process(variants: list[Variant]) -> None:
+def test_an_interrupted_compilation_leaves_no_process(variants: list[Variant]) -> None:
     before, woken = children(), threading.Event()
     compiling = Compiling(compiler(), variants, lambda done, total: None, woken.set)
     compiling.stop()
@@ -96,7 +96,7 @@ def test_what_is_broken_off_leaves_no_process(variants: list[Variant]) -> None:
 
 
 class Held(KernelCompiler):
-    """Compiles nothing, until it is let go; then says that this was in vain."""
+    """Compiles nothing until it is released, and then reports every variant as failed."""
 
     def __init__(self) -> None:
         super().__init__(90, SHARED_MEMORY, 60.0)
@@ -109,7 +109,7 @@ class Held(KernelCompiler):
 
 
 def wanting(engine: EngineThread, monkeypatch: pytest.MonkeyPatch, missing: list[Variant]) -> Held:
-    """From now on the models of this engine lack these kernels."""
+    """From now on, the models of this engine lack these kernels."""
     held = Held()
     engine.engine._models._compiler = held
     monkeypatch.setattr(Preparation, "missing_kernels", lambda self: missing)
@@ -117,7 +117,7 @@ def wanting(engine: EngineThread, monkeypatch: pytest.MonkeyPatch, missing: list
 
 
 def begin_load(engine: EngineThread, name: str) -> int:
-    """Returns when its kernels are being compiled."""
+    """Returns when the model's kernels are being compiled."""
     request = engine.number()
     engine.send(messages.Load(request, name, str(reduced_model("llama-2")), host_kv_bytes=0))
     while not (isinstance(told := engine.receive(), messages.Loading) and told.stage == "compiling"):
@@ -134,7 +134,7 @@ def attention_variant(variants: list[Variant], name: str) -> Variant:
 _NOTHING = '{"signature": {}, "constant_keys": [], "constant_vals": []}'
 
 
-def test_other_models_step_meanwhile_and_the_model_does_without(
+def test_other_models_step_meanwhile_and_the_model_serves_without_the_kernel(
     variants: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EngineThread() as engine:
@@ -153,7 +153,7 @@ def test_other_models_step_meanwhile_and_the_model_does_without(
         assert note.startswith("attention gathers pages, as decode_kernel") and "takes more than 60 s" in note
 
 
-def test_without_a_kernel_that_nothing_replaces_the_model_is_refused(
+def test_a_model_is_refused_without_a_kernel_that_torch_cannot_replace(
     variants: list[Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EngineThread() as engine:
@@ -165,7 +165,7 @@ def test_without_a_kernel_that_nothing_replaces_the_model_is_refused(
         assert engine.report().used_bytes == 0
 
 
-def test_an_engine_ends_while_kernels_are_compiled(variants: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_may_end_during_a_compilation(variants: list[Variant], monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineThread() as engine:
         held = wanting(engine, monkeypatch, [variants[0]])
         begin_load(engine, "new")

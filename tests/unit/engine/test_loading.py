@@ -48,7 +48,7 @@ def arena() -> Iterator[posix_ipc.SharedMemory]:
     arena.unlink()
 
 
-def test_the_arena_is_mapped_behind_its_header(arena: posix_ipc.SharedMemory) -> None:
+def test_the_arena_is_mapped_after_its_header(arena: posix_ipc.SharedMemory) -> None:
     before = open_descriptors()
     tensor = map_arena(ArenaReady(1, arena.name, mmap.PAGESIZE, complete=False), 2 * mmap.PAGESIZE)
     assert (tensor.dtype, tensor.numel(), tensor.data_ptr() % mmap.PAGESIZE) == (torch.uint8, 2 * mmap.PAGESIZE, 0)
@@ -59,7 +59,7 @@ def test_the_arena_is_mapped_behind_its_header(arena: posix_ipc.SharedMemory) ->
     assert open_descriptors() == before
 
 
-def test_an_arena_that_is_too_small_is_seen_before_it_is_touched(arena: posix_ipc.SharedMemory) -> None:
+def test_too_small_an_arena_is_detected_before_it_is_touched(arena: posix_ipc.SharedMemory) -> None:
     with pytest.raises(AssertionError):
         map_arena(ArenaReady(1, arena.name, mmap.PAGESIZE, complete=False), 4 * mmap.PAGESIZE)
 
@@ -74,7 +74,7 @@ def test_an_arena_that_is_too_small_is_seen_before_it_is_touched(arena: posix_ip
         ("mixtral", 2, 16, 192, 2048),
     ],
 )
-def test_the_figures_of_a_family(family: str, kv_heads: int, head_dim: int, widest: int, max_positions: int) -> None:
+def test_the_shape_of_a_family(family: str, kv_heads: int, head_dim: int, widest: int, max_positions: int) -> None:
     device = CpuDevice(MEMORY)
     shape = model_shape(loader_of(reduced_model(family), device, "float16"))
     assert (shape.num_blocks, shape.width, shape.vocab, shape.itemsize) == (4, 64, 512, 2)
@@ -84,7 +84,7 @@ def test_the_figures_of_a_family(family: str, kv_heads: int, head_dim: int, wide
 
 
 class Queue:
-    """A load queue whose engine is the test."""
+    """A load queue; the test is its engine."""
 
     def __init__(self) -> None:
         ours, self.server = socket.socketpair()
@@ -97,7 +97,7 @@ class Queue:
 
     def error_of(self, load: Load) -> DjinnError:
         self.loads.submit(load)
-        self.channel.receive(FOREVER)  # woken
+        self.channel.receive(FOREVER)  # wakes the engine
         result = self.loads.results.get(timeout=FOREVER)
         assert result.load is load and result.weights is None and result.error is not None
         return result.error
@@ -109,7 +109,7 @@ class Queue:
         return self._incoming.pop(0)
 
     def pages(self) -> PagesResult:
-        """Of the job that is under way."""
+        """The result of the running job of a host tier."""
         while (result := self.loads.take_pages()) is None:
             self.channel.receive(FOREVER)
         return result
@@ -132,7 +132,7 @@ def load() -> Load:
     return Load(1, "m", str(reduced_model("llama-2")))
 
 
-def test_a_failure_that_nobody_foresaw_is_told_and_the_next_load_is_served(
+def test_an_unexpected_failure_is_reported_and_the_next_load_is_served(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: object) -> None:
@@ -145,7 +145,7 @@ def test_a_failure_that_nobody_foresaw_is_told_and_the_next_load_is_served(
     assert queue.device.budget.used == 0
 
 
-def test_a_device_without_memory_is_told_as_such(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_is_reported_as_such(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object) -> None:
         raise torch.OutOfMemoryError("2.00 GiB more")
 
@@ -162,7 +162,7 @@ NEED = NeedArena(7, "m", object_bytes(3, 5000), "ab" * 32, "pages")
 
 @pytest.fixture
 def reserved() -> Iterator[posix_ipc.SharedMemory]:
-    """As the server grants for WANTED."""
+    """Shared memory as the server grants for WANTED."""
     size = mmap.PAGESIZE + NEED.nbytes
     reserved = posix_ipc.SharedMemory(f"/djinnd-test-{uuid.uuid4().hex}", posix_ipc.O_CREX, size=size)
     yield reserved
@@ -170,9 +170,7 @@ def reserved() -> Iterator[posix_ipc.SharedMemory]:
     reserved.unlink()
 
 
-def test_the_memory_of_a_host_tier_is_brought_in_beside_the_engine(
-    queue: Queue, reserved: posix_ipc.SharedMemory
-) -> None:
+def test_a_host_tier_s_memory_is_mapped_on_a_thread(queue: Queue, reserved: posix_ipc.SharedMemory) -> None:
     queue.loads.submit(WANTED)
     assert queue.asked() == NEED
     assert not queue.loads.is_busy, "no load is under way"
@@ -189,7 +187,7 @@ def test_the_memory_of_a_host_tier_is_brought_in_beside_the_engine(
     assert queue.loads.take_pages() is None
 
 
-def test_the_files_of_a_disk_tier_are_opened_there_too(
+def test_a_disk_tier_s_file_is_opened_on_a_thread(
     queue: Queue, reserved: posix_ipc.SharedMemory, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -206,7 +204,7 @@ def test_the_files_of_a_disk_tier_are_opened_there_too(
         result.release()
 
 
-def test_as_many_pages_are_had_as_an_earlier_engine_has_left(queue: Queue, reserved: posix_ipc.SharedMemory) -> None:
+def test_a_host_tier_has_the_pages_that_an_earlier_engine_left(queue: Queue, reserved: posix_ipc.SharedMemory) -> None:
     queue.loads.submit(dataclasses.replace(WANTED, slots=50))
     assert isinstance(queue.asked(), NeedArena)
     queue.loads.arena(ArenaReady(7, reserved.name, mmap.PAGESIZE, complete=True))
@@ -215,7 +213,7 @@ def test_as_many_pages_are_had_as_an_earlier_engine_has_left(queue: Queue, reser
     pages.release()
 
 
-def test_a_host_tier_that_is_refused_says_why_and_the_next_job_is_done(
+def test_a_refused_host_tier_gives_its_reason_and_the_next_job_is_done(
     queue: Queue, reserved: posix_ipc.SharedMemory
 ) -> None:
     queue.loads.submit(WANTED)
@@ -230,14 +228,14 @@ def test_a_host_tier_that_is_refused_says_why_and_the_next_job_is_done(
     result.pages.release()
 
 
-def test_a_model_that_has_been_unloaded_meanwhile_has_no_arena_any_more(queue: Queue) -> None:
+def test_an_unloaded_model_has_no_arena(queue: Queue) -> None:
     queue.loads.submit(WANTED)
     queue.asked()
     queue.loads.arena(ArenaReady(7, "/djinnd-test-is-gone", mmap.PAGESIZE, complete=True))
     assert queue.pages() == PagesResult(7, "m", None, "m has been unloaded")
 
 
-def test_an_engine_that_ends_does_not_wait_for_pages(queue: Queue) -> None:
+def test_closing_does_not_wait_for_pages(queue: Queue) -> None:
     queue.loads.submit(WANTED)
     queue.asked()
     queue.loads.close()
@@ -245,7 +243,7 @@ def test_an_engine_that_ends_does_not_wait_for_pages(queue: Queue) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "djinn-load"]
 
 
-def test_loaded_weights_know_their_fingerprint(queue: Queue) -> None:
+def test_loaded_weights_have_their_fingerprint(queue: Queue) -> None:
     load_ = load()
     queue.loads.submit(load_)
     while not isinstance(need := queue.asked(), NeedArena):
@@ -267,12 +265,12 @@ def test_loaded_weights_know_their_fingerprint(queue: Queue) -> None:
         memory.unlink()
 
 
-# --- files that do not come -----------------------------------------------------------------------------------------
+# --- files that do not come -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Weights in files that came with their job cannot be read before this is set."""
+    """Reads of weights block until this event is set, for files that came with their job."""
     event, read = threading.Event(), ModelFiles.read_into
 
     def read_into(files: ModelFiles, name: str, offset: int, memory: memoryview) -> int:
@@ -295,7 +293,7 @@ def handed_over(request: int) -> Load:
 
 
 def serve(queue: Queue, memory: posix_ipc.SharedMemory, until: type[FromEngine]) -> FromEngine:
-    """As the server does, up to such a message."""
+    """Plays the server until a message of that type comes."""
     while not isinstance(message := queue.asked(), until):
         if isinstance(message, NeedArena):
             os.ftruncate(memory.fd, 4096 + message.nbytes)
@@ -303,7 +301,7 @@ def serve(queue: Queue, memory: posix_ipc.SharedMemory, until: type[FromEngine])
     return message
 
 
-def test_a_load_whose_files_do_not_come_delays_no_other_and_is_given_up(
+def test_a_load_without_its_files_delays_no_other_and_is_given_up(
     queue: Queue, stuck: threading.Event, reserved: posix_ipc.SharedMemory
 ) -> None:
     before, job = open_descriptors(), handed_over(1)
@@ -319,11 +317,11 @@ def test_a_load_whose_files_do_not_come_delays_no_other_and_is_given_up(
     for thread in threading.enumerate():
         if thread.name in ("djinn-load", "djinn-open", "djinn-read"):
             thread.join(FOREVER)
-    del result  # its error's frames hold the arena
+    del result  # frames of its error hold the arena
     assert open_descriptors() == before
 
 
-def test_an_engine_that_ends_does_not_wait_for_files(
+def test_closing_does_not_wait_for_files(
     queue: Queue, stuck: threading.Event, reserved: posix_ipc.SharedMemory
 ) -> None:
     before = open_descriptors()
@@ -336,7 +334,7 @@ def test_an_engine_that_ends_does_not_wait_for_files(
 
 
 @pytest.mark.parametrize("files", [["config.json", "config.json"], ["../config.json"], ["config.json"] * 3])
-def test_files_that_cannot_be_are_closed_and_refused(queue: Queue, files: list[str]) -> None:
+def test_impossible_files_are_closed_and_refused(queue: Queue, files: list[str]) -> None:
     before = open_descriptors()
     fds = [os.memfd_create("f") for _ in files[:2]]
     error = queue.error_of(Load(1, "m", "theirs", files=files, fds=fds))

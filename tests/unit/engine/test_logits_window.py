@@ -18,7 +18,7 @@ def contents(window: LogitsWindow) -> np.ndarray:
         return np.frombuffer(memory, np.float32).reshape(window.tokens, window.vocab).copy()
 
 
-def test_rows_are_where_they_were_written_as_float32() -> None:
+def test_written_rows_are_float32_at_their_positions() -> None:
     window = LogitsWindow(4, 3)
     window.write(2, torch.tensor([[1.5, 2, 3], [4, 5, 6]], dtype=torch.bfloat16))
     window.write(0, torch.tensor([[7.0, 8, 9]]))
@@ -26,14 +26,14 @@ def test_rows_are_where_they_were_written_as_float32() -> None:
     window.close()
 
 
-def test_more_rows_than_it_has_are_our_fault() -> None:
+def test_writing_more_rows_than_the_window_has_is_an_error() -> None:
     window = LogitsWindow(2, 3)
     with pytest.raises(RuntimeError):
         window.write(1, torch.zeros(2, 3))
     window.close()
 
 
-def test_whoever_holds_the_descriptor_cannot_change_its_size() -> None:
+def test_a_holder_of_the_descriptor_cannot_resize_the_window() -> None:
     window = LogitsWindow(2, 3)
     for size in (0, 4096):
         with pytest.raises(OSError, match="not permitted") as told:
@@ -42,7 +42,7 @@ def test_whoever_holds_the_descriptor_cannot_change_its_size() -> None:
     window.close()
 
 
-def test_close_gives_back_descriptor_and_mapping() -> None:
+def test_close_frees_descriptor_and_mapping() -> None:
     before = open_descriptors()
     window = LogitsWindow(8, 8)
     window.write(0, torch.zeros(8, 8))
@@ -51,7 +51,7 @@ def test_close_gives_back_descriptor_and_mapping() -> None:
     assert open_descriptors() == before
 
 
-def test_one_that_the_system_refuses_leaves_no_descriptor() -> None:
+def test_a_window_refused_by_the_system_leaves_no_descriptor() -> None:
     before, limits = open_descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:

@@ -16,7 +16,7 @@ from tests.support.models import REPOSITORY
 
 
 class Process:
-    """`python -m djinnd.engine` with its server's end of the socket pair in the hands of the test."""
+    """`python -m djinnd.engine`; the test holds the server's end of the socket pair."""
 
     def __init__(self, *options: str, parent: int | None = None) -> None:
         self.socket, theirs = socket.socketpair()
@@ -48,7 +48,7 @@ class Process:
         return self.process.returncode, log
 
 
-def test_it_says_that_it_is_ready_and_ends_when_it_is_told_to() -> None:
+def test_the_engine_is_ready_and_ends_when_told_to() -> None:
     engine = Process("--device=cpu", f"--memory={1 << 30}")
     ready = engine.first_word()
     assert isinstance(ready, messages.Ready)
@@ -58,12 +58,12 @@ def test_it_says_that_it_is_ready_and_ends_when_it_is_told_to() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_device_that_is_not_there_is_said_in_one_line() -> None:
+def test_a_missing_device_is_reported_in_one_line() -> None:
     status, log = Process("--device=cuda:0").end()
     assert status == 3
     assert "device_refused device=cuda:0" in log and len(log.splitlines()) == 1
 
 
-def test_it_does_not_outlive_a_server_that_was_gone_before() -> None:
+def test_the_engine_ends_if_its_server_is_gone_at_the_start() -> None:
     status, log = Process("--device=cpu", parent=1 << 22).end()
     assert status == 1 and "the server is gone already" in log

@@ -37,13 +37,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def assert_logits(got: Tensor, tokens: list[int], folder: Path = FOLDER) -> None:
-    """`got` are those of the last of `tokens`."""
+    """`got`: logits of the last positions of `tokens`. Compares them with transformers."""
     wanted = torch.from_numpy(reference.logits(folder, tokens))[-len(got) :]
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
 
 
 def went_back(batches: list[Batch], session: Session) -> bool:
-    """It has lost KV, and computed it anew; not all of it, perhaps: pages that nobody was given are shared again."""
+    """True if the session has lost KV and recomputed it, maybe in part: pages that were not reused are shared again."""
     rows = [row for batch in batches for row in batch.rows if row.session is session]
     return any(later.start < row.end for row, later in pairwise(rows))
 
@@ -53,7 +53,8 @@ def went_back(batches: list[Batch], session: Session) -> bool:
 
 @pytest.mark.parametrize("family", ["llama-2", "qwen3"])
 def test_sessions_that_join_and_leave_get_the_tokens_of_transformers(family: str) -> None:
-    """16 of them, each with another prompt and length, a new one every other step; then each goes on once more."""
+    """16 sessions with different prompts and lengths. A new one starts every other step; then each goes on once
+    more."""
     folder, chance = reduced_model(family), random.Random(family)
     lengths = [1, 200, *(chance.randint(1, 200) for _ in range(14))]
     wishes = [chance.randint(1, 24) for _ in lengths]
@@ -78,7 +79,7 @@ def test_sessions_that_join_and_leave_get_the_tokens_of_transformers(family: str
 
 
 def test_preempted_sessions_get_the_same_tokens() -> None:
-    """Six sessions in a pool for two of them: KV is dropped and computed anew."""
+    """Six sessions in a pool for two. KV is dropped and recomputed."""
     prompts = [prompt(length, seed=9) for length in (60, 61, 62, 63, 64, 65)]
     with Served(FOLDER, plan=small_pages(12), max_batch_tokens=40) as served:
         sessions = [served.open() for _ in prompts]
@@ -93,7 +94,7 @@ def test_preempted_sessions_get_the_same_tokens() -> None:
 # --- forward passes -------------------------------------------------------------------------------------------------
 
 
-def test_a_forward_pass_gives_the_logits_of_each_position(served: Served) -> None:
+def test_a_forward_pass_returns_the_logits_of_each_position(served: Served) -> None:
     session = served.open()
     first = served.submit(session, prompt(100))
     assert len(served.run()) == 3  # in chunks
@@ -107,7 +108,7 @@ def test_a_forward_pass_gives_the_logits_of_each_position(served: Served) -> Non
     assert_logits(logits, session.tokens)
 
 
-def test_a_forward_pass_of_one_token_among_others_that_generate(served: Served) -> None:
+def test_a_forward_pass_of_one_token_beside_sessions_that_generate(served: Served) -> None:
     talker, session = served.open(), served.open()
     generating = served.submit(talker, prompt(9), max_tokens=8)
     for token in prompt(4, seed=2):
@@ -120,7 +121,7 @@ def test_a_forward_pass_of_one_token_among_others_that_generate(served: Served) 
     assert talker.tokens[9:] == reference.greedy(FOLDER, talker.tokens[:9], 8)
 
 
-def test_more_logits_than_exist_at_once() -> None:
+def test_more_logits_are_returned_than_exist_at_once() -> None:
     count = 2 * LOGIT_ROWS + 44
     with Served(FOLDER, plan=small_pages(100), max_batch_tokens=700) as served:
         sessions = [served.open() for _ in range(2)]
@@ -131,14 +132,14 @@ def test_more_logits_than_exist_at_once() -> None:
         assert_logits(served.logits_of(short), sessions[1].tokens)
 
 
-def test_a_forward_pass_that_is_preempted_is_computed_anew() -> None:
+def test_a_preempted_forward_pass_is_recomputed() -> None:
     with Served(FOLDER, plan=small_pages(7), max_batch_tokens=24) as served:
         reader = served.open()
         served.submit(reader, prompt(20, seed=3), max_tokens=1)
         served.run()
         talker = served.open()
         served.submit(talker, prompt(15, seed=4), max_tokens=40)
-        served.step()  # else the reader, who holds pages, comes first
+        served.step()  # otherwise the forward pass, which holds pages, comes first
         forward = served.submit(reader, prompt(75, seed=5))
         batches = served.run()
         assert went_back(batches, reader), "it was not preempted in its middle"
@@ -147,7 +148,7 @@ def test_a_forward_pass_that_is_preempted_is_computed_anew() -> None:
         assert_logits(logits, reader.tokens)
 
 
-def test_a_forgotten_request_gives_its_window_to_the_caller(served: Served) -> None:
+def test_a_forgotten_request_s_window_passes_to_the_caller(served: Served) -> None:
     session = served.open()
     forward = served.submit(session, prompt(3))
     window = served.runner.forget(forward)
@@ -173,7 +174,7 @@ def rename(tensors: Tensors) -> None:
     tensors["lm_head.weight"] = tensors.pop("wte.weight")
 
 
-def test_tied_weights_saved_under_their_other_name_serve_as_well(tmp_path: Path) -> None:
+def test_tied_weights_saved_under_their_other_name_are_served(tmp_path: Path) -> None:
     with Served(altered(tmp_path, "gpt2", rename), plan=small_pages(20)) as served:
         session = served.open()
         request = served.submit(session, prompt(40))
@@ -200,7 +201,7 @@ def test_a_page_is_zeroed_before_another_tenant_gets_it(served: Served) -> None:
 
 
 class Expected:
-    """A copy of which it is seen when the compute stream waits for it."""
+    """A copy that records when the compute stream waits for it."""
 
     def __init__(self, order: Callable[[], None]) -> None:
         self.order = order
@@ -214,7 +215,7 @@ class Expected:
 
 @pytest.fixture
 def seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What a step does, while the device expects a copy."""
+    """Records a step's actions while the device expects a copy."""
     seen, model = list[str](), served.runner.model
     begin, zero_pages = model.residency.begin, model.zero_pages
 
@@ -232,13 +233,13 @@ def seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_blocks_before_the_middle_do_not_wait_for_what_is_expected(served: Served, seen: list[str]) -> None:
+def test_blocks_before_the_middle_do_not_wait_for_expected_copies(served: Served, seen: list[str]) -> None:
     served.submit(served.open(), prompt(3), max_tokens=2)
     served.step()
     assert seen == ["block 0", "block 1", "caught up", "block 2", "block 3"]
 
 
-def test_nor_is_it_forgotten_where_rows_go_no_further(served: Served, seen: list[str]) -> None:
+def test_expected_copies_are_waited_for_if_rows_end_before_the_middle(served: Served, seen: list[str]) -> None:
     served.submit(served.open(), prompt(3), max_tokens=2)
     batch = served.scheduler.next_batch()
     assert batch is not None
@@ -247,17 +248,17 @@ def test_nor_is_it_forgotten_where_rows_go_no_further(served: Served, seen: list
     assert seen == ["block 0", "caught up"] and not served.device.is_behind
 
 
-def test_pages_are_zeroed_behind_what_is_expected(
+def test_pages_are_zeroed_after_expected_copies(
     served: Served, seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be on its way to one of them, for a session that has gone."""
+    """A copy may be on its way to one of these pages, for a session that has gone."""
     monkeypatch.setattr(served.runner.kv, "take_stale", lambda: [7])
     served.submit(served.open(), prompt(3), max_tokens=2)
     served.step()
     assert seen[:3] == ["caught up", "zeroed", "block 0"]
 
 
-def test_figures_and_release() -> None:
+def test_the_budget_shows_the_model_until_its_release() -> None:
     served = Served(FOLDER, max_batch_tokens=64)
     info, budget = served.runner.info(), served.device.budget
     assert (info.name, info.family, info.state, info.dtype, info.blocks) == ("m", "llama", "ready", "float32", 4)
@@ -282,7 +283,7 @@ def run_with(served: Served, prompts: list[list[int]], sampling: Sampling) -> li
     return [session.tokens[-12:] for session in sessions]
 
 
-def test_a_session_s_random_numbers_are_its_own(served: Served) -> None:
+def test_each_session_has_its_own_random_numbers(served: Served) -> None:
     sampling = Sampling(temperature=1.0, seed=7)
     prompts = [prompt(length, seed=6) for length in (5, 90, 33)]
     together = run_with(served, prompts, sampling)
@@ -291,7 +292,7 @@ def test_a_session_s_random_numbers_are_its_own(served: Served) -> None:
     assert together != run_with(served, prompts, Sampling())
 
 
-def test_logprobs_are_told_with_the_tokens(served: Served) -> None:
+def test_logprobs_are_returned_with_the_tokens(served: Served) -> None:
     session = served.open()
     served.submit(session, prompt(10), max_tokens=1, logprobs=2)
     batch = served.scheduler.next_batch()
@@ -305,10 +306,11 @@ def test_logprobs_are_told_with_the_tokens(served: Served) -> None:
     served.complete(batch, sampled)
 
 
-def test_a_prompt_s_next_chunk_is_filled_in_when_the_device_has_taken_the_last_one(
+def test_a_chunk_s_inputs_are_written_after_the_device_has_taken_the_last_chunk_s(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody reads what a chunk gives, so nothing else keeps the host from writing over what has not been sent yet."""
+    """The results of a chunk are not read, so nothing else keeps the host from overwriting inputs that have not been
+    sent yet."""
     said: list[tuple[str, StepInputs]] = []
     send, wait = StepInputs.send, StepInputs.wait
     monkeypatch.setattr(StepInputs, "send", lambda inputs: (said.append(("send", inputs)), send(inputs)))
@@ -337,8 +339,8 @@ def test_a_step_without_a_token_samples_nothing(served: Served) -> None:
 
 @pytest.mark.parametrize("family", ["llama-2", "qwen3"])
 @pytest.mark.parametrize("pages", [400, 18])
-def test_logits_of_forks_are_those_of_sessions_that_were_sent_everything(family: str, pages: int) -> None:
-    """A tree that grows, is cut and loses parents at random; with few pages its sessions also evict each other."""
+def test_logits_of_forks_equal_those_of_sessions_with_the_whole_prompt(family: str, pages: int) -> None:
+    """A tree that grows, is cut and loses parents at random. With few pages, its sessions also evict each other."""
     folder, chance = reduced_model(family), random.Random(f"{family} {pages}")
     with Served(folder, plan=small_pages(pages), max_batch_tokens=64) as served:
         served.shuffle_pages()
@@ -365,8 +367,8 @@ def test_logits_of_forks_are_those_of_sessions_that_were_sent_everything(family:
         assert served.runner.kv.pool.used == 0
 
 
-def test_a_fork_of_pages_that_were_another_tenants_keeps_what_was_copied(served: Served) -> None:
-    """All pages have been another's: what the fork gets is neither that nor zeroes."""
+def test_a_fork_into_another_tenant_s_old_page_keeps_the_copied_kv(served: Served) -> None:
+    """All pages belonged to another tenant. The fork's page has neither that tenant's KV nor zeros."""
     strangers = [served.open(tenant=1) for _ in range(2)]
     for stranger in strangers:
         served.submit(stranger, prompt(799), max_tokens=1)
@@ -384,7 +386,7 @@ def test_a_fork_of_pages_that_were_another_tenants_keeps_what_was_copied(served:
     assert_logits(served.logits_of(request), child.tokens)
 
 
-def test_forks_generate_what_their_parent_would_have(served: Served) -> None:
+def test_forks_generate_the_same_tokens_as_their_parent(served: Served) -> None:
     parent = served.open()
     served.submit(parent, prompt(40), max_tokens=8)
     served.run()
@@ -400,8 +402,8 @@ def test_forks_generate_what_their_parent_would_have(served: Served) -> None:
 
 
 @pytest.mark.parametrize("pages", [400, 24])
-def test_logits_over_shared_prefixes_are_those_of_sessions_that_computed_all_themselves(pages: int) -> None:
-    """Prompts that begin alike, of two tenants, sessions that stay and go; with few pages they evict each other."""
+def test_logits_over_shared_prefixes_equal_those_computed_without_sharing(pages: int) -> None:
+    """Prompts with common prefixes, of two tenants; sessions stay and go. With few pages, they evict each other."""
     chance, starts = random.Random(pages), [prompt(70, seed=1), prompt(70, seed=2)]
     spared = 0
     with Served(FOLDER, plan=small_pages(pages), max_batch_tokens=64) as served:
@@ -430,7 +432,7 @@ def test_logits_over_shared_prefixes_are_those_of_sessions_that_computed_all_the
 @pytest.mark.parametrize(
     "error", [RuntimeError("cannot"), torch.OutOfMemoryError("no room")], ids=["forward", "memory"]
 )
-def test_a_model_whose_shapes_cannot_be_run_in_advance_serves_without_graphs(served: Served, error: Exception) -> None:
+def test_a_model_whose_graphs_cannot_be_compiled_serves_without_graphs(served: Served, error: Exception) -> None:
     class Graphs:
         is_full = False
 

@@ -7,7 +7,7 @@ import sys
 
 from tests.support.models import REPOSITORY
 
-# Imports what the nursery imports, says whether it may fork then, and what the engine imports after that.
+# Imports what the nursery imports, reports whether it may fork, and then imports what an engine imports.
 CODE = """
 import json, os, random, sys
 from djinnd.engine.nursery import LIBRARIES, import_libraries, reseed, unfit
@@ -28,7 +28,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-def test_the_libraries_may_be_forked_and_are_all_that_an_engine_needs_beside_its_own() -> None:
+def test_the_libraries_may_be_forked_and_cover_an_engine_s_imports() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "OPENBLAS_"))}
     told = subprocess.run([sys.executable, "-c", CODE], cwd=REPOSITORY, env=environ, capture_output=True, check=True)
     (reason, libraries), one, other, modules = map(json.loads, told.stdout.splitlines())
@@ -48,13 +48,13 @@ Newborn(Bear(["no.such.module"], {}, {}), 0, nursery=os.getpid()).grow_up()
 """
 
 
-def test_one_whose_nursery_is_gone_ends_at_once() -> None:
-    """Without freeing what it shares, which takes a moment in which it would be found."""
+def test_a_newborn_without_its_nursery_exits_at_once() -> None:
+    """It does not free the shared memory first: that takes a moment in which the server could find the process."""
     ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "the server is gone already\n")
 
 
-def test_threads_and_devices_make_it_unfit() -> None:
+def test_threads_and_open_devices_forbid_a_fork() -> None:
     code = (
         "import threading, time; from djinnd.engine.nursery import unfit; print(unfit())\n"
         "threading.Thread(target=time.sleep, args=[30], daemon=True).start(); print(unfit())"

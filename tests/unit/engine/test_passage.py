@@ -1,4 +1,4 @@
-"""Rows that go through the blocks in parts, beside others that do not; batches are made by hand."""
+"""Rows that run the blocks in parts, beside rows that do not. The tests compose the batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS = 4
 
 
 class Parts:
-    """Sessions whose rows are composed by the test. All of them have pages for all their tokens."""
+    """Sessions with rows that the test composes. All of them have pages for all their tokens."""
 
     def __init__(self, family: str) -> None:
         self.folder = reduced_model(family)
@@ -37,14 +37,15 @@ class Parts:
         return session
 
     def row(self, session: Session, count: int, first: int = 0, last: int = BLOCKS, samples: bool = False) -> Row:
-        """The next tokens of it."""
+        """A row of the session's next tokens."""
         assert session.request is not None
         self.runner.kv.reserve(session.id, 0, len(session.tokens))
         start = session.next_position
         return Row(session, session.request, start, count, first, last, samples, session.stage)
 
     def run(self, *rows: Row) -> None:
-        """As the scheduler would have it. Before it, what is to wait is held, as if it were captured."""
+        """Runs the rows as the scheduler and engine would. Rows that will wait are given room first, as for a
+        capture."""
         self.steps += 1
         for row in rows:
             if row.stage is not None and row.stage.last <= BLOCKS:
@@ -83,8 +84,8 @@ def decode(parts: Parts, sessions: list[Session], until: int) -> None:
 
 
 @pytest.mark.parametrize("block", range(1, BLOCKS + 1))
-def test_a_prompt_in_two_parts_beside_others(parts: Parts, block: int) -> None:
-    """In chunks of two sizes; while it waits, and while it goes on, another one decodes."""
+def test_a_prompt_runs_in_two_parts_beside_others(parts: Parts, block: int) -> None:
+    """In chunks of two sizes. Another session decodes while it waits and while it goes on."""
     session, other = parts.open(prompt(41)), parts.open(prompt(20, seed=1))
     parts.run(parts.row(other, 20, samples=True))
     session.stage = Stage(0, block, 0)
@@ -103,7 +104,7 @@ def test_a_prompt_in_two_parts_beside_others(parts: Parts, block: int) -> None:
 
 
 def test_rows_that_leave_and_join_at_one_boundary_and_at_others(parts: Parts) -> None:
-    """Decode rows of three sessions, each somewhere else, step after step."""
+    """Decode rows of three sessions, each at a different boundary, step after step."""
     sessions = [parts.open(prompt(10 + 3 * seed, seed)) for seed in range(3)]
     parts.run(*(parts.row(session, len(session.tokens), samples=True) for session in sessions))
     for step in range(12):
@@ -126,8 +127,8 @@ def test_rows_that_leave_and_join_at_one_boundary_and_at_others(parts: Parts) ->
         )
 
 
-def test_pages_have_what_blocks_have_made_and_nothing_else(parts: Parts) -> None:
-    """Of a row's positions, each block's part of the pages is as it was until the row has been through that block."""
+def test_pages_hold_only_the_kv_of_blocks_that_have_run(parts: Parts) -> None:
+    """At a row's positions, a block's part of the pages does not change until the row has run that block."""
     session, other = parts.open(prompt(9)), parts.open(prompt(9))
     parts.run(parts.row(other, 9, samples=True))
     session.stage = Stage(0, 2, 0)
@@ -143,7 +144,7 @@ def test_pages_have_what_blocks_have_made_and_nothing_else(parts: Parts) -> None
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_only_the_blocks_of_a_part_run(parts: Parts, block: int) -> None:
+def test_a_part_runs_only_its_blocks(parts: Parts, block: int) -> None:
     runs: list[int] = []
     for index, module in enumerate(parts.runner.model.adapter.blocks):
         module.register_forward_hook(lambda *_, index=index: runs.append(index))
@@ -155,7 +156,7 @@ def test_only_the_blocks_of_a_part_run(parts: Parts, block: int) -> None:
     assert runs == list(range(BLOCKS))
 
 
-def test_what_there_is_no_room_for_is_not_held(parts: Parts) -> None:
+def test_rows_without_room_are_not_held(parts: Parts) -> None:
     count = ROWS_AT_HAND + 5
     session = parts.open(prompt(count + 4))
     blocker = parts.runner.device.allocate("blocker", (parts.runner.device.budget.free,), torch.uint8)

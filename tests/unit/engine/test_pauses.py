@@ -1,4 +1,4 @@
-"""Sessions that are paused, and go on: to the host or to disk, whatever comes in between."""
+"""Sessions that are paused, to the host or to disk, and go on, with other messages in between."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def untiered() -> Iterator[Tiered]:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_session_that_was_paused_goes_on_as_if_nothing_had_been(engine: Tiered, tier: str) -> None:
+def test_a_resumed_session_gives_the_same_tokens(engine: Tiered, tier: str) -> None:
     tokens = engine.ran("s")
     told = engine.paused("s", tier)
     assert told.pages == 3 and told.seconds > 0
@@ -40,7 +40,7 @@ def test_a_session_that_was_paused_goes_on_as_if_nothing_had_been(engine: Tiered
     assert more == expected([*PROMPT, *tokens, 5])
 
 
-def test_a_session_that_is_more_than_its_tenant_may_have_on_disk_goes_on_where_it_was(engine: Tiered) -> None:
+def test_a_session_above_its_tenant_s_disk_quota_is_not_paused(engine: Tiered) -> None:
     (info,) = engine.report().models
     tokens, limit = engine.ran("s"), 2 * info.page_bytes
     engine.engine._tiers.set_tenants([messages.TenantLimits(0, disk_kv=limit)])
@@ -51,14 +51,14 @@ def test_a_session_that_is_more_than_its_tenant_may_have_on_disk_goes_on_where_i
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_also_in_mid_generation_and_others_run_meanwhile(engine: Tiered, tier: str) -> None:
+def test_a_session_is_paused_during_a_run_while_others_run_on(engine: Tiered, tier: str) -> None:
     engine.open("other")
     run, other = engine.run_message("s", PROMPT, 1000), engine.run_message("other", [7, 8, 9], 60)
     engine.send(run, other)
     tokens: dict[int, list[int]] = {run.request: [], other.request: []}
     asked: messages.Pause | None = engine.pause("s", tier)
     replies: list[messages.FromEngine] = []
-    while len(replies) < 2:  # of the pause, and of the other one's end
+    while len(replies) < 2:  # of the pause, and of the other session's end
         message = engine.receive()
         if not isinstance(message, messages.Stepped):
             replies.append(message)
@@ -111,7 +111,7 @@ def test_a_fork_of_a_paused_session_is_not_paused(engine: Tiered) -> None:
 
 @pytest.mark.parametrize("between", ["close", "resume", "unload", "truncate", "pause again", "wait"])
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_pause_is_answered_once_whatever_comes_in_between(engine: Tiered, tier: str, between: str) -> None:
+def test_a_pause_gets_one_reply_with_any_message_in_between(engine: Tiered, tier: str, between: str) -> None:
     engine.ran("s")
     asked, again = engine.pause("s", tier), engine.pause("s", "host")
     follow = {
@@ -139,9 +139,7 @@ def test_a_pause_is_answered_once_whatever_comes_in_between(engine: Tiered, tier
     )
 
 
-def test_a_pause_for_which_nothing_moves_waits_for_no_other_turn(
-    engine: Tiered, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pause_without_copies_is_answered_in_the_same_turn(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.ran("s")
     engine.paused("s", "disk")
     pauses, turn, left = engine.engine._pauses, engine.engine._pauses.turn, []
@@ -155,7 +153,7 @@ def test_a_pause_for_which_nothing_moves_waits_for_no_other_turn(
     assert not any(left)
 
 
-def test_a_pause_to_a_tier_that_is_not_there_is_refused_and_the_session_runs_on(untiered: Tiered) -> None:
+def test_a_pause_to_a_missing_tier_is_refused_and_the_session_runs_on(untiered: Tiered) -> None:
     assert untiered.ran("s") == expected()
     for tier in ("host", "disk"):
         reply = untiered.refused("s", tier)
@@ -163,7 +161,7 @@ def test_a_pause_to_a_tier_that_is_not_there_is_refused_and_the_session_runs_on(
     assert untiered.use("s").state == "idle"
 
 
-def test_to_disk_without_a_disk() -> None:
+def test_a_pause_to_disk_without_a_disk_tier_is_refused() -> None:
     with Tiered() as engine:
         engine.load_with_tiers()
         engine.open("s")
@@ -171,14 +169,14 @@ def test_to_disk_without_a_disk() -> None:
         engine.paused("s")
 
 
-def test_a_session_that_is_not_there_cannot_be_paused(engine: Tiered) -> None:
+def test_an_unknown_session_cannot_be_paused(engine: Tiered) -> None:
     assert engine.refused("ghost").code == "session_not_found"
     engine.send(messages.Resume("ghost"))
     assert engine.ran("s") == expected()
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_pause_waits_while_the_host_tier_is_being_made_ready(tmp_path: Path, tier: str) -> None:
+def test_a_pause_waits_until_the_host_tier_is_set_up(tmp_path: Path, tier: str) -> None:
     with Tiered() as engine:
         engine.loaded(FOLDER, host_kv_bytes=TIER, disk_kv_bytes=TIER, disk_folder=str(tmp_path))
         wanted = engine.until(messages.NeedArena)
@@ -195,7 +193,7 @@ def test_a_pause_waits_while_the_host_tier_is_being_made_ready(tmp_path: Path, t
 
 
 @pytest.mark.parametrize("was_paused", [False, True])
-def test_a_pause_that_waited_for_a_tier_that_never_came(was_paused: bool) -> None:
+def test_a_pause_is_refused_if_the_tier_that_it_waited_for_fails(was_paused: bool) -> None:
     with Tiered() as engine:
         engine.loaded(FOLDER, host_kv_bytes=TIER)
         wanted = engine.until(messages.NeedArena)

@@ -1,4 +1,4 @@
-"""What `djinnctl plan` foretells, beside the model when it is then loaded."""
+"""Plans of `djinnctl plan`, compared with the model when it is loaded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("more", [0, 100_000, 200_000, 300_000, 1 << 20, 1 << 25, 1 << 29])
-def test_what_is_foretold_is_what_is_there_when_it_is_loaded(folder: Path, wish: str, more: int) -> None:
+def test_a_plan_equals_the_loaded_model(folder: Path, wish: str, more: int) -> None:
     fields = {"dtype": "bfloat16", **WISHES[wish]}
     budget = least(folder, **fields) + more
     plan = planned(folder, asked_memory=budget, **fields)
@@ -90,12 +90,12 @@ def test_what_is_foretold_is_what_is_there_when_it_is_loaded(folder: Path, wish:
     assert [need.nbytes for need in wanted] == [plan.host_bytes]
 
 
-def test_the_budget_is_the_device_s_where_none_is_asked_about(folder: Path) -> None:
+def test_a_plan_uses_the_device_s_budget_by_default(folder: Path) -> None:
     assert planned(folder, dtype="bfloat16").budget_bytes == MEMORY
     assert planned(folder, asked_memory=2 * MEMORY).budget_bytes == 2 * MEMORY
 
 
-def test_more_streamed_takes_longer_and_a_full_ring_shortens_the_first_token(folder: Path) -> None:
+def test_streaming_takes_longer_and_a_full_ring_shortens_the_first_token(folder: Path) -> None:
     plans = [planned(folder, dtype="bfloat16", placing=Placing(resident=r, slots=1)) for r in (4, 2, 0)]
     assert [plan.streamed_bytes for plan in plans] == sorted(plan.streamed_bytes for plan in plans)
     for plan in plans:
@@ -105,7 +105,7 @@ def test_more_streamed_takes_longer_and_a_full_ring_shortens_the_first_token(fol
     assert full.first_token_s <= plans[2].first_token_s
 
 
-def test_why_blocks_stay_plain_is_said(folder: Path) -> None:
+def test_a_plan_says_why_blocks_stay_plain(folder: Path) -> None:
     assert planned(folder, placing=Placing(packing=False)).notes == ["blocks stay plain: packing is off"]
     (note,) = planned(reduced_model("llama-2")).notes
     assert "the code is for bfloat16 weights, these are float32" in note
@@ -113,15 +113,15 @@ def test_why_blocks_stay_plain_is_said(folder: Path) -> None:
     assert "these are bfloat16, computed in float32" in note
 
 
-def test_wishes_that_the_model_cannot_have(folder: Path) -> None:
+def test_impossible_placements_are_refused(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="the model has 4 blocks"):
         planned(folder, placing=Placing(resident=5))
     with pytest.raises(InvalidRequest, match="is too small: the largest streamed block has"):
         planned(folder, placing=Placing(resident=0, ring_bytes=1))
 
 
-def test_a_plan_beside_a_model_that_serves_changes_nothing(folder: Path) -> None:
-    """Asked of an engine; the budget is taken to be empty."""
+def test_a_plan_beside_a_served_model_changes_nothing(folder: Path) -> None:
+    """Asked of an engine. The plan assumes an empty budget."""
     with EngineThread(Measured(MEMORY), max_batch_tokens=TOKENS) as engine:
         engine.loaded(folder, kv_bytes=600 << 20)
         before = engine.report()

@@ -27,7 +27,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Scores:
-    """Runs everything, and puts together what it tells of each request."""
+    """Runs all requests, and joins the scores of each."""
 
     def __init__(self, served: Served) -> None:
         self._parts: dict[int, list[PromptScored]] = {}
@@ -43,7 +43,7 @@ class Scores:
 
 
 def assert_scores(scores: PromptLogprobs, tokens: Sequence[int], folder: Path = FOLDER) -> None:
-    """They are transformers' log probabilities of the last of these tokens."""
+    """Compares the scores with transformers' log probabilities of the last of these tokens."""
     wanted = torch.from_numpy(reference.logits(folder, tokens)).log_softmax(-1)[-len(scores) - 1 : -1]
     for entry, row, token in zip(scores, wanted, tokens[-len(scores) :], strict=True):
         assert entry is not None
@@ -59,7 +59,7 @@ def served():
         yield served
 
 
-def test_each_token_behind_the_first_is_scored_in_chunks_as_transformers_scores_it(served: Served) -> None:
+def test_each_token_after_the_first_is_scored_as_transformers_scores_it(served: Served) -> None:
     session = served.open()
     request = served.submit(session, prompt(100), max_tokens=5, prompt_logprobs=TOP)
     scores = Scores(served).of(request)
@@ -67,8 +67,8 @@ def test_each_token_behind_the_first_is_scored_in_chunks_as_transformers_scores_
     assert_scores(scores, session.tokens[:100])
 
 
-def test_a_prompt_that_goes_on_is_scored_from_its_first_token_on(served: Served) -> None:
-    """Whether the token before it has been computed or not, and with the prefix in pages that others have, too."""
+def test_a_continued_prompt_is_scored_from_its_first_token(served: Served) -> None:
+    """Whether or not the token before it has been computed, and with a prefix in shared pages too."""
     session = served.open()
     served.submit(session, prompt(40), max_tokens=4)
     Scores(served)
@@ -84,7 +84,7 @@ def test_a_prompt_that_goes_on_is_scored_from_its_first_token_on(served: Served)
     assert_scores(scores, fork.tokens[: length + 31])
 
 
-def test_a_prompt_of_which_all_kv_is_there_is_computed_anew(served: Served) -> None:
+def test_a_prompt_with_all_kv_cached_is_recomputed(served: Served) -> None:
     tokens = prompt(64, seed=3)
     first = served.submit(served.open(), tokens, max_tokens=1)
     Scores(served)
@@ -96,7 +96,7 @@ def test_a_prompt_of_which_all_kv_is_there_is_computed_anew(served: Served) -> N
     assert_scores(scores, tokens)
 
 
-def test_many_at_once_beside_others_that_generate_and_want_all_logits(served: Served) -> None:
+def test_many_prompts_are_scored_beside_generation_and_forward_passes(served: Served) -> None:
     sessions = [served.open() for _ in range(6)]
     talker, reader = served.open(), served.open()
     requests = [
@@ -130,7 +130,7 @@ def test_no_more_logits_exist_at_once_than_a_group_has(served: Served, monkeypat
     assert seen == {5: 6, 2: 1}
 
 
-def test_what_a_step_that_was_broken_off_had_scored_is_forgotten(served: Served) -> None:
+def test_scores_of_a_failed_step_are_dropped(served: Served) -> None:
     session = Session("s", "m", 0, "agent", tokens=[1, 2])
     row = Row(session, Request(1, 0, 2, 0, prompt_logprobs=0, seen_from=0), 0, 2, 0, 4, samples=False)
     served.runner.scores.add(row, range(1), [torch.zeros(1, VOCAB)])

@@ -1,4 +1,4 @@
-"""Two tenants of one engine, and what the second one's prompt computes: see Finished.computed."""
+"""Two tenants of one engine: the prompt tokens that the second one computes, see Finished.computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.models import reduced_model
 FOLDER = reduced_model("llama-2")
 ALICE, BOB, CAROL = 1000, 1001, 1002
 PAGE = 256
-SYSTEM = random_prompt(2 * PAGE + 40, 512, seed=1)  # two full pages, and what is never public
+SYSTEM = random_prompt(2 * PAGE + 40, 512, seed=1)  # two full pages, and a rest that is never public
 ALICES, BOBS = (SYSTEM + random_prompt(30, 512, seed) for seed in (2, 3))
 NEW = 6
 PAGE_BYTES = 512 << 10
@@ -33,13 +33,13 @@ def mark(engine: EngineThread, tokens: list[int] = SYSTEM) -> None:
 
 
 def ask(engine: EngineThread, session: str, tenant: int, prompt: list[int]) -> int:
-    """Opens a session, whose tokens are as if it were alone. → prompt tokens that were computed."""
+    """Opens a session and checks that it gets the same tokens as alone. → the prompt tokens that were computed."""
     engine.open(session, tenant=tenant)
     return go_on(engine, session, prompt, prompt)
 
 
 def go_on(engine: EngineThread, session: str, text: list[int], prompt: list[int]) -> int:
-    """`text`: all that the session has then."""
+    """`text`: all tokens of the session after this."""
     tokens, reply = engine.outcome(engine.run(session, prompt, NEW))
     assert isinstance(reply, messages.Finished)
     assert tokens == reference.greedy(FOLDER, text, NEW)
@@ -51,7 +51,7 @@ def pages_used(engine: EngineThread) -> int:
     return model.pages_used
 
 
-def test_a_tenant_finds_another_one_s_pages_of_a_public_prefix(engine: EngineThread) -> None:
+def test_a_tenant_reuses_another_tenant_s_pages_of_a_public_prefix(engine: EngineThread) -> None:
     assert ask(engine, "a", ALICE, ALICES) == len(ALICES)
     assert ask(engine, "b", BOB, BOBS) == len(BOBS), "nobody has marked it"
     assert pages_used(engine) == 6
@@ -66,7 +66,7 @@ def test_a_tenant_finds_another_one_s_pages_of_a_public_prefix(engine: EngineThr
     assert pages_used(engine) == 2 + 4, "the prefix once, and a page of each"
 
 
-def test_behind_the_prefix_nothing_is_shared(engine: EngineThread) -> None:
+def test_tokens_after_the_public_prefix_are_not_shared(engine: EngineThread) -> None:
     mark(engine, SYSTEM[: PAGE + 10])
     assert ask(engine, "a", ALICE, ALICES) == len(ALICES)
     assert ask(engine, "b", BOB, ALICES) == len(ALICES) - PAGE, "the same prompt"
@@ -75,7 +75,7 @@ def test_behind_the_prefix_nothing_is_shared(engine: EngineThread) -> None:
     assert ask(engine, "d", BOB, left) == len(left), "it leaves the prefix in the middle of a page"
 
 
-def test_a_session_that_was_there_before_keeps_its_pages(engine: EngineThread) -> None:
+def test_a_session_from_before_the_mark_keeps_its_pages(engine: EngineThread) -> None:
     assert ask(engine, "a", ALICE, ALICES) == len(ALICES)
     mark(engine)
     text = [*ALICES, *reference.greedy(FOLDER, ALICES, NEW), 5]
@@ -88,7 +88,7 @@ def test_a_session_that_was_there_before_keeps_its_pages(engine: EngineThread) -
 
 @pytest.fixture
 def tiered() -> Iterator[EngineThread]:
-    """With few pages on the device, and a host tier."""
+    """An engine with few pages on the device, and a host tier."""
     with EngineThread(max_batch_tokens=512) as engine:
         info = engine.loaded(FOLDER, kv_bytes=9 * PAGE_BYTES, host_kv_bytes=32 * PAGE_BYTES)
         assert (info.pages, info.page_bytes) == (8, PAGE_BYTES)
@@ -99,7 +99,7 @@ def tiered() -> Iterator[EngineThread]:
 
 
 def demote(engine: EngineThread, *sessions: str) -> None:
-    """Paused: all of them are on the host then, and nothing is on the device."""
+    """Pauses the sessions: all their pages are on the host then, and none on the device."""
     for session in sessions:
         request = engine.number()
         engine.send(messages.Pause(request, session, "host"))
@@ -108,7 +108,7 @@ def demote(engine: EngineThread, *sessions: str) -> None:
 
 
 def forget_device(engine: EngineThread) -> None:
-    """Somebody else computes until no page of the device has what it had."""
+    """Another session computes until no page of the device has its old contents."""
     (model,) = engine.report().models
     engine.open("filler", tenant=7)
     filler = random_prompt(model.pages * PAGE - 1, 512, seed=9)
@@ -137,7 +137,7 @@ def test_tenants_find_public_pages_on_the_host(tiered: EngineThread) -> None:
     assert go_on(tiered, "b", text, [5]) == 2
 
 
-def test_pages_that_were_on_the_host_before_are_found_by_who_had_them_and_nobody_else(tiered: EngineThread) -> None:
+def test_host_pages_from_before_the_mark_are_found_only_by_their_tenant(tiered: EngineThread) -> None:
     assert ask(tiered, "a", ALICE, ALICES) == len(ALICES)
     demote(tiered, "a")
     forget_device(tiered)

@@ -1,5 +1,5 @@
-"""A model that goes to sleep: its pages leave for the host beside the steps of others, and all of it leaves the device;
-and the same model, loaded again."""
+"""A model that goes to sleep: its pages move to the host while other models step, and the model leaves the device. Then
+it is loaded again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def retire(engine: Tiered) -> None:
 
 
 def load_again(engine: Tiered, before: Tiered | None = None) -> None:
-    """From what the arena has, as this engine, or the one before it, has left it. Returns when its tiers are there."""
+    """Loads the model from the arena that this engine, or the engine before it, has filled. Returns when its tiers are
+    set up."""
     weights, pages = (before or engine)._arenas[-2:]
 
     def grant(need: messages.NeedArena) -> messages.ArenaReady:
@@ -38,7 +39,7 @@ def load_again(engine: Tiered, before: Tiered | None = None) -> None:
         pass
 
 
-def test_nothing_of_it_stays_on_the_device_and_it_is_found_when_it_is_loaded_again(engine: Tiered) -> None:
+def test_a_retired_model_leaves_the_device_and_its_pages_are_found_by_the_next_load(engine: Tiered) -> None:
     tokens = engine.ran("s")
     engine.open("t")
     engine.ran("t", [*PROMPT, 9])
@@ -56,7 +57,7 @@ def test_nothing_of_it_stays_on_the_device_and_it_is_found_when_it_is_loaded_aga
     assert isinstance(reply, messages.Finished) and reply.computed == 2, "the last token of before, and the new one"
 
 
-def test_whose_pages_have_left_before_is_found_too(engine: Tiered) -> None:
+def test_pages_that_had_left_before_are_found_too(engine: Tiered) -> None:
     tokens = engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
@@ -70,7 +71,7 @@ def test_whose_pages_have_left_before_is_found_too(engine: Tiered) -> None:
     assert isinstance(reply, messages.Finished) and reply.computed == 2
 
 
-def test_who_is_arriving_leaves_again(engine: Tiered) -> None:
+def test_an_arriving_session_leaves_again(engine: Tiered) -> None:
     tokens = engine.ran("s")
     engine.paused("s")
     engine.send(messages.Resume("s"), messages.Signal("s", waits=False), messages.Unload(77, "m", keep_pages=True))
@@ -80,7 +81,7 @@ def test_who_is_arriving_leaves_again(engine: Tiered) -> None:
     assert engine.ran("s", [5]) == expected([*PROMPT, *tokens, 5])
 
 
-def test_others_run_on_while_its_pages_leave(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_models_run_while_the_pages_leave(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.ran("s")
     engine.loaded(FOLDER, "other")
     engine.open("o", "other")
@@ -100,7 +101,7 @@ def test_others_run_on_while_its_pages_leave(engine: Tiered, monkeypatch: pytest
     assert [info.name for info in engine.report().models] == ["other"]
 
 
-def test_without_a_host_tier_its_pages_are_let_go() -> None:
+def test_pages_are_dropped_without_a_host_tier() -> None:
     with Tiered() as engine:
         engine.loaded(FOLDER)
         engine.open("s")
@@ -112,14 +113,14 @@ def test_without_a_host_tier_its_pages_are_let_go() -> None:
         assert engine.ran("s", [5]) == expected([*PROMPT, *tokens, 5])
 
 
-def test_a_model_without_sessions_goes_at_once(engine: Tiered) -> None:
+def test_a_model_without_sessions_retires_at_once(engine: Tiered) -> None:
     engine.send(messages.Close("s"))
     retire(engine)
     engine.until(messages.Unloaded)
     assert engine.report().used_bytes == 0
 
 
-def test_the_engine_ends_while_it_retires() -> None:
+def test_the_engine_may_end_during_retirement() -> None:
     with Tiered(max_batch_tokens=256) as first, Tiered(max_batch_tokens=256) as second:
         first.load_with_tiers()
         first.open("s")

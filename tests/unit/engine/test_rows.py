@@ -18,7 +18,7 @@ def row(number: int, start: int, count: int, *, samples: bool = True, logits: bo
     return Row(session, Request(number, 0, 50, 0, logits=logits, seen_from=seen), start, count, 0, 4, samples)
 
 
-def test_rows_lie_one_behind_another_each_at_its_positions_and_in_its_pages() -> None:
+def test_rows_are_contiguous_at_their_positions_and_pages() -> None:
     device = CpuDevice(1 << 20)
     inputs = StepInputs(device, tokens=8, rows=3, width=4)
     table = np.array([[7, 5, 0], [2, 9, 4]], np.int32)
@@ -34,7 +34,7 @@ def test_rows_lie_one_behind_another_each_at_its_positions_and_in_its_pages() ->
 
 
 @pytest.mark.parametrize("starts", [[0], [9], [3, 11, 4], [15, 0]])
-def test_rows_that_bring_one_token_each_lie_as_chunks_of_one(starts: list[int]) -> None:
+def test_rows_of_one_token_are_composed_like_chunks_of_one(starts: list[int]) -> None:
     device = CpuDevice(1 << 20)
     found, wanted = (StepInputs(device, tokens=3, rows=3, width=4) for _ in range(2))
     rows = [row(number, start, 1) for number, start in enumerate(starts)]
@@ -49,7 +49,7 @@ def test_rows_that_bring_one_token_each_lie_as_chunks_of_one(starts: list[int]) 
 
 
 @pytest.mark.parametrize(("start", "told"), [(0, []), (8, [10, 11]), (10, [10, 11, 12, 13]), (20, [20, 21, 22, 23])])
-def test_logits_are_told_from_the_first_wanted_position_on(start: int, told: list[int]) -> None:
+def test_logits_are_returned_from_the_first_wanted_position(start: int, told: list[int]) -> None:
     assert list(told_positions(row(1, start, 4, logits=True, seen=10))) == told
     assert not told_positions(row(1, start, 4, seen=10))
 
@@ -61,7 +61,7 @@ def test_a_prompt_is_scored_up_to_the_position_before_its_last_token(start: int,
     assert list(told_positions(scored)) == told
 
 
-def test_what_rows_were_given_is_put_into_the_order_that_is_wanted() -> None:
+def test_sampled_tokens_are_put_into_the_wanted_order() -> None:
     a, b, c, silent = row(1, 0, 1), row(2, 0, 1), row(3, 0, 1), row(4, 0, 1, samples=False)
     found = in_order(Sampled([30, 10, 20], [None, None, None], [2]), [c, a, b], [a, silent, b, c])
     assert (found.tokens, found.unsound) == ([10, 20, 30], [1])

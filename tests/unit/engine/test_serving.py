@@ -48,8 +48,8 @@ def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
     runner.release()
 
 
-def test_a_model_that_was_just_admitted_is_served() -> None:
-    """In the least of budgets that the refusal names, which is then full, a byte less is refused as before."""
+def test_a_model_is_served_in_the_least_budget_that_its_refusal_names() -> None:
+    """The budget is then full. One byte less is refused as before."""
     device = CpuDevice(1)
     with pytest.raises(OutOfMemory, match=r"m needs .* of device memory at the least") as told:
         loaded(device)
@@ -66,13 +66,13 @@ def test_a_model_that_was_just_admitted_is_served() -> None:
     device.close()
 
 
-def test_more_pages_than_fit_are_refused_and_all_is_given_back(device: CpuDevice) -> None:
+def test_more_pages_than_fit_are_refused_and_everything_is_given_back(device: CpuDevice) -> None:
     weights, shape = loaded(device)
     with pytest.raises(OutOfMemory, match=r"KV pages of m needs 2\.00 GiB of device memory"):
         made_runner(Load(1, "m", "", kv_bytes=2 << 30), weights, shape, device, TOKENS, ROWS)
 
 
-def test_without_room_for_the_workspace_all_is_given_back(device: CpuDevice) -> None:
+def test_without_room_for_the_workspace_everything_is_given_back(device: CpuDevice) -> None:
     weights, shape = loaded(device)
     device.budget.reserve("somebody else", device.budget.free - 100)
     with pytest.raises(OutOfMemory, match="workspace of m needs"):
@@ -85,7 +85,7 @@ class Blind(nn.Module):
         return hidden_states, None
 
 
-def test_a_family_that_fails_the_check_is_refused_and_all_is_given_back(device: CpuDevice) -> None:
+def test_a_family_that_fails_the_check_is_refused_and_everything_is_given_back(device: CpuDevice) -> None:
     weights, shape = loaded(device)
     weights.skeleton.adapter.blocks[1].self_attn = Blind()
     with pytest.raises(ModelRejected, match="llama fails the check at load"):
@@ -93,7 +93,7 @@ def test_a_family_that_fails_the_check_is_refused_and_all_is_given_back(device: 
 
 
 @pytest.mark.parametrize("taken", ["nothing", "pages"])
-def test_whatever_fails_all_is_given_back(device: CpuDevice, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
+def test_any_failure_gives_everything_back(device: CpuDevice, monkeypatch: pytest.MonkeyPatch, taken: str) -> None:
     def fails(*args: object, **options: object) -> None:
         assert (taken == "pages") == (device.budget.used > weights.nbytes)
         raise RuntimeError("nobody foresaw this")
@@ -104,5 +104,5 @@ def test_whatever_fails_all_is_given_back(device: CpuDevice, monkeypatch: pytest
         made_runner(Load(1, "m", ""), weights, shape, device, TOKENS, ROWS)
 
 
-def test_labels_are_of_the_model() -> None:
+def test_labels_name_the_model() -> None:
     assert {kv_label("m"), workspace_label("m")}.isdisjoint({kv_label("n"), workspace_label("n")})

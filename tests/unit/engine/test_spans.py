@@ -10,13 +10,13 @@ from djinnd.engine.spans import SpanTable, code_of, is_behind, point_of, sites_o
 POINTS = [Point("resid", 0), Point("resid", 4), Point("attn", 3), Point("mlp", 0), Point("norm"), Point("logits")]
 
 
-def test_a_point_s_code_is_its_own() -> None:
+def test_each_point_has_its_own_code() -> None:
     assert [point_of(code_of(point)) for point in POINTS] == POINTS
     codes = np.array([code_of(point) for point in POINTS])
     assert is_behind(codes).tolist() == [False, False, False, False, True, True]
 
 
-def test_ranges_are_spread_one_after_another() -> None:
+def test_ranges_are_concatenated() -> None:
     values, of = spread(np.array([5, 9, 0]), np.array([2, 0, 3]))
     assert values.tolist() == [5, 6, 0, 1, 2] and of.tolist() == [0, 0, 2, 2, 2]
 
@@ -45,7 +45,7 @@ def put(table: SpanTable, key: int, spans: list[Span]) -> None:
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 10), st.integers(1, 5)), min_size=1, max_size=4),
     st.sets(st.integers(0, 4)),
 )
-def test_hits_are_what_one_would_find_one_by_one(
+def test_hits_equal_those_of_a_search_one_by_one(
     entries: dict[int, list[Span]], rows: list[tuple[int, int, int]], dropped: set[int]
 ) -> None:
     table = SpanTable()

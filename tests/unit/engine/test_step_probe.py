@@ -1,4 +1,4 @@
-"""A probe beside the same edits made one row at a time."""
+"""Probes, compared with the same edits made one row at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POINTS = [RESID, OTHER, ATTN, NORM, LOGITS]
 
 
 class Touching:
-    """An engine's table and captures, and sessions."""
+    """An engine's edit table and captures, with sessions."""
 
     def __init__(self, edits: Sequence[tuple[Edit, ...]], captured: Sequence[Sequence[Point]] = ()) -> None:
         self.device = CpuDevice(1 << 20)
@@ -54,7 +54,7 @@ class Touching:
                 self.captures.open(request.id, tuple(points), 2, 30)
 
     def batch(self, *rows: tuple[int, int, int]) -> Batch:
-        """Session, start and count of each."""
+        """(session, start, count) of each row."""
         parts = (Row(self.sessions[s], self.requests[s], start, count, 0, 4, False) for s, start, count in rows)
         return Batch("m", tuple(parts), step=1)
 
@@ -67,7 +67,8 @@ class Touching:
 
 @pytest.fixture
 def steered() -> Iterator[Touching]:
-    """Three sessions: one from position 5 on, one inside of a block and behind all at position 7, one not at all."""
+    """Three sessions: one edited from position 5 on, one inside a block and behind all blocks at position 7, one not at
+    all."""
     v = torch.ones(1, WIDTH)
     one, two = an_edit("add", [RESID], [Extent(5)], v), an_edit("add", [ATTN, NORM], [Extent(7, 8)], v)
     touching = Touching([(one,), (two,), ()])
@@ -80,7 +81,7 @@ def activations(rows: int, width: int = WIDTH, seed: int = 0) -> Tensor:
 
 
 def expected(value: Tensor, point: Point, batch: Batch) -> Tensor:
-    """Each session by itself."""
+    """Applies each session's edits separately."""
     parts = []
     for row, own in zip(batch.rows, value[0].split([row.count for row in batch.rows]), strict=True):
         by_position = torch.cat([torch.zeros(row.start, own.shape[1]), own])
@@ -114,7 +115,7 @@ EDITS = st.builds(
     st.lists(st.lists(EDITS, max_size=3).map(tuple), min_size=1, max_size=4),
     st.data(),
 )
-def test_rows_of_all_sessions_are_edited_together_as_each_by_itself(
+def test_editing_all_rows_together_equals_editing_each_session_separately(
     edits: list[tuple[Edit, ...]], data: st.DataObject
 ) -> None:
     touching = Touching(edits)
@@ -138,7 +139,7 @@ def test_rows_of_all_sessions_are_edited_together_as_each_by_itself(
     touching.close()
 
 
-def test_a_batch_that_nothing_touches_has_no_probe(steered: Touching) -> None:
+def test_a_batch_without_edits_and_captures_has_no_probe(steered: Touching) -> None:
     part = steered.touched(steered.batch((2, 7, 1))).part([0])
     assert part.probe() is None and part.probe_behind([0]) is None
     part = steered.touched(steered.batch((2, 7, 1), (0, 0, 5))).part([0, 1])
@@ -147,10 +148,10 @@ def test_a_batch_that_nothing_touches_has_no_probe(steered: Touching) -> None:
     assert part.probe_behind([0, 1]) is None
 
 
-def test_nobody_looks_up_what_is_touched_before_the_first_block_in_question(
+def test_nothing_is_looked_up_before_the_first_block_with_a_point(
     steered: Touching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device would wait for it."""
+    """The device would idle meanwhile."""
     joins: list[object] = []
     join = SpanTable.join
     monkeypatch.setattr(SpanTable, "join", lambda *given: joins.append(given) or join(*given))
@@ -177,7 +178,7 @@ def test_a_pass_of_some_rows_counts_their_tokens_only(steered: Touching) -> None
     assert value.sum(dim=2).tolist() == [[0.0, WIDTH]]
 
 
-def test_captures_come_after_edits_each_to_its_request_s_rows() -> None:
+def test_captures_come_after_edits_into_their_request_s_rows() -> None:
     v = torch.ones(1, WIDTH)
     touching = Touching([(an_edit("add", [RESID], [Extent(3)], v),), (), ()], [[RESID, OTHER], [], [RESID, LOGITS]])
     batch = touching.batch((0, 1, 3), (1, 0, 4), (2, 30, 4))
@@ -187,7 +188,7 @@ def test_captures_come_after_edits_each_to_its_request_s_rows() -> None:
     resid, other, logits = activations(11), activations(11, seed=1), activations(2, VOCAB)
     probe.at(RESID, resid)
     probe.at(OTHER, other)
-    assert part.seen_behind([7]) == [8]  # positions 30 and 31 have room, those after that none
+    assert part.seen_behind([7]) == [8]  # positions 30 and 31 have room, later ones have none
     epilogue = part.probe_behind([8, 7])
     assert epilogue is not None and epilogue.points == {LOGITS}
     epilogue.at(LOGITS, logits)
@@ -200,8 +201,8 @@ def test_captures_come_after_edits_each_to_its_request_s_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_one_who_captures_beside_others_finds_his_tokens_as_if_he_were_one_of_many(data: st.DataObject) -> None:
-    """In whichever pass of the batch his row is; nothing is looked up for him."""
+def test_a_sole_capture_finds_the_same_tokens_as_one_of_many(data: st.DataObject) -> None:
+    """In any pass of the batch that has its row, and without a lookup."""
     touching = Touching([(), (), ()], [[], [OTHER, RESID, ATTN], []])
     order = data.draw(st.permutations(range(3)))
     batch = touching.batch(*[(s, data.draw(st.integers(0, 34)), data.draw(st.integers(1, 5))) for s in order])
@@ -215,7 +216,7 @@ def test_one_who_captures_beside_others_finds_his_tokens_as_if_he_were_one_of_ma
         assert isinstance(probe, SoleCapture) and probe.points == {RESID, OTHER, ATTN} and probe.first == 2
         before = sum(batch.rows[row].count for row in rows[: rows.index(order.index(1))]) - start
         for seed, point in enumerate((RESID, OTHER, ATTN)):
-            value = activations(sum(batch.rows[row].count for row in rows) + 3, seed=seed)  # some rows pad
+            value = activations(sum(batch.rows[row].count for row in rows) + 3, seed=seed)  # some rows are padding
             probe.at(point, value)
             found = dict(zip([OTHER, RESID, ATTN], touching.captures.rows_of(1, 30), strict=True))[point]
             own = value[0, [before + position for position in positions]]
@@ -224,7 +225,7 @@ def test_one_who_captures_beside_others_finds_his_tokens_as_if_he_were_one_of_ma
     touching.close()
 
 
-def test_who_is_steered_while_he_decodes_is_touched_alike_step_after_step(steered: Touching) -> None:
+def test_a_session_steered_in_decode_reuses_its_probes_step_after_step(steered: Touching) -> None:
     first = steered.touched(steered.batch((0, 9, 1), (1, 3, 1)))
     assert first.lasts(steered.batch((0, 10, 1), (1, 4, 1)))
     assert first.lasts(steered.batch((0, 12, 1), (1, 6, 1)))
@@ -236,13 +237,13 @@ def test_who_is_steered_while_he_decodes_is_touched_alike_step_after_step(steere
     assert not first.lasts(steered.batch((0, 10, 1), (1, 4, 1)))
 
 
-def test_values_of_each_position_last_no_step() -> None:
+def test_values_that_differ_by_position_are_not_reused() -> None:
     touching = Touching([(an_edit("replace", [RESID], [Extent(0, 9)], activations(9)[0]),)])
     assert not touching.touched(touching.batch((0, 3, 1))).lasts(touching.batch((0, 4, 1)))
     touching.close()
 
 
-def test_what_is_captured_has_each_step_s_own_place() -> None:
+def test_captures_are_not_reused_in_the_next_step() -> None:
     touching = Touching([()], [[RESID]])
     assert not touching.touched(touching.batch((0, 3, 1))).lasts(touching.batch((0, 4, 1)))
     touching.close()

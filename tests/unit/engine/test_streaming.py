@@ -1,4 +1,4 @@
-"""Blocks that stream or are packed, beside the same blocks resident and plain, and beside transformers."""
+"""Streamed and packed blocks, compared with the same blocks resident and plain, and with transformers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLACINGS = {"1 of 4, two slots": Placing(resident=1, slots=2), "none, one slot":
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_through_the_ring_are_those_of_transformers(family: str) -> None:
-    """Sessions with prompts of different lengths join at different steps and leave when they are done."""
+def test_streamed_blocks_give_the_tokens_of_transformers(family: str) -> None:
+    """Sessions with prompts of different lengths join at different steps and leave at their end."""
     folder, chance = reduced_model(family), random.Random(family)
     lengths = [1, 70, chance.randint(2, 40), chance.randint(2, 40)]
     prompts = [random_prompt(length, VOCAB, seed) for seed, length in enumerate(lengths)]
@@ -64,7 +64,7 @@ def sixteen_bit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def told(
     folder: Path, placing: Placing, *, pack_all: bool = False
 ) -> tuple[Tensor, list[list[int]], tuple[Place, ...]]:
-    """Logits of a prompt, what three sessions generate, and where the blocks were."""
+    """Logits of a prompt, the tokens of three sessions, and the places of the blocks."""
     with Served(folder, dtype="bfloat16", plan=small_pages(60), placing=placing) as served:
         if pack_all:
             served.runner.move(plan_of(served.runner.weights, (Place.PACKED,) * 4), served.runner.plan.num_pages)
@@ -79,7 +79,7 @@ def told(
         return logits, [session.tokens for session in sessions], served.runner.places.places
 
 
-def test_in_bfloat16_every_place_gives_the_same_bits(sixteen_bit: Path) -> None:
+def test_every_placement_gives_the_same_bits_in_bfloat16(sixteen_bit: Path) -> None:
     logits, tokens, places = told(sixteen_bit, Placing(packing=False))
     assert places == (Place.PLAIN,) * 4
     for name, (placing, where) in EXACT.items():

@@ -1,4 +1,4 @@
-"""The lower tiers of a model: how they come, what signals do with them, and what the next engine finds."""
+"""The lower tiers of a model: how they are set up, how signals use them, and what the next engine finds there."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def engine(tmp_path: Path) -> Iterator[Tiered]:
 # --- tiers ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_has_the_tiers_that_were_asked_for(engine: Tiered) -> None:
+def test_a_model_has_the_configured_tiers(engine: Tiered) -> None:
     (info,) = engine.report().models
     assert info.host_pages * info.page_bytes <= TIER < (info.host_pages + 2) * info.page_bytes
     assert info.disk_pages * info.page_bytes == TIER
     assert (info.host_pages_used, info.disk_pages_used) == (0, 0)
 
 
-def test_it_is_said_how_much_of_the_host_s_memory_is_pinned(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_says_how_much_host_memory_is_pinned(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = engine.engine._tiers._models["m"].transfers.host
     assert pages is not None
     pages._thread.join()
@@ -56,8 +56,8 @@ def test_it_is_said_how_much_of_the_host_s_memory_is_pinned(engine: Tiered, monk
     assert any(f"{info.host_pages - 1:,} of {info.host_pages:,} are pinned" in note for note in info.notes)
 
 
-def test_nobody_waits_for_the_host_s_memory_to_be_pinned_but_who_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has room for one of two sessions, and they take turns."""
+def test_only_a_pause_waits_for_host_memory_to_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has room for one of two sessions, and they alternate."""
     may_pin, pins = threading.Event(), HostPages._pin
     monkeypatch.setattr(HostPages, "_pin", lambda pages: may_pin.wait(FOREVER) and pins(pages))
     with Tiered(max_batch_tokens=256) as engine:
@@ -75,18 +75,18 @@ def test_nobody_waits_for_the_host_s_memory_to_be_pinned_but_who_pauses(monkeypa
         assert engine.until(messages.Paused).pages == 3
 
 
-def test_pages_that_come_for_a_model_that_has_gone_are_given_back() -> None:
+def test_pages_for_an_unloaded_model_are_released() -> None:
     with Tiered() as engine:
         engine.loaded(FOLDER, host_kv_bytes=TIER)
         need = engine.until(messages.NeedArena)
         engine.send(messages.Unload(77, "m"))
         engine.until(messages.Unloaded)
         engine.send(engine.grant(need))
-        engine.loaded(FOLDER)  # behind it in the queue
+        engine.loaded(FOLDER)  # queued after it
         engine.report()
 
 
-def test_and_change_nothing_of_another_load_of_that_name(engine: Tiered) -> None:
+def test_pages_of_an_earlier_load_do_not_change_a_later_load_of_that_name(engine: Tiered) -> None:
     paging = engine.engine._tiers._models["m"].paging
     paging.is_expected = True  # of the load that serves
     engine.engine._loads._pages.put(PagesResult(77, "m", None, "that one had no room"))
@@ -98,7 +98,7 @@ def test_and_change_nothing_of_another_load_of_that_name(engine: Tiered) -> None
     paging.is_expected = False
 
 
-def test_an_arena_that_has_no_room_is_a_note_and_sessions_run() -> None:
+def test_an_arena_without_room_is_a_note_and_sessions_run() -> None:
     with Tiered() as engine:
         engine.loaded(FOLDER, host_kv_bytes=TIER)
         need = engine.until(messages.NeedArena)
@@ -113,8 +113,8 @@ def test_an_arena_that_has_no_room_is_a_note_and_sessions_run() -> None:
 # --- in halves --------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_begins_when_the_first_halves_of_its_pages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second ones come to the device when the blocks that read them are about to run, and no sooner."""
+def test_a_step_begins_when_the_first_halves_of_its_pages_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second halves are waited for by the blocks that read them, and not earlier."""
     monkeypatch.setattr(page_copies, "HALF_BYTES", 1)
     device, begun = LateDevice(), list[tuple[int, int]]()
     with Tiered(device, max_batch_tokens=256) as engine:
@@ -125,7 +125,7 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_are_there(monkeypatch:
         assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
         runner = engine.engine._runners["m"]
         runner.kv._prefixes.forget(range(1, runner.kv.pool.capacity + 1))
-        runner.page_bytes()[1:] = 0x3C  # as numbers of any dtype no large ones; whatever else lives there meanwhile
+        runner.page_bytes()[1:] = 0x3C  # not large as numbers of any dtype, whichever data is there meanwhile
         begin = runner.model.residency.begin
 
         def noted(index: int) -> None:
@@ -143,7 +143,7 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_are_there(monkeypatch:
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def test_who_waits_leaves_and_comes_back_when_its_client_says_so(engine: Tiered) -> None:
+def test_a_waiting_session_leaves_and_comes_back_at_its_client_s_signal(engine: Tiered) -> None:
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
@@ -151,8 +151,8 @@ def test_who_waits_leaves_and_comes_back_when_its_client_says_so(engine: Tiered)
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 
-def test_of_who_comes_back_in_parts_all_pages_are_told(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device has its full pages yet, and the last one cannot be had while its checksum is being taken."""
+def test_all_pages_of_a_partly_arrived_session_are_reported(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device still has its full pages. The last page cannot be fetched while its checksum is being computed."""
     may_sum = threading.Event()
     monkeypatch.setattr(checksums, "checksum", lambda page: checksum(page) if may_sum.wait(FOREVER) else 0)
     engine.ran("s")
@@ -165,14 +165,14 @@ def test_of_who_comes_back_in_parts_all_pages_are_told(engine: Tiered, monkeypat
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 
-def test_or_a_moment_before_it_is_expected(engine: Tiered) -> None:
+def test_a_waiting_session_comes_back_a_moment_before_it_is_expected(engine: Tiered) -> None:
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True, expected_s=0.3))
     engine.use_when("s", "waiting", on_device=False)
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 
-def test_a_wait_that_is_too_short_to_be_worth_it_does_nothing(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_too_short_to_be_worth_an_eviction_does_nothing(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "WORTH", 1e9)
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True, expected_s=1.0))
@@ -180,7 +180,9 @@ def test_a_wait_that_is_too_short_to_be_worth_it_does_nothing(engine: Tiered, mo
     assert (use.state, use.pages) == ("idle", 3)
 
 
-def test_but_who_has_left_is_expected_however_soon_it_is(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_has_left_is_expected_after_a_short_wait(
+    engine: Tiered, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
@@ -189,7 +191,7 @@ def test_but_who_has_left_is_expected_however_soon_it_is(engine: Tiered, monkeyp
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 
-def test_who_has_left_is_fetched_as_much_earlier_as_its_pages_take(engine: Tiered) -> None:
+def test_a_session_that_has_left_is_fetched_earlier_by_its_copying_time(engine: Tiered) -> None:
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
@@ -202,14 +204,14 @@ def test_who_has_left_is_fetched_as_much_earlier_as_its_pages_take(engine: Tiere
 
 
 def learned(engine: Tiered, session: str, *seconds: float, tool: str = "search") -> None:
-    """As if the session's tenant had waited for the tool so long."""
+    """Teaches the engine how long the session's tenant waits for the tool."""
     tenant = engine.engine._scheduler.session(session).tenant
     for each in seconds:
         engine.engine._tiers._waits.begin("earlier", tenant, tool, 0.0)
         engine.engine._tiers._waits.end("earlier", each)
 
 
-def test_who_waits_for_a_tool_that_is_known_is_back_when_it_usually_is(engine: Tiered) -> None:
+def test_a_session_waiting_for_a_known_tool_is_back_at_its_usual_time(engine: Tiered) -> None:
     engine.ran("s")
     learned(engine, "s", 0.3, 0.3, 0.3)
     engine.send(messages.Signal("s", waits=True, tool="search"))
@@ -217,7 +219,7 @@ def test_who_waits_for_a_tool_that_is_known_is_back_when_it_usually_is(engine: T
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 
-def test_who_left_before_anybody_knew_is_expected_when_others_have_shown_how_long_that_takes(engine: Tiered) -> None:
+def test_a_session_that_left_early_is_expected_once_others_have_shown_the_tool_s_time(engine: Tiered) -> None:
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True, tool="search"))
     engine.use_when("s", "waiting", on_device=False)
@@ -233,7 +235,7 @@ def test_who_left_before_anybody_knew_is_expected_when_others_have_shown_how_lon
     assert engine.use_when("s", "idle", on_device=True).pages == 3
 
 
-def test_what_its_client_expects_goes_before_what_was_learned(engine: Tiered) -> None:
+def test_a_client_s_expectation_overrides_the_learned_time(engine: Tiered) -> None:
     engine.ran("s")
     learned(engine, "s", 3000.0, 3000.0, 3000.0)
     engine.send(messages.Signal("s", waits=True, tool="search"))
@@ -248,7 +250,7 @@ def test_what_its_client_expects_goes_before_what_was_learned(engine: Tiered) ->
     assert (session.waits, session.wakes_at) == (True, 0.0), "nobody knows how long that takes"
 
 
-def test_a_known_wait_that_is_too_short_to_be_worth_it_does_nothing(
+def test_a_known_wait_too_short_to_be_worth_an_eviction_does_nothing(
     engine: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(waits, "WORTH", 1e9)
@@ -259,7 +261,7 @@ def test_a_known_wait_that_is_too_short_to_be_worth_it_does_nothing(
     assert (use.state, use.pages) == ("idle", 3)
 
 
-def test_waits_are_learned_from_signal_to_signal_and_from_signal_to_call(engine: Tiered) -> None:
+def test_waits_are_measured_from_signal_to_signal_and_from_signal_to_call(engine: Tiered) -> None:
     tools = engine.engine._tiers._waits._tools
     engine.ran("s")
     for seen in range(1, 3):
@@ -275,14 +277,14 @@ def test_waits_are_learned_from_signal_to_signal_and_from_signal_to_call(engine:
     assert {tool: each.seen for (_, tool), each in tools.items()} == {"search": 2, "read": 1}
 
 
-def test_a_session_that_closes_ends_no_wait(engine: Tiered) -> None:
+def test_closing_a_session_ends_no_wait(engine: Tiered) -> None:
     engine.open("t")
     engine.send(messages.Signal("t", waits=True, tool="search"), messages.Close("t"), messages.Signal("t", waits=False))
     engine.report()
     assert engine.engine._tiers._waits._tools == {}
 
 
-def test_what_matters_to_a_session_stays_until_it_says_otherwise(engine: Tiered) -> None:
+def test_a_session_s_bulk_flag_stays_until_it_is_changed(engine: Tiered) -> None:
     engine.report()
     session = engine.engine._scheduler.session("s")
     for is_waiting, bulk, then in (
@@ -297,23 +299,23 @@ def test_what_matters_to_a_session_stays_until_it_says_otherwise(engine: Tiered)
         assert session.bulk is then
 
 
-def test_signals_of_a_session_that_is_not_there_do_nothing(engine: Tiered) -> None:
+def test_signals_of_an_unknown_session_do_nothing(engine: Tiered) -> None:
     signals = [messages.Signal("ghost", waits=waits) for waits in (True, False)]
     engine.send(*signals, messages.Signal("ghost", waits=True, expected_s=1.0))
     assert engine.ran("s") == expected()
 
 
-def test_who_waits_and_asks_after_all_goes_on(engine: Tiered) -> None:
+def test_a_call_ends_the_wait_of_its_session(engine: Tiered) -> None:
     tokens = engine.ran("s")
     run = engine.run_message("s", [5], NEW)
     engine.send(messages.Signal("s", waits=True), run)
     assert engine.outcome(run.request)[0] == expected([*PROMPT, *tokens, 5])
 
 
-# --- beside steps -----------------------------------------------------------------------------------------------------
+# --- during steps -----------------------------------------------------------------------------------------------------
 
 
-def test_pages_that_no_call_waits_for_have_their_share_of_the_bus_beside_steps_that_decode(engine: Tiered) -> None:
+def test_copies_that_no_call_waits_for_get_a_share_of_the_bus_beside_decode_steps(engine: Tiered) -> None:
     def batch(*counts: int, klass: Class = "interactive") -> Batch:
         session = Session("s", "m", 0, klass)
         rows = (Row(session, Request(1, 0, 1, 8), 0, count, 0, 4, False) for count in counts)
@@ -329,9 +331,7 @@ def test_pages_that_no_call_waits_for_have_their_share_of_the_bus_beside_steps_t
         assert rate(batch(1)) == expected_rate
 
 
-def test_who_waits_leaves_beside_somebody_s_step_and_else_in_between(
-    engine: Tiered, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_session_leaves_during_a_step_or_between_two(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, seen = engine.engine._scheduler, list[tuple[str, bool]]()
     is_beside, depart = watched(monkeypatch, engine.engine._tiers, "beside_step"), scheduler.depart
 
@@ -345,7 +345,7 @@ def test_who_waits_leaves_beside_somebody_s_step_and_else_in_between(
     engine.ran("t")
     wait = messages.Signal("s", waits=True)
     run = engine.run_message("t", [5], NEW)
-    engine.send(run, wait)  # heard together
+    engine.send(run, wait)  # received together
     engine.outcome(run.request)
     engine.use_when("s", "waiting", on_device=False)
     engine.send(messages.Signal("t", waits=True))
@@ -353,7 +353,7 @@ def test_who_waits_leaves_beside_somebody_s_step_and_else_in_between(
     assert seen == [("s", True), ("t", False)]
 
 
-def test_idle_sessions_are_paused_and_resumed_beside_a_step_and_who_runs_after_it(
+def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_after_it(
     engine: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.open("t")
@@ -405,9 +405,7 @@ def test_idle_sessions_are_paused_and_resumed_beside_a_step_and_who_runs_after_i
         assert engine.ran(session, [7]) == expected([*before, 7])
 
 
-def test_what_no_call_waits_for_is_left_to_the_next_step_where_there_is_one(
-    engine: Tiered, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_that_no_call_waits_for_is_left_for_the_next_step(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.open("t")
     engine.ran("t")
     mailbox, seen = engine.engine._mailbox, list[tuple[str, bool]]()
@@ -432,7 +430,8 @@ def test_what_no_call_waits_for_is_left_to_the_next_step_where_there_is_one(
         pause = engine.pause("t")
         engine.send(pause)
         assert engine.until(messages.Paused, messages.Stepped).request == pause.request
-        engine.send(messages.Inquire(7), messages.Resume("t"))  # the last one waits, should they come between steps
+        # if the messages come between two steps, the last one is left for the next
+        engine.send(messages.Inquire(7), messages.Resume("t"))
         engine.until(messages.Report, messages.Stepped)
     while ("tend", True) not in seen:
         engine.until(messages.Stepped)
@@ -441,13 +440,13 @@ def test_what_no_call_waits_for_is_left_to_the_next_step_where_there_is_one(
     heard = [name for name, beside in seen if beside]
     assert heard.count("Pause") == heard.count("Resume") == 3
     assert {name for name, beside in seen if not beside} <= {"CancelRun", "Inquire"}
-    pause = engine.pause("t")  # and at once where there is none
+    pause = engine.pause("t")  # without a step, it is handled at once
     engine.send(pause)
     assert engine.until(messages.Paused).request == pause.request
     assert ("Pause", False) in seen
 
 
-def test_one_after_another_leaves_though_nothing_is_heard_nor_copied(
+def test_sessions_leave_one_after_another_without_messages_or_copies(
     engine: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.open("t")
@@ -478,7 +477,7 @@ def test_one_after_another_leaves_though_nothing_is_heard_nor_copied(
 
     monkeypatch.setattr(scheduler, "depart", departed)
     monkeypatch.setattr(channel, "receive", received)
-    engine.send(*waits)  # whose pages the host still has
+    engine.send(*waits)  # the host still has their pages
     for session in "st":
         engine.use_when(session, "waiting", on_device=False)
     assert [timeout for gone, timeout in seen if gone == 1] == [0.0]
@@ -487,7 +486,7 @@ def test_one_after_another_leaves_though_nothing_is_heard_nor_copied(
 # --- tenants ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_each_tenant_has_in_each_tier(engine: Tiered) -> None:
+def test_the_report_has_each_tenant_s_bytes_in_each_tier(engine: Tiered) -> None:
     engine.open("t", tenant=7)
     assert engine.ran("s") == engine.ran("t") == expected()
     (info,) = engine.report().models
@@ -497,7 +496,7 @@ def test_what_each_tenant_has_in_each_tier(engine: Tiered) -> None:
     assert tiers.uses_of_tenants() == [messages.TenantUse(0, 0, 0, three), messages.TenantUse(7, three, 0, 0)]
 
 
-def test_a_tenant_keeps_what_it_may_on_the_host_and_computes_the_rest_anew(engine: Tiered) -> None:
+def test_a_tenant_keeps_its_host_quota_and_recomputes_the_rest(engine: Tiered) -> None:
     (info,) = engine.report().models
     tiers = engine.engine._tiers
     tiers.set_tenants([messages.TenantLimits(0, host_kv=2 * info.page_bytes)])
@@ -517,7 +516,7 @@ def test_a_tenant_keeps_what_it_may_on_the_host_and_computes_the_rest_anew(engin
 # --- the next engine --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_found_by_the_next_engine() -> None:
+def test_kept_pages_are_found_by_the_next_engine() -> None:
     with Tiered(max_batch_tokens=256) as first:
         first.load_with_tiers()
         first.open("s")

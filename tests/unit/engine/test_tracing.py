@@ -1,4 +1,4 @@
-"""What is recorded and when it is answered: with a clock that the test sets, and in a real engine that streams."""
+"""Traces: with a clock that the test sets, and in a real engine that streams."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Scene:
         self.tracer.answer()
 
     def turn(self) -> None:
-        """Without a step."""
+        """A turn without a step."""
         self.tracer.turn()
         self.tracer.answer()
 
     def spans(self) -> list[Span]:
-        """Of the only answer so far."""
+        """The spans of the only reply so far."""
         (answer,) = self.sent
         assert isinstance(answer, messages.Traced) and answer.request == 7
         return answer.spans
@@ -62,7 +62,7 @@ def scene() -> Iterator[Scene]:
     scene.device.close()
 
 
-def test_so_many_steps_are_recorded_and_no_more(scene: Scene) -> None:
+def test_exactly_the_asked_number_of_steps_is_recorded(scene: Scene) -> None:
     scene.step(1)
     scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
     scene.step(1, 1, 30)
@@ -81,7 +81,7 @@ def test_so_many_steps_are_recorded_and_no_more(scene: Scene) -> None:
     assert len(scene.sent) == 1
 
 
-def test_a_trace_ends_with_what_there_is_when_its_time_is_up(scene: Scene) -> None:
+def test_a_trace_ends_with_the_recorded_steps_when_its_time_is_up(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=4, seconds=10))
     scene.step(1)
     scene.device.synchronize()
@@ -93,14 +93,14 @@ def test_a_trace_ends_with_what_there_is_when_its_time_is_up(scene: Scene) -> No
     assert [span.track for span in scene.spans()].count("step") == 1
 
 
-def test_an_idle_engine_answers_with_nothing(scene: Scene) -> None:
+def test_an_idle_engine_replies_with_no_spans(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=4, seconds=10))
     scene.now = 10.0
     scene.turn()
     assert scene.spans() == []
 
 
-def test_the_answer_comes_when_the_last_copy_has_happened(scene: Scene) -> None:
+def test_the_reply_comes_after_the_last_copy(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=1, seconds=10))
     scene.device.gate.clear()
     scene.step(1)
@@ -114,7 +114,7 @@ def test_the_answer_comes_when_the_last_copy_has_happened(scene: Scene) -> None:
     assert [span.name for span in scene.spans() if span.track == "copy"] == ["block 1"]
 
 
-def test_a_long_one_is_read_in_parts_and_beside_steps_that_are_not_recorded(
+def test_a_long_trace_is_read_in_parts_and_beside_unrecorded_steps(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "READ_AT_ONCE", 2)
@@ -129,7 +129,7 @@ def test_a_long_one_is_read_in_parts_and_beside_steps_that_are_not_recorded(
     assert len(scene.spans()) == 6
 
 
-def test_another_trace_meanwhile_is_refused_and_afterwards_is_not(scene: Scene) -> None:
+def test_a_second_trace_is_refused_until_the_first_has_its_reply(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=1, seconds=10))
     scene.now = 3.0
     scene.tracer.start(messages.Trace(8, steps=1, seconds=10))
@@ -144,7 +144,7 @@ def test_another_trace_meanwhile_is_refused_and_afterwards_is_not(scene: Scene) 
     assert len(scene.sent) == 1
 
 
-def test_a_step_that_fails_counts_and_has_no_span(scene: Scene) -> None:
+def test_a_failed_step_counts_and_has_no_span(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
     with pytest.raises(RuntimeError, match="in mid-way"), scene.tracer.step(batch(1)):
         raise RuntimeError("in mid-way")
@@ -169,7 +169,7 @@ def names(scene: Scene) -> list[str]:
     return [span.name for span in scene.spans() if span.track in ("host", "step")]
 
 
-def test_what_the_host_does_before_a_step_is_recorded_and_after_it_until_the_next(scene: Scene) -> None:
+def test_host_work_before_and_after_a_step_is_recorded(scene: Scene) -> None:
     scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
     for _ in range(2):
         scene.tracer.turn()
@@ -186,7 +186,7 @@ def test_what_the_host_does_before_a_step_is_recorded_and_after_it_until_the_nex
         assert before.start_us + before.duration_us <= after.start_us + 1e-3
 
 
-def test_turns_without_a_step_leave_nothing(scene: Scene) -> None:
+def test_turns_without_a_step_record_nothing(scene: Scene) -> None:
     scene.tracer.turn()
     scene.tracer.did("nothing, as there is no trace")
     scene.tracer.start(messages.Trace(7, steps=2, seconds=10))
@@ -210,7 +210,7 @@ def test_turns_without_a_step_leave_nothing(scene: Scene) -> None:
 # --- in a real engine -----------------------------------------------------------------------------------------------
 
 
-def test_pages_that_leave_and_come_back_have_tracks_of_their_own() -> None:
+def test_pages_that_leave_and_come_back_have_their_own_tracks() -> None:
     with Tiered() as engine:
         engine.load_with_tiers()
         engine.open("s")
@@ -241,6 +241,6 @@ def test_pages_that_leave_and_come_back_have_tracks_of_their_own() -> None:
     ],
     ids=["plain", "two slots in pieces", "no prefetch", "half"],
 )
-def test_each_streamed_block_travels_once_a_step_and_never_where_one_computes(placing: Placing) -> None:
+def test_each_streamed_block_is_copied_once_a_step_and_never_into_a_slot_in_use(placing: Placing) -> None:
     with EngineThread() as engine:
         check_streaming(engine, placing, steps=3, rounding_us=1e-3)

@@ -1,4 +1,4 @@
-"""Transfers on the CPU device: real bytes in a real pool, a real host tier and a real page file."""
+"""Transfers on the CPU device, with real bytes in a real pool, host tier and page file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import root
 from tests.support.loaded import MEMORY
 
-PAGE, BYTES = 4, 8192  # of a page: tokens, bytes
+PAGE, BYTES = 4, 8192  # tokens and bytes of a page
 PAGES, HOST, DISK = 32, 24, 24
 TENANT = 1000
 
 
 class HeldCopy(_CopyEvent):
-    """That happens when a test says so. A compute stream waits for it, the host does not."""
+    """A copy that is done when the test says so. The compute stream waits for it, the host does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class HeldCopy(_CopyEvent):
 
 
 class Device(CpuDevice):
-    """Remembers what was copied, and fails those copies whose names a test has put into `fails`."""
+    """Records copies, and fails the copies with names in `fails`."""
 
     def __init__(self) -> None:
         super().__init__(MEMORY)
         self.copied: list[str] = []
         self.fails = ""
-        self.holds = False  # copies that are queued do not happen
+        self.holds = False  # queued copies do not run
         self._held: list[HeldCopy] = []
 
     def copy(
@@ -76,7 +76,7 @@ class Device(CpuDevice):
 
 
 class Floor:
-    """Sessions whose pages hold random bytes. Another one over the same memory is the next process."""
+    """Sessions with pages of random bytes. A second Floor over the same memory plays the next process."""
 
     def __init__(self, memory: Tensor, folder: Path, *, disk: bool = True) -> None:
         self.device = Device()
@@ -85,7 +85,7 @@ class Floor:
         self.paging = Paging(self.kv)
         self.transfers = Transfers(self.device, self.paging, lambda: self.pool, BYTES // 2)
         host = HostPages(memory, BYTES, self.device)
-        host._thread.join()  # until all of it is pinned, and copies can begin
+        host._thread.join()  # wait until all of it is pinned, so that copies can begin
         self.transfers.attach_host(host)
         if disk:
             self.transfers.attach_disk(PageFile(str(folder), "m", BYTES, DISK, "f"))
@@ -96,7 +96,7 @@ class Floor:
         self.device.close()
 
     def session(self, name: str, tokens: list[int]) -> Tensor:
-        """→ uint8 [pages, bytes of a page]: a copy of what its pages hold."""
+        """→ uint8 [pages, page_bytes]: a copy of the session's pages."""
         self.kv.reserve(name, TENANT, len(tokens))
         pages = self.kv.pages_of(name)
         self.pool[pages] = torch.randint(0, 256, (len(pages), BYTES), dtype=torch.uint8)
@@ -153,18 +153,18 @@ def floor(memory: Tensor, tmp_path: Path) -> Iterator[Floor]:
     floor.close()
 
 
-TOKENS = list(range(26))  # seven pages, the last filled in part
+TOKENS = list(range(26))  # seven pages, the last one partly filled
 OTHERS = list(range(100, 126))
 
 
-def test_pages_come_back_from_the_host_as_they_left(floor: Floor) -> None:
+def test_pages_come_back_from_the_host_unchanged(floor: Floor) -> None:
     held = floor.session("a", TOKENS)
     assert not floor.leave("a", TOKENS).failed
     transfer, back = floor.come_back(TOKENS)
     assert torch.equal(back, held) and (transfer.tokens, transfer.failed) == (26, False)
 
 
-def test_and_from_disk(floor: Floor) -> None:
+def test_pages_come_back_from_disk_unchanged(floor: Floor) -> None:
     held = floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     floor.to_disk(TOKENS)
@@ -174,7 +174,7 @@ def test_and_from_disk(floor: Floor) -> None:
     assert floor.transfers.disk_rate > 0
 
 
-def test_nothing_is_waited_for_in_a_turn(floor: Floor) -> None:
+def test_a_turn_does_not_block(floor: Floor) -> None:
     floor.device.holds = True
     floor.session("a", TOKENS)
     transfer = floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
@@ -186,8 +186,8 @@ def test_nothing_is_waited_for_in_a_turn(floor: Floor) -> None:
     assert floor.transfers.turn() == [transfer]
 
 
-def test_copies_begin_when_they_are_told_to_and_follow_what_the_device_had_to_do_in_the_turn(floor: Floor) -> None:
-    """So that they can be queued while it runs the step after that, which they do not wait for."""
+def test_copies_begin_when_told_to_and_run_after_the_work_of_that_turn(floor: Floor) -> None:
+    """They can be queued while the device runs the next step, and do not wait for it."""
     floor.session("a", TOKENS)
     floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
     floor.transfers.begin_copies()
@@ -198,8 +198,8 @@ def test_copies_begin_when_they_are_told_to_and_follow_what_the_device_had_to_do
     assert floor.device.copied == ["demote 7"]
 
 
-def test_what_is_asked_for_after_a_turn_waits_for_the_next_one(floor: Floor) -> None:
-    """The step that is composed then may still write into those pages before it begins, and the mark is before that."""
+def test_a_move_asked_for_after_a_turn_waits_for_the_next_turn(floor: Floor) -> None:
+    """The step that is composed next may still write these pages, and the mark is from before it."""
     floor.session("a", TOKENS)
     floor.session("b", OTHERS)
     floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
@@ -214,7 +214,7 @@ def test_what_is_asked_for_after_a_turn_waits_for_the_next_one(floor: Floor) -> 
     assert floor.device.copied == ["demote 7", "demote 7"] and not floor.paging.moves.waiting
 
 
-def test_what_ends_while_a_step_runs_is_told_and_nothing_is_found_to_begin(floor: Floor) -> None:
+def test_moves_that_end_during_a_step_are_reported_and_no_new_ones_begin(floor: Floor) -> None:
     floor.device.holds = True
     floor.session("a", TOKENS)
     floor.session("b", OTHERS)
@@ -232,7 +232,7 @@ def test_what_ends_while_a_step_runs_is_told_and_nothing_is_found_to_begin(floor
         event.finish()
 
 
-def test_what_nobody_wants_any_more_is_not_copied(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_transfer_is_not_copied(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
     monkeypatch.setattr(page_copies, "HELD_BYTES", BYTES)
     monkeypatch.setattr(page_copies.time, "monotonic", lambda: 0.0)
@@ -253,8 +253,8 @@ def test_what_nobody_wants_any_more_is_not_copied(floor: Floor, monkeypatch: pyt
     assert torch.equal(floor.pool[floor.kv.pages_of("other")], held)
 
 
-def test_what_no_call_waits_for_is_held_to_a_rate_beside_steps(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small pieces; and gives way to what one waits for, also where that comes to be known later."""
+def test_copies_that_no_call_waits_for_are_held_to_a_rate(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small pieces. They give way to copies that a call waits for, also if that becomes known later."""
     clock = [0.0]
     monkeypatch.setattr(page_copies.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(page_copies, "HELD_BYTES", BYTES)
@@ -287,7 +287,7 @@ def test_what_no_call_waits_for_is_held_to_a_rate_beside_steps(floor: Floor, mon
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def test_neighbours_travel_as_one_copy(floor: Floor) -> None:
+def test_neighbouring_pages_are_one_copy(floor: Floor) -> None:
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     floor.come_back(TOKENS)
@@ -295,8 +295,8 @@ def test_neighbours_travel_as_one_copy(floor: Floor) -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_however_often_others_have_left_before(floor: Floor, rounds: int) -> None:
-    """They are given the slots of who left first, whose last page gives way first."""
+def test_neighbouring_pages_are_one_copy_after_many_evictions(floor: Floor, rounds: int) -> None:
+    """They get the slots of the session that left first; its last page is evicted first."""
     for number in range(3 * rounds):  # eight pages each, of 24 slots
         tokens = list(range(100 * number, 100 * number + 32))
         floor.session("a", tokens)
@@ -309,7 +309,7 @@ def test_however_often_others_have_left_before(floor: Floor, rounds: int) -> Non
     assert floor.device.copied == ["demote 8", "promote 8"]
 
 
-def test_but_not_those_that_lie_apart_at_one_end(floor: Floor) -> None:
+def test_pages_that_are_apart_at_one_end_are_separate_copies(floor: Floor) -> None:
     floor.session("x", [90] * 4)
     floor.session("a", TOKENS[:8])
     floor.session("y", [91] * 4)
@@ -320,10 +320,10 @@ def test_but_not_those_that_lie_apart_at_one_end(floor: Floor) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), [(host_pages, "PIECE"), (page_copies, "PIECE_BYTES")])
-def test_nor_more_than_a_piece_at_once(
+def test_a_copy_is_no_larger_than_a_piece(
     memory: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
-    """Neither of what is pinned, over whose end no copy may reach, nor of what a lane carries in one."""
+    """Neither a piece of pinned memory, because no copy may cross its end, nor a piece of a lane."""
     monkeypatch.setattr(module, name, 3 * BYTES + 1)
     floor = Floor(memory, tmp_path)
     held = floor.session("a", TOKENS)
@@ -333,7 +333,9 @@ def test_nor_more_than_a_piece_at_once(
     floor.close()
 
 
-def test_the_first_piece_does_not_wait_for_the_books_of_the_rest(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_piece_does_not_wait_for_the_others_bookkeeping(
+    floor: Floor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     monkeypatch.setattr(page_copies, "PIECE_BYTES", 3 * BYTES)
@@ -367,7 +369,7 @@ def test_no_more_is_in_flight_than_the_bus_needs(
         assert transfer.missing == 7 - landed
 
 
-def test_a_step_follows_the_last_copies_of_a_transfer_when_they_are_about_to_end(
+def test_a_step_follows_the_last_copies_of_a_transfer_that_are_about_to_end(
     floor: Floor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
@@ -394,7 +396,7 @@ def test_a_step_follows_the_last_copies_of_a_transfer_when_they_are_about_to_end
     floor.paging.check_integrity()
 
 
-def test_nobody_follows_a_copy_that_has_failed(floor: Floor) -> None:
+def test_no_step_follows_a_failed_copy(floor: Floor) -> None:
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
@@ -409,7 +411,7 @@ def test_nobody_follows_a_copy_that_has_failed(floor: Floor) -> None:
 
 @pytest.fixture
 def halving(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> Floor:
-    """Copies of three pages' first halves take as long as launching a step."""
+    """The first halves of three pages take as long as launching a step."""
     monkeypatch.setattr(page_copies, "HALF_BYTES", BYTES // 2)
     bus = 3 * BYTES / 2 / page_copies.AHEAD_S
     monkeypatch.setattr(floor.device, "_rates", Rates(bus=bus, memory=1.0, products=1.0))
@@ -420,7 +422,7 @@ HALVES = ["promote first half"] * 3 + ["promote second half"] * 3
 
 
 def awaited(floor: Floor, tokens: list[int] = TOKENS) -> Transfer:
-    """They come back, and a call waits for them."""
+    """The pages come back, and a call waits for them."""
     transfer = floor.paging.load("back", TENANT, floor.find(tokens))
     floor.paging.moves.hurry(transfer)
     return transfer
@@ -460,7 +462,7 @@ def test_a_step_follows_the_first_halves(halving: Floor) -> None:
     halving.paging.check_integrity()
 
 
-def test_who_comes_with_few_pages_comes_in_halves_only(halving: Floor) -> None:
+def test_a_session_of_few_pages_comes_in_halves_only(halving: Floor) -> None:
     held = halving.session("a", TOKENS[:12])
     halving.leave("a", TOKENS[:12])
     halving.device.copied.clear()
@@ -490,7 +492,7 @@ def test_pages_come_whole_where_halves_would_gain_nothing(
     assert sum(map(int, whole)) == 7
 
 
-def test_of_pages_that_come_for_two_the_last_ones_of_who_comes_last_come_in_halves(halving: Floor) -> None:
+def test_of_two_arriving_sessions_only_the_last_pages_come_in_halves(halving: Floor) -> None:
     held = {}
     for name, tokens in (("a", TOKENS), ("b", OTHERS)):
         held[name] = halving.session(name, tokens)
@@ -515,7 +517,7 @@ class EndsWhileLookedAt(Future[int]):
         return self.looked > 1
 
 
-def test_a_thread_that_ends_between_two_looks_has_ended_once(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ends_between_two_polls_ends_once(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     write = floor.transfers.disk.write  # type: ignore[union-attr]
 
     def written(slot: int, source: npt.NDArray[np.uint8]) -> Future[int]:
@@ -530,10 +532,10 @@ def test_a_thread_that_ends_between_two_looks_has_ended_once(floor: Floor, monke
     assert torch.equal(floor.come_back(TOKENS)[1], held)
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_that_fails_loses_its_pages_and_no_more(floor: Floor) -> None:
+def test_a_failed_copy_loses_only_its_pages(floor: Floor) -> None:
     held = floor.session("a", TOKENS)
     floor.device.fails = "demote"
     assert floor.leave("a", TOKENS).failed
@@ -549,7 +551,7 @@ def test_a_copy_that_fails_loses_its_pages_and_no_more(floor: Floor) -> None:
 
 
 def left_by_another_process(memory: Tensor, folder: Path) -> Tensor:
-    """Seven pages on the host, of which the first three are on disk too."""
+    """Seven pages on the host; the first three of them are on disk too."""
     floor = Floor(memory, folder)
     held = floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
@@ -559,7 +561,7 @@ def left_by_another_process(memory: Tensor, folder: Path) -> Tensor:
 
 
 def flip(memory: Tensor, page: Tensor) -> None:
-    """A bit of that page, wherever it lies."""
+    """Flips a bit of that page, wherever it lies."""
     slots = memory[-HOST * BYTES :].view(HOST, BYTES)
     (index,) = slots.eq(page).all(1).nonzero().flatten().tolist()
     slots[index, 4321] ^= 8
@@ -573,7 +575,7 @@ def test_another_process_finds_the_pages(memory: Tensor, tmp_path: Path) -> None
     floor.close()
 
 
-def test_a_flipped_bit_on_the_host_is_found_and_the_page_is_looked_for_no_more(memory: Tensor, tmp_path: Path) -> None:
+def test_a_flipped_bit_on_the_host_is_found_and_the_page_is_dropped(memory: Tensor, tmp_path: Path) -> None:
     held = left_by_another_process(memory, tmp_path)
     flip(memory, held[4])
     floor = Floor(memory, tmp_path)
@@ -585,7 +587,7 @@ def test_a_flipped_bit_on_the_host_is_found_and_the_page_is_looked_for_no_more(m
     floor.close()
 
 
-def test_a_flipped_bit_on_the_host_does_not_come_to_disk(memory: Tensor, tmp_path: Path) -> None:
+def test_a_page_with_a_flipped_bit_is_not_written_to_disk(memory: Tensor, tmp_path: Path) -> None:
     held = left_by_another_process(memory, tmp_path)
     flip(memory, held[4])
     floor = Floor(memory, tmp_path)
@@ -596,7 +598,7 @@ def test_a_flipped_bit_on_the_host_does_not_come_to_disk(memory: Tensor, tmp_pat
     floor.close()
 
 
-def test_a_flipped_bit_on_disk_is_found_and_the_others_come(floor: Floor, tmp_path: Path) -> None:
+def test_a_flipped_bit_on_disk_is_found_and_the_other_pages_come(floor: Floor, tmp_path: Path) -> None:
     held = floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     floor.to_disk(TOKENS)
@@ -614,7 +616,7 @@ def test_a_flipped_bit_on_disk_is_found_and_the_others_come(floor: Floor, tmp_pa
     assert torch.equal(back, held[:2]) and not transfer.failed
 
 
-def test_a_full_disk_costs_nobody_a_page(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_no_page(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -627,7 +629,7 @@ def test_a_full_disk_costs_nobody_a_page(floor: Floor, monkeypatch: pytest.Monke
     assert torch.equal(floor.come_back(TOKENS)[1], held)
 
 
-def test_a_disk_that_cannot_be_read_is_asked_once(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_disk_is_asked_once(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from djinnd.engine.turns import Line, Turn
 
-FOREVER = 60.0  # seconds: a test that waits so long has failed
+FOREVER = 60.0  # seconds until a test has failed
 
 
 def beside(act: Callable[[], None]) -> threading.Thread:
@@ -14,7 +14,7 @@ def beside(act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_turns_come_in_the_order_in_which_they_stood_in_line() -> None:
+def test_turns_come_in_the_order_of_the_line() -> None:
     line, order = Line(), list[int]()
     turns = [Turn(line) for _ in range(5)]
 
@@ -29,7 +29,7 @@ def test_turns_come_in_the_order_in_which_they_stood_in_line() -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-def test_who_gives_way_comes_after_those_who_stand_in_line() -> None:
+def test_a_load_that_gave_way_comes_after_the_others_in_line() -> None:
     line, order = Line(), list[str]()
     first, second = Turn(line), Turn(line)
     first.take()
@@ -49,7 +49,7 @@ def test_who_gives_way_comes_after_those_who_stand_in_line() -> None:
     first.take()  # it is still its turn
 
 
-def test_nobody_waits_in_a_line_that_is_closed() -> None:
+def test_a_closed_line_ends_all_waiting() -> None:
     line = Line()
     first, second = Turn(line), Turn(line)
     first.take()

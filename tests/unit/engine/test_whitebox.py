@@ -1,4 +1,4 @@
-"""Edits and captures of a real engine's sessions, beside the same made with hooks in transformers."""
+"""Edits and captures in a real engine, compared with hooks in transformers."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def hooked(shared: Engine) -> Hooked:
 
 
 @pytest.mark.parametrize("point", EVERY, ids=lambda point: f"{point.where}{point.block}")
-def test_a_steered_session_says_what_hooks_make_transformers_say(engine: Engine, hooked: Hooked, point: Point) -> None:
-    """Every token: the prompt's in chunks of prefill, and those that are generated."""
+def test_a_steered_session_gives_the_tokens_of_hooks(engine: Engine, hooked: Hooked, point: Point) -> None:
+    """All tokens: the prompt's in chunks of prefill, and the generated ones."""
     engine.open("s")
     edit = steering(engine, 0, point)
     engine.edit("s", edit)
@@ -83,7 +83,7 @@ def test_the_length_of_a_direction_does_not_matter(engine: Engine, hooked: Hooke
 
 
 def test_rows_of_values_at_certain_positions(engine: Engine, hooked: Hooked) -> None:
-    """A patch, in another dtype than the model's."""
+    """A patch, in a dtype that is not the model's."""
     patch = values(engine, 3).to(torch.bfloat16)
     edit = an_edit("replace", [RESID, MLP], [Extent(4, 6), Extent(11, 12, 2)], patch)
     engine.open("s")
@@ -102,8 +102,8 @@ def test_edits_of_one_position_apply_in_the_order_of_their_numbers(engine: Engin
     near(torch.from_numpy(engine.logits(reply)), hooked.run(prompt(20), [one, two, three])[0])
 
 
-def test_what_was_computed_is_computed_anew_where_an_edit_changes_it(engine: Engine, hooked: Hooked) -> None:
-    """From the patch on, and nothing before it. Across pages of 256 tokens."""
+def test_cached_kv_is_recomputed_where_an_edit_changes_it(engine: Engine, hooked: Hooked) -> None:
+    """From the patch on, and not before it. Across pages of 256 tokens."""
     engine.open("s")
     tokens = prompt(300) + engine.tokens("s", prompt(300), NEW)
     edit = an_edit("replace", [RESID], [Extent(260, 261)], values(engine))
@@ -114,7 +114,7 @@ def test_what_was_computed_is_computed_anew_where_an_edit_changes_it(engine: Eng
     assert isinstance(reply, messages.Finished) and reply.computed == len(tokens) - 260
 
 
-def test_an_edit_from_now_on_and_its_end(engine: Engine, hooked: Hooked) -> None:
+def test_an_edit_begins_at_the_next_token_and_ends(engine: Engine, hooked: Hooked) -> None:
     engine.open("s")
     tokens = prompt(20) + engine.tokens("s", prompt(20), NEW)
     edit = steering(engine, now(len(tokens)))
@@ -128,7 +128,7 @@ def test_an_edit_from_now_on_and_its_end(engine: Engine, hooked: Hooked) -> None
 
 
 def test_edits_begin_and_end_while_a_session_generates(engine: Engine, hooked: Hooked) -> None:
-    """At positions that it comes to in decode, beside others that are steered all the time."""
+    """At positions reached in decode, beside sessions that are steered all the time."""
     edits = {
         "a": [an_edit("replace", [RESID], [Extent(24, 26), Extent(29, 30, 2)], values(engine, 3))],
         "b": [steering(engine, 0)],
@@ -145,7 +145,7 @@ def test_edits_begin_and_end_while_a_session_generates(engine: Engine, hooked: H
         assert outcomes[run.request][0] == hooked.greedy(run.tokens, 16, some)
 
 
-def test_a_shorter_session_goes_on_edited(engine: Engine, hooked: Hooked) -> None:
+def test_a_truncated_session_stays_edited(engine: Engine, hooked: Hooked) -> None:
     engine.open("s")
     edit = steering(engine, 0)
     engine.edit("s", edit)
@@ -154,17 +154,15 @@ def test_a_shorter_session_goes_on_edited(engine: Engine, hooked: Hooked) -> Non
     assert engine.tokens("s", [7], NEW) == hooked.greedy([*prompt(30)[:12], 7], NEW, cut([edit], 12))
 
 
-def test_sessions_of_one_batch_are_edited_each_in_its_way_and_bystanders_not_at_all(
-    engine: Engine, hooked: Hooked
-) -> None:
+def test_sessions_of_one_batch_have_their_own_edits_and_others_none(engine: Engine, hooked: Hooked) -> None:
     check_a_batch(engine, hooked)
 
 
 @pytest.mark.parametrize("placing", [Placing(), Placing(resident=1)], ids=["resident", "streamed"])
-def test_rows_that_are_touched_behind_the_blocks_leave_graphs_to_the_others(
+def test_rows_touched_behind_the_blocks_leave_graphs_to_the_others(
     placing: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With graphs that are never captured, so that each of their steps runs eagerly, in its padded shape."""
+    """The graphs are never captured, so each of their steps runs eagerly, in its padded shape."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     replays, passes, inside = [], [], list[bool]()
 
@@ -194,7 +192,7 @@ def test_rows_that_are_touched_behind_the_blocks_leave_graphs_to_the_others(
     assert replays and any(inside) != bool(placing.resident), "who is touched within blocks is with the others"
 
 
-def test_pages_are_shared_up_to_the_first_edit_and_by_who_is_edited_alike(engine: Engine, hooked: Hooked) -> None:
+def test_pages_are_shared_up_to_the_first_edit_and_between_equal_edits(engine: Engine, hooked: Hooked) -> None:
     tokens = prompt(600)
     edit = an_edit("replace", [RESID], [Extent(300, 301)], values(engine))
     computed = {}
@@ -208,7 +206,7 @@ def test_pages_are_shared_up_to_the_first_edit_and_by_who_is_edited_alike(engine
     assert computed == {"plain": 600, "edited": 344, "alike": 88, "otherwise": 344}
 
 
-def test_a_fork_is_edited_as_its_parent_and_goes_its_own_way_then(engine: Engine, hooked: Hooked) -> None:
+def test_a_fork_has_its_parent_s_edits_and_may_get_others(engine: Engine, hooked: Hooked) -> None:
     engine.open("s")
     edit = steering(engine, 0)
     engine.edit("s", edit)
@@ -223,13 +221,13 @@ def test_a_fork_is_edited_as_its_parent_and_goes_its_own_way_then(engine: Engine
     engine.send(messages.Close("t"))
 
 
-def test_a_session_of_an_earlier_engine_is_edited_as_it_was(engine: Engine, hooked: Hooked) -> None:
+def test_a_session_of_an_earlier_engine_keeps_its_edits(engine: Engine, hooked: Hooked) -> None:
     edit = steering(engine, 4)
     engine.send(messages.Open("s", "m", engine.tenant, "agent", prompt(40), edits=(edit,)))
     assert engine.tokens("s", [], NEW) == hooked.greedy(prompt(40), NEW, [edit])
 
 
-def test_pages_that_others_took_are_computed_anew_with_the_edits() -> None:
+def test_pages_taken_by_others_are_recomputed_with_the_edits() -> None:
     """The pool has room for 512 tokens and a few more."""
     with Engine() as engine:
         engine.loaded(FOLDER, kv_bytes=1)
@@ -244,7 +242,7 @@ def test_pages_that_others_took_are_computed_anew_with_the_edits() -> None:
         assert isinstance(reply, messages.Finished) and reply.computed == len(tokens)
 
 
-def test_pages_that_went_to_the_host_come_back_as_they_were_edited() -> None:
+def test_edited_pages_come_back_from_the_host_unchanged() -> None:
     with Engine() as engine:
         engine.loaded(FOLDER, host_kv_bytes=64 << 20)
         engine.send(engine.grant(engine.until(messages.NeedArena)))
@@ -261,7 +259,7 @@ def test_pages_that_went_to_the_host_come_back_as_they_were_edited() -> None:
         assert isinstance(reply, messages.Finished) and reply.computed <= len(tokens) - 256
 
 
-def test_values_that_the_device_has_no_room_for_refuse_the_run_that_needs_them(engine: Engine) -> None:
+def test_values_without_room_on_the_device_fail_the_run(engine: Engine) -> None:
     free = engine.report()
     rows = (free.budget_bytes - free.used_bytes) // (4 * engine.points.width) + 1
     engine.open("s")
@@ -278,8 +276,8 @@ def test_values_that_the_device_has_no_room_for_refuse_the_run_that_needs_them(e
     assert engine.tokens("s", prompt(10), NEW) == reference.greedy(FOLDER, prompt(10), NEW)
 
 
-def test_edits_of_idle_sessions_make_room_for_those_of_others(engine: Engine, hooked: Hooked) -> None:
-    """Two that have no room together, in turn; their values come back with the next run."""
+def test_edits_of_idle_sessions_make_room_for_others(engine: Engine, hooked: Hooked) -> None:
+    """Two sessions alternate, without room for the edits of both. Their values come back with the next run."""
     room, budget = 1 << 20, engine.device.budget
     budget.reserve("something else", budget.free - room)
     rows = room * 3 // 5 // (4 * engine.points.width)
@@ -296,8 +294,8 @@ def test_edits_of_idle_sessions_make_room_for_those_of_others(engine: Engine, ho
 # --- captures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_capture_has_what_hooks_see(engine: Engine, hooked: Hooked) -> None:
-    """The prompt's positions, in chunks, and those that were generated, but the last."""
+def test_a_capture_equals_the_activations_that_hooks_see(engine: Engine, hooked: Hooked) -> None:
+    """The prompt's positions, in chunks, and the generated ones, except the last."""
     engine.open("s")
     found, reply = engine.outcome(engine.run("s", prompt(150), NEW, capture=EVERY))
     first, seen = engine.captured(reply, EVERY)
@@ -311,7 +309,7 @@ def test_a_capture_has_what_hooks_see(engine: Engine, hooked: Hooked) -> None:
 
 
 @pytest.mark.parametrize("points", [[RESID], [LOGITS], [LAST, NORM]], ids=["resid", "logits", "both"])
-def test_a_prompt_alone(engine: Engine, hooked: Hooked, points: list[Point]) -> None:
+def test_a_prompt_is_captured_without_generation(engine: Engine, hooked: Hooked, points: list[Point]) -> None:
     engine.open("s")
     engine.tokens("s", prompt(20), NEW)
     engine.send(messages.Truncate("s", 20))
@@ -323,7 +321,7 @@ def test_a_prompt_alone(engine: Engine, hooked: Hooked, points: list[Point]) -> 
         near(seen[point], expected[point][20:])
 
 
-def test_without_a_prompt_from_the_last_token_on(engine: Engine, hooked: Hooked) -> None:
+def test_without_a_prompt_captures_begin_at_the_last_token(engine: Engine, hooked: Hooked) -> None:
     engine.open("s")
     tokens = prompt(20) + engine.tokens("s", prompt(20), NEW)
     for count in (0, 3):
@@ -334,8 +332,8 @@ def test_without_a_prompt_from_the_last_token_on(engine: Engine, hooked: Hooked)
         near(seen[RESID], hooked.run(tokens, seen=[RESID])[1][RESID][first : len(tokens) - bool(count)])
 
 
-def test_edits_show_in_what_is_captured_from_the_first_of_them_on(engine: Engine, hooked: Hooked) -> None:
-    """Though a fork of what is the same up to there has computed the rest, too."""
+def test_a_capture_begins_at_the_first_edit_and_includes_it(engine: Engine, hooked: Hooked) -> None:
+    """Also in the second of two forks, although the first has computed the same positions."""
     engine.open("s")
     engine.tokens("s", prompt(300), NEW)
     engine.send(messages.Truncate("s", 300))
@@ -351,7 +349,7 @@ def test_edits_show_in_what_is_captured_from_the_first_of_them_on(engine: Engine
             near(seen[point], expected[point][270:])
 
 
-def test_what_is_shared_is_computed_all_the_same_to_be_seen(engine: Engine, hooked: Hooked) -> None:
+def test_shared_pages_are_recomputed_to_be_captured(engine: Engine, hooked: Hooked) -> None:
     for name in ("s", "t"):
         engine.open(name)
     engine.tokens("s", prompt(300), NEW)
@@ -361,8 +359,8 @@ def test_what_is_shared_is_computed_all_the_same_to_be_seen(engine: Engine, hook
     near(seen[RESID], hooked.run(prompt(300), seen=[RESID])[1][RESID])
 
 
-def test_many_are_captured_together(engine: Engine, hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In windows of many pieces, beside one that is not."""
+def test_many_requests_are_captured_together(engine: Engine, hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In windows of many pieces, beside a session that is not captured."""
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 4096)
     points = [[RESID], [ATTN, LOGITS], [NORM, LAST, MLP], []]
     runs = []
@@ -379,8 +377,8 @@ def test_many_are_captured_together(engine: Engine, hooked: Hooked, monkeypatch:
             near(seen[point], expected[point])
 
 
-def test_pages_that_are_lost_in_mid_capture_leave_no_gap(hooked: Hooked) -> None:
-    """Two that want more pages than there are take turns, and both see all."""
+def test_pages_lost_during_a_capture_leave_no_gap(hooked: Hooked) -> None:
+    """Two sessions need more pages than exist. They alternate, and both capture everything."""
     with Engine() as engine:
         engine.loaded(FOLDER, kv_bytes=1)
         for name in ("s", "t"):
@@ -393,7 +391,7 @@ def test_pages_that_are_lost_in_mid_capture_leave_no_gap(hooked: Hooked) -> None
             near(seen[RESID], hooked.run(run.tokens + tokens[:-1], seen=[RESID])[1][RESID])
 
 
-def test_a_cancelled_capture_is_answered_without_one(engine: Engine) -> None:
+def test_a_cancelled_capture_is_answered_without_activations(engine: Engine) -> None:
     engine.open("s")
     request = engine.run("s", prompt(100), 1000, capture=[RESID])
     engine.until(messages.Stepped)
@@ -402,7 +400,7 @@ def test_a_cancelled_capture_is_answered_without_one(engine: Engine) -> None:
     assert isinstance(reply, messages.Finished) and reply.reason == "cancelled" and reply.capture is None
 
 
-def test_a_halted_capture_has_what_stays(engine: Engine, hooked: Hooked) -> None:
+def test_a_halted_capture_has_the_positions_that_stay(engine: Engine, hooked: Hooked) -> None:
     engine.open("s")
     request = engine.run("s", prompt(30), 1000, capture=[RESID])
     tokens: list[int] = []
@@ -416,7 +414,7 @@ def test_a_halted_capture_has_what_stays(engine: Engine, hooked: Hooked) -> None
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_session_that_is_closed_is_answered_once(engine: Engine, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_closed_in_capture_gets_one_reply(engine: Engine, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", 4096)
     engine.open("s")
     run = engine.run_message("s", prompt(100), 1 if when == "meanwhile" else 1000, capture=EVERY)
@@ -428,7 +426,7 @@ def test_a_session_that_is_closed_is_answered_once(engine: Engine, when: str, mo
     assert engine.report().sessions == []
 
 
-def test_no_window_is_kept(engine: Engine) -> None:
+def test_no_window_is_leaked(engine: Engine) -> None:
     engine.open("s")
     engine.tokens("s", prompt(30), NEW)
     before = open_descriptors()
@@ -444,7 +442,7 @@ def test_no_window_is_kept(engine: Engine) -> None:
     assert open_descriptors() == before
 
 
-def test_a_host_without_memory_for_a_window(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_memory_for_a_window_fails_the_call(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -458,7 +456,7 @@ def test_a_host_without_memory_for_a_window(engine: Engine, monkeypatch: pytest.
     assert engine.tokens("s", [7], NEW) == reference.greedy(FOLDER, [*told, 7], NEW)
 
 
-def test_a_device_without_room_for_what_is_captured(engine: Engine) -> None:
+def test_a_device_without_room_for_captures_fails_the_call(engine: Engine) -> None:
     report = engine.report()
     row = 4 * engine.points.vocab
     engine.open("s")
@@ -471,7 +469,7 @@ def test_a_device_without_room_for_what_is_captured(engine: Engine) -> None:
     assert engine.tokens("s", prompt(60), 4, capture=[LOGITS]) == reference.greedy(FOLDER, prompt(60), 4)
 
 
-def test_a_model_that_goes() -> None:
+def test_an_unloaded_model_frees_edits_and_captures() -> None:
     with Engine() as engine:
         engine.loaded(FOLDER)
         engine.open("s")
@@ -483,8 +481,8 @@ def test_a_model_that_goes() -> None:
         assert engine.report().used_bytes == 0
 
 
-def test_a_budget_that_changes_while_sessions_are_edited() -> None:
-    """What edits hold on the device counts, and stays."""
+def test_the_budget_may_change_while_sessions_are_edited() -> None:
+    """Memory of edits counts in the budget, and stays."""
     with Engine() as engine:
         engine.loaded(FOLDER)
         hooked, patch = Hooked(FOLDER), values(engine, 5000)

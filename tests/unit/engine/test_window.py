@@ -24,7 +24,7 @@ def courses() -> Iterator[Courses]:
 
 
 class PinningDevice(CpuDevice):
-    """Notes what is pinned."""
+    """Records pinned memory."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -46,7 +46,7 @@ def device() -> Iterator[PinningDevice]:
 
 
 @pytest.mark.parametrize(("page", "piece", "least"), [(HOST_PAGE, 1, 1), (HOST_PAGE, 3 * HOST_PAGE, 3), (96, 1, 128)])
-def test_pieces_begin_on_pages_of_the_host_and_cover_all(
+def test_pieces_begin_on_host_pages_and_cover_the_memory(
     device: PinningDevice, courses: Courses, monkeypatch: pytest.MonkeyPatch, page: int, piece: int, least: int
 ) -> None:
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", piece)
@@ -56,7 +56,7 @@ def test_pieces_begin_on_pages_of_the_host_and_cover_all(
     assert [first for first, _ in pieces] == list(range(0, 200, least)) and sum(count for _, count in pieces) == 200
 
 
-def test_what_was_queued_has_come_when_a_window_is_left_and_its_memory_is_unpinned(
+def test_leaving_a_window_completes_its_copies_and_unpins_its_memory(
     device: PinningDevice, courses: Courses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("djinnd.engine.window.PIECE_BYTES", HOST_PAGE)
@@ -72,9 +72,7 @@ def test_what_was_queued_has_come_when_a_window_is_left_and_its_memory_is_unpinn
     assert device.pinned == []
 
 
-def test_a_small_one_is_not_pinned_and_has_what_was_copied_when_it_is_settled(
-    device: PinningDevice, courses: Courses
-) -> None:
+def test_a_small_window_is_not_pinned_and_is_filled_by_settle(device: PinningDevice, courses: Courses) -> None:
     memory, source = torch.full((2 * HOST_PAGE,), 7, dtype=torch.uint8), torch.arange(1, 101, dtype=torch.uint8)
     with StagedWindow(device, memory, HOST_PAGE, courses) as window:
         window.pin()
