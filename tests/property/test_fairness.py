@@ -1,6 +1,8 @@
-"""Who gets how much of the device, on a virtual clock: nobody starves, nobody idles, nobody is in a higher class's way,
-tenants get what their weights say, and the same events give the same batches. See tests/support/virtual.py for what is
-checked at each step."""
+"""Shares of the device on a virtual clock. No session starves, the device does not idle, lower classes do not delay
+higher ones, tenants get their weights, and the same events give the same batches.
+
+tests/support/virtual.py checks the invariants at each step.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ CURVES = [rising(0.01, 0.0), rising(0.01, 0.0002), rising(0.0, 0.001), rising(0.
 
 @dataclass(frozen=True)
 class Event:
-    """After so many steps: a session is opened, asks again, changes its class, is held for ten steps, or closed."""
+    """After this many steps, a session is opened, asks again, changes its class, is held for ten steps, or is
+    closed."""
 
     after: int
     kind: str
@@ -53,7 +56,7 @@ EVENTS = st.builds(
 
 
 def play(device: VirtualDevice, events: list[Event], models: int, steps: int = 160) -> None:
-    held: dict[Request, int] = {}  # until which step
+    held: dict[Request, int] = {}  # the step until which each is held
     for step in range(steps):
         for event in sorted((event for event in events if event.after == step), key=repr):
             happen(device, event, models, held, step)
@@ -110,7 +113,7 @@ SITES = st.fixed_dictionaries(
 
 @given(site=SITES, events=st.lists(EVENTS, min_size=5, max_size=40), models=st.integers(1, 2))
 @settings(max_examples=120)
-def test_nobody_starves_nobody_idles_and_nobody_is_in_the_way(site: dict, events: list[Event], models: int) -> None:  # type: ignore[type-arg]
+def test_sessions_do_not_starve_and_the_device_does_not_idle(site: dict, events: list[Event], models: int) -> None:  # type: ignore[type-arg]
     play(VirtualDevice(*MODELS[:models], **site), events, models)
 
 
@@ -131,7 +134,7 @@ def jain(values: list[float]) -> float:
 
 
 class Shared:
-    """A device with one row a step and no ageing, so that whoever is there wants more than it gets."""
+    """A device with one row in each step and no ageing, so that every tenant wants more than it gets."""
 
     def __init__(self, weights: Mapping[int, float], curve: Curve, models: int = 1) -> None:
         never = Policy(ageing=1e9)
@@ -142,11 +145,11 @@ class Shared:
         self.mark()
 
     def mark(self) -> None:
-        """What tenants have had is counted from now."""
+        """Begins to count what tenants get."""
         self._before = {tenant: self.device.used["agent", tenant] for tenant in self.weights}
 
     def had(self, tenant: int) -> float:
-        """Seconds of the device, by weight."""
+        """Seconds of the device since `mark`, divided by weight."""
         return (self.device.used["agent", tenant] - self._before[tenant]) / self.weights[tenant]
 
     def check(self) -> None:
@@ -165,7 +168,7 @@ class Shared:
 def test_tenants_get_device_time_by_their_weights_however_many_sessions_they_have(
     weights: dict[int, float], sessions: list[int], prompts: list[int], curve: Curve, models: int
 ) -> None:
-    """And on whichever models they are."""
+    """Their sessions may be on different models."""
     shared = Shared(weights, curve, models)
     for tenant, count, prompt in zip(weights, sessions, prompts, strict=False):
         for number in range(count):
@@ -187,10 +190,10 @@ def test_tenants_get_device_time_by_their_weights_however_many_sessions_they_hav
     returns=st.booleans(),
 )
 @settings(max_examples=25)
-def test_who_comes_late_has_saved_little_up_and_neither_starves_the_other(
+def test_a_tenant_that_comes_late_has_saved_up_little_and_neither_starves(
     weights: tuple[int, int], alone: float, curve: Curve, models: int, returns: bool
 ) -> None:
-    """One has had the device alone for long; then another joins it, on the same model or on another one."""
+    """One tenant has the device alone for long; then another joins it, on the same model or on another one."""
     shared = Shared({1: weights[0], 2: weights[1]}, curve, models)
     device = shared.device
     late = device.open("late", tenant=2, max_tokens=1, model=MODELS[models - 1])
@@ -211,8 +214,8 @@ def test_who_comes_late_has_saved_little_up_and_neither_starves_the_other(
         assert -shared.slack <= ahead <= LAG / weights[0] + shared.slack
 
 
-def test_a_tenant_that_wants_little_gets_it_at_once_and_saves_nothing_up() -> None:
-    """It runs a session for long, beside one that fills the device, and then opens many."""
+def test_a_tenant_that_wants_little_gets_it_at_once_and_saves_up_nothing() -> None:
+    """The tenant runs one session for long, beside another tenant that fills the device, and then opens many."""
     shared = Shared({1: 1, 2: 1}, rising(0.05, 0.0))
     device = shared.device
     for number in range(20):
@@ -232,7 +235,7 @@ def test_a_tenant_that_wants_little_gets_it_at_once_and_saves_nothing_up() -> No
 @given(data=st.data(), step_s=st.sampled_from([0.01, 0.5]))
 @settings(max_examples=20)
 def test_a_batch_session_goes_on_under_endless_work_of_higher_classes(data: st.DataObject, step_s: float) -> None:
-    """On its own model or on another one, whatever the clocks of the classes say."""
+    """The batch session is on its own model or on another one, and clocks have any values."""
     device = VirtualDevice(*MODELS, seconds=rising(step_s, 0.0), max_rows=2, policy=Policy(ageing=1.0))
     for number in range(data.draw(st.integers(1, 6))):
         klass, model = data.draw(st.sampled_from(CLASSES[:2])), data.draw(st.sampled_from(MODELS))
@@ -241,4 +244,4 @@ def test_a_batch_session_goes_on_under_endless_work_of_higher_classes(data: st.D
         device.open(f"batch-{number}", "batch", tenant=4, model=data.draw(st.sampled_from(MODELS)))
     device.scheduler._shares.charge(data.draw(st.sampled_from(CLASSES)), 4, 1000.0)
     for _ in range(200):
-        device.step()  # asserts that nobody waits longer than ageing lets him
+        device.step()  # this asserts that no session waits longer than ageing allows

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's and Ollama's APIs: whatever a client sends becomes a request of the daemon's, or is refused."""
+"""Bodies of Anthropic's and Ollama's APIs: any JSON becomes a request of the daemon, or is refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ messages = st.lists(
 
 
 def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
-    """Of any shape, but with fields that the call knows."""
+    """JSON objects of any shape, with fields that the call knows."""
     fields = {field.name: values for field in msgspec.structs.fields(kind)}
     likely: dict[str, st.SearchStrategy[Any]] = {"model": texts, "messages": messages, "max_tokens": st.integers(-1, 9)}
     likely = {name: strategy for name, strategy in likely.items() if name in fields}
@@ -53,7 +53,7 @@ def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def request_of(body: dict[str, Any], kind: type[Any]) -> Generate | None:
-    """None: it is refused."""
+    """The request made of the body, or None if the body is refused."""
     try:
         read = msgspec.json.decode(json.dumps(body), type=kind)
         if isinstance(read, MessagesBody):

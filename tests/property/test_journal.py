@@ -1,4 +1,5 @@
-"""The journal beside a dumb model: daemons that change sessions, tell, and die at any moment by losing their memory."""
+"""The journal beside a simple model. Daemons change sessions, report to clients, and die at any moment, losing their
+memory."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Told = tuple[list[int], str, EditList]
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """`told` is what a client has heard: after each death it must be there, with what came after it or without."""
+    """`told` is the state that a client has been told. After each death it must be there, with or without later
+    changes."""
 
     @initialize()
     def begin(self) -> None:
@@ -51,7 +53,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.loop.run_until_complete(open_it())
 
     def tell(self) -> None:
-        """A client hears how things are: the loop runs until it has."""
+        """A client is told the state: the loop runs until it has been."""
         heard: list[dict[str, Told]] = []
         told = {
             name: (list(session.tokens), session.priority, session.edits.copy())
@@ -91,7 +93,7 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), values=st.binary(max_size=8), first=st.none() | st.integers(0, 20))
     def edit(self, data: st.DataObject, values: bytes, first: int | None) -> None:
-        """From now on; or at two positions."""
+        """Edits from now on, or at two positions."""
         session = self.session(data)
         if first is None:
             extents: tuple[Extent, ...] = (Extent(now(len(session.tokens))),)
@@ -124,7 +126,7 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def turn(self) -> None:
-        """The loop's turn ends; nobody hears of it yet."""
+        """Ends the loop's turn; no client is told yet."""
         self.loop.run_until_complete(asyncio.sleep(0))
 
     @rule()
@@ -133,14 +135,14 @@ class JournalMachine(RuleBasedStateMachine):
 
     @rule()
     def fold(self) -> None:
-        """At a moment at which nothing is being written."""
+        """Compacts at a moment at which nothing is being written."""
         self.tell()
         assert isinstance(self.journal._file, JournalFile)
         self.journal._file.fold()
 
     @rule()
     def die(self) -> None:
-        """What the files hold at this moment is what the next daemon has."""
+        """The next daemon has what the files hold at this moment."""
         self.tell()
         folder = Path(tempfile.mkdtemp(prefix="journal-"))
         for path in self.folders[-1].glob(f"{NAME}*"):

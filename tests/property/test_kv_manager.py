@@ -1,4 +1,4 @@
-"""Page tables beside a dict of lists."""
+"""Block tables beside a dict of lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.page_pool import SCRATCH, OutOfPages
 
 MAX_CONTEXT = 40
-SESSIONS = st.sampled_from([f"s{i}" for i in range(20)])  # more than the table's first rows
+SESSIONS = st.sampled_from([f"s{i}" for i in range(20)])  # more sessions than the table's first rows
 
 
 def tenant_of(session: str) -> int:
@@ -53,7 +53,7 @@ class KvManagerMachine(RuleBasedStateMachine):
 
     @rule(session=SESSIONS, tokens=st.integers(0, MAX_CONTEXT))
     def trim(self, session: str, tokens: int) -> None:
-        """A session writes from there on: it keeps no page in part that others hold."""
+        """The session writes from there on, so it keeps no part of a page that another session holds."""
         left = self.kv.trim(session, tokens)
         kept = self.pages.pop(session, [])[: self.pages_for(tokens)]
         others = {page for pages in self.pages.values() for page in pages}

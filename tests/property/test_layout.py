@@ -1,4 +1,4 @@
-"""Whatever a block consists of: every tensor is inside its buffer, and none reaches into another."""
+"""For any tensors of a block: each lies inside its buffer, and none overlaps another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCKS = st.dictionaries(NAMES, SHAPES, max_size=30)
 
 
 @given(BLOCKS)
-def test_no_overlap_and_all_inside(shapes: dict[str, tuple[int, ...]]) -> None:
+def test_tensors_do_not_overlap_and_lie_inside(shapes: dict[str, tuple[int, ...]]) -> None:
     layout = Layout(shapes.items())
     assert {name: entry.shape for name, entry in layout.entries.items()} == shapes
     entries = sorted(layout.entries.values(), key=lambda entry: entry.offset)
@@ -27,7 +27,7 @@ def test_no_overlap_and_all_inside(shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 @given(BLOCKS)
-def test_what_is_written_to_one_view_is_in_no_other(shapes: dict[str, tuple[int, ...]]) -> None:
+def test_bytes_written_to_one_view_are_in_no_other(shapes: dict[str, tuple[int, ...]]) -> None:
     layout = Layout(shapes.items())
     buffer = torch.full((layout.numel,), -1.0)
     views = layout.views(buffer)

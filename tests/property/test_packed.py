@@ -1,4 +1,4 @@
-"""Whatever bits a block consists of: it comes back as it was, or it is refused."""
+"""For any bits of a block: it is unpacked as it was, or packing is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BITS = st.integers(0, 0xFFFF)
 
 
 def block(form: PackedForm, lowest: int, exponents: int, strange: list[tuple[float, int]], seed: int) -> torch.Tensor:
-    """Random signs and mantissas, `exponents` neighbouring exponents, and some strange bit patterns anywhere."""
+    """Random signs and mantissas, `exponents` neighbouring exponents, and some strange bit patterns at any place."""
     generator = torch.Generator().manual_seed(seed)
     exponent = torch.randint(lowest, lowest + exponents, (form.numel,), generator=generator)
     rest = torch.randint(0, 256, (form.numel,), generator=generator)
@@ -34,7 +34,7 @@ def block(form: PackedForm, lowest: int, exponents: int, strange: list[tuple[flo
     strange=st.lists(st.tuples(st.floats(0, 1), BITS), max_size=32),
     seed=st.integers(0, 1000),
 )
-def test_a_window_and_a_few_strangers(
+def test_a_window_of_exponents_and_a_few_strange_patterns_come_back(
     shapes: list[tuple[int, int]], vectors: int, lowest: int, strange: list[tuple[float, int]], seed: int
 ) -> None:
     form = form_of(shapes, vectors)
@@ -47,7 +47,9 @@ def test_a_window_and_a_few_strangers(
 
 
 @given(shapes=SHAPES, lowest=st.integers(0, 200), exponents=st.integers(1, 55), seed=st.integers(0, 1000))
-def test_any_exponents(shapes: list[tuple[int, int]], lowest: int, exponents: int, seed: int) -> None:
+def test_blocks_with_any_exponents_come_back_or_are_refused(
+    shapes: list[tuple[int, int]], lowest: int, exponents: int, seed: int
+) -> None:
     form = form_of(shapes)
     plain = block(form, lowest, exponents, [], seed)
     try:
@@ -75,7 +77,7 @@ def test_foreign_bytes_are_refused_or_harmless(data: bytes, start: int | str) ->
     form.head_view(buffer)[2] = form.capacity if isinstance(start, str) else form.head_view(buffer)[2]
     with suppress(ValueError):
         assert form.used(buffer) <= form.nbytes
-    form.unpack(buffer, out[: form.numel])  # as an engine would that was told nothing
+    form.unpack(buffer, out[: form.numel])  # as an engine does that does not know
     assert not out[form.numel :].any()
 
 

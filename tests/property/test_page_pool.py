@@ -1,4 +1,4 @@
-"""The page pool beside a dumb model: who holds each page, and whose bytes are in it."""
+"""The page pool beside a simple model: the holders of each page, and the tenant of the bytes in it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(num_pages)
         self.capacity = num_pages - 1
         self.references: Counter[int] = Counter()
-        self.tenant: dict[int, int] = {}  # that held the page last
+        self.tenant: dict[int, int] = {}  # the tenant that held the page last
         self.bytes_of: dict[int, int] = {}  # the tenant that last wrote the page on the device; absent: zeros
-        self.filled: set[int] = set()  # whose bytes are of use to that tenant
+        self.filled: set[int] = set()  # pages whose bytes are of use to that tenant
 
     @rule(count=st.integers(0, 6), tenant=TENANTS, overwritten=st.booleans())
     def allocate(self, count: int, tenant: int, overwritten: bool) -> None:
@@ -45,7 +45,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), tenant=TENANTS, are_given_back=st.booleans())
     def fill_in_vain(self, count: int, tenant: int, are_given_back: bool) -> None:
-        """What was to overwrite the pages does not come."""
+        """The copy that was to overwrite the pages fails."""
         if count > self.capacity - len(self.references):
             return
         pages = self.pool.allocate(count, tenant, overwritten=True)
@@ -71,7 +71,7 @@ class PagePoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.references or self.filled)
     @rule(data=st.data(), tenant=TENANTS)
     def share(self, data: st.DataObject, tenant: int) -> None:
-        """Also what is free, and has its tenant's bytes still."""
+        """Shares held pages, and free pages that still have their tenant's bytes."""
         known = sorted(self.references.keys() | self.filled)
         own = [page for page in known if self.tenant[page] in (tenant, ANYBODY)]
         if own:
@@ -96,7 +96,7 @@ class PagePoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """Zeroes what is stale; then no page holds bytes of anybody but its tenant, and each may write."""
+        """Zeroes stale pages. Then no page holds bytes of another tenant, and each may be written."""
         self.zero_stale()
         for page in self.references:
             assert self.bytes_of.get(page, self.tenant[page]) == self.tenant[page], f"page {page} leaks"

@@ -1,7 +1,7 @@
-"""Pages between device, host and disk beside dumb memories, in which every byte is what it is the KV of.
+"""Pages between device, host and disk, beside simple memories in which every value says which tokens it is the KV of.
 
-Moves begin, land, are sealed and fail in any order; sessions go on, are cut, forked and closed meanwhile; tiers are too
-small; processes die, and bytes decay while nobody looks.
+Moves begin, land, are sealed and fail in any order. Meanwhile sessions go on, are truncated, forked and closed. Tiers
+are too small, processes die, and bytes decay unnoticed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
 
 MAX_CONTEXT = 24
-PICKS = st.integers(0, 11)  # of whatever there is to choose from
+PICKS = st.integers(0, 11)  # indices into any list of choices
 OWNERS = [(0, b""), (1, b""), (0, b"salt")]  # tenant and salt
 
 
 class Written(NamedTuple):
-    """The KV of a token: it follows from all that stand before it."""
+    """The KV of a token: it follows from all tokens before it."""
 
     origin: Key
     tokens: tuple[int, ...]
 
 
-Page = list[Written | None]  # by offset; None: zeros, or what is nobody's
+Page = list[Written | None]  # by offset; None: zeros, or unknown bytes
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Shadow:
     salt: bytes
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
-    ends: set[int] = field(default_factory=set)  # where pages of it that were saved end
+    ends: set[int] = field(default_factory=set)  # ends of its pages that were saved partly filled
     arrival: tuple[Transfer, tuple[Key, ...]] | None = None
 
     @property
@@ -83,10 +83,10 @@ class PagingMachine(RuleBasedStateMachine):
         self.memory: dict[str, dict[int, Page]] = {"host": {}, "disk": {}}
         self.bad: dict[str, set[int]] = {"host": set(), "disk": set()}  # slots whose bytes have decayed
         self.shadows: dict[str, Shadow] = {}
-        self.said: dict[Key, list[Written]] = {}  # what a page of this key holds first
+        self.said: dict[Key, list[Written]] = {}  # the first values in a page with this key
         self.names = count(1)
         self.limits: dict[tuple[str, int], int] = {}  # slots, by tier and tenant
-        self.most: dict[tuple[str, int], int] = {}  # that it has, ever from now on
+        self.most: dict[tuple[str, int], int] = {}  # the most that the tenant may hold from now on
         self.start()
         for owner, length in sessions:
             shadow = self.open_one(owner)
@@ -104,7 +104,7 @@ class PagingMachine(RuleBasedStateMachine):
         self.device: dict[int, Page] = {}
         self.taken: list[Move] = []
         self.landed: list[Move] = []
-        self.transfers: dict[Transfer, bool] = {}  # that are not over; whether the session leaves then
+        self.transfers: dict[Transfer, bool] = {}  # transfers that are not over; whether the session leaves with them
 
     def tier(self, name: str) -> Tier | None:
         return self.paging.host if name == "host" else self.paging.disk
@@ -119,7 +119,7 @@ class PagingMachine(RuleBasedStateMachine):
         return self.device.setdefault(page, [None] * self.size)
 
     def keys(self, shadow: Shadow) -> list[Key]:
-        """Of the pages with its KV."""
+        """The keys of the pages with its KV."""
         keys = self.kv.keys_of(shadow.name, shadow.origin, shadow.tokens, shadow.computed)
         for index, key in enumerate(keys):
             start, end = index * self.size, min((index + 1) * self.size, shadow.computed)
@@ -137,7 +137,7 @@ class PagingMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.shadows) < 7)
     @rule(owner=st.sampled_from(OWNERS), pick=PICKS)
     def open(self, owner: tuple[int, bytes], pick: int) -> None:
-        """Perhaps with the tokens of another one."""
+        """Opens a session, possibly with the tokens of another one."""
         shadow, other = self.open_one(owner), self.draw(pick, suits=lambda shadow: shadow.tokens)
         if other is not None:
             shadow.tokens, shadow.ends = list(other.tokens), set(other.ends)
@@ -154,7 +154,7 @@ class PagingMachine(RuleBasedStateMachine):
             self.go_on(shadow, new)
 
     def go_on(self, shadow: Shadow, new: list[int]) -> None:
-        """Computes all that has no KV, and more tokens. What is found on the device is not computed again."""
+        """Computes all tokens without KV, and new ones. KV that is found on the device is not computed again."""
         tokens = [*shadow.tokens, *new][:MAX_CONTEXT]
         kv, name, most, computed = self.kv, shadow.name, max(len(tokens) - 1, 0), shadow.computed
         if most // self.size > shadow.computed // self.size:
@@ -204,7 +204,7 @@ class PagingMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def change_mind(self, pick: int) -> None:
-        """The last token is another one after all."""
+        """Replaces the last token."""
         shadow = self.draw(pick, suits=lambda shadow: shadow.tokens and not shadow.arrival)
         if shadow is not None:
             last = shadow.tokens.pop()
@@ -264,7 +264,7 @@ class PagingMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS)
     def is_back(self, pick: int) -> None:
-        """What it has on the device: not all of it came from the host, nor has the host all of it."""
+        """Any pages on the device: not all of them came from the host, and the host may not have all."""
         shadow = self.draw(pick, suits=lambda shadow: shadow.computed and not shadow.arrival)
         if shadow is not None:
             keys = self.keys(shadow)
@@ -275,7 +275,7 @@ class PagingMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, leaves=st.booleans())
     def save_freely(self, pick: int, leaves: bool) -> None:
-        """It is known before what the host loses by it."""
+        """Predicts what the host loses by a save, and checks it."""
         shadow = self.draw(pick, suits=lambda shadow: shadow.computed and not shadow.arrival)
         if shadow is None:
             return
@@ -293,7 +293,7 @@ class PagingMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, less=st.integers(0, 2))
     def load(self, pick: int, less: int) -> None:
-        """One of those that tiers have something of."""
+        """Loads one of the sessions of which tiers have something."""
         shadow = self.draw(pick, suits=lambda shadow: not shadow.arrival and self.find(shadow, less).keys)
         if shadow is None:
             return
@@ -314,7 +314,7 @@ class PagingMachine(RuleBasedStateMachine):
 
     @rule(lost=st.booleans())
     def leave_all(self, lost: bool) -> None:
-        """Every session, with all that it has; `lost`: also from the host, where it is on disk then."""
+        """Every session leaves with all its pages. `lost`: these are then evicted from the host, and only on disk."""
         for shadow in [shadow for shadow in self.shadows.values() if shadow.computed and not shadow.arrival]:
             keys = self.keys(shadow)
             self.note(self.paging.save(shadow.name, keys, shadow.computed, sealed=True), leaves=True)
@@ -359,7 +359,7 @@ class PagingMachine(RuleBasedStateMachine):
             self.most[name, tenant] = max(slots, self.tenancies[name].used_by(tenant))
 
     def slots_of(self, name: str) -> dict[int, set[int]]:
-        """By tenant."""
+        """Slots by tenant."""
         tier = self.tier(name)
         tenants = tier.tenants if tier is not None else {}
         return {tenant: {slot for slot in tenants if tenants[slot] == tenant} for tenant in set(tenants.values())}
@@ -403,7 +403,7 @@ class PagingMachine(RuleBasedStateMachine):
         self.land_move(self.taken.pop(pick % len(self.taken)))
 
     def land_move(self, move: Move) -> None:
-        """As whoever copies: believes no bytes that come with a checksum before they have been looked at."""
+        """Lands a move as the copier does: bytes that have a checksum are checked first."""
         source, target = move.source, move.target
         match move.way:
             case Way.DEMOTE:
@@ -449,7 +449,7 @@ class PagingMachine(RuleBasedStateMachine):
         self.fail_move(self.taken.pop(pick % len(self.taken)), bad)
 
     def fail_move(self, move: Move, bad: bool) -> None:
-        """A slot that it was to be copied to holds anything now, a page of the device what it did."""
+        """Fails a move. A slot that was its target then holds anything; a device page keeps its bytes."""
         if move.way is not Way.PROMOTE:
             self.write("disk" if move.way is Way.WRITE_OUT else "host", move.target, [None] * self.size)
         self.end_all(self.paging.moves.failed(move, bad=bad))
@@ -470,7 +470,7 @@ class PagingMachine(RuleBasedStateMachine):
     def end_all(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:
             assert transfer.is_over
-            self.end(transfer, self.transfers.pop(transfer))  # KeyError: it had ended before
+            self.end(transfer, self.transfers.pop(transfer))  # KeyError would mean that it had ended before
 
     def end(self, transfer: Transfer, leaves: bool) -> None:
         shadow = self.shadows.get(transfer.session)
@@ -506,7 +506,8 @@ class PagingMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, decays=st.booleans())
     def die(self, pick: int, decays: bool) -> None:
-        """In mid-copy. The next process has the tables, the tokens of the sessions, and what lies in the slots."""
+        """The process dies in mid-copy. The next one has the tables, the tokens of the sessions, and the bytes in the
+        slots."""
         for move in self.taken:
             if move.way is not Way.PROMOTE:
                 self.write("disk" if move.way is Way.WRITE_OUT else "host", move.target, [None] * self.size)
@@ -519,7 +520,7 @@ class PagingMachine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 1 << 32), steps=st.integers(1, 100))
     def bustle(self, seed: int, steps: int) -> None:
-        """What happens on a busy day."""
+        """Many random events in one rule."""
         choice = Random(seed)
 
         def pick() -> int:
@@ -589,7 +590,7 @@ class PagingMachine(RuleBasedStateMachine):
                 assert len(holders) <= 1 and all(shadow.arrival for shadow in holders)
 
     def teardown(self) -> None:
-        """Every transfer ends, and with the sessions every page is free again."""
+        """Every transfer ends. When the sessions are closed, every page is free."""
         if not hasattr(self, "paging"):
             return
         self.drain()

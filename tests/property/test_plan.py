@@ -1,4 +1,5 @@
-"""Plans beside a search through all of them: what fits is never refused, and what streams could not be fewer."""
+"""Plans beside a search through all of them: a plan that fits is never refused, and no plan that fits streams fewer
+blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from djinnd.weights.plan import (
 
 @st.composite
 def block_sizes(draw: st.DrawFn, most: int = 12) -> list[BlockSize]:
-    """Alike, or of a few kinds, some with experts; all packable or none, as a store has them."""
+    """Blocks of one kind or a few kinds, some with experts. All of them can be packed or none, as in a store."""
     packable = draw(st.booleans())
 
     def size(trunk: int, experts: int) -> BlockSize:
@@ -42,7 +43,7 @@ def block_sizes(draw: st.DrawFn, most: int = 12) -> list[BlockSize]:
 
 
 def in_scratch(size: BlockSize, place: Place) -> int:
-    """What has to be in plain form elsewhere than in the block's own memory."""
+    """Bytes that must be in plain form outside the block's own memory."""
     if place is Place.PLAIN:
         return 0
     if size.packed:
@@ -112,18 +113,16 @@ def test_the_figure_of_a_refusal_is_a_budget_that_does_and_a_byte_less_does_not(
 
 
 @given(block_sizes(), st.integers(0, 1 << 18), PLACINGS)
-def test_where_more_may_stream_no_more_are_resident_than_was_asked_for(
-    sizes: list[BlockSize], free: int, placing: Placing
-) -> None:
+def test_no_more_blocks_are_resident_than_asked_for(sizes: list[BlockSize], free: int, placing: Placing) -> None:
     strict, lax = (attempt(sizes, free, placing, 0, more) for more in (False, True))
     if isinstance(strict, Plan):
-        assert lax == strict  # the wish comes first
+        assert lax == strict  # the wish takes precedence
     elif isinstance(lax, Plan):
         assert len(lax.streamed) > fewest_streams(placing, len(sizes))
 
 
 @given(block_sizes(), st.integers(0, 1 << 18))
-def test_nothing_streams_where_everything_fits(sizes: list[BlockSize], free: int) -> None:
+def test_no_block_streams_if_all_fit(sizes: list[BlockSize], free: int) -> None:
     plan = attempt(sizes, free, Placing())
     plain = sum(-(-size.plain // ALIGNMENT) * ALIGNMENT for size in sizes)
     if plain <= free:
@@ -137,7 +136,8 @@ def test_nothing_streams_where_everything_fits(sizes: list[BlockSize], free: int
 
 @given(block_sizes(most=9), st.integers(0, 1 << 17))
 def test_no_plan_that_fits_streams_fewer(sizes: list[BlockSize], free: int) -> None:
-    """Of all counts of streamed blocks, spread as ours are, with every number of slots and either form of the rest."""
+    """Searches all counts of streamed blocks, spread as ours are, with every number of slots and either form of the
+    others."""
 
     def aligned(nbytes: int) -> int:
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -180,6 +180,6 @@ def test_spread_is_even_and_in_range(among: int, data: st.DataObject) -> None:
     assert max(gaps) - min(gaps) <= 1
 
 
-def test_a_ring_for_less_than_a_block_is_the_caller_s_fault_whatever_else_would_fit() -> None:
+def test_a_ring_for_less_than_a_block_is_refused_although_all_else_fits() -> None:
     with pytest.raises(InvalidRequest, match="too small"):
         plan_places([BlockSize(4096, None)] * 4, 1 << 20, Placing(resident=2, ring_bytes=4095))

@@ -1,4 +1,4 @@
-"""The frame decoder and the message decoders against arbitrary bytes, cut arbitrarily."""
+"""The frame decoder and the message decoders on arbitrary bytes, cut at arbitrary places."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 def fed(parts: list[bytes], limit: int = LIMIT) -> tuple[list[Frame], type[Exception] | None, int]:
-    """The frames that came of the parts, the error that ended them, the bytes left over."""
+    """The frames decoded from the parts, the error that ended decoding, and the number of bytes left over."""
     decoder = FrameDecoder(limit)
     frames: list[Frame] = []
     try:
@@ -59,7 +59,7 @@ def fed(parts: list[bytes], limit: int = LIMIT) -> tuple[list[Frame], type[Excep
 
 
 @given(st.lists(frames, max_size=8), st.lists(st.integers(0), max_size=12))
-def test_frames_come_back_however_the_bytes_are_cut(sent: list[Frame], places: list[int]) -> None:
+def test_frames_are_decoded_from_any_cuts_of_the_bytes(sent: list[Frame], places: list[int]) -> None:
     assert fed(cut(b"".join(map(raw, sent)), places)) == (sent, None, 0)
 
 
@@ -85,7 +85,7 @@ def test_arbitrary_bytes_give_frames_or_a_protocol_error_and_the_cuts_do_not_mat
     st.integers(0, (1 << 32) - 1) | st.integers(0, 2 * LIMIT),
 )
 def test_a_header_alone_decides(magic: bytes, version: int, fds: int, length: int) -> None:
-    """It is refused before one byte of its payload is kept."""
+    """A frame is refused before one byte of its payload is kept."""
     _, error, _ = fed([HEADER.pack(magic, version, fds, length)])
     if magic != MAGIC:
         assert error is ProtocolError
@@ -102,13 +102,13 @@ def test_a_frame_of_exactly_the_limit_passes() -> None:
 
 
 def only_documented_errors(decode: Any, payload: bytes) -> None:
-    """Decoding gives a message or raises ProtocolError; anything else that is raised fails the test."""
+    """Decoding gives a message or raises ProtocolError; any other exception fails the test."""
     with suppress(ProtocolError):
         assert isinstance(decode(payload), REQUESTS + REPLIES)
 
 
 @given(st.binary(max_size=300))
-def test_arbitrary_payloads(payload: bytes) -> None:
+def test_arbitrary_payloads_raise_only_documented_errors(payload: bytes) -> None:
     only_documented_errors(decode_request, payload)
     only_documented_errors(decode_reply, payload)
     assert isinstance(request_id_of(payload), int | None)
@@ -138,8 +138,8 @@ almost_messages = st.builds(
 
 
 @given(almost_messages, st.integers(0), st.integers(0, 255))
-@settings(max_examples=40)  # tests/fuzz has the many
-def test_almost_messages_whole_cut_and_with_a_byte_changed(message: dict[str, Any], place: int, byte: int) -> None:
+@settings(max_examples=40)  # tests/fuzz runs many more
+def test_near_messages_raise_only_documented_errors(message: dict[str, Any], place: int, byte: int) -> None:
     payload = msgspec.msgpack.encode(message)
     place %= len(payload)
     for variant in (payload, payload[:place], payload[:place] + bytes([byte]) + payload[place + 1 :]):
@@ -166,15 +166,15 @@ def test_the_id_of_a_request_that_did_not_decode_is_found(message: dict[str, Any
     ],
     ids=["deep", "long", "long field", "deep unknown field", "wide"],
 )
-def test_bombs(payload: bytes) -> None:
-    """A few bytes that announce much more, or nest without end, cost nothing but an error."""
+def test_nested_and_oversized_payloads_raise_only_documented_errors(payload: bytes) -> None:
+    """A few bytes that announce much more, or nest without end, cost no more than an error."""
     only_documented_errors(decode_request, payload)
     only_documented_errors(decode_reply, payload)
     assert request_id_of(payload) is None
 
 
 def built(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Any valid message of the kind. Floats without NaN, which is equal to nothing."""
+    """Any valid message of the kind. Floats exclude NaN, which is unequal to itself."""
     """Without packed_ids, which come back as token_ids."""
     fields = [field for field in msgspec.structs.fields(kind) if field.name != "packed_ids"]
     return st.builds(kind, **{field.name: strategy_for(field.type) for field in fields})

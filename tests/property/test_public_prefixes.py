@@ -1,4 +1,4 @@
-"""Who finds whose pages, beside a list of what was marked: tenants share what is public, and only that."""
+"""Tenants share public pages and no others; checked beside a list of what was marked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from djinnd.kvcache.page_pool import OutOfPages
 
 PAGE = 2
 TENANTS = st.sampled_from([1000, 1001, 1002])
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)  # of two kinds: prefixes meet often
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)  # two kinds of tokens, so that prefixes often meet
 
 
 class PublicPrefixesMachine(RuleBasedStateMachine):
@@ -21,7 +21,7 @@ class PublicPrefixesMachine(RuleBasedStateMachine):
         self.count = 0
         self.marked: set[tuple[int, ...]] = set()  # ends of public pages
         self.sessions: dict[str, tuple[int, bytes, list[int]]] = {}
-        self.holds: dict[int, tuple[int, ...]] = {}  # of each page in use, all tokens up to its end
+        self.holds: dict[int, tuple[int, ...]] = {}  # all tokens up to the end of each page in use
 
     @rule(tokens=TOKENS)
     def mark(self, tokens: list[int]) -> None:

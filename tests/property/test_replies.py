@@ -1,4 +1,4 @@
-"""Whatever a model writes, and however it is cut: the same is read, and no content is lost."""
+"""Replies are parsed alike however the model's text is cut, and no content is lost."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def cuts(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 
 @given(names, templates, prompts, cuts())
-def test_pieces_change_nothing(name: str, template: str, prompt: str, cut: tuple[str, list[str]]):
+def test_replies_do_not_depend_on_the_pieces(name: str, template: str, prompt: str, cut: tuple[str, list[str]]):
     text, pieces = cut
     form = reply_format(template, {}, name)
     assert read(form, pieces, prompt) == read(form, [text], prompt)
 
 
 @given(st.sampled_from(["plain", "hermes", "llama3", "mistral", "mistral-v3", "deepseek-v3.1", "kimi"]), texts)
-def test_what_is_told_is_in_the_text_in_its_order(name: str, text: str):
-    """Formats that convert no arguments: everything that is told stands in the reply, one after another."""
+def test_events_are_parts_of_the_text_in_order(name: str, text: str):
+    """Formats that do not convert arguments: every event's text stands in the reply, one after another."""
     at = 0
     for event in read(reply_format("", {}, name), [text]):
         if isinstance(event, Content | Reasoning) or (isinstance(event, CallArguments) and event.text in text[at:]):

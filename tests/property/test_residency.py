@@ -1,5 +1,5 @@
-"""Blocks that move from any places to any others: after each move their modules see the checkpoint, bit for bit, and
-the budget holds what the plan says and no more."""
+"""Blocks that move from any places to any others. After each move their modules have the checkpoint's values, bit for
+bit, and the budget holds exactly what the plan says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.loaded import MEMORY, load_weights
 from tests.support.placed import assert_as_in_the_checkpoint, plan_of
 
 PLACES = st.tuples(*[st.sampled_from(list(Place))] * 4)
-OTHERS = st.tuples(*[st.sampled_from([Place.PLAIN, Place.STREAMED])] * 4)  # of blocks that have no packed form
+OTHERS = st.tuples(*[st.sampled_from([Place.PLAIN, Place.STREAMED])] * 4)  # places of blocks that have no packed form
 
 
 class ResidencyMachine(RuleBasedStateMachine):

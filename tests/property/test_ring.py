@@ -1,5 +1,5 @@
-"""The ring over two streams that run in any order: every block that computes finds its own bytes, from the beginning of
-its work to the end, whatever copies happen meanwhile."""
+"""The ring over two streams that run in any order: every block that computes has its own bytes, from the beginning of
+its work to the end, whichever copies run meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RingMachine(RuleBasedStateMachine):
         self.streams = TwoStreams()
         self.regions = place_regions(sizes, capacity)
         memory = torch.full((capacity,), -1, dtype=torch.int16 if wide else torch.uint8).view(torch.uint8)
-        # Each block's bytes: its number, and the place in it. Of another dtype, pieces are cut by its items.
+        # Each block's bytes: its number, and the place in it. With another dtype, pieces are cut at its items.
         step = 2 if wide else 1
         kind = torch.int16 if wide else torch.uint8
         self.blocks = [torch.arange(size).add(20 * k).to(kind) for k, size in enumerate(sizes)]
@@ -86,12 +86,12 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule()
     def run_dry(self) -> None:
-        """Nothing waits for what will never happen."""
+        """No stream waits for an event that never happens."""
         self.streams.synchronize()
 
     @rule()
     def broken_off(self) -> None:
-        """Wherever the pass was."""
+        """Ends the pass at any point."""
         self.ring.restart()
         self.turn, self.taken = 0, False
 

@@ -1,4 +1,4 @@
-"""A session's token depends on its logits, its tokens and its request, and on nothing else."""
+"""A session's token depends only on its logits, its tokens and its request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logits_of(rows: int, seed: int, tied: bool) -> Tensor:
 
 @settings(max_examples=150)
 @given(batches, st.integers(0, 1 << 30), st.booleans(), st.randoms(use_true_random=False))
-def test_only_the_session_matters(batch: list[Session], seed: int, tied: bool, random: Random) -> None:
+def test_a_token_does_not_depend_on_other_sessions(batch: list[Session], seed: int, tied: bool, random: Random) -> None:
     logits = logits_of(len(batch), seed, tied)
     together = Sampler(VOCAB, CPU)
     whole = together.sample(logits, batch)
@@ -53,14 +53,14 @@ def test_only_the_session_matters(batch: list[Session], seed: int, tied: bool, r
 
 @settings(max_examples=300)
 @given(sessions, st.integers(0, 1 << 30))
-def test_the_token_is_that_of_plain_python(session: Session, seed: int) -> None:
+def test_the_token_equals_that_of_a_plain_python_sampler(session: Session, seed: int) -> None:
     logits = logits_of(1, seed, tied=False)
     assert Sampler(VOCAB, CPU).sample(logits, [session]).tokens == [reference(logits[0].tolist(), session)]
 
 
 @settings(max_examples=100)
 @given(st.lists(samplings, min_size=1, max_size=5), st.integers(0, 1 << 30))
-def test_generation_in_one_go_and_with_a_fresh_sampler_each_step(kinds: list[Sampling], seed: int) -> None:
+def test_a_fresh_sampler_in_each_step_gives_the_same_tokens(kinds: list[Sampling], seed: int) -> None:
     one = [wanting(sampling) for sampling in kinds]
     other = [wanting(sampling) for sampling in kinds]
     sampler = Sampler(VOCAB, CPU)

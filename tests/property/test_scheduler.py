@@ -1,7 +1,11 @@
-"""The scheduler under random events, beside a dumb model of three things: the tokens, the edits and the breakpoints
-that each session must have, the order in which requests of a class and a tenant arrived, and a device that remembers in
-each slot of KV whose token each block has written there, and what was done to it, and what waits before a block. Who
-comes first among tenants, and what time does to it, is test_fairness.py's."""
+"""The scheduler under random events, beside a simple model of three things:
+
+- the tokens, edits and breakpoints that each session must have;
+- the order in which requests of a class and tenant arrived;
+- a device that remembers, for each slot of KV, the token and edits that each block wrote there, and what waits in it.
+
+test_fairness.py covers the order of tenants and the effects of time.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +37,15 @@ from tests.support.virtual import measured
 MODELS = ("m", "n")
 MAX_CONTEXT = 24
 NUM_BLOCKS = 3
-QUIET = 9  # a token that stops nothing
+QUIET = 9  # a token that stops no request
 TOKENS = st.integers(0, QUIET)
 VALUES = st.sampled_from([b"one", b"two"])
 POINT = Point("resid", 1)
 BLOCKS = st.integers(0, NUM_BLOCKS)
 STOPS = st.lists(st.tuples(BLOCKS, st.integers(0, 6)), max_size=3)
 WHO = st.tuples(st.sampled_from(MODELS), st.integers(0, 2), st.sampled_from(CLASSES))
-STEP_S = 0.001  # whatever it brings; of the model n, so much for each token
-UNHURRIED = Policy(slowdown=1e6)  # so nobody can be in anybody's way
+STEP_S = 0.001  # seconds of a step, whatever it brings; for model n, seconds for each token
+UNLIMITED = Policy(slowdown=1e6)  # no step is limited
 
 
 def seconds_of(model: str, tokens: int) -> float:
@@ -49,7 +53,7 @@ def seconds_of(model: str, tokens: int) -> float:
 
 
 class Written(NamedTuple):
-    """What a slot of KV holds: it follows from the token and all that stand before it, and what was done to each."""
+    """The contents of a slot of KV: they follow from the token and all tokens before it, and from the edits of each."""
 
     tenant: int
     done: tuple[tuple[int, tuple[bytes, ...]], ...]
@@ -64,7 +68,7 @@ class Call:
     prompt_end: int
     max_tokens: int
     stop: frozenset[int]
-    wanted: int = FOREVER  # from which position on activations are
+    wanted: int = FOREVER  # first position of which activations are wanted
     stops: tuple[Stop, ...] = ()
     resumes: bool = False
     held: bool = False
@@ -72,15 +76,15 @@ class Call:
     computed: int = 0  # tokens that were run before it had generated one
 
     def next_stop(self, length: int) -> Stop | None:
-        """Where what it has so far is to stop."""
+        """Where the tokens that it has so far must stop."""
         due = [stop for stop in self.stops if stop.position < length]
         return Stop(min(s.block for s in due), min(s.position for s in due)) if due else None
 
 
 @dataclass
 class Change:
-    """An edit of what this block is given, as its caller sees it: of these positions, or from `first` on; of none from
-    `end` on."""
+    """An edit of this block's input, as its caller sees it: at these positions, or from `first` on; at none from `end`
+    on."""
 
     value: bytes
     block: int
@@ -109,7 +113,7 @@ class Shadow:
         return self.call is None and self.hit is not None and len(self.tokens) == self.hit_end
 
     def written(self, position: int, block: int) -> Written:
-        """What this block is to write into the slot of that position."""
+        """The value that this block must write into the slot of that position."""
         tokens, changes = self.tokens[: position + 1], [c for c in self.changes.values() if c.block <= block]
         return Written(
             self.session.tenant,
@@ -125,15 +129,18 @@ class Shadow:
                 change.first = min(change.first, length)
 
     def work(self) -> int:
-        """Steps that are enough for the call when it comes first, even if all its KV is computed anew."""
+        """A number of steps that is enough for the call if it comes first, even if all its KV is recomputed."""
         return len(self.tokens) + self.call.max_tokens + 2 if self.call else 0
 
 
 class Places:
-    """Who stands where in a model's line before a step. `rank`: of the first class, before all where ageing has put a
-    session first; `firsts`: who may be the first of the order, whatever the tenants' clocks say; `own`: the sessions of
-    each class and tenant in their order, with what they have to run; `apart`: who has waited for a step apart, and
-    comes before all then; `read`: somebody is being read."""
+    """The order of a model's sessions before a step.
+
+    `rank`: rank of the first class, or before all if ageing has put a session first. `firsts`: sessions that may be
+    first, whatever the tenants' clocks are. `own`: the sessions of each class and tenant in order, with their tokens to
+    run. `apart`: sessions that have waited for a step of their own, and come before all others. `read`: some session
+    reads a prompt.
+    """
 
     def __init__(self, machine: SchedulerMachine, model: str) -> None:
         queue, kv, line = machine.scheduler._queues[model], machine.kv[model], machine.lines[model]
@@ -144,7 +151,7 @@ class Places:
             self.aged = None
         own: dict[tuple[int, int], list[tuple[Session, int]]] = {}
         sessions = [shadow.session for shadow in line]
-        if queue.composer.is_short(machine.scheduler._step + 1):  # who holds pages goes on first
+        if queue.composer.is_short(machine.scheduler._step + 1):  # sessions that hold pages go first
             sessions.sort(key=lambda session: session.id not in kv.sessions)
         for session in sessions:
             account = CLASSES.index(session.klass), session.tenant
@@ -177,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_rows: int,
         sessions: list[tuple[str, int, Class]],
     ) -> None:
-        self.scheduler = Scheduler(max_batch_tokens, max_rows, UNHURRIED)
+        self.scheduler = Scheduler(max_batch_tokens, max_rows, UNLIMITED)
         self.now = 0.0
         self.kv = {
             name: KvManager(n + 1, page_size, 1 << 20, MAX_CONTEXT) for name, n in zip(MODELS, pages, strict=True)
@@ -186,9 +193,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add_model(name, kv, MAX_CONTEXT, NUM_BLOCKS)
             measured(self.scheduler._queues[name].composer.times, partial(seconds_of, name))
         self.device: dict[str, dict[int, dict[int, Written]]] = {name: {} for name in MODELS}  # slot, block
-        self.waiting: dict[tuple[str, int], tuple[int, Written | None]] = {}  # before which block, by session, position
+        # the block before which it waits, by session and position
+        self.waiting: dict[tuple[str, int], tuple[int, Written | None]] = {}
         self.shadows: dict[str, Shadow] = {}
-        self.lines: dict[str, list[Shadow]] = {name: [] for name in MODELS}  # that may run, in order of arrival
+        # sessions that may run, in order of arrival
+        self.lines: dict[str, list[Shadow]] = {name: [] for name in MODELS}
         self.in_step: tuple[Batch, list[Call | None]] | None = None
         self.ids = count(1)
         for who in sessions:
@@ -198,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return min(MAX_CONTEXT, self.kv[model].capacity_tokens)
 
     def ended(self, shadow: Shadow, request: Request | None, reason: str | None) -> None:
-        """The scheduler answered that the session's call has ended: it must be this one, for this reason."""
+        """Checks that the call that the scheduler reports as ended is this one, for this reason."""
         assert shadow.call and request is shadow.call.request
         assert (request.state, request.finish_reason) == (RequestState.DONE, reason)
         assert request.computed == shadow.call.computed
@@ -228,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.shadows) < 16)
     @rule(data=st.data(), count=st.integers(1, 3))
     def fork(self, data: st.DataObject, count: int) -> None:
-        """Also forks of forks. The device makes the copy at once, as the engine has it done."""
+        """Forks a session, possibly a fork itself. The device makes the copy at once, as the engine does."""
         for _ in range(count):
             parent = self.draw_shadow(data, lambda shadow: shadow.call is None)
             if parent is None:
@@ -308,7 +317,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def look_inside(
         self, data: st.DataObject, prompt: list[int], stops: list[tuple[int, int]], steps: int, edited: bool
     ) -> None:
-        """As clients do: some stop, what has stopped is replaced there, and they go on, and stop again."""
+        """Calls as white-box clients make them: some stop, stopped activations are edited, and they resume and stop
+        again."""
         for shadow in self.shadows.values():
             if shadow.call is None and data.draw(st.booleans()):
                 self.start(shadow, prompt, 2, frozenset(), stops=stops)
@@ -324,7 +334,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert shadow.hit is not None
         stage = shadow.session.stage
         self.change(shadow, b"one", frozenset(range(shadow.hit.position, shadow.hit_end)), shadow.hit.block)
-        assert shadow.session.stage is stage, "an edit of what waits has taken its stage"
+        assert shadow.session.stage is stage, "an edit ahead of the waiting positions has dropped the stage"
 
     @rule(data=st.data())
     def drop_stage(self, data: st.DataObject) -> None:
@@ -335,14 +345,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), max_tokens=st.integers(1, 8))
     def go_on(self, data: st.DataObject, max_tokens: int) -> None:
-        """Without a prompt, after whatever came before."""
+        """A call without a prompt, after whatever came before."""
         shadow = self.draw_shadow(data, lambda shadow: shadow.tokens and shadow.call is None)
         if shadow:
             self.start(shadow, [], max_tokens, stop=frozenset())
 
     @rule(prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=3, max_size=8))
     def submit_to_all(self, prompts: list[list[int]]) -> None:
-        """A crowd, so that pages, rows and tokens are short."""
+        """Many requests at once, so that pages, rows and tokens are short."""
         idle = [shadow for shadow in self.shadows.values() if shadow.call is None]
         for shadow, prompt in zip(idle, prompts, strict=False):
             self.start(shadow, prompt, max_tokens=8, stop=frozenset())
@@ -430,7 +440,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), klass=st.sampled_from(CLASSES))
     def set_class(self, data: st.DataObject, klass: Class) -> None:
-        """As the last of its new class."""
+        """The session becomes the last of its new class."""
         shadow = self.draw_shadow(data)
         if shadow is None:
             return
@@ -464,7 +474,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         positions=st.none() | st.frozensets(st.integers(0, 9), min_size=1, max_size=3),
     )
     def edit(self, data: st.DataObject, value: bytes, block: int, positions: frozenset[int] | None) -> None:
-        """From now on where no positions are given."""
+        """Edits given positions, or all from now on."""
         shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
         if shadow:
             self.change(shadow, value, positions, block)
@@ -481,7 +491,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(value=VALUES, positions=st.none() | st.frozensets(st.integers(0, 9), min_size=1, max_size=3))
     def edit_all(self, value: bytes, positions: frozenset[int] | None) -> None:
-        """Alike: so they share pages behind it, too."""
+        """The same edit for all sessions, so that they share the pages behind it too."""
         for shadow in self.shadows.values():
             if shadow.call is None and len(shadow.changes) < 3:
                 self.change(shadow, value, positions)
@@ -521,13 +531,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_step = (batch, [self.shadows[row.session.id].call for row in batch.rows])
 
     def check_turn(self, batch: Batch | None, places: dict[str, Places]) -> None:
-        assert (batch is None) == (not places), "somebody waits, and nobody runs"
+        assert (batch is None) == (not places), "a session waits, and none runs"
         if batch is not None:
             assert places[batch.model].rank == min(other.rank for other in places.values())
 
     def check_progress(self, batch: Batch, places: Places) -> None:
-        """Of those that may be the first of the order, one goes on, or waits for the end of a prompt that would be
-        lost; and nobody is left out where there is room."""
+        """One of the sessions that may be first goes on, or waits for the end of a prompt that would be lost. While
+        there is room, no session is left out."""
         served = {row.session for row in batch.rows}
         if places.any_stops:
             self.check_who_was_left_out(batch, served)
@@ -539,20 +549,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.has_pages_for_all(batch.model):
             return
         if not self.is_full(batch):
-            assert len(batch.rows) == places.count, "there is room, and somebody was left out"
+            assert len(batch.rows) == places.count, "there is room, and a session was left out"
         for own in places.own:
             for part in (
                 [session for session, remaining in own if remaining == 1],
                 [session for session, remaining in own if remaining > 1],
             ):
                 places_served = [session in served for session in part if session not in (places.aged, *places.apart)]
-                assert places_served == sorted(places_served, reverse=True), "one was overtaken"
+                assert places_served == sorted(places_served, reverse=True), "a session was overtaken"
 
     def check_who_was_left_out(self, batch: Batch, served: set[Session]) -> None:
-        """Where there is room, nobody, unless somebody waits for a step apart, for whom room was kept."""
+        """While there is room, no session is left out, unless room was kept for one that waits for a step of its
+        own."""
         apart = self.scheduler._queues[batch.model].composer._apart
         if self.has_pages_for_all(batch.model) and not self.is_full(batch) and not apart:
-            assert len(served) == len(self.lines[batch.model]), "there is room, and somebody was left out"
+            assert len(served) == len(self.lines[batch.model]), "there is room, and a session was left out"
 
     def check_batch(self, batch: Batch) -> None:
         line = {shadow.session for shadow in self.lines[batch.model]}
@@ -587,8 +598,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return sum(kv.pages_for(len(shadow.tokens)) for shadow in mine) <= kv.pool.capacity
 
     def run(self, batch: Batch) -> None:
-        """The device: zeroes, goes on from what waits, writes the KV of each row, block by block and each block once,
-        and reads all that stands before it."""
+        """The device: zeroes pages, continues waiting positions, writes each row's KV once in each block, and checks
+        all KV that the row reads."""
         kv, memory = self.kv[batch.model], self.device[batch.model]
         for page in kv.take_stale():
             for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
@@ -617,7 +628,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert tenants <= {row.session.tenant}, f"page {page} of {row.session.id} holds another's KV"
 
     def before(self, shadow: Shadow, position: int, block: int) -> tuple[int, Written | None]:
-        """What waits before that block: what the block before gave, as no edit there has seen it yet."""
+        """The value that waits before that block: the output of the block before, without the edits at that point."""
         return block, shadow.written(position, block - 1) if block else None
 
     @precondition(lambda self: self.in_step is not None)
@@ -653,7 +664,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert shadow.call
             generated = len(shadow.tokens) - shadow.call.prompt_end
             wanted = range(shadow.call.wanted, shadow.call.prompt_end + max(generated - 1, 0))
-            assert shadow.call.seen.issuperset(wanted), "what was to be captured was not run"
+            assert shadow.call.seen.issuperset(wanted), "positions to be captured were not run"
             assert request.stopped == (shadow.hit if reason == "breakpoint" else None)
             self.ended(shadow, request, reason)
 
@@ -713,9 +724,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.held == sum(shadow.call.held for shadow in self.shadows.values() if shadow.call)
 
     def teardown(self) -> None:
-        """Nobody starves: left alone, every request that is not held ends within a bounded number of steps, and so do
-        the held ones once they are released; and then all that stop, and go on, and stop again. Then closing the
-        sessions gives back every page."""
+        """No session starves. Every request that is not held ends within a bounded number of steps, and so do held ones
+        after their release, and stopped ones after they resume. Closing the sessions then frees every page."""
         if not hasattr(self, "scheduler"):
             return
         if self.in_step:

@@ -1,5 +1,5 @@
-"""The scheduler's machine with lower tiers: sessions wait, wake, pause and resume, and a dumb copier carries pages
-when it pleases, in any order that lanes allow, and not always with success. Each request ends with the same tokens."""
+"""The machine of test_scheduler.py with lower tiers. Sessions wait, wake, pause and resume. A copier moves pages at
+random times, in any order that its lanes allow, and sometimes fails. Each request still ends with the same tokens."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.property.test_scheduler import (
     Written,
 )
 
-Bytes = list[Written | None]  # of a page, by token
+Bytes = list[Written | None]  # bytes of a page, by token
 SEEDS = st.integers(0, 1 << 32)
 
 
 class Copier:
-    """Of one model. Lanes are in order; whatever threads do is not."""
+    """The copier of one model. Its lanes are in order; its threads are not."""
 
     def __init__(self, paging: Paging, device: dict[int, Written], ended: Callable[[list[object]], None]) -> None:
         self.paging = paging
@@ -44,7 +44,7 @@ class Copier:
         self.memory: dict[str, dict[int, Bytes]] = {"host": {}, "disk": {}}
         self.lanes: dict[Way, list[Move]] = {way: [] for way in Way}
         self.landed: list[Move] = []
-        self.followed: dict[Move, Bytes] = {}  # before it has landed: what its source held
+        self.followed: dict[Move, Bytes] = {}  # its source's bytes, before it has landed
 
     def go(self, choice: Random, failing: float) -> None:
         """Does one thing, if there is one to do."""
@@ -78,7 +78,7 @@ class Copier:
             self.go(choice, failing=0.0)
 
     def follow(self, lane: list[Move]) -> None:
-        """What the device is given from now on comes behind the next copy."""
+        """Later work of the device is queued behind the next copy."""
         move = next((move for move in lane if not move.is_followed), None)
         if move is not None:
             move.is_queued = False
@@ -112,7 +112,7 @@ class Copier:
                 self.memory["host"][move.target] = self.memory["disk"][move.source]
 
     def pages(self, move: Move) -> dict[str, int]:
-        """Of the device."""
+        """Device pages of the move."""
         return {"source": move.source} if move.way is Way.DEMOTE else {"target": move.target}
 
     def seal(self, move: Move) -> None:
@@ -164,7 +164,7 @@ class TiersMachine(SchedulerMachine):
 
     @rule(data=st.data())
     def pause(self, data: st.DataObject) -> None:
-        """Beside a step, only who has no request."""
+        """While a step runs, only sessions without a request are paused."""
         shadow = self.draw_shadow(data, lambda shadow: self.in_step is None or shadow.call is None)
         if shadow:
             self.pause_one(shadow)
@@ -196,7 +196,7 @@ class TiersMachine(SchedulerMachine):
             self.scheduler.open(session)
             self.shadows[session.id] = Shadow(session, [QUIET])
 
-    # --- as in the machine without tiers, but for who is paused -----------------------------------------------------
+    # --- as in the machine without tiers, except for paused sessions --------------------------------------------------
 
     def start(self, shadow: Shadow, *more: object, **named: object) -> None:
         super().start(shadow, *more, **named)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ class TiersMachine(SchedulerMachine):
 
     @rule(data=st.data(), count=st.integers(1, 3))
     def fork(self, data: st.DataObject, count: int) -> None:
-        """What moves has landed: so what it costs can be told."""
+        """All moves have landed first, so that the pages that the fork takes can be checked."""
         self.settle()
         super().fork(data, count)
 
@@ -231,11 +231,11 @@ class TiersMachine(SchedulerMachine):
     def tend(self, seconds: float) -> None:
         self.pass_time(seconds)
         self.scheduler.tend(self.now)
-        assert self.scheduler.next_wake > self.now, "somebody is expected, and nobody does anything about it"
+        assert self.scheduler.next_wake > self.now, "an expected session was not woken in time"
 
     @rule(times=st.integers(1, 3))
     def depart(self, times: int) -> None:
-        """Also beside a step."""
+        """May happen while a step runs."""
         for _ in range(times):
             self.scheduler.depart()
             self.scheduler.check_integrity()
@@ -265,7 +265,9 @@ class TiersMachine(SchedulerMachine):
 
     def check_turn(self, batch: Batch | None, places: dict[str, Places]) -> None:
         if batch is None:
-            assert all(self.copiers[name].paging.is_busy for name in places), "nobody runs, and nothing is on its way"
+            assert all(self.copiers[name].paging.is_busy for name in places), (
+                "no session runs, and nothing is being copied"
+            )
         elif not any(copier.paging.is_busy for copier in self.copiers.values()):
             super().check_turn(batch, places)
 
@@ -289,7 +291,7 @@ class TiersMachine(SchedulerMachine):
     @precondition(lambda self: self.in_step is None and self.shadows)
     @rule(seed=SEEDS, steps=st.integers(1, 100))
     def bustle(self, seed: int, steps: int) -> None:
-        """What happens on a busy day."""
+        """Many random events in one rule."""
         choice = Random(seed)
         for _ in range(steps):
             shadow = choice.choice(list(self.shadows.values()))
@@ -353,7 +355,7 @@ class TiersMachine(SchedulerMachine):
                 assert residence.is_leaving(session), f"{session.id} is paused, and stays on the device"
 
     def teardown(self) -> None:
-        """Nobody starves; with the sessions every page is free again."""
+        """No session starves, and closing the sessions frees every page."""
         if not hasattr(self, "copiers"):
             return
         if self.in_step:

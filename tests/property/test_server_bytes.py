@@ -1,4 +1,4 @@
-"""Arbitrary bytes at a real connection: whatever one client says, another one is served."""
+"""Arbitrary bytes on a real connection: one client's bytes do not prevent another client from being served."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ requests = st.one_of(
     st.builds(Forward, id=small, session=sessions, token_ids=tokens),
     st.builds(Truncate, id=small, session=sessions, length=ids),
     st.builds(GetTokens, id=small, session=sessions),
-    st.builds(Cancel, target=st.integers(-(1 << 63), (1 << 63) - 1)),  # one outside of it ends the connection
+    st.builds(Cancel, target=st.integers(-(1 << 63), (1 << 63) - 1)),  # a number outside of 64 bits ends the connection
     st.builds(Signal, session=signalled, kind=st.text(max_size=9), expected_s=st.floats()),
     st.builds(PauseSession, id=small, session=sessions, tier=st.sampled_from(["device", "host", "disk"])),
     st.builds(ResumeSession, id=small, session=sessions),
@@ -94,7 +94,7 @@ def test_no_bytes_stop_the_daemon(calm, said, hello, cut):
 @RELAXED
 @given(asked=st.lists(requests, max_size=12, unique_by=lambda request: getattr(request, "id", None)))
 def test_every_request_gets_exactly_one_final_reply(calm, asked):
-    """Of requests with ids of their own; a last one tells when all others must have been answered."""
+    """Each request has an id of its own. A last one shows when all others must have been answered."""
     expected = [request.id for request in asked if not isinstance(request, Cancel | Signal)]
     with Wire(calm.address) as wire:
         wire.send(*asked)
@@ -123,7 +123,7 @@ def test_a_request_with_any_fields_is_answered_under_its_id(calm, kind, fields, 
     assert_served(calm)
 
 
-def test_the_daemon_is_sound_after_all_this(calm):
+def test_the_daemon_passes_its_audit_afterwards(calm):
     with calm.client() as client:
         wait_for(lambda: client.status().connections == 1)
         status = client.status(check=True)

@@ -1,4 +1,4 @@
-"""What is known of how long steps take, whatever was measured in whatever order."""
+"""Predicted step times, after any measurements in any order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS = st.floats(1e-4, 10.0)
     count=st.integers(1, 10_000),
     seconds=SECONDS,
 )
-def test_the_curve_never_falls_and_both_ways_of_asking_agree(
+def test_the_curve_never_falls_and_at_agrees_with_within(
     notes: list[tuple[int, float]], count: int, seconds: float
 ) -> None:
     curve = Curve()

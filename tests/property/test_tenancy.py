@@ -1,4 +1,5 @@
-"""Tiers of several models under one limit a tenant, beside a dumb list: whose page goes, in whichever of them it is."""
+"""Tiers of several models under a limit for each tenant, beside a plain list: which page is evicted, and from which
+tier."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from djinnd.kvcache.tenancy import ANYBODY, Tenancy
 from djinnd.kvcache.tier import Tier
 
 TENANTS = st.sampled_from([ANYBODY, 0, 1])
-SIZES = (3, 5, 5)  # bytes a page, by model
+SIZES = (3, 5, 5)  # bytes of a page, by model
 MODELS = st.integers(0, len(SIZES) - 1)
 
 
@@ -43,9 +44,9 @@ class TenancyMachine(RuleBasedStateMachine):
         self.tenancy = Tenancy()
         self.tiers: dict[int, Tier] = {}  # by model
         self.asleep: dict[int, list[Held]] = {}
-        self.held: list[Held] = []  # complete ones in the order of their last use
+        self.held: list[Held] = []  # complete pages in the order of their last use
         self.limits: dict[int, int] = {}
-        self.most: dict[int, int] = {}  # bytes of a limited tenant, ever from now on
+        self.most: dict[int, int] = {}  # the most bytes that a limited tenant may have from now on
         self.keys = count(1)
         for model in range(len(SIZES)):
             self.open(model)
@@ -90,7 +91,7 @@ class TenancyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), pinned=st.booleans())
     def go_on(self, data: st.DataObject, pinned: bool) -> None:
-        """What is filling is complete, what is complete is read; perhaps for long."""
+        """A filling page becomes complete; a complete one is read, possibly for long."""
         held = data.draw(st.sampled_from(self.held))
         tier = self.tiers[held.model]
         if not held.complete:
@@ -132,7 +133,8 @@ class TenancyMachine(RuleBasedStateMachine):
 
     @rule(model=MODELS)
     def sleep_or_wake(self, model: int) -> None:
-        """Pages lie where they are meanwhile, and count for nobody; then they are older than all others."""
+        """A sleeping model's pages stay in place and count for no tenant. When it wakes, they are older than all
+        others."""
         if model in self.asleep:
             self.open(model)
             self.held = self.asleep.pop(model) + self.held
@@ -140,7 +142,7 @@ class TenancyMachine(RuleBasedStateMachine):
                 self.shed(tenant)
             return
         tier, here = self.tiers.pop(model), [held for held in self.held if held.model == model]
-        for held in here:  # nothing is under way
+        for held in here:  # no page is filling or pinned
             for _ in range(held.pins):
                 tier.unpin(held.slot)
             if not held.complete:

@@ -1,4 +1,4 @@
-"""Streaming changes nothing about the text."""
+"""Streaming does not change the text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ families = pytest.mark.parametrize("family", toy_tokenizers.ALL)
 @given(texts)
 @example(BROKEN * 70)
 @example("   the  ▁ end ")
-def test_the_pieces_are_the_text(family: str, text: str) -> None:
+def test_streamed_pieces_join_to_the_text(family: str, text: str) -> None:
     tokenizer = toy_tokenizers.ALL[family]()
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     stream = Detokenizer(tokenizer).stream()
@@ -32,7 +32,7 @@ def test_the_pieces_are_the_text(family: str, text: str) -> None:
 
 @families
 @given(texts, st.data())
-def test_nor_does_reading_many_tokens_at_once(family: str, text: str, data: st.DataObject) -> None:
+def test_reading_many_tokens_at_once_does_not_change_the_text(family: str, text: str, data: st.DataObject) -> None:
     tokenizer = toy_tokenizers.ALL[family]()
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     cuts = sorted(data.draw(st.lists(st.integers(0, len(tokens)), max_size=5)))
@@ -45,8 +45,8 @@ def test_nor_does_reading_many_tokens_at_once(family: str, text: str, data: st.D
 
 @families
 @given(texts, st.data())
-def test_the_pieces_of_two_requests_are_the_text(family: str, text: str, data: st.DataObject) -> None:
-    """Cut between characters, at any token."""
+def test_pieces_of_two_requests_join_to_the_text(family: str, text: str, data: st.DataObject) -> None:
+    """The requests are cut at any token between two characters."""
     tokenizer = toy_tokenizers.ALL[family]()
     encoding = tokenizer.encode(text, add_special_tokens=False)
     tokens, offsets = encoding.ids, encoding.offsets
@@ -59,8 +59,8 @@ def test_the_pieces_of_two_requests_are_the_text(family: str, text: str, data: s
 
 @families
 @given(st.lists(st.integers(0, 600), max_size=80), st.lists(st.integers(0, 600), max_size=12))
-def test_any_tokens_give_some_text(family: str, tokens: list[int], context: list[int]) -> None:
-    """Models owe nobody valid UTF-8."""
+def test_any_tokens_give_text(family: str, tokens: list[int], context: list[int]) -> None:
+    """Models may generate invalid UTF-8."""
     tokenizer = toy_tokenizers.ALL[family]()
     detokenizer = Detokenizer(tokenizer)
     stream = detokenizer.stream(context)
@@ -70,7 +70,7 @@ def test_any_tokens_give_some_text(family: str, tokens: list[int], context: list
 
 
 def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Start of the match and the stop string, by trying every end."""
+    """Start of the match and the stop string, found by trying every end."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -83,7 +83,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, str] | None:
     st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4),
     st.lists(st.text(alphabet="abc", max_size=4), max_size=15),
 )
-def test_stop_strings_are_found_as_by_trying_every_end(stops: list[str], pieces: list[str]) -> None:
+def test_stop_strings_are_found_as_by_exhaustive_search(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
     matcher = StopMatcher(stops)
     told = ""
@@ -92,7 +92,7 @@ def test_stop_strings_are_found_as_by_trying_every_end(stops: list[str], pieces:
         seen = "".join(pieces[: number + 1])
         match = first_match(seen, stops)
         assert matcher.matched == (match[1] if match else None)
-        if match is None:  # no character is held back that could be told, and none told that could not
+        if match is None:  # exactly the characters that may begin a match are held back
             begun = [n for n in range(len(seen) + 1) if any(stop.startswith(seen[n:]) for stop in [*stops, ""])]
             assert told == seen[: min(begun, default=len(seen))]
     match = first_match(text, stops)

@@ -1,4 +1,4 @@
-"""A tier beside a dumb model, and processes that die: between two calls, and between two writes to the table."""
+"""A tier beside a simple model, and processes that die: between two calls, and between two writes to the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = st.integers(0, 11).map(lambda n: n.to_bytes(16, "little"))
 
 
 def tenant_of(key: bytes) -> int:
-    """Of three pages one is public, and the others are two tenants'."""
+    """The tenant of a page. One page of three is public, and the others belong to two tenants."""
     return key[0] % 3 + ANYBODY
 
 
@@ -40,17 +40,17 @@ class TierMachine(RuleBasedStateMachine):
     def begin(self, slots: int, are_ready: bool) -> None:
         self.table = bytearray(Tier.table_bytes(slots))
         self.slots = slots
-        self.are_ready = are_ready  # all, from a process's beginning on
+        self.are_ready = are_ready  # whether all slots are ready from the process's beginning
         self.filling: dict[int, bytes] = {}
         self.complete: list[tuple[int, bytes, int]] = []  # slot, key, checksum; least recently used first
-        self.spared: list[int] = []  # slots that go before the others, the first spared very first
+        self.spared: list[int] = []  # slots that are evicted before the others, the first spared very first
         self.pins: Counter[int] = Counter()
-        self.dropped: set[int] = set()  # found bad, and still pinned
-        self.bytes_of: dict[int, tuple[bytes, int]] = {}  # what lies in a slot: of which page, with which checksum
+        self.dropped: set[int] = set()  # slots found bad and still pinned
+        self.bytes_of: dict[int, tuple[bytes, int]] = {}  # for each slot, the page and the checksum of the bytes in it
         self.checksums = 0
-        self.tenant: dict[int, int] = {}  # of slots that are not free
+        self.tenant: dict[int, int] = {}  # tenant of the slots that are not free
         self.limits: dict[int, int] = {}
-        self.most: dict[int, int] = {}  # slots of a limited tenant, ever from now on
+        self.most: dict[int, int] = {}  # the most slots that a limited tenant may have from now on
         self.start()
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class TierMachine(RuleBasedStateMachine):
         watch(self.tier, self.if_it_died_now)
 
     def if_it_died_now(self) -> None:
-        """Whoever comes next believes of no slot what is not in it."""
+        """The next process takes for complete only slots that are."""
         after = Tier(self.table[:], self.slots)
         for slot in after.oldest(self.slots):
             assert self.bytes_of.get(slot) == (after.key(slot), after.checksum(slot)), f"slot {slot} holds another page"
@@ -91,7 +91,7 @@ class TierMachine(RuleBasedStateMachine):
         self.spared = [slot for slot in self.spared if slot not in slots]
 
     def going(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[int] | None:
-        """Which slots give way to so many of the tenant's."""
+        """The slots that are evicted to give the tenant so many."""
         over = self.used_by(tenant) + count - self.limits.get(tenant, self.used_by(tenant) + count)
         own = self.unpinned_of(tenant)[: max(over, 0)]
         fit = set(range(self.slots)) if can_wait else set(range(self.slots)) - self.unready
@@ -100,7 +100,7 @@ class TierMachine(RuleBasedStateMachine):
         return own + others if len(own) >= over and len(others) == missing else None
 
     def going_one_after_another(self, tenant: int, count: int) -> list[int] | None:
-        """The same, where every slot is ready."""
+        """The same if every slot is ready, computed one by one."""
         free, used, left = len(self.free), self.used_by(tenant), self.unpinned
         gone: list[int] = []
         for _ in range(count):
@@ -132,11 +132,11 @@ class TierMachine(RuleBasedStateMachine):
             self.give_way(going)
             self.filling[slot] = key
             self.tenant[slot] = tenant
-            self.bytes_of.pop(slot, None)  # from now on its bytes change
+            self.bytes_of.pop(slot, None)  # its bytes change from now on
 
     @rule(keys=st.lists(KEYS, unique=True, max_size=6), places=st.permutations(range(6)), can_wait=st.booleans())
     def prepare_all(self, keys: list[bytes], places: list[int], can_wait: bool) -> None:
-        """As one after another, but for which of the slots each is given."""
+        """Gives the same slots as one call after another, but assigned to pages in another order."""
         pages = [(key, tenant_of(key)) for key in keys if key not in self.tier]
         places = places[: len(pages)]
         slots = self.tier.prepare_all(pages, places, can_wait=can_wait)
@@ -238,13 +238,13 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule()
     def die(self) -> None:
-        """The next process has what was complete, in the same order of use, and every other slot to give. Nothing is
-        on its device yet, so it can spare nothing."""
+        """The next process has the complete pages in the same order of use, and can give every other slot. Its device
+        is empty, so it spares nothing."""
         self.filling.clear()
         self.spared.clear()
         self.pins.clear()
         self.dropped.clear()
-        self.table = self.table[:]  # who is dead writes no more
+        self.table = self.table[:]  # the dead process writes no more
         for tenant, slots in self.limits.items():
             self.give_way(self.unpinned_of(tenant)[: max(self.used_by(tenant) - slots, 0)])
         self.start()

@@ -1,4 +1,4 @@
-"""Learned waits beside what anybody could work out by hand: whole histories, then the same formulas."""
+"""Learned waits, checked against the same formulas applied to the whole history."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_TOOLS = 3
 
 
 class WaitsMachine(RuleBasedStateMachine):
-    """`history`: of each tool what its waits took, the most recently used the last."""
+    """`history`: the waits of each tool, the most recently used tool last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ TestWaits.settings = settings(max_examples=50, stateful_step_count=60)
 
 
 @given(st.lists(st.floats(1.0, 100.0), min_size=3, max_size=8))
-def test_the_first_few_count_alike(took: list[float]) -> None:
+def test_the_first_few_waits_count_alike(took: list[float]) -> None:
     waits = Waits()
     for each in took:
         waits.begin("s", 1, "", 0.0)

@@ -1,5 +1,5 @@
-"""Random lives of sessions that are steered and captured, in an engine that is short of pages. Whatever happens to one,
-it says, and is seen to think, what a session does that is told the same tokens and edits in an engine of its own."""
+"""Random lives of sessions that are steered and captured, in an engine that is short of pages. Each session's tokens
+and activations equal those of a session with the same tokens and edits in an engine of its own."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from tests.support.turnwise import Turnwise
 from tests.support.whitebox import ATTN, EVERY, LAST, LOGITS, MLP, NORM, RESID, WhiteBoxEngine, an_edit, prompt, values
 
 FOLDER = reduced_model("llama-2")
-CONTEXT = 96  # tokens, in pages of 16: the pool has six
+CONTEXT = 96  # tokens, in pages of 16; the pool has six pages
 HOST_BYTES = 12 << 15  # twelve pages
-SOMEBODY = "somebody else's"  # of the device's budget
-PATIENCE = 20_000  # turns, that nothing takes
+SOMEBODY = "somebody else's"  # owner of memory that another process takes from the device's budget
+PATIENCE = 20_000  # turns; no call takes so many
 EVENTS = 200
 
 
 @dataclass
 class Call:
-    """Under way. `first`: of the positions that it is to capture."""
+    """A call under way. `first`: the first position that it captures."""
 
     request: int
     prompt_end: int
     max_tokens: int
     capture: list[Point]
     first: int
-    ends: str = ""  # by whom it has been ended before its time
+    ends: str = ""  # the event that has ended it early
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Lives:
         self.engine = engine
         self.fresh = fresh
         self.choice = Random(seed)
-        self.most = 3 if seed % 4 < 2 else 8  # sessions: few, which keep their pages, or many
+        self.most = 3 if seed % 4 < 2 else 8  # sessions: a few, which keep their pages, or many
         self.lives: dict[str, Life] = {}
         self.count = 0
         self.is_squeezed = False
-        self.closed: set[int] = set()  # requests whose session was closed: answered, whatever that says
+        self.closed: set[int] = set()  # requests whose session was closed: any answer is right
         self.pausing: set[int] = set()
 
     # --- what happens -----------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Lives:
         self.engine.send(messages.CancelRun(life.call.request))
 
     def halt(self, life: Life) -> None:
-        """As a stop string would."""
+        """Ends the call as a stop string would."""
         call = life.call
         assert call is not None
         generated = len(life.tokens) - call.prompt_end
@@ -194,7 +194,7 @@ class Lives:
         self.engine.send(messages.Hold(life.call.request, life.held))
 
     def squeeze(self) -> None:
-        """Somebody else has nearly all of the device's memory, or gives it back."""
+        """Takes nearly all of the device's memory, or gives it back."""
         budget = self.engine.device.budget
         if self.is_squeezed:
             budget.release(SOMEBODY)
@@ -307,7 +307,7 @@ class Lives:
         raise AssertionError(f"does not end: {[life for life in self.lives.values() if life.call]} {self.closed}")
 
     def wind_up(self) -> None:
-        """Everybody may go on, ends what it does, does it once more, and goes."""
+        """Every session resumes, ends its call, runs once more, and is closed."""
         if self.is_squeezed:
             self.squeeze()
         for life in self.lives.values():
@@ -339,7 +339,7 @@ def close_descriptors(engine: WhiteBoxEngine) -> None:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Turnwise, WhiteBoxEngine]]:
-    """With llama-2 as "m": in the first, whose pages are small and few, and in one that has room for all."""
+    """Two engines with llama-2 as "m". The first has small and few pages; the other has room for all."""
     with pytest.MonkeyPatch.context() as patch, Turnwise() as engine, WhiteBoxEngine() as fresh:
         patch.setattr(manager, "PAGE_BYTES", 1)
         patch.setattr(memory, "MIN_TOKENS", CONTEXT)
@@ -351,7 +351,7 @@ def engines() -> Iterator[tuple[Turnwise, WhiteBoxEngine]]:
 
 
 def use_graphs(engine: WhiteBoxEngine, patch: pytest.MonkeyPatch) -> None:
-    """That are never captured, so that each of their steps runs eagerly, in its padded shape."""
+    """Sets graphs that are never captured, so that each of their steps runs eagerly, in its padded shape."""
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     runner = engine.engine._runners["m"]
     graphs = StepGraphs(runner.model, engine.device, 64, 32, 8, 8 * runner.plan.page_size)  # type: ignore[arg-type]
@@ -360,7 +360,7 @@ def use_graphs(engine: WhiteBoxEngine, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sessions_say_what_their_tokens_and_edits_make_them_say(
+def test_sessions_equal_those_of_an_engine_of_their_own(
     engines: tuple[Turnwise, WhiteBoxEngine], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, fresh = engines
