@@ -36,6 +36,7 @@ CLEAN: tuple[str, ...] = (
     "djinnd/text_jobs.py",
     "djinnd/weights",
     "docs/scheduling.md",
+    "tests/property",
     "tests/unit/core",
     "tests/unit/kvcache",
     "tests/unit/scheduler",
