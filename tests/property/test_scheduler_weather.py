@@ -25,7 +25,7 @@ from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.virtual import measured, rising
 
-# Seeds that have found faults. With 30450 and the last ones of CROWDED_DAYS, long prompts evicted each other without end.
+# Seeds that found faults: with 30450 and the last ones of CROWDED_DAYS, long prompts evicted each other without end.
 # With 20292, a page that was being copied did not count for a quota.
 DAYS = [*range(160), 30450, 20292]
 CROWDED_DAYS = [*range(40), 40, 69, 87, 173, 205, 255, 277, 1060, 1296, 5763]
