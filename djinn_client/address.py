@@ -1,4 +1,4 @@
-"""Where the daemon's socket is, and what to say when nobody can be reached there."""
+"""The paths at which the daemon's socket may be, and the error when no daemon answers there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def candidates(address: str | None = None, environ: Mapping[str, str] = os.envir
 
 
 def unreachable(failures: Sequence[tuple[str, OSError]]) -> ConnectionLost:
-    """The error for a caller whose every candidate path failed: what was found at each, then one remedy."""
+    """The error when no path has worked: it tells what is at each path, and then a remedy."""
     accounts = "; ".join(account(path, error) for path, error in failures)
     remedies = (_remedy(path, error) for path, error in failures)
     remedy = next(filter(None, remedies), "")
@@ -34,7 +34,7 @@ def unreachable(failures: Sequence[tuple[str, OSError]]) -> ConnectionLost:
 
 
 def account(path: str, error: OSError) -> str:
-    """What `error`, met in connecting to `path`, says about the daemon."""
+    """The state of the daemon at `path`, as the error of connecting there tells it."""
     match error.errno:
         case errno.ENOENT | errno.ENOTDIR:
             return f"no daemon at {path}"

@@ -69,7 +69,7 @@ class AsyncSession:
 
     @classmethod
     def _over(cls, steps: SessionSteps, session: str) -> Self:
-        """Of a session that the daemon has; opening it is attaching."""
+        """The object for a session that the daemon has. Opening it attaches."""
         opened = cls.__new__(cls)
         opened._steps = steps
         opened._opening = partial(steps.attach, session)
@@ -86,7 +86,7 @@ class AsyncSession:
 
     @property
     def info(self) -> SessionInfo:
-        """What the daemon said when the session was opened or attached."""
+        """The session as it was when it was opened or attached."""
         return self._steps.info
 
     @property
@@ -243,7 +243,7 @@ class AsyncSession:
         try:
             yield
         except BaseException:
-            with suppress(DjinnError):  # what happened first is what the caller must see
+            with suppress(DjinnError):  # the caller must see the first error
                 await self.signal("COMPUTE")
             raise
         if not self._steps.ended:
@@ -281,7 +281,7 @@ class AsyncSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(*(() if error is None else (DjinnError,))):  # what happened first is what the caller must see
+        with suppress(*(() if error is None else (DjinnError,))):  # the caller must see the first error
             await self.close()
 
 
@@ -338,6 +338,6 @@ async def from_kv_async(
     address: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> AsyncSession:
-    """See from_kv. What is copied is copied in a thread."""
+    """See from_kv. A copy is made in a thread."""
     handed = await asyncio.to_thread(import_of_kv, model, tokens, kv, priority, address, on_progress)
     return await AsyncSession._imported(handed, address, on_progress)

@@ -1,8 +1,8 @@
-"""What a message may hold, so that decoding one takes milliseconds whatever its sender made up.
+"""Bounds of messages, so that decoding takes milliseconds for any message that a sender makes up.
 
-Each field of a request has a bound in its type. They do not bound the work: a field may be there many times, and what
-no field names is skipped. So a LARGE message is looked through first: it has few values, and is large because of a text
-or bytes in one of the fields that are made for that. Long lists of token ids travel as bytes.
+Each field of a request has a bound in its type. These do not bound the work: a field may come many times, and unknown
+fields are skipped. So a LARGE message is looked through first. It must have few values, and be large only because of a
+text or bytes in one of the LONG_FIELDS. Long lists of token ids travel as bytes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def expect_few_values(data: bytes) -> None:
 
 
 def _head(data: bytes, at: int) -> tuple[int, int, int]:
-    """Of the value there: how many values are inside, where its own bytes begin, and how many they are."""
+    """→ how many values are inside the value there, where its own bytes begin, and how many they are."""
     byte, at = data[at], at + 1
     if byte < 0x80 or byte >= 0xE0:
         return 0, at, 0

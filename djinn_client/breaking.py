@@ -127,7 +127,7 @@ def _call(session: SessionSteps, request: Generate) -> Steps[Hit | Generated]:
 
 
 def replacing(session: str, checkpoint: Checkpoint, replacement: Any, rows: Sequence[int]) -> list[AddEdit]:
-    """As many edits as requests can carry. Raises InvalidRequest as Checkpoint.values, with nothing sent yet."""
+    """The requests for the edits, as few as can carry them. Raises InvalidRequest before anything is sent."""
     most = max(1, MAX_VALUES // checkpoint.row_bytes)
     edits = []
     for part in (rows[start : start + most] for start in range(0, len(rows), most)):

@@ -1,4 +1,4 @@
-"""What a call has captured: activations of this session, mapped from the window that the daemon passed."""
+"""Captured activations of a session, mapped from the window that the daemon passed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Cache(Mapping[str, Any]):
         cache["model.layers.3"]
 
     Each is [1, positions, width] in the model's dtype: a torch tensor, or without torch a numpy array (bfloat16 then as
-    uint16). It is writable, and this process's own: what is written changes no session, until it is handed to `patch`.
-    It knows where it is from: `.point`, the name that it was captured by, and `.first`, the session's position that its
-    row 0 is of. What is computed from it, or sliced, knows neither.
+    uint16). It is writable and belongs to this process: writing to it changes no session until it is handed to
+    `patch`. It knows its origin: `.point` is the name by which it was captured, and `.first` the session's position of
+    row 0. Results of computations and slices do not have these.
 
     It has no gradients: see Session.capture.
     """
@@ -34,7 +34,7 @@ class Cache(Mapping[str, Any]):
     def __init__(self, captured: Captured, memory: memoryview, generated: Generated, points: PointMap | None) -> None:
         """`points` None: the model is gone meanwhile; activations then are found by the names that were asked for."""
         self.positions = range(captured.first, captured.first + captured.positions)  # of the session
-        self.generated = generated  # what the call would have returned without capturing
+        self.generated = generated  # the reply of the same call without capturing
         self._points = points
         self._dtype = captured.dtype
         flat = window_array(memory, captured.dtype, (-1,))
@@ -69,12 +69,12 @@ class Cache(Mapping[str, Any]):
         return f"<Cache of {len(self)} points at positions {where}: {', '.join(self)}>"
 
     def checkpoint(self, name: str, end: int | None = None) -> Checkpoint:
-        """To go on from what was captured at this point, as it is then: `session.resume(from_=cache.checkpoint(name))`.
-        It has the positions before `end`, and None is the prompt's end: what was generated then is generated anew. Its
-        activation is this tensor's memory.
+        """A checkpoint of the activation at this point: `session.resume(from_=cache.checkpoint(name))` goes on from it.
+        It has the positions before `end`; None is the prompt's end, and then all output is generated anew. Its
+        activation shares this tensor's memory.
 
-        Raises KeyError for what was not captured, InvalidRequest for a point that is not between two blocks, and for
-        positions that are not here."""
+        Raises KeyError for a point that was not captured, InvalidRequest for one that is not between two blocks, and
+        for positions that are not here."""
         tensor, point = self[name], self._point(name)
         if point is None or point.where != "resid":
             raise InvalidRequest(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def status(*, check: bool = False, address: str | None = None) -> StatusReply:
-    """What `djinnctl status --json` prints. See Client.status."""
+    """The state of the daemon, as `djinnctl status --json` prints it. See Client.status."""
     with Client(address) as client:
         return client.status(check=check)
 
@@ -161,8 +161,9 @@ def load(
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
 ) -> ModelInfo | Session:
-    """Of a model: see Client.load. Of the file of a saved session: a new session, see Session.load, and options that
-    place a model's blocks are of no use. (A path as a str will do, too; type checkers then see a ModelInfo.)"""
+    """Loads a model: see Client.load. The path of a saved session's file gives a new session instead: see Session.load;
+    options that place a model's blocks then mean nothing. (The path may be a str; type checkers then see a ModelInfo.)
+    """
     if is_saved_session(model):
         from djinn_client.client import Session  # it imports this
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """What some of a session's positions are at a point between two blocks. `session.resume(from_=checkpoint)` goes on
-    from there, as often as wanted: of the same session, or of a fork of it. `Cache.checkpoint` makes one of what a call
-    has captured; a Hit is one.
+    """The activations of some of a session's positions at a point between two blocks.
+    `session.resume(from_=checkpoint)` goes on from there, as often as wanted, on the same session or a fork of it.
+    `Cache.checkpoint` makes one of captured activations; a Hit is one.
 
     point        its name
     layer        the block that has run last, counted from 0; None where none has
     positions    the session's positions, a range
-    activation   what they are there, [1, positions, width] in the model's dtype: a torch tensor, or without torch a
+    activation   their values there, [1, positions, width] in the model's dtype: a torch tensor, or without torch a
                  numpy array (bfloat16 then as uint16). It is this process's own: `resume` sees what was written to it,
                  or put in its place
     """

@@ -60,7 +60,7 @@ def generate_choices(session: SessionSteps, request: Generate, n: int) -> Steps[
     except Exception:
         yield from _close(forks)
         if prefill is not None:
-            with suppress(DjinnError):  # what happened first is what the caller must see
+            with suppress(DjinnError):  # the caller must see the first error
                 yield from session.truncate(prefill.usage.session_tokens - prefill.usage.prompt_tokens)
         raise
     except BaseException:

@@ -149,16 +149,16 @@ class Session(InsideModel):
         return self._over(run(self._steps.fork(priority)))
 
     def kv(self) -> KV:
-        """The KV of all its tokens in this process's memory: see KV. What of it the daemon does not have is computed;
-        it comes by one copy over the bus, into memory that is mapped here. Raises OutOfMemory, Retry."""
+        """The KV of all tokens, in memory that is mapped into this process: see KV. The daemon computes missing KV
+        first, and one copy over the bus brings it. Raises OutOfMemory, Retry."""
         answer = run(self._steps.export(kv=True))
         return exported_kv(answer.message, answer.fds)
 
     def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
         """Writes the session to a file, which only its owner may read, for `load`; replaces one that is there.
 
-        `kv` None: with its KV only where that does not follow from its tokens (`info.foreign_kv`, or edits). Otherwise
-        the file has tokens, a few kilobytes, and who loads it computes their KV. Raises OSError, and what `kv()`
+        `kv` None: with its KV only if that does not follow from its tokens (`info.foreign_kv`, or edits). Otherwise the
+        file has only tokens, a few kilobytes, and `load` has their KV computed. Raises OSError, and what `kv()`
         raises."""
         save(path, self._steps.info, run(self._steps.export(kv)))
 
@@ -210,7 +210,7 @@ class Session(InsideModel):
         try:
             yield
         except BaseException:
-            with suppress(DjinnError):  # what happened first is what the caller must see
+            with suppress(DjinnError):  # the caller must see the first error
                 self.signal("COMPUTE")
             raise
         if not self._steps.ended:
@@ -232,22 +232,21 @@ class Session(InsideModel):
     ) -> Hit | Generated | None:
         """Lets the session go on from where it has stopped.
 
-        **At a hit**: from the block behind it, with the activation as it is now in `hit.activation`, or with
-        `replacement`, of the same shape and dtype. What has changed replaces what was there: an edit, see `patch`;
-        untouched, it is as if nothing had stopped. A Hit at the next breakpoint, or a Generated. The options are those
-        of `generate`, and what they count they count from here.
+        **At a hit** it goes on from the next block, with the activation as it is now in `hit.activation`, or with
+        `replacement`, of the same shape and dtype. Changed values replace those that were there, by an edit (see
+        `patch`); without changes the call goes on as if it had not stopped. Returns a Hit at the next breakpoint, or a
+        Generated. The options are those of `generate`, and count from here.
 
-        `from_`: from this hit or checkpoint, also where the session has gone on since, or is a fork of the one that had
-        it: it is truncated to its last position first. As often as wanted.
+        With `from_` it goes on from this hit or checkpoint, as often as wanted, also if the session has gone on since
+        or is a fork of the session that had it. The session is truncated to the checkpoint's last position first.
 
-        **Paused**: from where pause() stopped it; None. May be called while a call runs. A session that is neither at a
-        hit nor paused stays as it is.
+        **Paused**, it goes on from where pause() stopped it, and returns None. May be called while a call runs. A
+        session that is neither at a hit nor paused stays as it is.
 
-        Where NaN or infinities have been written, and lead to such logits, the Generated ends there: `finish_reason` is
-        "not_finite".
+        If written NaN or infinities lead to such logits, the Generated ends there with `finish_reason` "not_finite".
 
-        Raises InvalidRequest for a replacement of another shape or dtype, and for a hit that is there no more; nothing
-        has changed then. SessionBusy, QuotaExceeded, Retry."""
+        Raises InvalidRequest for a replacement of another shape or dtype, and for a hit that is gone; SessionBusy,
+        QuotaExceeded, Retry. Nothing has changed then."""
         return run(breaking.resume(self._steps, replacement, from_, options))
 
     def set_priority(self, priority: Class) -> None:
@@ -275,7 +274,7 @@ class Session(InsideModel):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(*(() if error is None else (DjinnError,))):  # what happened first is what the caller must see
+        with suppress(*(() if error is None else (DjinnError,))):  # the caller must see the first error
             self.close()
 
     def __repr__(self) -> str:
@@ -303,13 +302,13 @@ def from_kv(
     kv   a KvWindow that was filled, which is uploaded as it lies; a KV, or pages of all tokens as a tensor or an array
          [pages, blocks, 2, page_size, kv_heads, head_dim] in the model's dtype, which are copied into a window first
 
-    Tokens behind those that `kv` is of are computed when the session first runs. Where it is asked to go on without a
-    prompt, the last token's KV is computed anew, to choose the next one.
+    Tokens without KV in `kv` are computed when the session first runs. If the first call has no prompt, the last
+    token's KV is computed anew, to choose the next token.
 
-    What is in the KV is not checked, and cannot be computed again: the session shares it with its forks only, is not in
-    the journal, and is lost with the engine that has it; the next call then raises SessionLost.
+    The KV is not checked and cannot be computed again. So the session shares it only with its forks, is not in the
+    journal, and is lost with the engine that has it: the next call then raises SessionLost.
 
-    Raises InvalidRequest where the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory, Retry.
+    Raises InvalidRequest if the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory, Retry.
     """
     handed = import_of_kv(model, tokens, kv, priority, address, on_progress)
     return Session._imported(handed, address, on_progress)

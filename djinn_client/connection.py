@@ -36,8 +36,8 @@ class Answer(NamedTuple, Generic[R]):
 
 
 class Connection:
-    """One request at a time. Whatever may have torn the stream of bytes (an error of the socket or the protocol, an
-    interrupt inside a step) closes the connection, and a closed one stays closed.
+    """A connection with one request at a time. An error of the socket or the protocol, or an interrupt inside a step,
+    may have torn the stream of bytes and closes the connection. A closed one stays closed.
 
     A process that is forked from this one finds it closed: both would take each other's replies from one socket."""
 
@@ -56,8 +56,8 @@ class Connection:
         return self._socket.fileno() < 0
 
     def is_hung_up(self) -> bool:
-        """True if it is closed, or the daemon has closed its side. Ask between two requests: whatever has come then is
-        the daemon's last word."""
+        """True if it is closed, or the daemon has closed its side. Ask between two requests: bytes
+        that have come then are the daemon's last message."""
         if self.closed:
             return True
         try:
@@ -80,9 +80,9 @@ class Connection:
         fds: Sequence[int] = (),
         on_sent: Callable[[], None] | None = None,
     ) -> Steps[Answer[R]]:
-        """Sends the request and returns its final reply; given up when the caller stops or `on_progress` raises. The
-        daemon gets duplicates of `fds`, which stay the caller's. What `on_sent` does takes none of the caller's time,
-        as long as the daemon has more to do.
+        """Sends the request and returns its final reply. The request is given up when the caller stops or `on_progress`
+        raises. The daemon gets duplicates of `fds`, which stay the caller's. `on_sent` is called while the daemon
+        works, so its work costs the caller no time if the daemon has more to do.
 
         Raises the error of a Failure; ConnectionLost; ProtocolError for a reply of another kind than `expected`.
         """
@@ -106,9 +106,10 @@ class Connection:
         raise self.unexpected(delivery)
 
     def start(self, request: Request, fds: Sequence[int] = ()) -> Steps[None]:
-        """Sends the request. What is still in flight has no reader any more and is given up; its last reply is awaited.
+        """Sends the request. A request that is still in flight has no reader any more: it is given up, and its last
+        reply is awaited.
 
-        Raises InvalidRequest for what the wire cannot carry, FrameTooLarge, ConnectionLost.
+        Raises InvalidRequest for values that the wire cannot carry, FrameTooLarge, ConnectionLost.
         """
         self.give_up()
         self._expect_open()
@@ -231,7 +232,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def _descriptors(passed: list[tuple[int, int, bytes]]) -> list[int]:
-    """Those in the ancillary data of recvmsg. (socket.recv_fds forgets its flags, and with them close-on-exec.)"""
+    """The descriptors in the ancillary data of recvmsg. (socket.recv_fds takes no flags, and so no close-on-exec.)"""
     size = struct.calcsize("i")
     return [
         fd
@@ -245,7 +246,7 @@ def connect(address: str | None = None, token: str | None = None) -> Steps[Conne
     """Connects and introduces itself. `address` is a socket's path; None: see `candidates`. `token` None:
     $DJINND_TOKEN; "": none.
 
-    Raises ConnectionLost with the remedy where nobody answers; VersionMismatch; NotAuthenticated.
+    Raises ConnectionLost with the remedy if no daemon answers; VersionMismatch; NotAuthenticated.
     """
     given = (os.environ.get(TOKEN_VARIABLE, "") if token is None else token).strip()
     failures: list[tuple[str, OSError]] = []

@@ -1,4 +1,4 @@
-"""Calls on the daemon itself: what it holds and should hold, and those for which it chooses the session."""
+"""Calls on the daemon itself: its models, sessions, quotas and tokens, and calls for which it chooses the session."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Client:
         self._call(build(Ping), Done)
 
     def welcome(self) -> Welcome:
-        """What the daemon said of itself and of the caller."""
+        """The daemon's introduction: its version, and who the caller is."""
         return run(self._connected()).welcome
 
     def status(self, *, check: bool = False) -> StatusReply:
@@ -148,7 +148,7 @@ class Client:
         return self._call(request, Detokenized).text
 
     def tokenizer(self, model: str) -> TokenizerInfo:
-        """What the model's tokenizer is: whether it has text and a chat template, and its special tokens."""
+        """A description of the model's tokenizer: whether it has text and a chat template, and its special tokens."""
         return self._call(build(DescribeTokenizer, model=folders.model_name(model)), TokenizerInfo)
 
     def generate(
@@ -176,8 +176,8 @@ class Client:
         on_progress: OnProgress | None = None,
         **options: Unpack[ConversedChatOptions],
     ) -> Generated:
-        """As `generate`, for a chat: a text is its only message, a list of messages, in OpenAI's form, is the whole
-        chat. The options are those of `ConversedChatOptions`."""
+        """Does for a chat what `generate` does for a prompt. A text is the chat's only message; a list of messages, in
+        OpenAI's form, is the whole chat. The options are those of `ConversedChatOptions`."""
         request = stateless.conversed_chat(model, said, options)
         return self._call_with_line(request, Generated, on_progress)
 
@@ -224,7 +224,7 @@ class Client:
         return self._call(build(ListSessions), Sessions).sessions
 
     def quotas(self, *, all: bool = False) -> list[QuotaUse]:
-        """What the caller may have, and has; with `all`, for administrators, every user that has a session."""
+        """The caller's quotas and their use; with `all`, for administrators, those of every user that has a session."""
         return self._call(build(GetQuotas, all=all), Quotas).quotas
 
     def load(
@@ -256,9 +256,9 @@ class Client:
     def plan(
         self, model: str, *, memory_bytes: int = 0, kv_bytes: int = 0, **placing: Unpack[PlacingOptions]
     ) -> ModelPlan:
-        """What loading the model would come to, and how fast it would run, in a budget of `memory_bytes` of device
-        memory (0: the daemon's). Loads nothing, and frees nothing. `placing`: see PlacingOptions. Raises OutOfMemory
-        with the figure where nothing fits."""
+        """The memory that loading the model would take, and how fast it would run, in a budget of `memory_bytes` of
+        device memory (0: the daemon's). Loads nothing, and frees nothing. `placing`: see PlacingOptions. Raises
+        OutOfMemory with the figure if nothing fits."""
         fields = placing_fields(placing)
         request = build(
             PlanModel, model=folders.model_name(model), memory_bytes=memory_bytes, kv_bytes=kv_bytes, placing=fields
@@ -272,8 +272,8 @@ class Client:
         return self._call(build(SetBudget, memory_bytes=memory_bytes), BudgetReply)
 
     def trace(self, *, steps: int = 4, seconds: float = 10.0) -> TraceReply:
-        """What the device does in its next `steps` steps (1 to 100), for administrators. Returns when they have been
-        run, or after `seconds` (at most 60) with what there is then. Raises Retry while another trace is recorded."""
+        """Records what the device does in its next `steps` steps (1 to 100), for administrators. Returns after these
+        steps, or after `seconds` (at most 60) with the steps so far. Raises Retry while another trace is recorded."""
         return self._call(build(GetTrace, steps=steps, seconds=seconds), TraceReply)
 
     def unload(self, model: str, *, force: bool = False) -> None:
@@ -285,8 +285,8 @@ class Client:
         self._call(build(CloseSession, session=session), Done)
 
     def pause_session(self, session: str, tier: Tier = "host") -> PauseReply:
-        """One of the caller's sessions, or anybody's for an administrator. See Session.pause. Raises SessionNotFound,
-        too."""
+        """Pauses a session of the caller, or of any user for an administrator. See Session.pause. Also raises
+        SessionNotFound."""
         return self._call(build(PauseSession, session=session, tier=tier), PauseReply)
 
     def resume_session(self, session: str) -> None:
@@ -294,12 +294,12 @@ class Client:
         self._call(build(ResumeSession, session=session), Done)
 
     def set_priority(self, session: str, priority: Class) -> None:
-        """One of the caller's sessions, or anybody's for an administrator. See Session.set_priority. Raises
-        SessionNotFound, too."""
+        """Changes the class of a session of the caller, or of any user for an administrator. See Session.set_priority.
+        Also raises SessionNotFound."""
         self._call(build(SetPriority, session=session, priority=priority), Done)
 
     def why(self, session: str) -> Why:
-        """Likewise. See Session.why."""
+        """Why a session of the caller, or of any user for an administrator, runs or waits. See Session.why."""
         return self._call(build(ExplainSession, session=session), WhyReply).why
 
     def publish_prefix(self, session: str, tokens: int | None = None) -> PrefixInfo:
@@ -334,8 +334,7 @@ class Client:
         return self._call(build(ListTokens), TokensListed).tokens
 
     def revoke_token(self, name: str) -> None:
-        """Nobody can connect with the token from now on, and connections with it are closed. For administrators. Raises
-        NotFound."""
+        """Ends the token and closes the connections with it, for administrators. Raises NotFound."""
         self._call(build(RevokeToken, name=name), Done)
 
     def restart(self, *, warm: bool = False) -> None:

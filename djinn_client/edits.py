@@ -1,4 +1,4 @@
-"""What clients ask to be done to activations, and what they are given of them."""
+"""Edits of activations, and the form of captured activations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CapturedPoint(msgspec.Struct, frozen=True, array_like=True):
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The window that comes with it has of each point `room` rows of the dtype, of which the first `positions` are
-    filled: those of the session's positions from `first` on."""
+    filled, with the session's positions from `first` on."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
     first: Whole

@@ -41,7 +41,7 @@ class Embeddings:
         return (self[index] for index in range(len(self)))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[np.float32]:
-        """What `numpy.asarray` calls."""
+        """For `numpy.asarray`."""
         expect_arrays("an array of vectors")
         import numpy as np
 

@@ -56,7 +56,7 @@ class Exchange:
 
     @property
     def truncated(self) -> bool:
-        """What has come ends in the middle of a frame."""
+        """The bytes so far end in the middle of a frame."""
         return self._decoder.pending > 0
 
     def start(self, request: Request, fds: int = 0) -> bytes:
@@ -92,7 +92,7 @@ class Exchange:
     def next_reply(self) -> Delivery | None:
         """The next reply to the request in flight, or None until more bytes have come.
 
-        Raises ProtocolError for a reply that nobody asked for, or the error of a Failure that is about the connection
+        Raises ProtocolError for a reply without a request, or the error of a Failure that is about the connection
         rather than a request; the connection must then be closed.
         """
         while self._frames:

@@ -73,8 +73,9 @@ def call(
     on_progress: OnProgress | None = None,
     fds: Sequence[int] = (),
 ) -> Steps[Answer[R]]:
-    """As `connection.call`, for a request that names a model by what `model_name` says. Raises ModelNotFound,
-    ModelRejected, InvalidRequest for a folder that this process cannot open, too."""
+    """Does what `connection.call` does, and hands over the files of the request's model if the daemon asks for them.
+    The request names the model as `model_name` says. Also raises ModelNotFound, ModelRejected or InvalidRequest for a
+    folder that this process cannot open."""
     folder = _model_of(request)
     for _ in range(_TRIES):
         try:

@@ -13,9 +13,9 @@ PYTHON = str(sys.implementation.cache_tag)  # byte code is one version's
 
 
 def code_of(function: Callable[..., Any]) -> bytes:
-    """With all that it refers to; what can be imported there, too, by its name.
+    """The function with all that it refers to. Things that can be imported there, too, go by their names.
 
-    Raises InvalidRequest for what cannot be pickled, and for more than one call can carry."""
+    Raises InvalidRequest if it cannot be pickled, or is more than one call can carry."""
     import cloudpickle
 
     try:

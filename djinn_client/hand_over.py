@@ -1,4 +1,4 @@
-"""What `save`, `load` and `from_kv` have in common with their asyncio twins: all but the waiting for the daemon."""
+"""The parts of `save`, `load` and `from_kv` that the blocking and the asyncio client share."""
 
 from __future__ import annotations
 

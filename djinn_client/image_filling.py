@@ -97,5 +97,5 @@ def _place(plain: Tensor, wanted: ImageTensor, tensor: Tensor) -> None:
 
 
 def seal(fd: int) -> None:
-    """Nobody maps it for writing any more, and nobody will."""
+    """No process has it mapped for writing any more, and none will."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, IMAGE_SEALS | fcntl.F_SEAL_SEAL)

@@ -73,13 +73,12 @@ class InsideModel:
         return Edit(self._steps, run(whitebox.patch(self._steps, activation, point, positions)), run)
 
     def unsteer(self, edit: Edit[None] | int | None = None) -> None:
-        """From now on this edit (or the one with this id; None: all) changes nothing. What it has changed stays, as it
-        is in the KV of the session's tokens; `truncate` to before it does away with that. Raises SessionBusy."""
+        """Ends this edit, or the one with this id; None: all. Positions that it has changed stay changed, as they are
+        in the session's KV, until `truncate` removes them. Raises SessionBusy."""
         run(whitebox.unsteer(self._steps, edit))
 
     def edits(self) -> list[EditInfo]:
-        """The edits that the session's KV, or what comes next, follows from: those that were removed, too, where they
-        have changed something."""
+        """The edits of the session. Removed ones are among them if they have changed positions that are still there."""
         return run(whitebox.edits(self._steps))
 
     def capture(self, points: str | Iterable[str]) -> Capture[Cache]:
@@ -100,15 +99,15 @@ class InsideModel:
         every: int = 1,
         positions: Iterable[int] | None = None,
     ) -> Breakpoint[None]:
-        """Calls of the session stop where one of its positions comes to this point, which lies between two blocks;
-        `layer=20` is "blocks.20.hook_resid_post", what block 20 gives. Other sessions run on.
+        """Calls of the session stop when one of its positions comes to this point, which lies between two blocks.
+        `layer=20` is "blocks.20.hook_resid_post", the output of block 20. Other sessions run on.
 
-        `when`: at the prompt's positions ("prefill"), at generated ones ("decode", of which at each `every`th), or at
-        both; with `positions`, ascending, only at those of them. A breakpoint belongs to the session until it is
-        removed, and its forks have it.
+        `when` chooses the prompt's positions ("prefill"), generated ones ("decode", each `every`th of them), or both
+        ("always"); `positions`, ascending, chooses some of these. A breakpoint belongs to the session and its forks
+        until it is removed.
 
-        Raises InvalidRequest for a point within a block, or that the model has not; SessionBusy, QuotaExceeded,
-        Retry."""
+        Raises InvalidRequest for a point within a block, or one that the model does not have; SessionBusy,
+        QuotaExceeded, Retry."""
         return Breakpoint(self._steps, run(breaking.add(self._steps, point, layer, when, every, positions)), run)
 
     def breakpoints(self) -> list[BreakpointInfo]:
@@ -117,28 +116,29 @@ class InsideModel:
     def intervene(
         self, point: str, function: Function, *, local: bool = False, when: When = "always"
     ) -> Intervention[None]:
-        """`function(activation, context)` is called with what comes to this point, between two blocks, in each call of
-        the session until the intervention is removed: [1, positions, width], as `Hit.activation` is. What it writes to
-        it, or returns in its place, is what the call goes on with, by itself: `run`, `generate` and `resume` give what
-        they would without stopping. See InterventionContext for what it is told beside.
+        """Calls `function(activation, context)` at this point, between two blocks, in each call of the session until
+        the intervention is removed. The activation is [1, positions, width], as `Hit.activation` is. The call goes on
+        with the values that the function has written to it or returned: `run`, `generate` and `resume` return as if
+        they had not stopped. InterventionContext has what else the function is told.
 
-        `local=True`: it runs in this process, in the thread that waits for the call, on which nothing else can be
-        asked meanwhile (SessionBusy). What it raises, its call raises, and leaves the session where it has stopped.
+        With `local=True` the function runs in this process, in the thread that waits for the call; meanwhile the
+        session takes no other call (SessionBusy). The call raises the function's exception and leaves the session
+        there.
 
-        Without: it is pickled (cloudpickle) and runs in the daemon, in a process of this user's own that has no files,
-        no network, and limits of time and memory; NotPermitted unless the daemon's configuration names the user. What
-        it raises, or is ended for, its call raises as FunctionFailed. A point has functions of one kind only. See
-        docs/whitebox.md.
+        Without it the function is pickled (cloudpickle) and runs in the daemon, in a process of this user without files
+        and network and with limits of time and memory; NotPermitted unless the daemon's configuration names the user.
+        The call raises FunctionFailed if the function raises or is ended. A point has functions of one kind only.
 
-        Several at one point are called in the order in which they were made. `when`: see `breakpoint`; "prefill" costs
-        nothing at generated tokens. `stream`, `forward` and `capture` cannot stop for one, and are refused.
+        Several functions at one point are called in the order in which they were made. `when`: see `breakpoint`;
+        "prefill" costs nothing at generated tokens. `stream`, `forward` and `capture` cannot stop for a function, and
+        are refused.
 
-        Raises what `breakpoint` raises, and InvalidRequest for what cannot be pickled or takes more than a call can
-        carry (15 MiB); its calls, InvalidRequest for a replacement of another shape or dtype."""
+        Raises what `breakpoint` raises, and InvalidRequest for a function that cannot be pickled or is more than a call
+        can carry (15 MiB). Its calls raise InvalidRequest for a replacement of another shape or dtype."""
         return Intervention(self._steps, run(interventions.add(self._steps, point, function, local, when)), run)
 
     def run(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
-        """`generate` that stops at breakpoints: a Hit, or a Generated where nothing has stopped it.
+        """Generates and stops at breakpoints. Returns a Hit, or a Generated if no breakpoint has stopped it.
 
             s.breakpoint(layer=20)
             hit = s.run("The Eiffel Tower is in")

@@ -1,15 +1,15 @@
 """Functions at points between two blocks: here, as a debugger's callback, or in the daemon's intervention process.
 
-A session that has some has breakpoints there. Each of its calls is made in parts (parts.py): where one has stopped, the
-functions see what has come there, what they change becomes edits, and the next part goes on.
+A session with functions has breakpoints there. Each of its calls is made in parts (parts.py): when a part has stopped,
+the functions see the activation, their changes become edits, and the next part goes on.
 
     call ──► part ──► a hit ──► functions ──► edits ──► part ──► … ──► its end: one Generated
                ▲                                 │
                └─────────────────────────────────┘
 
-Those in the daemon see the window that the hit came with, and their edits are made there. What a function here writes
-is in this process's copy of that window, so a point has functions of one kind only. The daemon keeps none: after its
-restart, or the end of the intervention process, and for a fork, they are sent when they are next needed.
+Functions in the daemon see the window of the hit, and their edits are made there. A function here writes to this
+process's copy of that window, so a point has functions of one kind only. The daemon does not keep functions: after its
+restart or the end of the intervention process, and for a fork, they are sent when they are next needed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Entry:
 
 
 class Interventions:
-    """Those of one session, in the order in which they were made."""
+    """The interventions of one session, in the order in which they were made."""
 
     def __init__(self, entries: tuple[_Entry, ...] = ()) -> None:
         self._entries = entries
@@ -155,7 +155,7 @@ def add(session: SessionSteps, point: str, function: Function, local: bool, when
         if code is not None:
             yield from session.call(_sending(session, entry), Done)
     except DjinnError:
-        with suppress(DjinnError):  # what happened first is what the caller must see
+        with suppress(DjinnError):  # the caller must see the first error
             yield from breaking.remove(session, id)
         raise
     others.add(entry)

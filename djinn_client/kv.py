@@ -1,4 +1,4 @@
-"""KV of a session in this process's memory: what `Session.kv()` gives, and what `from_kv` hands to the daemon.
+"""KV of a session in this process's memory: `Session.kv()` gives it, and `from_kv` hands it to the daemon.
 
 kv = s.kv()                                    one copy over the bus, into a window that is mapped here
 w = kv_window("djinn-tiny", tokens=n)          a window for KV that is computed here: filled in place
@@ -113,7 +113,7 @@ def exported_kv(reply: SessionExported, fds: list[int]) -> KV:
 
 
 def layout_of(model: ModelInfo) -> KvLayout:
-    """Of the KV of a model that is loaded."""
+    """The layout of a loaded model's KV."""
     return KvLayout(model.dtype, model.blocks, model.page_size, model.kv_heads, model.head_dim)  # type: ignore[arg-type]
 
 

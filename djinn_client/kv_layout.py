@@ -2,7 +2,7 @@
 
     │ page 0 │ page 1 │ … │ page n-1 │      each [blocks, 2, page_size, kv_heads, head_dim], row-major; K, then V
 
-Token i is in page i // page_size, there at i % page_size. What is behind the last token of the last page is undefined.
+Token i is in page i // page_size, there at i % page_size. The rest of the last page is undefined.
 """
 
 from __future__ import annotations

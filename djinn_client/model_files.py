@@ -43,7 +43,7 @@ _NAMED = frozenset(
 )
 MORE_TEMPLATES = "additional_chat_templates/"  # the one subfolder of a checkpoint that is read: its *.jinja files
 _ENDINGS = (".safetensors", ".safetensors.index.json")
-_NO_WAIT = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, a device or a lease keeps nobody waiting
+_NO_WAIT = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, a device or a lease does not block
 
 
 class ModelFiles:
@@ -210,8 +210,8 @@ def _more_templates(directory: int) -> list[str]:
 
 
 def _open_regular(folder: str, name: str, directory: int) -> int:
-    """Raises FileNotFoundError, ModelRejected, InvalidRequest. What is looked at first is a mere place in the file
-    system: opening a device may have effects, such as starting a watchdog."""
+    """Opens a regular file. It is first opened as a mere place in the file system, since opening a device may have
+    effects, such as starting a watchdog. Raises FileNotFoundError, ModelRejected, InvalidRequest."""
     try:
         place = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=directory)
     except FileNotFoundError:

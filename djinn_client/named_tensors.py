@@ -63,7 +63,8 @@ class NamedTensors:
         return names[0]
 
     def _check_tied(self, names: list[str]) -> None:
-        """What the configuration has as one tensor must be one. (What is made when asked for is not compared.)"""
+        """Tensors that the configuration ties must be one tensor. (Tensors that are made on demand are not
+        compared.)"""
         if self._known is None:
             return
         import torch
@@ -113,7 +114,7 @@ def _check(name: str, tensor: Any, wanted: ImageTensor) -> None:
 
 
 def _commonest_dtype(tensors: Mapping[str, Any]) -> str | None:
-    """Of most of the weights; None where none has one that the daemon takes."""
+    """The dtype of most of the weights; None if the daemon takes none of their dtypes."""
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         if (dtype := dtype_name(getattr(tensor, "dtype", None))) in DTYPES:

@@ -68,7 +68,7 @@ class ModelHandle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(*(() if error is None else (DjinnError,))):  # what happened first is what the caller must see
+        with suppress(*(() if error is None else (DjinnError,))):  # the caller must see the first error
             self.close()
 
     def __repr__(self) -> str:
