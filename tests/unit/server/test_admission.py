@@ -26,7 +26,7 @@ def generate(**fields):
         {"expected_tokens": 1 << 40, "deadline_s": 86400.0},
     ],
 )
-def test_what_may_be_asked(fields):
+def test_valid_requests_pass(fields):
     admission.check_generate(generate(**fields), MODEL, lacking="")
 
 
@@ -60,7 +60,7 @@ def test_what_may_be_asked(fields):
         ({"sampling": Sampling(min_tokens=-1)}, "min_tokens is -1"),
     ],
 )
-def test_what_may_not_be_asked(fields, words):
+def test_invalid_requests_are_refused(fields, words):
     with pytest.raises(InvalidRequest, match=words):
         admission.check_generate(generate(**fields), MODEL, lacking="")
 
@@ -93,13 +93,13 @@ def test_tokens_that_there_is_no_room_for(fields, words):
         admission.most_tokens(generate(**fields), 5, 15, MODEL)
 
 
-def test_no_tokens_without_a_prompt_are_nothing_to_do():
+def test_max_tokens_0_without_a_prompt_is_refused():
     with pytest.raises(InvalidRequest, match="only computes a prompt, and there is none"):
         admission.most_tokens(generate(max_tokens=0), 0, 15, MODEL)
     assert admission.most_tokens(generate(max_tokens=0, capture=["logits"]), 0, 15, MODEL) == 0
 
 
-def test_prompts_whose_log_probabilities_are_too_many_bytes():
+def test_too_many_bytes_of_prompt_logprobs_are_refused():
     most = admission.MAX_PROMPT_LOGPROBS_BYTES // 164
     admission.check_scored(20, most, may_stop=False)
     with pytest.raises(InvalidRequest, match=f"at most {most:,} tokens a call"):
@@ -121,18 +121,18 @@ def test_an_empty_session_needs_a_prompt():
 
 
 @pytest.mark.parametrize(("session", "prompt", "room"), [(0, 49, 1), (40, 9, 1), (0, 50, 0), (49, 1, 0), (49, 0, 1)])
-def test_what_just_fits(session, prompt, room):
+def test_a_prompt_that_just_fits(session, prompt, room):
     admission.check_prompt([1] * prompt, session, MODEL, room)
 
 
 @pytest.mark.parametrize(("session", "prompt", "room"), [(0, 50, 1), (40, 10, 1), (0, 51, 0), (50, 1, 0), (50, 0, 1)])
-def test_what_just_does_not_fit_is_told_with_figures(session, prompt, room):
+def test_a_prompt_that_is_one_token_too_long_is_refused_with_figures(session, prompt, room):
     with pytest.raises(PromptTooLong) as caught:
         admission.check_prompt([1] * prompt, session, MODEL, room)
     assert caught.value.data == {"session_tokens": session, "prompt_tokens": prompt, "max_context": 50}
 
 
-def test_a_token_of_the_model_s_own_tokenizer_that_the_model_does_not_have():
+def test_a_token_of_the_model_s_own_tokenizer_beyond_its_vocabulary():
     admission.check_prompt([0, 99], 0, MODEL, room=1, is_text=True)
     with pytest.raises(
         TokenOutOfRange, match="tokenizer of m makes token 300 of this text, but m has 100 tokens"
@@ -141,7 +141,7 @@ def test_a_token_of_the_model_s_own_tokenizer_that_the_model_does_not_have():
     assert told.value.data == {"token": 300, "vocab": 100}
 
 
-def test_tokens_that_the_model_does_not_have():
+def test_token_ids_beyond_the_vocabulary():
     admission.check_prompt([0, 99], 0, MODEL, room=1)
     with pytest.raises(
         TokenOutOfRange, match="token 100 at position 1 is out of range: m has 100 tokens, 0 to 99"

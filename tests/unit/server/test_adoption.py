@@ -1,4 +1,4 @@
-"""What a daemon makes of the arena that others have left. Owners are other descriptors or other processes."""
+"""Adoption of arena objects by a new daemon. Owners are other descriptors or other processes."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def header_of(name):
 
 
 def left_by(folder, **changes):
-    """The name of an object that an arena with that state directory has left; `changes` to its header, or its
-    `size`. It holds W's."""
+    """Returns the name of an object that an arena with that state directory has left, filled with W's. `changes` apply
+    to its header, or to its `size`."""
     size = changes.pop("size", None)
     arena = Arena(str(folder))
     name = arena.grant(changes.get("model", "llama"), 4096, FINGERPRINT).name
@@ -70,7 +70,7 @@ def left_by(folder, **changes):
     return name
 
 
-def test_what_is_complete_is_adopted_and_granted_as_it_is(state, successor):
+def test_complete_objects_are_adopted_and_granted_unchanged(state, successor):
     name = left_by(state)
     assert successor.adopt() == ["llama"]
     assert (successor.models, successor.nbytes, successor.findings()) == ({"llama"}, HEADER_BYTES + 4096, [])
@@ -108,7 +108,7 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
         ({"state_dir": "/nowhere/at/all"}, "its daemon's state directory /nowhere/at/all is gone"),
     ],
 )
-def test_what_is_of_use_to_nobody_is_removed_and_why_is_logged(state, successor, caplog, monkeypatch, changes, why):
+def test_useless_objects_are_removed_and_the_reason_is_logged(state, successor, caplog, monkeypatch, changes, why):
     monkeypatch.setattr("djinnd.server.arena.PREFIX", f"adoption-{os.getpid()}-")  # any daemon that starts removes it
     name = left_by(state, **changes)
     with caplog.at_level("INFO"):
@@ -117,8 +117,8 @@ def test_what_is_of_use_to_nobody_is_removed_and_why_is_logged(state, successor,
     assert why in caplog.text
 
 
-def test_what_its_maker_did_not_live_to_write_into_is_removed(successor, monkeypatch):
-    """An empty object, which says nothing but the pid in its name; of a process that lives, it may be about to."""
+def test_an_empty_object_of_a_dead_process_is_removed(successor, monkeypatch):
+    """The object has no header, only the pid in its name. A living process may be about to write one."""
     monkeypatch.setattr("djinnd.server.arena.PREFIX", prefix := f"adoption-{os.getpid()}-")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -132,7 +132,7 @@ def test_what_its_maker_did_not_live_to_write_into_is_removed(successor, monkeyp
         posix_ipc.unlink_shared_memory(names[1])
 
 
-def test_what_sleeps_is_adopted_as_that_until_it_is_granted_again(state, successor):
+def test_a_sleeping_model_is_adopted_as_asleep_until_it_is_granted_again(state, successor):
     before = Arena(str(state))
     weights, pages = before.grant("m", 4096, FINGERPRINT), before.grant("m", 8192, "cd" * 32, "pages")
     before.complete("m")
@@ -141,7 +141,7 @@ def test_what_sleeps_is_adopted_as_that_until_it_is_granted_again(state, success
     assert before.is_asleep("m") and before.is_complete("m") and before.findings() == []
     before.grant("half", 4096, FINGERPRINT)
     before.rest("half")
-    assert not before.is_asleep("half") and not before.is_complete("half"), "what is half filled is of no use"
+    assert not before.is_asleep("half") and not before.is_complete("half"), "incomplete objects are useless"
     before.leave()
     assert successor.adopt() == ["m"] and successor.is_asleep("m")
     assert successor.grant("m", 4096, FINGERPRINT) == weights._replace(complete=True)
@@ -150,13 +150,13 @@ def test_what_sleeps_is_adopted_as_that_until_it_is_granted_again(state, success
     assert header_of(pages.name).state is State.COMPLETE
 
 
-def test_of_two_of_one_model_one_is_adopted_and_the_other_removed(state, successor):
+def test_one_of_two_objects_of_a_model_is_adopted_and_the_other_removed(state, successor):
     names = [left_by(state) for _ in range(2)]
     assert successor.adopt() == ["llama"]
     assert [path_of(name).exists() for name in sorted(names)] == [True, False]
 
 
-def test_weights_and_pages_of_one_model_are_adopted_both(state, successor):
+def test_both_weights_and_pages_of_a_model_are_adopted(state, successor):
     arena = Arena(str(state))
     weights, pages = arena.grant("m", 4096, FINGERPRINT), arena.grant("m", 8192, "cd" * 32, "pages")
     alone = arena.grant("alone", 8192, FINGERPRINT, "pages")
@@ -175,7 +175,7 @@ def test_weights_and_pages_of_one_model_are_adopted_both(state, successor):
     assert path_of(weights.name).exists()
 
 
-def test_pages_are_left_where_the_weights_beside_them_are_not_whole(state, successor):
+def test_pages_are_adopted_beside_incomplete_weights(state, successor):
     arena = Arena(str(state))
     weights, pages = arena.grant("m", 4096, FINGERPRINT), arena.grant("m", 8192, FINGERPRINT, "pages")
     arena.leave()
@@ -183,7 +183,7 @@ def test_pages_are_left_where_the_weights_beside_them_are_not_whole(state, succe
     assert successor.adopt() == ["m"]
 
 
-def test_what_a_daemon_with_another_state_directory_has_left_waits_for_its_successor(state, successor, tmp_path):
+def test_objects_of_another_state_directory_are_left_to_its_daemon(state, successor, tmp_path):
     whole, half = left_by(tmp_path), left_by(tmp_path, model="half", state=State.FILLING)
     assert successor.adopt() == []
     assert path_of(whole).exists() and path_of(half).exists()
@@ -193,7 +193,7 @@ def test_what_a_daemon_with_another_state_directory_has_left_waits_for_its_succe
     other.close()
 
 
-def test_what_is_no_arena_stays(successor):
+def test_other_shared_memory_objects_stay(successor):
     name = "/djinnd-1-of-somebody-else"
     memory = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
     try:
@@ -226,7 +226,7 @@ def test_an_object_of_another_user_is_not_adopted_whatever_its_header_says(state
         path_of(name).unlink()
 
 
-def test_what_an_owner_has_is_left_alone_until_the_kernel_says_that_it_is_gone(state, successor):
+def test_objects_of_a_living_owner_are_left_alone_until_it_is_gone(state, successor):
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(state), "a", "b"], stdout=subprocess.PIPE, cwd=ROOT, text=True
     ) as owner:
@@ -238,8 +238,8 @@ def test_what_an_owner_has_is_left_alone_until_the_kernel_says_that_it_is_gone(s
     assert all(path_of(name).exists() for name in names)
 
 
-def test_of_two_that_start_at_once_one_adopts(state):
-    """Each in a process of its own, released at the same moment, and both look at every object."""
+def test_one_of_two_daemons_that_start_at_once_adopts_each_object(state):
+    """Each daemon is a process of its own. They are released at the same moment, and both look at every object."""
     count = 20
     names = [left_by(state, model=f"m{number}") for number in range(count)]
     code = (
@@ -264,8 +264,8 @@ def test_of_two_that_start_at_once_one_adopts(state):
     assert not any(path_of(name).exists() for name in names)
 
 
-def test_who_loses_an_object_between_look_and_lock_does_not_get_it(state, successor, monkeypatch):
-    """Its name is gone then, and what the descriptor leads to is nobody's."""
+def test_an_object_that_is_removed_before_it_is_locked_is_not_adopted(state, successor, monkeypatch):
+    """Its name is gone then, so its memory must not be used."""
     name = left_by(state)
     real = os.pread
 
@@ -279,11 +279,11 @@ def test_who_loses_an_object_between_look_and_lock_does_not_get_it(state, succes
     assert successor.models == set()
 
 
-def test_leaving_keeps_what_is_complete_and_nothing_else(state, successor):
+def test_leaving_keeps_complete_objects_and_removes_the_others(state, successor):
     arena = Arena(str(state))
     whole, half = arena.grant("whole", 4096, FINGERPRINT), arena.grant("half", 4096, FINGERPRINT)
     arena.complete("whole")
     arena.leave()
     assert (path_of(whole.name).exists(), path_of(half.name).exists()) == (True, False)
     assert arena.models == set() and arena.nbytes == 0
-    assert successor.adopt() == ["whole"], "no lock is left either"
+    assert successor.adopt() == ["whole"], "its lock is released too"

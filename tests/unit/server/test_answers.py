@@ -1,4 +1,4 @@
-"""What a request is answered with, whatever its handler makes of it."""
+"""Replies, whatever a handler returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.descriptors import open_descriptors
 
 
 async def handle(call: Call, request: protocol.Request) -> Answer:
-    """Token ids that no message can say, and a window; but a ping is answered."""
+    """Answers a ping; answers any other request with token ids that cannot be encoded, and a window."""
     if isinstance(request, Ping):
         return Answer(protocol.Done(id=call.id))
     return Answer(TokenIds(id=call.id, token_ids=[1 << 64]), [os.memfd_create("window")])
@@ -42,7 +42,7 @@ def clients() -> Clients:
     )
 
 
-def test_an_answer_that_no_message_can_say_is_a_failure_and_the_next_request_is_answered(
+def test_an_answer_that_cannot_be_encoded_is_a_failure_and_the_next_request_is_answered(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def act() -> list[protocol.ServerMessage]:

@@ -38,11 +38,11 @@ def header(name):
     return Header.unpack(content(name).read_bytes())
 
 
-def test_an_object_is_reserved_private_and_says_whose_it_is(arena):
+def test_an_object_is_reserved_and_private_and_names_its_owner(arena):
     grant = arena.grant("llama", 100_000, FINGERPRINT)
     stat = content(grant.name).stat()
     assert stat.st_size == grant.offset + 100_000
-    assert stat.st_blocks * 512 >= stat.st_size, "pages are not reserved"
+    assert stat.st_blocks * 512 >= stat.st_size, "memory is not reserved"
     assert stat.st_mode & 0o777 == 0o600
     assert grant.offset % 4096 == 0 and not grant.complete
     found = header(grant.name)
@@ -56,9 +56,9 @@ def test_an_object_is_reserved_private_and_says_whose_it_is(arena):
     assert arena.nbytes == stat.st_size and arena.findings() == []
 
 
-def test_what_is_complete_is_handed_out_again(arena):
+def test_complete_weights_are_granted_again(arena):
     first = arena.grant("llama", 4096, FINGERPRINT)
-    assert not arena.grant("llama", 4096, FINGERPRINT).complete, "an engine died while it filled"
+    assert not arena.grant("llama", 4096, FINGERPRINT).complete, "an engine died while it filled the object"
     arena.complete("llama")
     again = arena.grant("llama", 4096, FINGERPRINT)
     assert again.complete and again.name == first.name
@@ -82,9 +82,9 @@ def test_pages_are_complete_as_soon_as_they_are_reserved_and_lie_beside_the_weig
     assert (found.holds, found.state, found.payload) == ("pages", State.COMPLETE, 8192)
     assert header(weights.name).holds == "weights"
     stat = content(pages.name).stat()
-    assert stat.st_blocks * 512 >= stat.st_size == pages.offset + 8192, "they are not reserved"
-    assert content(pages.name).read_bytes()[pages.offset :] == bytes(8192), "a table of zeros has no page"
-    assert not arena.is_complete("llama"), "the weights are not"
+    assert stat.st_blocks * 512 >= stat.st_size == pages.offset + 8192, "memory is not reserved"
+    assert content(pages.name).read_bytes()[pages.offset :] == bytes(8192), "a page table of zeros holds no pages"
+    assert not arena.is_complete("llama"), "the weights are incomplete"
     arena.complete("llama")
     assert arena.is_complete("llama") and not arena.is_complete("gpt2")
     assert (arena.models, arena.nbytes) == ({"llama"}, 2 * HEADER_BYTES + 4096 + 8192)
@@ -100,7 +100,7 @@ def test_pages_are_complete_as_soon_as_they_are_reserved_and_lie_beside_the_weig
         (8192, "cd" * 32, True, False),
     ],
 )
-def test_pages_are_had_again_when_they_are_of_the_same_kind(arena, nbytes, fingerprint, any_size, same):
+def test_existing_pages_are_granted_again_if_they_fit(arena, nbytes, fingerprint, any_size, same):
     weights = arena.grant("llama", 4096, FINGERPRINT)
     first = arena.grant("llama", 8192, FINGERPRINT, "pages")
     again = arena.grant("llama", nbytes, fingerprint, "pages", any_size=any_size)
@@ -109,7 +109,7 @@ def test_pages_are_had_again_when_they_are_of_the_same_kind(arena, nbytes, finge
     assert header(again.name).payload == (8192 if same else nbytes)
 
 
-def test_weights_may_be_given_back_without_the_pages_and_both_together(arena):
+def test_weights_can_be_removed_without_the_pages_and_both_together(arena):
     weights, pages = arena.grant("llama", 4096, FINGERPRINT), arena.grant("llama", 4096, FINGERPRINT, "pages")
     arena.remove("llama", "weights")
     assert not content(weights.name).exists() and content(pages.name).exists()
@@ -123,7 +123,7 @@ def test_weights_may_be_given_back_without_the_pages_and_both_together(arena):
     assert arena.models == set() and arena.nbytes == 0
 
 
-def test_pages_that_find_no_room_say_whose_they_are_and_leave_the_weights(arena):
+def test_an_error_about_pages_names_their_model_and_leaves_the_weights(arena):
     weights = arena.grant("llama", 4096, FINGERPRINT)
     with pytest.raises(OutOfMemory, match=r"^host_kv of llama needs .* ask for less") as caught:
         arena.grant("llama", 1 << 60, FINGERPRINT, "pages")
@@ -141,7 +141,7 @@ def test_removing_one_model_leaves_the_other(arena):
     assert not content(second.name).exists()
 
 
-def test_too_little_shared_memory_is_an_error_with_figures_before_anything_is_made(arena):
+def test_too_little_shared_memory_is_an_error_with_figures_before_anything_is_created(arena):
     room = os.statvfs("/dev/shm")
     size = room.f_blocks * room.f_frsize + (10 << 30)
     with pytest.raises(OutOfMemory, match=r"mount -o remount,size=\d+G") as caught:
@@ -151,13 +151,13 @@ def test_too_little_shared_memory_is_an_error_with_figures_before_anything_is_ma
     assert arena.models == set() and arena.findings() == []
 
 
-def test_memory_that_others_take_in_between_is_the_same_error(arena, monkeypatch):
-    """Two that see room for both: the second reservation fails, and leaves nothing."""
+def test_memory_that_another_process_takes_meanwhile_gives_the_same_error(arena, monkeypatch):
+    """Two grants see room for both: the second reservation fails, and leaves no object."""
 
     def full(fd, offset, length):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)  # a real one would take it from all daemons that are tested
+    monkeypatch.setattr(os, "posix_fallocate", full)  # a real one would take the memory from all daemons under test
     for holds in ("weights", "pages"):
         with pytest.raises(OutOfMemory, match="shared memory"):
             arena.grant("llama", 4096, FINGERPRINT, holds)
@@ -169,7 +169,7 @@ def test_names_of_models_may_be_long_and_of_any_alphabet(arena):
     assert header(grant.name).model.startswith("größe/xxx")
 
 
-def test_findings_name_what_is_missing_and_what_is_too_much(arena):
+def test_findings_name_missing_and_surplus_objects(arena):
     grant, other = arena.grant("llama", 4096, FINGERPRINT), arena.grant("gpt2", 4096, FINGERPRINT)
     stray = content("/djinnd-of-any-name")
     shutil.copy(content(other.name), stray)
@@ -182,8 +182,8 @@ def test_findings_name_what_is_missing_and_what_is_too_much(arena):
     assert stray.name in findings[1]
 
 
-def test_a_name_that_is_taken_is_left_to_its_owner(arena, monkeypatch):
-    """By an earlier process that had the same pid, as is usual in containers."""
+def test_an_object_with_a_taken_name_is_left_to_its_owner(arena, monkeypatch):
+    """An earlier process had the same pid, as is usual in containers."""
     tokens = iter(["taken", "free"])
     monkeypatch.setattr("djinnd.server.arena.secrets.token_hex", lambda nbytes: next(tokens))
     digest = hashlib.sha256(b"llama").hexdigest()[:12]
@@ -197,7 +197,7 @@ def test_a_name_that_is_taken_is_left_to_its_owner(arena, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"", b"DJARENA1", b"X" * 4096, b"DJARENA1" + b"\xff" * 4088, TORN])
-def test_what_is_no_header(data):
+def test_bytes_that_are_no_header_are_refused(data):
     with pytest.raises(ValueError, match=r"arena"):
         Header.unpack(data)
 
@@ -209,7 +209,7 @@ def test_a_header_reads_what_it_writes():
 
 
 def test_the_lock_is_not_inherited_by_other_processes(arena):
-    """An engine that outlives its daemon for a moment must not look like the owner."""
+    """An engine that outlives its daemon for a moment must not seem to be the owner."""
     grant = arena.grant("llama", 4096, FINGERPRINT)
     code = (
         f"import fcntl, os; fcntl.flock(os.open('{content(grant.name)}', os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -220,7 +220,7 @@ def test_the_lock_is_not_inherited_by_other_processes(arena):
         assert fcntl.fcntl(there.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
 
 
-def test_an_object_that_a_memory_limit_has_no_room_for_is_an_error_and_no_kill(arena, monkeypatch):
+def test_an_object_beyond_the_memory_limit_is_an_error_and_no_kill(arena, monkeypatch):
     bound = Bound(1 << 20, "the control group /x")
     monkeypatch.setattr(arena_module, "tightest", lambda: bound)
     with pytest.raises(OutOfMemory, match=r"the control group /x leaves 1,048,576") as caught:

@@ -1,4 +1,4 @@
-"""Objects of the arena are in the ledger of the user that has brought their model, with the bytes that they have."""
+"""Objects of the arena are charged, with their size, to the ledger of the user that brought their model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def arena(tmp_path):
     arena.close()
 
 
-def test_a_charge_is_made_before_and_follows_what_is_there(arena):
+def test_a_charge_precedes_the_object_and_then_follows_its_size(arena):
     charges, mine = ArenaCharges(arena), ledger()
     charges.reserve(KEY, mine, NBYTES)
     assert mine.used(ARENA_BYTES) == NBYTES
@@ -35,7 +35,7 @@ def test_a_charge_is_made_before_and_follows_what_is_there(arena):
     charges.settle("m")
     assert mine.used(ARENA_BYTES) == arena.nbytes == NBYTES
     charges.reserve(KEY, mine, NBYTES)
-    assert mine.used(ARENA_BYTES) == NBYTES, "it is there already"
+    assert mine.used(ARENA_BYTES) == NBYTES, "it exists already"
     arena.remove("m")
     charges.settle("m")
     charges.settle("m")
@@ -49,7 +49,7 @@ def test_an_object_that_was_not_created_costs_nothing(arena):
     assert mine.used(ARENA_BYTES) == 0
 
 
-def test_what_is_refused_changes_nothing_and_names_the_figures(arena):
+def test_a_refused_charge_changes_nothing_and_names_the_figures(arena):
     charges, mine, hers = ArenaCharges(arena), ledger(), ledger()
     charges.reserve(KEY, mine, NBYTES)
     arena.grant("m", 5000, FINGERPRINT)
@@ -74,7 +74,7 @@ def test_a_model_that_becomes_another_s_is_charged_to_that_one_alone(arena, heir
     assert heir is None or heir.used(ARENA_BYTES) == NBYTES
 
 
-def test_what_an_earlier_daemon_has_left_is_charged_beyond_the_limit(arena):
+def test_objects_of_an_earlier_daemon_are_charged_beyond_the_limit(arena):
     arena.grant("m", LIMIT, FINGERPRINT)
     arena.grant("m", 7, FINGERPRINT, "pages")
     charges, mine = ArenaCharges(arena), ledger()
@@ -86,7 +86,7 @@ def test_what_an_earlier_daemon_has_left_is_charged_beyond_the_limit(arena):
     assert mine.used(ARENA_BYTES) == 0
 
 
-def test_what_a_grant_will_take(arena):
+def test_bytes_to_grant_is_the_size_that_the_grant_will_have(arena):
     arena.grant("m", 5000, FINGERPRINT, "pages")
     takes = {
         any_size: arena.bytes_to_grant("m", 9000, FINGERPRINT, "pages", any_size=any_size) for any_size in (True, False)

@@ -12,7 +12,7 @@ from djinnd.server.audit import audit_descriptors, audit_engine, audit_tables
 
 
 def world(**changes):
-    """A daemon's tables in order: one client, two sessions, one model."""
+    """A daemon's tables without contradictions: one client, two sessions, one model."""
     client = FakeClient()
     idle = SimpleNamespace(id="idle", attached={client}, grace=None, call=None, kept=None)
     detached = SimpleNamespace(id="detached", attached=set(), grace=object(), call=None, kept=None)
@@ -45,7 +45,7 @@ def findings(world):
     return list(audit_tables(world.clients, [world.idle, world.detached], [world.model], world.arena))
 
 
-def test_tables_in_order():
+def test_consistent_tables_give_no_finding():
     assert findings(world()) == []
 
 
@@ -65,14 +65,14 @@ def test_tables_in_order():
         (lambda w: setattr(w.arena, "findings", lambda: ["lost"]), "lost"),
     ],
 )
-def test_each_thing_that_is_out_of_order_is_found(spoil, words):
+def test_each_contradiction_is_found(spoil, words):
     there = world()
     spoil(there)
     (finding,) = findings(there)
     assert words in finding
 
 
-def test_what_an_engine_died_over_while_it_loaded_is_kept_for_the_next_load():
+def test_complete_weights_of_a_failed_load_are_kept_for_the_next_one():
     there = world()
     there.model.engine, there.model.state = None, "failed"
     assert findings(there) == []
@@ -95,7 +95,8 @@ def test_sessions_of_server_and_engine_are_compared():
 
 
 def own_memfds():
-    """Of this process, which other tests share: what they have dropped is collected now, and not during an audit."""
+    """The memfds of this process, which other tests share. Garbage is collected first, so that none is closed during an
+    audit."""
     gc.collect()
     folder = "/proc/self/fd"
     return {
@@ -103,7 +104,7 @@ def own_memfds():
     }
 
 
-def test_a_connection_that_no_client_has_is_found(folder):
+def test_a_connection_without_a_client_is_found(folder):
     address = f"{folder}/s"
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
         listener.bind(address)
@@ -117,13 +118,13 @@ def test_a_connection_that_no_client_has_is_found(folder):
             assert finding == f"descriptor {accepted.fileno()} is a connection of no client"
 
 
-def test_memfds_that_nobody_shares_and_weights_that_are_gone_are_found():
+def test_stray_memfds_and_lost_weights_are_found():
     shared, stray = os.memfd_create("weights"), os.memfd_create("stray")
     try:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(free := max(map(int, os.listdir("/proc/self/fd"))) + 1)
         sharing = SimpleNamespace(windows={free, *own_memfds()} - {stray})
-        gone, memfds = audit_descriptors(Clients(), sharing, "/nobody's")  # "" is what a socket pair has
+        gone, memfds = audit_descriptors(Clients(), sharing, "/nobody's")  # a socket pair has the address ""
         assert gone == f"the weights in descriptor {free} are gone"
         assert memfds == "1 memfds are open, 0 wait to be sent"
     finally:

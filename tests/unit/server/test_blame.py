@@ -17,5 +17,5 @@ WAITS, PROVEN, UNPROVEN = Standing
         ([PROVEN, UNPROVEN], True, None),
     ],
 )
-def test_requests_that_gave_no_token_are_blamed_first_and_none_beside_a_load(standings, loads, blamed):
+def test_requests_without_a_token_are_blamed_first_and_none_beside_a_load(standings, loads, blamed):
     assert blamed_standing(standings, loads) is blamed

@@ -28,7 +28,8 @@ from tests.support.steered import STORY, Steered, told
 
 
 def call(tenant, count=8, prompt=None, **fields):
-    """The final reply; of a hit after a look at what came with it: each position's row has its number."""
+    """Returns the final reply. If it is a hit, checks the window that came with it: each row has its position's
+    number."""
     tokens = None if prompt is None else list(prompt)
     reply = tenant.call(**{"token_ids": tokens, "max_tokens": count, "ignore_eos": True} | fields)
     if isinstance(reply, Generated):
@@ -46,7 +47,7 @@ def where(reply):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_stops_and_goes_on_as_if_it_had_not(tenant, stream):
+def test_a_call_stops_and_continues_as_if_it_had_not_stopped(tenant, stream):
     assert tenant.stop_at("blocks.3") == 1
     first = call(tenant, 4, [5, 6, 7], stream=stream)
     assert where(first) == (1, 4, 0, 3) and first.hit.point == "blocks.3" and first.token_ids == []
@@ -58,13 +59,13 @@ def test_a_call_stops_and_goes_on_as_if_it_had_not(tenant, stream):
         tokens += reply.token_ids if not stream else told(0, start=position)
     assert tokens == told(0, 0, 0, start=3)
     assert tenant.no_stop() == Done(id=11) and tenant.breakpoints() == []
-    assert tenant.info().state == "stopped", "without the breakpoint it still is there"
+    assert tenant.info().state == "stopped", "the hit stays without the breakpoint"
     reply = call(tenant, 2, resume=True, stream=stream)
     assert (reply.hit, reply.finish_reason, reply.usage.session_tokens) == (None, "length", 8)
     assert (tenant.info().state, tenant.info().hit) == ("idle", None)
 
 
-def test_one_after_another_in_the_order_of_the_blocks(tenant):
+def test_breakpoints_stop_one_after_another_in_the_order_of_the_blocks(tenant):
     for point in ("model.layers.7", "hook_embed", "blocks.3.hook_resid_pre", "blocks.2"):
         tenant.stop_at(point, when="prefill")
     seen = [call(tenant, 4, [5, 6, 7])]
@@ -76,7 +77,7 @@ def test_one_after_another_in_the_order_of_the_blocks(tenant):
     assert (info.id, info.point, info.when) == (1, "model.layers.7", "prefill")
 
 
-def test_every_nth_of_what_is_generated(tenant):
+def test_every_nth_generated_position_stops(tenant):
     tenant.stop_at(when="decode", every=3)
     reply, ends = call(tenant, 10, [5, 6, 7]), []
     while reply.hit:
@@ -85,7 +86,7 @@ def test_every_nth_of_what_is_generated(tenant):
     assert ends == [5, 8, 11] and reply.usage.session_tokens == 13
 
 
-def test_at_positions(tenant):
+def test_breakpoints_at_positions(tenant):
     assert tenant.stop_at(positions=[1, 2, 5]) == 1
     assert tenant.breakpoints()[0].spans == [(1, 3), (5, 6)]
     assert where(call(tenant, 6, [5, 6, 7])) == (1, 4, 1, 3)
@@ -94,7 +95,7 @@ def test_at_positions(tenant):
     assert call(tenant, 3, [8]).hit is None
 
 
-def test_an_edit_at_a_hit_is_what_the_call_goes_on_with(tenant):
+def test_an_edit_at_a_hit_applies_when_the_call_continues(tenant):
     tenant.stop_at(when="prefill")
     call(tenant, 4, [5, 6, 7])
     assert tenant.add(positions=[2], op="replace", points=["blocks.3"]) == 1
@@ -121,13 +122,13 @@ REFUSED_BREAKPOINTS = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED_BREAKPOINTS)
-def test_what_cannot_be_a_breakpoint(tenant, fields, words):
+def test_invalid_breakpoints_are_refused(tenant, fields, words):
     reply = tenant.stop_at(**fields)
     assert isinstance(reply, Failure) and (reply.id, reply.code) == (10, "invalid_request") and words in reply.message
     assert tenant.breakpoints() == [] and tenant.generate(2, [5]) == told(0, 0, start=1)
 
 
-def test_what_was_never_given_cannot_be_ended(tenant):
+def test_a_breakpoint_that_never_existed_cannot_be_ended(tenant):
     assert "it has had none" in tenant.no_stop(1).message
     tenant.stop_at()
     assert "no breakpoint 2: its breakpoints are 1 to 1" in tenant.no_stop(1, 2).message
@@ -136,7 +137,7 @@ def test_what_was_never_given_cannot_be_ended(tenant):
     assert tenant.stop_at() == 2
 
 
-def test_what_cannot_go_on(tenant):
+def test_a_call_without_a_valid_hit_cannot_continue(tenant):
     def refusal(**fields):
         reply = call(tenant, **fields)
         assert isinstance(reply, Failure) and reply.code == "invalid_request", reply
@@ -147,18 +148,18 @@ def test_what_cannot_go_on(tenant):
     tenant.stop_at(when="prefill")
     hit = call(tenant, 2, [8, 9]).hit
     assert "takes no prompt" in refusal(resume=True, prompt=[4])
-    assert "captures nothing" in refusal(resume=True, capture=["blocks.3"]), "also where it could stop no more"
+    assert "captures nothing" in refusal(resume=True, capture=["blocks.3"]), "even if it could not stop any more"
     assert "needs resume" in refusal(hit=hit)
     assert "truncate it to 6" in refusal(resume=True, hit=HitInfo(**as_fields(hit) | {"end": 6}))
     for wrong in ({"first": 7}, {"first": -1}, {"block": BLOCKS + 1}, {"prompt_end": 8}):
         assert "no call of this session has stopped there" in refusal(
             resume=True, hit=HitInfo(**as_fields(hit) | wrong)
         )
-    assert tenant.info().hit == hit, "nothing of that has moved it"
+    assert tenant.info().hit == hit, "the refusals have not moved it"
     tenant.cut(7)
     assert tenant.info().hit == hit
     assert call(tenant, 2, resume=True).token_ids == told(0, 0, start=7)
-    assert "the session is at no hit" in refusal(resume=True), "twice"
+    assert "the session is at no hit" in refusal(resume=True), "the hit can be used once"
     tenant.no_stop()
     tenant.stop_at(when="decode")
     call(tenant, 4)
@@ -174,7 +175,7 @@ def as_fields(hit):
 def test_another_call_leaves_the_hit_behind(tenant):
     tenant.stop_at(positions=[1])
     assert where(call(tenant, 2, [5, 6, 7])) == (1, 4, 1, 3)
-    assert call(tenant, 2, [8]).hit.first == 1, "its positions are still due"
+    assert call(tenant, 2, [8]).hit.first == 1, "the hit's positions are still due"
     tenant.no_stop()
     assert call(tenant, 2, [9]).token_ids == told(0, 0, start=5)
     tenant.stop_at(when="decode")
@@ -194,13 +195,13 @@ def test_a_call_that_captures_runs_past_breakpoints(tenant):
     assert tenant.info().hit is None
 
 
-def test_a_hit_of_an_earlier_call_also_on_a_fork(tenant):
+def test_a_call_continues_from_an_earlier_hit_also_on_a_fork(tenant):
     tenant.stop_at("blocks.1", when="prefill")
     tenant.stop_at("blocks.5", when="prefill")
     earlier = call(tenant, 4, [5, 6, 7]).hit
     later = call(tenant, 4, resume=True).hit
     assert (earlier.block, later.block) == (2, 6)
-    assert call(tenant, 4, resume=True, hit=earlier).hit == later, "it goes back, and stops behind it"
+    assert call(tenant, 4, resume=True, hit=earlier).hit == later, "it goes back, and stops after that"
     call(tenant, 4, resume=True)
     fork = tenant.ask(ForkSession(id=8, session=tenant.session)).session
     assert (fork.state, fork.hit) == ("idle", None)
@@ -214,19 +215,19 @@ def test_a_hit_of_an_earlier_call_also_on_a_fork(tenant):
     assert tenant.info().tokens == 7
 
 
-def test_a_fork_of_a_session_at_a_hit_begins_where_that_stands(tenant):
+def test_a_fork_of_a_session_at_a_hit_begins_at_the_hit(tenant):
     tenant.stop_at(positions=[0])
     call(tenant, 4, [5, 6, 7])
     fork = tenant.ask(ForkSession(id=8, session=tenant.session)).session
     parent, tenant.session = tenant.session, fork.id
-    assert where(call(tenant, 1)) == (1, 4, 0, 3), "its positions are due there, too"
+    assert where(call(tenant, 1)) == (1, 4, 0, 3), "the hit's positions are due in the fork too"
     assert tenant.ask(CloseSession(id=9, session=fork.id)) == Done(id=9)
     tenant.session = parent
     assert tenant.info().state == "stopped"
 
 
-def test_a_stop_string_that_came_before(tenant, tiny):
-    """The engine may have gone on to the breakpoint before it heard of it: the session is at no hit then."""
+def test_a_stop_string_before_a_breakpoint_wins(tenant, tiny):
+    """The engine may have reached the breakpoint before it received the Halt. The session is at no hit then."""
     tenant.stop_at(positions=[60])
     reply = call(tenant, 20, [5, 6, 7], stop=[tiny.decode(told(0, 0, 0, 0, start=3))])
     assert (reply.finish_reason, reply.hit) == ("stop", None) and reply.usage.session_tokens < 60
@@ -241,10 +242,10 @@ def test_a_call_that_fails_leaves_the_session_at_its_hit(tenant, storyteller):
         with storyteller.client() as client:
             wait_for(lambda: client.status().models[0].state == "ready")
         assert (tenant.info().state, tenant.info().hit) == ("stopped", hit)
-    assert call(tenant, 2, resume=True).token_ids == told(0, 0, start=3), "the next engine runs it anew"
+    assert call(tenant, 2, resume=True).token_ids == told(0, 0, start=3), "the next engine runs it again"
 
 
-def test_a_call_that_is_cancelled_before_it_went_on_leaves_the_session_at_its_hit(serve):
+def test_a_call_that_is_cancelled_before_it_continued_leaves_the_session_at_its_hit(serve):
     daemon = serve(Script(story=STORY), gated=True)
     with Steered(daemon.address) as tenant:
         tenant.stop_at(when="prefill")
@@ -263,7 +264,7 @@ def test_a_call_that_is_cancelled_before_it_went_on_leaves_the_session_at_its_hi
         assert tenant.reply().token_ids == told(0, start=2)
 
 
-def test_going_on_ends_a_pause(tenant):
+def test_continuing_ends_a_pause(tenant):
     tenant.stop_at(when="prefill")
     call(tenant, 4, [5, 6, 7])
     tenant.ask(PauseSession(id=8, session=tenant.session))
@@ -287,8 +288,8 @@ def test_limits_of_a_session(serve):
         assert [tenant.stop_at(), tenant.stop_at()] == [4, 5]
 
 
-def test_activations_of_a_prompt_that_would_not_fit(serve):
-    """A gibibyte of rows of 8 numbers is more than any context has here; the figure is checked where it is made."""
+def test_activations_of_a_prompt_that_exceed_the_limit(serve):
+    """A gibibyte of rows of 8 numbers needs more than any context here, so the check itself is called."""
     from djinn_client.errors import InvalidRequest
     from djinn_client.points import PointMap
     from djinn_client.protocol import ModelInfo
@@ -307,7 +308,7 @@ def test_activations_of_a_prompt_that_would_not_fit(serve):
 
 
 @only_root
-def test_another_user_s_breakpoints_are_as_nobody_s(storyteller, tenant):
+def test_another_user_s_breakpoints_look_like_those_of_an_unknown_session(storyteller, tenant):
     open_to_all(storyteller.folder, storyteller.address)
     tenant.stop_at(when="prefill")
     hit = call(tenant, 2, [5, 6]).hit
@@ -327,7 +328,7 @@ def test_another_user_s_breakpoints_are_as_nobody_s(storyteller, tenant):
     assert tenant.info().hit == hit
 
 
-def test_breakpoints_and_hits_survive_daemons_that_stop_and_that_are_killed(serve):
+def test_breakpoints_and_hits_survive_a_stopped_and_a_killed_daemon(serve):
     daemon = serve(Script(story=STORY))
     with Steered(daemon.address) as tenant:
         tenant.stop_at("model.layers.3", when="decode", every=2)
@@ -351,7 +352,7 @@ def test_breakpoints_and_hits_survive_daemons_that_stop_and_that_are_killed(serv
     with Steered(daemon.address, name) as again:
         reply = call(again, 8, resume=True)
         assert where(reply) == (1, 4, 6, 7) and reply.hit.prompt_end == 3
-        assert again.stop_at() == 4, "numbers are not given twice"
+        assert again.stop_at() == 4, "numbers are not reused"
         again.cut(6)
     daemon.start_again(kill=True)
     with Steered(daemon.address, name) as again:

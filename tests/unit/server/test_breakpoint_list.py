@@ -8,7 +8,7 @@ from djinnd.core.edits import Extent
 from djinnd.core.stops import Stop
 from djinnd.server.breakpoint_list import Breakpoint, BreakpointList, Reach
 
-PROMPT = Reach(first=10, prompt_end=20, length=20, end=50)  # ten positions, and thirty that may be generated
+PROMPT = Reach(first=10, prompt_end=20, length=20, end=50)  # ten prompt positions, thirty that may be generated
 
 
 def hit(block, first, end, prompt_end=20):
@@ -47,7 +47,7 @@ def test_the_first_position_at_which_a_breakpoint_stops(fields, expected):
     assert stops(PROMPT, (3, fields)) == ({} if expected is None else {3: expected})
 
 
-def test_those_of_a_block_are_one_stop_and_blocks_ascend():
+def test_breakpoints_of_a_block_are_one_stop_and_blocks_ascend():
     found = stops(
         PROMPT,
         (5, {"spans": [(30, 31)]}),
@@ -59,27 +59,27 @@ def test_those_of_a_block_are_one_stop_and_blocks_ascend():
     assert list(found.items()) == [(0, 10), (3, 20), (5, 11)]
 
 
-def test_a_call_that_goes_on_stops_where_it_has_not_been():
-    """At the hit's positions at later blocks, behind them everywhere."""
+def test_a_call_that_continues_stops_at_later_places_only():
+    """It stops at the hit's positions at later blocks, and behind them at any block."""
     prompt = Reach(10, 20, 20, 50, hit(3, 10, 20))
     found = stops(prompt, (3, {}), (2, {"when": "prefill"}), (5, {"spans": [(12, 13)]}), (4, {"every": 3}))
     assert found == {3: 20, 4: 10, 5: 12}
 
 
-def test_every_nth_is_counted_from_the_prompt_of_the_call_that_has_stopped():
+def test_every_nth_counts_from_the_prompt_of_the_stopped_call():
     for position, following in ((22, 25), (23, 25), (25, 28)):
         reach = Reach(position, 20, position + 1, 60, hit(3, position, position + 1))
         assert stops(reach, (3, {"when": "decode", "every": 3})) == {3: following}
-    again = Reach(22, 20, 26, 60, hit(3, 25, 26))  # an edit has made earlier ones due
+    again = Reach(22, 20, 26, 60, hit(3, 25, 26))  # an edit has made earlier positions due
     assert stops(again, (5, {"when": "decode", "every": 3})) == {5: 22}
 
 
-def test_a_prompt_has_no_prefill_left_behind_it():
+def test_a_call_behind_its_prompt_has_no_prefill_left():
     reach = Reach(25, 20, 26, 60, hit(3, 25, 26))
     assert stops(reach, (5, {"when": "prefill"})) == {}
 
 
-def test_the_first_whose_stop_it_was():
+def test_met_is_the_first_breakpoint_that_stopped_the_call():
     listed = BreakpointList()
     listed.add(Breakpoint(1, "a", 3, "decode"))
     listed.add(Breakpoint(2, "b", 4))
@@ -91,8 +91,8 @@ def test_the_first_whose_stop_it_was():
     assert listed.met(3, 21, PROMPT).point == "d"
 
 
-def test_a_long_session_with_many_breakpoints_is_looked_at_in_no_time():
-    """What takes a step for each position would hold up the server, for everybody."""
+def test_a_long_session_with_many_breakpoints_takes_no_time():
+    """Work for each position would hold up the server, and so all clients."""
     listed = BreakpointList()
     for number in range(1, 1001):
         listed.add(Breakpoint(number, "p", number % 7, "decode", every=2))

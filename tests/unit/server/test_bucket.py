@@ -12,7 +12,7 @@ from djinnd.server.bucket import Bucket
     st.floats(0.0, 1e7),
     st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(0, 10_000)), max_size=40),
 )
-def test_it_gives_its_rate_and_its_size_but_for_what_was_let_in_last(rate, size, asked):
+def test_a_bucket_gives_its_rate_and_its_size_beside_the_last_admitted(rate, size, asked):
     bucket, at, taken, last = Bucket(rate, size, 0.0), 0.0, 0, 0
     for pause, amount in asked:
         at += pause
@@ -23,13 +23,13 @@ def test_it_gives_its_rate_and_its_size_but_for_what_was_let_in_last(rate, size,
         assert taken - last <= (rate * at + size) * (1 + 1e-6)
 
 
-def test_one_that_is_not_used_is_no_fuller_than_full():
+def test_an_idle_bucket_is_no_fuller_than_full():
     bucket = Bucket(5.0, 50.0, 0.0)
     bucket.take(51, 10_000.0)
     assert bucket.wait_s(10_000.0) == pytest.approx(0.2)
 
 
-def test_who_takes_what_is_there_does_not_wait():
+def test_taking_no_more_than_the_level_causes_no_wait():
     bucket = Bucket(1000.0, 256, 0.0)
     assert bucket.level(0.0) == 256
     bucket.take(256, 0.0)
@@ -38,17 +38,17 @@ def test_who_takes_what_is_there_does_not_wait():
     assert bucket.level(1e6) == 256
 
 
-def test_what_is_there_stays_as_far_as_it_fits():
+def test_resizing_keeps_the_level_up_to_the_new_size():
     bucket = Bucket(1.0, 10, 0.0)
     bucket.resize(2.0, 5, 0.0)
     assert bucket.level(0.0) == 5
     bucket.resize(2.0, 20, 1.0)
-    assert bucket.level(1.0) == 5, "what flowed in before it grew did not fit"
+    assert bucket.level(1.0) == 5, "the flow before it grew did not fit"
     assert bucket.level(2.0) == 7
 
 
-def test_a_time_that_comes_late_counts_as_now():
-    """Several engines' words are not in order."""
+def test_a_late_time_counts_as_now():
+    """Messages of several engines do not come in the order of their times."""
     bucket = Bucket(1.0, 10, 5.0)
     bucket.take(10, 5.0)
     bucket.take(1, 4.0)

@@ -1,4 +1,4 @@
-"""More requests than may wait for their first step: who is refused, and when there is room again."""
+"""A full queue of requests: which ones are refused, and when there is room again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = "djinn-tiny"
 
 @pytest.fixture
 def daemon(serve):
-    """It takes a step when it is told to, and has two places in its queue."""
+    """A daemon that takes a step when the test says so, and has two places in its queue."""
     daemon = serve(gated=True, limits={"queue": 2})
     open_to_all(daemon.folder, daemon.address)
     return daemon
@@ -30,7 +30,7 @@ def sessions(wire, count):
 
 
 def call(wire, number, session, max_tokens=1):
-    """Begins, and is not answered."""
+    """Sends a call that stays unanswered."""
     wire.send(Generate(id=number, session=session, token_ids=[5], max_tokens=max_tokens, ignore_eos=True))
     assert wire.ask(Ping(id=99)) == Done(id=99)
 
@@ -41,13 +41,13 @@ def refused(wire, session):
     return reply.data
 
 
-def test_one_too_many(daemon):
+def test_one_request_too_many_is_refused(daemon):
     with Wire(daemon.address) as wire:
         first, second, third = sessions(wire, 3)
         call(wire, 2, first, max_tokens=2)
         call(wire, 3, second)
         assert refused(wire, third) == {"waiting": 2, "own": 2, "limit": 2, "retry_s": 30.0}
-        daemon.step()  # both have started, and one goes on
+        daemon.step()  # both have started, and one continues
         assert isinstance(wire.reply(), Generated)
         call(wire, 4, third)
         call(wire, 5, second)
@@ -56,7 +56,7 @@ def test_one_too_many(daemon):
         assert sorted(wire.reply().id for _ in range(3)) == [2, 4, 5]
 
 
-def test_who_gives_up_leaves_the_queue(daemon):
+def test_a_cancelled_request_leaves_the_queue(daemon):
     with Wire(daemon.address) as wire:
         first, second, third = sessions(wire, 3)
         call(wire, 2, first)
@@ -71,7 +71,7 @@ def test_who_gives_up_leaves_the_queue(daemon):
 
 
 @only_root
-def test_somebody_else_s_requests_fill_no_queue(daemon):
+def test_one_user_s_requests_do_not_fill_the_queue_for_others(daemon):
     with Wire(daemon.address) as hog:
         for number, session in enumerate(sessions(hog, 2)):
             call(hog, number + 2, session)

@@ -30,7 +30,7 @@ def capturing(prompt_tokens=3, session=None, max_tokens=4, names=("blocks.1",)):
     return capturing_of(request, prompt_tokens, session or FakeSession(), MODEL)
 
 
-def test_a_point_is_captured_once_and_told_by_all_its_names():
+def test_a_point_is_captured_once_and_reported_by_all_its_names():
     taken = capturing(names=["blocks.1", "logits", "blocks.2.hook_resid_pre", "blocks.1"])
     assert taken.points == [Point("resid", 2), Point("logits")]
     told = taken.told(Capture("bfloat16", first=7, positions=9, room=12, nbytes=9000, offsets=[0, 4096]), positions=8)
@@ -47,14 +47,14 @@ def test_nothing_to_capture():
 
 
 def rows(**fields):
-    """That the call may take, by the limit that just refuses it."""
+    """The positions that the call may compute, from the error just beyond the limit."""
     most = MAX_CAPTURE_BYTES // (2 << 10)
     with pytest.raises(InvalidRequest, match=rf"at most {most:,} positions") as refused:
         capturing(**fields)
     return refused.value.data["positions"] - most
 
 
-def test_a_gibibyte_a_call_with_the_figure_and_the_remedy():
+def test_the_limit_of_a_gibibyte_per_call_is_told_with_figure_and_remedy():
     most = MAX_CAPTURE_BYTES // (2 << 10)
     capturing(prompt_tokens=most, max_tokens=0)
     capturing(prompt_tokens=most, max_tokens=1)
@@ -67,7 +67,7 @@ def test_a_gibibyte_a_call_with_the_figure_and_the_remedy():
         capturing(prompt_tokens=most + 1, max_tokens=0)
 
 
-def test_no_more_positions_are_counted_than_ever_come():
+def test_positions_beyond_the_context_do_not_count():
     with pytest.raises(InvalidRequest) as refused:
         capturing(prompt_tokens=5, max_tokens=1 << 30)
     assert refused.value.data["positions"] == MODEL.max_context
@@ -82,12 +82,12 @@ def test_an_unknown_point():
 
 
 def ask(tenant, count, prompt=(), names=("blocks.3",), **fields):
-    """The final reply."""
+    """Sends a call that captures, and returns the final reply."""
     return tenant.call(token_ids=list(prompt), max_tokens=count, capture=list(names), **fields)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_call_computes_is_captured(tenant, stream):
+def test_the_positions_that_a_call_computes_are_captured(tenant, stream):
     names = ["blocks.*", "logits", "hook_embed", "model.layers.7"]
     reply = ask(tenant, 4, [5, 6, 7], names, stream=stream)
     assert (reply.captured.first, reply.captured.positions, reply.captured.dtype) == (0, 6, "float32")
@@ -96,12 +96,12 @@ def test_what_a_call_computes_is_captured(tenant, stream):
     seen = tenant.take(reply.captured)
     assert all(rows == [0, 1, 2, 3, 4, 5] for rows in seen.values())
     reply = ask(tenant, 2, stream=stream)
-    assert tenant.take(reply.captured) == {"blocks.3": [6, 7]}, "from the last position on, which is run again"
+    assert tenant.take(reply.captured) == {"blocks.3": [6, 7]}, "from the last position on, which is computed again"
     reply = ask(tenant, 1, [9], stream=stream)
     assert tenant.take(reply.captured) == {"blocks.3": [9]}
 
 
-def test_a_prompt_only(tenant):
+def test_capturing_a_prompt_only(tenant):
     reply = ask(tenant, 0, [5, 6, 7])
     assert (reply.token_ids, reply.finish_reason, reply.usage.session_tokens) == ([], "length", 3)
     assert tenant.take(reply.captured) == {"blocks.3": [0, 1, 2]}
@@ -109,7 +109,7 @@ def test_a_prompt_only(tenant):
     assert tenant.take(ask(tenant, 0, [8] * 253).captured) == {"blocks.3": list(range(3, 256))}
 
 
-def test_positions_that_edits_have_changed_are_computed_again_and_seen_edited(tenant):
+def test_edited_positions_are_computed_again_and_captured_as_edited(tenant):
     tenant.generate(5, [5, 6, 7])
     tenant.add(positions=[2, 4])
     assert tenant.take(ask(tenant, 1, [9]).captured) == {"blocks.3": [3, 3, 5, 5, 6, 7, 8]}
@@ -118,8 +118,8 @@ def test_positions_that_edits_have_changed_are_computed_again_and_seen_edited(te
     assert tenant.take(ask(tenant, 2).captured) == {"blocks.3": [13, 14]}
 
 
-def test_a_stop_string_ends_what_is_captured_where_it_ends_the_call(tenant, tiny):
-    """The engine has gone on before it heard of it, or has not: the reply is the same."""
+def test_a_stop_string_ends_the_capture_where_it_ends_the_call(tenant, tiny):
+    """The reply is the same whether or not the engine has gone on before it received the Halt."""
     reply = ask(tenant, 200, [5, 6, 7], stop=[tiny.decode(told(0, 0, 0, 0, start=3))])
     length = reply.usage.session_tokens
     assert reply.finish_reason == "stop" and length < 100
@@ -135,7 +135,7 @@ def test_a_stop_string_ends_what_is_captured_where_it_ends_the_call(tenant, tiny
         ({"prompt": [], "count": 0}, "the session is empty"),
     ],
 )
-def test_what_cannot_be_captured(tenant, fields, words):
+def test_invalid_captures_are_refused(tenant, fields, words):
     reply = ask(tenant, **{"count": 1, "prompt": [5, 6]} | fields)
     assert isinstance(reply, Failure) and reply.code == "invalid_request" and words in reply.message
     assert tenant.generate(1, [5]) == told(0, start=1)
@@ -149,7 +149,7 @@ def test_a_call_that_fails_and_one_whose_engine_dies_bring_nothing(tenant, story
     assert tenant.take(ask(tenant, 1, [5]).captured) == {"blocks.3": [0]}
 
 
-def test_who_cancels_and_who_goes_gets_no_window_and_leaves_none(serve):
+def test_a_cancelled_or_disconnected_client_gets_no_window_and_leaves_none(serve):
     daemon = serve(Script(story=STORY), gated=True)
     with Steered(daemon.address) as tenant, daemon.client() as client:
         request = Generate(id=2, session=tenant.session, token_ids=[5], max_tokens=3, capture=["blocks.3"])

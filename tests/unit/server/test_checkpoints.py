@@ -11,7 +11,7 @@ from djinnd.server.checkpoints import known_models, model_named
 KNOWN = known_models({"llama": Model(path="/models/llama")})
 
 
-def test_the_shipped_model_is_known_and_whole():
+def test_the_shipped_model_is_known_and_complete():
     folder = Path(KNOWN["djinn-tiny"].path)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
 
@@ -21,7 +21,7 @@ def test_a_configured_model_may_take_the_shipped_one_s_name():
 
 
 @pytest.mark.parametrize("name", ["org/name", "meta-llama/Llama-3.1-8B"])
-def test_hub_ids_name_themselves_unless_they_are_switched_off(name):
+def test_hub_ids_are_accepted_unless_they_are_switched_off(name):
     assert model_named(name, KNOWN, hub=True).path == name
     with pytest.raises(ModelNotFound, match="switched off"):
         model_named(name, KNOWN, hub=False)
@@ -44,6 +44,6 @@ def test_configured_names():
         ("a/..", "no model"),
     ],
 )
-def test_names_that_mean_nothing(name, words):
+def test_unknown_names_are_refused_with_a_suggestion(name, words):
     with pytest.raises(ModelNotFound, match=words):
         model_named(name, KNOWN, hub=True)

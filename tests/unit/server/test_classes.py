@@ -1,4 +1,4 @@
-"""Class changes, hints and why, over real sockets: what reaches the scripted engine, and what the server says."""
+"""Changes of class, hints and explanations, over real sockets: messages to the engine, and the server's replies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_class_is_changed_while_a_call_runs(daemon, wire, opened):
     assert wire.reply().token_ids == [2, 3]
 
 
-def test_a_class_outlives_the_engine_and_the_daemon(daemon, wire, opened):
+def test_a_class_survives_the_engine_and_the_daemon(daemon, wire, opened):
     wire.ask(SetPriority(id=2, session=opened, priority="agent"))
     assert wire.ask(SetPriority(id=3, session=opened, priority="batch")) == Done(id=3)
     daemon.signal(signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_a_class_outlives_the_engine_and_the_daemon(daemon, wire, opened):
     assert class_of(daemon, opened) == "batch"
 
 
-def test_a_session_that_is_not_there_has_no_class(wire):
+def test_an_unknown_session_has_no_class(wire):
     for request in (SetPriority(id=2, session="0123456789abcdef", priority="batch"), ExplainSession(id=2, session="x")):
         assert wire.ask(request).code == "session_not_found"
 
@@ -86,7 +86,7 @@ def test_hints_of_a_call_reach_the_engine(wire, opened):
     assert 1000.0 - (time.monotonic() - began) <= figures["deadline_in_s"] <= 1000.0
 
 
-def test_no_hints_are_none(wire, opened):
+def test_a_call_without_hints_sends_none(wire, opened):
     wire.send(Generate(id=2, session=opened, token_ids=[5], max_tokens=9))
     wire.ask(Ping(id=3))
     figures = why(wire, opened).figures
@@ -98,7 +98,7 @@ def test_wrong_hints_are_refused(wire, opened):
         assert wire.ask(Generate(id=2, session=opened, token_ids=[5], **fields)).code == "invalid_request"
 
 
-def test_what_signals_say_reaches_the_engine(wire, opened):
+def test_signals_reach_the_engine_with_their_details(wire, opened):
     wire.send(Signal(session=opened, kind="PREFILL"))
     assert why(wire, opened).figures["bulk"] == 1
     wire.send(Signal(session=opened, kind="IO_WAIT", expected_s=2.5, tool="search"))
@@ -113,7 +113,7 @@ def test_what_signals_say_reaches_the_engine(wire, opened):
 # --- why --------------------------------------------------------------------------------------------------------------
 
 
-def test_sessions_of_the_caller_that_go_first_are_named(wire, opened):
+def test_own_sessions_ahead_are_named(wire, opened):
     second = wire.ask(OpenSession(id=2, model="djinn-tiny")).session.id
     told = why(wire, second)
     assert (told.state, told.reason) == ("idle", "the script says so")
@@ -121,7 +121,7 @@ def test_sessions_of_the_caller_that_go_first_are_named(wire, opened):
 
 
 @only_root
-def test_those_of_others_are_counted_and_named_to_administrators_only(daemon, wire, opened):
+def test_other_users_sessions_ahead_are_counted_and_named_to_administrators_only(daemon, wire, opened):
     open_to_all(daemon.folder, daemon.address)
     with as_user(NOBODY):
         stranger = Wire(daemon.address)
@@ -133,7 +133,7 @@ def test_those_of_others_are_counted_and_named_to_administrators_only(daemon, wi
         assert why(wire, second).ahead == [opened, first], "root is an administrator"
 
 
-def test_a_session_that_nobody_is_attached_to(daemon, wire, opened):
+def test_a_session_without_clients(daemon, wire, opened):
     wire.socket.close()
     wait_for(lambda: why_of(daemon, opened).state == "detached")
     told = why_of(daemon, opened)
@@ -144,8 +144,8 @@ def why_of(daemon, session):
     return djinn.why(session, address=daemon.address)
 
 
-def test_a_session_whose_model_is_not_there_yet(serve):
-    """The engine dies, and the next ones do not come up."""
+def test_a_session_with_a_model_that_is_not_ready(serve):
+    """The engine dies, and the next ones do not become ready."""
     daemon = serve(Script(on_start={"1": "die", "2": "die"}))
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -160,7 +160,7 @@ def test_a_session_whose_model_is_not_there_yet(serve):
             assert reply.id == 3, reply
 
 
-def test_a_session_that_is_paused_where_no_engine_is(serve):
+def test_a_session_that_is_paused_without_an_engine(serve):
     daemon = serve(Script(on_start={"1": "die", "2": "die"}))
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -171,7 +171,7 @@ def test_a_session_that_is_paused_where_no_engine_is(serve):
         assert why(wire, session).state == "paused"
 
 
-def test_a_session_that_a_restart_has_left(daemon, wire, opened):
+def test_a_session_restored_after_a_restart(daemon, wire, opened):
     wire.socket.close()
     daemon.stop()
     daemon.start()
@@ -184,7 +184,7 @@ def test_a_session_that_a_restart_has_left(daemon, wire, opened):
         )
 
 
-def test_both_clients_and_the_module_say_the_same(daemon, wire, opened):
+def test_both_clients_and_the_module_give_the_same_answer(daemon, wire, opened):
     async def main():
         session = await djinn.attach_async(opened, address=daemon.address)
         try:

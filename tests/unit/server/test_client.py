@@ -1,4 +1,4 @@
-"""What one client may do to the daemon, and what comes of it: an error for that client, and nothing for the others."""
+"""A client that breaks the rules gets an error, and other clients notice nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_alive(daemon):
     ],
 )
 @pytest.mark.parametrize("hello", [True, False])
-def test_what_is_no_frame_gets_a_last_word_and_the_connection_is_closed(calm, data, code, hello):
+def test_bytes_that_are_no_frame_get_a_last_reply_and_close_the_connection(calm, data, code, hello):
     with Wire(calm.address, hello) as wire:
         wire.send_bytes(data)
         reply = wire.reply()
@@ -103,7 +103,7 @@ def test_hello_comes_first(calm):
         assert wire.reply() is None
 
 
-def test_who_says_nothing_is_hung_up_on(serve):
+def test_a_client_that_says_nothing_is_disconnected(serve):
     daemon = serve(limits={"handshake": "50ms"})
     with Wire(daemon.address, hello=False) as wire:
         assert "0.05 s" in wire.reply().message
@@ -122,7 +122,7 @@ def test_an_id_that_is_in_use_ends_the_connection_and_its_work(serve):
         wait_for(lambda: client.sessions()[0].state == "detached")
 
 
-def test_a_frame_that_is_cut_off_by_the_end_is_logged_and_nothing_else(serve):
+def test_a_frame_that_the_client_s_end_cuts_off_is_logged(serve):
     daemon = serve()
     with Wire(daemon.address) as wire:
         wire.send_bytes(encode(Ping(id=1))[:7])
@@ -189,8 +189,9 @@ def test_descriptors_that_a_request_does_not_take_are_closed_and_it_is_refused(c
     assert len(os.listdir(f"/proc/{calm.process.pid}/fd")) == before
 
 
-def test_a_client_that_does_not_read_is_held_and_others_go_on(serve):
-    """Its generation is one of many small pieces; it is held when they pile up, and goes on when it reads again."""
+def test_a_client_that_does_not_read_is_held_and_others_continue(serve):
+    """Its generation consists of many small pieces. It is held when they pile up, and continues when the client
+    reads."""
     daemon = serve(Script(context=1 << 20))
     with daemon.client() as client, Wire(daemon.address) as slow, Wire(daemon.address) as quick:
         client.load("djinn-tiny")
@@ -209,7 +210,7 @@ def test_a_client_that_does_not_read_is_held_and_others_go_on(serve):
         assert replies[-1].finish_reason == "length"
 
 
-def test_a_client_that_never_reads_is_hung_up_on(serve):
+def test_a_client_that_never_reads_is_disconnected(serve):
     daemon = serve(limits={"output_bytes": "64KiB"})
     with daemon.client() as client, Wire(daemon.address) as slow:
         client.load("djinn-tiny")
@@ -225,7 +226,7 @@ def test_a_client_that_never_reads_is_hung_up_on(serve):
         wait_for(lambda: client.sessions()[0].attached == 0)
 
 
-def test_a_client_that_is_killed_in_mid_stream_leaves_a_session_for_the_grace_time(serve):
+def test_a_client_killed_during_a_stream_leaves_its_session_for_the_grace_time(serve):
     daemon = serve(Script(context=1 << 20), limits={"session_grace": "100ms"})
     code = (
         "import sys, djinn_client as djinn; s = djinn.Session('djinn-tiny', address=sys.argv[1])\n"
@@ -241,7 +242,7 @@ def test_a_client_that_is_killed_in_mid_stream_leaves_a_session_for_the_grace_ti
         assert status.integrity == [] and (status.requests_running, status.connections) == (0, 1)
 
 
-def test_cancelling_what_is_not_there_is_no_matter(wire):
+def test_cancelling_an_unknown_request_does_nothing(wire):
     wire.send(Cancel(target=-1), Cancel(target=1 << 60))
     assert wire.ask(Ping(id=1)) == Done(id=1)
 
@@ -252,10 +253,10 @@ def test_hello_and_requests_in_one_piece(calm):
         assert [wire.reply().id for _ in range(3)] == [0, 1, 2]
 
 
-# --- what its connections hold --------------------------------------------------------------------------------------
+# --- memory of connections --------------------------------------------------------------------------------------
 
 
-def test_a_frame_that_does_not_end_is_given_up_and_its_bytes_are_given_back(serve):
+def test_an_unfinished_frame_is_dropped_in_time_and_its_bytes_are_released(serve):
     daemon = serve(limits={"frame": "200ms"})
     with daemon.client() as client, Wire(daemon.address) as wire:
         wire.send_bytes(HEADER.pack(b"DJ", 1, 0, 16 << 20) + bytes(1 << 20))
@@ -266,7 +267,7 @@ def test_a_frame_that_does_not_end_is_given_up_and_its_bytes_are_given_back(serv
 
 
 def test_large_frames_of_one_user_wait_for_room_and_all_are_answered(serve):
-    """Their senders have sent all but a byte: two fit, and the others come in when those have gone."""
+    """The senders have sent all but one byte. Two frames fit; the others come in when those have been handled."""
     daemon = serve(limits={"request_bytes": "1MiB", "connection_bytes_per_user": "2MiB"})
     frame = encode(AddFunction(id=7, session="nobody's", breakpoint=1, code=bytes(900 << 10), python=""))
     with daemon.client() as client, ExitStack() as stack:
@@ -286,13 +287,13 @@ def test_large_frames_of_one_user_wait_for_room_and_all_are_answered(serve):
 
 
 def test_requests_are_postponed_while_their_client_does_not_read(serve):
-    """And go on when it reads: each has its reply."""
+    """They continue when it reads: each has its reply."""
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as slow:
         client.load("djinn-tiny")
         session = slow.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         slow.ask(Generate(id=2, session=session, token_ids=[5] * 250, max_tokens=1))
-        count = 3000  # of 250 tokens: some 2 MB of replies, and some 100 KB of requests
+        count = 3000  # replies with 250 tokens each: about 2 MB of replies, and 100 KB of requests
         slow.send(*(GetTokens(id=number, session=session) for number in range(3, 3 + count)))
         wait_for(lambda: used(client, "connection_bytes") > 0)
         assert used(client, "connection_bytes") < 1 << 20

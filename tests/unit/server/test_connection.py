@@ -15,7 +15,7 @@ BIG = 1 << 20
 
 
 class Owner:
-    """Writes down what it is told, and wakes who waits for it."""
+    """Records the events of a connection, and wakes a test that waits for one."""
 
     def __init__(self):
         self.heard = []
@@ -69,7 +69,7 @@ def scene(request):
 
 
 async def receive(peer, count):
-    """So many frames' payloads."""
+    """Returns the payloads of so many frames."""
     decoder, payloads = FrameDecoder(1 << 28), []
     while len(payloads) < count:
         data = await asyncio.get_running_loop().sock_recv(peer, 1 << 16)
@@ -78,7 +78,7 @@ async def receive(peer, count):
     return payloads
 
 
-def test_frames_arrive_whole_however_they_are_cut(scene):
+def test_frames_arrive_complete_however_they_are_cut(scene):
     async def act(connection, owner, peer):
         data = encode(Ping(id=1)) + encode(Ping(id=2))
         for byte in data:
@@ -92,7 +92,7 @@ def test_frames_arrive_whole_however_they_are_cut(scene):
     scene(act)
 
 
-def test_what_is_sent_in_one_turn_arrives_in_order(scene):
+def test_frames_sent_in_one_turn_arrive_in_order(scene):
     async def act(connection, owner, peer):
         for number in range(500):
             connection.send(encode(Done(id=number)))
@@ -101,7 +101,7 @@ def test_what_is_sent_in_one_turn_arrives_in_order(scene):
     scene(act)
 
 
-def test_what_is_flushed_arrives_in_this_turn_as_far_as_there_is_room(scene):
+def test_flushed_frames_arrive_in_this_turn_as_far_as_there_is_room(scene):
     async def act(connection, owner, peer):
         connection.flush()
         connection.send(b"one ")
@@ -131,7 +131,7 @@ def test_a_frame_larger_than_the_socket_s_buffer_arrives_in_parts(scene):
     scene(act, output_limit=16 << 20)
 
 
-def test_a_slow_reader_is_noticed_and_so_is_its_recovery(scene):
+def test_a_slow_reader_and_its_recovery_are_noticed(scene):
     async def act(connection, owner, peer):
         frame = encode(Done(id=1))
         while connection.held_bytes <= HIGH_WATER:
@@ -146,7 +146,7 @@ def test_a_slow_reader_is_noticed_and_so_is_its_recovery(scene):
     scene(act)
 
 
-def test_a_reader_that_is_too_slow_is_hung_up_on(scene):
+def test_a_reader_that_is_too_slow_is_disconnected(scene):
     async def act(connection, owner, peer):
         frame = encode(Done(id=1)) + bytes(1000)
         for _ in range(3 * BIG // 1000):
@@ -252,7 +252,7 @@ def test_bytes_that_are_no_frame(scene):
     scene(act)
 
 
-def test_closing_waits_for_a_slow_reader_only_for_so_long(scene, monkeypatch):
+def test_closing_waits_for_a_slow_reader_for_a_limited_time(scene, monkeypatch):
     async def act(connection, owner, peer):
         connection.send(bytes(BIG))
         connection.close_when_sent()
@@ -263,7 +263,7 @@ def test_closing_waits_for_a_slow_reader_only_for_so_long(scene, monkeypatch):
     scene(act)
 
 
-def test_a_peer_that_goes_is_told_of_once(scene, caplog):
+def test_a_disconnected_peer_is_reported_once(scene, caplog):
     async def act(connection, owner, peer):
         peer.send(encode(Ping(id=1))[:5])
         peer.close()
@@ -278,8 +278,8 @@ def test_a_peer_that_goes_is_told_of_once(scene, caplog):
 
 
 @pytest.mark.parametrize("size", [0, 3 * 32 << 10], ids=["short", "long"])
-def test_a_peer_that_goes_with_something_unread_is_told_of_behind_its_last_frames(scene, size):
-    """epoll says EPOLLERR then, at which uvloop watches no more."""
+def test_a_disconnect_with_unread_data_is_reported_after_the_last_frames(scene, size):
+    """epoll reports EPOLLERR then, after which uvloop watches no more."""
 
     async def act(connection, owner, peer):
         connection.send(encode(Done(id=1)))
@@ -293,7 +293,7 @@ def test_a_peer_that_goes_with_something_unread_is_told_of_behind_its_last_frame
     scene(act)
 
 
-def test_a_peer_that_goes_while_it_is_sent_to(scene):
+def test_a_peer_that_disconnects_while_it_is_sent_to(scene):
     async def act(connection, owner, peer):
         peer.close()
         connection.send(bytes(BIG))
@@ -302,7 +302,7 @@ def test_a_peer_that_goes_while_it_is_sent_to(scene):
     scene(act)
 
 
-def test_an_owner_that_fails_costs_its_connection_and_not_the_loop(scene, caplog):
+def test_a_fault_of_the_owner_closes_its_connection_and_spares_the_loop(scene, caplog):
     async def act(connection, owner, peer):
         owner.frame = lambda payload, fds: 1 / 0
         peer.send(encode(Ping(id=1)))
@@ -312,7 +312,7 @@ def test_an_owner_that_fails_costs_its_connection_and_not_the_loop(scene, caplog
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_descriptors_that_no_frame_announces_do_not_pile_up(scene):
+def test_descriptors_without_a_frame_do_not_pile_up(scene):
     async def act(connection, owner, peer):
         fd = os.memfd_create("unasked")
         before = open_descriptors()
@@ -328,8 +328,8 @@ def test_descriptors_that_no_frame_announces_do_not_pile_up(scene):
     scene(act, accept_fds=True)
 
 
-def test_a_flood_leaves_others_their_turn_and_loses_nothing(scene):
-    """A flood of small frames lies in one socket when a single frame comes in another."""
+def test_a_flood_leaves_other_connections_their_turn_and_loses_nothing(scene):
+    """One socket has many small frames when a single frame comes in another."""
 
     async def act(connection, owner, peer):
         flood = [encode(Ping(id=n)) for n in range(100 * FRAMES_A_TURN)]
@@ -343,7 +343,7 @@ def test_a_flood_leaves_others_their_turn_and_loses_nothing(scene):
             theirs.send(encode(Ping(id=7)))
             await other.until("frame")
             heard = len(owner.heard)
-            assert heard < 20 * FRAMES_A_TURN, "some turns, not all"
+            assert heard < 20 * FRAMES_A_TURN, "the other frame waited for the whole flood"
             while data:
                 try:
                     data = data[peer.send(data) :]
@@ -359,7 +359,7 @@ def test_a_flood_leaves_others_their_turn_and_loses_nothing(scene):
     scene(act)
 
 
-def test_a_connection_that_closes_in_a_flood_hands_out_no_more(scene):
+def test_a_connection_that_closes_in_a_flood_delivers_no_more_frames(scene):
     async def act(connection, owner, peer):
         peer.send(b"".join(encode(Ping(id=n)) for n in range(3 * FRAMES_A_TURN)))
         await owner.until("frame")
@@ -372,7 +372,7 @@ def test_a_connection_that_closes_in_a_flood_hands_out_no_more(scene):
     scene(act)
 
 
-def test_a_flood_that_ends_in_garbage_is_heard_to_there(scene):
+def test_frames_before_garbage_in_a_flood_are_delivered(scene):
     async def act(connection, owner, peer):
         peer.send(b"".join(encode(Ping(id=n)) for n in range(3 * FRAMES_A_TURN)) + b"this is no frame at all")
         await owner.until("broken")
@@ -381,7 +381,7 @@ def test_a_flood_that_ends_in_garbage_is_heard_to_there(scene):
     scene(act)
 
 
-def test_an_end_behind_a_flood_is_seen_when_all_is_handed_out(scene):
+def test_an_end_behind_a_flood_is_reported_after_its_last_frame(scene):
     async def act(connection, owner, peer):
         peer.send(b"".join(encode(Ping(id=n)) for n in range(3 * FRAMES_A_TURN)))
         peer.shutdown(socket.SHUT_WR)

@@ -35,7 +35,7 @@ def edit(tokens=10, fixed=0, edits=None, **fields):
     return edit_admission.edit_of(asked, edits or EditList(), tokens, fixed, MODEL)
 
 
-def test_from_now_on_is_where_the_next_token_is_chosen():
+def test_an_edit_without_positions_begins_where_the_next_token_is_chosen():
     made = edit(scale=4.0)
     assert (made.number, made.points, made.op, made.scale) == (1, (Point("resid", 2),), "add", 4.0)
     assert (made.extents, made.rows, made.values) == ((Extent(9),), 1, VECTOR)
@@ -43,7 +43,7 @@ def test_from_now_on_is_where_the_next_token_is_chosen():
     assert edit(tokens=0).extents == (Extent(0),)
 
 
-def test_positions_become_spans_with_a_row_for_all_or_a_row_each():
+def test_positions_become_spans_with_one_row_or_a_row_each():
     positions = [0, 1, 2, 7, 9, 10]
     assert edit(positions=positions).extents == (Extent(0, 3), Extent(7, 8), Extent(9, 11))
     each = edit(positions=positions, rows=6, values=VECTOR * 6)
@@ -73,7 +73,7 @@ def test_a_point_that_is_named_twice_is_edited_once():
         {"values": bytes(32)},
     ],
 )
-def test_what_may_be_asked(fields):
+def test_valid_edits_pass(fields):
     assert edit(**fields).op == fields.get("op", "add")
 
 
@@ -115,12 +115,12 @@ def test_what_may_be_asked(fields):
         ({"positions": [1 << 70]}, "never comes"),
     ],
 )
-def test_what_may_not_be_asked(fields, words):
+def test_invalid_edits_are_refused(fields, words):
     with pytest.raises(InvalidRequest, match=words):
         edit(**fields)
 
 
-def test_what_a_client_computed_cannot_be_edited():
+def test_positions_with_a_client_s_kv_cannot_be_edited():
     assert edit(fixed=9).extents == (Extent(9),)
     assert edit(fixed=9, positions=[9, 20]).extents == (Extent(9, 10), Extent(20, 21))
     with pytest.raises(InvalidRequest, match=r"came from a client .* position 8 cannot be edited, those from 9 on can"):
@@ -134,7 +134,7 @@ def filled(*made):
     return edits
 
 
-def test_room():
+def test_limits_of_a_session_s_edits():
     edits = filled(edit())
     second = edit(edits=edits)
     assert second.number == 2
@@ -149,8 +149,8 @@ def test_room():
     assert (refused.value.data["used"], refused.value.data["needed"]) == (416, 416)
 
 
-def test_room_at_a_position():
-    """Those of one point that are about the same positions, and no others."""
+def test_limit_of_edits_at_a_position():
+    """Edits of one point that may overlap count, and no others."""
     edits, limits = EditList(), Limits(edits_per_position=2)
 
     def add(**fields):
@@ -170,13 +170,13 @@ def test_room_at_a_position():
     add(positions=[30])
 
 
-def test_scattered_positions_and_points_are_counted_too():
+def test_scattered_positions_and_points_count_too():
     scattered = edit(positions=list(range(0, 50, 2)), op="scale", values=b"", rows=0)
     with pytest.raises(QuotaExceeded, match="takes 3,456 bytes"):
         edit_admission.check_room(scattered, ["blocks.1"], EditList(), Limits(edit_bytes_per_session=3455))
 
 
-def test_which_are_to_end():
+def test_the_edits_to_end_are_those_that_have_not_ended():
     edits = filled(edit())
     edits.add(edit(edits=edits), ["blocks.1"])
     edits.end([1], 20)
@@ -194,7 +194,7 @@ def test_which_are_to_end():
 
 
 @pytest.mark.parametrize("changes", [{"blocks": 1}, {"width": 7}])
-def test_edits_of_a_model_that_has_become_another(changes):
+def test_edits_that_do_not_fit_a_changed_model_are_refused(changes):
     edits = filled(edit())
     edit_admission.check_fit(edits, MODEL)
     other = PointMap(**{"blocks": 4, "width": 8, "vocab": 100} | changes)

@@ -11,7 +11,7 @@ def edit(number, *extents, values=b"", **fields):
     return Edit(number, (Point("resid", 3),), "add", extents, values=values, **fields)
 
 
-def test_what_is_told_of_edits():
+def test_infos_describe_edits_as_the_client_made_them():
     edits = EditList()
     edits.add(edit(1, Extent(5), scale=2.5, values=b"1234", rows=1), ["blocks.3", "hook_embed"])
     edits.add(edit(2, Extent(1, 3), Extent(7, 8, 2), low=-1.0), ["model.layers.2"])
@@ -23,7 +23,7 @@ def test_what_is_told_of_edits():
     assert edits.unended == [1, 2]
 
 
-def test_what_has_ended_stays_as_long_as_it_has_changed_something():
+def test_an_ended_edit_stays_as_long_as_the_session_has_positions_it_changed():
     edits = EditList()
     edits.add(edit(1, Extent(5)), ["a"])
     edits.add(edit(2, Extent(9)), ["b"])
@@ -37,7 +37,7 @@ def test_what_has_ended_stays_as_long_as_it_has_changed_something():
     assert edits.unended == [3]
 
 
-def test_cutting_says_whether_it_has_changed_any():
+def test_cut_reports_if_an_edit_has_changed():
     edits = EditList()
     assert not edits.cut(0)
     edits.add(edit(1, Extent(5)), ["a"])
@@ -49,7 +49,7 @@ def test_cutting_says_whether_it_has_changed_any():
     assert not edits.cut(3)
 
 
-def test_a_copy_goes_its_own_way_and_shares_the_values():
+def test_a_copy_is_independent_and_shares_the_values():
     values = bytes(1000)
     edits = EditList()
     edits.add(edit(1, Extent(5), values=values), ["a"])
@@ -61,13 +61,13 @@ def test_a_copy_goes_its_own_way_and_shares_the_values():
     assert edits.copy().edits[0].values is values
 
 
-def test_no_bound_is_told_as_none():
+def test_a_missing_bound_is_reported_as_none():
     edits = EditList()
     edits.add(edit(1, Extent(0), low=-math.inf, high=2.0), ["a"])
     assert (edits.infos()[0].low, edits.infos()[0].high) == (None, 2.0)
 
 
-def test_a_patch_takes_the_place_of_earlier_ones_that_it_has_all_of():
+def test_a_patch_replaces_earlier_ones_that_it_covers():
     def patch(number, *extents, points=(3,), op="replace"):
         return Edit(number, tuple(Point("resid", block) for block in points), op, extents)
 
@@ -86,7 +86,7 @@ def test_a_patch_takes_the_place_of_earlier_ones_that_it_has_all_of():
         edits.add(each, [f"p{number}"])
     assert edits.replaced_by(patch(7, Extent(4, 7))) == [1, 6]
     assert edits.replaced_by(patch(7, Extent(0, 9), points=(2, 3, 4))) == [1, 2, 3, 6]
-    assert edits.replaced_by(patch(7, Extent(0, 5), Extent(5, 9))) == [6], "none of its spans has all of 1"
+    assert edits.replaced_by(patch(7, Extent(0, 5), Extent(5, 9))) == [6], "none of its spans covers edit 1"
     assert edits.replaced_by(patch(7, Extent(4, 7), op="add")) == []
     assert [edit.number for edit in edits.without([1, 6]).edits] == [2, 3, 4, 5]
     assert edits.without([1]).nbytes == edits.nbytes - 3 * PART_BYTES

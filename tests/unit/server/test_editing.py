@@ -28,7 +28,7 @@ from tests.support.steered import STORY, VECTOR, Steered, told
 MODEL = "djinn-tiny"
 
 
-def test_from_now_on_and_until_it_is_ended(tenant):
+def test_an_edit_without_positions_applies_until_it_is_ended(tenant):
     assert tenant.generate(2, [5, 6, 7]) == told(0, 0, start=3)
     assert tenant.add() == 1
     assert tenant.spans() == {1: [(4, None)]}
@@ -41,26 +41,26 @@ def test_from_now_on_and_until_it_is_ended(tenant):
     assert tenant.spans() == {1: [(4, 8)], 2: [(6, None)]}
     assert (tenant.info().edits, tenant.end(), tenant.info().edits) == (1, Done(id=4), 0)
     assert tenant.generate(1) == told(0, start=11)
-    assert tenant.end(1, 2) == tenant.end() == Done(id=4), "they are over already"
+    assert tenant.end(1, 2) == tenant.end() == Done(id=4), "they have ended already"
     assert tenant.add() == 3
 
 
-def test_at_positions_that_are_there_or_are_to_come(tenant):
+def test_edits_at_existing_and_future_positions(tenant):
     tenant.generate(2, [5, 6, 7])
     assert tenant.add(positions=[0, 1, 6, 8], rows=4, values=VECTOR * 4) == 1
     assert tenant.spans() == {1: [(0, 2), (6, 7), (8, 9)]}
     assert tenant.generate(6) == told(0, 0, 1, 0, 1, 0, start=5)
 
 
-def test_an_edit_of_an_empty_session_is_from_its_first_token_on(tenant):
+def test_an_edit_of_an_empty_session_applies_from_the_first_token(tenant):
     assert tenant.add() == 1
     assert tenant.spans() == {1: [(0, None)]}
     assert tenant.generate(2, [5, 6]) == told(1, 1, start=2)
 
 
-def test_truncating_keeps_what_edits_are_about(tenant):
+def test_truncating_keeps_edits_of_the_remaining_positions(tenant):
     tenant.generate(5, [5, 6, 7])
-    tenant.add()  # from 7 on
+    tenant.add()  # from position 7 on
     tenant.add(positions=[2, 3, 9])
     tenant.generate(4)
     tenant.end(1)
@@ -74,7 +74,7 @@ def test_truncating_keeps_what_edits_are_about(tenant):
     assert tenant.generate(3) == told(2, 3, 3, start=4)
 
 
-def test_what_is_told_of_an_edit_is_what_was_asked(tenant):
+def test_listed_edits_are_as_the_client_made_them(tenant):
     tenant.add(points=["model.layers.2", "blocks.*.hook_resid_pre", "model.layers.2"], op="clamp", high=2.5)
     (info,) = tenant.edits().edits
     assert (info.id, info.points) == (1, ["model.layers.2", "blocks.*.hook_resid_pre"])
@@ -98,8 +98,8 @@ def test_a_fork_has_its_parent_s_edits_and_then_its_own(tenant):
     assert tenant.ask(CloseSession(id=9, session=fork.id)) == Done(id=9)
 
 
-def test_the_same_patched_again_and_again_is_one_edit(serve):
-    """As a client does that goes back to a hit: it needs no room for those before."""
+def test_patching_the_same_place_repeatedly_keeps_one_edit(serve):
+    """A client that goes back to a hit patches repeatedly. It needs no room for the earlier patches."""
     daemon = serve(Script(story=STORY), limits={"edits_per_session": 2, "edit_bytes_per_session": 1200})
     with Steered(daemon.address) as tenant:
         tenant.generate(3, [5, 6, 7])
@@ -109,7 +109,7 @@ def test_the_same_patched_again_and_again_is_one_edit(serve):
         assert tenant.spans() == {1: [(5, None)], 5: [(1, 3)]}
         assert tenant.add(op="replace").code == "quota_exceeded"
         tenant.cut(2)
-        assert tenant.generate(2) == told(5, 6, start=2), "the engine has one of them, too"
+        assert tenant.generate(2) == told(5, 6, start=2), "the engine has one of them as well"
     daemon.start_again(kill=True)
     with Steered(daemon.address, tenant.session) as again:
         assert again.spans() == {1: [(2, None)], 5: [(1, 3)]}
@@ -129,13 +129,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "words"), REFUSED)
-def test_what_is_refused_leaves_the_session_as_it_was(tenant, fields, words):
+def test_a_refused_edit_leaves_the_session_unchanged(tenant, fields, words):
     tenant.generate(1, [5, 6])
     reply = tenant.add(**fields)
     assert isinstance(reply, Failure) and (reply.id, reply.code) == (3, "invalid_request") and words in reply.message
     assert tenant.spans() == {}
     assert tenant.generate(1) == told(0, start=3)
-    assert tenant.add() == 1, "no number is spent"
+    assert tenant.add() == 1, "no number is used up"
 
 
 def test_limits_of_a_session(serve):
@@ -148,21 +148,21 @@ def test_limits_of_a_session(serve):
         assert (refused.code, refused.data) == ("quota_exceeded", {"quota": "edits_per_session", "limit": 3, "used": 3})
         assert "limits.edits_per_session is 3" in refused.message and other.add() == 1
         tenant.end()
-        assert tenant.spans() == {} and tenant.add() == 4, "they had changed nothing"
+        assert tenant.spans() == {} and tenant.add() == 4, "the ended ones had changed nothing"
         daemon.reload(limits={"edits_per_session": 10, "edit_bytes_per_session": 1400})
         assert [tenant.add() for _ in range(2)] == [5, 6]
         refused = tenant.add()
         assert (refused.code, refused.data["used"], refused.data["needed"]) == ("quota_exceeded", 3 * 416, 416)
 
 
-def test_an_edit_that_was_never_given_cannot_be_ended(tenant):
+def test_an_edit_that_never_existed_cannot_be_ended(tenant):
     assert "it has had none" in tenant.end(1).message
     tenant.add()
     assert "no edit 2: its edits are 1 to 1" in tenant.end(1, 2).message
     assert tenant.spans() == {1: [(0, None)]}
 
 
-def test_nothing_is_changed_while_a_call_runs_and_all_is_told(serve):
+def test_edits_cannot_change_during_a_call_and_can_be_listed(serve):
     daemon = serve(Script(story=STORY), gated=True)
     with Steered(daemon.address) as tenant:
         tenant.add()
@@ -175,8 +175,8 @@ def test_nothing_is_changed_while_a_call_runs_and_all_is_told(serve):
 
 
 @only_root
-def test_another_user_s_edits_are_as_nobody_s(storyteller, tenant):
-    """Nor are they told from those of a session that does not exist."""
+def test_another_user_s_edits_look_like_those_of_an_unknown_session(storyteller, tenant):
+    """The errors are the same as for a session that does not exist."""
     open_to_all(storyteller.folder, storyteller.address)
     tenant.add()
     with as_user():
@@ -194,7 +194,7 @@ def test_another_user_s_edits_are_as_nobody_s(storyteller, tenant):
     assert tenant.spans() == {1: [(0, None)]}
 
 
-def test_the_next_engine_is_told_and_a_call_that_failed_has_changed_no_edit(serve):
+def test_the_next_engine_gets_the_edits_and_a_failed_call_changes_none(serve):
     daemon = serve(Script(story=STORY, on_token={"66": "die", "77": "fail"}))
     with Steered(daemon.address) as tenant, daemon.client() as client:
         tenant.generate(2, [5, 6, 7])
@@ -213,8 +213,8 @@ def test_the_next_engine_is_told_and_a_call_that_failed_has_changed_no_edit(serv
         assert tenant.add() == 4
 
 
-def test_what_is_said_while_there_is_no_engine(serve):
-    """The record is changed at once; the next engine is told."""
+def test_edits_made_without_an_engine(serve):
+    """The session changes at once; the next engine gets the edits."""
     daemon = serve(Script(story=STORY), models={MODEL: {"path": str(TINY), "keep_alive": "150ms"}})
     with Steered(daemon.address) as tenant, daemon.client() as client:
         tenant.generate(1, [5])
@@ -223,7 +223,7 @@ def test_what_is_said_while_there_is_no_engine(serve):
         assert tenant.end(1) == Done(id=4)
         assert tenant.spans() == {2: [(1, None)]}
         tenant.cut(1)
-        assert client.models()[0].state == "asleep", "nothing of this needs the device"
+        assert client.models()[0].state == "asleep", "edits need no device"
         assert tenant.generate(2) == told(0, 2, start=1)
         (pid,) = (device.pid for device in client.status().devices)
         os.kill(pid, signal.SIGKILL)
@@ -232,14 +232,14 @@ def test_what_is_said_while_there_is_no_engine(serve):
         assert tenant.generate(1) == told(5, start=3)
 
 
-def test_edits_survive_daemons_that_stop_and_that_are_killed(serve):
+def test_edits_survive_a_stopped_and_a_killed_daemon(serve):
     daemon = serve(Script(story=STORY))
     with Steered(daemon.address) as tenant:
         tenant.generate(5, [5, 6, 7])
         tenant.add(points=["blocks.*", "hook_embed"])
         tenant.add(positions=[1, 9])
         tenant.add()
-        tenant.end(3)  # which leaves nothing of it
+        tenant.end(3)  # which removes it completely
         tenant.generate(4)
         tenant.end(1)
         tenant.add()
@@ -259,6 +259,6 @@ def test_edits_survive_daemons_that_stop_and_that_are_killed(serve):
                 again.cut(10)
                 assert again.ask(GetTokens(id=6, session=session)).token_ids == tokens
     with Steered(daemon.address, name) as again:
-        assert again.add() == 5, "numbers are not given twice"
+        assert again.add() == 5, "numbers are not reused"
         again.end()
         assert again.spans() == {1: [(7, 10)], 2: [(1, 2)]}

@@ -16,7 +16,7 @@ from tests.support.descriptors import open_descriptors
 
 
 class Heard:
-    """As the owner of models, and as a run: writes down what it is told."""
+    """Owner of the models and run in one: records the events that it receives."""
 
     def __init__(self, is_urgent=False):
         self.told = []
@@ -36,12 +36,12 @@ class Scene:
         self._decoder = FrameDecoder(1 << 28)
 
     def say(self, *said, fds=()):
-        """As the engine."""
+        """Sends messages as the engine."""
         frame = b"".join(messages.encode(message, len(fds)) for message in said)
         socket.send_fds(self.theirs, [frame], list(fds))
 
     async def hear(self, count):
-        """As the engine: so many messages."""
+        """Receives so many messages as the engine."""
         heard = []
         self.theirs.setblocking(False)
         while len(heard) < count:
@@ -77,7 +77,7 @@ def finished(number):
     return messages.Finished(number, "length", length=3, generated=2, computed=1)
 
 
-def test_the_engine_s_first_word(play):
+def test_the_engine_s_first_message(play):
     async def act(scene):
         ready = messages.Ready("cpu", "a script", 1 << 30, 7)
         scene.say(ready)
@@ -87,7 +87,7 @@ def test_the_engine_s_first_word(play):
     play(act)
 
 
-def test_a_run_is_told_of_its_own_tokens_and_end_and_nothing_after(play):
+def test_a_run_hears_of_its_own_tokens_and_end_and_nothing_after(play):
     async def act(scene):
         one, two = Heard(), Heard()
         first, second = scene.run(one), scene.run(two)
@@ -115,7 +115,7 @@ def test_a_run_is_told_of_its_own_tokens_and_end_and_nothing_after(play):
         ("", ["token a", "token b", "token c", "token d"]),
     ],
 )
-def test_urgent_tokens_have_left_before_anybody_looks_at_the_others(play, urgent, expected):
+def test_urgent_tokens_leave_before_the_others_are_processed(play, urgent, expected):
     async def act(scene):
         told = []
 
@@ -135,7 +135,7 @@ def test_urgent_tokens_have_left_before_anybody_looks_at_the_others(play, urgent
     play(act)
 
 
-def test_a_failed_run_is_told_the_error_with_its_figures(play):
+def test_a_failed_run_gets_the_error_with_its_figures(play):
     async def act(scene):
         run = Heard()
         scene.say(messages.Failed(scene.run(run), "out_of_memory", "full", {"pages": 3}))
@@ -146,7 +146,7 @@ def test_a_failed_run_is_told_the_error_with_its_figures(play):
     play(act)
 
 
-def test_what_was_captured_comes_with_its_descriptor(play):
+def test_a_capture_comes_with_its_descriptor(play):
     async def act(scene):
         run, memory = Heard(), os.memfd_create("captured")
         said = finished(scene.run(run))
@@ -189,7 +189,7 @@ def test_calls_have_answers_or_errors(play):
     play(act)
 
 
-def test_who_stopped_waiting_is_not_told(play):
+def test_a_cancelled_call_gets_no_answer(play):
     async def act(scene):
         call = asyncio.create_task(scene.client.call(messages.Inquire))
         (inquiry,) = await scene.hear(1)
@@ -202,7 +202,7 @@ def test_who_stopped_waiting_is_not_told(play):
     play(act)
 
 
-def test_what_belongs_to_no_request_goes_to_the_owner(play):
+def test_messages_without_a_request_go_to_the_owner(play):
     async def act(scene):
         said = [messages.NeedArena(1, "m", 5, "f"), messages.ArenaFilled("m"), messages.Loading("m", "reading")]
         scene.say(*said)
@@ -217,7 +217,7 @@ def test_what_belongs_to_no_request_goes_to_the_owner(play):
 
 
 @pytest.mark.parametrize("end", [lambda sock: sock.close(), lambda sock: sock.send(b"this is no frame")])
-def test_when_the_engine_is_lost_everything_fails_once(play, end):
+def test_everything_fails_once_when_the_engine_is_lost(play, end):
     async def act(scene):
         run = Heard()
         scene.run(run)
@@ -237,7 +237,7 @@ def test_when_the_engine_is_lost_everything_fails_once(play, end):
     play(act)
 
 
-def test_beside_a_load_no_request_is_a_suspect(play):
+def test_no_request_is_a_suspect_beside_a_load(play):
     async def act(scene):
         run = Heard()
         scene.run(run)
@@ -252,8 +252,8 @@ def test_beside_a_load_no_request_is_a_suspect(play):
     play(act)
 
 
-def test_what_a_lost_engine_still_says_is_not_heard(play):
-    """It has its time to end; the socket stays open, so that it does not fail for want of a listener."""
+def test_messages_of_a_lost_engine_are_ignored(play):
+    """It gets time to end. The socket stays open, so that the engine's writes do not fail."""
 
     async def act(scene):
         run, memory = Heard(), os.memfd_create("logits")

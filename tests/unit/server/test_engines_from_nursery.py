@@ -1,4 +1,4 @@
-"""A daemon whose scripted engines come from a nursery: what it does with one, in all of its life."""
+"""A daemon with scripted engines that come from a nursery, during all of the daemon's life."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parent(pid):
 
 
 def works(daemon):
-    """A model is ready, a session computes, and the audit finds nothing."""
+    """Checks that a model is ready, a session computes, and the audit finds nothing."""
     with djinn.Session("djinn-tiny", address=daemon.address) as session:
         assert session.generate([5], max_tokens=2).token_ids == [2, 3]
     assert djinn.status(check=True, address=daemon.address).integrity == []
@@ -59,7 +59,7 @@ def test_a_killed_nursery_takes_the_engine_along_and_both_come_back(serve):
         os.kill(nursery, signal.SIGKILL)
         wait_for(lambda: not is_running(first))
         wait_for(lambda: "engine_lost" in daemon.log)
-        assert session.generate(max_tokens=2).token_ids == [1, 2], "it goes on where it was"
+        assert session.generate(max_tokens=2).token_ids == [1, 2], "it continues where it was"
     works(daemon)
     assert parent(parent(engine(daemon))) == daemon.process.pid
     assert (daemon.log.count("nursery_started"), daemon.log.count("nursery_lost")) == (2, 1)
@@ -76,7 +76,7 @@ def test_a_restart_keeps_the_nursery(serve, warm):
         works(daemon)
         assert parent(engine(daemon)) == nursery
     assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 32, "descriptors pile up"
-    assert len(os.listdir(f"/proc/{nursery}/fd")) == 5, "the standard ones, its socket, and its engine"
+    assert len(os.listdir(f"/proc/{nursery}/fd")) == 5, "the three standard ones, its socket, and its engine"
     assert daemon.log.count("nursery_started") == 1 and "nursery_lost" not in daemon.log
 
 
@@ -87,12 +87,12 @@ def test_a_nursery_that_is_killed_before_a_restart_is_replaced(serve):
     os.kill(nursery, signal.SIGKILL)
     restart(daemon, warm=True)
     works(daemon)
-    assert daemon.log.count("nursery_started") >= 2, "one more, where the restart came before it was ready"
+    assert daemon.log.count("nursery_started") >= 2, "one more if the restart came before it was ready"
     assert not os.path.exists(f"/proc/{nursery}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_with_the_daemon_all_of_them_end(folder, number):
+def test_the_nursery_and_its_engines_end_with_the_daemon(folder, number):
     daemon = Served(folder, nursery=NURSERY)
     daemon.start()
     wait_for(lambda: "engine_ready" in daemon.log)
@@ -103,7 +103,7 @@ def test_with_the_daemon_all_of_them_end(folder, number):
     wait_for(lambda: not is_running(first) and not is_running(nursery))
 
 
-def test_without_a_nursery_that_starts_engines_are_started_by_their_command(serve):
+def test_engines_are_started_by_their_command_without_a_nursery(serve):
     daemon = serve(nursery="tests.support.no_such_module")
     works(daemon)
     os.kill(engine(daemon), signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_without_a_nursery_that_starts_engines_are_started_by_their_command(serv
     assert daemon.log.count("nursery_lost") >= 2
 
 
-def test_engines_that_end_at_once_are_told_apart_as_ever(serve, folder):
+def test_the_ends_of_engines_that_end_at_once_are_told_apart(serve, folder):
     daemon = serve(Script(on_start={"1": "die", "2": "die"}), nursery=NURSERY)
     works(daemon)
     assert daemon.starts == 3 and "the engine ended with status 1" in daemon.log
@@ -125,8 +125,8 @@ def test_engines_that_end_at_once_are_told_apart_as_ever(serve, folder):
 
 
 def test_a_daemon_that_is_stopped_while_its_nursery_still_imports(folder):
-    """Nobody waits for the libraries then."""
-    daemon = Served(folder, nursery="http.server")  # never says a word
+    """The daemon does not wait for the nursery's libraries."""
+    daemon = Served(folder, nursery="http.server")  # never sends a message
     daemon.start()
     wait_for(lambda: "nursery_started" in daemon.log and os.path.exists(daemon.address))
     daemon.signal(signal.SIGTERM)

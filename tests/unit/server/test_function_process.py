@@ -1,6 +1,6 @@
-"""An intervention process as the server sees it, with a child that says what a test wants it to say.
+"""An intervention process as the server sees it, with a child that a test scripts.
 
-The child reads its acts from its command line, one for each message that comes, the first of them before any does.
+The child reads its acts from its command line: one before any message comes, then one for each message.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ LONG = 60.0
 
 
 def played(*acts: str, test: Callable[[FunctionProcess], Awaitable[object]]) -> None:
-    """The process is gone in the end, and has said once that it takes no more."""
+    """Runs a test with a scripted process. Checks that the process is gone in the end, and has reported its end
+    once."""
 
     async def play() -> None:
         ended: list[FunctionProcess] = []
@@ -96,7 +97,7 @@ async def refused(asked: Awaitable[object], error: type[DjinnError], words: str)
         await asked
 
 
-def test_what_is_asked_comes_in_turn_and_is_answered() -> None:
+def test_requests_are_answered_one_after_another() -> None:
     async def test(process: FunctionProcess) -> None:
         answers = await asyncio.gather(load(process), run(process), run(process))
         assert [len(answer or ()) for answer in answers] == [0, 2, 0]
@@ -134,7 +135,7 @@ def test_what_is_asked_comes_in_turn_and_is_answered() -> None:
         ("send(edit(1 << 19), edit(1 << 19)); time.sleep(60)", QuotaExceeded, "edit_bytes_per_session"),
     ],
 )
-def test_a_run_that_ends_it(act: str, error: type[DjinnError], words: str) -> None:
+def test_runs_that_end_the_process(act: str, error: type[DjinnError], words: str) -> None:
     async def test(process: FunctionProcess) -> None:
         await refused(run(process), error, words)
         await refused(run(process), FunctionNotFound, "has ended")
@@ -142,7 +143,7 @@ def test_a_run_that_ends_it(act: str, error: type[DjinnError], words: str) -> No
     played(READY, act, test=test)
 
 
-def test_one_that_takes_too_long_or_is_given_up() -> None:
+def test_a_run_that_takes_too_long_or_is_cancelled_ends_the_process() -> None:
     async def too_long(process: FunctionProcess) -> None:
         await load(process)
         waiting = asyncio.ensure_future(run(process, LONG))
@@ -162,7 +163,7 @@ def test_one_that_takes_too_long_or_is_given_up() -> None:
     played(READY, DONE, "time.sleep(60)", test=given_up)
 
 
-def test_a_word_that_nobody_asked_for() -> None:
+def test_a_message_without_a_request_ends_the_process() -> None:
     async def test(process: FunctionProcess) -> None:
         await load(process)
         await asyncio.wait([process.gone])
@@ -171,7 +172,7 @@ def test_a_word_that_nobody_asked_for() -> None:
     played(READY, DONE + "; time.sleep(0.05); " + DONE, test=test)
 
 
-def test_one_that_cannot_be_confined_or_does_not_start() -> None:
+def test_a_process_that_cannot_be_confined_or_does_not_start() -> None:
     async def unfit(process: FunctionProcess) -> None:
         await refused(load(process), NotPermitted, "lacks Landlock: intervene")
 
@@ -182,7 +183,7 @@ def test_one_that_cannot_be_confined_or_does_not_start() -> None:
     played("sys.exit(1)", test=broken)
 
 
-def test_one_that_is_ended_before_it_is_there() -> None:
+def test_a_process_that_is_ended_before_it_has_started() -> None:
     async def test(process: FunctionProcess) -> None:
         loading = asyncio.ensure_future(load(process))
         await asyncio.sleep(0)

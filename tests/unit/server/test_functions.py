@@ -1,4 +1,4 @@
-"""Who may have functions, and what of them is refused before any process is asked; over real sockets."""
+"""Permissions for functions, and requests that are refused before a process is asked; over real sockets."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def run(tenant: Steered, *fds: int, breakpoints: tuple[int, ...] = (1,)) -> Fail
 
 
 def stop(tenant: Steered) -> None:
-    """At breakpoint 1."""
+    """Stops the session at breakpoint 1."""
     assert tenant.stop_at("blocks.3") == 1
     reply = tenant.call(token_ids=[5, 6, 7])
     assert reply.hit is not None
     os.close(tenant.take_fd())
 
 
-def test_nobody_s_by_default(tenant: Steered) -> None:
+def test_functions_are_forbidden_by_default(tenant: Steered) -> None:
     stop(tenant)
     for reply in (add(tenant), run(tenant)):
         assert reply.code == "not_permitted"
@@ -67,7 +67,7 @@ def test_nobody_s_by_default(tenant: Steered) -> None:
         assert f"user {os.geteuid()} is not in functions.users" in reply.message and "local=True" in reply.message
 
 
-def test_rules_are_read_again_and_know_groups(allowing: Served, allowed: Steered) -> None:
+def test_rules_can_be_reloaded_and_know_groups(allowing: Served, allowed: Steered) -> None:
     wrong = {"breakpoint": 9}
     assert add(allowed, **wrong).code == "invalid_request"
     try:
@@ -79,7 +79,7 @@ def test_rules_are_read_again_and_know_groups(allowing: Served, allowed: Steered
         allowing.reload(functions={"users": [os.geteuid()]})
 
 
-def test_functions_that_cannot_be(allowed: Steered) -> None:
+def test_invalid_functions_are_refused(allowed: Steered) -> None:
     stop(allowed)
     for reply, words in (
         (add(allowed, breakpoint=2), "has no breakpoint 2"),
@@ -93,7 +93,7 @@ def test_functions_that_cannot_be(allowed: Steered) -> None:
     assert add(allowed, session="f" * 16).code == "session_not_found"
 
 
-def test_runs_that_cannot_be(allowed: Steered) -> None:
+def test_invalid_runs_are_refused(allowed: Steered) -> None:
     window = new_window("hit", 64)
     assert "at no hit" in run(allowed, window).message
     stop(allowed)
@@ -104,7 +104,7 @@ def test_runs_that_cannot_be(allowed: Steered) -> None:
 
 
 def test_descriptors_that_are_no_window(allowed: Steered, tmp_path: Path) -> None:
-    """Nothing but memory reaches a process, and none that could shrink."""
+    """Only memory reaches a process, and none that could shrink."""
     stop(allowed)
     ours, theirs = os.pipe()
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""What becomes of a run, between the engine's words and the caller's."""
+"""A run between the engine's events and the client's replies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = [5, 6]
 
 
 class Journal:
-    """Hears of changes; how many tokens the session had then."""
+    """Records, at each change, how many tokens the session has."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -37,10 +37,10 @@ class Journal:
 
 
 class Stage:
-    """A run of a session that has had one call, and who hears of it."""
+    """A run of a session that has had one call, with recorders of its effects."""
 
     def __init__(self, text: Any, calls: int = 1, runs: int = 1, **request: Any) -> None:
-        """`calls` are under way, of which the engine has `runs`, this one among them."""
+        """`calls` is the number of calls under way; the engine has `runs` of them, among them this one."""
         self.journal, self.sent, self.pieces = Journal(), [], []
         self.did: list[str] = []
         latency = SessionLatency({"agent": Latencies()})
@@ -78,7 +78,7 @@ class Stage:
 
 
 class Panic(BaseException):
-    """As one in the tokenizer's Rust code."""
+    """Stands for a panic of the tokenizer's Rust code."""
 
 
 class Panicking:
@@ -102,14 +102,14 @@ class Panicking:
     ("calls", "runs", "did"),
     [(1, 1, ["flushed", "read text"]), (3, 3, ["flushed", "read text"]), (3, 2, ["read text"])],
 )
-def test_the_engine_has_a_run_at_once_unless_others_are_on_their_way(calls: int, runs: int, did: list[str]) -> None:
+def test_the_engine_gets_a_run_at_once_unless_others_are_about_to_follow(calls: int, runs: int, did: list[str]) -> None:
     async def main() -> None:
         assert Stage(lambda tokens: None, calls, runs).did == did
 
     asyncio.run(main())
 
 
-def test_the_journal_hears_of_tokens_when_somebody_is_told_of_them(tiny: Any) -> None:
+def test_tokens_are_journalled_when_the_client_is_told_of_them(tiny: Any) -> None:
     async def play(**request: Any) -> Stage:
         stage = Stage(Detokenizer(tiny).stream, **request)
         for at, token in enumerate(tiny.encode("def greet(name)").ids):
@@ -129,7 +129,7 @@ def test_the_journal_hears_of_tokens_when_somebody_is_told_of_them(tiny: Any) ->
     asyncio.run(main())
 
 
-def test_the_last_token_is_written_and_read_before_the_engine_has_ended_the_run(tiny: Any) -> None:
+def test_the_last_token_is_journalled_and_read_before_the_engine_has_ended_the_run(tiny: Any) -> None:
     async def main() -> None:
         tokens = tiny.encode("def greet(name)").ids
         stage = Stage(Detokenizer(tiny).stream, max_tokens=len(tokens))
@@ -138,7 +138,7 @@ def test_the_last_token_is_written_and_read_before_the_engine_has_ended_the_run(
         assert stage.journal.heard == []
         stage.run.token(tokens[-1], None, 0.0)
         assert stage.journal.heard == [len(stage.session.tokens)]
-        stage.session.journalled = len(stage.session.tokens)  # at the end of this turn of the loop
+        stage.session.journalled = len(stage.session.tokens)  # as at the end of this turn of the loop
         stage.run._generation._reader._stream.feed_all = None  # type: ignore[union-attr, method-assign, assignment]
         stage.end()
         assert len(stage.journal.heard) == 1, "nothing is new"
@@ -149,7 +149,7 @@ def test_the_last_token_is_written_and_read_before_the_engine_has_ended_the_run(
 
 @pytest.mark.parametrize("at", ["beginning", "token", "end"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_text_that_fails_undoes_the_call_and_nothing_else(at: str, stream: bool) -> None:
+def test_failed_text_undoes_the_call_and_nothing_else(at: str, stream: bool) -> None:
     async def main() -> None:
         stage = Stage(lambda tokens: Panicking(at), stream=stream)
         stage.run.started(0.0, False)

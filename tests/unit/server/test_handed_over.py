@@ -1,4 +1,4 @@
-"""What the server makes sure of before an engine reads a client's memory."""
+"""The server's checks of a client's memory before an engine reads it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_seal_is_needed(missing: int) -> None:
         refused(fd, f"its seals are {(SEALS | FUTURE_WRITE) & ~missing:#x}")
 
 
-def test_what_is_handed_over_for_good_may_not_be_written_to_by_who_has_it_mapped() -> None:
+def test_memory_handed_over_for_good_must_be_sealed_against_existing_mappings() -> None:
     with closed_after(new_window("weights", NBYTES)) as fd:
         seal_for_writers(fd)
         refused(fd, f"its seals are {SEALS | FUTURE_WRITE:#x}", for_good=True)
@@ -74,7 +74,7 @@ def test_a_window_with_holes() -> None:
         refused(fd, f"memory for 0 of {NBYTES:,} bytes")
 
 
-def test_what_cannot_be_sealed_is_no_window() -> None:
+def test_a_descriptor_that_cannot_be_sealed_is_refused() -> None:
     read, write = os.pipe()
     with closed_after(read), closed_after(write):
         refused(read, "the descriptor is no memfd")

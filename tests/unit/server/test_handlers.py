@@ -1,4 +1,4 @@
-"""Every kind of request, over real sockets. The scripted engine's token at position p is story[p % len(story)]."""
+"""All kinds of requests, over real sockets. The scripted engine's token at position p is story[p % len(story)]."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def wire(calm):
 
 @pytest.fixture
 def opened(wire):
-    """A session of the wire's own."""
+    """A session that belongs to the wire."""
     reply = wire.ask(OpenSession(id=1, model="djinn-tiny"))
     yield reply.session.id
     wire.ask(CloseSession(id=2, session=reply.session.id))
@@ -66,7 +66,7 @@ def story(calm, start, count):
     return [calm.script.story[position % len(calm.script.story)] for position in range(start, start + count)]
 
 
-def test_generate_goes_on_from_where_the_session_is(calm, session):
+def test_generate_continues_from_the_session_s_end(calm, session):
     first = session.generate([5, 6, 7], max_tokens=4)
     assert first.token_ids == story(calm, 3, 4)
     assert (first.finish_reason, first.usage.prompt_tokens, first.usage.session_tokens) == ("length", 3, 7)
@@ -83,7 +83,7 @@ def test_text_in_text_out(calm, session, tiny):
     assert reply.text == tiny.decode(reply.token_ids)
 
 
-def test_a_stream_tells_what_a_collected_call_tells(calm, session):
+def test_a_stream_has_the_text_and_tokens_of_a_collected_call(calm, session):
     length = len(calm.script.story)
     session.generate([5] * length, max_tokens=1)
     session.truncate(length)
@@ -98,7 +98,7 @@ def test_a_stream_tells_what_a_collected_call_tells(calm, session):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_leaves_server_and_engine_with_the_same_session(calm, session, stream):
-    """The engine is ahead when it hears of the stop: were its session longer, the next token would be another."""
+    """The engine is ahead when it receives the Halt. If its session stayed longer, the next token would differ."""
     session.generate([5], max_tokens=1)
     if stream:
         running = session.stream(max_tokens=200, stop=["return"])
@@ -112,7 +112,7 @@ def test_a_stop_string_leaves_server_and_engine_with_the_same_session(calm, sess
     assert session.generate(max_tokens=2).token_ids == story(calm, len(tokens), 2)
 
 
-def test_stop_tokens_and_the_model_s_own(calm, session):
+def test_requested_stop_tokens_and_the_model_s_own(calm, session):
     token = calm.script.story[10]
     at = calm.script.story.index(token, 3)
     reply = session.generate([5, 6, 7], max_tokens=200, stop_token_ids=[token])
@@ -205,7 +205,7 @@ def test_truncate(calm, session):
         ({"text": "x" * 100_000}, "prompt_too_long"),
     ],
 )
-def test_what_is_refused_leaves_the_session_as_it_was(calm, wire, opened, fields, code):
+def test_a_refused_generate_leaves_the_session_unchanged(calm, wire, opened, fields, code):
     reply = wire.ask(Generate(id=7, session=opened, **fields))
     assert isinstance(reply, Failure) and (reply.id, reply.code) == (7, code)
     assert wire.ask(GetTokens(id=8, session=opened)).token_ids == []
@@ -213,7 +213,7 @@ def test_what_is_refused_leaves_the_session_as_it_was(calm, wire, opened, fields
 
 
 @pytest.mark.parametrize("tokens", [[], [2048], [5] * 257])
-def test_a_forward_that_is_refused(wire, opened, tokens):
+def test_invalid_forwards_are_refused(wire, opened, tokens):
     assert isinstance(wire.ask(Forward(id=7, session=opened, token_ids=tokens)), Failure)
     assert wire.ask(GetTokens(id=8, session=opened)).token_ids == []
 
@@ -250,7 +250,7 @@ def test_attaching_from_another_connection(calm, session):
     assert len(session.token_ids) == 5
 
 
-def test_forks_go_their_own_ways(calm, wire, opened):
+def test_forks_are_independent(calm, wire, opened):
     wire.ask(Generate(id=3, session=opened, token_ids=[5], max_tokens=3))
     reply = wire.ask(ForkSession(id=4, session=opened, priority="batch"))
     fork = reply.session
@@ -265,7 +265,7 @@ def test_forks_go_their_own_ways(calm, wire, opened):
     assert wire.ask(CloseSession(id=11, session=grandchild.id)) == Done(id=11)
 
 
-def test_one_call_at_a_time(serve):
+def test_a_session_has_one_call_at_a_time(serve):
     daemon = serve(gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -337,10 +337,10 @@ def test_closing_a_session_ends_its_call(serve):
         assert client.status(check=True).integrity == []
 
 
-# --- what the daemon tells ------------------------------------------------------------------------------------------
+# --- descriptions ------------------------------------------------------------------------------------------
 
 
-def test_sessions_are_listed_with_what_the_engine_has_of_them(calm, wire, opened):
+def test_listed_sessions_include_the_engine_s_figures(calm, wire, opened):
     wire.ask(Generate(id=3, session=opened, token_ids=[5], max_tokens=4))
     (info,) = (entry for entry in wire.ask(ListSessions(id=4)).sessions if entry.id == opened)
     assert (info.model, info.priority, info.user, info.state) == ("djinn-tiny", "interactive", os.getuid(), "idle")
@@ -362,12 +362,12 @@ def test_status(calm, wire, opened):
     assert (model.name, model.state, model.sessions, model.vocab) == ("djinn-tiny", "ready", 1, 2048)
 
 
-def test_models_are_listed_loaded_or_not(wire):
+def test_loaded_and_unloaded_models_are_listed(wire):
     (model,) = wire.ask(ListModels(id=3)).models
     assert (model.name, model.family, model.state) == ("djinn-tiny", "llama", "ready")
 
 
-def test_loading_what_is_loaded_answers_at_once(wire):
+def test_loading_a_loaded_model_is_answered_at_once(wire):
     assert wire.ask(LoadModel(id=3, model="djinn-tiny")).model.state == "ready"
 
 
@@ -379,7 +379,10 @@ def test_loading_what_is_loaded_answers_at_once(wire):
         (LoadModel(id=3, model="what"), "model_not_found"),
         (LoadModel(id=3, model="djinn-tiny", kv_bytes=-1), "invalid_request"),
         (LoadModel(id=3, model="djinn-tiny", kv_bytes=1 << 30), "invalid_request"),  # it is loaded already
-        (LoadModel(id=3, model="djinn-tiny", placing=Placing(slots=4)), "invalid_request"),  # and otherwise
+        (
+            LoadModel(id=3, model="djinn-tiny", placing=Placing(slots=4)),
+            "invalid_request",
+        ),  # it is placed otherwise
         (LoadModel(id=3, model="/not/there", placing=Placing(resident=float("nan"))), "invalid_request"),
         (LoadModel(id=3, model="/not/there", placing=Placing(resident=1.5)), "invalid_request"),
         (PlanModel(id=3, model="what"), "model_not_found"),
@@ -406,7 +409,7 @@ def test_other_refusals(wire, request_, code):
     assert wire.ask(Ping(id=4)) == Done(id=4)
 
 
-def test_loading_what_is_loaded_so_already_answers_at_once(wire):
+def test_loading_a_model_that_is_loaded_as_requested_is_answered_at_once(wire):
     assert wire.ask(LoadModel(id=3, model="djinn-tiny", placing=Placing())).model.blocks_plain == 8
 
 
@@ -421,12 +424,12 @@ def test_a_plan_changes_nothing(calm, wire):
     assert after.idle_s > before.idle_s and msgspec.structs.replace(after, idle_s=before.idle_s) == before
 
 
-def test_a_model_that_is_not_known_is_forgotten_when_it_fails(wire):
+def test_an_unknown_model_is_forgotten_when_it_fails(wire):
     wire.ask(OpenSession(id=3, model="/not/there"))
     assert [model.name for model in wire.ask(ListModels(id=4)).models] == ["djinn-tiny"]
 
 
-def test_the_handshake_says_who_the_caller_is(calm):
+def test_the_handshake_names_the_caller(calm):
     with Wire(calm.address, hello=False) as wire:
         welcome = wire.ask(Hello(id=0, client="a test"))
         assert isinstance(welcome, protocol.Welcome)

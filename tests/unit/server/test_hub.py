@@ -13,7 +13,7 @@ from djinnd.server import hub
 
 @pytest.fixture
 def fetcher(monkeypatch):
-    """Downloads run this Python text instead; `sys.argv[1]` is the hub id."""
+    """Downloads run this Python program instead; `sys.argv[1]` is the hub id."""
 
     def use(text):
         monkeypatch.setattr(hub, "python_module", lambda name, *options: [sys.executable, "-c", text, *options])
@@ -21,7 +21,7 @@ def fetcher(monkeypatch):
     return use
 
 
-def test_loads_of_one_id_share_a_download_and_learn_its_outcome(fetcher, tmp_path):
+def test_loads_of_one_id_share_a_download_and_its_outcome(fetcher, tmp_path):
     fetcher(f"import os, sys; os.mkdir('{tmp_path}/' + sys.argv[1].replace('/', '-')); print('folder /there', end='')")
 
     async def main():
@@ -32,7 +32,7 @@ def test_loads_of_one_id_share_a_download_and_learn_its_outcome(fetcher, tmp_pat
     assert os.listdir(tmp_path) == ["org-one"]
 
 
-def test_what_the_library_says_is_told_and_a_dead_process_is_an_error(fetcher):
+def test_the_library_s_error_is_passed_on_and_a_dead_process_is_an_error(fetcher):
     async def failing(text):
         fetcher(text)
         with pytest.raises(ModelNotFound) as caught:
@@ -43,7 +43,7 @@ def test_what_the_library_says_is_told_and_a_dead_process_is_an_error(fetcher):
     assert "status -9" in asyncio.run(failing("import os; os.kill(os.getpid(), 9)"))
 
 
-def test_one_that_hangs_delays_no_other_and_is_killed(fetcher):
+def test_a_download_that_hangs_delays_no_other_and_is_killed(fetcher):
     fetcher("import sys, time; time.sleep(600) if 'slow' in sys.argv[1] else print('folder /there', end='')")
 
     async def main():

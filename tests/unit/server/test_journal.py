@@ -1,4 +1,5 @@
-"""Nobody is told before it is written, everybody in order, and of a disk that takes nothing everybody at once."""
+"""Messages wait until their changes are written, and keep their order. While the disk takes nothing they do not
+wait."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.support.journalled import Session
 
 
 class Disk:
-    """Stands before JournalFile.append: holds it up, and lets it fail."""
+    """Wraps JournalFile.append: delays it, and makes it fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = threading.Event()
@@ -27,7 +28,7 @@ class Disk:
         self.error: Exception | None = None
         self.commits = 0
         self.takes_s = 0.0
-        self.by_the_loop: list[bool] = []  # each attempt: it was the loop's thread
+        self.by_the_loop: list[bool] = []  # for each attempt: it ran in the loop's thread
         append = JournalFile.append
 
         def slow(file: JournalFile, changes: list) -> None:
@@ -55,7 +56,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def play(folder: Path, act: Callable[[Journal], Awaitable[None]]) -> dict[str, list[int]]:
-    """What a daemon has left, and the next one finds."""
+    """Runs `act` with a journal, and returns the tokens of the sessions that the next daemon finds."""
 
     async def first() -> None:
         there = Journal(str(folder))
@@ -75,7 +76,7 @@ def play(folder: Path, act: Callable[[Journal], Awaitable[None]]) -> dict[str, l
     return asyncio.run(second())
 
 
-def test_what_happens_is_written_and_what_depends_on_it_is_told_after_that(tmp_path: Path, disk: Disk) -> None:
+def test_messages_wait_until_the_changes_before_them_are_written(tmp_path: Path, disk: Disk) -> None:
     async def act(there: Journal) -> None:
         told: list[object] = []
         there.after(told.append, "at once")
@@ -97,7 +98,7 @@ def test_what_happens_is_written_and_what_depends_on_it_is_told_after_that(tmp_p
         disk.free.set()
         await there.settled()
         assert told == ["at once", "opened", 2, 3]
-        assert disk.commits == 2, "what came meanwhile is one commit"
+        assert disk.commits == 2, "the changes that came meanwhile are one commit"
         there.after(told.append, "at once again")
         assert told[-1] == "at once again"
 
@@ -105,7 +106,7 @@ def test_what_happens_is_written_and_what_depends_on_it_is_told_after_that(tmp_p
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_what_is_written_now_is_told_now_unless_the_disk_is_slow(tmp_path: Path, disk: Disk, is_slow: bool) -> None:
+def test_write_now_writes_at_once_unless_the_disk_is_slow(tmp_path: Path, disk: Disk, is_slow: bool) -> None:
     async def act(there: Journal) -> None:
         told: list[int] = []
         if is_slow:
@@ -127,14 +128,14 @@ def test_what_is_written_now_is_told_now_unless_the_disk_is_slow(tmp_path: Path,
     assert play(tmp_path, act) == {"a": [0, 1, 2]} | ({"slow": []} if is_slow else {})
 
 
-def test_what_depends_on_nothing_new_waits_for_the_commit_before_it_only(tmp_path: Path, disk: Disk) -> None:
+def test_a_message_without_new_changes_waits_for_the_commit_under_way_only(tmp_path: Path, disk: Disk) -> None:
     async def act(there: Journal) -> None:
         told: list[str] = []
         await disk.be_slow_once(there)
         disk.free.clear()
         session = Session("a")
         there.opened(session)
-        await asyncio.sleep(0.02)  # it is being written
+        await asyncio.sleep(0.02)  # its write is under way
         there.after(told.append, "ping")
         session.tokens.append(1)
         there.changed(session)
@@ -149,14 +150,14 @@ def test_what_depends_on_nothing_new_waits_for_the_commit_before_it_only(tmp_pat
     assert play(tmp_path, act) == {"slow": [], "a": [1]}
 
 
-def test_the_loop_writes_unless_the_disk_has_been_slow_of_late(
+def test_the_loop_writes_unless_the_disk_was_slow_recently(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def act(there: Journal) -> None:
         told: list[str] = []
 
         async def note(word: str) -> bool:
-            """→ whether the loop has written it by itself."""
+            """Returns True if the event loop has written the change by itself."""
             session.tokens.append(len(told))
             there.changed(session)
             there.after(told.append, word)
@@ -177,14 +178,12 @@ def test_the_loop_writes_unless_the_disk_has_been_slow_of_late(
         assert not await note("failed")
         disk.error = None
         assert disk.by_the_loop[:5] == [True, True, False, True, True]
-        assert not disk.by_the_loop[5], "the thread has tried again"
+        assert not disk.by_the_loop[5], "the thread tries again"
 
     assert play(tmp_path, act) == {"slow": [], "a": [0, 1, 2, 3]}
 
 
-def test_tidying_is_the_thread_s_and_what_happens_meanwhile_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_thread_tidies_and_changes_meanwhile_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free, tidied = threading.Event(), []
     tidy = JournalFile.tidy
 
@@ -201,7 +200,7 @@ def test_tidying_is_the_thread_s_and_what_happens_meanwhile_waits_for_it(
         there.opened(session)
         there.after(told.append, "long")
         await asyncio.sleep(0.02)
-        assert told == ["long"], "it is written, and the thread tidies"
+        assert told == ["long"], "the change is written, and the thread tidies"
         session.tokens.append(1)
         there.changed(session)
         there.after(told.append, "meanwhile")
@@ -214,7 +213,7 @@ def test_tidying_is_the_thread_s_and_what_happens_meanwhile_waits_for_it(
     assert play(tmp_path, act) == {"a": [0] * FOLD_BYTES + [1]}
 
 
-def test_cut_and_closed_in_one_turn_with_what_was_before(tmp_path: Path) -> None:
+def test_a_session_is_cut_and_another_closed_in_one_turn(tmp_path: Path) -> None:
     async def act(there: Journal) -> None:
         cut, closed = Session("cut", [1, 2, 3]), Session("closed", [1])
         there.opened(cut)
@@ -232,7 +231,7 @@ def test_cut_and_closed_in_one_turn_with_what_was_before(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), OSError(28, "No space left")])
-def test_a_disk_that_takes_nothing(tmp_path: Path, disk: Disk, error: Exception) -> None:
+def test_a_disk_that_accepts_no_writes(tmp_path: Path, disk: Disk, error: Exception) -> None:
 
     async def act(there: Journal) -> None:
         told: list[int] = []
@@ -246,7 +245,7 @@ def test_a_disk_that_takes_nothing(tmp_path: Path, disk: Disk, error: Exception)
             there.changed(session)
             there.after(told.append, token)
             await there.settled()
-        assert told == [2, 3], "what runs goes on"
+        assert told == [2, 3], "requests under way continue"
         with pytest.raises(JournalUnavailable, match=r"cannot be written .*journal\.db: .*(full|No space)") as refused:
             there.expect_writable()
         assert refused.value.data["path"] == str(tmp_path / "journal.db")
@@ -259,10 +258,10 @@ def test_a_disk_that_takes_nothing(tmp_path: Path, disk: Disk, error: Exception)
                 except JournalUnavailable:
                     await asyncio.sleep(0.005)
 
-    assert play(tmp_path, act) == {"a": [1, 2, 3]}, "what could not be written was tried again"
+    assert play(tmp_path, act) == {"a": [1, 2, 3]}, "failed writes are tried again"
 
 
-def test_what_cannot_be_written_at_the_end_is_tried_once_more(tmp_path: Path, disk: Disk) -> None:
+def test_changes_that_could_not_be_written_are_tried_again_at_the_end(tmp_path: Path, disk: Disk) -> None:
     async def act(there: Journal) -> None:
         disk.error = OSError(28, "No space left")
         there.opened(Session("a", [1]))

@@ -15,7 +15,7 @@ STEPS = st.one_of(
 
 
 def applied(changes: Iterable[tuple[float, Change]]) -> dict[str, tuple[float, list[int]]]:
-    """One by one: when each session was used last, and its tokens."""
+    """Applies changes one by one. Returns for each session the time of its last use, and its tokens."""
     sessions: dict[str, tuple[float, list[int]]] = {}
     for at, change in changes:
         match change:
@@ -31,7 +31,7 @@ def applied(changes: Iterable[tuple[float, Change]]) -> dict[str, tuple[float, l
 
 
 @given(st.lists(STEPS, max_size=30))
-def test_what_is_left_says_the_same(steps: list[tuple[str, str, int, list[int]]]) -> None:
+def test_merged_changes_have_the_effect_of_all_changes(steps: list[tuple[str, str, int, list[int]]]) -> None:
     unfolded, every, lengths = Unfolded(), list[tuple[float, Change]](), dict[str, int]()
     for number, (kind, name, back, tokens) in enumerate(steps):
         changes: list[Change] = []
@@ -48,7 +48,7 @@ def test_what_is_left_says_the_same(steps: list[tuple[str, str, int, list[int]]]
         every += [(float(number), change) for change in changes]
         unfolded.add(float(number), changes)
     assert applied(unfolded) == applied(every)
-    assert all(len(change.tokens) <= 3 for _, change in every if isinstance(change, Extended)), "whose they were"
+    assert all(len(change.tokens) <= 3 for _, change in every if isinstance(change, Extended)), "input was changed"
 
 
 def test_a_thousand_steps_of_three_sessions_are_three_changes() -> None:

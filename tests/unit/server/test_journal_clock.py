@@ -13,10 +13,10 @@ YEAR = 365 * 86400.0
 )
 def test_time_between_two_daemons_counts_for_a_day_at_most(away: float, counted: float) -> None:
     assert resumed(Mark(1000.0, 5000.0), None, 5000.0 + away) == 1000.0 + counted
-    assert resumed(Mark(1000.0, 5000.0), 1200.0, 5200.0 + away) == 1200.0 + counted, "of the last change on"
+    assert resumed(Mark(1000.0, 5000.0), 1200.0, 5200.0 + away) == 1200.0 + counted, "counted from the last change"
 
 
-def test_a_journal_of_before_the_mark_has_wall_clocks() -> None:
+def test_a_journal_without_a_mark_has_wall_clocks() -> None:
     assert resumed(None, 7000.0, 7100.0) == 7100.0
     assert resumed(None, 7000.0, 7000.0 + YEAR) == 7000.0 + DOWNTIME
     assert resumed(None, 7000.0, 6000.0) == 7000.0
@@ -33,7 +33,7 @@ def test_days_without_use_add_up_over_restarts() -> None:
     assert at == 5 * DOWNTIME
 
 
-def test_while_a_daemon_runs_the_wall_clock_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wall_clock_does_not_matter_while_a_daemon_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 50.0
     clock = JournalClock(1000.0, lambda: now)
     monkeypatch.setattr("time.time", lambda: 10 * YEAR)

@@ -1,4 +1,4 @@
-"""A damaged journal: what comes back of a session is the session as it was, or nothing. It never stops a start."""
+"""A damaged journal: a session comes back as it was, or not at all. Damage never prevents a start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def edit(session: str, number: int) -> Edited:
 
 
 def commits() -> list[list[Change]]:
-    """Several rows for each session, so that a row that is missing makes a difference."""
+    """Several rows for each session, so that a missing row makes a difference."""
     made: list[list[Change]] = [[PREFIX]]
     for number, name in enumerate(SESSIONS):
         made.append([Opened(name, 1000 + number, "llama", False, "agent", 5.0), Extended(name, 0, [number] * 700)])
@@ -59,7 +59,7 @@ def state(file: JournalFile) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
-    """Each session as it was after each commit."""
+    """The state of each session after each commit."""
     folder = tmp_path_factory.mktemp("states")
     file, seen = JournalFile(str(folder)), dict[str, list[object]]()
     for changes in commits():
@@ -84,7 +84,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def opened(folder: Path, content: bytes | bytearray) -> dict[str, object]:
-    """What the next daemon finds, and the one after it."""
+    """The sessions that the next daemon finds in this file, checked against the daemon after that."""
     folder.mkdir()
     (folder / NAME).write_bytes(content)
     (folder / NAME).chmod(0o600)
@@ -98,12 +98,13 @@ def opened(folder: Path, content: bytes | bytearray) -> dict[str, object]:
     second = JournalFile(str(folder))
     assert state(second) == found | {"new": (1, "m", "agent", [1], None, None)}
     second.close()
-    assert len(damaged_files(folder)) == aside <= 1, "it is whole again"
+    assert len(damaged_files(folder)) == aside <= 1, "the new file is sound"
     return found
 
 
 def expect_true(found: dict[str, object], states: dict[str, list[object]], is_folded: bool) -> None:
-    """Unfolded, a change that is lost with all that tells whose it was takes its session back to before it."""
+    """Checks that each session is in its last state, or, if changes are not folded, in one of its states: a change that
+    is lost together with its session's name takes the session back to an earlier state."""
     for name, now in found.items():
         assert now == states[name][-1] if is_folded else now in states[name], name
 
@@ -130,7 +131,7 @@ def test_flipped_bits(
         found = opened(tmp_path / str(case), flipped(content, places, choice))
         expect_true(found, states, is_folded)
         kept += len(found)
-    assert kept > 30 * len(SESSIONS) * 0.6, "and most of it is there"
+    assert kept > 30 * len(SESSIONS) * 0.6, "most sessions are kept"
     assert "journal_repaired" in caplog.text
 
 
@@ -175,7 +176,7 @@ def test_a_file_that_is_hardly_one(
     found = opened(tmp_path / "a", damaged)
     expect_true(found, states, is_folded)
     (aside,) = damaged_files(tmp_path / "a")
-    assert aside.read_bytes()[4096:] == damaged[4096:], "for people to look at"
+    assert aside.read_bytes()[4096:] == damaged[4096:], "the damaged file is kept for people"
 
 
 def test_one_zeroed_page_leaves_the_sessions_of_others(
@@ -188,12 +189,12 @@ def test_one_zeroed_page_leaves_the_sessions_of_others(
         found = opened(tmp_path / str(page), damaged)
         expect_true(found, states, is_folded)
         counts.append(len(found))
-    expected = len(SESSIONS) - 3 if is_folded else 1  # a page of changes is one of many sessions
+    expected = len(SESSIONS) - 3 if is_folded else 1  # a page of changes concerns many sessions
     assert sorted(counts)[len(counts) // 2] >= expected
 
 
 @pytest.mark.parametrize("table", ["session", "edit", "edit_count", "breakpoint", "change", "mark"])
-def test_a_row_that_is_missing_is_missed(
+def test_a_missing_row_is_noticed(
     tmp_path: Path, whole: tuple[bool, bytes], states: dict[str, list[object]], table: str
 ) -> None:
     is_folded, content = whole
@@ -218,7 +219,7 @@ def test_only_the_last_few_damaged_files_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == [NAME, *(path.name for path in kept)]
 
 
-def test_a_later_version_is_left_alone_whatever_it_holds(tmp_path: Path, whole: tuple[bool, bytes]) -> None:
+def test_a_later_version_is_left_alone(tmp_path: Path, whole: tuple[bool, bytes]) -> None:
     _, content = whole
     (tmp_path / NAME).write_bytes(content)
     with sqlite3.connect(tmp_path / NAME) as db:
@@ -233,7 +234,7 @@ def test_a_later_version_is_left_alone_whatever_it_holds(tmp_path: Path, whole: 
     assert (tmp_path / NAME).read_bytes() == before and not damaged_files(tmp_path)
 
 
-def test_damage_that_comes_while_a_daemon_runs_is_not_folded_into_a_sound_row(tmp_path: Path) -> None:
+def test_damage_while_a_daemon_runs_is_not_folded_into_a_sound_row(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
     file.append([Opened("one", 1, "m", False, "agent", 1.0), Extended("one", 0, [1, 2, 3])])
     file.fold()

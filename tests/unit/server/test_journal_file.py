@@ -1,4 +1,5 @@
-"""The journal's file by itself: what is committed is there, whatever a daemon was doing; what cannot be used stays."""
+"""The journal's file alone: committed changes are read back, in whatever state a daemon has left the file. An unusable
+file stays as it is."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def write(folder: Path, *commits: list[Change]) -> None:
     file.close()
 
 
-def test_what_was_committed_is_read_back(tmp_path: Path) -> None:
+def test_committed_changes_are_read_back(tmp_path: Path) -> None:
     write(tmp_path, [ONE, Extended("one", 0, [1, 2, 3])], [TWO, Extended("one", 3, [4])], [Extended("one", 2, [7])])
     file = JournalFile(str(tmp_path))
     one, two = file.sessions()
@@ -69,23 +70,23 @@ def classes(folder: Path) -> dict[str, str]:
         file.close()
 
 
-def test_a_class_that_was_changed_stays_so(tmp_path: Path) -> None:
+def test_a_changed_class_is_kept(tmp_path: Path) -> None:
     write(tmp_path, [ONE, TWO, Reclassified("one", "batch")], [Reclassified("one", "interactive")])
     assert classes(tmp_path) == {"one": "interactive", "two": "batch"}
     write(
         tmp_path, [Reclassified("two", "agent"), Extended("two", 0, [1])], [Closed("one"), Reclassified("one", "batch")]
     )
-    assert classes(tmp_path) == {"two": "agent"}, "a session that is closed has none"
+    assert classes(tmp_path) == {"two": "agent"}, "a closed session has no class"
 
 
-def test_cut_and_closed(tmp_path: Path) -> None:
+def test_a_cut_session_and_a_closed_one(tmp_path: Path) -> None:
     write(tmp_path, [ONE, TWO, Extended("one", 0, [1, 2, 3]), Extended("two", 0, [9])])
     assert kept(tmp_path) == {"one": [1, 2, 3], "two": [9]}
     write(tmp_path, [Extended("one", 1, []), Closed("two")], [Extended("two", 1, [5])])
-    assert kept(tmp_path) == {"one": [1]}, "a token that comes after the close is nobody's"
+    assert kept(tmp_path) == {"one": [1]}, "a token after the close is ignored"
 
 
-def test_folding_changes_nothing_and_happens_by_itself(tmp_path: Path) -> None:
+def test_folding_changes_no_session_and_happens_by_itself(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
     file.append([ONE])
     for start in range(0, 600, 3):
@@ -138,7 +139,7 @@ def test_public_prefixes_are_kept_until_they_are_withdrawn(tmp_path: Path) -> No
 
 
 def make_older(folder: Path, version: int, *lacking: str) -> None:
-    """What a djinnd has left that knew less."""
+    """Makes the file look as an older version, with fewer tables, has left it."""
     with sqlite3.connect(folder / NAME) as db:
         tables = {"change", "session", "prefix", "edit", "edit_count", "breakpoint"}.difference(lacking)
         for table in tables:
@@ -150,7 +151,7 @@ def make_older(folder: Path, version: int, *lacking: str) -> None:
 
 
 def test_a_journal_of_version_1_is_read_and_written(tmp_path: Path) -> None:
-    """As a djinnd that knew no public prefixes has left it."""
+    """A djinnd without public prefixes has left it."""
     write(tmp_path, [ONE, Extended("one", 0, [1, 2])], [Extended("one", 2, [3])])
     make_older(tmp_path, 1, "prefix", "edit", "edit_count", "breakpoint")
     for _ in range(2):
@@ -182,7 +183,7 @@ def spans(folder: Path) -> dict[str, dict[int, list[tuple[int, int]]]]:
         file.close()
 
 
-def test_edits_are_read_back_as_they_were(tmp_path: Path) -> None:
+def test_edits_are_read_back(tmp_path: Path) -> None:
     one = added("one", 1, Extent(3, 5, 0), Extent(9, 10, 2), values=bytes(range(12)))
     two = added("one", 2, Extent(7))
     write(tmp_path, [ONE, one], [two, TWO])
@@ -195,8 +196,8 @@ def test_edits_are_read_back_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folds", [False, True])
-def test_what_becomes_of_edits_is_replayed_in_its_own_order(tmp_path: Path, folds: bool) -> None:
-    """Whatever the tokens do meanwhile, which are written with the last of several changes."""
+def test_changes_of_edits_are_replayed_in_their_own_order(tmp_path: Path, folds: bool) -> None:
+    """The order does not depend on the tokens, which are written with the last of several changes."""
     file = JournalFile(str(tmp_path))
     for changes in (
         [ONE, TWO, added("one", 1, Extent(5)), added("two", 1, Extent(0))],
@@ -226,7 +227,7 @@ def test_edits_go_with_their_session(tmp_path: Path) -> None:
     db.close()
 
 
-def test_values_count_as_what_is_to_be_folded(tmp_path: Path) -> None:
+def test_values_of_edits_count_towards_the_next_fold(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
     file.append([ONE, added("one", 1, Extent(0), values=bytes(journal_file.FOLD_BYTES))])
     assert file.wants_tidying
@@ -237,7 +238,7 @@ def test_values_count_as_what_is_to_be_folded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "lacking"), [(1, ["prefix"]), (2, []), (3, [])])
-def test_a_journal_that_knew_no_edits_is_read_and_written(tmp_path: Path, version: int, lacking: list[str]) -> None:
+def test_a_journal_without_edits_is_read_and_written(tmp_path: Path, version: int, lacking: list[str]) -> None:
     write(tmp_path, [ONE, Extended("one", 0, [1, 2])])
     make_older(tmp_path, version, *lacking, "edit", "edit_count", "breakpoint")
     write(tmp_path, [added("one", 1, Extent(1))])
@@ -253,7 +254,7 @@ def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: 
     def found() -> dict[str, BreakpointList]:
         file = JournalFile(str(tmp_path))
         file.close()
-        file = JournalFile(str(tmp_path))  # of what it has folded, too
+        file = JournalFile(str(tmp_path))  # reads what it has folded, too
         try:
             return file.breakpoints()
         finally:
@@ -277,7 +278,7 @@ def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: 
 @pytest.mark.parametrize("folds", [False, True])
 def test_conversations_are_read_back_and_go_with_their_session(tmp_path: Path, folds: bool) -> None:
     def found() -> dict[str, Conversed]:
-        write(tmp_path)  # which folds what there is
+        write(tmp_path)  # folds the changes
         file = JournalFile(str(tmp_path))
         try:
             return file.conversations()
@@ -299,7 +300,7 @@ def test_conversations_are_read_back_and_go_with_their_session(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("folds", [False, True])
-def test_records_are_read_back_whatever_becomes_of_sessions(tmp_path: Path, folds: bool) -> None:
+def test_records_outlive_their_sessions(tmp_path: Path, folds: bool) -> None:
     one, two = (Recorded(7, name, "llama", "one", at, b"\1\0\0\0", b"body") for name, at in (("a", 2.0), ("b", 1.0)))
     file = JournalFile(str(tmp_path))
     for changes in ([ONE, one, two, Recorded(8, "a", "m", "", 3.0, b"", b"")], [Closed("one"), Unrecorded(8, "a")]):
@@ -316,7 +317,7 @@ def test_records_are_read_back_whatever_becomes_of_sessions(tmp_path: Path, fold
         file.close()
 
 
-def test_a_journal_that_knew_no_breakpoints_is_read_and_written(tmp_path: Path) -> None:
+def test_a_journal_without_breakpoints_is_read_and_written(tmp_path: Path) -> None:
     write(tmp_path, [ONE, added("one", 1, Extent(1))])
     make_older(tmp_path, 4, "breakpoint")
     write(tmp_path, [Broken("one", Breakpoint(1, "a", 3))])
@@ -326,7 +327,7 @@ def test_a_journal_that_knew_no_breakpoints_is_read_and_written(tmp_path: Path) 
     file.close()
 
 
-def test_it_is_for_the_daemon_s_user_only(tmp_path: Path) -> None:
+def test_the_file_is_readable_for_the_daemon_s_user_only(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "state"
     file = JournalFile(str(folder))
     file.append([ONE])
@@ -335,7 +336,7 @@ def test_it_is_for_the_daemon_s_user_only(tmp_path: Path) -> None:
     file.close()
 
 
-def test_it_is_one_daemon_s(tmp_path: Path) -> None:
+def test_the_file_belongs_to_one_daemon(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
     with pytest.raises(StartError, match=r"state directory of a daemon that runs: stop it, or use --state-dir"):
         JournalFile(str(tmp_path))
@@ -355,14 +356,14 @@ def test_another_version_is_left_alone(tmp_path: Path) -> None:
     assert kept(tmp_path) == {"one": []}
 
 
-def test_a_place_where_nothing_can_be(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match=r"no journal at .*--state-dir"):
         JournalFile(str(tmp_path / "file" / "state"))
 
 
-def test_a_log_that_was_cut_in_mid_write_loses_its_last_commits_only(tmp_path: Path) -> None:
-    """As a power cut may leave it: the file is copied while it is open, and the copy's log cut at every page."""
+def test_a_log_that_was_cut_during_a_write_loses_its_last_commits_only(tmp_path: Path) -> None:
+    """A power cut may leave such a log. The file is copied while it is open, and the copy's log is cut at each page."""
     file = JournalFile(str(tmp_path / "a"))
     file.append([ONE])
     for start in range(20):

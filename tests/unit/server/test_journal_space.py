@@ -28,24 +28,24 @@ def refused(those: list[Tenant], nbytes: int = 0) -> list[int]:
     return found
 
 
-def test_who_has_most_is_refused_and_others_go_on() -> None:
+def test_the_user_with_most_data_is_refused_and_others_continue() -> None:
     assert refused(tenants(100_000, 0)) == [0]
     assert refused(tenants(100_000, 400, 0)) == [0]
     assert refused(tenants(100_000, 800, 0)) == [0, 1]
     assert refused(tenants(0), 250) == []
-    assert refused(tenants(0), 251) == [0], "half of what is free is for copies of others"
+    assert refused(tenants(0), 251) == [0], "half of the free bytes are for copies"
     assert refused(tenants(1499), 1) == []
     assert refused(tenants(1500), 1) == [0]
 
 
-def test_room_is_needed_for_every_copy() -> None:
+def test_room_for_every_copy_is_needed() -> None:
     (one,) = tenants(100_000)
     expect_space(one, 1000, [one], RESERVE, RESERVE + COPIES * 1000)
     with pytest.raises(QuotaExceeded):
         expect_space(one, 1001, [one], RESERVE, RESERVE + COPIES * 1000)
 
 
-def test_it_is_told_with_the_figures() -> None:
+def test_the_error_has_the_figures() -> None:
     (one,) = tenants(5000)
     with pytest.raises(QuotaExceeded, match=r"room for 2,000 bytes.*journal_reserve \(3,000\).*5,000 bytes") as caught:
         expect_space(one, 0, [one], RESERVE, 2000)

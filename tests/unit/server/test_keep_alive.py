@@ -1,4 +1,4 @@
-"""Models that nobody calls go to sleep, and are woken by the next call: over real sockets, with a scripted engine."""
+"""Idle models go to sleep, and the next call wakes them: over real sockets, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def woken(daemon):
 
 @contextmanager
 def falling_asleep(daemon, client):
-    """The model, which is loaded and has no keep_alive yet, is on its way to sleep, and its engine stands still."""
+    """The model, which is loaded without keep_alive, begins to fall asleep; its engine is stopped during the block."""
     engine = client.status().devices[0].pid
     os.kill(engine, signal.SIGSTOP)
     try:
@@ -78,7 +78,7 @@ def checkpoint(folder):
     ("used", "sessions", "in_use", "idle"),
     [(90.0, [], 0, 10.0), (90.0, [(95.0, None)], 0, 5.0), (90.0, [(20.0, "call")], 0, 0.0), (90.0, [], 1, 0.0)],
 )
-def test_how_long_nobody_has_called(monkeypatch, used, sessions, in_use, idle):
+def test_idle_seconds_since_the_last_call(monkeypatch, used, sessions, in_use, idle):
     monkeypatch.setattr(keep_alive.time, "monotonic", lambda: 100.0)
     of_it = SimpleNamespace(used=used, in_use=in_use)
     assert idle_seconds(of_it, [SimpleNamespace(used=at, call=call) for at, call in sessions]) == idle
@@ -106,20 +106,20 @@ def test_a_configured_model_goes_to_sleep_and_its_arena_stays(serve, checkpoint)
         wait_for(lambda: "pages: kept" in str(model(client, "mine").notes))
 
 
-def test_calls_that_run_or_wait_keep_it_awake(serve):
+def test_running_and_waiting_calls_keep_a_model_awake(serve):
     daemon = serve(gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
         session = wire.ask(OpenSession(id=1, model="djinn-tiny")).session.id
         wire.send(Generate(id=2, session=session, token_ids=[5], max_tokens=2))
         daemon.step()
-        wire.ask(PauseSession(id=3, session=session))  # in mid-call
+        wire.ask(PauseSession(id=3, session=session))  # during the call
         client.load("djinn-tiny", keep_alive_s=SOON)
         other = wire.ask(OpenSession(id=4, model="djinn-tiny")).session.id
         for number in range(5, 25):  # calls on another session, for longer than the keep_alive
             assert wire.ask(Truncate(id=number, session=other, length=0)) == Done(id=number)
         assert model(client).idle_s == 0.0
-        time.sleep(3 * SOON)  # nothing but time can show it
+        time.sleep(3 * SOON)  # only time can show it
         assert not asleep(client) and "model_falls_asleep" not in daemon.log
         wire.ask(ResumeSession(id=25, session=session))
         daemon.step()
@@ -127,7 +127,7 @@ def test_calls_that_run_or_wait_keep_it_awake(serve):
         wait_for(lambda: asleep(client))
 
 
-def test_keep_alive_of_a_loaded_model_can_be_changed_by_who_alone_uses_it(serve):
+def test_keep_alive_of_a_loaded_model_can_be_changed_by_its_only_user(serve):
     daemon = serve()
     with daemon.client() as client:
         client.load("djinn-tiny", keep_alive_s=LONG)
@@ -143,7 +143,7 @@ def test_keep_alive_of_a_loaded_model_can_be_changed_by_who_alone_uses_it(serve)
 # --- sessions of a model that sleeps ----------------------------------------------------------------------------------
 
 
-def test_sessions_stay_and_all_that_can_be_done_with_them(serve):
+def test_sessions_of_a_sleeping_model_stay_and_can_be_used(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -165,13 +165,13 @@ def test_sessions_stay_and_all_that_can_be_done_with_them(serve):
         assert wire.reply().token_ids == [3, 1]
         assert woken(daemon) == 2 and "filled" not in daemon.log.split("model_asleep")[1]
         wire.send(Generate(id=9, session=session, max_tokens=2))
-        assert wire.ask(Ping(id=10)) == Done(id=10), "it is paused still"
+        assert wire.ask(Ping(id=10)) == Done(id=10), "it is still paused"
         assert wire.ask(ResumeSession(id=11, session=session)) == Done(id=11)
         assert wire.reply().token_ids == [2, 3]
         assert client.status(check=True).integrity == []
 
 
-def test_a_call_that_comes_while_it_falls_asleep_wakes_it(serve):
+def test_a_call_during_the_transition_to_sleep_wakes_the_model(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -189,10 +189,10 @@ def test_a_call_that_comes_while_it_falls_asleep_wakes_it(serve):
                 replies[reply.id] = reply
         assert replies[2].token_ids == [2, 3]
         assert woken(daemon) == 2
-        assert wire.ask(Ping(id=5)) == Done(id=5), "each had one final reply"
+        assert wire.ask(Ping(id=5)) == Done(id=5), "each call had one final reply"
 
 
-def test_and_can_be_cancelled_meanwhile(serve):
+def test_a_call_during_the_transition_to_sleep_can_be_cancelled(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -204,7 +204,7 @@ def test_and_can_be_cancelled_meanwhile(serve):
         assert wire.ask(Generate(id=3, session=session, token_ids=[5], max_tokens=2)).token_ids == [2, 3]
 
 
-def test_unloading_while_it_falls_asleep_waits_for_it(serve):
+def test_unloading_waits_for_the_transition_to_sleep(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -215,7 +215,7 @@ def test_unloading_while_it_falls_asleep_waits_for_it(serve):
         assert daemon.arena() == [] and model(client).state == "available"
 
 
-def test_an_engine_that_dies_while_it_falls_asleep_leaves_it_asleep(serve):
+def test_a_death_of_the_engine_during_the_transition_leaves_the_model_asleep(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -231,7 +231,7 @@ def test_an_engine_that_dies_while_it_falls_asleep_leaves_it_asleep(serve):
         assert isinstance(reply, Generated) and reply.token_ids == [2, 3]
 
 
-def test_an_engine_that_dies_meanwhile_does_not_wake_it(serve):
+def test_a_death_of_the_engine_does_not_wake_a_sleeping_model(serve):
     daemon = serve()
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
         assert session.generate([5], max_tokens=1).token_ids == [2]
@@ -246,7 +246,7 @@ def test_an_engine_that_dies_meanwhile_does_not_wake_it(serve):
 # --- its memory -------------------------------------------------------------------------------------------------------
 
 
-def test_unloading_a_model_that_sleeps_gives_its_arena_back(serve):
+def test_unloading_a_sleeping_model_frees_its_arena_objects(serve):
     daemon = serve(Script(pages=1 << 16))
     with daemon.client() as client:
         client.load("djinn-tiny", keep_alive_s=SOON)
@@ -263,7 +263,7 @@ def test_unloading_a_model_that_sleeps_gives_its_arena_back(serve):
         assert client.status(check=True).integrity == []
 
 
-def test_a_model_that_cannot_be_woken_for_want_of_memory_sleeps_on(serve):
+def test_a_model_that_cannot_be_woken_for_lack_of_memory_stays_asleep(serve):
     script = Script()
     daemon = serve(script)
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
@@ -288,7 +288,7 @@ def test_a_model_that_cannot_be_woken_for_want_of_memory_sleeps_on(serve):
 # --- the next daemon --------------------------------------------------------------------------------------------------
 
 
-def test_what_sleeps_sleeps_on_in_the_next_daemon_and_finds_its_pages(serve):
+def test_a_sleeping_model_sleeps_on_in_the_next_daemon_and_finds_its_pages(serve):
     daemon = serve(Script(pages=1 << 16))
     with daemon.client() as client:
         client.load("djinn-tiny", keep_alive_s=SOON)
@@ -307,7 +307,7 @@ def test_what_sleeps_sleeps_on_in_the_next_daemon_and_finds_its_pages(serve):
         session.close()
 
 
-def test_a_cold_start_knows_nothing_of_it(serve):
+def test_a_cold_start_forgets_a_sleeping_model(serve):
     daemon = serve()
     with daemon.client() as client:
         client.load("djinn-tiny", keep_alive_s=SOON)

@@ -1,4 +1,4 @@
-"""The engine of a predecessor. A process that sleeps stands for one whose memory the kernel is still taking back."""
+"""The engine of a predecessor. A sleeping process stands for an engine while the kernel frees its memory."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def given(process: Sleeper) -> list[Inherited]:
     return [Inherited(ENGINE_FD, os.pidfd_open(process.pid))]
 
 
-def test_where_there_is_none_nobody_waits_and_nothing_is_handed_over():
+def test_without_a_last_engine_nothing_waits_and_nothing_is_handed_over():
     last = LastEngine([])
     asyncio.run(asyncio.wait_for(last.gone(), 1))
     assert last.hand_over() == []
 
 
-def test_who_waits_goes_on_when_it_has_ended_and_nobody_waits_again(sleeper):
+def test_a_waiter_continues_when_the_engine_has_ended_and_later_waits_return_at_once(sleeper):
     (left,) = given(sleeper)
 
     async def wait() -> None:
@@ -49,10 +49,10 @@ def test_who_waits_goes_on_when_it_has_ended_and_nobody_waits_again(sleeper):
 
     asyncio.run(wait())
     assert not os.path.exists(f"/proc/self/fd/{left.fd}")
-    assert not os.path.exists(f"/proc/{sleeper.pid}"), "it was reaped, as this process is its parent"
+    assert not os.path.exists(f"/proc/{sleeper.pid}"), "its parent, this process, must reap it"
 
 
-def test_who_is_asked_to_stop_meanwhile_hands_it_on(sleeper):
+def test_a_daemon_that_is_stopped_meanwhile_hands_the_engine_on(sleeper):
     handed_over = given(sleeper)
 
     async def give_up() -> list[Inherited]:

@@ -1,4 +1,4 @@
-"""Histograms against numpy, and what of a session's calls goes into which."""
+"""Histograms, compared with numpy, and which of them each time of a session's calls goes into."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_bounds_grow_by_less_than_an_eighth_from_a_tenth_of_a_millisecond_to_ten
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 99, 100, 101, 5000])
 @pytest.mark.parametrize(("scale", "width"), [(-7, 0.1), (-4, 1.5), (2, 1.0)])
-def test_percentiles_are_numpy_s_or_up_to_an_eighth_more(count, scale, width):
+def test_percentiles_are_numpy_s_or_at_most_an_eighth_more(count, scale, width):
     times = np.clip(np.random.default_rng(count).lognormal(scale, width, count), 1e-4, 700)
     spread = histogram_of(times).spread()
     assert (spread.count, spread.worst) == (count, times.max())
@@ -39,7 +39,7 @@ def test_percentiles_are_numpy_s_or_up_to_an_eighth_more(count, scale, width):
     assert spread.p50 <= spread.p90 <= spread.p99 <= spread.worst
 
 
-def test_what_is_on_a_bound_is_below_it_and_what_is_beyond_all_of_them_is_told_by_the_worst():
+def test_a_value_on_a_bound_is_below_it_and_values_beyond_all_bounds_report_the_worst():
     histogram = histogram_of([0.0, BOUNDS[0], BOUNDS[6], BOUNDS[-1], 5000.0])
     below = dict(histogram.below(every=1))
     assert len(below) == len(BOUNDS) + 1
@@ -57,7 +57,7 @@ def test_fewer_bounds_have_the_same_counts_below_them():
     assert [count for _, count in coarse] == sorted(count for _, count in coarse)
 
 
-def test_nothing_has_no_spread():
+def test_an_empty_histogram_has_no_spread():
     assert Histogram().spread() == Spread()
     assert Latencies().told() == Latency()
 
@@ -77,7 +77,7 @@ class Scene:
             self.session.token(at, priority)
 
     def times(self, kind, latencies=None):
-        """(count, sum) of the session's, and of its class's, which are the same."""
+        """(count, sum) of the session's times. Its class has the same times."""
         spread = getattr(self.session.told(), kind)
         total = spread.count * spread.mean
         for_all = getattr(self.classes["agent"].told() if latencies is None else latencies, kind)
@@ -90,7 +90,7 @@ def scene():
     return Scene()
 
 
-def test_a_call_is_queued_once_has_one_first_token_and_gaps_after_it(scene):
+def test_a_call_has_one_queue_time_one_first_token_and_gaps_after_it(scene):
     scene.call(10.0, 10.5, 12.0, 12.25, 13.25)
     assert scene.times("queued") == (1, 0.5)
     assert scene.times("first_token") == (1, 2.0)
@@ -99,23 +99,23 @@ def test_a_call_is_queued_once_has_one_first_token_and_gaps_after_it(scene):
     scene.call(20.0, 20.25, 21.0)
     assert scene.times("queued") == (2, 0.75)
     assert scene.times("first_token") == (2, 3.0)
-    assert scene.times("between_tokens") == (2, 1.25), "from call to call is no gap"
+    assert scene.times("between_tokens") == (2, 1.25), "the time between calls is no gap"
 
 
-def test_a_session_that_was_called_and_heard_nothing_yet_has_nothing(scene):
+def test_a_session_without_tokens_has_no_times(scene):
     scene.session.called(10.0, 10.0)
     assert scene.session.told() == Latency()
     assert all(latencies.told() == Latency() for latencies in scene.classes.values())
 
 
-def test_waking_up_is_from_the_word_that_asked_for_it_to_the_first_token(scene):
+def test_wake_up_is_from_the_first_signal_or_the_call_to_the_first_token(scene):
     scene.call(10.0, 10.5, 12.0, 13.0, asked=9.25, woken=True)
     assert scene.times("wake_up") == (1, 2.75)
     assert scene.times("first_token") == (1, 2.0)
     scene.call(20.0, 20.5, 22.0, woken=True)
-    assert scene.times("wake_up") == (2, 4.75), "from the call, where nothing asked before"
+    assert scene.times("wake_up") == (2, 4.75), "from the call, if no signal came before"
     scene.call(30.0, 30.5, 32.0, asked=29.0, woken=False)
-    assert scene.times("wake_up") == (2, 4.75), "its KV was there"
+    assert scene.times("wake_up") == (2, 4.75), "its KV was on the device"
 
 
 def test_each_time_counts_for_the_class_of_its_moment(scene):
@@ -127,7 +127,7 @@ def test_each_time_counts_for_the_class_of_its_moment(scene):
     assert scene.session.told().between_tokens.count == 2
 
 
-def test_what_the_client_itself_held_up_is_not_measured(scene):
+def test_delays_by_the_client_are_not_measured(scene):
     scene.call(10.0, 10.5, 12.0, 12.25)
     scene.session.interrupted()
     for at in (1000.0, 1000.5):

@@ -12,7 +12,7 @@ def ledger(most=10):
     return Ledger(lambda resource: Limit(f"limits.{resource.name}_per_user", "", most))
 
 
-def test_what_is_charged_counts_until_it_is_released():
+def test_a_charge_counts_until_it_is_released():
     mine = ledger()
     mine.charge(REQUESTS, 7)
     mine.charge(REQUESTS, 3)
@@ -32,14 +32,14 @@ def test_a_charge_beyond_the_limit_changes_nothing_and_names_the_figures():
     assert mine.used(REQUESTS) == 8
 
 
-def test_what_is_there_already_is_added_beyond_the_limit():
+def test_an_existing_resource_is_added_beyond_the_limit():
     mine = ledger()
     assert mine.add(REQUESTS, 10)
     assert not mine.add(REQUESTS, 1)
     assert mine.used(REQUESTS) == 11
 
 
-def test_holding_releases_whatever_happens():
+def test_holding_releases_also_after_an_error():
     mine = ledger()
 
     def fail():
@@ -52,13 +52,13 @@ def test_holding_releases_whatever_happens():
     assert mine.used(REQUESTS) == 0
 
 
-def test_more_is_released_than_was_charged():
+def test_releasing_more_than_was_charged_is_a_fault():
     mine = ledger()
     with pytest.raises(AssertionError):
         mine.release(REQUESTS)
 
 
-def test_the_limit_is_that_of_the_rule_or_else_of_limits_and_follows_a_reload():
+def test_the_limit_is_the_rule_s_or_else_that_of_limits_and_follows_a_reload():
     quotas = Quotas({"few": Quota(users=(1,), requests=2)}, lambda user: (), Limits(requests_per_user=5))
     few, other = quotas.tenant(1, 0.0).ledger, quotas.tenant(2, 0.0).ledger
     with pytest.raises(QuotaExceeded, match=r"quotas\.few\.requests is 2"):
@@ -69,7 +69,7 @@ def test_the_limit_is_that_of_the_rule_or_else_of_limits_and_follows_a_reload():
     other.charge(REQUESTS, 6)
 
 
-def test_every_resource_has_a_default_and_is_told():
+def test_every_resource_has_a_default_and_is_reported():
     told = {use.name: use for use in Quotas({}, lambda user: ()).tenant(1, 0.0).ledger.uses()}
     assert list(told) == [resource.name for resource in RESOURCES]
     assert all(use.limit > 0 and use.used == 0 for use in told.values())

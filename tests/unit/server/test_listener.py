@@ -30,7 +30,7 @@ class Exhaustible:
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_all_that_wait_are_accepted_and_running_out_of_descriptors_is_waited_out(folder, factory, monkeypatch, caplog):
+def test_all_connections_are_accepted_and_a_lack_of_descriptors_is_waited_out(folder, factory, monkeypatch, caplog):
     monkeypatch.setattr(listener_module, "PAUSE", 0.05)
 
     async def play():

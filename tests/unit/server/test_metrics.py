@@ -1,4 +1,4 @@
-"""What the metrics' socket tells, in the words that Prometheus reads, and what it takes from whoever connects."""
+"""The metrics socket: its metrics in Prometheus' format, and its limits for connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ("queued", "first_token", "between_tokens", "wake_up")
 
 @pytest.fixture
 def served(serve, folder):
-    """With its metrics at `folder / "metrics"`, and a model."""
+    """A daemon with a metrics socket at `folder / "metrics"`, and a model."""
     daemon = serve(metrics=str(folder / "metrics"))
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -46,7 +46,7 @@ def connected(path):
 
 
 def heard(sock):
-    """Until the daemon hangs up."""
+    """Reads until the daemon closes the connection."""
     parts = []
     while True:
         try:
@@ -65,7 +65,7 @@ def ask(path, request=GET):
 
 
 def scrape(path):
-    """Sample name and labels → value."""
+    """Returns samples by name and labels."""
     head, _, body = ask(path).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 200 OK\r\n")
     samples = {}
@@ -79,7 +79,7 @@ def scrape(path):
 
 
 def buckets(samples, kind, priority):
-    """(bound, count) by bound, as PromQL has them."""
+    """Returns (bound, count) pairs by bound, as PromQL sees them."""
     found = [
         (float(dict(labels)["le"]), value)
         for (name, *labels), value in samples.items()
@@ -88,7 +88,7 @@ def buckets(samples, kind, priority):
     return sorted(found)
 
 
-def test_a_get_of_anything_is_answered_in_text_0_0_4(served, path):
+def test_a_get_of_any_path_is_answered_in_text_0_0_4(served, path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     for request in (GET, b"GET / HTTP/1.0\r\n\r\n", b"GET whatever\r\n\r\n"):
         head, _, body = ask(path, request).partition(b"\r\n\r\n")
@@ -99,7 +99,7 @@ def test_a_get_of_anything_is_answered_in_text_0_0_4(served, path):
         assert body.endswith(b"\n")
 
 
-def test_the_histograms_count_what_was_done(served, path):
+def test_histograms_count_calls_and_tokens(served, path):
     before = scrape(path)
     for kind in KINDS:
         for priority in CLASSES:
@@ -137,7 +137,7 @@ def test_principals_have_their_names(served, path):
     assert samples["djinnd_principal_sessions", *mine] == 0
 
 
-def test_the_other_figures_are_those_of_the_status(served, path):
+def test_the_other_metrics_agree_with_the_status(served, path):
     with ExitStack() as stack:
         first, *_ = [
             stack.enter_context(djinn.Session("djinn-tiny", priority=name, address=served.address))
@@ -168,7 +168,7 @@ def test_the_other_figures_are_those_of_the_status(served, path):
         assert samples["djinnd_pages_used", of, ("tier", tier)] == used
 
 
-def test_what_only_an_engine_knows_is_left_out_while_there_is_none(served, path):
+def test_metrics_of_the_engine_are_left_out_without_one(served, path):
     with served.client() as client:
         pid = client.status().devices[0].pid
         os.kill(pid, signal.SIGKILL)
@@ -176,10 +176,10 @@ def test_what_only_an_engine_knows_is_left_out_while_there_is_none(served, path)
     wait_for(lambda: scrape(path)["djinnd_engine_up",] == 1)
     samples = scrape(path)
     assert samples["djinnd_engine_restarts_total",] == 1
-    assert samples["djinnd_generated_tokens_total",] == 0, "a new engine's"
+    assert samples["djinnd_generated_tokens_total",] == 0, "a new engine's count starts at 0"
 
 
-def test_garbage_is_told_so_or_nothing_and_harms_nobody(served, path):
+def test_garbage_gets_an_error_or_nothing_and_harms_no_other_connection(served, path):
     assert ask(path, b"POST / HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.0 405 ")
     with connected(path) as sock, suppress(BrokenPipeError):
         sock.sendall(b"\x00" * (64 * HEAD_BYTES))
@@ -194,19 +194,19 @@ def test_garbage_is_told_so_or_nothing_and_harms_nobody(served, path):
     assert scrape(path)["djinnd_engine_up",] == 1
 
 
-def test_those_who_do_nothing_keep_nobody_out_and_their_places_are_few(served, path):
+def test_idle_connections_keep_no_other_out_and_their_places_are_few(served, path):
     with ExitStack() as stack:
         idle = [stack.enter_context(connected(path)) for _ in range(2 * PLACES)]
         for sock in idle[PLACES:]:
             sock.sendall(b"GET / HTTP/1.0\r\nX: ")  # and never ends
         assert scrape(path)["djinnd_engine_up",] == 1
-        assert [heard(sock) for sock in idle[:PLACES]] == [b""] * PLACES, "hung up on"
+        assert [heard(sock) for sock in idle[:PLACES]] == [b""] * PLACES, "the oldest connections must be closed"
         with served.client() as client:
             assert client.status(check=True).integrity == []
-    assert served.stop() == 0, "with clients that wait"
+    assert served.stop() == 0, "the daemon must stop with waiting clients"
 
 
-def test_a_stale_socket_is_replaced_and_nothing_is_left(serve, path):
+def test_a_stale_socket_is_replaced_and_no_file_is_left(serve, path):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
     daemon = serve(metrics=str(path))
@@ -216,7 +216,7 @@ def test_a_stale_socket_is_replaced_and_nothing_is_left(serve, path):
     assert os.listdir(path.parent) == []
 
 
-def test_a_path_that_another_daemon_has_is_refused_before_anything_is_served(served, path, tmp_path):
+def test_a_path_of_another_daemon_is_refused_before_anything_is_served(served, path, tmp_path):
     (tmp_path / "late").mkdir()
     late = Served(tmp_path / "late", metrics=str(path))
     late.address = late._config["socket"] = f"{path}-late"
@@ -235,7 +235,7 @@ def test_without_a_path_there_is_no_socket(serve):
     assert "metrics_ready" not in daemon.log
 
 
-def test_who_takes_too_long_is_hung_up_on(folder, monkeypatch):
+def test_a_connection_that_takes_too_long_is_closed(folder, monkeypatch):
     monkeypatch.setattr(metrics_socket, "PATIENCE", 0.05)
 
     class Stuck:
@@ -255,7 +255,7 @@ def test_who_takes_too_long_is_hung_up_on(folder, monkeypatch):
         writer.write(GET)
         await metrics.close()
         with suppress(ConnectionResetError):
-            assert await reader.read() == b"", "at the end, too"
+            assert await reader.read() == b"", "closed at the end too"
         writer.close()
 
     asyncio.run(act())
@@ -281,7 +281,7 @@ def test_a_fault_of_ours_is_logged_and_ends_one_exchange(folder, caplog):
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == ["metrics_failed"] * 2
 
 
-def test_nothing_is_started_and_nothing_closed_where_there_is_no_path():
+def test_without_a_path_nothing_is_started_or_closed():
     async def act():
         metrics = MetricsSocket("", None)
         metrics.start()

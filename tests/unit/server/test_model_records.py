@@ -10,7 +10,7 @@ from djinnd.server.opened import Mark
 ONE = Record("/a", "/a", 1000, [1000, 1001], {"config.json": Mark(1, 2, 3)})
 
 
-def test_what_one_daemon_writes_the_next_one_reads(tmp_path):
+def test_records_are_read_back_by_the_next_daemon(tmp_path):
     there = [ONE]
 
     async def main():
@@ -29,7 +29,7 @@ def test_what_one_daemon_writes_the_next_one_reads(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"{}", b'[{"name": 1}]', b"\xff" * 100, b"[" * 100_000])
-def test_a_damaged_file_is_none(tmp_path, content, caplog):
+def test_a_damaged_file_counts_as_empty(tmp_path, content, caplog):
     (tmp_path / NAME).write_bytes(content)
     assert ModelRecords(str(tmp_path), list).read() == []
     assert "model_records_lost" in caplog.text

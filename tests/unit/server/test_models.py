@@ -1,4 +1,4 @@
-"""Loading and unloading: one load for all who wait, progress for each, and failures that leave nothing."""
+"""Loading and unloading: one load for all waiting requests, progress for each, and failures that leave nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.serving import TINY
 
 @pytest.fixture
 def checkpoint(folder):
-    """A folder that names itself as a model; without a tokenizer."""
+    """A checkpoint folder without a tokenizer. Its path is the model's name."""
     path = folder / "checkpoint"
     path.mkdir()
     shutil.copy(TINY / "config.json", path)
@@ -40,14 +40,14 @@ def checkpoint(folder):
 
 
 def collect(wire):
-    """Progress until the final reply, which comes last."""
+    """Collects progress until the final reply, which is the last element."""
     told = [wire.reply()]
     while isinstance(told[-1], Progress):
         told.append(wire.reply())
     return told
 
 
-def test_all_who_ask_for_a_model_share_its_load_and_see_how_it_goes(serve):
+def test_all_requests_for_a_model_share_its_load_and_see_its_progress(serve):
     daemon = serve()
     wires = [Wire(daemon.address) for _ in range(3)]
     for wire in wires:
@@ -58,7 +58,7 @@ def test_all_who_ask_for_a_model_share_its_load_and_see_how_it_goes(serve):
     assert len({replies[-1].session.id for replies in told}) == 3
     for replies in told:
         assert {(p.model, p.done, p.total) for p in replies[:-1]} <= {("djinn-tiny", 10, 100), ("djinn-tiny", 100, 100)}
-        assert replies[:-1], "nobody told this one how the loading goes"
+        assert replies[:-1], "this client got no progress"
     assert daemon.log.count("model_ready") == 1
 
 
@@ -81,7 +81,7 @@ def notes(client):
     return client.status().models[0].notes
 
 
-def test_a_model_s_pages_come_and_go_with_it(serve):
+def test_a_model_s_pages_are_created_and_removed_with_it(serve):
     daemon = serve(Script(pages=1 << 16))
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -100,7 +100,7 @@ def test_a_model_s_pages_come_and_go_with_it(serve):
         client.load("djinn-tiny", host_kv_bytes=0)
 
 
-def test_the_next_engine_finds_the_pages_unless_they_are_to_be_others(serve):
+def test_the_next_engine_finds_the_pages_unless_others_are_requested(serve):
     daemon = serve(Script(pages=1 << 16))
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -110,7 +110,7 @@ def test_the_next_engine_finds_the_pages_unless_they_are_to_be_others(serve):
         assert client.status(check=True).integrity == []
 
 
-def test_how_many_pages_there_are_to_be_is_as_configured_or_as_the_load_says(serve, checkpoint):
+def test_the_number_of_pages_is_as_configured_or_as_the_load_says(serve, checkpoint):
     models = {"mine": {"path": str(checkpoint), "host_kv": "64KiB", "disk_kv": 0}}
     daemon = serve(Script(pages=1 << 20), models=models)
     with daemon.client() as client:
@@ -121,7 +121,7 @@ def test_how_many_pages_there_are_to_be_is_as_configured_or_as_the_load_says(ser
         wait_for(lambda: "131072 bytes" in str([m.notes for m in client.models()]))
 
 
-def test_a_model_goes_on_without_the_pages_that_found_no_room(serve):
+def test_a_model_is_served_without_pages_that_found_no_room(serve):
     daemon = serve(Script(pages=1 << 60))
     with djinn.Session("djinn-tiny", address=daemon.address) as session, daemon.client() as client:
         wait_for(lambda: "host_kv of djinn-tiny needs 1,152,921,504,606,851,072 bytes" in str(notes(client)))
@@ -129,8 +129,8 @@ def test_a_model_goes_on_without_the_pages_that_found_no_room(serve):
         assert len(daemon.arena()) == 1 and client.status(check=True).integrity == []
 
 
-def test_a_model_that_two_engines_die_over_is_set_aside_and_an_administrator_may_try_it_again(serve, checkpoint):
-    """Its pages go with it, and all else is served."""
+def test_a_model_that_killed_two_engines_is_set_aside_and_an_administrator_may_try_it_again(serve, checkpoint):
+    """Its pages are removed, and all other models are served."""
     guilty = str(checkpoint)
     script = Script(pages=1 << 16, keep_host=False, on_load={guilty: "die"})
     daemon = serve(script)
@@ -156,7 +156,7 @@ def test_a_model_that_two_engines_die_over_is_set_aside_and_an_administrator_may
         assert client.load(guilty).state == "ready"
 
 
-def test_of_models_that_are_loaded_at_once_the_one_that_kills_engines_is_set_aside(serve, checkpoint):
+def test_of_several_models_loaded_at_once_the_one_that_kills_engines_is_set_aside(serve, checkpoint):
     script, innocent = Script(on_load={"djinn-tiny": "die"}), str(checkpoint)
     daemon = serve(script)
     with Wire(daemon.address) as one, Wire(daemon.address) as other, daemon.client() as client:
@@ -187,7 +187,7 @@ def test_unloading_by_force_closes_the_sessions_and_ends_their_calls(serve):
         assert client.sessions() == [] and daemon.arena() == []
 
 
-def test_a_failed_load_is_told_to_all_who_wait_and_the_next_one_starts_anew(serve, checkpoint):
+def test_all_waiting_requests_get_a_load_s_failure_and_the_next_load_starts_again(serve, checkpoint):
     name = str(checkpoint)
     daemon = serve(Script(on_load={name: "fail"}))
     wires = [Wire(daemon.address) for _ in range(3)]
@@ -203,7 +203,7 @@ def test_a_failed_load_is_told_to_all_who_wait_and_the_next_one_starts_anew(serv
         wire.socket.close()
 
 
-def test_a_configured_model_that_fails_says_why_where_models_are_listed(serve, checkpoint):
+def test_a_configured_model_that_fails_has_its_error_in_the_list(serve, checkpoint):
     daemon = serve(Script(on_load={"mine": "fail"}), models={"mine": {"path": str(checkpoint), "preload": True}})
     with daemon.client() as client:
         wait_for(lambda: "model_failed" in daemon.log)
@@ -212,7 +212,7 @@ def test_a_configured_model_that_fails_says_why_where_models_are_listed(serve, c
         assert client.status(check=True).integrity == []
 
 
-def test_what_is_configured_for_a_model_reaches_the_engine(serve, checkpoint):
+def test_a_model_s_configuration_reaches_the_engine(serve, checkpoint):
     daemon = serve(models={"mine": {"path": str(checkpoint), "kv": "3MiB", "dtype": "float32", "preload": True}})
     with daemon.client() as client:
         wait_for(lambda: "model_ready" in daemon.log)
@@ -220,15 +220,15 @@ def test_what_is_configured_for_a_model_reaches_the_engine(serve, checkpoint):
         assert (model.kv_bytes, model.dtype, model.path) == (3 << 20, "float32", str(checkpoint))
 
 
-def test_pages_for_a_model_as_the_caller_wants_them(serve, checkpoint):
+def test_a_load_chooses_the_number_of_pages(serve, checkpoint):
     daemon = serve()
     with daemon.client() as client:
         assert client.load(str(checkpoint), kv_bytes=5 << 20).kv_bytes == 5 << 20
         client.unload(str(checkpoint))
-        assert [model.name for model in client.models()] == ["djinn-tiny"], "nobody needs to know it any more"
+        assert [model.name for model in client.models()] == ["djinn-tiny"], "the other model must be forgotten"
 
 
-def test_where_blocks_go_is_as_configured_unless_the_caller_wants_it_otherwise(serve, checkpoint):
+def test_blocks_are_placed_as_configured_unless_the_load_says_otherwise(serve, checkpoint):
     daemon = serve(models={"mine": {"path": str(checkpoint), "resident": 0.5, "kv": "3MiB"}})
     with daemon.client() as client:
         assert client.plan("mine").blocks_plain == 4
@@ -245,7 +245,7 @@ def test_where_blocks_go_is_as_configured_unless_the_caller_wants_it_otherwise(s
         assert client.status(check=True).integrity == []
 
 
-def test_a_load_that_failed_as_the_caller_wanted_it_does_not_stay_so(serve, checkpoint):
+def test_the_settings_of_a_failed_load_are_forgotten(serve, checkpoint):
     (checkpoint / "tokenizer.json").write_text("{")
     daemon = serve(models={"mine": {"path": str(checkpoint)}})
     with daemon.client() as client:
@@ -255,7 +255,7 @@ def test_a_load_that_failed_as_the_caller_wanted_it_does_not_stay_so(serve, chec
         assert client.load("mine").blocks_plain == 8
 
 
-def test_who_wants_it_otherwise_than_it_is_being_loaded_is_told(serve):
+def test_other_settings_for_a_model_that_is_being_loaded_are_refused(serve):
     daemon = serve(Script(on_start={"1": "hang"}))
     with Wire(daemon.address) as one, Wire(daemon.address) as two:
         one.send(LoadModel(id=1, model="djinn-tiny", placing=Placing(resident=3)))
@@ -268,7 +268,7 @@ def test_who_wants_it_otherwise_than_it_is_being_loaded_is_told(serve):
         assert collect(one)[-1].model.blocks_plain == 3
 
 
-def test_blocks_are_placed_by_the_next_engine_as_by_the_last(serve):
+def test_the_next_engine_places_blocks_as_the_last(serve):
     daemon = serve()
     with daemon.client() as client:
         client.load("djinn-tiny", resident=3)
@@ -277,7 +277,7 @@ def test_blocks_are_placed_by_the_next_engine_as_by_the_last(serve):
         assert client.load("djinn-tiny").blocks_plain == 3
 
 
-def test_a_plan_needs_no_model_that_is_known_and_leaves_none(serve, checkpoint):
+def test_a_plan_for_an_unknown_model_leaves_it_unknown(serve, checkpoint):
     daemon = serve()
     with Wire(daemon.address) as wire:
         plan = wire.ask(PlanModel(id=1, model=str(checkpoint), memory_bytes=5 << 13)).plan
@@ -286,7 +286,7 @@ def test_a_plan_needs_no_model_that_is_known_and_leaves_none(serve, checkpoint):
         assert daemon.arena() == []
 
 
-def test_shared_memory_that_does_not_suffice_is_told_with_figures(serve, checkpoint):
+def test_a_lack_of_shared_memory_is_reported_with_figures(serve, checkpoint):
     daemon = serve(Script(on_load={"djinn-tiny": "big"}))
     with daemon.client() as client:
         with pytest.raises(errors.OutOfMemory, match="mount -o remount") as caught:
@@ -296,7 +296,7 @@ def test_shared_memory_that_does_not_suffice_is_told_with_figures(serve, checkpo
         client.load(str(checkpoint))
 
 
-def test_who_stops_waiting_does_not_stop_the_load_for_others(serve):
+def test_a_cancelled_load_continues_for_other_requests(serve):
     daemon = serve(Script(on_start={"1": "hang"}))
     with Wire(daemon.address) as one, Wire(daemon.address) as two:
         one.send(LoadModel(id=1, model="djinn-tiny"))
@@ -320,7 +320,7 @@ def test_a_model_without_a_tokenizer_takes_and_gives_tokens(serve, checkpoint):
             session.generate([5], stop=["x"])
 
 
-def test_a_damaged_tokenizer_is_refused_before_the_engine_is_troubled(serve, checkpoint):
+def test_a_damaged_tokenizer_is_refused_before_the_engine_is_asked(serve, checkpoint):
     (checkpoint / "tokenizer.json").write_text("{")
     daemon = serve()
     with daemon.client() as client:
@@ -338,7 +338,7 @@ def test_the_model_s_own_end_token_ends_an_output_unless_it_is_ignored(serve, ch
         assert session.generate(max_tokens=5, ignore_eos=True).finish_reason == "length"
 
 
-def test_loading_and_unloading_at_once_ends_in_one_of_both(serve):
+def test_loading_and_unloading_at_once_end_in_one_of_both_states(serve):
     daemon = serve()
     wires = [Wire(daemon.address) for _ in range(4)]
     for number in range(10):
@@ -357,8 +357,8 @@ def test_loading_and_unloading_at_once_ends_in_one_of_both(serve):
         assert client.status(check=True).integrity == []
 
 
-def test_what_the_daemon_s_own_user_has_pulled_is_found_by_its_hub_id(serve, folder, monkeypatch):
-    """Also for a program over HTTP, which cannot look for it; and it is the model that its folder is."""
+def test_a_model_pulled_by_the_daemon_s_own_user_is_found_by_its_hub_id(serve, folder, monkeypatch):
+    """A program over HTTP finds it too, which cannot look for it. It is the same model as its folder."""
     monkeypatch.setenv("DJINN_MODELS", str(folder / "pulled"))
     shutil.copytree(TINY, folder / "pulled" / "org" / "name")
     daemon = serve()

@@ -1,4 +1,4 @@
-"""Both sides of the nursery: real processes, with little to import."""
+"""The server's and the nursery's side: real processes, with few imports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def nursery(command=COMMAND, given=(), **environ):
 
 
 async def bear(keeper, *what):
-    """The process, and the test's end of its socket."""
+    """Forks a process; returns it, and the test's end of its socket."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     try:
@@ -55,7 +55,7 @@ async def told(sock):
 
 
 async def parent_of(keeper):
-    """The pid of the nursery, from the mouth of a child, which then ends."""
+    """The pid of the nursery, as a child reports it, which then ends."""
     born, sock = await bear(keeper, "tell")
     with sock:
         parent = (await told(sock))["parent"]
@@ -63,7 +63,7 @@ async def parent_of(keeper):
     return parent
 
 
-def test_a_fork_is_what_a_process_would_be_that_was_started_by_the_command():
+def test_a_fork_is_like_a_process_started_by_the_command():
     async def scenario():
         keeper = nursery(MARK="1")
         first, first_sock = await bear(keeper, "tell")
@@ -77,9 +77,9 @@ def test_a_fork_is_what_a_process_would_be_that_was_started_by_the_command():
                 assert said["parent"] == said["told parent"] != os.getpid()
                 assert (said["threads"], said["blocked"], said["stdin"]) == (1, [], "/dev/null")
                 assert (said["name"], said["main"]) == ("__main__", True)
-                assert said["modules"] == ["posix_ipc"], "the nursery's library, and nothing of djinnd's"
+                assert said["modules"] == ["posix_ipc"], "only the nursery's library, and no module of djinnd"
                 assert "OPENBLAS_NUM_THREADS" not in said["environ"]
-                assert len(said["descriptors"]) == 4, "the standard ones and its socket"
+                assert len(said["descriptors"]) == 4, "the three standard descriptors and its socket"
             assert one["random"] != other["random"]
         assert [await first.wait(), await second.wait()] == [0, 0]
         await keeper.close()
@@ -99,7 +99,7 @@ def test_a_fork_is_what_a_process_would_be_that_was_started_by_the_command():
         (("kill", 15), -signal.SIGTERM),
     ],
 )
-def test_the_exit_status_is_told_as_asyncio_tells_it(what, status):
+def test_the_exit_status_is_as_asyncio_reports_it(what, status):
     async def scenario():
         keeper = nursery()
         born, sock = await bear(keeper, *what)
@@ -111,7 +111,7 @@ def test_the_exit_status_is_told_as_asyncio_tells_it(what, status):
     run(scenario())
 
 
-def test_one_after_the_other_leaves_no_descriptors():
+def test_births_one_after_another_leave_no_descriptors():
     async def scenario():
         keeper = nursery()
         parents = {await parent_of(keeper)}
@@ -138,12 +138,12 @@ def test_a_killed_nursery_takes_its_children_along_and_another_is_started_for_th
             assert await born.wait() == -signal.SIGKILL
         assert await parent_of(keeper) != killed
         await keeper.close()
-        assert not is_alive(killed) and not os.path.exists(f"/proc/{killed}"), "it was reaped"
+        assert not is_alive(killed) and not os.path.exists(f"/proc/{killed}"), "it must be reaped"
 
     run(scenario())
 
 
-def test_a_nursery_that_stands_still_is_replaced(monkeypatch):
+def test_a_stopped_nursery_is_replaced(monkeypatch):
     monkeypatch.setattr(module, "_WORD", 0.05)
     monkeypatch.setattr(module, "_ANSWER", 0.2)
 
@@ -154,7 +154,7 @@ def test_a_nursery_that_stands_still_is_replaced(monkeypatch):
             stopped = (await told(sock))["parent"]
             os.kill(stopped, signal.SIGSTOP)
             os.kill(born.pid, signal.SIGTERM)
-            assert await born.wait() == -signal.SIGKILL, "how it ended nobody says, but that"
+            assert await born.wait() == -signal.SIGKILL, "the process counts as killed without the nursery's report"
         assert await parent_of(keeper) != stopped
         await keeper.close()
         assert not is_alive(stopped)
@@ -162,8 +162,8 @@ def test_a_nursery_that_stands_still_is_replaced(monkeypatch):
     run(scenario())
 
 
-def test_other_versions_than_are_installed_now_replace_it(tmp_path, monkeypatch):
-    """As `pip install --upgrade` under a running daemon does it."""
+def test_a_nursery_with_other_versions_than_installed_is_replaced(tmp_path, monkeypatch):
+    """`pip install --upgrade` does that under a running daemon."""
     monkeypatch.syspath_prepend(tmp_path)
 
     async def scenario():
@@ -180,7 +180,7 @@ def test_other_versions_than_are_installed_now_replace_it(tmp_path, monkeypatch)
     run(scenario())
 
 
-def test_what_is_handed_over_is_the_same_nursery():
+def test_a_nursery_that_is_handed_over_is_the_same_process():
     async def scenario():
         keeper = nursery()
         before = await parent_of(keeper)
@@ -212,11 +212,11 @@ def test_what_is_handed_over_is_the_same_nursery():
         ),
     ],
 )
-def test_where_there_is_none_that_could_the_caller_is_told_so(command, why, caplog):
+def test_without_a_working_nursery_the_caller_has_to_start_the_process(command, why, caplog):
     async def scenario():
         keeper = nursery(command)
         assert await bear_nothing(keeper) is None
-        assert await bear_nothing(keeper) is None, "and asking again does no harm"
+        assert await bear_nothing(keeper) is None, "asking again does no harm"
         await keeper.close()
 
     before = open_descriptors()
@@ -231,7 +231,7 @@ async def bear_nothing(keeper):
     return born
 
 
-def test_who_stops_waiting_leaves_no_nursery_that_would_answer_later():
+def test_a_cancelled_birth_leaves_no_nursery_that_would_answer_later():
     async def scenario():
         keeper = nursery([sys.executable, "-c", "import time; time.sleep(60)"])
         waiting = asyncio.create_task(bear(keeper, "return"))
@@ -247,7 +247,7 @@ def test_who_stops_waiting_leaves_no_nursery_that_would_answer_later():
     assert open_descriptors() == before
 
 
-def test_a_nursery_that_imports_for_too_long_is_not_waited_for():
+def test_a_nursery_that_imports_for_too_long_is_given_up():
     async def scenario():
         keeper = nursery([sys.executable, "-c", "import time; time.sleep(60)"])
         ours, theirs = socket.socketpair()

@@ -24,7 +24,7 @@ def marks_of(folder):
     return opened.marks
 
 
-def test_a_checkpoint_is_the_same_by_its_files_whatever_it_is_called(folder, tmp_path):
+def test_a_checkpoint_is_identified_by_its_files_under_any_name(folder, tmp_path):
     (tmp_path / "link").symlink_to(folder)
     (tmp_path / "linked").mkdir()
     for name in os.listdir(folder):
@@ -37,7 +37,7 @@ def test_a_checkpoint_is_the_same_by_its_files_whatever_it_is_called(folder, tmp
     assert not is_at("/nowhere", marks)
 
 
-def test_one_file_more_or_another_one_makes_another_checkpoint(folder):
+def test_one_more_file_or_another_one_makes_another_checkpoint(folder):
     before = marks_of(folder)
     (folder / "tokenizer.json").write_text("{}")
     more = marks_of(folder)
@@ -49,13 +49,13 @@ def test_one_file_more_or_another_one_makes_another_checkpoint(folder):
     assert len({digest(before), digest(more), digest(marks_of(folder))}) == 3
 
 
-def test_what_happens_to_a_file_changes_its_mark_and_not_its_checkpoint(folder):
+def test_a_changed_file_has_another_mark_and_its_checkpoint_stays_the_same(folder):
     before = marks_of(folder)
     os.utime(folder / "config.json", ns=(0, 0))
     assert are_same(before, marks_of(folder)) and before != marks_of(folder)
 
 
-def test_what_has_no_config_is_no_checkpoint(folder):
+def test_a_folder_without_a_config_is_no_checkpoint(folder):
     (folder / "config.json").rename(folder / "config.gguf")
     with pytest.raises(ModelNotFound, match=r"no config\.json; it is in GGUF format"):
         open_folder(str(folder))

@@ -8,7 +8,7 @@ import pytest
 from djinnd.server.peers import Peer, nobody_in_particular
 
 
-def test_the_kernel_says_who_it_is():
+def test_the_kernel_names_the_peer():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert Peer.of(ours) == (os.getpid(), os.getuid())
@@ -23,7 +23,7 @@ def test_the_kernel_says_who_it_is():
         ("         0       1000          1\n         1     100000      65536\n", 65534),
     ],
 )
-def test_the_overflow_uid_stands_for_others_where_not_all_are_mapped(tmp_path, uid_map, nobody):
+def test_the_overflow_uid_stands_for_unmapped_users(tmp_path, uid_map, nobody):
     (tmp_path / "map").write_text(uid_map)
     (tmp_path / "overflow").write_text("65534\n")
     assert nobody_in_particular(tmp_path / "map", tmp_path / "overflow") == nobody

@@ -1,4 +1,4 @@
-"""Public prefixes: who may mark them, what becomes of them, and what the scripted engine is told, and when."""
+"""Public prefixes: permissions, their life, and when the scripted engine is told of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_same_tokens_are_one_prefix_of_each_model():
     assert prefixes.of_model("m", shared=True) == [others[2]]
 
 
-def test_a_model_has_as_many_as_it_may_have():
+def test_a_model_has_a_limited_number_of_prefixes():
     prefixes = table(public_prefixes_per_model=2)
     one = prefixes.publish("m", 0, [1], shared=False)
     prefixes.publish("m", 0, [2], shared=False)
@@ -54,7 +54,7 @@ def test_a_model_has_as_many_as_it_may_have():
     prefixes.publish("m", 0, [3], shared=False)
 
 
-def test_withdrawn_ones_are_gone():
+def test_withdrawn_prefixes_are_gone():
     prefixes = table()
     prefix = prefixes.publish("m", 0, [1], shared=False)
     assert prefixes.withdraw(prefix.id) is prefix and list(prefixes) == []
@@ -62,7 +62,7 @@ def test_withdrawn_ones_are_gone():
         prefixes.withdraw(prefix.id)
 
 
-def test_those_of_a_client_s_model_go_with_it_and_the_journal_never_hears_of_them():
+def test_prefixes_of_a_client_s_model_are_not_journalled_and_go_with_it():
     written = []
 
     class Heard(Journal):
@@ -82,7 +82,7 @@ def test_those_of_a_client_s_model_go_with_it_and_the_journal_never_hears_of_the
     assert written == ["m", kept.id]
 
 
-def test_what_the_journal_has_is_as_it_was():
+def test_prefixes_are_restored_from_the_journal():
     prefixes = table()
     prefixes.restore([Published("p", "m", 7, 1.5, [1, 2])])
     (prefix,) = prefixes.of_model("m", shared=False)
@@ -94,7 +94,7 @@ def test_what_the_journal_has_is_as_it_was():
 
 
 def told(client):
-    """What the engine has been told of public prefixes, since it has the model."""
+    """The public prefixes that the engine knows, from the model's notes."""
     (model,) = client.models()
     return [note for note in model.notes if note.startswith("public")]
 
@@ -104,12 +104,12 @@ def daemon(serve):
     return serve()
 
 
-def test_the_engine_is_told_of_full_pages_and_the_administrator_how_many(daemon):
+def test_the_engine_is_told_of_full_pages_and_the_administrator_of_their_number(daemon):
     with djinn.Session("djinn-tiny", address=daemon.address) as session, daemon.client() as client:
         session.generate(SYSTEM, max_tokens=1)
         whole = client.publish_prefix(session.id)
         assert (whole.model, whole.tokens, whole.user) == ("djinn-tiny", 3 * PAGE_SIZE, os.getuid())
-        assert client.publish_prefix(session.id, 3 * PAGE_SIZE + 1) == whole, "the same pages"
+        assert client.publish_prefix(session.id, 3 * PAGE_SIZE + 1) == whole, "the same prefix"
         part = client.publish_prefix(session.id, PAGE_SIZE)
         assert client.prefixes() == [whole, part] and part.created >= whole.created
         public = [f"public: {tokens} tokens before session 1" for tokens in (48, 48, 16)]
@@ -129,7 +129,7 @@ def test_the_engine_is_told_of_full_pages_and_the_administrator_how_many(daemon)
         (1000, "the session has 54 tokens, not 1,000"),
     ],
 )
-def test_what_cannot_be_public(calm, tokens, words):
+def test_invalid_prefixes_are_refused(calm, tokens, words):
     with djinn.Session("djinn-tiny", address=calm.address) as session, calm.client() as client:
         session.generate(SYSTEM, max_tokens=1)
         with pytest.raises(errors.InvalidRequest, match=words) as caught:
@@ -138,7 +138,7 @@ def test_what_cannot_be_public(calm, tokens, words):
         assert client.prefixes() == []
 
 
-def test_what_is_not_there(calm):
+def test_unknown_sessions_and_prefixes_are_refused(calm):
     with calm.client() as client:
         with pytest.raises(errors.SessionNotFound):
             client.publish_prefix("0" * 16)
@@ -150,7 +150,7 @@ def test_what_is_not_there(calm):
         assert caught.value.data["page_size"] == PAGE_SIZE
 
 
-def test_a_session_at_work_is_not_cut_in_the_middle(serve):
+def test_a_session_with_a_call_cannot_be_published(serve):
     daemon = serve(gated=True)
     with djinn.Session("djinn-tiny", address=daemon.address) as session, daemon.client() as client:
         stream = session.stream(SYSTEM, max_tokens=2)
@@ -178,11 +178,11 @@ def test_the_next_engine_is_told_before_it_has_the_sessions(daemon):
         client.load("djinn-tiny")
         assert told(client) == ["public: 48 tokens before session 0"]
         client.unload("djinn-tiny")
-        assert client.withdraw_prefix(client.prefixes()[0].id) is False, "no engine has the model"
+        assert client.withdraw_prefix(client.prefixes()[0].id) is False, "no engine has the model loaded"
 
 
 @pytest.mark.parametrize("death", [signal.SIGTERM, signal.SIGKILL])
-def test_the_next_daemon_has_them(daemon, death):
+def test_the_next_daemon_has_the_prefixes(daemon, death):
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
         session.generate(SYSTEM, max_tokens=1)
         kept, gone = client.publish_prefix(session.id), client.publish_prefix(session.id, PAGE_SIZE)
@@ -199,7 +199,7 @@ def test_the_next_daemon_has_them(daemon, death):
 
 
 @only_root
-def test_only_an_administrator_may(serve):
+def test_only_an_administrator_may_publish(serve):
     daemon = serve()
     open_to_all(daemon.folder, daemon.address)
     with as_user():

@@ -9,7 +9,7 @@ from djinnd.server.python import python_module
 
 
 @pytest.mark.parametrize("name", ["djinnd.engine", "djinnd.engine.nursery"])
-def test_what_lies_in_the_working_directory_is_not_imported(name: str, tmp_path: Path) -> None:
+def test_modules_in_the_working_directory_are_not_imported(name: str, tmp_path: Path) -> None:
     for library in ("argparse", "click", "msgspec", "logging"):
         (tmp_path / f"{library}.py").write_text("raise SystemExit('of the working directory')\n")
     ended = subprocess.run(python_module(name, "--help"), cwd=tmp_path, capture_output=True, text=True, timeout=60)

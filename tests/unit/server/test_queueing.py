@@ -20,15 +20,15 @@ def test_a_request_has_its_place_until_it_starts_or_ends():
         with pytest.raises(Busy), queue.place(1, 0.0):
             pytest.fail("a third")
         first.started(0.5)
-        first.started(0.6)  # an engine that says it twice
+        first.started(0.6)  # an engine that reports it twice
         assert len(queue) == 1
         with queue.place(1, 1.0):
             assert len(queue) == 2
-        assert len(queue) == 1, "it ended without having started"
+        assert len(queue) == 1, "a request that ended without a start must leave"
     assert len(queue) == 0
 
 
-def test_who_is_refused_is_told_the_figures():
+def test_a_refused_request_gets_the_figures():
     queue = Queue(3, at=0.0)
     with ExitStack() as stack:
         fill(stack, queue, 1, 3)
@@ -37,9 +37,9 @@ def test_who_is_refused_is_told_the_figures():
     assert busy.value.data == {"waiting": 3, "own": 3, "limit": 3, "retry_s": 30.0}
 
 
-def test_when_to_try_again_follows_from_the_rate_at_which_requests_start():
+def test_the_time_to_try_again_follows_from_the_rate_of_starts():
     queue = Queue(100, at=0.0)
-    for tick in range(1000):  # 10 a second
+    for tick in range(1000):  # 10 per second
         with queue.place(1, tick / 10) as place:
             place.started(tick / 10)
     with ExitStack() as stack:
@@ -50,12 +50,12 @@ def test_when_to_try_again_follows_from_the_rate_at_which_requests_start():
                 fill(stack, queue, 1, 1, at)
             return busy.value.data["retry_s"]
 
-        assert retry_s(100.0) == pytest.approx(5.0, rel=0.05), "half of them have started then"
-        assert retry_s(110.0) == pytest.approx(5.0 * 2.718, rel=0.05), "nothing starts any more"
+        assert retry_s(100.0) == pytest.approx(5.0, rel=0.05), "half of the queue has started then"
+        assert retry_s(110.0) == pytest.approx(5.0 * 2.718, rel=0.05), "no request starts any more"
         assert retry_s(500.0) == 30.0
 
 
-def test_a_queue_of_somebody_else_s_requests_is_not_full():
+def test_a_queue_of_another_user_s_requests_is_not_full():
     queue = Queue(8, at=0.0)
     with ExitStack() as stack:
         fill(stack, queue, 1, 8)
@@ -64,13 +64,13 @@ def test_a_queue_of_somebody_else_s_requests_is_not_full():
             fill(stack, queue, 2, 1)
         with pytest.raises(Busy):
             fill(stack, queue, 1, 1)
-        fill(stack, queue, 3, 3)  # 8 / 3, and one more has begun
+        fill(stack, queue, 3, 3)  # 8 / 3, and one more is admitted
         with pytest.raises(Busy):
             fill(stack, queue, 3, 1)
         assert len(queue) == 15
 
 
-def test_what_waits_is_bounded_however_many_users_there_are():
+def test_the_number_of_waiting_requests_is_bounded_for_any_number_of_users():
     queue = Queue(16, at=0.0)
     with ExitStack() as stack:
         for user in range(50):
@@ -82,7 +82,7 @@ def test_what_waits_is_bounded_however_many_users_there_are():
         assert len(queue) == sum(math.ceil(16 / users) for users in range(1, 51))
 
 
-def test_a_larger_or_smaller_queue_holds_at_once():
+def test_a_new_size_of_the_queue_applies_at_once():
     queue = Queue(1, at=0.0)
     with ExitStack() as stack:
         fill(stack, queue, 1, 1)

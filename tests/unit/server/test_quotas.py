@@ -35,20 +35,20 @@ def refused(check, *arguments):
 # --- which rule -----------------------------------------------------------------------------------------------------
 
 
-def test_the_first_rule_that_matches():
+def test_the_first_matching_rule_applies():
     table = quotas(
         two=Quota(users=(2,)), ten=Quota(groups=(10, 11)), either=Quota(users=(3,), groups=(20,)), rest=Quota()
     )
     assert [table.tenant(user, 0.0).rule.name for user in (1, 2, 3, 4)] == ["ten", "two", "either", "rest"]
 
 
-def test_names_that_tokens_stand_for():
+def test_rules_for_names_of_tokens():
     table = quotas(robots=Quota(users=("ci", 2)), ten=Quota(groups=(10,)), rest=Quota())
     names = [table.tenant(user, 0.0).rule.name for user in (number_of("ci"), 2, number_of("other"), 1)]
     assert names == ["robots", "robots", "rest", "ten"]
 
 
-def test_whom_no_rule_matches_may_have_all():
+def test_a_user_without_a_rule_has_no_limit():
     nobody = quotas(ten=Quota(groups=(10,), sessions=0)).tenant(3, 0.0)
     nobody.expect_session(10**6, "interactive")
     nobody.charge(10**12, 0.0)
@@ -56,7 +56,7 @@ def test_whom_no_rule_matches_may_have_all():
     assert nobody.rule.name == "" and nobody.limits == TenantLimits(3)
 
 
-def test_groups_are_asked_for_only_where_a_rule_wants_them():
+def test_groups_are_looked_up_only_if_a_rule_needs_them():
     def never(user, default):
         pytest.fail("it may be far away")
 
@@ -66,13 +66,13 @@ def test_groups_are_asked_for_only_where_a_rule_wants_them():
     assert [table.tenant(5, 0.0).rule.name for _ in range(3)] == ["b"] * 3 and asked == [5]
 
 
-def test_groups_of_this_machine():
+def test_groups_of_this_machine_s_users():
     entry = pwd.getpwuid(os.getuid())
     assert entry.pw_gid in groups_of(os.getuid())
     assert groups_of(4_000_000_000) == ()
 
 
-def test_rules_that_changed_hold_for_who_is_there():
+def test_changed_rules_apply_to_existing_tenants():
     table = quotas(rest=Quota(tokens_per_s=10))
     mine, other = table.tenant(1, 0.0), table.tenant(2, 0.0)
     mine.charge(150, 0.0)
@@ -84,10 +84,10 @@ def test_rules_that_changed_hold_for_who_is_there():
     other.charge(10, 0.0)
     other.expect_tokens(0.0)
     other.charge(1, 0.0)
-    assert refused(other.expect_tokens, 0.0).data["retry_s"] == 1.0, "what was there stays, as far as it fits"
+    assert refused(other.expect_tokens, 0.0).data["retry_s"] == 1.0, "the level stays, up to the new size"
 
 
-def test_engines_are_told_what_is_theirs():
+def test_engines_get_the_tenant_s_limits():
     limited = tenant(7, weight=0.5, device_kv=1, host_kv=2, disk_kv=0, sessions=3)
     assert limited.limits == TenantLimits(7, 0.5, 1, 2, 0)
 
@@ -95,7 +95,7 @@ def test_engines_are_told_what_is_theirs():
 # --- sessions and classes -------------------------------------------------------------------------------------------
 
 
-def test_as_many_sessions_as_the_rule_says():
+def test_sessions_are_limited_by_the_rule():
     limited = tenant(sessions=4)
     limited.expect_session(3, "agent")
     error = refused(limited.expect_session, 4, "agent")
@@ -108,7 +108,7 @@ def test_as_many_sessions_as_the_rule_says():
     ("highest", "allowed"),
     [("interactive", ["interactive", "agent", "batch"]), ("agent", ["agent", "batch"]), ("batch", ["batch"])],
 )
-def test_no_class_above_the_highest(highest, allowed):
+def test_classes_above_the_highest_are_refused(highest, allowed):
     limited = tenant(highest_class=highest)
     for name in ("interactive", "agent", "batch"):
         if name in allowed:
@@ -122,10 +122,10 @@ def test_no_class_above_the_highest(highest, allowed):
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_a_second():
+def test_tokens_per_second_are_limited():
     limited = tenant(tokens_per_s=100)
     limited.expect_tokens(0.0)
-    limited.charge(1000, 0.0)  # ten seconds of them
+    limited.charge(1000, 0.0)  # ten seconds' worth
     limited.expect_tokens(0.0)
     limited.charge(250, 0.0)
     error = refused(limited.expect_tokens, 1.0)
@@ -143,7 +143,7 @@ def test_tokens_a_second():
 
 
 @given(st.floats(0.001, 1e6), st.integers(1, 10**9))
-def test_who_comes_when_told_is_let_in(rate, tokens):
+def test_a_tenant_that_comes_at_retry_s_is_admitted(rate, tokens):
     limited = tenant(tokens_per_s=rate)
     limited.charge(tokens, 0.0)
     try:
@@ -155,7 +155,7 @@ def test_who_comes_when_told_is_let_in(rate, tokens):
 # --- use ------------------------------------------------------------------------------------------------------------
 
 
-def test_use():
+def test_use_reports_all_quotas():
     limited = tenant(sessions=9, tokens_per_s=5, host_kv=100)
     limited.charge(20, 0.0)
     use = limited.use(2, 1024, TenantUse(1, 10, 20, 30), [ResourceUse("other", 1, 2)], 2.0)
@@ -165,12 +165,12 @@ def test_use():
     assert (use.disk_kv, use.disk_kv_limit) == (30, None)
     assert use.resources[-1] == ResourceUse("other", 1, 2)
     assert use.tokens_per_s == pytest.approx(10 * 0.9, rel=0.05) and use.tokens_per_s_limit == 5
-    assert limited.use(0, 4, None, [], 0.0).sessions_limit == 4, "nobody may have more"
+    assert limited.use(0, 4, None, [], 0.0).sessions_limit == 4, "the limit of all users applies"
     assert tenant().use(0, 4, None, [], 0.0).sessions_limit == 4
 
 
 @pytest.mark.parametrize("name", ["host_kv", "disk_kv"])
-def test_a_tenant_asks_for_no_larger_tiers_than_its_pages_may_have(name):
+def test_a_tenant_cannot_request_larger_tiers_than_its_quota(name):
     def asked(nbytes):
         return (nbytes, None) if name == "host_kv" else (None, nbytes)
 

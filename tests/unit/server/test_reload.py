@@ -1,4 +1,4 @@
-"""SIGHUP: what of the configuration is followed at once, and what engines, clients and systemd hear of it."""
+"""SIGHUP: which settings apply at once, and what engines, clients and systemd are told."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.served import Served, Wire, engines_of, wait_for
 MODEL = "djinn-tiny"
 
 
-def test_quotas_hold_for_the_next_call_and_engines_are_told(serve):
+def test_quotas_apply_to_the_next_call_and_engines_are_told(serve):
     daemon = serve()
     with djinn.Session(MODEL, address=daemon.address) as session, daemon.client() as client:
         daemon.reload(quotas={"few": {"sessions": 1, "disk_kv": "1MiB", "host_kv": "none"}})
         (use,) = client.quotas()
         assert (use.rule, use.sessions, use.sessions_limit, use.disk_kv_limit) == ("few", 1, 1, 1 << 20)
-        assert use.disk_kv == 1 << 20, "the script's way to say what it was told"
+        assert use.disk_kv == 1 << 20, "the scripted engine reports the limit it was given"
         with pytest.raises(djinn.QuotaExceeded, match=r"quotas\.few\.sessions is 1"):
             djinn.Session(MODEL, address=daemon.address)
         daemon.reload(quotas={})
@@ -42,7 +42,7 @@ def test_a_new_engine_is_told_before_it_gets_the_tenant_s_sessions(serve):
         assert client.quotas()[0].disk_kv == 1 << 20
 
 
-def test_what_is_wrong_is_logged_with_its_line_and_changes_nothing(serve):
+def test_faults_are_logged_with_their_lines_and_change_nothing(serve):
     daemon = serve(quotas={"few": {"sessions": 1}})
     file = daemon.folder / "djinnd.yaml"
     lines = file.read_text().splitlines()
@@ -58,7 +58,7 @@ def test_what_is_wrong_is_logged_with_its_line_and_changes_nothing(serve):
             djinn.Session(MODEL, address=daemon.address)
 
 
-def test_what_waits_for_a_restart_is_named_and_no_more_than_that(serve):
+def test_settings_that_wait_for_a_restart_are_named_and_no_others(serve):
     daemon = serve()
     daemon.reload(memory="2GiB", limits={"requests_per_connection": 0x7FFF}, metrics="/nowhere/at/all")
     assert "djinnd_reloaded changed=limits at_restart=memory,metrics" in daemon.log
@@ -68,7 +68,7 @@ def test_what_waits_for_a_restart_is_named_and_no_more_than_that(serve):
     assert "djinnd_reloaded changed=nothing at_restart=memory,metrics" in daemon.log
 
 
-def test_limits_hold_for_who_is_connected(serve):
+def test_limits_apply_to_connected_clients(serve):
     daemon = serve()
     with Wire(daemon.address) as wire, daemon.client() as client:
         client.load(MODEL)
@@ -80,7 +80,7 @@ def test_limits_hold_for_who_is_connected(serve):
 
 
 @only_root
-def test_who_is_an_administrator_now(serve):
+def test_administrators_change_at_once(serve):
     daemon = serve()
     open_to_all(daemon.folder, daemon.address)
     with as_user():
@@ -93,7 +93,7 @@ def test_who_is_an_administrator_now(serve):
         assert [use.user for use in wire.ask(GetQuotas(id=3)).quotas] == [NOBODY]
 
 
-def test_what_systemd_hears(folder):
+def test_systemd_hears_of_a_reload(folder):
     daemon = Served(folder)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(str(folder / "notify"))
@@ -101,14 +101,14 @@ def test_what_systemd_hears(folder):
         daemon.environ["NOTIFY_SOCKET"] = str(folder / "notify")
 
         def told():
-            """The next that is no beat."""
+            """The next message that is no heartbeat."""
             while b"WATCHDOG=1" in (message := heard.recv(4096)):
                 pass
             return message.decode().split("\n")
 
         with daemon:
             assert told() == ["READY=1"]
-            (folder / "djinnd.yaml").write_text("nonsense")  # it goes on serving, whatever it finds
+            (folder / "djinnd.yaml").write_text("nonsense")  # it serves on, whatever the file contains
             daemon.signal(signal.SIGHUP)
             reloading, since = told()
             assert reloading == "RELOADING=1" and int(since.removeprefix("MONOTONIC_USEC=")) > 0
@@ -117,7 +117,7 @@ def test_what_systemd_hears(folder):
             assert told() == ["STOPPING=1"]
 
 
-def test_a_signal_that_comes_before_it_is_ready_waits(serve):
+def test_a_signal_before_it_is_ready_waits(serve):
     daemon = serve(Script(on_start={"1": "hang"}))
     wait_for(lambda: daemon.starts == 1)
     (engine,) = engines_of(daemon.process.pid)

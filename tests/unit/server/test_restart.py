@@ -1,5 +1,5 @@
-"""A daemon that succeeds itself, and what it finds then. The scripted engine asserts that what it is told is complete
-has the bytes that an engine before it wrote."""
+"""A daemon that restarts, and what its successor finds. The scripted engine asserts that complete weights have the
+bytes that an earlier engine wrote."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def starts(daemon):
 
 
 def restart(daemon, warm=True):
-    """Returns when the successor's engine is ready."""
+    """Restarts the daemon; returns when the successor's engine is ready."""
     before = starts(daemon)
     wait_for(lambda: daemon.log.count("djinnd_ready") == before)
     with daemon.client() as client:
@@ -48,7 +48,7 @@ def test_a_warm_restart_keeps_process_socket_and_blocks_and_loads_the_models_aga
     with Wire(daemon.address) as wire:
         kept = wire.ask(OpenSession(id=2, model="djinn-tiny")).session.id
         assert wire.ask(Restart(id=1, warm=True)) == Done(id=1)
-        assert wire.reply() is None, "the connection is closed, after the answer"
+        assert wire.reply() is None, "the connection must be closed after the reply"
         with daemon.client() as client:  # waits in the queue of the same socket
             wait_for(lambda: client.status().state == "ready")
             told = []
@@ -64,7 +64,7 @@ def test_a_warm_restart_keeps_process_socket_and_blocks_and_loads_the_models_aga
     assert (starts(daemon), daemon.log.count("arena_adopted")) == (2, 1)
 
 
-def test_a_warm_restart_keeps_pages_which_the_engine_has_brought_to_where_they_are_found(serve):
+def test_a_warm_restart_keeps_pages_that_the_engine_has_saved(serve):
     daemon = serve(Script(pages=1 << 16))
     djinn.load("djinn-tiny", address=daemon.address)
     with daemon.client() as client:
@@ -76,13 +76,13 @@ def test_a_warm_restart_keeps_pages_which_the_engine_has_brought_to_where_they_a
     assert daemon.log.count("arena_adopted") == 2
 
 
-def test_who_signals_twice_does_not_wait_for_pages_to_be_brought_down(serve):
+def test_a_second_signal_ends_the_wait_for_pages(serve):
     daemon = serve(Script(on_shutdown="hang"), limits={"shutdown_grace": "1h"})
     with daemon.client() as client:
         client.load("djinn-tiny")
         client.restart(warm=True)
     wait_for(lambda: "djinnd_draining" in daemon.log)
-    for _ in range(2):  # it is to stop, and at once
+    for _ in range(2):  # stop, and at once
         daemon.signal(signal.SIGTERM)
         wait_for(lambda: "restart_given_up" in daemon.log)
     assert daemon.process.wait(30) == 0
@@ -91,14 +91,14 @@ def test_who_signals_twice_does_not_wait_for_pages_to_be_brought_down(serve):
 
 @pytest.mark.parametrize("nursery", ["", "tests.support.nursery"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_restart_does_not_wait_for_an_engine_that_has_nothing_more_to_do(serve, warm, nursery):
+def test_a_restart_does_not_wait_for_a_finished_engine(serve, warm, nursery):
     daemon = serve(Script(on_shutdown="linger", pages=1 << 16), limits={"shutdown_grace": "1h"}, nursery=nursery)
     djinn.load("djinn-tiny", address=daemon.address)
     with daemon.client() as client:
         wait_for(lambda: "pages: new" in str(client.models()[0].notes))
         first = client.status().devices[0].pid
     restart(daemon, warm)
-    assert not os.path.exists(f"/proc/{first}"), "it was killed and reaped, and then the next one began"
+    assert not os.path.exists(f"/proc/{first}"), "it must be killed and reaped before the next one starts"
     with daemon.client() as client:
         client.load("djinn-tiny")
         wait_for(lambda: f"pages: {'kept' if warm else 'new'}" in str(client.models()[0].notes))
@@ -106,11 +106,11 @@ def test_a_restart_does_not_wait_for_an_engine_that_has_nothing_more_to_do(serve
         wait_for(lambda: client.status().connections == 1)
         daemon.signal(signal.SIGTERM)
         wait_for(lambda: daemon.log.count("djinnd_draining") == 2)
-        daemon.signal(signal.SIGTERM)  # this one is not waited for
+        daemon.signal(signal.SIGTERM)  # the shutdown does not wait for this one
 
 
-def test_sessions_are_attached_to_while_the_last_engine_ends(serve, folder):
-    """A process that sleeps stands for an engine whose memory the kernel is still taking back."""
+def test_clients_attach_to_sessions_while_the_last_engine_ends(serve, folder):
+    """A sleeping process stands for an engine while the kernel frees its memory."""
     daemon = serve()
     with djinn.Session("djinn-tiny", address=daemon.address) as session:
         session.generate([5], max_tokens=2)
@@ -129,7 +129,7 @@ def test_sessions_are_attached_to_while_the_last_engine_ends(serve, folder):
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log) as process,
         ExitStack() as stack,
     ):
-        stack.callback(process.kill)  # where an assertion fails
+        stack.callback(process.kill)  # if an assertion fails
         sleeper = int(process.stdout.readline())
         wait_for(lambda: is_listening(daemon.address))
         attached = djinn.attach(session.id, address=daemon.address)
@@ -143,7 +143,7 @@ def test_sessions_are_attached_to_while_the_last_engine_ends(serve, folder):
         assert process.wait(60) == 0
 
 
-def test_a_daemon_that_is_stopped_meanwhile_leaves_nothing_of_the_last_engine(serve):
+def test_a_daemon_that_is_stopped_meanwhile_leaves_no_last_engine(serve):
     daemon = serve(Script(on_shutdown="linger"), limits={"shutdown_grace": "1h"})
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -153,7 +153,7 @@ def test_a_daemon_that_is_stopped_meanwhile_leaves_nothing_of_the_last_engine(se
     assert daemon.left_behind() == []
 
 
-def test_who_is_stopped_when_all_is_left_for_a_successor_is_stopped_as_that(folder):
+def test_a_signal_after_all_is_left_for_a_successor_stops_the_successor(folder):
     daemon = Served(folder)
     code = (
         "import os, pathlib, signal, sys; from djinnd.server.models import Models; close = Models.close\n"
@@ -176,7 +176,7 @@ def test_who_is_stopped_when_all_is_left_for_a_successor_is_stopped_as_that(fold
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_configuration_that_no_daemon_could_start_with_is_refused_and_this_one_goes_on(serve, warm):
+def test_a_restart_with_an_invalid_configuration_is_refused_and_the_daemon_goes_on(serve, warm):
     daemon = serve()
     file = daemon.folder / "djinnd.yaml"
     lines = file.read_text().splitlines()
@@ -199,7 +199,7 @@ def test_a_cold_restart_keeps_no_blocks(serve):
     assert "arena_adopted" not in daemon.log
 
 
-def test_restarts_one_after_the_other(serve):
+def test_several_restarts_one_after_another(serve):
     daemon = serve()
     djinn.load("djinn-tiny", address=daemon.address)
     for _ in range(4):
@@ -214,7 +214,7 @@ def test_restarts_one_after_the_other(serve):
     assert len(fds) < 32, "descriptors pile up"
 
 
-def test_what_runs_may_finish_before_a_restart_and_nothing_new_begins(serve):
+def test_requests_under_way_may_finish_before_a_restart_and_new_ones_are_refused(serve):
     daemon = serve(gated=True)
     with Wire(daemon.address) as wire, Wire(daemon.address) as admin:
         session = wire.ask(OpenSession(id=1, model="djinn-tiny"))
@@ -252,8 +252,8 @@ def test_a_signal_while_it_drains_for_a_restart_makes_it_a_stop(serve, warm):
     assert daemon.left_behind() == []
 
 
-def test_a_signal_that_comes_between_the_two_is_the_successor_s(folder):
-    """It is blocked from the moment at which the first has no ear for it; here it comes just before the exec."""
+def test_a_signal_between_daemon_and_successor_reaches_the_successor(folder):
+    """It is blocked as soon as the daemon no longer handles it. Here it comes just before the exec."""
     daemon = Served(folder)
     code = (
         "import os, signal, sys; sys.argv = sys.argv[1:]\n"
@@ -273,7 +273,7 @@ def test_a_signal_that_comes_between_the_two_is_the_successor_s(folder):
         daemon.process = subprocess.Popen(command, cwd=ROOT, stderr=log, stdout=log)
     wait_for(lambda: is_listening(daemon.address))
     with ExitStack() as stack:
-        stack.callback(daemon.process.kill)  # where an assertion fails
+        stack.callback(daemon.process.kill)  # if an assertion fails
         with daemon.client() as client:
             client.load("djinn-tiny")
             client.restart(warm=True)
@@ -283,10 +283,11 @@ def test_a_signal_that_comes_between_the_two_is_the_successor_s(folder):
 
 
 def test_no_other_thread_takes_a_signal(serve):
-    """One that has been joined may not quite have ended when the signal comes, and would end the process."""
+    """A thread that has been joined may not quite have ended when the signal comes. The signal would end the
+    process."""
     daemon = serve()
     with daemon.client() as client:
-        client.load("djinn-tiny")  # has had work done aside
+        client.load("djinn-tiny")  # starts worker threads
     tasks = {
         int(task.name): (task / "status").read_text() for task in Path(f"/proc/{daemon.process.pid}/task").iterdir()
     }
@@ -309,7 +310,7 @@ def test_only_an_administrator_may_restart(serve, folder):
     assert starts(daemon) == 1
 
 
-def test_what_systemd_hears_of_a_restart_and_its_socket_stays(folder):
+def test_systemd_hears_of_a_restart_and_its_socket_stays(folder):
     """sd_notify(3): RELOADING with the time, then READY, and no STOPPING; LISTEN_FDS as at the first start."""
     path, notify = str(folder / "systemd.sock"), str(folder / "notify")
     daemon = Served(folder)
@@ -333,7 +334,7 @@ def test_what_systemd_hears_of_a_restart_and_its_socket_stays(folder):
 
         environ = os.environ | {"NOTIFY_SOCKET": notify}
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, env=environ) as process, ExitStack() as stack:
-            stack.callback(process.kill)  # where an assertion fails
+            stack.callback(process.kill)  # if an assertion fails
             assert until("READY=1") == ["READY=1"]
             with Client(path) as client:
                 client.load("djinn-tiny")
@@ -348,10 +349,10 @@ def test_what_systemd_hears_of_a_restart_and_its_socket_stays(folder):
             assert until("STOPPING=1") == ["STOPPING=1"]
             process.communicate(timeout=30)
             assert process.returncode == 0
-    assert os.path.exists(path), "systemd's"
+    assert os.path.exists(path), "the file belongs to systemd"
 
 
-# --- models that come back, and such that do not ---------------------------------------------------------------------
+# --- models that come back, and models that do not --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -362,7 +363,7 @@ def checkpoint(folder):
     return path
 
 
-def test_a_model_that_its_caller_named_comes_back_too(serve, checkpoint):
+def test_a_model_named_by_a_client_comes_back(serve, checkpoint):
     daemon = serve()
     djinn.load(str(checkpoint), address=daemon.address)
     restart(daemon)
@@ -371,7 +372,7 @@ def test_a_model_that_its_caller_named_comes_back_too(serve, checkpoint):
         assert {model.name: model.state for model in client.models()}[str(checkpoint)] == "ready"
 
 
-def test_blocks_of_a_checkpoint_that_is_gone_are_removed_and_why_is_said(serve, checkpoint):
+def test_weights_of_a_missing_checkpoint_are_removed_and_the_reason_is_logged(serve, checkpoint):
     daemon = serve()
     djinn.load(str(checkpoint), address=daemon.address)
     shutil.rmtree(checkpoint)
@@ -382,7 +383,7 @@ def test_blocks_of_a_checkpoint_that_is_gone_are_removed_and_why_is_said(serve, 
     assert djinn.status(check=True, address=daemon.address).integrity == []
 
 
-def test_blocks_of_a_model_that_is_not_configured_any_more_are_removed(serve, checkpoint):
+def test_weights_of_a_model_that_is_no_longer_configured_are_removed(serve, checkpoint):
     daemon = serve(models={"mine": {"path": str(checkpoint)}})
     djinn.load("mine", address=daemon.address)
     daemon._config["models"] = {}
@@ -392,7 +393,7 @@ def test_blocks_of_a_model_that_is_not_configured_any_more_are_removed(serve, ch
     wait_for(lambda: daemon.arena() == [])
 
 
-def test_blocks_that_two_engines_die_over_are_removed_with_their_model(serve):
+def test_weights_that_two_engines_died_over_are_removed_with_their_model(serve):
     daemon = serve()
     djinn.load("djinn-tiny", address=daemon.address)
     daemon.script.on_load = {"djinn-tiny": "die"}
@@ -407,7 +408,7 @@ def test_blocks_that_two_engines_die_over_are_removed_with_their_model(serve):
 # --- keep_host: false ------------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_a_model_does_not_need_on_the_host_are_given_back(serve):
+def test_weights_that_a_model_does_not_need_on_the_host_are_freed(serve):
     daemon = serve(Script(keep_host=False))
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
         wait_for(lambda: daemon.arena() == [])
@@ -416,8 +417,8 @@ def test_blocks_that_a_model_does_not_need_on_the_host_are_given_back(serve):
         assert session.generate([5], max_tokens=2).token_ids == [2, 3]
 
 
-def test_without_blocks_on_the_host_the_next_engine_reads_the_checkpoint_again(serve):
-    """The grant of the new engine and what is left to do for the old one keep their order."""
+def test_without_weights_on_the_host_the_next_engine_reads_the_checkpoint_again(serve):
+    """The grant for the new engine and the release for the old one keep their order."""
     daemon = serve(Script(keep_host=False))
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
         session.generate([5], max_tokens=2)
@@ -431,7 +432,7 @@ def test_without_blocks_on_the_host_the_next_engine_reads_the_checkpoint_again(s
         assert client.status(check=True).integrity == []
 
 
-def test_after_a_warm_restart_such_a_model_is_loaded_when_it_is_asked_for(serve):
+def test_after_a_warm_restart_such_a_model_is_loaded_on_demand(serve):
     daemon = serve(Script(keep_host=False))
     djinn.load("djinn-tiny", address=daemon.address)
     wait_for(lambda: daemon.arena() == [])

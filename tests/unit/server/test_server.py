@@ -1,4 +1,4 @@
-"""The life of the daemon: start, drain, stop; and what systemd hears of it."""
+"""The life of the daemon: start, drain, stop; and what systemd is told."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.served import ROOT, Served, Wire, is_listening, is_running, w
 
 
 def running_generation(daemon, wire, max_tokens, **fields):
-    """A session in whose Generate the first token has come."""
+    """A session with a Generate that has brought its first token."""
     session = wire.ask(OpenSession(id=1, model="djinn-tiny"))
     while not hasattr(session, "session"):
         session = wire.reply()
@@ -50,7 +50,7 @@ def test_an_idle_daemon_stops_at_once_and_leaves_nothing(serve, number):
             client.ping()
 
 
-def test_draining_lets_what_runs_finish_and_takes_nothing_new(serve):
+def test_draining_lets_running_requests_finish_and_refuses_new_ones(serve):
     daemon = serve(gated=True)
     with Wire(daemon.address) as wire:
         session = running_generation(daemon, wire, max_tokens=3)
@@ -68,7 +68,7 @@ def test_draining_lets_what_runs_finish_and_takes_nothing_new(serve):
     assert daemon.process.wait(30) == 0
 
 
-def test_what_does_not_finish_in_time_is_cancelled_and_told_so(serve):
+def test_requests_that_do_not_finish_in_time_are_cancelled(serve):
     daemon = serve(gated=True, limits={"shutdown_grace": "100ms"})
     with Wire(daemon.address) as wire:
         running_generation(daemon, wire, max_tokens=100)
@@ -79,7 +79,7 @@ def test_what_does_not_finish_in_time_is_cancelled_and_told_so(serve):
 
 
 def test_a_second_signal_ends_everything_now(serve):
-    """Even an engine that does not answer."""
+    """Also an engine that does not answer."""
     daemon = serve(Script(on_token={"5": "hang"}), limits={"shutdown_grace": "1h"})
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -105,11 +105,11 @@ def test_a_daemon_that_is_stopped_while_its_engine_starts(serve):
     assert daemon.process.wait(30) == 0
 
 
-def test_a_device_that_is_refused_ends_the_start_with_an_error(folder):
+def test_a_refused_device_ends_the_start_with_an_error(folder):
     daemon = Served(folder, Script(on_start={"every": "refuse"}))
     daemon.start()
     assert daemon.process.wait(30) != 0
-    assert daemon.starts == 1, "it was tried again, which would not help"
+    assert daemon.starts == 1, "another try would not help"
     assert "StartError: no engine, because the engine ended with status 3" in daemon.log
     assert daemon.left_behind() == []
 
@@ -125,7 +125,7 @@ def test_a_second_daemon_at_the_same_socket_is_refused_and_the_first_goes_on(ser
         client.ping()
 
 
-def test_what_a_killed_daemon_left_is_adopted_by_the_next(folder):
+def test_objects_of_a_killed_daemon_are_adopted_by_the_next(folder):
     daemon = Served(folder).__enter__()
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -141,10 +141,10 @@ def test_what_a_killed_daemon_left_is_adopted_by_the_next(folder):
         assert os.path.exists(f"/dev/shm/{arena[0]}") and daemon.arena() == []
         assert client.status(check=True).integrity == []
         client.unload("djinn-tiny")
-        assert not os.path.exists(f"/dev/shm/{arena[0]}"), "it is this daemon's to remove"
+        assert not os.path.exists(f"/dev/shm/{arena[0]}"), "this daemon must remove it"
 
 
-def test_what_systemd_hears(folder):
+def test_systemd_hears_of_start_and_stop(folder):
     address = str(folder / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(address)
@@ -161,8 +161,8 @@ def test_what_systemd_hears(folder):
                 heard.append(listener.recv(1000).decode())
 
 
-def test_a_socket_that_systemd_made(folder):
-    """Its file is systemd's: it stays when the daemon goes."""
+def test_a_socket_from_systemd(folder):
+    """Its file belongs to systemd and stays when the daemon ends."""
     path = str(folder / "systemd.sock")
     daemon = Served(folder)
     daemon.script.marks = str(folder / "marks")

@@ -42,7 +42,7 @@ class FakeCall:
 
 @pytest.fixture
 def table():
-    """A table and the sessions that it has closed, with limits of this."""
+    """Makes a table with these limits, and a list of the sessions that it has closed."""
 
     def make(quotas=UNLIMITED, **limits):
         closed = []
@@ -51,7 +51,7 @@ def table():
     return make
 
 
-def test_a_session_is_its_owner_s_and_the_administrator_s(table):
+def test_a_session_is_visible_to_its_owner_and_administrators(table):
     sessions, _ = table()
     owner = FakeClient(1)
     session = sessions.open(owner, "m", "agent")
@@ -62,7 +62,7 @@ def test_a_session_is_its_owner_s_and_the_administrator_s(table):
     assert sessions.visible(FakeClient(2)) == []
 
 
-def test_another_user_s_session_and_none_give_the_same_answer(table):
+def test_another_user_s_session_and_an_unknown_one_give_the_same_error(table):
     sessions, _ = table()
     session = sessions.open(FakeClient(1), "m", "agent")
     answers = []
@@ -73,7 +73,7 @@ def test_another_user_s_session_and_none_give_the_same_answer(table):
     assert answers[0] == answers[1]
 
 
-def test_ids_are_not_to_be_guessed(table):
+def test_ids_cannot_be_guessed(table):
     sessions, _ = table(sessions_per_user=500)
     ids = {sessions.open(FakeClient(1), "m", "batch").id for _ in range(500)}
     assert len(ids) == 500 and {len(name) for name in ids} == {16}
@@ -93,7 +93,7 @@ def test_limits_of_a_user_and_of_all(table):
     assert len(sessions) == 3
 
 
-def test_quotas_hold_for_sessions_and_forks_of_the_users_that_they_are_of(table):
+def test_quotas_apply_to_sessions_and_forks_of_their_users(table):
     rule = Quota(users=(1,), sessions=2, highest_class="agent")
     sessions, _ = table(Quotas({"few": rule}, lambda user: ()))
     limited, free = FakeClient(1), FakeClient(2)
@@ -113,7 +113,7 @@ def test_quotas_hold_for_sessions_and_forks_of_the_users_that_they_are_of(table)
     sessions.open(limited, "m", "agent")
 
 
-def test_one_call_at_a_time_and_the_session_is_free_after_it_also_when_it_fails(table):
+def test_a_session_has_one_call_at_a_time_and_is_free_after_a_failure(table):
     sessions, _ = table()
     session = sessions.open(FakeClient(), "m", "agent")
     with suppress(ZeroDivisionError), session.in_use(FakeCall()):
@@ -125,7 +125,7 @@ def test_one_call_at_a_time_and_the_session_is_free_after_it_also_when_it_fails(
     session.expect_idle()
 
 
-def test_closing_cancels_the_call_and_is_told_once(table):
+def test_closing_cancels_the_call_and_is_reported_once(table):
     sessions, closed = table()
     session = sessions.open(FakeClient(), "m", "agent")
     call = FakeCall()
@@ -155,7 +155,7 @@ def test_a_session_outlives_its_last_connection_for_the_grace_time_only(table):
         sessions.detach(two)
         assert session.grace is not None
         sessions.attach(session, one)
-        assert session.grace is None, "somebody came back in time"
+        assert session.grace is None, "a client came back in time"
         sessions.detach(one)
         sessions.detach(one)
         async with asyncio.timeout(60):
@@ -178,7 +178,7 @@ def test_closing_a_session_ends_its_grace_time(table):
     asyncio.run(play())
 
 
-def test_a_fork_has_its_parent_s_tokens_and_its_own_life(table):
+def test_a_fork_has_its_parent_s_tokens_and_is_independent(table):
     sessions, closed = table(sessions_per_user=3)
     owner = FakeClient(1)
     parent = sessions.open(owner, "m", "agent")
@@ -196,7 +196,7 @@ def test_a_fork_has_its_parent_s_tokens_and_its_own_life(table):
     assert closed == [parent] and len(sessions) == 2
 
 
-def test_who_works_is_not_forked_nor_who_is_another_user_s(table):
+def test_a_busy_session_and_another_user_s_cannot_be_forked(table):
     sessions, _ = table()
     parent = sessions.open(FakeClient(1), "m", "agent")
     with pytest.raises(SessionBusy), parent.in_use(FakeCall()):
@@ -212,7 +212,7 @@ def kept(name, **changes):
     return KeptSession(name, **fields | changes, tokens=array("I", [1, 2, 3]))
 
 
-def test_what_the_journal_has_begins_as_detached_and_counts(table):
+def test_restored_sessions_begin_as_detached_and_count(table):
     async def play():
         sessions, _ = table(sessions_per_user=2)
         sessions.restore([kept("a"), kept("b", used=time.time() + 900)], {}, {}, time.time())
@@ -221,7 +221,7 @@ def test_what_the_journal_has_begins_as_detached_and_counts(table):
         assert first.tokens == [1, 2, 3] and first.journalled == 3
         now = time.monotonic()
         assert 60 <= now - first.used < 89 and now - first.created >= 90
-        assert second.used <= now, "a clock that was set back"
+        assert second.used <= now, "the clock was set back"
         with pytest.raises(NotPermitted, match="you have 2 sessions"):
             sessions.open(owner, "m", "agent")
         assert first.grace is not None
@@ -232,7 +232,7 @@ def test_what_the_journal_has_begins_as_detached_and_counts(table):
     asyncio.run(play())
 
 
-def test_a_session_of_a_model_that_a_client_had_shared_is_no_other_model_s(table):
+def test_a_restored_session_of_a_shared_model_belongs_to_no_other_model(table):
     async def play():
         sessions, _ = table()
         sessions.restore([kept("a", shared=True)], {}, {}, time.time())
@@ -246,12 +246,12 @@ def test_a_session_of_a_model_that_a_client_had_shared_is_no_other_model_s(table
     asyncio.run(play())
 
 
-def test_of_the_detached_sessions_of_a_user_the_longest_unused_give_way(table):
+def test_the_longest_unused_detached_sessions_beyond_the_limit_are_closed(table):
     async def play():
         sessions, closed = table(detached_per_user=2)
         owner, stranger = FakeClient(1), FakeClient(2)
         mine = [sessions.open(owner, "m", "agent") for _ in range(4)]
-        kept = sessions.open(FakeClient(1), "m", "agent")  # over a connection of its own
+        kept = sessions.open(FakeClient(1), "m", "agent")  # over another connection
         theirs = sessions.open(stranger, "m", "agent")
         for used, session in zip((30.0, 10.0, 40.0, 20.0), mine, strict=True):
             session.used = used
@@ -261,9 +261,9 @@ def test_of_the_detached_sessions_of_a_user_the_longest_unused_give_way(table):
         late = FakeClient(1)
         sessions.attach(mine[0], late)
         sessions.detach(stranger)
-        assert len(closed) == 2, "nobody else's count"
+        assert len(closed) == 2, "another user's sessions do not count"
         sessions.detach(late)
-        assert len(closed) == 2, "two are not too many"
+        assert len(closed) == 2, "two are within the limit"
         last = sessions.open(late, "m", "agent")
         sessions.detach(late)
         assert closed[2:] == [mine[2]]
@@ -273,7 +273,7 @@ def test_of_the_detached_sessions_of_a_user_the_longest_unused_give_way(table):
     asyncio.run(play())
 
 
-def test_who_is_still_at_work_gives_way_last(table):
+def test_a_detached_session_with_a_call_is_closed_last(table):
     async def play():
         sessions, closed = table(detached_per_user=1)
         owner = FakeClient(1)
@@ -287,7 +287,7 @@ def test_who_is_still_at_work_gives_way_last(table):
     asyncio.run(play())
 
 
-def test_what_a_restart_has_left_is_not_counted_as_detached(table):
+def test_restored_sessions_do_not_count_as_detached(table):
     async def play():
         sessions, closed = table(detached_per_user=1)
         sessions.restore([kept(name) for name in "abc"], {}, {}, time.time())
@@ -314,7 +314,7 @@ def test_time_to_live_counts_from_the_last_use(table):
     asyncio.run(play())
 
 
-def test_time_to_live_that_is_given_later_holds(table, monkeypatch):
+def test_a_later_time_to_live_applies(table, monkeypatch):
     monkeypatch.setattr("djinnd.server.sessions._SWEEP", 0.001)
 
     async def play():
@@ -330,7 +330,7 @@ def test_time_to_live_that_is_given_later_holds(table, monkeypatch):
 
 
 class Noting(Journal):
-    """Of sessions by their ids."""
+    """A journal that records changes with their sessions' ids."""
 
     def __init__(self):
         super().__init__("")
@@ -359,7 +359,7 @@ def edit(number, first):
     return Edit(number, (Point("mlp", 1),), "scale", (Extent(first),))
 
 
-def test_what_becomes_of_edits_is_noted_and_so_is_from_where_kv_is_another(table):
+def test_changes_of_edits_are_journalled_and_set_the_first_position_that_is_due(table):
     sessions, _ = table()
     journal = sessions._journal = Noting()
     session = sessions.open(FakeClient(), "m", "agent")
@@ -397,9 +397,9 @@ def test_a_session_with_kv_of_a_client_is_not_in_the_journal_and_may_be_lost(tab
     session.add_edit(edit(2, 0), ["a"])
     session.end_edits([2], 0)
     session.tokens += [2, 3, 4]
-    assert session.fixed == 3, "the last one is always computed"
+    assert session.fixed == 3, "the last position is always computed"
     session.stopped(HitInfo(breakpoint=1, point="a", block=1, first=1, end=4, prompt_end=4))
-    assert session.fixed == 1, "what has stopped came behind the client's"
+    assert session.fixed == 1, "positions that stopped lie behind the client's KV"
     session.cut(1)
     assert session.fixed == 0
     fork = sessions.fork(session, client, None)
@@ -422,7 +422,7 @@ def edit_of(number, nbytes):
     return Edit(number, (Point("resid", 0),), "add", (Extent(0),), rows=1, values=bytes(nbytes))
 
 
-def test_a_user_is_charged_for_what_its_sessions_have_in_the_journal(table):
+def test_a_user_is_charged_for_the_journal_bytes_of_its_sessions(table):
     quotas = Quotas({}, lambda user: ())
     sessions, _ = table(quotas)
     one, other = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
@@ -445,7 +445,7 @@ def test_a_user_is_charged_for_what_its_sessions_have_in_the_journal(table):
     fork.cut(0)
     fork.tokens += [1]
     fork.charge_journal()
-    assert used(sessions, 1) == full, "what is closed is charged for nothing, whatever a run still does to it"
+    assert used(sessions, 1) == full, "a closed session is not charged, even if a run still changes it"
     one.end_edits([1], 0)
     assert used(sessions, 1) < full - 5000
     sessions.close(one)
@@ -479,7 +479,7 @@ def test_more_than_the_journal_has_room_for_is_refused_and_changes_nothing(table
     sessions.fork(sessions.open(FakeClient(2), "m", "agent"), FakeClient(2), None)
 
 
-def test_what_an_earlier_daemon_has_left_is_charged_also_beyond_the_limit(table):
+def test_restored_sessions_are_charged_beyond_the_limit(table):
     async def run():
         sessions, _ = table(Quotas({"few": Quota(journal_bytes=1000)}, lambda user: ()))
         sessions.restore([kept("a"), kept("b")], {}, {}, time.time())
@@ -495,7 +495,7 @@ def test_what_an_earlier_daemon_has_left_is_charged_also_beyond_the_limit(table)
     asyncio.run(run())
 
 
-def test_while_the_disk_is_nearly_full_who_has_most_is_refused(table, monkeypatch):
+def test_the_user_with_most_data_is_refused_on_a_nearly_full_disk(table, monkeypatch):
     sessions, _ = table(Quotas({}, lambda user: ()), journal_reserve=1 << 20)
     large, small = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
     large.add_edit(edit_of(1, 1 << 20), ["blocks.0"])
@@ -517,7 +517,7 @@ def kept_session(sessions, prompt=(1, 2, 3), key="", user=1):
     return session
 
 
-def test_kept_sessions_give_way_to_others(table):
+def test_kept_sessions_are_closed_to_make_room(table):
     sessions, closed = table(sessions_per_user=3)
     first, second = kept_session(sessions), kept_session(sessions)
     first.used, second.used = 2.0, 1.0
@@ -528,7 +528,7 @@ def test_kept_sessions_give_way_to_others(table):
         sessions.open(FakeClient(1), "m", "agent")
 
 
-def test_not_those_at_work_nor_another_user_s(table):
+def test_busy_sessions_and_those_of_other_users_are_not_closed_to_make_room(table):
     sessions, closed = table(sessions_per_user=1, sessions=2)
     kept_session(sessions, user=2)
     with kept_session(sessions).in_use(FakeCall()), pytest.raises(NotPermitted):
@@ -536,7 +536,7 @@ def test_not_those_at_work_nor_another_user_s(table):
     assert closed == []
 
 
-def test_the_longest_idle_of_too_many_goes(table):
+def test_the_longest_idle_kept_session_beyond_the_limit_is_closed(table):
     sessions, closed = table(conversations_per_user=2)
     first, second = kept_session(sessions), kept_session(sessions)
     first.used = 0.0
@@ -545,7 +545,7 @@ def test_the_longest_idle_of_too_many_goes(table):
     assert set(sessions.conversations) == {second, third}
 
 
-def test_a_kept_session_needs_nobody_to_be_attached():
+def test_a_kept_session_needs_no_client():
     async def play():
         sessions = SessionTable(Limits(session_grace=0, detached_per_user=1), UNLIMITED, closed.append, Journal(""))
         session, client = kept_session(sessions), FakeClient(1)
@@ -558,7 +558,7 @@ def test_a_kept_session_needs_nobody_to_be_attached():
     asyncio.run(play())
 
 
-def test_a_kept_session_ends_after_its_own_time():
+def test_a_kept_session_ends_after_its_own_time_to_live():
     async def play(ttl):
         limits = Limits(conversation_ttl=ttl, session_ttl=0)
         sessions = SessionTable(limits, UNLIMITED, lambda _: None, Journal(""))

@@ -1,4 +1,4 @@
-"""What a client has handed over, on this daemon's side; and who may use it."""
+"""A shared model on the daemon's side, and the users that may use it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def files(content):
     return fd
 
 
-def test_files_are_kept_until_the_share_goes(tmp_path):
+def test_files_are_kept_until_the_share_is_released(tmp_path):
     parent = tmp_path / "shared"
     before = open_descriptors()
     made = share(parent)
@@ -51,7 +51,7 @@ def test_files_are_kept_until_the_share_goes(tmp_path):
     made.release()
 
 
-def test_what_a_daemon_has_left_is_swept_and_what_one_has_is_not(tmp_path):
+def test_folders_of_dead_daemons_are_swept_and_no_others(tmp_path):
     (tmp_path / "left").mkdir()
     (tmp_path / "left" / "config.json").write_text("{}")
     made = share(tmp_path)
@@ -63,7 +63,7 @@ def test_what_a_daemon_has_left_is_swept_and_what_one_has_is_not(tmp_path):
     sweep(tmp_path / "nowhere")
 
 
-def test_a_folder_that_cannot_be_made_costs_no_descriptor(tmp_path):
+def test_a_folder_that_cannot_be_created_costs_no_descriptor(tmp_path):
     before = open_descriptors()
     made = share(tmp_path)
     with pytest.raises(InvalidRequest, match="ends after 2 of 3 bytes"):
@@ -100,7 +100,7 @@ def models_with(made, tmp_path):
     return models
 
 
-def test_a_model_is_its_owners_unless_it_is_public(tmp_path):
+def test_a_model_is_visible_to_its_owner_unless_it_is_public(tmp_path):
     made = share(tmp_path)
     models = models_with(made, tmp_path)
     names = {client.user: [model.name for model in models.visible(client)] for client in (OWNER, OTHER, ADMIN)}
@@ -116,7 +116,7 @@ def test_a_model_is_its_owners_unless_it_is_public(tmp_path):
     assert [made.is_of(client) for client in (OWNER, OTHER, ADMIN)] == [True, False, True]
 
 
-def test_nobody_opens_what_was_taken_back(tmp_path):
+def test_no_client_opens_a_withdrawn_model(tmp_path):
     made = share(tmp_path)
     models = models_with(made, tmp_path)
     made.ended = True

@@ -47,7 +47,7 @@ def folder(tmp_path):
         ),
     ],
 )
-def test_what_is_no_regular_file_is_passed_over_and_hides_nothing(folder, make, caplog):
+def test_objects_that_are_no_regular_files_are_skipped(folder, make, caplog):
     make(folder / "djinnd-5-odd")
     with caplog.at_level("INFO"):
         assert found_in(folder) == ["djinnd-0-a", "djinnd-9-b"]
@@ -61,15 +61,15 @@ def test_a_file_of_another_user_is_never_opened(folder, caplog):
     os.chmod(path, 0o666)
     with path.open("r+b") as file:
         os.chown(path, 65534, 65534)
-        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # is ignored
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # the default action is to ignore it
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         with caplog.at_level("INFO"):
             assert found_in(folder) == ["djinnd-0-a", "djinnd-9-b"]
-        assert fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_WRLCK, "nobody has broken it"
+        assert fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_WRLCK, "the lease must not be broken"
     assert "another user's" in caplog.text
 
 
-def test_a_lease_on_an_own_file_is_not_waited_for(folder):
+def test_a_lease_on_an_own_file_causes_no_wait(folder):
     with (folder / "djinnd-0-a").open("r+b") as file:
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)

@@ -1,4 +1,4 @@
-"""What of the signals goes on to the engine, and when: see signals.py."""
+"""Tests of the signals that go on to the engine: see signals.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def taken(line, at=0.0):
     return [signal for _, signal in line.take(at)]
 
 
-def test_the_last_of_a_session_s_signals_counts():
+def test_the_last_signal_of_a_session_counts():
     line, s = Line(), Session("s")
     for signal in (WAITS, COMPUTES, Signal("s", waits=True, expected_s=2.0, tool="search")):
         line.put(s, signal)
@@ -42,14 +42,14 @@ def test_the_last_of_a_session_s_signals_counts():
     assert taken(line) == [] and len(line) == 0
 
 
-def test_but_whether_time_between_tokens_matters_is_said_once_for_long():
+def test_bulk_is_kept_from_an_earlier_signal():
     line, s = Line(), Session("s")
     for bulk in (False, True, None, None):
         line.put(s, Signal("s", waits=bulk is None, bulk=bulk))
     assert taken(line) == [Signal("s", waits=True, bulk=True)]
 
 
-def test_who_sends_more_than_a_user_may_waits_and_others_do_not():
+def test_a_user_beyond_its_allowance_waits_and_others_do_not():
     line, mine = Line(), [Session(f"s{n}") for n in range(BURST + 100)]
     for session in mine:
         line.put(session, Signal(session.id, waits=True))
@@ -61,7 +61,7 @@ def test_who_sends_more_than_a_user_may_waits_and_others_do_not():
     assert [signal.session for signal in taken(line, at=10 / RATE)] == [s.id for s in mine[BURST : BURST + 10]]
     rest = taken(line, at=1.0)
     assert [signal.session for signal in rest] == [s.id for s in [*mine[BURST + 10 :], mine[0]]]
-    assert not rest[-2].waits, "its last word, in the place of its first"
+    assert not rest[-2].waits, "the session's last signal takes the place of its first"
 
 
 def test_an_allowance_does_not_grow_for_ever():
@@ -76,10 +76,10 @@ def test_an_allowance_does_not_grow_for_ever():
     ("kind", "waits", "bulk"),
     [("IO_WAIT", True, None), ("COMPUTE", False, None), ("PREFILL", False, True), ("DECODE", False, False)],
 )
-def test_what_the_kinds_are_to_the_engine(kind, waits, bulk):
+def test_kinds_are_translated_for_the_engine(kind, waits, bulk):
     async def main():
         signals.put(Session("s"), protocol.Signal(session="s", kind=kind))
-        assert heard.told == [], "at the end of the turn"
+        assert heard.told == [], "sent only at the end of the turn"
         await asyncio.sleep(0)
         assert heard.told == [Signal("s", waits, bulk=bulk)]
 
@@ -87,7 +87,7 @@ def test_what_the_kinds_are_to_the_engine(kind, waits, bulk):
     asyncio.run(main())
 
 
-def test_a_flood_of_one_session_is_one_signal_a_turn():
+def test_a_flood_of_one_session_is_one_signal_per_turn():
     async def main():
         s = Session("s")
         for _ in range(1000):
@@ -100,7 +100,7 @@ def test_a_flood_of_one_session_is_one_signal_a_turn():
     asyncio.run(main())
 
 
-def test_what_waits_goes_on_by_itself():
+def test_waiting_signals_go_on_by_themselves():
     async def main():
         for n in range(BURST + 20):
             signals.put(Session(f"s{n}"), protocol.Signal(session=f"s{n}", kind="COMPUTE"))

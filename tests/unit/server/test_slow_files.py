@@ -10,7 +10,7 @@ from djinnd.server.slow_files import PLACES, SlowFiles
 
 
 def stuck(released, threads=None):
-    """Work that goes on until then."""
+    """Work that runs until `released` is set."""
 
     def work():
         if threads is not None:
@@ -21,7 +21,7 @@ def stuck(released, threads=None):
     return work
 
 
-def test_what_the_work_returns_and_raises():
+def test_results_and_errors_of_the_work_are_passed_on():
     async def main():
         files = SlowFiles(60)
         assert await files.run(1, lambda: 5) == 5
@@ -36,7 +36,7 @@ def test_what_the_work_returns_and_raises():
     asyncio.run(main())
 
 
-def test_nobody_waits_behind_another_user_s_files():
+def test_no_user_waits_behind_another_user_s_files():
     released = threading.Event()
 
     async def main():
@@ -50,7 +50,7 @@ def test_nobody_waits_behind_another_user_s_files():
     asyncio.run(main())
 
 
-def test_one_user_holds_a_few_threads_however_often_it_asks():
+def test_one_user_holds_a_few_threads_for_any_number_of_calls():
     released, threads = threading.Event(), []
 
     async def main():
@@ -67,7 +67,7 @@ def test_one_user_holds_a_few_threads_however_often_it_asks():
     asyncio.run(main())
 
 
-def test_a_result_that_comes_too_late_is_discarded():
+def test_a_late_result_is_discarded():
     released, discarded = threading.Event(), threading.Event()
 
     async def main():
@@ -80,7 +80,7 @@ def test_a_result_that_comes_too_late_is_discarded():
     asyncio.run(main())
 
 
-def test_a_caller_that_goes_leaves_nothing_open():
+def test_a_cancelled_caller_leaves_nothing_open():
     released, discarded = threading.Event(), threading.Event()
 
     async def main():

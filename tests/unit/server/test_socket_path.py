@@ -24,7 +24,7 @@ def left(path):
     return [name.name for name in path.parent.iterdir()]
 
 
-def test_the_path_is_claimed_with_its_folder_and_modes_and_left_clean(path):
+def test_the_path_is_claimed_with_folder_and_modes_and_removed_afterwards(path):
     claim = SocketPath(str(path))
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o750
@@ -34,7 +34,7 @@ def test_the_path_is_claimed_with_its_folder_and_modes_and_left_clean(path):
     assert left(path) == []
 
 
-def test_a_second_claim_names_who_has_it(path):
+def test_a_second_claim_names_the_owner(path):
     claim = SocketPath(str(path))
     with pytest.raises(StartError, match=rf"runs at .* already \(pid {os.getpid()}\)"):
         SocketPath(str(path))
@@ -49,10 +49,10 @@ def test_a_listener_without_the_lock_is_respected_and_named(path):
         other.listen()
         with pytest.raises(StartError, match=rf"something listens .* \(pid {os.getpid()}\)"):
             SocketPath(str(path))
-    assert left(path) == ["djinnd.sock"], "its file stays, and no lock does"
+    assert left(path) == ["djinnd.sock"], "its file stays, and the lock file does not"
 
 
-def test_what_a_killed_daemon_left_is_replaced(path):
+def test_the_socket_of_a_killed_daemon_is_replaced(path):
     code = "import sys; from djinnd.server.socket_path import SocketPath; SocketPath(sys.argv[1]); print(1); input()"
     command = [sys.executable, "-u", "-c", code, str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as other:
@@ -74,7 +74,7 @@ def test_a_file_that_is_no_socket_is_not_touched(path):
     assert left(path) == ["djinnd.sock"]
 
 
-def test_paths_that_cannot_be(folder):
+def test_impossible_paths_are_refused(folder):
     with pytest.raises(StartError, match="107 bytes"):
         SocketPath(str(folder / ("x" * 120)))
     (folder / "file").write_text("")
@@ -82,13 +82,13 @@ def test_paths_that_cannot_be(folder):
         SocketPath(str(folder / "file" / "djinnd.sock"))
 
 
-def test_without_anything_inherited_the_path_is_claimed(path):
+def test_the_path_is_claimed_if_nothing_is_inherited(path):
     claim, listener = listen(str(path), [])
     assert claim is not None and listener is claim.listener
     claim.release()
 
 
-# In a process of its own, whose descriptors from 3 on are what it was given.
+# Runs in a process of its own. Its descriptors from 3 on are those that it was given.
 GIVEN = """
 import os, socket, sys
 from djinnd.server.socket_path import SocketPath, StartError, listen
@@ -114,17 +114,17 @@ def told_with(folder, what):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_what_systemd_passes_is_taken_and_hidden_from_children(folder):
+def test_a_socket_from_systemd_is_taken_and_hidden_from_children(folder):
     assert told_with(folder, "listening") == f"None {folder / 's.sock'} False {{}}"
 
 
-def test_what_systemd_should_not_pass(folder):
+def test_wrong_descriptors_from_systemd_are_refused(folder):
     assert "something else than a listening Unix" in told_with(folder, "unbound")
     assert "systemd passed 2 sockets" in told_with(folder, "two")
 
 
-# A daemon's beginnings and ends, one after the other: each claims a path (the next of its arguments), tells about
-# itself, and is succeeded. The last one releases what it has.
+# Daemons one after another. Each claims a path (its next argument), describes itself and is succeeded. The last one
+# releases its path.
 CHAIN = """
 import os, sys
 from djinnd.server.socket_path import listen
@@ -167,7 +167,7 @@ def test_the_successor_has_the_same_socket_and_the_claim_is_never_free(path):
     assert left(path) == []
 
 
-def test_a_successor_that_is_to_listen_elsewhere_gives_the_old_path_up(path):
+def test_a_successor_at_another_path_gives_up_the_old_one(path):
     elsewhere = path.parent / "elsewhere.sock"
     with chain(path, elsewhere) as process:
         process.stdout.readline()

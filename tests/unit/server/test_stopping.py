@@ -12,7 +12,7 @@ from djinnd.server.stopping import SIGNALS, Stopping
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("number", SIGNALS)
-def test_once_asks_and_twice_is_now(factory, number):
+def test_one_signal_drains_and_two_end_at_once(factory, number):
     before = signal.getsignal(number)
 
     async def play():
@@ -30,7 +30,7 @@ def test_once_asks_and_twice_is_now(factory, number):
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_sighup_asks_for_a_reload_as_often_as_it_comes(factory):
+def test_each_sighup_asks_for_a_reload(factory):
     async def play():
         stopping = Stopping()
         with stopping.by_signals():
@@ -46,7 +46,7 @@ def test_sighup_asks_for_a_reload_as_often_as_it_comes(factory):
 
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_until_it_is_decided_a_signal_gives_the_successor_up(factory):
+def test_a_signal_before_the_decision_gives_the_successor_up(factory):
     async def play():
         stopping = Stopping()
         with stopping.by_signals():
@@ -65,8 +65,8 @@ def test_until_it_is_decided_a_signal_gives_the_successor_up(factory):
 
 @pytest.mark.parametrize("factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("moment", ["just before", "after"])
-def test_then_it_waits_for_that_one_s_turn(factory, moment):
-    """`moment`: of the signal. One that has been heard, and not been handled, is passed on."""
+def test_a_signal_after_the_decision_waits_for_the_successor(factory, moment):
+    """`moment` is that of the signal. A signal that came just before is raised again for the successor."""
 
     async def play():
         stopping = Stopping()

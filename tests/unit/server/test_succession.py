@@ -12,7 +12,7 @@ from djinnd.server.succession import inherited
 
 ROOT = Path(__file__).parents[3]
 
-# Replaces itself once, with the files that its arguments name as descriptors; then tells what it was given.
+# Replaces itself once, with the files named by its arguments as descriptors. Then reports what it was given.
 ONCE = """
 import json, os, sys
 from djinnd.server.succession import Inherited, inherited, succeed
@@ -35,13 +35,13 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("environ", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_FDS": "1"}])
-def test_nothing_is_inherited_that_is_not_for_this_process(environ):
+def test_descriptors_for_another_process_are_not_inherited(environ):
     before = dict(environ)
     assert inherited(environ) == []
     assert environ == before
 
 
-def test_the_successor_is_the_same_process_with_the_same_command_and_only_what_it_is_to_have(tmp_path):
+def test_the_successor_is_the_same_process_with_the_same_command_and_only_the_descriptors_for_it(tmp_path):
     files = [tmp_path / str(number) for number in range(4)]
     for file in files:
         file.write_text(f"this is {file.name}")
@@ -60,6 +60,6 @@ def test_the_successor_is_the_same_process_with_the_same_command_and_only_what_i
 
 
 def test_descriptors_without_names(monkeypatch):
-    """As from an old systemd."""
+    """An old systemd passes no names."""
     monkeypatch.setattr(os, "set_inheritable", lambda fd, inheritable: None)
     assert inherited({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "2"}) == [("", 3), ("", 4)]

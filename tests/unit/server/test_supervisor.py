@@ -24,20 +24,20 @@ def test_the_first_restart_is_at_once_and_delays_double_up_to_minutes():
         at += delays[-1] + 5.0  # it lives for five seconds
     assert delays[:4] == [0.0, 0.25, 0.5, 1.0]
     assert all(later == min(2 * sooner, 120.0) for sooner, later in pairwise(delays[1:]))
-    assert delays[-1] == 120.0, "and no longer, however often it dies"
+    assert delays[-1] == 120.0, "the delay must not grow further"
 
 
-def test_deaths_over_one_users_models_never_make_others_wait_for_long():
+def test_deaths_over_one_user_s_models_never_make_others_wait_long():
     back_off, at = BackOff(), 0.0
     for _ in range(14):
         delay = back_off.died(at, over_a_user=True)
         assert delay <= 2.0
         at += delay
-    assert back_off.died(at) == 4.0, "one that nobody is to blame for goes on from there"
+    assert back_off.died(at) == 4.0, "a death without blame doubles the delay from there"
 
 
 @pytest.mark.parametrize(("life", "delay"), [(59.0, 1.0), (61.0, 0.0)])
-def test_an_engine_that_has_lived_for_long_begins_the_delays_anew(life, delay):
+def test_an_engine_with_a_long_life_resets_the_delays(life, delay):
     back_off, at = BackOff(), 1000.0
     for _ in range(3):
         at += back_off.died(at)
@@ -52,7 +52,7 @@ def test_an_engine_that_fails_to_start_is_started_again(serve):
         assert daemon.starts == 3
 
 
-def test_a_new_budget_moves_blocks_and_holds_for_the_next_engine(serve):
+def test_a_new_budget_moves_blocks_and_applies_to_the_next_engine(serve):
     daemon = serve(memory="1MiB")
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -69,7 +69,7 @@ def test_a_new_budget_moves_blocks_and_holds_for_the_next_engine(serve):
         assert client.status(check=True).integrity == []
 
 
-def test_a_budget_that_is_refused_changes_nothing(serve):
+def test_a_refused_budget_changes_nothing(serve):
     daemon = serve(memory="1MiB")
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -80,7 +80,7 @@ def test_a_budget_that_is_refused_changes_nothing(serve):
         assert client.models()[0].blocks_plain == 8
 
 
-def test_a_budget_is_remembered_though_the_caller_does_not_wait_for_it(serve):
+def test_a_budget_is_remembered_if_the_caller_is_cancelled(serve):
     daemon = serve(memory="1MiB")
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -99,7 +99,7 @@ def test_a_budget_is_remembered_though_the_caller_does_not_wait_for_it(serve):
 
 
 def test_an_engine_that_dies_over_a_new_budget(serve):
-    """The caller is told to try again; the next engine has the budget that held."""
+    """The caller gets an error; the next engine has the old budget."""
     daemon = serve(memory="1MiB")
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -113,7 +113,7 @@ def test_an_engine_that_dies_over_a_new_budget(serve):
         assert client.status().devices[0].budget_bytes == 1 << 20
 
 
-def test_an_engine_that_hangs_in_its_start_is_killed(serve):
+def test_an_engine_that_hangs_at_its_start_is_killed(serve):
     daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_start": "3s"})
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -121,7 +121,7 @@ def test_an_engine_that_hangs_in_its_start_is_killed(serve):
     assert "no sign of life" in daemon.log
 
 
-def test_who_waits_for_an_engine_waits_only_so_long(serve):
+def test_the_wait_for_an_engine_is_limited(serve):
     daemon = serve(Script(on_start={"1": "hang"}), limits={"engine_wait": "50ms"})
     with daemon.client() as client:
         with pytest.raises(DjinnError, match=r"0\.05 s now: try again later") as caught:
@@ -133,8 +133,8 @@ def test_who_waits_for_an_engine_waits_only_so_long(serve):
         client.load("djinn-tiny")
 
 
-def test_engines_that_crash_again_and_again_are_started_again_and_again(serve):
-    """Five deaths at once: the sixth engine serves those that have waited, and nothing of the daemon has ended."""
+def test_engines_that_crash_repeatedly_are_restarted(serve):
+    """Five deaths in a row. The sixth engine serves the waiting calls, and the daemon has not ended."""
     daemon = serve(Script(on_start={str(start): "die" for start in range(2, 6)}))
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as session:
         os.kill(client.status().devices[0].pid, signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_engines_that_crash_again_and_again_are_started_again_and_again(serve):
         assert (status.integrity, status.devices[0].restarts, daemon.starts) == ([], 5, 6)
 
 
-def test_a_call_is_told_when_the_next_engine_is_started(serve):
+def test_the_error_says_when_the_next_engine_is_started(serve):
     daemon = serve(Script(on_start={str(start): "die" for start in range(2, 12)}), limits={"engine_wait": "500ms"})
     with daemon.client() as client:
         wait_for(lambda: client.status().state == "ready")
@@ -156,7 +156,7 @@ def test_a_call_is_told_when_the_next_engine_is_started(serve):
         assert 0.0 <= caught.value.data["retry_s"] <= 8.0
 
 
-def test_a_device_that_is_refused_later_is_tried_again(serve):
+def test_a_device_refused_by_a_later_engine_is_tried_again(serve):
     daemon = serve(Script(on_start={"2": "refuse"}))
     with daemon.client() as client:
         client.load("djinn-tiny")
@@ -166,7 +166,7 @@ def test_a_device_that_is_refused_later_is_tried_again(serve):
         assert client.status().state == "ready"
 
 
-def test_whoever_stops_waiting_for_the_end_of_an_engine_leaves_it_to_be_waited_for():
+def test_a_cancelled_wait_for_an_engine_s_end_leaves_other_waits():
     async def main():
         ended = asyncio.get_running_loop().create_future()
         process = EngineProcess(

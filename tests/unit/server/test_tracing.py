@@ -1,4 +1,4 @@
-"""A trace, from the request to its one final reply. The scripted engine records a span a step, and nothing beside."""
+"""A trace, from the request to its final reply. The scripted engine records one span per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from djinn_client.protocol import Cancel, Failure, Generate, GetTrace, OpenSessi
 from tests.support.served import Wire
 
 
-def test_the_next_steps_are_told(serve):
+def test_the_next_steps_are_traced(serve):
     daemon = serve(gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire, Wire(daemon.address) as tracing:
         client.load("djinn-tiny")
@@ -27,7 +27,7 @@ def test_the_next_steps_are_told(serve):
         assert len(wire.reply().token_ids) == 4
 
 
-def test_a_quiet_engine_answers_when_the_time_is_up(calm):
+def test_an_idle_engine_answers_when_the_time_is_up(calm):
     reply = djinn.trace(seconds=0.05, address=calm.address)
     assert (reply.device, reply.spans) == ("cpu", [])
 
@@ -42,25 +42,25 @@ def test_a_quiet_engine_answers_when_the_time_is_up(calm):
         ({"seconds": float("nan")}, "seconds is nan"),
     ],
 )
-def test_what_no_engine_is_asked(calm, fields, message):
+def test_invalid_traces_are_refused(calm, fields, message):
     with pytest.raises(errors.InvalidRequest, match=message):
         djinn.trace(address=calm.address, **fields)
 
 
-def test_one_at_a_time_also_when_the_first_caller_has_gone(serve):
+def test_one_trace_at_a_time_also_if_the_first_client_has_gone(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as first, Wire(daemon.address) as second:
         client.load("djinn-tiny")
         first.send(GetTrace(id=1, seconds=60))
-        first.ask(Ping(id=2))  # the trace has been asked for
+        first.ask(Ping(id=2))  # the trace has been requested
         refused = second.ask(GetTrace(id=1, seconds=60))
         assert isinstance(refused, Failure) and refused.code == "retry"
         first.send(Cancel(target=1))
         assert first.reply().code == "cancelled"
-        assert second.ask(GetTrace(id=2, seconds=60)).code == "retry", "the engine still records for nobody"
+        assert second.ask(GetTrace(id=2, seconds=60)).code == "retry", "the engine still records the first trace"
 
 
-def test_the_engine_dies_meanwhile(serve):
+def test_the_engine_dies_during_a_trace(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")

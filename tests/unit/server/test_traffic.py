@@ -26,7 +26,7 @@ class Holder:
 
 
 class Lane:
-    """Closes at once."""
+    """A lane that closes at once."""
 
     def close(self, fds, closed=lambda: None):
         for fd in fds:
@@ -44,7 +44,7 @@ def traffic(ledger):
     return Traffic(ledger, Lane())
 
 
-def test_frames_that_find_no_room_come_in_one_after_another(ledger, traffic):
+def test_frames_without_room_are_admitted_one_after_another(ledger, traffic):
     first, second, third = Holder(), Holder(), Holder()
     assert traffic.take(first, 60)
     assert not traffic.take(second, 60)
@@ -54,7 +54,7 @@ def test_frames_that_find_no_room_come_in_one_after_another(ledger, traffic):
     assert ledger.used(CONNECTION_BYTES) == 70
 
 
-def test_a_connection_that_is_closed_waits_no_longer(ledger, traffic):
+def test_a_closed_connection_stops_waiting(ledger, traffic):
     first, second, third = Holder(), Holder(), Holder()
     traffic.take(first, 60)
     traffic.take(second, 60)
@@ -70,7 +70,7 @@ def test_a_frame_that_can_never_have_room(ledger, traffic):
     assert ledger.used(CONNECTION_BYTES) == 0
 
 
-def test_where_too_many_replies_wait_the_connection_with_the_most_is_closed(ledger, traffic):
+def test_the_connection_with_the_most_replies_is_closed_when_there_are_too_many(ledger, traffic):
     some, most = Holder(40), Holder(50)
     traffic.replies(some, 0, 40)
     traffic.replies(most, 0, 50)
@@ -105,8 +105,8 @@ def test_a_connection_with_unread_bytes_is_closed_by_the_lane(traffic):
 # --- the closer -----------------------------------------------------------------------------------------------------
 
 
-def test_descriptors_that_linger_delay_only_their_sender_s(monkeypatch):
-    """close(2) is held by an event, as a socket that lingers holds it."""
+def test_descriptors_that_linger_delay_only_their_sender(monkeypatch):
+    """An event delays close(2), as a lingering socket does."""
     held, close = threading.Event(), os.close
     slow, quick = [os.pipe() for _ in range(EACH + 1)], os.pipe()
     lingering = {fd for pair in slow for fd in pair}

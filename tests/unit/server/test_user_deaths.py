@@ -25,9 +25,9 @@ def after(*deaths: float, limits: Limits | None = None) -> UserDeaths:
         ((0.0, 1.0, 2.0), 302.0, 300.0),
         ((0.0, 1.0, 2.0), 602.0, 0.0),
         ((0.0, 300.0, 600.0), 600.0, 600.0),
-        ((0.0, 300.0, 601.0), 601.0, 0.0),  # no three within ten minutes
+        ((0.0, 300.0, 601.0), 601.0, 0.0),  # never three within ten minutes
         ((0.0, 300.0, 601.0, 900.0), 900.0, 600.0),
-        ((0.0, 1.0, 2.0, 400.0), 700.0, 300.0),  # a request of a model that was there already
+        ((0.0, 1.0, 2.0, 400.0), 700.0, 300.0),  # the last one by a request of a model that was loaded already
     ],
 )
 def test_three_deaths_within_ten_minutes_refuse_loads_for_ten_minutes(deaths, at, refused_s):
@@ -36,7 +36,7 @@ def test_three_deaths_within_ten_minutes_refuse_loads_for_ten_minutes(deaths, at
     assert counted.refused_s(OTHER, at) == 0.0
 
 
-def test_the_refusal_says_why_and_for_how_long():
+def test_the_refusal_gives_reason_and_time():
     counted = after(0.0, 1.0, 2.0)
     with pytest.raises(QuotaExceeded, match=r"3 engines have died .* loaded again in 600 s") as caught:
         counted.expect_load(USER, 2.0)
@@ -51,7 +51,7 @@ def test_the_refusal_says_why_and_for_how_long():
     counted.expect_load(USER, 602.0)
 
 
-def test_new_limits_hold_from_then_on():
+def test_new_limits_apply_from_then_on():
     counted = after(0.0, 1.0)
     counted.limits = Limits(engine_deaths_per_user=2)
     assert counted.refused_s(USER, 1.0) == 600.0

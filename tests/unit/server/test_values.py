@@ -19,7 +19,7 @@ def float16(*values):
 
 
 def bfloat16(*values):
-    """Cut off, as they round towards zero."""
+    """Truncated float32 values, as bfloat16."""
     return b"".join(struct.pack("<f", value)[2:] for value in values)
 
 
@@ -28,7 +28,7 @@ LARGEST = {"float32": 3.4028234663852886e38, "bfloat16": 3.3895e38, "float16": 6
 
 
 @pytest.mark.parametrize("dtype", FORMS)
-def test_finite_numbers_of_all_sizes(dtype):
+def test_finite_numbers_of_all_sizes_are_accepted(dtype):
     form, largest = FORMS[dtype], LARGEST[dtype]
     values = form(0.0, -0.0, 1.0, -1.0, largest, -largest, 6e-8, -6e-8)
     assert len(values) == 8 * ITEM_BYTES[dtype]
@@ -40,7 +40,7 @@ def test_finite_numbers_of_all_sizes(dtype):
 @pytest.mark.parametrize("dtype", FORMS)
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1, 4095, 4096, 8191, 8192, 9999])
-def test_the_place_of_the_first_that_is_none(dtype, bad, place):
+def test_the_index_of_the_first_value_that_is_not_finite(dtype, bad, place):
     largest = LARGEST[dtype]
     values = [-largest] * 10_000
     values[place] = bad
@@ -56,7 +56,7 @@ def test_a_vector_of_zeros_has_no_direction(dtype):
     assert has_direction(form(1.0), dtype)
 
 
-def test_nor_has_one_whose_squares_are_nothing_in_float32():
+def test_a_vector_with_squares_that_vanish_in_float32_has_no_direction():
     assert not has_direction(float32(1e-30, -1e-20), "float32")
     assert not has_direction(bfloat16(1e-30, -1e-20), "bfloat16")
     assert has_direction(float32(1e-30, -(2.0**-63)), "float32")

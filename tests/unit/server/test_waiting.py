@@ -1,4 +1,4 @@
-"""Signals, pause and resume, over real sockets: what reaches the scripted engine, and what `ps` then shows."""
+"""Signals, pause and resume, over real sockets: the messages to the scripted engine, and the states that `ps` shows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def states(daemon):
     return status.requests_running, status.requests_queued
 
 
-def test_signals_reach_the_engine_and_show(daemon, wire, opened):
+def test_signals_reach_the_engine_and_are_shown(daemon, wire, opened):
     wire.send(Generate(id=2, session=opened, token_ids=[5] * 20, max_tokens=1))
     daemon.step()
     wire.reply()
@@ -56,7 +56,7 @@ def test_signals_reach_the_engine_and_show(daemon, wire, opened):
     assert info_of(daemon, opened).state == "idle"
 
 
-def test_signals_that_mean_nothing_are_ignored(daemon, wire, opened):
+def test_meaningless_signals_are_ignored(daemon, wire, opened):
     for ignored, fields in enumerate(MEANINGLESS):
         wire.send(Signal(**{"session": opened} | fields))
         assert wire.ask(Ping(id=2)) == Done(id=2)
@@ -76,8 +76,8 @@ MEANINGLESS = [
 ]
 
 
-def test_a_signal_that_cannot_be_read_ends_the_connection(daemon, wire):
-    """It has no id that a reply could name."""
+def test_a_signal_that_cannot_be_decoded_ends_the_connection(daemon, wire):
+    """A signal has no id that a reply could name."""
     reply = wire.ask(Signal(session="s" * 4097, kind="IO_WAIT"))
     assert isinstance(reply, Failure) and reply.code == "protocol_error"
     assert wire.reply() is None
@@ -90,13 +90,13 @@ def test_a_signal_before_hello_ends_the_connection(daemon):
         assert wire.reply() is None
 
 
-def test_a_signal_of_other_types_is_no_message(wire):
+def test_a_signal_with_other_types_is_no_message(wire):
     payload = msgspec.msgpack.encode({"type": "signal", "session": 7, "kind": "COMPUTE"})
     wire.send_bytes(encode_payload(payload))
     assert wire.reply().code == "protocol_error"
 
 
-def test_pausing_in_mid_stream_from_another_connection(daemon, wire, opened):
+def test_pausing_during_a_stream_from_another_connection(daemon, wire, opened):
     wire.send(Generate(id=2, session=opened, token_ids=[5], max_tokens=4, stream=True))
     daemon.step(2)
     pieces = [wire.reply(), wire.reply()]
@@ -107,7 +107,7 @@ def test_pausing_in_mid_stream_from_another_connection(daemon, wire, opened):
     info = info_of(daemon, opened)
     assert (info.state, info.pages, info.host_pages) == ("paused", 0, 1)
     assert states(daemon) == (0, 1)
-    assert wire.ask(Ping(id=3)) == Done(id=3), "no piece came before it"
+    assert wire.ask(Ping(id=3)) == Done(id=3), "a piece came after the pause"
     djinn.resume(opened, address=daemon.address)
     assert info_of(daemon, opened).state == "running"
     daemon.step(2)
@@ -137,7 +137,7 @@ def test_a_call_on_a_paused_session_can_be_cancelled(daemon, wire, opened):
     assert info_of(daemon, opened).state == "paused"
 
 
-def test_pausing_and_resuming_again_is_no_matter(daemon, wire, opened):
+def test_pausing_and_resuming_again_change_nothing(daemon, wire, opened):
     for number in (2, 3):
         assert isinstance(wire.ask(PauseSession(id=number, session=opened)), PauseReply)
     for number in (4, 5):
@@ -145,7 +145,7 @@ def test_pausing_and_resuming_again_is_no_matter(daemon, wire, opened):
     assert info_of(daemon, opened).state == "idle"
 
 
-def test_a_pause_that_fails_leaves_the_session_as_it_was(daemon, wire, opened):
+def test_a_failed_pause_leaves_the_session_as_it_was(daemon, wire, opened):
     reply = wire.ask(PauseSession(id=2, session=opened, tier="disk"))
     assert (reply.code, reply.message) == ("out_of_memory", "the disk is full")
     assert info_of(daemon, opened).state == "idle"
@@ -154,13 +154,13 @@ def test_a_pause_that_fails_leaves_the_session_as_it_was(daemon, wire, opened):
     assert info_of(daemon, opened).state == "paused"
 
 
-def test_refusals(wire, opened):
+def test_invalid_pauses_are_refused(wire, opened):
     for request in (PauseSession(id=2, session="0123456789abcdef"), ResumeSession(id=2, session="0123456789abcdef")):
         assert wire.ask(request).code == "session_not_found"
     assert wire.ask(PauseSession(id=2, session=opened, tier="device")).code == "invalid_request"
 
 
-def test_what_is_allowed_on_a_paused_session(daemon, wire, opened):
+def test_a_paused_session_can_be_forked_cut_and_read(daemon, wire, opened):
     wire.send(Generate(id=2, session=opened, token_ids=[5, 6], max_tokens=1))
     daemon.step()
     wire.reply()
@@ -173,7 +173,7 @@ def test_what_is_allowed_on_a_paused_session(daemon, wire, opened):
 
 
 def test_a_session_stays_paused_when_the_engine_dies(daemon, wire, opened):
-    """Its open call waits in the next engine."""
+    """Its call waits in the next engine."""
     other = wire.ask(OpenSession(id=2, model="djinn-tiny")).session.id
     wire.send(Generate(id=3, session=opened, token_ids=[5], max_tokens=2))
     wire.ask(PauseSession(id=4, session=opened))
@@ -187,7 +187,7 @@ def test_a_session_stays_paused_when_the_engine_dies(daemon, wire, opened):
     assert wire.reply().token_ids == [2, 3]
 
 
-def test_a_daemon_that_stops_does_not_wait_for_what_is_paused(serve):
+def test_a_daemon_that_stops_does_not_wait_for_paused_sessions(serve):
     daemon = serve(gated=True, limits={"shutdown_grace": "1h"})
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -199,7 +199,7 @@ def test_a_daemon_that_stops_does_not_wait_for_what_is_paused(serve):
         assert daemon.stop() == 0
 
 
-def test_pausing_while_no_engine_has_the_session_holds_for_the_next(serve):
+def test_a_pause_without_an_engine_applies_to_the_next_one(serve):
     daemon = serve()
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")

@@ -22,7 +22,7 @@ def new_window():
 
 
 def play(act):
-    """With the windows of a user who may keep two, and the user's ledger."""
+    """Runs a test with the windows of a user that may keep two, and the user's ledger."""
 
     async def run():
         before = open_descriptors()
@@ -70,7 +70,7 @@ def duplicated(fd):
 
 
 @pytest.mark.parametrize("keep", [reopened, mapped, mapped_for_reading, duplicated])
-def test_a_window_counts_however_it_is_kept_and_until_it_is_gone(keep):
+def test_a_window_counts_until_it_is_gone_however_it_is_kept(keep):
     async def act(windows, ledger):
         (given,) = windows.hand_over([new_window()])
         drop = keep(given)
@@ -84,7 +84,7 @@ def test_a_window_counts_however_it_is_kept_and_until_it_is_gone(keep):
     play(act)
 
 
-def test_no_more_windows_than_may_be_kept_and_room_as_soon_as_one_is_dropped():
+def test_the_number_of_windows_is_limited_and_a_dropped_one_makes_room():
     async def act(windows, ledger):
         given = windows.hand_over([new_window(), new_window()])
         with pytest.raises(QuotaExceeded, match=r"limits\.window_bytes_per_user is 131,072: drop"):
@@ -99,7 +99,7 @@ def test_no_more_windows_than_may_be_kept_and_room_as_soon_as_one_is_dropped():
     play(act)
 
 
-def test_what_is_given_can_be_written():
+def test_a_window_can_be_written_by_the_client():
     async def act(windows, ledger):
         window = new_window()
         os.pwrite(window, b"from the engine", 0)
