@@ -113,6 +113,41 @@ def test_headers_without_end(gateway):
         assert read_all(sock) == b""
 
 
+def test_many_headers(gateway):
+    with connected(gateway) as sock:
+        with suppress(ConnectionResetError, BrokenPipeError):
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 5_000 + b"\r\n")
+        assert read_all(sock) == b""
+
+
+def test_a_body_that_needs_no_token_and_never_comes_takes_no_place(gateway):
+    with connected(gateway) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n")
+        assert read_all(sock).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("unit", [b"[]", b"{}", b'""', b"1"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_body_of_millions_of_values(gateway, path, unit):
+    field = {"/v1/completions": b"prompt", "/v1/responses": b"input"}.get(path, b"messages")
+    body = b'{"model": "m", "' + field + b'": [' + b",".join([unit] * ((8 << 20) // (len(unit) + 2))) + b"]}"
+    assert gateway.post(path, body).status == 413
+
+
+@pytest.mark.parametrize("depth", [950, 100_000])
+def test_a_body_that_is_nested_deeply(gateway, depth):
+    nested = b"[" * depth + b"]" * depth
+    for path, field in (
+        ("/v1/messages", b'"max_tokens": 1, "messages": [], "tools": [{"name": "f", "input_schema": {"a": %b}}]'),
+        ("/v1/chat/completions", b'"messages": [], "chat_template_kwargs": {"a": %b}'),
+        ("/v1/chat/completions", b'"messages": [{"role": "user"}], "structured_outputs": {"json": {"a": %b}}'),
+        ("/v1/responses", b'"input": [{"role": "user", "content": %b}]'),
+        ("/api/chat", b'"messages": [{"role": "user"}], "format": {"a": %b}'),
+    ):
+        status = gateway.post(path, b'{"model": "%b", ' % MODEL.encode() + field % nested + b"}").status
+        assert status in (400, 413, 422), (path, status)
+
+
 def test_bytes_that_are_no_http(gateway):
     rng = random.Random(0)
     for _ in range(50):

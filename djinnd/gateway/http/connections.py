@@ -20,6 +20,7 @@ from djinnd.config import Http
 log = logging.getLogger("djinnd.gateway")
 
 HEAD_BYTES = 64 << 10  # of a request's line and headers
+HEADERS = 200  # of a request: each look-up goes through all of them
 PIPELINED = 16  # requests of one connection that wait for the first one's answer
 
 
@@ -57,6 +58,11 @@ class HttpConnection(HttpToolsProtocol):
         self._head_bytes = self._head_bytes + len(data) if is_unfinished else 0
         if self._head_bytes > HEAD_BYTES:
             self._abort("header_bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > HEADERS:
+            self._abort("headers")
 
     def on_headers_complete(self) -> None:
         self._in_head = False

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from djinn_client.chat import ToolCall, ToolCallDelta
-from djinn_client.protocol import Embedded, Generated, Piece
+from djinn_client.protocol import Generated, Piece
 from djinnd.gateway.calls.arguments import arguments_of
 from djinnd.gateway.http.errors import Problem
 from djinnd.gateway.http.replies import encode, line
@@ -72,12 +72,6 @@ class Lines:
             return {**head, "response": text, **thinking}
         told = {"tool_calls": [_call(call) for call in calls]} if calls else {}
         return {**head, "message": {"role": "assistant", "content": text, **thinking, **told}}
-
-
-def embeddings(model: str, reply: Embedded) -> dict[str, Any]:
-    numbers = memoryview(reply.vectors).cast("f").tolist()
-    rows = [numbers[at : at + reply.width] for at in range(0, len(numbers), reply.width)]
-    return {"model": model, "embeddings": rows, "prompt_eval_count": sum(reply.tokens)}
 
 
 def ending(reply: Generated) -> dict[str, Any]:

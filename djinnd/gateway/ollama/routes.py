@@ -22,6 +22,7 @@ from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.fitting import generate_fitting, stream_fitting
 from djinnd.gateway.calls.models import models
+from djinnd.gateway.calls.vectors import json_rows
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Api, Route
 from djinnd.gateway.http.errors import HttpError
@@ -73,7 +74,8 @@ async def embed(request: HttpRequest) -> Whole:
     async with request.link() as link:
         reply = await link.call(body.wanted(), Embedded)
     request.prompt_tokens += sum(reply.tokens)
-    return json(ollama_reply.embeddings(body.model, reply))
+    rows = await json_rows(reply)
+    return json({"model": body.model, "embeddings": rows, "prompt_eval_count": sum(reply.tokens)})
 
 
 async def tags(request: HttpRequest) -> Whole:

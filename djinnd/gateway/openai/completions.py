@@ -73,7 +73,7 @@ async def complete(request: HttpRequest) -> Reply:
     if body.stream:
         return Stream(_events(request, body, prompts, outputs), failed)
     results = await generate_all(request, body.model, outputs)
-    completion = _completion(request, body, _choices(body, prompts, results))
+    completion = _completion(request, body, await _choices(body, prompts, results))
     completion.usage = usage_of([result.usage for result in results], body.tried)
     return json(completion)
 
@@ -130,27 +130,27 @@ def _outputs(body: Body, prompts: Sequence[Prompt], conversation: Conversation |
     ]
 
 
-def _choices(body: Body, prompts: Sequence[Prompt], results: Sequence[Generated]) -> list[Choice]:
+async def _choices(body: Body, prompts: Sequence[Prompt], results: Sequence[Generated]) -> list[Choice]:
     """For each prompt the n best of its outputs; in the order in which they were generated where there are n."""
     choices: list[Choice] = []
     for at, prompt in enumerate(prompts):
         tried = list(results[at * body.tried : (at + 1) * body.tried])
         if body.tried > body.outputs:
             tried.sort(key=_mean_logprob, reverse=True)
-        choices += [_choice(body, prompt, result, len(choices) + i) for i, result in enumerate(tried[: body.outputs])]
+        for result in tried[: body.outputs]:
+            choices.append(await _choice(body, prompt, result, len(choices)))
     return choices
 
 
-def _choice(body: Body, prompt: Prompt, result: Generated, index: int) -> Choice:
+async def _choice(body: Body, prompt: Prompt, result: Generated, index: int) -> Choice:
     choice = Choice(index=index, text=result.text, finish_reason=finish_reason(result.finish_reason))
     if body.echo:
         choice.text = (prompt.text or "") + choice.text
     if body.logprobs is not None:
         texts = TokenTexts()
         texts.learn(result.token_bytes)
-        choice.logprobs = texts.rows(
-            _echoed(prompt, result) + list(zip(result.token_ids, result.logprobs, strict=True))
-        )
+        rows = _echoed(prompt, result) + list(zip(result.token_ids, result.logprobs, strict=True))
+        choice.logprobs = await texts.rows_in_turns(rows)
     return choice
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import struct
 from typing import Literal
 
 import msgspec
 
 from djinn_client.bounds import pack
 from djinn_client.protocol import Embed, Embedded
+from djinnd.gateway.calls.vectors import json_rows, rows_of
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
@@ -28,7 +28,7 @@ class Body(msgspec.Struct, kw_only=True):
 class Embedding(msgspec.Struct, kw_only=True):
     object: str = "embedding"
     index: int
-    embedding: list[float] | str
+    embedding: msgspec.Raw
 
 
 class EmbeddingUsage(msgspec.Struct):
@@ -49,8 +49,9 @@ async def embed(request: HttpRequest) -> Whole:
         raise HttpError(400, "dimensions is not supported: a vector has the model's width", param="dimensions")
     async with request.link() as link:
         reply = await link.call(_wanted(body), Embedded)
-    written = _base64 if body.encoding_format == "base64" else _floats
-    data = [Embedding(index=index, embedding=written(_row(reply, index))) for index in range(len(reply.tokens))]
+    is_base64 = body.encoding_format == "base64"
+    rows = await json_rows(reply) if not is_base64 else [_base64(row) for row in rows_of(reply)]
+    data = [Embedding(index=index, embedding=row) for index, row in enumerate(rows)]
     total = sum(reply.tokens)
     request.prompt_tokens += total
     return json(Embeddings(model=body.model, data=data, usage=EmbeddingUsage(total, total)))
@@ -69,17 +70,8 @@ def _wanted(body: Body) -> Embed:
         raise HttpError(400, "input has a number that is no token", param="input") from error
 
 
-def _row(reply: Embedded, index: int) -> bytes:
-    nbytes = 4 * reply.width
-    return reply.vectors[index * nbytes : (index + 1) * nbytes]
-
-
-def _base64(row: bytes) -> str:
-    return base64.b64encode(row).decode()
-
-
-def _floats(row: bytes) -> list[float]:
-    return list(struct.unpack(f"<{len(row) // 4}f", row))
+def _base64(row: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b'"' + base64.b64encode(row) + b'"')
 
 
 ROUTES = [Route(OPENAI, "POST", "/v1/embeddings", embed)]
