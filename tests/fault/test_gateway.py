@@ -247,6 +247,14 @@ BODIES: dict[str, Any] = {
     "/v1/chat/completions": CHAT
     | {"max_tokens": 1, "stream_options": {}, "tools": [], "response_format": {"type": "text"}},
     "/v1/embeddings": {"model": MODEL, "input": ["a", "b"], "encoding_format": "float"},
+    "/v1/responses": {
+        "model": MODEL,
+        "input": [MESSAGE],
+        "max_output_tokens": 1,
+        "store": False,
+        "text": {},
+        "stream": True,
+    },
     "/v1/messages": CHAT | {"max_tokens": 1, "system": "s"},
     "/api/chat": CHAT | {"options": {"num_predict": 1, "temperature": 0.1}},
     "/api/generate": {"model": MODEL, "prompt": "a", "stream": True, "options": {"num_predict": 1}},

@@ -1,4 +1,4 @@
-"""A gateway in front of a daemon whose djinn-tiny has a chat template with tools, for clients that others wrote."""
+"""One gateway for the clients that others wrote."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import MODEL, DaemonStarter
-from tests.support.chat_families import TOOLS
-from tests.support.gateway import Gateway
+from tests.support.gateway import Gateway, gateway_with_tools
 
 
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[Gateway]:
-    with DaemonStarter() as start:
-        daemon = start()
-        with daemon.client() as client:
-            client.load(MODEL, chat_template=TOOLS)
-        with Gateway(start.folder(), daemon.address) as running:
-            yield running
+    with gateway_with_tools() as running:
+        yield running

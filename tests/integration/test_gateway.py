@@ -85,8 +85,10 @@ def test_prompts_times_n_come_back_in_order(gateway, native):
 
 
 def test_fields_without_effect_are_named(gateway):
-    answer = gateway.post("/v1/completions", GREEDY | {"prompt": "a", "max_tokens": 1, "zebra": 1, "apple": None})
-    assert (answer.status, answer.headers["x-djinn-ignored"]) == (200, "apple, zebra")
+    unknown = {"zebra": 1, "apple": None, "stream_options": {"continuous_usage_stats": True}}
+    answer = gateway.post("/v1/completions", GREEDY | {"prompt": "a", "max_tokens": 1} | unknown)
+    told = "apple, stream_options.continuous_usage_stats, zebra"
+    assert (answer.status, answer.headers["x-djinn-ignored"]) == (200, told)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import MODEL, DaemonStarter
-from tests.support.chat_families import TOOLS
-from tests.support.gateway import Gateway
+from tests.conftest import MODEL
+from tests.support.gateway import Gateway, gateway_with_tools
 
 ASK = [{"role": "user", "content": "def add(a, b):"}]
 MESSAGES: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0, "messages": ASK}
@@ -20,12 +19,8 @@ LOOK = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[Gateway]:
-    with DaemonStarter() as start:
-        daemon = start()
-        with daemon.client() as client:
-            client.load(MODEL, chat_template=TOOLS)
-        with Gateway(start.folder(), daemon.address) as running:
-            yield running
+    with gateway_with_tools() as running:
+        yield running
 
 
 def _lines_that_leave(gateway: Gateway, room: int) -> int:

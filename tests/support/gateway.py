@@ -6,7 +6,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,8 @@ from typing import Any, Self
 
 import yaml
 
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.chat_families import TOOLS
 from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, wait_for
 
 
@@ -90,6 +93,17 @@ class Gateway:
             return Answer(connection.getresponse())
         finally:
             connection.close()
+
+
+@contextmanager
+def gateway_with_tools() -> Iterator[Gateway]:
+    """A gateway in front of a daemon of its own, whose djinn-tiny has a chat template with tools."""
+    with DaemonStarter() as start:
+        daemon = start()
+        with daemon.client() as client:
+            client.load(MODEL, chat_template=TOOLS)
+        with Gateway(start.folder(), daemon.address) as running:
+            yield running
 
 
 def close_conversations(daemon: Daemon) -> None:

@@ -88,6 +88,7 @@ class Chunk(msgspec.Struct, kw_only=True):
 
 async def chat(request: HttpRequest) -> Reply:
     body = request.body(Body)
+    request.ignore(body.ignored())
     _expect_supported(body)
     outputs = _outputs(body, body.conversation(request.headers))
     if body.stream:

@@ -62,6 +62,7 @@ class Completion(msgspec.Struct):
 
 async def complete(request: HttpRequest) -> Reply:
     body = request.body(Body)
+    request.ignore(body.ignored())
     _expect_supported(body)
     prompts = prompts_of(body.prompt)
     expect_few(len(prompts) * body.tried)

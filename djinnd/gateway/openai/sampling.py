@@ -18,7 +18,7 @@ from djinnd.gateway.http.errors import HttpError
 class StreamOptions(msgspec.Struct):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # we pad nothing
+    include_obfuscation: bool = False
 
 
 class StructuredOutputs(msgspec.Struct):
@@ -71,6 +71,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def ignored(self) -> list[str]:
+        """Fields inside others that have no effect."""
+        options = self.stream_options or StreamOptions()
+        names = ("continuous_usage_stats", "include_obfuscation")
+        return [f"stream_options.{name}" for name in names if getattr(options, name)]
 
     def sampling(self, choice: int = 0) -> Sampling:
         """Of one of several choices: with a seed, each has its own."""
