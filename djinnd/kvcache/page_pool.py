@@ -180,4 +180,4 @@ class PagePool:
         used = Counter(tenant for tenant, count in zip(self._last_tenant, self._references, strict=True) if count)
         assert self.uses() == used, f"tenants use {dict(used)} pages, the pool counts {dict(self.uses())}"
         assert all(SCRATCH < page <= self.capacity for page in self._stale), "a stale page is not one of this pool"
-        assert all(self._references[page] for page in self._unfilled), "a page that is not held is to be zeroed"
+        assert all(self._references[page] for page in self._unfilled), "a free page is marked as not overwritten"

@@ -141,7 +141,7 @@ class Tenancy:
                 counted[tenant] += tier.page_bytes
             for slot in tier.complete_slots:
                 held[tier.tenants[slot], tier].append(slot)
-        assert min(self._used.values(), default=0) >= 0, f"a tenant has fewer than no bytes: {dict(self._used)}"
+        assert min(self._used.values(), default=0) >= 0, f"a tenant has a negative number of bytes: {dict(self._used)}"
         assert self.uses() == counted, f"tenants have {dict(counted)} bytes, {dict(self.uses())} are counted"
         ordered: defaultdict[tuple[int, Tier], list[int]] = defaultdict(list)
         for tenant in self._order.keys() | self._spare.keys():

@@ -353,7 +353,9 @@ class Tier:
         dropped = self._pins.keys() - complete
         free = [*self._free, *self._free_later]
         assert len(set(free)) == len(free), "a slot is free twice"
-        assert self._free_later.keys() == self._unready.intersection(free), "free slots that are ready and are not"
+        assert self._free_later.keys() == self._unready.intersection(free), (
+            "free slots are listed as ready or unready wrongly"
+        )
         assert sorted([*free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"
         assert all(count > 0 for count in self._pins.values()), "a pinned slot has no pins"
         owners = {slot: int(self._owner[slot]) - 1 for slot in held}

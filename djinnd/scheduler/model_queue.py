@@ -158,8 +158,8 @@ class ModelQueue:
         if most is not None and needed > most:
             limit, used = most * self.kv.page_bytes, needed * self.kv.page_bytes
             raise QuotaExceeded(
-                f"the session needs {used:,} bytes of pages on the device for {length:,} tokens, and the quota "
-                f"device_kv lets its user have {limit:,}: send a shorter prompt, or truncate the session",
+                f"the session needs {used:,} bytes of pages on the device for {length:,} tokens, and its user's "
+                f"quota device_kv allows {limit:,}: send a shorter prompt, or truncate the session",
                 quota="device_kv",
                 limit=limit,
                 used=used,
@@ -373,12 +373,14 @@ class ModelQueue:
         strangers = self.kv.sessions - self.sessions.keys()
         assert not strangers, f"{sorted(strangers)} hold pages of {self.name} and are not its sessions"
         gone = self.residence.to_leave.keys() - self.sessions.keys()
-        assert not gone, f"{sorted(gone)} are to leave the device, and are no sessions of {self.name}"
+        assert not gone, f"{sorted(gone)} are marked to leave the device and are no sessions of {self.name}"
         busy = {id: session.request for id, session in self.sessions.items() if session.request}
         active = {id for id, request in busy.items() if request.runnable and not self.sessions[id].paused}
-        assert self.active.keys() == active, f"{sorted(active ^ self.active.keys())} of {self.name}: active or not?"
+        assert self.active.keys() == active, (
+            f"active sessions of {self.name} differ: {sorted(active ^ self.active.keys())}"
+        )
         held = busy.keys() - active
-        assert self.held.keys() == held, f"{sorted(held ^ self.held.keys())} of {self.name}: held or not?"
+        assert self.held.keys() == held, f"held sessions of {self.name} differ: {sorted(held ^ self.held.keys())}"
         self.composer.check_integrity(self.active)
         tenants: dict[int, int] = {}  # tenant of each page
         for session in self.sessions.values():
@@ -396,13 +398,17 @@ class ModelQueue:
         if session.stage is not None:
             self._check_stage(session, session.stage)
         if session.left_stage is not None:
-            assert session.stage is None and session.left_stage.length == length, f"session {name} has left otherwise"
+            assert session.stage is None and session.left_stage.length == length, (
+                f"session {name} has a stage on and off the device, or another length than when it left"
+            )
         left = self.residence.elsewhere.left.get(name)
         staged = left is not None and left.staged > 0
         assert staged == (session.left_stage is not None), f"session {name}: {session.left_stage}, and {left}"
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
         for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
-            assert self.kv.may_write(page), f"session {name} would write into page {page}, which others hold or find"
+            assert self.kv.may_write(page), (
+                f"session {name} would write into page {page}, which other sessions hold or can find"
+            )
         if self.residence.is_arriving(session):
             assert pages >= least, f"session {name} arrives with {pages} pages for {computed} tokens"
             return
@@ -413,14 +419,18 @@ class ModelQueue:
             return
         assert least <= pages <= most, f"session {name} holds {pages} pages, {computed} of {length} tokens computed"
         assert computed < length, f"request {request.id} has nothing to run"
-        assert 0 <= request.first <= request.prompt_end <= length, f"request {request.id}: its prompt is no part"
+        assert 0 <= request.first <= request.prompt_end <= length, (
+            f"request {request.id}: its prompt is no part of the session"
+        )
         generated = length - request.prompt_end
         assert generated == 0 or generated < request.max_tokens, f"request {request.id} goes on after {generated}"
 
     def _check_stage(self, session: Session, stage: Stage) -> None:
         name, length, to_end = session.id, len(session.tokens), self.num_blocks + 1
-        assert self.kv.pages_held(name) == self.kv.pages_for(length), f"session {name} has a stage, and not its pages"
-        assert not self.residence.is_arriving(session), f"session {name} has a stage, and arrives"
+        assert self.kv.pages_held(name) == self.kv.pages_for(length), (
+            f"session {name} has a stage without all of its pages"
+        )
+        assert not self.residence.is_arriving(session), f"session {name} has a stage and is arriving"
         assert session.computed <= stage.done < length, (
             f"session {name}: {stage}, {session.computed} of {length} tokens"
         )

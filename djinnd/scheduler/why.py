@@ -91,10 +91,10 @@ def _passed_over(session: Session, residence: Residence, order: Iterable[Session
         needed = kv.pages_for(len(session.tokens)) - kv.pages_held(session.id)
         free, capacity = kv.pool.free, kv.pool.capacity
         figures |= {"pages_needed": needed, "pages_free": free, "pages": capacity}
-        reason = f"{first} it needs {needed:,} pages more, where {free:,} of {capacity:,} are free"
+        reason = f"{first} it needs {needed:,} more pages, and {free:,} of {capacity:,} are free"
     elif session.passed_over == QUOTA:
         held = kv.pages_held(session.id)
-        reason = f"{first} its user's sessions hold as many bytes on the device as their quota device_kv lets them"
+        reason = f"{first} its user's sessions fill their quota device_kv of bytes on the device"
         figures |= {"pages_held": held}
     else:
         reason = f"{first} they leave no room in a step: their rows fill it, or one more would hold them up"

@@ -391,4 +391,4 @@ def test_an_evicted_session_is_said_to_wait_for_pages() -> None:
     ask(scheduler, "high", "m", 40, 2, max_tokens=9)
     run(scheduler)
     assert scheduler.residence("m").is_leaving(scheduler.session("low"))
-    assert "pages more" in scheduler.why("low").reason
+    assert "more pages" in scheduler.why("low").reason

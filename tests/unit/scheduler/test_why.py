@@ -97,7 +97,7 @@ def test_a_session_without_pages_gives_the_figures() -> None:
     device.step()
     why = device.scheduler.why("b")
     free = device.kv["m"].pool.free
-    assert why.ahead == ["i"] and f"it needs 2 pages more, where {free} of 4 are free" in why.reason
+    assert why.ahead == ["i"] and f"it needs 2 more pages, and {free} of 4 are free" in why.reason
     assert why.figures["pages_needed"] == 2 and why.figures["pages_free"] == free and why.figures["pages"] == 4
     assert why.figures["deadline_in_s"] == pytest.approx(5.0 - 2.0 - device.seconds(1), abs=1e-3)
 
