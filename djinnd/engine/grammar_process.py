@@ -72,17 +72,18 @@ class GrammarProcess:
         return self._socket.fileno()
 
     def ask(self, message: ToProcess, runs: Sequence[int] = ()) -> None:
-        """`runs`: whose states are the answer."""
+        """Sends a message. The answer will be the states of `runs`."""
         self._unanswered.update(dict.fromkeys(runs, time.monotonic()))
         self._unsent += encode(message)
         self._send()
 
     def forget(self, run: int) -> None:
-        """Nobody waits for its state any more."""
+        """Ignores the run's state if it still comes."""
         self._unanswered.pop(run, None)
 
     def hear(self) -> States:
-        """What it has said since, without waiting, of the runs that it has been asked about."""
+        """Reads the answers that have come, without waiting. It leaves out answers about runs that it has not been asked
+        about."""
         if self._unsent:
             self._send()
         heard = States()
@@ -103,7 +104,7 @@ class GrammarProcess:
         return heard
 
     def _answered(self, runs: list[int]) -> list[int]:
-        """Those of them that it has been asked about: others have ended, or are not its own."""
+        """Keeps the runs that an answer was due for. Other runs have ended, or belong to another process."""
         self._has_spoken = True
         return [run for run in runs if self._unanswered.pop(run, None) is not None]
 

@@ -1,5 +1,5 @@
-"""The grammar processes of an engine: one for each principal and tokenizer, from the first call to a while after the
-last one."""
+"""The grammar processes of an engine: one for each principal and tokenizer. A process starts with the first call that
+needs it, and ends when it has been idle for a minute."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GrammarProcesses:
         return bool(self._running or self._dying)
 
     def get(self, key: Key, grammar: messages.Grammar, vocab: int) -> GrammarProcess:
-        """The one that runs, or a new one. Raises Busy or TextFailed where there is none to be had."""
+        """Returns the process that runs, or starts one. Raises Busy or TextFailed where that is not possible."""
         process = self._running.get(key)
         if process is not None and not process.failure:
             return process
@@ -48,8 +48,8 @@ class GrammarProcesses:
         return process
 
     def look_after(self, now: float, busy: Collection[GrammarProcess]) -> list[GrammarProcess]:
-        """Ends those that nobody has used for a while. → those whose answers take too long; to be retired by the
-        caller."""
+        """Ends processes that have been idle for a minute. Returns the processes that have failed or answer too late;
+        the caller fails their runs and retires them."""
         self._dying = [process for process in self._dying if not process.is_gone]
         for process in self:
             process.check(now)
@@ -64,7 +64,7 @@ class GrammarProcesses:
         self._running = {key: each for key, each in self._running.items() if each is not process}
 
     def close(self) -> None:
-        """Returns when nothing of them is left."""
+        """Ends all processes, and waits until they are gone."""
         for process in self:
             process.kill()
         for process in (*self, *self._dying):

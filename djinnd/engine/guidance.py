@@ -5,11 +5,11 @@
                                  └ compiles it     └─────────────── the process ◄────────────────┘ next step
 
 Masks come while the device runs the step that needs them. A row whose mask is late gets no token: its request is held
-until the mask is there, and then its last token is run again. So nobody else waits for somebody's grammar, but for
-PATIENCE now and then.
+until the mask is there, and then its last token is run again. So a slow grammar delays other requests by PATIENCE at
+the most, now and then.
 
-Tokens that must come are appended between two steps, and run in one chunk. Until that has been possible, steps choose
-them one after another, whatever the model says.
+Forced tokens, the only ones that can come next, are appended between two steps and run in one chunk. Until that is
+possible, steps choose them one after another, whatever the model says.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _HOLDER = "grammar"
 
 @dataclass(slots=True, eq=False)
 class Guided:
-    """`forced`: tokens that come next. `is_plain`: they may be appended, as nothing is wanted of each step beside its
-    token."""
+    """A run and its state. `forced`: the only tokens that can come next. `is_plain`: they may be appended, since the
+    caller wants nothing of a step but its token."""
 
     request: Request
     session: Session
     process: GrammarProcess
     slot: int
     is_plain: bool
-    asked: float = 0.0  # when the process was asked what follows the last token
+    asked: float = 0.0  # when the process was told the last token
     is_held: bool = False
     forced: list[int] = field(default_factory=list)
-    ended: bool = False  # behind those
+    ended: bool = False  # the output ends behind `forced`
     error: str = ""
 
     @property
@@ -71,7 +71,7 @@ class Guided:
 
 
 class Guidance:
-    """Belongs to the engine's thread. Empty, it costs a step nothing."""
+    """Holds outputs to grammars. Belongs to the engine's thread. Without grammar processes it costs a step nothing."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class Guidance:
         self._runs: dict[int, Guided] = {}  # by request
         self._processes = GrammarProcesses(channel, *limits)
         # Numbers of requests.
-        self._due: set[int] = set()  # the process has to say what follows the last token
+        self._due: set[int] = set()  # the process has not answered for the last token yet
         self._slow: set[int] = set()  # their masks were late: the next time they are not waited for
         self._late: set[int] = set()  # in this step
-        self._to_act: dict[int, Guided] = {}  # something is to be done about them between steps
+        self._to_act: dict[int, Guided] = {}  # by request: runs for `_act`
         self._looked = 0.0
 
     def __bool__(self) -> bool:
@@ -101,7 +101,7 @@ class Guidance:
     # --- requests begin and end -------------------------------------------------------------------------------------
 
     def begin(self, session: Session, request: Request, message: messages.Run, vocab: int) -> None:
-        """Raises Busy, or TextFailed where there is no process to be had."""
+        """Starts to follow the request's grammar. Raises Busy or TextFailed where no process can be had."""
         grammar = message.grammar
         assert grammar is not None
         process = self._processes.get((session.tenant, grammar.tokenizer), grammar, vocab)
@@ -115,7 +115,7 @@ class Guidance:
         process.ask(Begin(request.id, run.slot, grammar.text, given), [request.id])
 
     def forget(self, request: Request) -> None:
-        """It has ended."""
+        """Called when the request has ended."""
         run = self._runs.pop(request.id, None)
         if run is None:
             return
@@ -135,7 +135,7 @@ class Guidance:
     # --- between steps ----------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Before a step is composed: what the processes have said has its effect."""
+        """Acts on the processes' answers. Called before a step is composed."""
         if not self._processes:
             return
         self._hear()
@@ -148,8 +148,8 @@ class Guidance:
                 self._bury(process)
 
     def _act(self, runs: Sequence[Guided]) -> None:
-        """Unless it cannot be done yet. The server is told of all appended tokens in one message, before it is told
-        what they end."""
+        """Appends forced tokens and ends requests, where that can be done now. One message tells the server all
+        appended tokens, before it gets the replies of requests that they end."""
         tokens: list[messages.Token] = []
         ended: list[Request] = []
         for run in runs:
@@ -164,7 +164,7 @@ class Guidance:
                 self._end(run)
 
     def _append(self, run: Guided, ended: list[Request]) -> list[messages.Token]:
-        """The tokens that must come. To `ended` goes the request if it ends with them."""
+        """Appends the run's forced tokens, and returns them. If the request ends with them, it is added to `ended`."""
         request = run.request
         if run.is_held and request.id not in self._due:
             run.is_held = False
@@ -178,7 +178,7 @@ class Guidance:
         return [messages.Token(request.id, token) for token in appended]
 
     def _end(self, run: Guided) -> None:
-        """Where the grammar does."""
+        """Ends the request, if its grammar has failed or allows nothing more."""
         request = run.request
         if run.error:
             self._fail(request, GrammarRejected(run.error, field="format"))
@@ -194,7 +194,7 @@ class Guidance:
                 self._bury(process)
 
     def _take(self, heard: States) -> None:
-        """Only noted, as it may come in the midst of a step."""
+        """Notes answers. `_act` does the rest between two steps, since an answer may come in the midst of one."""
         self._due.difference_update(heard.plain)
         for state in heard.others:
             run = self._runs[state.run]
@@ -209,7 +209,7 @@ class Guidance:
                 self._slow.discard(number)
 
     def _bury(self, process: GrammarProcess) -> None:
-        """Its runs fail; the next one has another process."""
+        """Fails the runs of a process that has failed. The next run gets another process."""
         self._processes.retire(process)
         error = TextFailed(f"{process.failure}; the calls that it served have ended: simplify the format, or try again")
         for run in [run for run in self._runs.values() if run.process is process]:
@@ -218,8 +218,8 @@ class Guidance:
     # --- in a step --------------------------------------------------------------------------------------------------
 
     def masks(self, rows: Sequence[Row], meanwhile: Callable[[], bool]) -> RowMasks | None:
-        """Of those of the rows, all of which are about to get a token, that follow a grammar and have a mask.
-        `meanwhile`: what else there is to do beside the device; called where masks have to be waited for."""
+        """The masks of rows that follow a grammar, as far as they are there. All rows are about to get a token.
+        `meanwhile` does other work beside the device; it is called where masks have to be waited for."""
         guided = [(index, run) for index, row in enumerate(rows) if (run := self._runs.get(row.request.id))]
         if not guided:
             return None
@@ -230,7 +230,7 @@ class Guidance:
         return RowMasks([index for index, _ in masked], [run.mask for _, run in masked]) if masked else None
 
     def _await(self, due: set[int], meanwhile: Callable[[], bool]) -> None:
-        """Until their masks are there, or the step's patience has come to an end."""
+        """Waits for the masks of these requests, for PATIENCE at the most."""
         self._listen(due)
         if self._unheard(due):
             meanwhile()
@@ -240,7 +240,7 @@ class Guidance:
             self._listen(due)
 
     def _unheard(self, due: set[int]) -> set[int]:
-        """Those of them whose masks may still come."""
+        """The requests among `due` that may still get a mask."""
         return {number for number in due & self._due if not self._runs[number].process.failure}
 
     def _listen(self, due: set[int]) -> None:
@@ -248,8 +248,8 @@ class Guidance:
             self._take(process.hear())
 
     def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
-        """Says which of these rows, which the step has given tokens, are too late for theirs. The processes begin with
-        what follows the others."""
+        """Notes in `sampled` the rows that get no token from this step, as their masks were late. The processes begin
+        to compute the masks that follow the other rows' tokens."""
         late, advances = [], dict[GrammarProcess, list[tuple[int, int]]]()
         unsound, now = set(sampled.unsound), time.monotonic()
         for index, row in enumerate(rows):
@@ -275,8 +275,8 @@ class Guidance:
         return replace(sampled, late=late) if late else sampled
 
     def hold_back(self) -> None:
-        """After the step: requests that were late get no row until their masks are there; nor do those that were late
-        the last time, and are likely to be so again."""
+        """Called after a step. A request whose mask was late gets no row until its mask is there. A slow request, which
+        was late the time before, is held already while its next mask is computed."""
         self._slow |= self._late & self._due
         self._late = set()
         for number in self._slow & self._due:

@@ -40,7 +40,7 @@ class Serving:
         self, tokenizer: LLTokenizer, vocab: int, masks: Masks, threads: int, channel: Channel[ToProcess, States]
     ) -> None:
         """`vocab`: of the model. `masks`: of all slots, shared with the engine. The tokenizer has as many tokens as a
-        slot has room for, or more: those that the model lacks are cut off."""
+        slot has room for, or more: its masks are cut off then."""
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._masks = masks
@@ -55,7 +55,7 @@ class Serving:
         self._sending = threading.Lock()
 
     def serve(self) -> None:
-        """Until the engine hangs up."""
+        """Answers messages until the engine hangs up."""
         for message, _ in self._channel.messages():
             match message:
                 case Begin():
@@ -100,7 +100,7 @@ class Serving:
         unclear = [run for run, is_clear in zip(runs, self._are_clear(runs), strict=True) if not is_clear]
         single = [run for run in unclear if np.bitwise_count(self._table[run.slot]).sum() == 1]
         forced = {run: tokens for run in single if (tokens := _forced(_matcher(run)))}
-        self._compute([*forced])  # what follows those
+        self._compute([*forced])  # masks behind the forced tokens
         if self._table is not self._masks:
             slots = [run.slot for run in runs]
             self._masks[slots] = self._table[slots, : self._masks.shape[1]]
@@ -117,15 +117,15 @@ class Serving:
             self._executor.unsafe_compute_mask_ptr(jobs, self._table.ctypes.data, nbytes, len(self._table))
 
     def _are_clear(self, runs: Sequence[Run]) -> list[bool]:
-        """Of each run whether a look at a few words says all: at least two tokens may follow that are no end tokens.
-        A whole mask takes 5 µs to look at, and those of a step are computed in a few hundred."""
+        """Looks at a few words of each mask: if they allow two tokens that are no end tokens, there is nothing to say of
+        the run. To look at a whole mask takes 5 µs, and all masks of a step are computed in a few hundred."""
         slots = [run.slot for run in runs]
         common = self._table[np.ix_(slots, self._common)] & self._goes_on[self._common]
         has_two: list[bool] = (np.bitwise_count(common).sum(axis=1) > 1).tolist()
         return [clear and not _matcher(run).is_error() for run, clear in zip(runs, has_two, strict=True)]
 
     def _state(self, run: Run, forced: list[int]) -> State | None:
-        """None: there is nothing to say."""
+        """Returns None if there is nothing to say of the run but that its mask is there."""
         matcher = _matcher(run)
         goes_on = bool((self._table[run.slot] & self._goes_on).any())  # with a token of the model's that is no end
         try:
@@ -138,7 +138,8 @@ class Serving:
 
 
 def _words_of_characters(tokenizer: LLTokenizer) -> list[int]:
-    """Of a mask: those with the tokens of single characters, which most grammars allow some of at most times."""
+    """The words of a mask that hold the tokens of single characters. Most grammars allow some of these tokens at most
+    times."""
     tokens = [tokenizer.greedy_tokenize(chr(code)) for code in range(ord(" "), ord("~") + 1)]
     return sorted({found[0] // WORD for found in tokens if len(found) == 1})
 

@@ -15,7 +15,7 @@ from djinn_client.errors import GrammarRejected
 from djinn_client.output_format import OutputFormat
 from djinnd.text.replies.grammar import JSON_OPTIONS
 
-# What compiling a grammar and computing one mask may take; with those, a mask takes 15 ms at the most as a rule.
+# Limits of compiling a grammar and of computing a mask. With them, a mask takes 15 ms at the most as a rule.
 # `verbose_errors` would put the whole grammar and the output so far into an error.
 LIMITS = LLParserLimits(verbose_errors=False)
 
@@ -29,7 +29,7 @@ _MOST_TOLD = 1000  # characters of an error
 
 
 class TokenTable(msgspec.Struct):
-    """What a tokenizer's tokens stand for, without the tokenizer. `special`: ids that stand for no text."""
+    """The bytes that each token of a tokenizer stands for. `special`: ids that stand for no text."""
 
     tokens: list[bytes]
     special: list[int]
@@ -63,7 +63,7 @@ def _named(name: str, lark: str) -> str:
 
 
 def _escaped(regex: str) -> str:
-    """Of a regular expression between slashes: one inside would end it."""
+    """Escapes slashes: one inside a regular expression between slashes would end it."""
     return regex.replace("\\/", "/").replace("/", "\\/").replace("\n", "\\n")
 
 
@@ -80,9 +80,9 @@ def _with_options(schema: str, strict: bool) -> str:
 
 
 def open_tokenizer(content: str, eos: list[int], room: int = 0) -> LLTokenizer:
-    """Of a tokenizer.json. `eos`: the tokens that end an output; those that the tokenizer lacks do not count. `room`:
-    tokens that its masks are to have room for; a tokenizer with fewer is filled up with tokens that never come. It
-    takes a second for 150,000 tokens. Raises ValueError."""
+    """Opens a tokenizer.json, which takes a second for 150,000 tokens. `eos`: the tokens that end an output; ids that
+    the tokenizer lacks do not count. `room`: the least number of tokens; a smaller tokenizer is filled up with tokens
+    that never come, so that its masks have the size of the model's logits. Raises ValueError."""
     try:
         return LLTokenizer(content, n_vocab=room or None, eos_token=eos or None, slices=SLICES)
     except ValueError:  # an end token is out of range, or there is too little room, if nothing else is wrong
@@ -97,15 +97,15 @@ def table_of(tokenizer: LLTokenizer) -> TokenTable:
 
 
 def tokenizer_of(table: TokenTable, eos: list[int], room: int = 0) -> LLTokenizer:
-    """Of a table that a stranger has made up. Grammars for it must not force tokens: only the tokenizer itself would
-    know which. `room`: see `open_tokenizer`. Raises ValueError."""
+    """Makes a tokenizer of a table, which a stranger may have made up. Grammars for it must not force tokens: only the
+    whole tokenizer knows how it would cut a text. `room`: see `open_tokenizer`. Raises ValueError."""
     known = [token for token in eos if token < len(table.tokens)]
     full = TokenTable(table.tokens + [b""] * (room - len(table.tokens)), table.special)
     return LLTokenizer(TokenizerWrapper(_Tokens(full, known)), eos_token=known or None, slices=SLICES)
 
 
 class _Tokens:
-    """What llguidance's wrapper asks of a tokenizer that is not its own."""
+    """The interface that llguidance's wrapper expects of a foreign tokenizer."""
 
     bos_token_id = None
 

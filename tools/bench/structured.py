@@ -1,10 +1,10 @@
-"""What following a grammar costs: tokens a second of sessions whose outputs have a format, beside free ones.
+"""The cost of following a grammar: tokens a second of sessions with a format, in turns with free generation.
 
     python -m tools.bench.structured [CHECKPOINT] [--sessions 16] [--record]
 
-Rounds of free generation and of each kind of format take turns, on the same sessions' prompts, so that what else the
-machine does falls on all of them. `records`: a JSON schema, of whose texts much is forced; `letters`: a regular
-expression of which nothing is, so that each token has a mask and a step of its own: its ratio is what masks cost a
+Rounds of free generation and of each kind of format take turns, on the same sessions' prompts, so that other work on
+the machine falls on all of them. `records` is a JSON schema that forces much of its texts. `letters` is a regular
+expression that forces nothing, so each token has a mask and a step of its own: its ratio says how much masks add to a
 step. A trace of some more steps tells how long one takes, and for how long the device waits for masks. On a GPU: with a
 checkpoint of a real size (tools/make_model.py random), for example llama-3-8b.
 """
@@ -50,7 +50,7 @@ TRACE_S = 20.0  # at most, of a hundred steps
 
 
 async def tokens_per_s(address: str, model: str, sessions: int, tokens: int, options: dict[str, Any]) -> float:
-    """Of all sessions together, from the first's first token to the last's last."""
+    """The rate of all sessions together, from the first token of any session to the last token of any."""
     opened = [await djinn.AsyncSession(model, address=address).open() for _ in range(sessions)]
     try:
         calls = [
@@ -70,8 +70,8 @@ async def tokens_per_s(address: str, model: str, sessions: int, tokens: int, opt
 
 
 def steps(address: str, model: str, sessions: int, options: dict[str, Any]) -> dict[str, float]:
-    """Of a hundred steps, those with all sessions. `step_ms`: from one step's start to the next one's. `masks_ms`: of
-    that, for how long the device waited for masks."""
+    """Traces a hundred steps and looks at the steps with all sessions. `step_ms`: the median time from one step's start
+    to the next one's. `masks_ms`: the mean time for which the device waited for masks in a step."""
     with traced(address, TRACE_S) as spans:
         asyncio.run(tokens_per_s(address, model, sessions, 128, options))
         found = spans()

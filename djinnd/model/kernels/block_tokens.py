@@ -21,7 +21,7 @@ def block_tokens_kernel(
     """A mask of WIDTH words has a bit for each token, 1 where it may come."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    # What the host has written since another kernel read there is to be seen: no cache may answer.
+    # The host has written here since another kernel read it: no cache may answer.
     row = tl.load(numbers + place, cache_modifier=".cv")
     word = tl.load(masks + place * WIDTH + at, mask=at < WIDTH, other=0, cache_modifier=".cv")
     bit = tl.arange(0, BITS)

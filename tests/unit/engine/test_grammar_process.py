@@ -1,4 +1,4 @@
-"""What an engine believes of a grammar process, whose other end is in the test's hands."""
+"""The engine's side of a grammar process. The test holds the process's end of the socket."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def engine(tiny: EngineThread) -> Iterator[EngineThread]:
 
 
 def run_in(engine: EngineThread, form: str) -> int:
-    """In a session of its own. The number of its request."""
+    """Starts a run in a session of its own, and returns the number of its request."""
     session, number = str(FORMS.index(form)), engine.number()
     engine.open(session)
     grammar = messages.Grammar(grammar_text(OutputFormat("regex", form)), 1, False, [END])
@@ -48,7 +48,7 @@ def run_in(engine: EngineThread, form: str) -> int:
 
 
 def texts(engine: EngineThread) -> list[str]:
-    """Of one output in each form, and of a free one beside them."""
+    """Runs one output in each form, and a free one beside them, and returns the texts of the former."""
     engine.open(str(len(FORMS)))
     free = engine.run(str(len(FORMS)), [5, 6, 7], 60)
     numbers = [run_in(engine, form) for form in FORMS]

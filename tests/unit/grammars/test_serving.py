@@ -26,7 +26,7 @@ class Talk:
     def messages(self) -> Any:
         for message in self._messages:
             yield message, []
-            self.serving._compiling.submit(lambda: None).result()  # what is being compiled has been
+            self.serving._compiling.submit(lambda: None).result()  # waits for the compiler
 
     def send(self, message: Any) -> None:
         self.said += [*map(State, message.plain), *message.others]
@@ -69,7 +69,7 @@ def test_a_run_from_its_begin_to_its_end() -> None:
     assert allowed(masks[5]) == ["<|endoftext|>"]
 
 
-def test_what_must_come_is_told_with_the_mask_behind_it() -> None:
+def test_forced_tokens_come_with_the_mask_behind_them() -> None:
     states, masks = served(Begin(1, 0, regex("hello world[!?]"), []))
     assert states[0].forced == ids("hello world") and not states[0].ended
     assert allowed(masks[0]) == ["!", "?"]
@@ -105,7 +105,8 @@ def test_padding_is_never_allowed_and_what_the_model_lacks_neither() -> None:
 
 
 def test_masks_are_what_a_run_alone_would_have() -> None:
-    """Of forms that leave much open and of forms that leave little, one by one and in parallel, whatever the sizes."""
+    """Some forms leave much open, others little. Masks are computed one by one and in parallel, for models with more and
+    fewer tokens than the tokenizer."""
     forms = [r"[a-z \n]{9}", "[A-Za-z0-9_]{3,20}", "(abc){2}[!?]", "[!]", "x", "(?s:.*)", "[0-9]{4}-[0-9]{2}"]
     begins = [Begin(number, 9 - number, regex(form), []) for number, form in enumerate(forms)]
     tokens = {0: ids("z"), 1: ids("z"), 5: ids("z")}
