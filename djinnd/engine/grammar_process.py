@@ -82,8 +82,8 @@ class GrammarProcess:
         self._unanswered.pop(run, None)
 
     def hear(self) -> States:
-        """Reads the answers that have come, without waiting. It leaves out answers about runs that it has not been asked
-        about."""
+        """Reads the answers that have come, without waiting. Answers about runs that it has not
+        been asked about are left out."""
         if self._unsent:
             self._send()
         heard = States()

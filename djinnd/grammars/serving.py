@@ -117,8 +117,8 @@ class Serving:
             self._executor.unsafe_compute_mask_ptr(jobs, self._table.ctypes.data, nbytes, len(self._table))
 
     def _are_clear(self, runs: Sequence[Run]) -> list[bool]:
-        """Looks at a few words of each mask: if they allow two tokens that are no end tokens, there is nothing to say of
-        the run. To look at a whole mask takes 5 µs, and all masks of a step are computed in a few hundred."""
+        """Looks at a few words of each mask: if they allow two tokens that are no end tokens, there is nothing to say
+        of the run. To look at a whole mask takes 5 µs, and all masks of a step are computed in a few hundred."""
         slots = [run.slot for run in runs]
         common = self._table[np.ix_(slots, self._common)] & self._goes_on[self._common]
         has_two: list[bool] = (np.bitwise_count(common).sum(axis=1) > 1).tolist()

@@ -105,8 +105,8 @@ def test_padding_is_never_allowed_and_what_the_model_lacks_neither() -> None:
 
 
 def test_masks_are_what_a_run_alone_would_have() -> None:
-    """Some forms leave much open, others little. Masks are computed one by one and in parallel, for models with more and
-    fewer tokens than the tokenizer."""
+    """Some forms leave much open, others little. Masks are computed one by one and in parallel, for models with more
+    and fewer tokens than the tokenizer."""
     forms = [r"[a-z \n]{9}", "[A-Za-z0-9_]{3,20}", "(abc){2}[!?]", "[!]", "x", "(?s:.*)", "[0-9]{4}-[0-9]{2}"]
     begins = [Begin(number, 9 - number, regex(form), []) for number, form in enumerate(forms)]
     tokens = {0: ids("z"), 1: ids("z"), 5: ids("z")}
