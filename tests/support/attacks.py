@@ -1,7 +1,7 @@
-"""What a hostile user of the machine tries: each attack is a function that runs in a process of another user's.
+"""Attacks of a hostile user of the machine. Each is a function that runs in a process of another user.
 
-An attack gets the daemon's address and a folder that its user owns, holding a copy of djinn-tiny, and returns when it
-has done its worst. Errors that it meets are its own business.
+An attack gets the daemon's address and a folder that its user owns, with a copy of djinn-tiny. It returns when it is
+done. It handles or ignores its own errors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from djinn_client.requests import AddEdit, Generate
 Attack = Callable[[str, Path], None]
 MODEL = "djinn-tiny"
 TINY = Path(djinn.__file__).parent.parent / "djinnd" / "models" / MODEL
-SECONDS = 3.0  # that an attack without an end of its own goes on
+SECONDS = 3.0  # duration of an attack that has no end of its own
 WORDS = "def fibonacci(n): return n if n < 2 else x\n"
 
 
 def copy_of_tiny(folder: Path, **config: Any) -> Path:
-    """A checkpoint with these values changed in its configuration."""
+    """A checkpoint with `config` merged into its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in TINY.iterdir():
         if file.is_file():
@@ -65,7 +65,7 @@ def for_some_seconds(act: Callable[[], object]) -> None:
 def frames_without_end(address: str, folder: Path) -> None:
     socks = [connected(address) for _ in range(30)]
     for sock in socks:
-        sock.settimeout(0.3)  # where the daemon reads no more
+        sock.settimeout(0.3)  # the daemon may stop reading
         with suppress(OSError):
             sock.sendall(HEADER.pack(b"DJ", 1, 0, 16 << 20) + bytes((16 << 20) - 1))
     time.sleep(1)
@@ -112,7 +112,7 @@ def guesses_of_tokens(address: str, folder: Path) -> None:
 
 
 def requests_without_end(address: str, folder: Path) -> None:
-    """Of hub ids, which take long."""
+    """Requests of hub ids, which are slow."""
     socks = [connected(address) for _ in range(64)]
     for sock in socks:
         with suppress(OSError):
@@ -139,7 +139,7 @@ def pings_without_end(address: str, folder: Path) -> None:
 
 
 def sent(sock: socket.socket, message: Any, fds: list[int]) -> None:
-    """The frame's first bytes bring the descriptors, which are closed here then: the daemon has the last ones."""
+    """Sends the descriptors with the frame's first bytes and closes them, so that only the daemon has them."""
     frame = encode(message, len(fds))
     socket.send_fds(sock, [frame[:4]], fds)
     for fd in fds:
@@ -395,14 +395,15 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 def become(user: int) -> None:
-    """For good."""
+    """Changes this process's user, irrevocably."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def run_as(user: int, attack: Attack, address: str, folder: Path, seconds: float) -> str:
-    """In a process of that user's, which is killed when it takes longer. → what it told: its error, if it had one."""
+    """Runs the attack in a process of that user, and kills it after `seconds`. → the error that the attack reports, or
+    ""."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Whether something happens while something else does, in one thread."""
+"""Detects whether one function runs inside another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> Callable[[], bool]:
-    """Of a method of an object. → whether it is running."""
+    """Wraps a method of an object. → a function that returns True while the method runs."""
     running, method = list[bool](), getattr(owner, name)
 
     def wrapped(*arguments: Any) -> Any:

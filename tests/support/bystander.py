@@ -1,4 +1,4 @@
-"""Somebody else, whom nothing that a test does to the daemon may disturb."""
+"""A second client that nothing a test does to the daemon may disturb."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TOKENS = 24
 
 
 class Bystander:
-    """A session that streams all the time, in a thread. Leaving the context asserts that each round brought the same as
-    the first, the last of which began after whatever happened in the context."""
+    """A session that streams rounds of tokens on a thread. Leaving the context asserts that every round had the tokens
+    of the first. The last round begins after the end of the context's body."""
 
     def __init__(self, address: str, model: str = "djinn-tiny") -> None:
         self._address = address
@@ -48,7 +48,7 @@ class Bystander:
                     is_last = self._stop.is_set()
                     self._rounds.append(self._read(s))
                     s.truncate(0)
-        except BaseException as failure:  # told to the test's thread
+        except BaseException as failure:  # raised on the test's thread
             self._failure = failure
         finally:
             self._streaming.set()

@@ -1,7 +1,6 @@
-"""Chat templates in the structure of the families that people use, written for these tests.
+"""Chat templates with the structure of widespread families, written for these tests.
 
-A family: the template, the special tokens and the other added tokens of its tokenizer, and which of them begin and end
-a text.
+A family has a template, its tokenizer's special and other added tokens, and the tokens that begin and end a text.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Family(NamedTuple):
     has_system: bool = True
 
 
-TURNS = template("turns")  # for djinn-tiny, whose one special token ends a turn
-TOOLS = template("tools")  # for djinn-tiny, with tools as Hermes and Qwen write them
+TURNS = template("turns")  # for djinn-tiny, with one special token, which ends a turn
+TOOLS = template("tools")  # for djinn-tiny, with tools in the form of Hermes and Qwen
 
 _IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _CALL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")

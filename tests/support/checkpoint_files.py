@@ -1,4 +1,4 @@
-"""Copies of djinn-tiny that a test changes."""
+"""Altered copies of djinn-tiny."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.serving import TINY
 
 
 def tiny_with(folder: Path, change: Callable[[dict[str, Any]], None], file: str = "tokenizer.json") -> Path:
-    """A copy of djinn-tiny in `folder`, with `file` as `change` leaves it."""
+    """Copies djinn-tiny to `folder` and applies `change` to the JSON of `file`."""
     shutil.copytree(TINY, folder)
     path = folder / file
     content = json.loads(path.read_text())
@@ -24,13 +24,13 @@ def tiny_with(folder: Path, change: Callable[[dict[str, Any]], None], file: str 
 
 
 def slow_to_encode(tokenizer: dict[str, Any]) -> None:
-    """A pattern that backtracks polynomially on `a` * n: minutes from some hundreds of characters on."""
+    """A pattern that backtracks polynomially on `a` * n: it takes minutes from some hundreds of characters on."""
     split = {"type": "Split", "pattern": {"Regex": "a*a*a*a*[^ab]"}, "behavior": "Isolated", "invert": False}
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}
 
 
 def bombs(*times: int) -> Callable[[dict[str, Any]], None]:
-    """A decoder that makes many letters of each."""
+    """A decoder that multiplies each letter."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         stages: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"Regex": "."}, "content": "e"}]

@@ -1,4 +1,4 @@
-"""Checkpoints that differ from the sound ones in something."""
+"""Altered checkpoints."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def altered(
     change: Callable[[Tensors], object] = lambda tensors: None,
     config: dict[str, Any] | None = None,
 ) -> Path:
-    """The family's reduced checkpoint, written anew to `folder` with `change` made to its tensors and the entries of
-    `config` put into its config.json."""
+    """Writes the family's reduced checkpoint to `folder`, with `change` applied to its tensors and `config` merged into
+    its config.json."""
     source = reduced_model(family)
     tensors = load_file(source / "model.safetensors")
     change(tensors)
@@ -36,7 +36,7 @@ def altered(
 
 
 def random_model(folder: Path, config: PreTrainedConfig) -> Path:
-    """A checkpoint of a family that is none of ours, as transformers itself writes it."""
+    """A checkpoint of a family that djinnd does not know, written by transformers."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

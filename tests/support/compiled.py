@@ -1,4 +1,4 @@
-"""Kernels for a GPU that this machine need not have: listed and compiled, never launched."""
+"""Kernels for a GPU that this machine may not have: listed and compiled, never launched."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from djinnd.model.kernels.launches import Launches, Told, launches
 from djinnd.model.kernels.variants import Variant, all_functions
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 << 10  # bytes that a program may have there
+SHARED_MEMORY = 227 << 10  # bytes that a program may use on it
 AMPERE = GPUTarget("cuda", 80, 32)
 
 
 class _Driver:
-    """What Triton asks before it launches: every launch that is not left out fails."""
+    """The driver that Triton asks before a launch. Every launch that is not skipped fails."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -38,12 +38,11 @@ def refuse_all(variants: Sequence[Variant], told: Told) -> dict[Variant, str]:
 
 @contextmanager
 def hopper(compile_: object = refuse_all, target: GPUTarget = HOPPER) -> Iterator[Launches]:
-    """Triton believes that there is such a GPU (or another one, `target`), and asks `compile_` for what is not
-    compiled."""
+    """Makes Triton see such a GPU, or `target`, and compile missing kernels by `compile_`."""
     driver = triton.runtime.driver
     driver.set_active(_Driver(target))
     for function in all_functions():
-        function.device_caches.clear()  # of what earlier tests have had compiled
+        function.device_caches.clear()  # kernels that earlier tests have compiled
     launches.install(compile_)  # type: ignore[arg-type]
     try:
         yield launches

@@ -1,4 +1,4 @@
-"""Intervention processes: what tests of them need of the machine, and which a daemon has."""
+"""Intervention processes: the machine's abilities that their tests need, and the processes of a daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that knows no sessions: each of its calls brings the whole transcript."""
+"""A program without sessions: each of its calls sends the whole transcript."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R", bound=Reply)
 
 
 class Program:
-    """Over one connection. `transcript`: the tokens so far."""
+    """The program, on one connection. `transcript`: the tokens so far."""
 
     def __init__(self, address: str) -> None:
         self.connection: Connection = run(connect(address))
@@ -34,7 +34,7 @@ class Program:
         return answer.message
 
     def say(self, tokens: list[int], max_tokens: int = 8, **conversation: object) -> Generated:
-        """One turn: these tokens are what is new."""
+        """One turn, with these new tokens."""
         self.transcript += tokens
         reply = self.generate(self.transcript, max_tokens, **conversation)
         self.transcript += reply.token_ids

@@ -1,4 +1,4 @@
-"""Copies that happen at once, where nothing is copied: what is under way between the tiers lands, and is sealed."""
+"""Page copies that are done at once, without bytes: every move between the tiers lands and is sealed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from djinnd.kvcache.moves import Moves, Transfer, Way
 
 
 def copies(moves: Moves, *, failing: float = 0, bad: bool = False) -> Iterator[list[Transfer]]:
-    """The first `failing` of them do not come, with sources that are `bad`. → after each thing that happens, the
-    transfers that it ended; what telling of them asks for happens, too."""
+    """The first `failing` copies fail, and `bad` says whether their sources are unusable. → a list that gets the
+    transfers as they end. Moves that follow from that are done too."""
     while moves.waiting:
         (move,) = moves.take(1)
         if failing:

@@ -14,13 +14,13 @@ CUDA_MEMORY = 6 << 30  # bytes: room for any reduced model, its graphs and the l
 
 @contextmanager
 def cuda_device(memory: int = CUDA_MEMORY) -> Iterator[CudaDevice]:
-    """The process's memory is limited only while it lives."""
+    """Limits the process's memory only while the device is open."""
     device = CudaDevice("cuda:0", memory)
     try:
         yield device
     finally:
         device.close()
-        # cuBLAS keeps 32 MiB of torch's memory for each stream and handle that it has met, and every device has streams
-        # of its own: without this, the twentieth test of a process finds hundreds of MiB taken that nobody uses.
+        # cuBLAS keeps 32 MiB of torch's memory for each stream and handle that it has seen, and every device has its
+        # own streams. Without this, the twentieth test of a process would find hundreds of MiB taken and unused.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.set_per_process_memory_fraction(1.0)

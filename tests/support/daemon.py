@@ -1,4 +1,4 @@
-"""A real daemon for tests: server and engine as processes on the CPU, told about itself as systemd would tell it."""
+"""A real daemon for tests: server and engine processes on the CPU, and its notifications as systemd would get them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from djinn_client import Client, DeviceInfo, ModelInfo
 from tests.support.hatchery import ROOT, Hatchery
 
 SHM = Path("/dev/shm")
-PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
-A_MOMENT = 1.0  # seconds, in which an engine that nobody has heard of ends by itself
-THREADS = "1"  # of torch, in daemon and tests: more of them wait for each other where cores are few and shared
+PATIENCE = 60.0  # seconds until a hanging test is ended; no test waits for it
+A_MOMENT = 1.0  # seconds for an engine without a server to exit
+THREADS = "1"  # of torch, in daemon and tests: more threads would wait for each other on few shared cores
 
-# The daemon ends when the test process does, however that ends. The first argument names the descriptors of a nursery,
-# which it takes over as from a predecessor.
+# The daemon ends when the test process does, even if that is killed. The first argument names the descriptors of a
+# nursery, which the daemon takes over as from a predecessor.
 _TIED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -40,12 +40,13 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 class Daemon:
-    """`djinnd` in a folder of its own.
+    """Runs `djinnd` in a folder of its own.
 
-    `config` goes into its configuration file, `flags` and `environ` beside it; `wrapper` is a command that ends by
-    executing what follows it, and `pass_fds` are descriptors for that. `cold`: it starts its nursery itself, as every
-    daemon with a wrapper does; others are given one that has its libraries. The context starts the daemon. Leaving it
-    stops the daemon and asserts that it has left nothing behind and has logged no error but the events in `errors`.
+    `config` is written to its configuration file; `flags` and `environ` are passed beside it. `wrapper` is a command
+    that ends by executing its arguments, and `pass_fds` are descriptors for it. `cold`: the daemon starts its nursery
+    itself, as with a wrapper; otherwise it gets a nursery that has imported its libraries. The context starts the
+    daemon. Leaving it stops the daemon, and asserts that nothing is left behind and no error was logged except
+    `errors`.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class Daemon:
         self.folder = folder
         self.address = str(folder / "djinnd.sock")
         self.log_path = folder / "log"
-        (folder / "state").mkdir(exist_ok=True)  # whose arena another daemon leaves alone
+        (folder / "state").mkdir(exist_ok=True)  # its arena is left alone by other daemons
         self.notifications: list[dict[str, str]] = []
         self.process: subprocess.Popen[bytes]
         self._errors = set(errors)
         self._pass_fds = pass_fds
         self._cold = cold or bool(wrapper)
-        self._nurseries: list[int] = []  # that it was given; they are not its children
-        self._descendants: set[int] = set()  # that were seen
+        self._nurseries: list[int] = []  # nurseries that it was given; they are not its children
+        self._descendants: set[int] = set()  # all descendants seen so far
         command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
         self._command = [*wrapper, *command]
         self._environ = clean_environ() | {"NOTIFY_SOCKET": str(folder / "notify")} | dict(environ or {})
@@ -120,13 +121,13 @@ class Daemon:
         assert not self.unexpected_errors(), "\n".join(self.unexpected_errors()) + f"\n{self.log}"
 
     def _nursery(self, log: int) -> list[int]:
-        """The descriptors of one that is as old as the daemon, and no older: no test has had it before."""
+        """Descriptors of a new nursery, which no other test has used."""
         made = _hatchery().nursery(log)
         self._nurseries.append(made.pid)
         return [made.socket, made.pidfd]
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """What is in its configuration file from now on, as in the constructor."""
+        """Writes the configuration file, as the constructor does."""
         (self.folder / "djinnd.yaml").write_text(yaml.safe_dump(self._settings | dict(config), sort_keys=False))
 
     def wait_until_ready(self) -> None:
@@ -134,7 +135,7 @@ class Daemon:
         self._look_for_descendants()
 
     def wait_until_told(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-        """The first of `notifications` that is wanted; those of before count."""
+        """Returns the first notification, past or future, that is `wanted`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or any(map(wanted, self.notifications)), PATIENCE)
             found = next(filter(wanted, self.notifications), None)
@@ -142,7 +143,7 @@ class Daemon:
         return found
 
     def _listen(self) -> None:
-        """In a thread, from the daemon's start to its end."""
+        """Receives notifications on a thread until the daemon ends."""
         with open(os.pidfd_open(self.pid)) as end:
             while self._notify in select.select([self._notify, end], [], [])[0]:
                 message = dict(line.split("=", 1) for line in self._notify.recv(4096).decode().splitlines())
@@ -157,18 +158,18 @@ class Daemon:
         self.process.send_signal(number)
 
     def reload(self, config: Mapping[str, Any], told: str = "djinnd_reloaded ") -> None:
-        """SIGHUP, with this in its file; returns when it says that it is done."""
+        """Writes the configuration and sends SIGHUP; returns when the log says `told`."""
         self.configure(config)
         before = self.log.count(told)
         self.signal(signal.SIGHUP)
         wait_for(lambda: self.log.count(told) > before)
 
     def wait(self) -> int:
-        """Its exit status."""
+        """→ its exit status."""
         return self.process.wait(PATIENCE)
 
     def kill(self) -> None:
-        """SIGKILL; returns when its engine is gone too."""
+        """Sends SIGKILL; returns when its engine is gone too."""
         self._look_for_descendants()
         self.signal(signal.SIGKILL)
         self.wait()
@@ -180,7 +181,7 @@ class Daemon:
         self._descendants.update(self._nurseries)
 
     def _end(self) -> int | None:
-        """The exit status after SIGTERM; None where a test has ended it. Nothing survives this."""
+        """Sends SIGTERM. → the exit status, or None if a test has ended the daemon. No process survives this."""
         if self.process.poll() is not None:
             return None
         self._look_for_descendants()
@@ -192,8 +193,8 @@ class Daemon:
             return -signal.SIGKILL
 
     def _let_orphans_end(self) -> None:
-        """An engine that was being born when its daemon stopped, and of which that has never heard, finds it out
-        itself, a moment later. Nobody else may."""
+        """Waits for an engine that was being forked when its daemon stopped: it notices that by itself a moment later.
+        No other process may be left."""
         heard_of = {*self._nurseries, *map(int, re.findall(r"engine_started pid=(\d+)", self.log))}
         until = time.monotonic() + A_MOMENT
         while any(map(is_alive, self._descendants - heard_of)) and time.monotonic() < until:
@@ -216,7 +217,7 @@ class Daemon:
         return device
 
     def kill_engine(self) -> int:
-        """SIGKILL to the engine that is there; its pid."""
+        """Sends SIGKILL to the current engine. → its pid."""
         pid = self.device().pid
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -245,12 +246,12 @@ def _hatchery() -> Hatchery:
 
 
 def warm_python() -> str:
-    """For a command that starts daemons, or processes that import torch: see warm_python.py."""
+    """The sys.executable of a command that starts daemons or imports torch: see warm_python.py."""
     return str(_hatchery().python)
 
 
 def clean_environ() -> dict[str, str]:
-    """This process's, without what would configure a daemon or lead a client to another one."""
+    """This process's environment, without variables that configure a daemon or a client."""
     ours = ("DJINND_", "LISTEN_", "NOTIFY_SOCKET", "WATCHDOG_", "STATE_DIRECTORY")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
@@ -258,7 +259,7 @@ def clean_environ() -> dict[str, str]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The nursery, its engine, and what that has started."""
+    """The nursery, its engine, and the engine's children."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
@@ -267,7 +268,7 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not."""
+    """False for a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -276,7 +277,7 @@ def is_alive(pid: int) -> bool:
 
 
 def descriptors_of(pid: int) -> list[str]:
-    """What each of the process's descriptors is."""
+    """The target of each of the process's descriptors."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -287,7 +288,7 @@ def descriptors_of(pid: int) -> list[str]:
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    """For what no event tells of: another process's files and state."""
+    """Polls a condition that no event reports, such as another process's files and state."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -295,16 +296,19 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def lacks_tiers(model: ModelInfo) -> bool:
-    """Of one that is to have lower tiers: they come a moment after it, the disk's together with the host's, or a note
-    says why they cannot."""
+    """True until the tiers of a model with lower tiers are set up. They come a moment after the model, host and disk
+    together, or a note says why they cannot."""
     refused = any("no pages on the host" in note for note in model.notes)
     return model.state == "ready" and not model.host_pages and not refused
 
 
 def holdings(daemon: Daemon) -> dict[str, object]:
-    """What the daemon has in use when nobody but the asker is connected and all sessions are gone, and what its audit
-    finds. Waits for that, and until what is done beside the steps has been: the lower tiers have come that all of its
-    models are to have, no page is on its way, no window is being closed."""
+    """The daemon's resources when no other client is connected and all sessions are gone, and the findings of its
+    audit.
+
+    Waits for that, and for the end of work beside the steps: lower tiers of all models set up, no page being copied, no
+    window being closed.
+    """
     engine = daemon.device().pid
     with daemon.client() as client:
         wait_for(lambda: client.status().connections == 1)

@@ -1,4 +1,4 @@
-"""Who is to leave the device does, as beside the steps of an engine."""
+"""Evicts the sessions that are due to leave, as an engine does while it steps."""
 
 from __future__ import annotations
 

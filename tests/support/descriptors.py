@@ -1,4 +1,4 @@
-"""How many descriptors this process has, so that a test can tell that what it called keeps none."""
+"""Counts the process's descriptors, so that a test can tell that the code under test leaks none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 
 
 def open_descriptors() -> int:
-    """After a collection: what other tests dropped in cycles (engines, exceptions' frames) would go at any moment."""
+    """Collects garbage first: cycles of other tests (engines, frames of exceptions) would close descriptors at any
+    time."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))

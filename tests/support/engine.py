@@ -1,10 +1,11 @@
 """A scripted engine for tests of the server: a real process that speaks djinnd.messages over its end of a socket pair.
 
-It computes nothing. The token at position p of any session is `story[p % len(story)]`, so that every test knows what a
-session must hold. An edit of position p - 1 shifts that by its number, and so it does what is captured there: the
-position, in all columns. It stops before blocks as an engine does. What the engine is to do otherwise is in a JSON file
-(`Script`), keyed by the first token of a prompt, so that one tenant can run into trouble beside others that do not.
-With `gate`, a FIFO, it takes a step for each byte that a test writes into it, and otherwise as fast as it can.
+It computes nothing. The token at position p of any session is `story[p % len(story)]`, so a test knows the tokens of
+every session. An edit of position p - 1 shifts that token by the edit's number. It also shifts the captured
+activations, which have the position in all columns. The engine stops before blocks like a real one. Other behaviour is
+scripted in a JSON file (`Script`), by the first token of a prompt, so that one tenant can have trouble beside others
+without. With `gate`, a FIFO, the engine runs a step for each byte that a test writes into it; otherwise it does not
+wait.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ PAGE_BYTES = 1 << 12
 
 
 class Script(msgspec.Struct):
-    """`on_token`: what happens when the first row of a prompt that begins with that token runs. `on_load` is what
-    happens to a model of that name when it is loaded, `on_start` to an engine that finds that many marks in `marks`."""
+    """Trouble by its trigger. `on_token`: when the first row of a prompt with this first token runs. `on_load`: when a
+    model of this name is loaded. `on_start`: when an engine finds that many marks in `marks`."""
 
     story: list[int] = msgspec.field(default_factory=lambda: [1, 2, 3])
     context: int = 256
     gate: str = ""
     alive_s: float = 0.05
-    on_token: dict[str, str] = {}  # token -> die, hang, garbage, fail, leave
-    on_load: dict[str, str] = {}  # model -> die, fail, full, big, late: after LATE_S
-    pages: int = 0  # bytes of a host tier that is asked for when a model is loaded, unless the Load names its bytes
-    on_shutdown: str = ""  # hang; linger: it has done what it is to do, and does not end
-    keep_host: bool = True  # False: gives a model's arena back when it is loaded
-    on_start: dict[str, str] = {}  # nth start -> die, refuse, hang
-    marks: str = ""  # a file that gets a byte for each start
+    on_token: dict[str, str] = {}  # token: die, hang, garbage, fail, leave
+    on_load: dict[str, str] = {}  # model: die, fail, full, big, late (after LATE_S)
+    pages: int = 0  # bytes of the host tier of each model, unless its Load names them
+    on_shutdown: str = ""  # hang; linger: finishes its work and does not exit
+    keep_host: bool = True  # False: gives back a model's arena after its load
+    on_start: dict[str, str] = {}  # nth start: die, refuse, hang
+    marks: str = ""  # a file that gets one byte for each start
 
 
 @dataclass
@@ -75,16 +76,16 @@ class Session:
     held: bool = False
     paused: str = ""  # the tier
     waits: bool = False
-    wait_of: str = ""  # the tool, and how long it is expected to take
+    wait_of: str = ""  # the tool, and the expected seconds
     bulk: bool = False
-    priority: str = ""  # that it was given while it was open
+    priority: str = ""  # class set while it was open
     is_started: bool = False
     edits: tuple[Edit, ...] = ()
     due_from: int = FOREVER
-    seen_from: int = 0  # by what the run captures
+    seen_from: int = 0  # first position that the run captures
     computed: int = 0
-    stage: int = 0  # before which block the last run has stopped
-    stops: tuple[Stop, ...] = ()  # the run's
+    stage: int = 0  # block before which the last run stopped
+    stops: tuple[Stop, ...] = ()  # of the run
 
 
 class Engine:
@@ -98,9 +99,9 @@ class Engine:
         self.tenants: dict[int, messages.TenantLimits] = {}
         self.models: dict[str, ModelInfo] = {}
         self.loads: dict[int, messages.Load] = {}
-        self.page_loads: dict[int, messages.Load] = {}  # whose host tier has been asked for
+        self.page_loads: dict[int, messages.Load] = {}  # loads that have asked for their host tier
         self.pages: dict[str, mmap.mmap] = {}  # by model
-        self.late: dict[float, messages.Load] = {}  # loads by when they begin
+        self.late: dict[float, messages.Load] = {}  # loads, by the time when they begin
         self.steps = 0
         self.is_stopping = False
         self.gate = os.open(script.gate, os.O_RDONLY | os.O_NONBLOCK) if script.gate else -1
@@ -120,7 +121,7 @@ class Engine:
             readable, _, _ = select.select(watched, [], [], timeout)
             if self.socket in readable:
                 self.receive()
-                busy = self.is_busy  # else a step that a test has let it take would be nobody's
+                busy = self.is_busy  # otherwise a step for which a test has written a byte would be lost
             if busy and (self.gate < 0 or (self.gate in readable and os.read(self.gate, 1))):
                 self.step()
             self.end_trace()
@@ -196,7 +197,7 @@ class Engine:
             self.finish(self.sessions[name], reason)
 
     def send_scores(self, session: Session) -> None:
-        """In two parts. The log probability of a token is that number, negative; each likely token's is 0."""
+        """Sends the scores in two parts. A token's log probability is minus the token, and each likely token's is 0."""
         run = session.run
         assert run is not None
         if run.prompt_logprobs is None:
@@ -247,7 +248,8 @@ class Engine:
     def send_captured(
         self, finished: messages.Finished, session: Session, seen: list[Point], positions: int, more: int = 0
     ) -> None:
-        """float32, with room for all that it might have been; also of one that was cancelled."""
+        """Sends float32 captures, with room for all positions that the run could have had; also after a
+        cancellation."""
         points = self.models[session.model].points
         assert points is not None and len(set(seen)) == len(seen)
         first = session.seen_from
@@ -267,7 +269,7 @@ class Engine:
         os.close(fd)
 
     def answer_logits(self, session: Session) -> None:
-        """Logits [tokens, vocab] whose every entry is the token that they are of."""
+        """Logits [tokens, vocab]: all entries of a row are the row's token."""
         run = session.run
         assert run is not None
         vocab = self.models[session.model].vocab
@@ -376,7 +378,7 @@ class Engine:
             self.send(messages.NeedArena(load.request, load.model, nbytes, fingerprint(load.path), holds="pages"))
 
     def bring_pages(self, load: messages.Load, ready: messages.ArenaReady) -> None:
-        """Notes what is in their first bytes, which says what became of the engine that wrote them."""
+        """Adds a note with the first bytes of the pages, which say how the engine that wrote them ended."""
         assert ready.complete
         memory = posix_ipc.SharedMemory(ready.name)
         pages = mmap.mmap(memory.fd, memory.size)
@@ -428,7 +430,7 @@ class Engine:
         self.send(messages.Planned(plan.request, planned))
 
     def on_setbudget(self, message: messages.SetBudget) -> None:
-        """A ring and as many blocks as then fit, in every model."""
+        """Every model gets a ring and as many resident blocks as fit."""
         if message.memory_bytes < RING_BYTES:
             self.refuse(message.request, f"the budget could go down to {RING_BYTES} bytes", RING_BYTES)
             return
@@ -439,7 +441,8 @@ class Engine:
         self.send(messages.BudgetSet(message.request, self.memory, RING_BYTES + fit * BLOCK_BYTES, 0.25, models))
 
     def on_trace(self, message: messages.Trace) -> None:
-        """As a real engine: one at a time; a span a step, without times. Ends by steps, or when the time is up."""
+        """Like a real engine, has one trace at a time, with one span a step, without times. Ends by steps or by
+        time."""
         if self.trace is not None:
             self.send(messages.Failed(message.request, "retry", "another trace is being recorded", {}))
             return
@@ -553,7 +556,7 @@ class Engine:
         self.sessions[message.session].priority = message.priority
 
     def on_explain(self, message: messages.Explain) -> None:
-        """Whoever was opened before it is served before it. The figures are what signals and calls have said."""
+        """Sessions are served in the order of opening. The figures are those of signals and calls."""
         session, run = self.sessions[message.session], self.sessions[message.session].run
         figures: dict[str, int | float | str] = {
             "wait_of": session.wait_of,
@@ -567,7 +570,7 @@ class Engine:
         self.send(messages.Explained(message.request, state, "the script says so", figures, ahead))
 
     def on_pause(self, message: messages.Pause) -> None:
-        """There is no room on disk."""
+        """Fails for the disk tier, which has no room."""
         session = self.sessions[message.session]
         if message.tier == "disk":
             self.refuse(message.request, "the disk is full", 1)
@@ -579,7 +582,7 @@ class Engine:
         self.sessions[message.session].paused = ""
 
     def on_publicprefix(self, message: messages.PublicPrefix) -> None:
-        """Told as a note of the model, in the order in which sessions and prefixes came."""
+        """Adds a note to the model, in the order in which sessions and prefixes came."""
         assert message.model in self.models
         told = f"public: {len(message.tokens)} tokens before session {len(self.sessions)}"
         info = self.models[message.model]
@@ -605,7 +608,7 @@ class Engine:
         self.send(report)
 
     def use_of_tenant(self, tenant: int) -> messages.TenantUse:
-        """On the device it has its pages, and on disk what it may have there: so a test sees what was told."""
+        """Its device bytes are its pages, and its disk bytes are its disk limit, so that a test sees the limits."""
         pages = sum(pages_of(session) for session in self.sessions.values() if session.tenant == tenant)
         limits = self.tenants.get(tenant, messages.TenantLimits(tenant))
         return messages.TenantUse(tenant, pages * PAGE_BYTES, 0, limits.disk_kv or 0)
@@ -614,7 +617,7 @@ class Engine:
         self.tenants.update((limits.tenant, limits) for limits in message.tenants)
 
     def on_setpolicy(self, message: messages.SetPolicy) -> None:
-        """What it schedules is scripted."""
+        """Ignored, because the script decides the schedule."""
 
     def on_shutdown(self, message: messages.Shutdown) -> None:
         while self.script.on_shutdown == "hang":
@@ -659,7 +662,7 @@ def pages_of(session: Session) -> int:
 
 
 def use_of(name: str, session: Session) -> messages.SessionUse:
-    """Who is paused, or waits, has all its pages on the host."""
+    """A paused or waiting session has all its pages on the host."""
     state = "paused" if session.paused else "running" if session.run else "waiting" if session.waits else "idle"
     pages = pages_of(session)
     if session.paused or session.waits:
@@ -675,7 +678,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--script", type=Path, required=True)
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)  # its pid; its death ends the stream too
+    parser.add_argument("--parent", type=int, required=True)  # its pid; its death closes the stream too
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", type=int, default=0)
     arguments = parser.parse_args()
@@ -694,7 +697,7 @@ def main() -> None:
     with (
         socket.socket(fileno=arguments.fd) as sock,
         suppress(ConnectionError),
-    ):  # the server is gone, as a real one sees
+    ):  # the server is gone
         Engine(sock, script, arguments.device, arguments.memory).serve()
 
 

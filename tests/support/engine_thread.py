@@ -1,4 +1,4 @@
-"""A real engine in a thread of the test, and the server's end of its socket pair in the hands of the test."""
+"""A real engine on a thread of the test, which holds the server's end of the socket pair."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from djinnd.engine.engine import Engine
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
 from tests.support.loaded import MEMORY
 
-FOREVER = 60.0  # seconds: a test that waits so long has failed
+FOREVER = 60.0  # seconds until a test has failed
 
 M = TypeVar("M")
 GrantArena = Callable[[messages.NeedArena], messages.ArenaReady | messages.ArenaRefused]
 
 
 class EngineThread:
-    """Leaves neither thread nor shared memory behind: to be used with `with`."""
+    """Used with `with`: leaves neither a thread nor shared memory behind."""
 
     def __init__(self, device: Device | None = None, max_batch_tokens: int = 64, max_rows: int = 32) -> None:
         self.device = device or CpuDevice(MEMORY)
@@ -42,10 +42,10 @@ class EngineThread:
         self.socket.settimeout(FOREVER)
         self.channel = Channel(theirs.detach())
         self.engine = Engine(self.channel, self.device, max_batch_tokens, max_rows)
-        self.error: BaseException | None = None  # that `serve` has raised
+        self.error: BaseException | None = None  # raised by `serve`
         self._decoder = FrameDecoder(MAX_FRAME)
         self.recomputed: Counter[int] = Counter()  # tokens, by tenant
-        self.started: list[int] = []  # requests, as far as has been received
+        self.started: list[int] = []  # requests, as far as received
         self._incoming: list[FromEngine] = []
         self._descriptors: list[int] = []
         self._arenas: list[posix_ipc.SharedMemory] = []
@@ -62,10 +62,10 @@ class EngineThread:
         finally:
             self.channel.close()
 
-    # --- its end ----------------------------------------------------------------------------------------------------
+    # --- exit ---------------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Returns when `serve` has."""
+        """Returns when `serve` has returned."""
         self._thread.join(FOREVER)
         assert not self._thread.is_alive(), "the engine does not end"
 
@@ -75,7 +75,7 @@ class EngineThread:
     def __exit__(self, *error: object) -> None:
         self.socket.close()
         self.join()
-        for runner in self.engine._runners.values():  # a process would take all this with it
+        for runner in self.engine._runners.values():  # the exit of a real process would free all this
             runner.release()
         self.device.close()
         for fd in self._descriptors:
@@ -88,12 +88,12 @@ class EngineThread:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def send(self, *sent: ToEngine) -> None:
-        """In one piece, so that the engine has them all before it next composes a step."""
+        """Sends the messages in one piece, so that the engine has all of them before it composes the next step."""
         self.socket.sendall(b"".join(messages.encode(message) for message in sent))
 
     def receive(self) -> FromEngine:
-        """The next message; signs of life, and what steps start, are left out. Raises TimeoutError; EOFError where the
-        engine has gone."""
+        """The next message, except Alive, Stepping and Recomputed. Raises TimeoutError, or EOFError if the engine is
+        gone."""
         while True:
             while not self._incoming:
                 data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, 16)
@@ -110,7 +110,7 @@ class EngineThread:
                 return message
 
     def until(self, kind: type[M], *others: type) -> M:
-        """The next message of this kind; those of `others` before it are dropped, and any else is a failure."""
+        """The next message of this kind. Messages of `others` before it are dropped; any other message is a failure."""
         while True:
             message = self.receive()
             if isinstance(message, kind):
@@ -118,7 +118,7 @@ class EngineThread:
             assert isinstance(message, others), message
 
     def outcome(self, request: int) -> tuple[list[int], FromEngine]:
-        """The tokens of a request and its final reply. Of other requests nothing may come meanwhile."""
+        """The tokens of a request and its final reply. A message of another request is a failure."""
         tokens: list[int] = []
         while True:
             message = self.receive()
@@ -130,7 +130,7 @@ class EngineThread:
                 return tokens, message
 
     def outcomes(self, requests: list[int]) -> dict[int, tuple[list[int], FromEngine]]:
-        """The same of several at once."""
+        """The tokens and final replies of several requests."""
         tokens: dict[int, list[int]] = {request: [] for request in requests}
         replies: dict[int, FromEngine] = {}
         while len(replies) < len(requests):
@@ -144,19 +144,19 @@ class EngineThread:
                 replies[message.request] = message  # type: ignore[union-attr]
         return {request: (tokens[request], replies[request]) for request in requests}
 
-    # --- what a server does -----------------------------------------------------------------------------------------
+    # --- the server's part --------------------------------------------------------------------------------------------
 
     def number(self) -> int:
         return next(self._numbers)
 
     def load(self, folder: Path, name: str = "m", grant: GrantArena | None = None, **more: Any) -> FromEngine:
-        """The final reply: Loaded or Failed. Without lower tiers, unless `more` has their sizes."""
+        """The final reply, Loaded or Failed. The model has no lower tiers, unless `more` has their sizes."""
         request, later = self.number(), list[FromEngine]()
         self.send(messages.Load(request, name, str(folder), **({"host_kv_bytes": 0} | more)))
         while True:
             message = self.receive()
             if isinstance(message, messages.NeedArena) and message.holds == "pages":
-                later.append(message)  # it may come before the end of the load: its asker is another thread
+                later.append(message)  # it can come before the end of the load, from another thread
             elif isinstance(message, messages.NeedArena):
                 self.send((grant or self.grant)(message))
             elif isinstance(message, messages.Loaded | messages.Failed) and message.request == request:
@@ -188,7 +188,7 @@ class EngineThread:
         return messages.Run(self.number(), session, prompt, max_tokens, Sampling(seed=0), **more)
 
     def report(self, check: bool = True) -> messages.Report:
-        """While nothing runs. With `check`, nothing may be found."""
+        """The report of an idle engine. `check`: asserts that the audit finds nothing."""
         request = self.number()
         self.send(messages.Inquire(request, check))
         report = self.until(messages.Report)
@@ -196,7 +196,7 @@ class EngineThread:
         return report
 
     def logits(self, reply: FromEngine) -> npt.NDArray[np.float32]:
-        """[tokens, vocab] of the last descriptor that came."""
+        """[tokens, vocab], in the last descriptor that came."""
         assert isinstance(reply, messages.LogitsReady), reply
         with mmap.mmap(self._descriptors[-1], 0, access=mmap.ACCESS_READ) as memory:
             return np.frombuffer(memory, np.float32).reshape(reply.tokens, reply.vocab).copy()

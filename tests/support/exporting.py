@@ -1,4 +1,4 @@
-"""A real engine in a thread that KV leaves and comes to."""
+"""A real engine on a thread, with export and import of KV."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SALT = b"salt of 16 bytes"
 
 
 class ExportingEngine(EngineThread):
-    layout: KvLayout  # of the model that was loaded last, whose pages are on the device and, as a rule, nowhere else
+    layout: KvLayout  # of the model that was loaded last, which as a rule has no lower tiers
 
     def loaded(self, folder: Path, name: str = "m", **more: Any) -> ModelInfo:
         info = super().loaded(folder, name, **{"host_kv_bytes": 0, "disk_kv_bytes": 0, **more})
@@ -47,7 +47,7 @@ class ExportingEngine(EngineThread):
 
 
 def filled(kv: KV) -> KvWindow:
-    """A window with the same."""
+    """A window with the same bytes."""
     window = KvWindow(kv.layout, kv.length)
     window.pages[:] = kv.pages
     return window

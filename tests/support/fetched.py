@@ -1,4 +1,4 @@
-"""Stacked experts that are fetched, some of four: in their places is what was there, and nothing is anywhere else."""
+"""Checks fetched experts, some of four: each has the bytes of its source, and no other memory has changed."""
 
 from __future__ import annotations
 

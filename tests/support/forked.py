@@ -1,11 +1,11 @@
-"""Daemons with scripted engines, forked from a process that has imported all that they need: the imports are most of
-what a start takes, and tests start hundreds of them.
+"""Daemons with scripted engines, forked from a process that has imported their modules. Imports take most of a start,
+and tests start hundreds of them.
 
     this process ──request, its log, a socket──► parent ──fork──► daemon
-                 ◄────────its pid, how it ended──┘
+                 ◄───────its pid, its exit status──┘
 
-The parent is `python -X dev -m tests.support.forked FD`, and a daemon that replaces itself executes the command that
-would have started it. See served.py for the daemon.
+The parent is `python -X dev -m tests.support.forked FD`. A daemon that replaces itself executes the command that would
+have started it. See served.py for the daemon.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _DAEMON = "tests.support.served"
 _MAX_PACKET = 1 << 17
-_STATUS = 16  # bytes, at most
+_STATUS = 16  # most bytes of an exit status
 
 
 class Forked:
-    """A daemon, with what tests ask of a subprocess.Popen."""
+    """A daemon, with the methods of subprocess.Popen that tests use."""
 
     def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], log: int) -> None:
         self.returncode: int | None = None
@@ -68,7 +68,7 @@ class Forked:
 
 @functools.cache
 def _parent() -> socket.socket:
-    """Its end is that of this socket."""
+    """Starts the parent, which ends when this socket is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-X", "dev", "-m", "tests.support.forked", str(theirs.fileno())]
@@ -83,16 +83,16 @@ def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 class _Parent:
-    """Reaps the daemons, and says how they have ended."""
+    """Reaps the daemons and reports their exit status."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
-        self._living: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the pid, and who is told
+        self._living: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the pid, and the socket of its starter
         self._poll = select.poll()
         self._poll.register(requests, select.POLLIN)
 
     def serve(self) -> Callable[[], None] | None:
-        """Until the tests are gone; None then. In a process that was forked: what it is to do."""
+        """Serves until the tests are gone. → None in this process, the function to run in each forked process."""
         while True:
             ready = {fd for fd, _ in self._poll.poll()}
             for pidfd in self._living.keys() & ready:
@@ -123,11 +123,11 @@ class _Parent:
         self._poll.unregister(pidfd)
         os.close(pidfd)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with caller, suppress(BrokenPipeError):  # nobody may ask any more
+        with caller, suppress(BrokenPipeError):  # the starter may be gone
             caller.send(str(status).encode())
 
     def _forget(self) -> None:
-        """In a child: what it has inherited is not its own."""
+        """In a child: drops inherited descriptors."""
         for pidfd, (_, caller) in self._living.items():
             os.close(pidfd)
             caller.close()
@@ -145,7 +145,7 @@ def _be_daemon(arguments: list[str], environ: dict[str, str]) -> None:
 def main() -> None:
     import tests.support.served  # noqa: F401  # what is shared
 
-    gc.freeze()  # no daemon's collector walks, and so copies, what all of them share
+    gc.freeze()  # a daemon's collector would walk, and so copy, the shared objects
     with socket.socket(fileno=int(sys.argv[1])) as requests:
         be = _Parent(requests).serve()
     if be is not None:

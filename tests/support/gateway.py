@@ -1,4 +1,4 @@
-"""A real gateway for tests, as a process in front of a daemon."""
+"""A real gateway for tests: a process in front of a daemon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, wait_for
 
 class Gateway:
     """`http` is its section of the configuration; without `listen` it takes a free port of 127.0.0.1. The context
-    starts it; leaving it stops it and asserts that it ended well and has logged no error but `errors`."""
+    starts the gateway. Leaving it stops the gateway, and asserts that it exits well and has logged no error except
+    `errors`."""
 
     def __init__(
         self, folder: Path, daemon: str, http: Mapping[str, Any] | None = None, errors: Collection[str] = ()
@@ -35,7 +36,7 @@ class Gateway:
         self.process: subprocess.Popen[bytes]
 
     def configure(self, http: Mapping[str, Any]) -> None:
-        """Writes the configuration, which a gateway that runs reads at SIGHUP."""
+        """Writes the configuration, which a running gateway reads at SIGHUP."""
         section = {"listen": "127.0.0.1:0", "loopback_without_token": True} | dict(http)
         told = {"socket": self.daemon, "state_dir": str(self._file.parent), "http": section}
         self._file.write_text(yaml.safe_dump(told))
@@ -85,7 +86,7 @@ class Gateway:
         return self.ask("POST", path, body, headers)
 
     def ask(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """`body`: bytes, or what becomes JSON."""
+        """`body`: bytes, or a value that is encoded as JSON."""
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection = HTTPConnection(*self.address, timeout=PATIENCE)
         try:
@@ -107,7 +108,7 @@ def gateway_with_tools() -> Iterator[Gateway]:
 
 
 def close_conversations(daemon: Daemon) -> None:
-    """For a daemon that serves other tests, too: the sessions of conversations stay when their gateway ends."""
+    """For a daemon that serves other tests too: sessions of conversations outlive their gateway."""
     with daemon.client() as client:
         for kept in client.sessions():
             client.close_session(kept.id)
@@ -125,7 +126,7 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """Of a stream of server-sent events, as OpenAI ends it."""
+        """The events of a stream of server-sent events, up to OpenAI's end mark."""
         lines = [line for line in self.content.decode().splitlines() if line and not line.startswith(":")]
         assert all(line.startswith("data: ") for line in lines), lines
         assert lines[-1] == "data: [DONE]"

@@ -1,4 +1,4 @@
-"""A model with captured graphs on a CUDA device, driven a step at a time: replayed, or launched kernel by kernel."""
+"""A model with captured graphs on a CUDA device, run a step at a time: as a graph, or kernel by kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGE, PAGES, WIDTH = 16, 200, 20
 MAX_TOKENS, MAX_ROWS = 128, 20
 FOLDER = reduced_model("llama-3.1")
 
-Rows = list[tuple[int, int]]  # tokens that a row brings, tokens that its session then has
+Rows = list[tuple[int, int]]  # (tokens of the row, tokens of its session after it)
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Graphed:
 
     @torch.inference_mode()
     def compose(self, rows: list[InputRow]) -> tuple[Shape, int]:
-        """Each row's last token is wanted."""
+        """Wants the logits of each row's last token."""
         counts = [len(tokens) for tokens, _, _ in rows]
         shape = self.graphs.fitting(sum(counts), len(rows), max(counts))
         assert shape is not None
@@ -59,7 +59,7 @@ class Graphed:
 
     @torch.inference_mode()
     def eager(self, rows: list[InputRow], probe: Probe | None = None) -> Tensor:
-        """From the same inputs, with the same bounds."""
+        """Runs the same inputs with the same bounds, without a graph."""
         shape, picks = self.compose(rows)
         inputs = self.graphs.inputs(shape)
         with self.device.computing():
@@ -85,7 +85,7 @@ def graphed_model(dtype: str, placing: Placing) -> Iterator[Graphed]:
 
 
 def sessions(lengths: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Tokens and pages of so many sessions, the pages in no order."""
+    """(tokens, pages) of a session for each length, with pages in random order."""
     order = (torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(0)) + 1).tolist()
     held = []
     for seed, length in enumerate(lengths):
@@ -95,7 +95,7 @@ def sessions(lengths: list[int]) -> list[tuple[list[int], list[int]]]:
 
 
 def with_history(graphed: Graphed, rows: Rows) -> tuple[list[InputRow], list[list[int]]]:
-    """Rows that bring (count) tokens to a session that then has (length), whose earlier ones are in the pages."""
+    """Rows that bring `count` tokens to sessions of then `length` tokens; the pages hold the earlier ones."""
     graphed.model.pool.zero_()
     held = sessions([length for _, length in rows])
     for (count, length), (tokens, pages) in zip(rows, held, strict=True):

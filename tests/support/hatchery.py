@@ -1,12 +1,13 @@
-"""Processes forked from one that has imported the libraries of engines: the imports are three of the four seconds of
-processor time that a start takes, and tests start hundreds of processes that need them.
+"""Forks processes from one that has imported the libraries of engines. The imports take three of the four seconds of
+processor time of a start, and tests start hundreds of processes that need them.
 
     this process ──its log──► hatchery ──fork──► nursery ──fork──► engine
                                                     ▲
     this process ──starts, with the nursery's socket and pidfd──► daemon
 
-A daemon takes a nursery over as it would from a predecessor. What a command under test starts by itself is forked too
-where it has `Hatchery.python` for its sys.executable: see warm_python.py, and warm_command.py for the fork.
+A daemon takes over a nursery as it would from a predecessor. A command under test that starts processes by
+sys.executable gets forks too, if `Hatchery.python` is its sys.executable: see warm_python.py, and warm_command.py for
+the fork.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Nursery(NamedTuple):
-    """That no daemon has yet. It ends when nobody has its socket."""
+    """A nursery without a daemon. It ends when no process has its socket."""
 
     pid: int
     socket: int
@@ -43,10 +44,10 @@ class Nursery(NamedTuple):
 
 
 class Hatchery:
-    """Owns the process. `environ` is what the libraries are imported with."""
+    """Owns the process. The libraries are imported with `environ`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="djinnd-hatchery-", dir="/tmp"))  # nobody else's to enter
+        self._folder = Path(tempfile.mkdtemp(prefix="djinnd-hatchery-", dir="/tmp"))  # no other user may enter
         self._address = str(self._folder / "socket")
         self.python = self._folder / "python"
         self._write_python()
@@ -65,7 +66,7 @@ class Hatchery:
         atexit.register(self._close)
 
     def nursery(self, log: int) -> Nursery:
-        """What it and its engines say goes to `log`. The caller owns the descriptors."""
+        """Its output, and that of its engines, goes to `log`. The caller owns the descriptors."""
         return Nursery(*ask_for_nursery(self._address, log))
 
     def _write_python(self) -> None:
@@ -80,8 +81,8 @@ class Hatchery:
 
 
 def serve(lifeline: socket.socket, listener: socket.socket, python: str) -> Callable[[], None] | None:
-    """Until the tests are gone; None then. In a process that was forked: what it is to do."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they have ended
+    """Serves until the tests are gone. → None in this process, the function to run in each forked process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit status is not needed
     gc.disable()
     nursery.import_libraries(nursery.LIBRARIES)
     gc.freeze()

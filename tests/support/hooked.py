@@ -1,5 +1,5 @@
-"""A session's edits made with PyTorch hooks in transformers, and what hooks see there: see torch_hooks.py. Nothing is
-shared with the engine but what an edit is."""
+"""A session's edits made with PyTorch hooks in transformers, and activations seen by hooks: see torch_hooks.py. It
+shares only the definition of an edit with the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.torch_hooks import Change
 
 
 def changes_of(edits: Iterable[Edit]) -> list[Change]:
-    """In the order in which they apply."""
+    """The changes, in the order in which they apply."""
     return [
         Change(name_of(point), _act_of(edit, extent), extent.start, extent.end)
         for edit in edits
@@ -27,7 +27,7 @@ def changes_of(edits: Iterable[Edit]) -> list[Change]:
 
 
 def name_of(point: Point) -> str:
-    """As TransformerLens calls it."""
+    """The point's name in TransformerLens."""
     match point:
         case Point("resid", 0):
             return "hook_embed"
@@ -58,7 +58,7 @@ class Hooked:
     def run(
         self, tokens: Sequence[int], edits: Iterable[Edit] = (), seen: Iterable[Point] = ()
     ) -> tuple[Tensor, dict[Point, Tensor]]:
-        """→ logits [tokens, vocab], and what is seen at each of those points, [tokens, width], after editing."""
+        """→ logits [tokens, vocab], and the activations at each of those points after edits, [tokens, width]."""
         names = {point: name_of(point) for point in seen}
         logits, found = self._model.run(tokens, changes_of(edits), list(names.values()))
         return logits, {point: found[name] for point, name in names.items()}

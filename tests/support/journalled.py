@@ -1,4 +1,4 @@
-"""A session as the journal knows one."""
+"""A session as the journal sees it."""
 
 from __future__ import annotations
 

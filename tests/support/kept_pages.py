@@ -1,6 +1,6 @@
 """A process that keeps pages in a page file until it is killed: `python -m tests.support.kept_pages FOLDER SEED`.
 
-It says so when the first is complete.
+It prints a line when the first page is complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def aligned() -> Bytes:
 
 
 def page(number: int) -> Bytes:
-    """What a page holds follows from its key."""
+    """The contents of a page follow from its key."""
     buffer = aligned()
     buffer.view(np.uint64)[:] = np.arange(PAGE_BYTES // 8, dtype=np.uint64) * np.uint64(number + 1)
     return buffer

@@ -1,4 +1,4 @@
-"""A device whose copies of second halves have always not come yet, when somebody wants them."""
+"""A device on which copies of second halves are never done before they are waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.loaded import MEMORY
 
 
 class LateCopy(_CopyEvent):
-    """Its bytes come when the compute stream waits for them, or the host does; and those before it, before that."""
+    """Its bytes come when the compute stream or the host waits for it. Copies before it come first."""
 
     def __init__(self, device: LateDevice, target: Tensor, source: Tensor, before: LateCopy | None) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class LateCopy(_CopyEvent):
 
 
 class LateDevice(CpuDevice):
-    """On which copying a page takes no time to speak of, as it says, so that all pages of a session come in halves."""
+    """A device whose measured bus is so fast that all pages of a session come in halves."""
 
     def __init__(self) -> None:
         super().__init__(MEMORY)
         self._rates = Rates(bus=1e15, memory=1e15, products=1e12)
-        self.ordered = 0  # copies of second halves, for which the compute stream has waited
+        self.ordered = 0  # copies of second halves that the compute stream has waited for
         self.copied = Counter[str]()  # by name
         self._last: LateCopy | None = None
 

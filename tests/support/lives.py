@@ -1,4 +1,4 @@
-"""A daemon that a test kills, and starts again where it died: the same socket, the same state directory."""
+"""A daemon that a test kills and starts again, with the same socket and state directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.daemon import Daemon, wait_for
 
 
 class Lives:
-    """`now` is the daemon that lives. Its engine may be killed, too, but only four times a minute: after that there is
-    no next one."""
+    """`now` is the running daemon. Its engine may be killed too, at most four times a minute: the daemon then starts no
+    further engine."""
 
     def __init__(self, start: DaemonStarter, model: dict[str, Any], **config: Any) -> None:
-        """`model`: how djinn-tiny is configured."""
+        """`model`: configuration of djinn-tiny."""
         self._start = start
         source = {"path": known_models({})[MODEL].path, "preload": True}
         self._config = {"models": {MODEL: source | model}} | config
@@ -32,18 +32,18 @@ class Lives:
         self.now.kill()
 
     def stop(self) -> None:
-        """In good order, as a service manager would."""
+        """A clean stop, as by a service manager."""
         self.now.signal(signal.SIGTERM)
         assert self.now.wait() == 0, self.now.log
 
     def again(self, *, ready: bool = True) -> None:
-        """The next daemon, where this one has ended. See DaemonStarter for `ready`. In a thread that outlives it: the
-        daemon ends with the one that starts it."""
+        """Starts the next daemon, after this one has ended. See DaemonStarter for `ready`. The calling thread must
+        outlive the daemon, which ends with the thread that starts it."""
         self.now = self._begin(self._config, ready)
         self.now.address = self.address
 
     def engine(self) -> int:
-        """The pid of the engine that there is, or that is being started."""
+        """The pid of the current engine, which may still be starting."""
         wait_for(lambda: self.now.device().pid)
         return self.now.device().pid
 
@@ -51,7 +51,7 @@ class Lives:
         os.kill(self.engine(), signal.SIGKILL)
 
     def wait_for_tiers(self, disk: bool = True) -> None:
-        """They come a moment after the model."""
+        """The tiers come a moment after the model."""
 
         def are_there() -> bool:
             with self.now.client() as client:
