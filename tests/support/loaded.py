@@ -1,4 +1,4 @@
-"""A model on a device without an engine: loaded as the engine loads it, and driven a step at a time."""
+"""A model on a device without an engine: loaded as the engine loads it, and run a step at a time."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from djinnd.model.sampler import Sampled
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.opened import loader_of
 
-MEMORY = 1 << 30  # bytes of a CPU device that has room for any reduced model
+MEMORY = 1 << 30  # bytes of a CPU device with room for any reduced model
 
 
 def anonymous_arena(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
-    """Host memory that nobody else maps, for `Loader.run`."""
+    """Private host memory, as an arena for `Loader.run`."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8), None
 
 
@@ -47,12 +47,12 @@ def load_weights(
 
 
 def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvPlan:
-    """So small that a session of a few dozen tokens has several. `pages`: beside the scratch page."""
+    """Pages so small that a session of a few dozen tokens has several. `pages`: without the scratch page."""
     return KvPlan(page_size, page_bytes=0, num_pages=pages + 1, max_context=min(max_context, pages * page_size))
 
 
 def check_all(model: PagedModel, device: Device, page_size: int, max_context: int, *, again: bool = False) -> None:
-    """The whole check at load, without a pause."""
+    """Runs the whole check at load at once."""
     for _ in check_paging(model, device, page_size, max_context, again=again):
         pass
 
@@ -60,7 +60,7 @@ def check_all(model: PagedModel, device: Device, page_size: int, max_context: in
 def made_runner(
     load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
 ) -> ModelRunner:
-    """A model that has passed its check. Raises OutOfMemory or ModelRejected."""
+    """The runner of a model that has passed its check. Raises OutOfMemory or ModelRejected."""
     preparation = Preparation(load, weights, shape, device, max_batch_tokens, max_rows)
     for _ in preparation.finish():
         pass
@@ -80,7 +80,7 @@ def _runner_with(
 
 
 class Served:
-    """A scheduler and the runner of one model, named "m", as an engine has them."""
+    """A scheduler and the runner of one model, named "m", as in an engine."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Served:
         max_rows: int = 32,
         placing: Placing | None = None,
     ) -> None:
-        """`plan`: see `small_pages`; None: as the engine makes it, which gives a reduced model pages of 256 tokens."""
+        """`plan`: see `small_pages`. None: the engine's plan, with pages of 256 tokens for a reduced model."""
         self.device = device or CpuDevice(MEMORY)
         self._owns_device = device is None
         loader = loader_of(folder, self.device, dtype, placing)
@@ -122,7 +122,7 @@ class Served:
         self.close()
 
     def shuffle_pages(self) -> None:
-        """From now on sessions get pages in no order: all have been held and given back at random."""
+        """From now on sessions get pages in random order."""
         kv = self.runner.kv
         holders = [f"shuffle-{page}" for page in range(kv.pool.free)]
         for holder in holders:
@@ -152,7 +152,7 @@ class Served:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
     ) -> Request:
-        """Without `max_tokens` and `prompt_logprobs` a forward pass, whose logits `logits_of` gives."""
+        """Without `max_tokens` and `prompt_logprobs`, this is a forward pass; `logits_of` returns its logits."""
         first, end = len(session.tokens), len(session.tokens) + len(tokens)
         request = Request(
             id=next(self._numbers),
@@ -173,7 +173,7 @@ class Served:
         return request
 
     def logits_of(self, request: Request) -> Tensor:
-        """A copy, float32 [tokens, vocab]; the window is closed."""
+        """A copy, float32 [tokens, vocab]. Closes the window."""
         window = self.runner.forget(request)
         assert window is not None
         with mmap.mmap(window.fd, window.tokens * window.vocab * 4) as memory:
@@ -182,7 +182,7 @@ class Served:
         return logits
 
     def step(self) -> Batch | None:
-        """Composes, runs and completes one batch. None: there was nothing to do."""
+        """Composes, runs and completes one batch. → None if there is nothing to run."""
         batch = self.scheduler.next_batch()
         if batch is not None:
             self.complete(batch, self.runner.run(batch))
@@ -196,7 +196,7 @@ class Served:
         self.scheduler.check_integrity()
 
     def run(self) -> list[Batch]:
-        """Until nothing is left to do."""
+        """Runs steps until there is nothing to run."""
         batches = []
         while (batch := self.step()) is not None:
             batches.append(batch)
@@ -208,11 +208,11 @@ def random_prompt(length: int, vocab: int, seed: int) -> list[int]:
     return torch.randint(1, vocab, (length,), generator=generator).tolist()
 
 
-InputRow = tuple[Sequence[int], int, Sequence[int]]  # tokens, position of the first, pages of its session
+InputRow = tuple[Sequence[int], int, Sequence[int]]  # tokens, position of the first, pages of the session
 
 
 def fill(inputs: StepInputs, rows: Sequence[InputRow], page_size: int) -> None:
-    """Puts `rows` into `inputs`, the picks left as they are. What lies past them is not touched either."""
+    """Writes `rows` into `inputs`. The picks, and everything after the rows, stay as they are."""
     host, token = inputs.host, 0
     host["starts"][0] = 0
     for row, (tokens, start, pages) in enumerate(rows):

@@ -1,7 +1,7 @@
 """Checkpoints for tests: a small random one of each family, and the model that djinnd ships.
 
-Random checkpoints are written once a test session, or once for all where DJINND_TEST_MODELS names a folder to keep them
-in. Any number of processes may ask at once: each writes into a folder of its own and the first to rename it wins.
+Random checkpoints are written once a test session, or once for all if DJINND_TEST_MODELS names a folder to keep them.
+Several processes may write at once: each writes into its own folder, and the first to rename it wins.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _write(family: str) -> Path:
 
 
 def _publish(written: Path, folder: Path) -> None:
-    """Give the finished folder its name; one that another process published first is as good."""
+    """Gives the finished folder its name. If another process was faster, its folder is as good."""
     try:
         written.rename(folder)
     except OSError:
@@ -87,13 +87,13 @@ def _cache() -> Path:
 
 
 def _remove(session: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has inherited the hook, but not the folder
+    if os.getpid() == owner:  # a forked child inherits the hook and not the folder
         shutil.rmtree(session, ignore_errors=True)
 
 
 @functools.cache
 def _version() -> str:
-    """Of what writes the checkpoints, so that a kept one is never an older tool's."""
+    """Identifies the code that writes the checkpoints, so that a kept one is never from an older tool."""
     digest = hashlib.sha256()
     for source in sorted((REPOSITORY / "tools" / "checkpoints").glob("*.py")):
         digest.update(source.read_bytes())

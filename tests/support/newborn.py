@@ -1,5 +1,5 @@
-"""`python -m tests.support.newborn WHAT [VALUE]`: a child of the nursery for tests, which tells about itself and waits,
-or ends in a way of its own."""
+"""`python -m tests.support.newborn WHAT [VALUE]`: a child of the tests' nursery that reports its state and waits, or
+ends in a given way."""
 
 from __future__ import annotations
 

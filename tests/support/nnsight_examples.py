@@ -2,8 +2,8 @@
 
     python -m tests.support.nnsight_examples CHECKPOINT RESULTS
 
-In a process of its own, because importing nnsight gives every object of a process a method `save`, and tensors another
-`backward`: no other test is to run like that.
+It needs a process of its own: importing nnsight gives every object of the process a method `save`, and tensors another
+`backward`, which other tests must not see.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _ids(tokens: list[int]) -> Tensor:
 
 
 def reading(model: Any) -> list[Tensor]:
-    """As READ has them."""
+    """The activations at the points of READ."""
     with model.trace(_ids(PROMPT)):
         attention = model.model.layers[1].self_attn.output[0].save()
         mlp = model.model.layers[2].mlp.output.save()
@@ -48,7 +48,7 @@ def reading(model: Any) -> list[Tensor]:
 
 
 def steering(model: Any) -> Tensor:
-    """The tokens that it generates after PROMPT."""
+    """The tokens generated after PROMPT."""
     with model.generate(_ids(PROMPT), max_new_tokens=NEW) as tracer:
         for _ in tracer.iter[:NEW]:
             model.model.layers[1].output[:] += 2 * V

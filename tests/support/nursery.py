@@ -1,4 +1,5 @@
-"""`python -m tests.support.nursery`: a nursery for scripted engines. It is ready at once: it imports what they need."""
+"""`python -m tests.support.nursery`: a nursery for scripted engines. It is ready at once, because its imports
+are few."""
 
 from __future__ import annotations
 

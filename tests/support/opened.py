@@ -1,4 +1,4 @@
-"""Checkpoints whose files are open for as long as somebody has them."""
+"""Checkpoints with files that stay open as long as the checkpoint is referenced."""
 
 from __future__ import annotations
 

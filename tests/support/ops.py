@@ -1,6 +1,7 @@
-"""What edits do to rows of an activation, in PyTorch, each by its formula.
+"""The operations of edits on rows of an activation, in PyTorch, each by its formula.
 
-A vector is [width], or has a row for each of those that are edited."""
+A vector is [width], or has one row for each edited row.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def replace(vector: Tensor) -> Act:
 
 
 def act(op: Op, vector: Tensor, by: float, low: float, high: float) -> Act:
-    """`vector`: of `scale`, anything."""
+    """`vector`: ignored by `scale`."""
     match op:
         case "add":
             return add(vector, by)

@@ -1,4 +1,4 @@
-"""Clients of a daemon that are another user's, which only root can play."""
+"""Clients of a daemon with another user's identity, which needs root."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be someb
 
 
 def open_to_all(folder: Path, address: str) -> None:
-    """The socket of a daemon that has this folder."""
+    """Opens the folder and the socket of its daemon to all users."""
     folder.chmod(0o755)
     os.chmod(address, 0o666)
 
 
 @contextmanager
 def as_user(user: int = NOBODY) -> Iterator[None]:
-    """Connections that are made in this context are that user's: the kernel tells the daemon the effective one."""
+    """Connections made in this context are that user's: the kernel tells the daemon the effective user."""
     os.seteuid(user)
     try:
         yield

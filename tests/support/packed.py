@@ -1,4 +1,4 @@
-"""Blocks to pack: units of some shapes, and weights such as models have."""
+"""Blocks to pack: units of some shapes, and weights with the distribution of a model's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from djinn_client.packed import PackedForm, Unit
 
-ODD = [0.0, -0.0, 1e-40, -3e-39, 1e-20, 1.0, -3.0, 5e4, 3e38]  # outside of any window that small weights have
+ODD = [0.0, -0.0, 1e-40, -3e-39, 1e-20, 1.0, -3.0, 5e4, 3e38]  # outside any window of small weights
 
 
 def form_of(shapes: Sequence[tuple[int, int]], vectors: int = 0) -> PackedForm:
@@ -20,7 +20,7 @@ def form_of(shapes: Sequence[tuple[int, int]], vectors: int = 0) -> PackedForm:
 
 
 def weights(form: PackedForm, odd: Sequence[float] = (), device: str = "cpu") -> Tensor:
-    """A plain block with normally distributed weights, of which each unit has the `odd` ones somewhere."""
+    """A plain block of normally distributed weights. Each unit has the `odd` values somewhere."""
     plain = torch.randn(form.numel).mul_(0.02).to(torch.bfloat16)
     for unit in form.units:
         at = unit.offset + torch.randperm(unit.weights)[: len(odd)]
@@ -29,7 +29,7 @@ def weights(form: PackedForm, odd: Sequence[float] = (), device: str = "cpu") ->
 
 
 def tame(form: PackedForm, device: str = "cpu") -> Tensor:
-    """A plain block whose weights all lie within a window."""
+    """A plain block with all weights in one window."""
     return torch.rand(form.numel).mul_(0.02).add_(0.01).to(torch.bfloat16).to(device)
 
 
@@ -45,15 +45,15 @@ def matrix(form: PackedForm, number: int, plain: Tensor) -> Tensor:
 
 
 def same_weights(form: PackedForm, a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, except for the elements that pad a unit."""
+    """Compares bit for bit, except for elements that pad a unit."""
     pairs = [(matrix(form, n, a), matrix(form, n, b)) for n in range(len(form.units))]
     pairs.append((a[form.matrices :], b[form.matrices :]))
     return all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in pairs)
 
 
 def check_product(form: PackedForm, number: int, plain: Tensor, x: Tensor, y: Tensor) -> None:
-    """y against the product in double precision: to a unit in the last place of bf16, since Triton's interpreter cuts
-    off where a GPU rounds, and to the error of so long a sum in float32."""
+    """Compares y with the product in double precision. The tolerance is a unit in the last place of bf16, because
+    Triton's interpreter truncates where a GPU rounds, plus the error of such a sum in float32."""
     weight = matrix(form, number, plain).double()
     wanted, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
     rounded = wanted.to(torch.bfloat16)

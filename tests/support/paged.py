@@ -1,7 +1,7 @@
-"""Sessions in a page-major pool, attention over them written down plainly, and the check that both agree.
+"""Sessions in a page-major pool, a plain implementation of attention over them, and the check that both agree.
 
-The pool is NaN wherever no session of the scene has a token. Whoever reads another page, another block, or past a
-session's end gives NaN; whoever writes outside the slots of the step is seen by comparing bytes.
+The pool is NaN wherever no session of the scene has a token. Reading another page, another block, or past a session's
+end gives NaN. Writing outside the slots of the step is detected by comparing bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from djinnd.model.attention import PagedAttention, PagedBatch
 from djinnd.model.visits import EXTENT, VISIT, fill_visits
 
 BLOCKS, BLOCK = 3, 1
-TOLERANCE = {  # relative and absolute; softmax weights are rounded to the type before they meet the values
+TOLERANCE = {  # relative and absolute; softmax weights are rounded to the type before the product with the values
     torch.float32: 1e-5,
     torch.float16: 3e-3,
     torch.bfloat16: 2e-2,
@@ -25,7 +25,7 @@ TOLERANCE = {  # relative and absolute; softmax weights are rounded to the type 
 
 @dataclass
 class Scene:
-    """Row i brings `counts[i]` tokens to a session that then has `lengths[i]`; `padding` rows belong to nobody."""
+    """Row i brings `counts[i]` tokens to a session of then `lengths[i]`. `padding` rows have no session."""
 
     counts: list[int]
     lengths: list[int]
@@ -36,7 +36,7 @@ class Scene:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     padding: int = 0
-    width: int = 0  # pages a row of the table; 0: as many as the longest needs
+    width: int = 0  # pages in a row of the table; 0: as many as the longest session needs
     pool: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Scene:
         )
 
     def written(self) -> Tensor:
-        """What the pool must be once this step's keys and values are in it, the scratch page apart."""
+        """The pool as it must be after this step's keys and values are written; the scratch page does not count."""
         pool = self.pool.clone()
         for token, slot in enumerate(self.slots[: self.tokens].tolist()):
             page, offset = divmod(slot, self.page_size)
@@ -131,7 +131,8 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def check(attention: PagedAttention, scene: Scene, *, fresh: bool = False, **options: Any) -> None:
-    """Writes and attends, then compares every byte of the pool and every real token's output."""
+    """Writes and attends, and then compares every byte of the pool and the output of every token that is not
+    padding."""
     options = {"scale": scene.head_dim**-0.5, **options}
     batch, wanted = scene.batch(fresh=fresh), scene.written()
     attention.write(scene.k, scene.v, scene.keys, scene.values, batch)

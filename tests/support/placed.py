@@ -1,4 +1,4 @@
-"""Blocks in places that the test chooses, and what their modules then see."""
+"""Blocks in places that the test chooses, and the tensors that their modules see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from djinnd.weights.plan import Place, Plan, _in_scratch
 
 
 def plan_of(weights: Weights, places: Sequence[Place], slots: int = 2) -> Plan:
-    """As the planner would make it, were these the places."""
+    """The planner's plan, if it had chosen these places."""
     sizes = weights.store.sizes(weights.dtype)
     travelling = [size.passing for size, place in zip(sizes, places, strict=True) if place is Place.STREAMED]
     scratch = max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True))
@@ -26,7 +26,7 @@ def plan_of(weights: Weights, places: Sequence[Place], slots: int = 2) -> Plan:
 
 
 def products_of(block: nn.Module) -> Iterator[tuple[str, Product, slice]]:
-    """Where a Linear stood: its name, the product that it takes part in, and which of its rows are its own."""
+    """The Linears that were replaced: name, product that contains it, and its rows of the product."""
     for path, module in block.named_modules():
         if isinstance(module, Projection):
             yield path, module.product, slice(None)
@@ -37,7 +37,7 @@ def products_of(block: nn.Module) -> Iterator[tuple[str, Product, slice]]:
 
 
 def tensors_of(block: nn.Module) -> list[Tensor]:
-    """Every parameter of the block, and the weights and biases of its products."""
+    """All parameters of the block, and the weights and biases of its products."""
     found: list[Tensor] = list(block.parameters())
     for _, product, _ in products_of(block):
         found += [tensor for tensor in (product._weight, product._bias) if tensor is not None]
@@ -45,7 +45,7 @@ def tensors_of(block: nn.Module) -> list[Tensor]:
 
 
 def seen_by(block: nn.Module) -> dict[str, Tensor]:
-    """A copy of each tensor of a block as its modules find it now, by the name that it has in the model."""
+    """A copy of each tensor of the block as its modules see it now, by its name in the model."""
     seen = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
     for path, product, rows in products_of(block):
         assert product._weight is not None
@@ -57,7 +57,7 @@ def seen_by(block: nn.Module) -> dict[str, Tensor]:
 
 @functools.cache
 def from_files(folder: Path, dtype: torch.dtype, prefixes: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    """The parameters of each block as transformers itself loads them."""
+    """The parameters of each block, loaded by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     named = dict(model.named_parameters())
     return [
@@ -66,7 +66,8 @@ def from_files(folder: Path, dtype: torch.dtype, prefixes: tuple[str, ...]) -> l
 
 
 def assert_as_in_the_checkpoint(weights: Weights, folder: Path, passes: int) -> None:
-    """Each block's modules see the files' bits when the block has been prepared, and still when it is given back."""
+    """Asserts that each block's modules see the bits of the files when the block has been prepared, and until it is
+    given back."""
     wanted = from_files(folder, weights.dtype, tuple(weights.skeleton.prefixes))
     for _ in range(passes):
         for index, block in enumerate(weights.skeleton.adapter.blocks):
@@ -80,7 +81,7 @@ def assert_as_in_the_checkpoint(weights: Weights, folder: Path, passes: int) -> 
 
 
 def prepare(weights: Weights, index: int) -> None:
-    """As for a batch that picks every expert."""
+    """Prepares a block for a batch that picks every expert."""
     weights.residency.prepare(index, 16)
     experts = weights.residency._blocks[index].experts
     if experts is not None and experts._source is not None:

@@ -1,4 +1,4 @@
-"""A probe for tests."""
+"""A probe that records activations."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from djinn_client.points import Point, PointMap
 
-Change = Callable[[Tensor], None]  # of [tokens, width], in place
+Change = Callable[[Tensor], None]  # changes [tokens, width] in place
 
 
 class Looking:
-    """Keeps a copy of what it sees at `points`, and changes it before that at those of `changes`."""
+    """Applies `changes`, and then keeps a copy of the activation at each of `points`."""
 
     def __init__(self, points: Iterable[Point], changes: Mapping[Point, Change] | None = None) -> None:
         self.changes = dict(changes or {})
         self.first = 0
         self.points = frozenset(points) | frozenset(self.changes)
-        self.seen: dict[Point, list[Tensor]] = defaultdict(list)  # [tokens, width], one each time
+        self.seen: dict[Point, list[Tensor]] = defaultdict(list)  # [tokens, width] for each call
         self.order: list[Point] = []
 
     def at(self, point: Point, value: Tensor) -> None:
@@ -31,5 +31,5 @@ class Looking:
 
 
 def all_points(points: PointMap) -> list[Point]:
-    """Each once, in the order of computing."""
+    """All points, in the order of computation."""
     return list(dict.fromkeys(points.resolve_all(points.names()).values()))

@@ -1,4 +1,4 @@
-"""What transformers itself makes of a checkpoint: greedy tokens and logits in float32 on the CPU."""
+"""Results of transformers for a checkpoint: greedy tokens and logits, in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.support.daemon import THREADS
 
-NEAR_TIE = 2e-5  # of logits: what the order of float32 sums makes of them is an order of magnitude less
+NEAR_TIE = 2e-5  # of logits: the order of float32 sums changes them by a tenth of this
 
 torch.set_num_threads(int(THREADS))
 
@@ -21,16 +21,16 @@ torch.set_num_threads(int(THREADS))
 @functools.lru_cache(maxsize=1)
 def model_of(folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model.generation_config.eos_token_id = None  # what the daemon's ignore_eos does
+    model.generation_config.eos_token_id = None  # like ignore_eos in the daemon
     model.generation_config.pad_token_id = 0
     return model.eval()
 
 
 def greedy(folder: Path, prompt: Sequence[int], new_tokens: int, told: Sequence[int] = ()) -> list[int]:
-    """What `generate` goes on with. The prompt must be one that leads to no near-tie, which rounding would decide.
+    """The tokens that `generate` continues with. The prompt must lead to no near-tie, which rounding would decide.
 
-    `told` is what somebody else has gone on with. Where each of its tokens is the likeliest after all before it, it is
-    what `generate` gives, and one pass over the whole shows it in a twentieth of the time.
+    `told`: a candidate for the answer. If each of its tokens is the likeliest after the tokens before it, it is the
+    answer. One pass over the whole sequence checks that, in a twentieth of the time.
     """
     if len(told) == new_tokens > 0 and _likeliest(logits(folder, [*prompt, *told[:-1]])[-new_tokens:]) == list(told):
         return list(told)
@@ -55,7 +55,7 @@ def _generated(folder: Path, prompt: tuple[int, ...], new_tokens: int) -> tuple[
 
 
 def _likeliest(logits: npt.NDArray[np.float32]) -> list[int]:
-    """Of each row."""
+    """The likeliest token of each row."""
     likeliest, second = torch.from_numpy(logits).topk(2)[0].unbind(dim=1)
     nearest = (likeliest - second).min().item()
     assert nearest > NEAR_TIE, f"two tokens whose logits differ by {nearest:.1g}: take another prompt"

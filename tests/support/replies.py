@@ -1,4 +1,4 @@
-"""Replies as models of each family write them, with what they say."""
+"""Replies in the formats of model families, with their parsed contents."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ SAMPLES = (
 
 
 def read(form: ReplyFormat, pieces: Iterable[str], prompt: str = "") -> list[Event]:
-    """All events, with ids that count."""
+    """All events; the ids of calls count up."""
     ids = iter(range(10**9))
     parser = ReplyParser(form, prompt, BY_NAME, lambda: f"id-{next(ids)}")
     events = [event for piece in pieces for event in parser.feed(piece)]
@@ -253,7 +253,7 @@ def read(form: ReplyFormat, pieces: Iterable[str], prompt: str = "") -> list[Eve
 
 
 def joined(events: Sequence[Event]) -> list[Event]:
-    """Neighbouring events of one kind as one."""
+    """Joins neighbouring events of one kind."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None

@@ -1,4 +1,4 @@
-"""Sessions that want a token, and a sampler's arithmetic once more in plain Python."""
+"""Sessions that want a token, and the sampler's arithmetic in plain Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wanting(
     logprobs: int | None = None,
     stop_tokens: Collection[int] = (),
 ) -> Session:
-    """A session whose request has generated `output` so far."""
+    """A session with a request that has generated `output` so far."""
     number = next(_ids)
     request = Request(
         number,
@@ -37,7 +37,7 @@ def wanting(
 
 
 def splitmix64(state: int, n: int) -> int:
-    """The n-th number (from 1) of the stream that starts at `state`."""
+    """The n-th number, from 1, of the stream that starts at `state`."""
     z = (state + n * _GOLDEN) & _MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
@@ -46,13 +46,13 @@ def splitmix64(state: int, n: int) -> int:
 
 def gumbel(seed: int, position: int, index: int) -> float:
     key = splitmix64(splitmix64(seed, 1), position + 1)
-    bits = splitmix64(key, index + 1) ^ (1 << 63)  # as the order of signed integers has it
+    bits = splitmix64(key, index + 1) ^ (1 << 63)  # in the order of signed integers
     u = ((bits >> 12) + 0.5) * 2.0**-52
     return -math.log(-math.log(u))
 
 
 def reference(logits: Sequence[float], session: Session) -> int:
-    """The token that the session's request has to get."""
+    """The token that the session's request must get."""
     request = session.request
     assert request is not None
     sampling = request.sampling
@@ -86,7 +86,7 @@ def _penalised(logits: Sequence[float], session: Session) -> list[float]:
 
 
 def _lowest(values: Sequence[float], sampling: Sampling) -> float:
-    """Each limit in turn leaves those at or above some value."""
+    """Each limit in turn keeps the values at or above a threshold."""
     ranked = sorted(values, reverse=True)[: sampling.top_k or None]
     weights = [math.exp((value - ranked[0]) / sampling.temperature) for value in ranked]
     kept = ranked[0]

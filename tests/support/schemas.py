@@ -1,7 +1,7 @@
-"""JSON schemas for tests: made at random, or from JSON-Schema-Test-Suite.
+"""JSON schemas for tests: random ones, or from JSON-Schema-Test-Suite.
 
-json_schema_suite.json has those schemas of its draft 2020-12 files that the grammar supports: 164 of 368. (Copyright
-(c) 2012 Julian Berman, MIT licence; https://github.com/json-schema-org/JSON-Schema-Test-Suite.)
+json_schema_suite.json has the schemas of the suite's draft 2020-12 files that the grammar supports: 164 of 368.
+(Copyright (c) 2012 Julian Berman, MIT licence; https://github.com/json-schema-org/JSON-Schema-Test-Suite.)
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _WORDS = ("name", "age", "größe", "is_open", "a b", "x", "items", 'quo"te', "s
 
 
 def suite() -> list[tuple[str, Any]]:
-    """What each is about, and the schema."""
+    """(description, schema) of each."""
     found = json.loads((Path(__file__).parent / "json_schema_suite.json").read_text())
     return [(f"{each['file']}: {each['description']}", each["schema"]) for each in found]
 
 
 def random_schema(seed: int) -> Schema:
-    """Its texts can be short."""
+    """A random schema with short matching texts."""
     rng = random.Random(seed)
     defs = {name: _schema(rng, 1) for name in ("one", "two")}
     schema = _object(rng, 3) if rng.random() < 0.7 else _schema(rng, 3)

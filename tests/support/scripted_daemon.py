@@ -1,6 +1,6 @@
-"""The daemon's side of a connection, played from a script: real sockets and real frames, one thread a connection.
+"""The daemon's side of a connection, played from a script, with real sockets and frames. Each connection has a thread.
 
-The fixtures at the end are imported by the conftest of whoever wants them.
+The fixtures at the end are imported by conftest files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from djinn_client.protocol import (
 
 M = TypeVar("M")
 
-PATIENCE_S = 60  # no test waits for it; it ends a script whose client hangs
+PATIENCE_S = 60  # seconds until a hanging script is ended; no test waits for it
 
 
 def session_info(**fields: Any) -> SessionInfo:
@@ -52,7 +52,7 @@ def session_info(**fields: Any) -> SessionInfo:
 
 
 class Line:
-    """One connection, seen from the daemon."""
+    """One connection, from the daemon's side."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(PATIENCE_S)
@@ -61,7 +61,7 @@ class Line:
         self._messages: list[ClientMessage] = []
 
     def receive(self) -> ClientMessage | None:
-        """The next message; None when the client has hung up."""
+        """The next message; None if the client has hung up."""
         while not self._messages:
             try:
                 data = self._socket.recv(1 << 16)
@@ -88,7 +88,7 @@ class Line:
         self._socket.sendall(data)
 
     def send_with(self, message: ServerMessage, fds: list[int]) -> None:
-        """The frame with its descriptors, which stay the script's."""
+        """Sends the frame with its descriptors, which the script keeps."""
         frame = encode(message, len(fds))
         sent = socket.send_fds(self._socket, [frame], fds)
         self._socket.sendall(frame[sent:])
@@ -110,7 +110,7 @@ Script = Callable[[Line], None]
 
 
 class ScriptedDaemon:
-    """Takes connections in order and plays one script on each; the last script serves all that come after it."""
+    """Takes connections in order and plays one script on each. The last script serves all further connections."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -123,13 +123,13 @@ class ScriptedDaemon:
         self._acceptor = threading.Thread(target=self._accept)
 
     def play(self, *scripts: Script) -> str:
-        """Starts to listen; returns the address."""
+        """Starts to listen. → the address."""
         self._scripts = list(scripts)
         self._acceptor.start()
         return self.address
 
     def stop(self) -> None:
-        """Waits for every script to end. Raises what went wrong in one."""
+        """Waits for all scripts to end. Raises the error of a script that failed."""
         if self._acceptor.is_alive():
             self._listener.shutdown(socket.SHUT_RDWR)
             self._acceptor.join()

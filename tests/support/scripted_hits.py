@@ -1,4 +1,4 @@
-"""A scripted daemon's calls that stop at breakpoints, and take what is changed there."""
+"""Calls of a scripted daemon that stop at breakpoints, and the edits that clients make there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ AT = HitInfo(breakpoint=2, point="model.layers.1", block=2, first=FIRST, end=FIR
 
 
 def play(daemon: ScriptedDaemon, *acts: Callable[[Line], Any], told: list[Any] | None = None, beside: Any = ()) -> str:
-    """A session is opened, acted on and closed. What the acts give is `told`. → the daemon's address."""
+    """Opens a session, calls each of `acts` and closes it; their results are appended to `told`. → the daemon's
+    address."""
 
     def script(line: Line) -> None:
         line.open_session()
@@ -58,7 +59,8 @@ def generated(request: Generate, **fields: Any) -> Generated:
 def stop(
     line: Line, dtype: str = "float32", at: HitInfo = AT, width: int = WIDTH, *, captures: bool = False, **fields: Any
 ) -> Generate:
-    """Answers a Generate with a hit; each row has the number of its position. `captures`: or with what it asked for."""
+    """Answers a Generate with a hit. Each row has the number of its position. `captures`: answers with the points that
+    the Generate captures instead."""
     request = line.expect(Generate)
     positions = at.end - at.first
     numbers = torch.arange(at.first, at.end, dtype=getattr(torch, dtype))[:, None].expand(positions, width).contiguous()

@@ -1,7 +1,7 @@
 """A daemon for tests of the server: the real server process, with a scripted engine. See engine.py.
 
-`python -X dev -m tests.support.served CONFIG SCRIPT` is that daemon; `Served` starts it, as a fork of a process that
-has done its imports: see forked.py. A third argument is the module of a nursery, from which it forks its engines.
+`python -X dev -m tests.support.served CONFIG SCRIPT` is that daemon. `Served` forks it from a process that has done its
+imports: see forked.py. A third argument is the module of a nursery, which forks its engines.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 RELOADED = "djinnd_reloaded "
-PATIENCE = 60.0  # seconds; no test waits for it, it ends one that hangs
+PATIENCE = 60.0  # seconds until a hanging test is ended; no test waits for it
 
 
 class Served:
-    """A daemon in a folder of its own. Leaving the context stops it and asserts that it has left nothing."""
+    """A daemon in a folder of its own. Leaving the context stops the daemon and asserts that nothing is left behind."""
 
     def __init__(self, folder: Path, script: Script | None = None, nursery: str = "", **config: Any) -> None:
         self.folder = folder
         self._nursery = [nursery] if nursery else []
         self.address = str(folder / "djinnd.sock")
         self.log_path = folder / "log"
-        (folder / "state").mkdir(exist_ok=True)  # whose arena another daemon leaves alone
+        (folder / "state").mkdir(exist_ok=True)  # its arena is left alone by other daemons
         self.script = script or Script()
         self.script.marks = str(folder / "marks")
         self.environ = {"HF_HUB_OFFLINE": "1"}
@@ -56,7 +56,7 @@ class Served:
         self.process: Forked | subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
-        """It listens then; its engine may be still on the way."""
+        """Returns when the daemon listens; its engine may still be starting."""
         self.start()
         wait_for(lambda: is_listening(self.address) or self.process.poll() is not None)
         return self
@@ -74,7 +74,7 @@ class Served:
         assert not faults, self.log
 
     def gated(self) -> Self:
-        """The engine takes a step only when `step` says so. Before `start`."""
+        """Makes the engine wait for `step` before each step. Called before `start`."""
         self.script.gate = str(self.folder / "gate")
         os.mkfifo(self.script.gate)
         self._gate = os.open(self.script.gate, os.O_RDWR)
@@ -95,7 +95,7 @@ class Served:
             self.process = Forked([str(config), str(script), *self._nursery], os.environ | self.environ, log.fileno())
 
     def reload(self, **config: Any) -> None:
-        """With these values changed in its file; waits until it has read that."""
+        """Changes these values in the configuration file, and waits until the daemon has read it."""
         self._config |= config
         self.write_files()
         seen = self.log.count(RELOADED)
@@ -109,13 +109,13 @@ class Served:
         self.process.send_signal(number)
 
     def stop(self) -> int:
-        """The exit status."""
+        """→ the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
 
     def start_again(self, *, kill: bool) -> None:
-        """After SIGKILL, or a clean stop."""
+        """After SIGKILL, or after a clean stop."""
         if kill:
             self.signal(signal.SIGKILL)
             self.process.wait(PATIENCE)
@@ -129,11 +129,11 @@ class Served:
 
     @property
     def starts(self) -> int:
-        """Engines that were started."""
+        """The number of engines started."""
         return Path(self.script.marks).stat().st_size if os.path.exists(self.script.marks) else 0
 
     def kill_newborn(self) -> None:
-        """SIGKILL to the engine that hangs in its start, of a daemon without a nursery."""
+        """Sends SIGKILL to an engine that hangs in its start, of a daemon without a nursery."""
         (pid,) = engines_of(self.process.pid)
         os.kill(pid, signal.SIGKILL)
 
@@ -141,10 +141,10 @@ class Served:
         return [path.name for path in Path("/dev/shm").glob(f"djinnd-{self.process.pid}-*")]
 
     def memfds(self) -> int:
-        """Windows that it holds."""
+        """The number of windows that the daemon holds."""
         folder, names = f"/proc/{self.process.pid}/fd", list[str]()
         for fd in os.listdir(folder):
-            with suppress(FileNotFoundError):  # it has been closed meanwhile
+            with suppress(FileNotFoundError):  # closed meanwhile
                 names.append(os.readlink(f"{folder}/{fd}"))
         return sum(name.startswith("/memfd:") for name in names)
 
@@ -154,7 +154,7 @@ class Served:
 
 
 class Wire:
-    """A client that says exactly what a test wants it to say."""
+    """A client that sends exactly the messages of a test."""
 
     def __init__(self, address: str, hello: bool = True) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -184,7 +184,7 @@ class Wire:
         self.socket.sendall(encode_payload(payload))
 
     def reply(self) -> ServerMessage | None:
-        """The next one; None when the daemon has hung up."""
+        """The next message; None if the daemon has hung up."""
         while not self._replies:
             try:
                 data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, MAX_FDS)
@@ -197,7 +197,7 @@ class Wire:
         return self._replies.pop(0)
 
     def take_fd(self) -> int:
-        """The oldest descriptor that has come; the caller's."""
+        """The oldest descriptor received. The caller owns it."""
         return self._fds.pop(0)
 
     def ask(self, message: Any) -> ServerMessage | None:
@@ -211,7 +211,7 @@ def encode_payload(payload: bytes) -> bytes:
 
 
 def engines_of(pid: int) -> list[int]:
-    """Processes whose parent is `pid`."""
+    """The children of `pid`."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -236,7 +236,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_for(condition: Any) -> None:
-    """For what no event tells of: another process's files and state."""
+    """Polls a condition that no event reports, such as another process's files and state."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"

@@ -1,4 +1,4 @@
-"""Fixtures with daemons whose engines are scripted, for conftest files to import."""
+"""Fixtures of daemons with scripted engines, for conftest files to import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TINY = Path(known_models({})["djinn-tiny"].path)
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a path that is short enough for a socket's."""
+    """A folder with a path short enough for a socket."""
     path = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
     yield path
     shutil.rmtree(path)
@@ -35,7 +35,7 @@ def tiny() -> Tokenizer:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """Starts daemons of the test's own, with scripted engines."""
+    """Starts daemons for one test, with scripted engines."""
     with ExitStack() as stack:
 
         def start(script: Script | None = None, gated: bool = False, **config: Any) -> Served:
@@ -49,7 +49,7 @@ def serve() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def daemon(serve: Callable[..., Served]) -> Served:
-    """A daemon whose engine takes a step when the test says so, with its model loaded."""
+    """A daemon with its model loaded. Its engine steps when the test says so."""
     started = serve(gated=True)
     with started.client() as client:
         client.load("djinn-tiny")
@@ -64,7 +64,7 @@ def wire(daemon: Served) -> Iterator[Wire]:
 
 @pytest.fixture
 def opened(wire: Wire) -> str:
-    """A session's id."""
+    """The id of a session."""
     reply = wire.ask(OpenSession(id=1, model="djinn-tiny"))
     assert isinstance(reply, SessionOpened), reply
     return reply.session.id
@@ -75,7 +75,7 @@ STORY = "def add(a, b):\n    return a + b\n\n\nclass Größe:\n    pass\n\n\n"
 
 @pytest.fixture(scope="module")
 def calm(tiny: Tokenizer) -> Iterator[Served]:
-    """A daemon for tests that leave it as it was. Its engine tells STORY again and again."""
+    """A daemon shared by tests that leave it as it was. Its engine repeats STORY."""
     folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
     try:
         with Served(folder, Script(story=tiny.encode(STORY).ids)) as served:

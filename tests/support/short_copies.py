@@ -1,7 +1,7 @@
-"""`python -m tests.support.short_copies MODULE …`: a bench as a command, whose measurement of the bus copies little.
+"""`python -m tests.support.short_copies MODULE …`: runs a bench with a short measurement of the bus.
 
-Copies that no cache holds take seconds, for figures that no test looks at. The measurement is a process of its own as
-ever, by the bench's own call, and is told alike.
+The real measurement copies more than any cache holds, which takes seconds, and no test looks at its figures. It still
+runs in a process of its own, by the bench's own call, and its result is reported the same way.
 """
 
 from __future__ import annotations

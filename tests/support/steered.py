@@ -1,7 +1,7 @@
-"""A session on a connection of its own, and what is asked of its edits, breakpoints and captures.
+"""A session on its own connection, with helpers for edits, breakpoints and captures.
 
-Of a scripted engine, an edit shifts the token by its number, so that what a test expects follows from one rule: the
-token at position p is chosen at position p - 1; and what is captured says at which position it was. See engine.py.
+A scripted engine shifts the token by the number of an edit, so a test's expectation follows from one rule: the token at
+position p is chosen at position p - 1. Captured activations have the value of their position. See engine.py.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ VECTOR = array("f", range(1, WIDTH + 1)).tobytes()
 
 
 def told(*shifts: int, start: int) -> list[int]:
-    """The tokens of STORY at positions from `start` on, shifted by so much."""
+    """The tokens of STORY at positions from `start` on, each shifted."""
     return [STORY[(start + index + shift) % len(STORY)] for index, shift in enumerate(shifts)]
 
 
 @contextmanager
 def serving_story(**script: Any) -> Iterator[Served]:
-    """A daemon whose engine tells STORY."""
+    """A daemon with an engine that repeats STORY."""
     folder = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
     try:
         with Served(folder, Script(story=STORY, **script)) as served:
@@ -68,7 +68,7 @@ def serving_story(**script: Any) -> Iterator[Served]:
 
 
 class Steered(Wire):
-    """`session` "": a new one. `values`: a vector of float32, which edits have unless they say otherwise."""
+    """`session` "": opens a new one. `values`: a float32 vector, the default for edits."""
 
     def __init__(self, address: str, session: str = "", values: bytes = VECTOR) -> None:
         super().__init__(address)
@@ -91,7 +91,8 @@ class Steered(Wire):
         return reply
 
     def take(self, captured: Captured) -> dict[str, list[int]]:
-        """By name, what each position has in all columns, of the descriptor that came with it."""
+        """For each point, the value of each position, which is the same in all columns. Takes the reply's
+        descriptor."""
         fd = self.take_fd()
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         assert seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
@@ -107,13 +108,13 @@ class Steered(Wire):
         return seen
 
     def add(self, **fields: Any) -> Any:
-        """Its number; or the refusal."""
+        """The edit's number, or the refusal."""
         given = {"points": ["blocks.3"], "rows": 1, "values": self._values} | fields
         reply = self.ask(AddEdit(id=3, session=self.session, **given))
         return reply.edit if isinstance(reply, EditAdded) else reply
 
     def end(self, *numbers: int) -> Any:
-        """Without numbers: all."""
+        """Ends these edits, or all."""
         return self.ask(EndEdits(id=4, session=self.session, edits=list(numbers) if numbers else None))
 
     def edits(self) -> Edits:
@@ -122,12 +123,12 @@ class Steered(Wire):
         return reply
 
     def stop_at(self, point: str = "blocks.3", **fields: Any) -> Any:
-        """A breakpoint's number; or the refusal."""
+        """The breakpoint's number, or the refusal."""
         reply = self.ask(AddBreakpoint(id=10, session=self.session, point=point, **fields))
         return reply.breakpoint if isinstance(reply, BreakpointAdded) else reply
 
     def no_stop(self, *numbers: int) -> Any:
-        """Without numbers: at none any more."""
+        """Removes these breakpoints, or all."""
         return self.ask(EndBreakpoints(id=11, session=self.session, breakpoints=list(numbers) if numbers else None))
 
     def breakpoints(self) -> list[BreakpointInfo]:
@@ -149,7 +150,7 @@ class Steered(Wire):
 
 @contextmanager
 def tenant_of(daemon: Served) -> Iterator[Steered]:
-    """With a session of its own. In the end nothing is left of it."""
+    """A Steered with a session. At its end, nothing of it may be left."""
     with Steered(daemon.address) as tenant:
         yield tenant
         assert tenant.ask(CloseSession(id=99, session=tenant.session)) == Done(id=99)

@@ -1,4 +1,4 @@
-"""A device whose two streams run only when the test says so: compute and copies, in any order that CUDA allows."""
+"""A device with two streams, compute and copies, that run when the test says so, in any order that CUDA allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Point:
-    """A mark of the compute stream, or the event of a copy."""
+    """A mark in the compute stream, or the event of a copy."""
 
     streams: TwoStreams
     passed: bool = False
@@ -33,7 +33,7 @@ class Copy:
 
 @dataclass
 class TwoStreams:
-    """Plays what a ring asks of a Device. The compute stream holds work, marks to pass, and events to wait for."""
+    """The part of Device that a ring uses. The compute stream holds work, marks to pass, and events to wait for."""
 
     compute: deque[Callable[[], None] | Point] = field(default_factory=deque)
     copies: deque[Copy] = field(default_factory=deque)
@@ -51,11 +51,11 @@ class TwoStreams:
         return mark
 
     def launch(self, work: Callable[[], None]) -> None:
-        """On the compute stream."""
+        """Queues work on the compute stream."""
         self.compute.append(work)
 
     def advance_compute(self) -> bool:
-        """Runs what comes next on the compute stream. False: there is nothing, or it has to wait for a copy."""
+        """Runs the next item of the compute stream. → False if there is none, or it waits for a copy."""
         if not self.compute:
             return False
         head = self.compute[0]
@@ -69,7 +69,7 @@ class TwoStreams:
         return True
 
     def advance_copies(self) -> bool:
-        """Does the next copy. False: there is none, or it has to wait for the compute stream."""
+        """Does the next copy. → False if there is none, or it waits for the compute stream."""
         if not self.copies:
             return False
         copy = self.copies[0]

@@ -1,4 +1,4 @@
-"""A hub on this machine: one repository, over HTTP, as huggingface_hub asks for it."""
+"""A hub on this machine: one repository over HTTP, with the endpoints that huggingface_hub uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Served(NamedTuple):
 
 
 class StubHub(ThreadingHTTPServer):
-    """`cut` is the number of bytes after which a file's transfer breaks off, once."""
+    """`cut`: bytes after which the transfer of a file breaks off, once."""
 
     daemon_threads = True
 

@@ -1,8 +1,8 @@
-"""A tenant of the daemon as a process of its own: `python -m tests.support.tenant ADDRESS SESSIONS [--endless]`.
+"""A tenant of the daemon in its own process: `python -m tests.support.tenant ADDRESS SESSIONS [--endless]`.
 
-It opens the sessions, says `open` and waits for a line. Then it reads a stream of each, in turn, so that all of them
-run at once: TOKENS tokens, after which it prints the tokens as JSON and closes the sessions; or, if endless, until
-somebody kills it, and it says `streaming` when each of them has brought something. It needs djinn_client only.
+It opens the sessions, prints `open` and waits for a line. Then it reads from their streams in turn, so that all run at
+once. After TOKENS tokens of each it prints the tokens as JSON and closes the sessions. With --endless it prints
+`streaming` when each has sent something, and reads until it is killed. It needs djinn_client only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine whose model has lower tiers, as its server sees it."""
+"""An engine with lower tiers, from its server's side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tiered(EngineThread):
         return self
 
     def load_with_tiers(self, disk: Path | None = None, **more: Any) -> None:
-        """llama-2 as "m"; returns when its tiers are there."""
+        """Loads llama-2 as "m". Returns when its tiers are set up."""
         folder = "" if disk is None else str(disk)
         self.loaded(FOLDER, host_kv_bytes=TIER, disk_kv_bytes=TIER, disk_folder=folder, **more)
         self.send(self.grant(self.until(messages.NeedArena)))
@@ -35,7 +35,7 @@ class Tiered(EngineThread):
         return next(use for use in self.report().sessions if use.session == session)
 
     def use_when(self, session: str, state: str, *, on_device: bool) -> messages.SessionUse:
-        """When it has come to that, with all of its pages."""
+        """Waits until the session has this state, with all its pages on the device or all away from it."""
         while True:
             use = self.use(session)
             if (use.state, use.pages > 0, use.host_pages + use.disk_pages > 0) == (state, on_device, not on_device):
@@ -66,7 +66,7 @@ class Tiered(EngineThread):
 
 @contextmanager
 def tiered(disk: Path | None = None) -> Iterator[Tiered]:
-    """With its tiers, and a session "s". In the end nothing is found amiss."""
+    """An engine with tiers and a session "s". At its end, the audit must find nothing."""
     with Tiered(max_batch_tokens=256) as engine:
         engine.load_with_tiers(disk)
         engine.open("s")

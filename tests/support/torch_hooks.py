@@ -1,8 +1,8 @@
-"""Edits and captures made with PyTorch hooks in transformers: what clients' are compared with, through a daemon. It is
-written as a user would write it: modules are found by what families call them, edits are functions (ops.py).
+"""Edits and captures made with PyTorch hooks in transformers: the reference for those of a daemon's clients.
+It is written as a user would write it: modules have their families' names, and edits are functions (ops.py).
 
-Nothing is cached here: for every token the model runs over the whole sequence, and at each position whatever is to be
-changed there is changed.
+Nothing is cached: for every token, the model runs over the whole sequence, and every change is applied at its
+positions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.reference import NEAR_TIE
 
 @dataclass(frozen=True)
 class Change:
-    """At a point, as TransformerLens calls it, at the positions [start, end) or at those in `positions`."""
+    """A change at a point, by its name in TransformerLens, at positions [start, end) or at `positions`."""
 
     point: str
     act: Act
@@ -64,7 +64,8 @@ class Hooked:
     def run(
         self, tokens: Sequence[int], changes: Sequence[Change] = (), wanted: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [tokens, vocab]; and what passes the wanted points, after the changes, [tokens, width] each."""
+        """→ logits [tokens, vocab], and the activations at the wanted points after the changes, [tokens, width]
+        each."""
         seen: dict[str, Tensor] = {}
         with ExitStack() as hooks:
             for point in dict.fromkeys([*(change.point for change in changes), *wanted]):
@@ -74,14 +75,14 @@ class Hooked:
         return logits.clone(), {point: seen[point] for point in wanted}
 
     def rounding(self, tokens: Sequence[int], changes: Sequence[Change], point: str) -> float:
-        """By how much what passes a point differs, at most, from the same in float64."""
+        """The largest difference of the activations at a point from the same in float64."""
         exact = Hooked.__new__(Hooked)
         exact._use(copy.deepcopy(self._model).double())
         own, true = (each.run(tokens, changes, [point])[1][point] for each in (self, exact))
         return float((own - true).abs().max())
 
     def greedy(self, prompt: Sequence[int], count: int, changes: Sequence[Change] = ()) -> list[int]:
-        """As reference.greedy: no two tokens may be so near that rounding would decide."""
+        """Like reference.greedy: there must be no near-tie, which rounding would decide."""
         tokens = list(prompt)
         for _ in range(count):
             last = self.run(tokens, changes)[0][-1]

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that decode differently."""
+"""Small tokenizers with different kinds of decoders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CORPUS = [
 
 @cache
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: bytes written as letters, merged through the middle of characters."""
+    """Like GPT-2, Llama 3 and Qwen: bytes written as letters; merges may end inside a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,8 +34,8 @@ def byte_level() -> Tokenizer:
 
 @cache
 def llama() -> Tokenizer:
-    """As Llama 2 and Mistral: a mark for the space, a token for each byte that no piece covers; decoding drops the
-    space at the start of the whole."""
+    """Like Llama 2 and Mistral: a mark for the space, and a token for each byte without a piece. Decoding drops the
+    space at the start of the whole text."""
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     return _byte_fallback(decoders.Sequence(steps))
 
@@ -51,7 +51,7 @@ ALL = {"byte_level": byte_level, "llama": llama, "metaspace": metaspace}
 
 def _byte_fallback(decoder: decoders.Decoder) -> Tokenizer:
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()  # no piece goes over a space
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()  # no piece contains a space
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False)
     trained.train_from_iterator([line for line in _CORPUS if line.isascii()], trainer)
 

@@ -1,4 +1,4 @@
-"""What a trace of a model that streams must show, whatever device it is on."""
+"""Checks the trace of a streamed model, on any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 2048
 
 
 def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding_us: float) -> None:
-    """Of djinn-tiny, placed so, in its first steps. `rounding_us`: by how much the device's clock may be wrong."""
+    """Checks the first steps of djinn-tiny with this placing. `rounding_us`: possible error of the device's clock."""
     info = engine.loaded(tiny_model(), placing=placing)
     engine.open("s")
     engine.send(
@@ -59,7 +59,7 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
 
 
 def regions_of(plan: Plan) -> dict[str, Region]:
-    """Where streamed blocks are, by the name of their spans."""
+    """The regions of streamed blocks, by the names of their spans."""
     sizes = [-(-plan.sizes[index].least // 256) * 256 for index in plan.streamed]
     regions = place_regions(sizes, plan.ring_bytes)
     return {f"block {index}": region for index, region in zip(plan.streamed, regions, strict=True)}

@@ -1,4 +1,4 @@
-"""A CPU that plays the device, and whose bus has troubles: copies that come late, wait at a gate, or fail."""
+"""A CPU device with a troubled bus: copies are late, wait at a gate, or fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOREVER = 60.0  # seconds
 
 
 class _Watched(Tensor):
-    """What a copy reads from: the copy asks the device first."""
+    """The source of a copy, which asks the device first."""
 
     device_: TroubledDevice
 
@@ -30,16 +30,16 @@ class _Watched(Tensor):
 
 
 class TroubledDevice(CpuDevice):
-    """Sound until it is told otherwise. `largest`: bytes of the largest copy so far, from the host."""
+    """Has no trouble by default. `largest`: bytes of the largest copy from the host so far."""
 
     def __init__(self, memory: int) -> None:
-        self.delay = 0.0  # seconds that each copy takes
+        self.delay = 0.0  # seconds for each copy
         self.largest = 0
         self.gate = threading.Event()
         self.gate.set()
         self._failing: list[tuple[int, int]] = []
         self.failed = 0
-        self.fail_any = 0  # so many copies, whatever they are of
+        self.fail_any = 0  # number of copies to fail, from any source
         super().__init__(memory)
 
     def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> _CopyEvent:
@@ -49,7 +49,7 @@ class TroubledDevice(CpuDevice):
         return super().copy(target, watched, after, name)
 
     def meet(self, target: Tensor, source: Tensor) -> None:
-        """In the thread that copies. Until a late copy has come, its target is full of what is no number."""
+        """Runs on the thread that copies. The target of a late copy is full of NaN until the copy is done."""
         self.largest = max(self.largest, source.numel() * source.element_size())
         if self.delay or not self.gate.is_set():
             target.view(torch.uint8).fill_(0xFF)
@@ -67,7 +67,7 @@ class TroubledDevice(CpuDevice):
                 raise OSError("the bus has caught fire")
 
     def fail(self, source: Tensor) -> None:
-        """The next copy from anywhere in this host memory fails, once."""
+        """The next copy from this host memory fails, once."""
         self._failing.append((source.data_ptr(), source.data_ptr() + source.numel() * source.element_size()))
 
     def let_go(self) -> None:

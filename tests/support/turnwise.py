@@ -1,4 +1,4 @@
-"""A real engine in a thread whose loop goes round when the test says so."""
+"""A real engine on a thread, with a loop that turns when the test says so."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from djinnd.messages import ToEngine
 from tests.support.whitebox import WhiteBoxEngine
 
-_PATIENCE = 0.0005  # seconds that a turn waits for what threads do, where it would wait
+_PATIENCE = 0.0005  # seconds that a turn waits for threads, where the loop would block
 
 
 class Turnwise(WhiteBoxEngine):
-    """Between two turns of `by_turns` the test may look at what is the engine's, and change it."""
+    """Between two turns of `by_turns`, the test may read and change the engine's state."""
 
     def __init__(self) -> None:
         self._may_go, self._is_parked = threading.Semaphore(0), threading.Semaphore(0)
@@ -39,10 +39,10 @@ class Turnwise(WhiteBoxEngine):
             self._may_go.release()
 
     def turn(self) -> None:
-        """Of the engine's loop; it has all messages that were sent before."""
+        """One turn of the engine's loop. It receives all messages that were sent before."""
         self._may_go.release()
         self._is_parked.acquire()
 
     def _serve(self) -> None:
         super()._serve()
-        self._is_parked.release()  # it has failed: whoever waits for a turn sees `error`
+        self._is_parked.release()  # `serve` has failed, and a test that waits for a turn sees `error`

@@ -1,4 +1,4 @@
-"""Somebody who only wants their tokens, while others attack: what they get, and how long they wait for it."""
+"""A client that streams while others attack: it records its tokens and its longest wait."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ TOKENS = 400  # of a call
 
 
 class Victim:
-    """Streams the same greedy call of djinn-tiny over and over, in a thread, until `stop`.
+    """Streams the same greedy call of djinn-tiny over and over, on a thread, until `stop`.
 
-    `expected`: the tokens of one call, when nobody disturbed it. `longest`: seconds between two pieces, at the most."""
+    `expected`: the tokens of a call without an attack. `longest`: most seconds between two pieces.
+    """
 
     def __init__(self, address: str) -> None:
         self.longest = 0.0

@@ -1,7 +1,7 @@
-"""A scheduler on a virtual clock: a device whose steps take what a curve says, and a log of what each step did to whom.
+"""A scheduler on a virtual clock: the time of a step comes from a curve, and a log records the tokens of each session.
 
-Each step is checked as it runs: that nobody waits longer than ageing lets him, that no step is slower than the policy
-says, and that whoever is left out was left out for a reason.
+Each step is checked as it runs. No session may wait longer than ageing allows, no step may be slower than the policy
+allows, and a session without a row must have a reason for it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from djinnd.scheduler.step_times import StepTimes
 
 PAGE = 16  # tokens
 MAX_CONTEXT = 1 << 14
-FOREVER = 1 << 13  # tokens: no test runs so long
-LONGEST = 1 << 10  # tokens: no session becomes longer meanwhile by more than that, where KV takes time
-EVERY = 16  # steps, between two audits
+FOREVER = 1 << 13  # tokens: no test runs that long
+LONGEST = 1 << 10  # tokens: most growth of a session before its next row is due, where reading KV takes time
+EVERY = 16  # steps between two audits
 
 
 def rising(base: float, token: float) -> Callable[[int], float]:
-    """Steps take `base` seconds, and so much more with each token."""
+    """Steps take `base` seconds, and `token` more for each token."""
     return lambda tokens: base + token * tokens
 
 
@@ -50,23 +50,25 @@ STEPS = rising(0.01, 0.0001)
 
 
 def measured(times: StepTimes, seconds: Callable[[int], float]) -> None:
-    """Steps of all sizes have run, and taken so long by their tokens."""
+    """Records measured steps of all sizes, with seconds by their tokens."""
     for size in sorted({round(2 ** (bucket / 2)) for bucket in range(27)}) * 4:
         times.note(size, 0, seconds(size))
         times.note(1, size, seconds(1 + size))
 
 
 def measured_kv(times: StepTimes, seconds: float, kv_s: float) -> None:
-    """Steps of one row have read much and little, which takes `seconds` and so much more for each token of KV."""
+    """Records measured steps of one row with short and long KV: `seconds`, and `kv_s` more for each token of KV."""
     for number in range(2 * SLOPES):
         kv = number % 2 * TELLING
         times.note(1, 0, seconds + kv * kv_s, kv)
 
 
 class VirtualDevice:
-    """Requests are served until they end. `used` is device time by class and tenant: that of a step that only decodes
-    is shared out evenly between its rows, what further tokens add to it by tokens. `kv_s`: seconds more of a step, for
-    each token of KV that rows of one token read."""
+    """Serves requests until they end. `kv_s`: seconds that a step takes for each token of KV read by rows of one token.
+
+    `used`: device time by class and tenant. The time of a step with decode rows only is divided equally between the
+    rows; the additional time of further tokens is divided by tokens.
+    """
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class VirtualDevice:
         weights: Mapping[int, float] | None = None,
         kv_s: float = 0.0,
     ) -> None:
-        """How long steps take has been measured already."""
+        """Starts with measured step times."""
         self.scheduler = Scheduler(max_tokens, max_rows, policy)
         self.seconds = seconds
         self.kv_s = kv_s
@@ -95,8 +97,8 @@ class VirtualDevice:
         self.used: defaultdict[tuple[Class, int], float] = defaultdict(float)
         self.rows: defaultdict[str, int] = defaultdict(int)  # by session
         self.batches: list[list[tuple[str, int]]] = []  # sessions and tokens
-        self.called_at: dict[tuple[str, Class], float] = {}  # when somebody of the class last had a call, by model
-        self._due: dict[str, float] = {}  # by when a session has its next row
+        self.called_at: dict[tuple[str, Class], float] = {}  # by model: the time of the class's last call
+        self._due: dict[str, float] = {}  # time by which a session must have its next row
         self._ids = count(1)
 
     def composer(self, model: str = "m") -> Composer:
@@ -115,7 +117,7 @@ class VirtualDevice:
         model: str = "m",
         **more: object,
     ) -> Session:
-        """With a request, whose prompt nobody else has."""
+        """Opens a session with a request for a prompt that no other session has."""
         session = Session(name, model, tenant, klass)
         self.scheduler.open(session)
         self.ask(session, prompt, max_tokens, **more)
@@ -160,7 +162,7 @@ class VirtualDevice:
         return batch
 
     def _waited(self, model: str) -> dict[Class, float]:
-        """By class: for how long whoever has waited longest to read has had no row."""
+        """By class: the longest time that a session with prompt tokens left has had no row."""
         waited: dict[Class, float] = dict.fromkeys(CLASSES, 0.0)
         for session in self.active(model):
             if session.remaining > 1 and not self.scheduler.residence(model).is_moving(session):
@@ -190,8 +192,8 @@ class VirtualDevice:
             self.scheduler.check_integrity()
 
     def _waits(self, session: Session) -> None:
-        """From now on: ageing serves those first who have waited longer. Without lower tiers, it takes its pages from
-        nobody who reads a prompt."""
+        """Sets the time by which the session must have its next row: an ageing period for each session, because ageing
+        first serves sessions that have waited longer. Without lower tiers, a session in prefill keeps its pages."""
         active = self.active(session.model)
         kv = max((len(other.tokens) for other in active), default=0) + LONGEST
         reading = self.kv_s * self.scheduler.max_rows * kv
@@ -202,14 +204,14 @@ class VirtualDevice:
             self._due[session.id] += longest * max([len(other.tokens) for other in active], default=0)
 
     def run(self, seconds: float) -> None:
-        """Or until nobody asks for anything."""
+        """Runs steps for so many seconds, or until no request is left."""
         until = self.now + seconds
         while self.now < until and self.step() is not None:
             pass
 
 
 class Step:
-    """One that was composed, and has not run."""
+    """A composed step that has not run."""
 
     def __init__(
         self,
@@ -241,7 +243,7 @@ class Step:
         return self.remaining[row.session.id] > 1
 
     def takes(self, rows: Sequence[Row], *, kv: bool = True) -> float:
-        """Seconds, of a step with these rows, if each reads what its class does on average; or nothing."""
+        """Seconds of a step with these rows, if each reads its class's average KV, or none."""
         tokens = sum(self.reading(row.session.klass).now for row in rows if not self.reads(row)) if kv else 0.0
         return self.times.predict(len(rows), sum(row.count - 1 for row in rows), tokens) if rows else 0.0
 
@@ -249,13 +251,13 @@ class Step:
         return self.kv.get(klass, KvRead())
 
     def protected(self, klass: Class) -> int:
-        """Those of a class that decode, and must not be slowed down."""
+        """The number of the class's sessions that decode and must not be slowed down."""
         here = [row.session for row in self.rows] + self.left_out
         return sum(s.klass == klass and not s.bulk and self.remaining[s.id] == 1 for s in here)
 
     def allowed(self, *classes: Class, own: int = 0) -> float:
-        """Seconds that a step may take for the sake of these classes' rows that decode, and `own` more, of the class
-        that joins them; where nobody does, of those that read."""
+        """Seconds that a step may take for the sake of these classes' decode rows, and of `own` decode rows of the next
+        class. Without decode rows: for the sake of the rows in prefill."""
         shielded = [row for row in self.of(*classes) if not row.session.bulk]
         decode = [row.session.klass for row in shielded if not self.reads(row)] + own * [CLASSES[len(classes)]]
         kv = sum(self.reading(klass).usual for klass in decode)
@@ -266,11 +268,11 @@ class Step:
         return longest + 1e-9 if alone else math.inf
 
     def indulgence(self, klass: Class) -> float:
-        """How many times longer who decodes lets those of its class read who have waited."""
+        """The factor by which decode rows wait longer for waiting prompts of their own class."""
         return min(max(1.0, self.waited[klass] / PATIENCE_S), INDULGENCE) if klass != "interactive" else 1.0
 
     def until_free(self, klass: Class) -> float:
-        """Seconds for which rows of the class may take the device, for the sake of higher ones that have none."""
+        """Seconds for which rows of the class may use the device while higher classes have none."""
         above = CLASSES[: CLASSES.index(klass)]
         if self.lately.isdisjoint(above) or not all(row.session.bulk for row in self.of(*above)):
             return math.inf
@@ -280,9 +282,11 @@ class Step:
     def check_protection(self) -> None:
         took = self.takes(self.batch.rows)
         highest = min((row.session.klass for row in self.rows), key=CLASSES.index, default=CLASSES[0])
-        first = self.of(highest)  # what joins them is held to the slowdown, see below
-        is_least = sum(row.count for row in first) == 1  # somebody has a token in any case
-        assert is_least or self.takes(first) <= self.until_free(highest), "who calls now finds the device taken"
+        first = self.of(highest)  # rows that join them are held to the slowdown, see below
+        is_least = sum(row.count for row in first) == 1  # a session has a token in any case
+        assert is_least or self.takes(first) <= self.until_free(highest), (
+            "a call of a higher class would find the device taken"
+        )
         for place, klass in enumerate(CLASSES[:-1]):
             above, below = CLASSES[: place + 1], CLASSES[place + 1 :]
             assert not self.of(*below) or took <= self.allowed(*above), f"{klass}: lower classes"
@@ -293,7 +297,7 @@ class Step:
             assert chunks <= LEAST_CHUNK or through <= may, f"{klass}: its own prompts"
 
     def check_left_out(self) -> None:
-        """Where pages are not short."""
+        """For steps in which pages are not short."""
         if self.batch.tokens == self.limits[0] or len(self.batch.rows) == self.limits[1]:
             return
         rows, further = len(self.batch.rows), self.batch.tokens - len(self.batch.rows)
@@ -304,7 +308,7 @@ class Step:
             own = self.protected(session.klass) if session.klass != CLASSES[-1] else 0
             reads = self.remaining[session.id] > 1
             if reads and self.reads_kv:
-                continue  # room was kept for what those read who decode and have not been asked yet
+                continue  # room was kept for the average KV of decoding sessions that have not been considered yet
             if reads and own:
                 may = min(may, self.allowed(*above, own=own) * self.indulgence(session.klass))
             kv = sum(self.reading(row.session.klass).now for row in self.batch.rows if not self.reads(row))

@@ -1,4 +1,4 @@
-"""Outputs without a model: at each step one of the tokens that a grammar allows, at random."""
+"""Outputs without a model: each step picks a random token that the grammar allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 from djinnd.text.grammar import compiled, open_tokenizer
 from tests.support.serving import TINY
 
-END = 0  # djinn-tiny's end token
+END = 0  # the end token of djinn-tiny
 
 
 @cache
@@ -26,7 +26,8 @@ def _blank() -> frozenset[int]:
 
 
 def walk(grammar: str, seed: int, most: int = 400) -> str | None:
-    """None: it has not come to its end in so many tokens. Blanks are rarer than other tokens, as a model has them."""
+    """→ None if the output has not ended after `most` tokens. Blanks are rarer than other tokens, as in a model's
+    output."""
     tokenizer, rng, blank = tiny_tokenizer(), random.Random(seed), _blank()
     matcher = compiled(grammar, tokenizer)
     tokens: list[int] = []

@@ -1,7 +1,7 @@
-"""A fork of the hatchery that runs a Python's command line: `-m MODULE …` or `FILE …`. See warm_python.py.
+"""A fork of the hatchery that runs a Python command line: `-m MODULE …` or `FILE …`. See warm_python.py.
 
-It has none of the modules of this repository but those that it imports itself, so that it finds what a Python that was
-just started would find.
+It drops this repository's modules except its own imports, so the command finds the state of a Python that was just
+started.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-MAX_PACKET = 1 << 17  # bytes of a request
+MAX_PACKET = 1 << 17  # most bytes of a request
 _OURS = ("djinnd", "djinn_client", "djinnctl", "tools", "tests")
 
 
 def run(packet: bytes, fds: Sequence[int], caller: socket.socket, python: str) -> None:
-    """Its standard streams are `fds`, its sys.executable is `python`, and `caller` learns how it has ended."""
+    """`fds`: its standard streams. `python`: its sys.executable. `caller` learns its exit status."""
     arguments, environ, folder = json.loads(packet)
     for number, fd in enumerate(fds):
         os.dup2(fd, number)
@@ -37,7 +37,7 @@ def run(packet: bytes, fds: Sequence[int], caller: socket.socket, python: str) -
     sys.executable = python
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     status = [1]
-    atexit.register(_end, caller, status)  # before all that the command may register, and so run after it
+    atexit.register(_end, caller, status)  # registered before the command's handlers, and so run after them
     status[0] = _status_of(arguments)
 
 
@@ -60,7 +60,7 @@ def _status_of(arguments: Sequence[str]) -> int:
 
 
 def _end(caller: socket.socket, status: Sequence[int]) -> None:
-    """At once: to free what it shares with the hatchery would be to copy it."""
+    """Ends at once: freeing memory that is shared with the hatchery would copy it first."""
     sys.stdout.flush()
     sys.stderr.flush()
     caller.send(str(status[0]).encode())
@@ -68,6 +68,6 @@ def _end(caller: socket.socket, status: Sequence[int]) -> None:
 
 
 def _end_with(caller: socket.socket) -> None:
-    """In a thread. Nobody says anything: what can be read is the end."""
+    """Ends the command when the caller is gone. Runs on a thread. No data is ever sent, so readable means closed."""
     if not caller.recv(1):
         os.kill(os.getpid(), signal.SIGKILL)

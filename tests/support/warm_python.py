@@ -1,8 +1,8 @@
-"""`Hatchery.python`: a Python that has imported torch and transformers, as far as its caller can tell.
+"""`Hatchery.python`: to its caller, a Python that has imported torch and transformers.
 
-A daemon is given a nursery. Another module, or a file, is run by a fork of the hatchery, for which this process stands:
-it waits, ends with the same status, and when it is killed the fork ends too. What else a command line may say is for
-the real Python. This imports next to nothing, for it is started often.
+A command line that starts a daemon gets a nursery for it. Another module or file runs in a fork of the hatchery, which
+this process represents: it waits, ends with the same status, and if it is killed, the fork ends too. The real Python
+handles other command lines. This module imports almost nothing, because it is started often.
 """
 
 import fcntl
@@ -12,11 +12,11 @@ import socket
 import sys
 
 NURSERY = b"nursery"
-_STATUS = 16  # bytes, at most
+_STATUS = 16  # most bytes of an exit status
 
 
 def ask_for_nursery(address: str, log: int) -> tuple[int, int, int]:
-    """Its pid, its socket and a pidfd of it; see Hatchery.nursery."""
+    """(pid, socket, pidfd) of a nursery; see Hatchery.nursery."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, _connected(address) as hatchery:
         socket.send_fds(hatchery, [NURSERY], [theirs.fileno(), log])
@@ -25,7 +25,8 @@ def ask_for_nursery(address: str, log: int) -> tuple[int, int, int]:
 
 
 def give_nursery(fds: list[int]) -> None:
-    """To the daemon that this process becomes next, as a predecessor would: see djinnd/server/succession.py."""
+    """Passes the nursery to the daemon that this process becomes next, as a predecessor would: see
+    djinnd/server/succession.py."""
     for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5) for fd in fds], 3):
         os.dup2(fd, number)
     names = "djinnd-nursery:djinnd-nursery-process"
@@ -47,7 +48,7 @@ def main(address: str, *arguments: str) -> None:
 
 
 def stand_for_command(address: str, arguments: tuple[str, ...]) -> int:
-    """How it has ended; 1 where a signal has killed it."""
+    """→ the exit status; 1 if a signal has killed the command."""
     with _connected(address) as hatchery:
         request = json.dumps([arguments, dict(os.environ), os.getcwd()])
         socket.send_fds(hatchery, [request.encode()], [0, 1, 2])

@@ -1,4 +1,4 @@
-"""A real engine in a thread whose sessions are edited and captured."""
+"""A real engine on a thread, with edits and captures."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def an_edit(
 
 
 class WhiteBoxEngine(EngineThread):
-    points: PointMap  # of the model that was loaded last
-    family = "llama-2"  # whose reduced model that is, unless a test says otherwise
+    points: PointMap  # of the model loaded last
+    family = "llama-2"  # family of the reduced model, unless a test chooses another
     tenant = 0  # of the sessions that are opened
 
     def loaded(self, folder: Path, name: str = "m", **more: Any) -> ModelInfo:
@@ -59,7 +59,7 @@ class WhiteBoxEngine(EngineThread):
         super().open(session, model, tenant or self.tenant, tokens)
 
     def check_idle(self) -> None:
-        """Closes all sessions: nothing is left of what they were given beside pages."""
+        """Closes all sessions and asserts that only their pages are left."""
         self.send(*(messages.Close(use.session) for use in self.report().sessions))
         report, runner, device = self.report(), self.engine._runners["m"], self.engine._device
         assert runner.edits.nbytes == runner.captures.nbytes == len(runner.edits) == len(runner.captures) == 0
@@ -71,7 +71,7 @@ class WhiteBoxEngine(EngineThread):
         self.send(*(messages.AddEdit(session, edit) for edit in edits))
 
     def end(self, session: str, length: int, *edits: Edit) -> None:
-        """Of a session that has so many tokens."""
+        """Ends edits of a session with `length` tokens."""
         self.send(messages.EndEdits(session, [edit.number for edit in edits], now(length)))
 
     def tokens(self, session: str, prompt: list[int], count: int, **more: Any) -> list[int]:
@@ -80,7 +80,7 @@ class WhiteBoxEngine(EngineThread):
         return tokens
 
     def captured(self, reply: messages.FromEngine, points: Sequence[Point]) -> tuple[int, dict[Point, Tensor]]:
-        """First position, and [positions, width] of each point, of the last descriptor that came."""
+        """First position, and [positions, width] of each point, in the last descriptor that came."""
         assert isinstance(reply, messages.Finished) and reply.capture is not None, reply
         told = reply.capture
         dtype, found = DTYPES[told.dtype], {}
@@ -108,8 +108,8 @@ def steering(engine: WhiteBoxEngine, at: int, *points: Point, scale: float = 3.0
 
 
 def check_a_batch(engine: WhiteBoxEngine, hooked: Hooked, atol: float = 1e-4) -> None:
-    """Six sessions, all at once, in prefill and in decode, at points between blocks and inside of them; some are
-    captured, too."""
+    """Six sessions at once, in prefill and in decode, with edits at points between blocks and inside them; some are
+    captured."""
     edits = {
         "a": [steering(engine, 0)],
         "b": [steering(engine, 5, RESID, ATTN, scale=-2.0)],
@@ -139,7 +139,7 @@ Outcome = tuple[list[int], dict[Point, Tensor]]
 
 
 def finished(engine: WhiteBoxEngine, runs: list[messages.Run]) -> dict[int, Outcome]:
-    """The tokens of each, and what it has captured."""
+    """The tokens and captures of each run."""
     tokens: dict[int, list[int]] = {run.request: [] for run in runs}
     points = {run.request: run.capture for run in runs}
     outcomes: dict[int, Outcome] = {}
