@@ -36,6 +36,7 @@ CLEAN: tuple[str, ...] = (
     "djinnd/text_jobs.py",
     "djinnd/weights",
     "docs/scheduling.md",
+    "docs/sessions.md",
     "tests/property",
     "tests/support",
     "tests/unit/core",
