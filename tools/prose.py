@@ -35,6 +35,7 @@ CLEAN: tuple[str, ...] = (
     "djinnd/telemetry.py",
     "djinnd/text_jobs.py",
     "djinnd/weights",
+    "docs/export.md",
     "docs/scheduling.md",
     "docs/sessions.md",
     "tests/property",
