@@ -164,14 +164,14 @@ def test_a_checkpoint_is_one_model_for_all_who_can_read_it(served: Served) -> No
         with pytest.raises(errors.NotPermitted, match="its owner or an administrator"):
             djinn.unload(public, address=served.address)
         told = djinn.load(public, kv_bytes=1 << 30, keep_alive_s=5, address=served.address)
-        assert any("kv_bytes, keep_alive_s: not as asked" in note for note in told.notes)
+        assert any("kv_bytes, keep_alive_s: ignored" in note for note in told.notes)
         assert load(served, str(TINY)) in ("djinn-tiny", "ours"), "which has a name in the configuration"
 
 
 def test_how_a_configured_model_is_loaded_is_not_for_everybody_to_say(served: Served) -> None:
     with as_user(BOB):
         told = djinn.load("ours", kv_bytes=1, host_kv_bytes=0, disk_kv_bytes=0, resident=0, address=served.address)
-        assert any("kv_bytes, placing: not as asked" in note for note in told.notes), told.notes
+        assert any("kv_bytes, placing: ignored" in note for note in told.notes), told.notes
         with pytest.raises(errors.NotPermitted, match="only administrators"):
             djinn.unload("ours", address=served.address)
     with pytest.raises(errors.InvalidRequest, match="to give it other KV memory"):

@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused(session: djinn.Session) -> None:
         (
             kv.tokens,
             djinn.KvWindow(djinn.KvLayout("float32", 8, 16, 2, 32), 16),
-            "djinn-tiny has float32 pages of 256 tokens .* handed over has float32 pages of 16 tokens",
+            "djinn-tiny has float32 pages of 256 tokens .* the given KV has float32 pages of 16 tokens",
         ),
     ):
         with pytest.raises(djinn.InvalidRequest, match=words):
