@@ -105,7 +105,7 @@ class Client:
         self._call(build(Ping), Done)
 
     def welcome(self) -> Welcome:
-        """The daemon's introduction: its version, and who the caller is."""
+        """The daemon's introduction: its version, and the caller's principal."""
         return run(self._connected()).welcome
 
     def status(self, *, check: bool = False) -> StatusReply:

@@ -1,37 +1,39 @@
-"""The errors a caller can meet, as a tree. Each has a code that travels on the wire and a class that is raised.
+"""The errors that a caller can meet, as a tree:
 
-DjinnError
-├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
-├── ProtocolError           bytes that are not our protocol
-│   ├── FrameTooLarge
-│   └── VersionMismatch
-├── InvalidRequest          the caller's fault: change the call
-│   ├── PromptTooLong
-│   ├── TokenOutOfRange
-│   ├── NoTokenizer
-│   ├── GrammarRejected     the output's format is no valid grammar, cannot be met, or takes too much to follow
-│   ├── ModelMismatch       a saved session is of a model with other weights
-│   └── FileDamaged         a saved session's file is cut short or changed
-├── NotFound
-│   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
-│   ├── FunctionNotFound    the intervention process has it no more: intervene again
-│   └── ModelNotFound
-│       └── FilesWanted     the daemon opens no such folder for this user: hand over its open files; the client does
-├── NotAuthenticated        the token is unknown, expired or revoked: the answer is the same
-├── NotPermitted            the caller may not do this
-│   └── QuotaExceeded       it would be more than the caller's quota: the message names it
-├── FunctionFailed          a function of the client's, in the intervention process: the message has its account
-├── TextFailed              the model's tokenizer failed, or took too much: the message has the limit
-├── SessionBusy             one call at a time on a session
-├── SessionLost             its KV was a client's own and is gone, and cannot be computed: its tokens are there
-├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
-├── OutOfMemory             it does not fit: the message has the figures
-├── Cancelled               somebody ended the request before it had a result
-└── Retry                   not the caller's fault: the same call may work in a moment
-    ├── EngineLost          no engine came in time, or two died with this request in their step
-    ├── Busy                more wait already than may: `retry_s` says when to try again
-    ├── JournalUnavailable  sessions cannot be written to disk: nothing new begins
-    └── ShuttingDown
+    DjinnError
+    ├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
+    ├── ProtocolError           bytes that are not our protocol
+    │   ├── FrameTooLarge
+    │   └── VersionMismatch
+    ├── InvalidRequest          the caller's fault: change the call
+    │   ├── PromptTooLong
+    │   ├── TokenOutOfRange
+    │   ├── NoTokenizer
+    │   ├── GrammarRejected     the output's format is wrong, cannot be met, or takes too much to follow
+    │   ├── ModelMismatch       a saved session is of a model with other weights
+    │   └── FileDamaged         a saved session's file is cut short or changed
+    ├── NotFound
+    │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
+    │   ├── FunctionNotFound    the intervention process has it no more: intervene again
+    │   └── ModelNotFound
+    │       └── FilesWanted     the client is to hand over the folder's open files, and does so by itself
+    ├── NotAuthenticated        the token is unknown, expired or revoked: the answer is the same
+    ├── NotPermitted            the caller may not do this
+    │   └── QuotaExceeded       it would be more than the caller's quota: the message names it
+    ├── FunctionFailed          a function in the intervention process: the message tells how
+    ├── TextFailed              the model's tokenizer failed, or took too much: the message has the limit
+    ├── SessionBusy             one call at a time on a session
+    ├── SessionLost             its KV was a client's own and is gone, and cannot be computed: its tokens are there
+    ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
+    ├── OutOfMemory             it does not fit: the message has the figures
+    ├── Cancelled               the request was ended before it had a result
+    └── Retry                   not the caller's fault: the same call may work in a moment
+        ├── EngineLost          no engine came in time, or two died with this request in their step
+        ├── Busy                more wait already than may: `retry_s` says when to try again
+        ├── JournalUnavailable  sessions cannot be written to disk: nothing new begins
+        └── ShuttingDown
+
+Each has a code, which travels on the wire, and a class, which is raised.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What callers write, as requests: keyword arguments in, a checked message out."""
+"""The keyword arguments of calls, and the checked messages that are made of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty   1 (the default) is off; tokens of prompt and output (CTRL, Keskar et al. 2019)
     presence_penalty     0 (the default) is off; taken from the logits of tokens in the output
     frequency_penalty    0 (the default) is off; taken once for each time that the output has the token
-    logit_bias           {token id: what is added to its logit}, from -100 to 100, for at most 1,024 tokens
+    logit_bias           {token id: number to add to its logit}, from -100 to 100, for at most 1,024 tokens
     min_tokens           at least so many new tokens: before, neither an end token nor `stop_token_ids` is chosen, and
                          `stop` is looked for in the text that follows them; 0 (the default) is off
     seed                 the same call with the same seed gives the same tokens; None: the daemon draws one
@@ -56,7 +56,7 @@ class GenerateOptions(TypedDict, total=False):
                          reply's `prompt_logprobs`
     token_bytes          True: the reply's `token_bytes` has the bytes of each generated token and of each token that
                          logprobs name; a token may be a part of a character
-    expected_tokens      so many are likely to come; 0 (the default): nobody knows. Advice, as is the next:
+    expected_tokens      so many are likely to come; 0 (the default): not known. Advice, as is the next:
     deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
                          Of one user's calls in one class, those that are likely to be late go first
     response_format      {"type": "json_object"}, or {"type": "json_schema", "schema": a JSON schema}: the output is
@@ -94,7 +94,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class OfChats(TypedDict, total=False):
-    """What chats have beside their messages.
+    """The keyword arguments that only chats have.
 
     tools               functions that the model may call: [{"type": "function", "function": {"name", "description",
                         "parameters": JSON schema}}, …]
@@ -102,7 +102,7 @@ class OfChats(TypedDict, total=False):
                         it calls this one
     parallel_tools      False: at most one call in an answer; default True
     continue_final      True: the answer goes on with the text of the last message, which is one of the assistant's
-    template_arguments  what the model's template takes beside, as {"enable_thinking": False}
+    template_arguments  further values for the model's template, as {"enable_thinking": False}
     """
 
     tools: Iterable[Mapping[str, Any]] | None
@@ -113,8 +113,8 @@ class OfChats(TypedDict, total=False):
 
 
 class ChatOptions(GenerateOptions, OfChats, total=False):
-    """The keyword arguments of `chat` and `chat_stream`: those of `generate`, where special tokens never are a part of
-    the answer's text, and those of OfChats."""
+    """The keyword arguments of `chat` and `chat_stream`: GenerateOptions and OfChats. Special tokens never are a part
+    of an answer's text."""
 
 
 class PlacingOptions(TypedDict, total=False):

@@ -22,7 +22,7 @@ _BEGINNINGS = (
 
 
 def what_it_is(head: bytes) -> str | None:
-    """What a file with this beginning is; None where it may be what its name says."""
+    """→ the kind of a file with this beginning; None if it may be of the kind that its name says."""
     if not head:
         return "empty"
     begins = head.lstrip().lower()
@@ -30,7 +30,7 @@ def what_it_is(head: bytes) -> str | None:
 
 
 def what_instead(names: Iterable[str]) -> str:
-    """What a folder with these entries is, where it has no config.json or no weights that djinnd reads."""
+    """→ the kind of a folder with these entries, which has no config.json or no weights that djinnd reads."""
     there = set(names)
     if there & {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}:
         return "it is an adapter (LoRA): merge it into its base model, and load that"

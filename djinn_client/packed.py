@@ -66,7 +66,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """With the elements that pad it to whole groups; what those are is not kept."""
+        """The elements, with those that pad the matrix to whole groups. The values of the padding are not kept."""
         return _round_up(self.weights, GROUP)
 
     @property
@@ -142,8 +142,8 @@ class PackedForm:
     def used(self, packed: Tensor) -> int:
         """→ the bytes of a packed block in host memory that have to travel.
 
-        Raises ValueError where its head is not that of a block of this form: it may come from a client. What is behind
-        the head cannot do harm: whoever reads the patches checks where they point.
+        Raises ValueError where its head is not that of a block of this form: it may come from a client. The rest
+        of the block cannot do harm: readers of the patches check where they point.
         """
         assert packed.device.type == "cpu"
         if packed.numel() < HEAD * 4:
@@ -295,7 +295,7 @@ def _pack_piece(bits: Tensor, weights: int, base: int, sm: Tensor, nibbles: Tens
 
     code = bits.bitwise_right_shift(7).to(torch.uint8)  # the exponent: casting drops the sign
     code[weights:] = base
-    code -= base  # modulo 256: what is below the window comes out above it
+    code -= base  # modulo 256: a code below the window becomes one above it
     outside = code >= CODES
     code.masked_fill_(outside, 0)
     pairs = code.view(-1, 2, GROUP // 2)

@@ -14,7 +14,7 @@ from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, T
 from djinn_client.requests import DEFAULT_TOKENS
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-LATE_S = 1e-3  # what is left of a deadline that is over: 0 would be none
+LATE_S = 1e-3  # stands for a deadline that is over: 0 would mean that there is none
 
 
 class Parts:
@@ -102,7 +102,7 @@ class Parts:
 
 
 def expect_parts_possible(request: Generate) -> None:
-    """Of a call that may stop at tokens that it has generated. Raises InvalidRequest."""
+    """Raises InvalidRequest for options that a call cannot have if it may stop at generated tokens."""
     for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
         if getattr(request.sampling, name):
             raise InvalidRequest(

@@ -1,8 +1,8 @@
-"""Where a model's blocks are: what a caller asks for, and what the daemon says that comes of it.
+"""The places of a model's blocks, as a caller asks for them and as the daemon plans them.
 
-A block is *plain* (in device memory as in the checkpoint), *packed* (in device memory in the lossless 12-bit code, and
-decoded just before it computes) or *streamed* (in host memory, and passing through the ring's slots in every step).
-"""
+A *plain* block is in device memory as in the checkpoint. A *packed* block is in device memory in the lossless 12-bit
+code, and is decoded just before it computes. A *streamed* block is in host memory, and passes through a slot of the
+ring in every step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ModelPlan(msgspec.Struct, kw_only=True):
-    """What loading a model would come to, and how fast it would be: predicted from the device's measured rates."""
+    """The memory that a model would take and its speed, predicted from the device's measured rates."""
 
     model: str
     family: str
@@ -81,7 +81,7 @@ class ModelPlan(msgspec.Struct, kw_only=True):
 
 
 def ring_bytes(gigabytes: float) -> int:
-    """Of `ring_gb`, as people write it: in 10^9 bytes. Raises InvalidRequest."""
+    """Bytes of `ring_gb`, which people write in 10^9 bytes. Raises InvalidRequest."""
     if type(gigabytes) not in (int, float) or not 0.0 <= gigabytes <= MAX_BYTES / 1e9:
         raise InvalidRequest(f"ring_gb is {gigabytes}; it must be 0 (by slots) or a number of 10^9 bytes")
     return round(gigabytes * 1e9)

@@ -44,7 +44,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which points a model has, and what its own modules are called. "": it has no such module."""
+    """The points of a model, and the names of its own modules; "" if it has no such module."""
 
     blocks: int
     width: int  # of an activation, at every point but logits
@@ -89,7 +89,7 @@ class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {each: self._find(each) for each in blocks}
 
     def resolve_all(self, names: Iterable[str]) -> dict[str, Point]:
-        """Of several, each name once."""
+        """The names of several points, each once."""
         return {name: point for pattern in names for name, point in self.resolve(pattern).items()}
 
     def _find(self, name: str) -> Point:
@@ -117,7 +117,7 @@ class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         yield from filter(None, (self.norm, self.head))
 
     def _patterns(self) -> Iterator[tuple[str, Where, int]]:
-        """What the names of a kind of point look like, and how far its block is from the number in them."""
+        """For each kind of point: a pattern of its names, and how far its block is from the number in them."""
         block = r"blocks\.(\d{1,6})"
         yield r"hook_embed", "resid", 0
         yield rf"{block}\.hook_resid_pre", "resid", 0

@@ -248,7 +248,7 @@ def brings_tokens(message: object) -> TypeGuard[BringsTokens]:
 
 
 def packed(message: requests.Request | signals.Signal) -> requests.Request | signals.Signal:
-    """The same request with many token ids as bytes. What is no token id stays as it is, and is refused."""
+    """The same request with many token ids as bytes. Values that are no token ids stay as they are, and are refused."""
     if not brings_tokens(message) or len(message.token_ids or ()) < PACKED_FROM:
         return message
     try:

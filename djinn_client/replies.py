@@ -1,4 +1,4 @@
-"""What the daemon answers, a struct a message. djinn_client.protocol has their union and the frames."""
+"""The daemon's replies, a struct each. djinn_client.protocol has their union and the frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client asks of the daemon, a struct a message. djinn_client.protocol has their union and the frames."""
+"""The requests of clients, a struct each. djinn_client.protocol has their union and the frames."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ class AddEdit(Request, tag="edit"):
         clamp        the part of a along v, in units of v's length, is brought between `low` and `high`
 
     Without `positions` that is where the next token is chosen, and at all that follow. With `positions`, ascending, it
-    is there only; those that have been computed already are computed again. `values` holds v: `rows` rows of the
-    points' width in `dtype`, which are none for scale, else one, or one for each position."""
+    is there only, and positions that have been computed already are computed again. `values` holds v: `rows` rows of
+    the points' width in `dtype`, which are none for scale, else one, or one for each position."""
 
     session: Name
     points: Names
@@ -240,7 +240,7 @@ class EndEdits(Request, tag="end_edits"):
 
 
 class ListEdits(Request, tag="edits"):
-    """Answered by Edits: those that hold, and ended ones that have changed positions."""
+    """Answered by Edits: the edits of the session, and ended ones that have changed positions."""
 
     session: Name
 
@@ -415,7 +415,7 @@ class LoadModel(Request, tag="load"):
 
 
 class PlanModel(Request, tag="plan"):
-    """What loading the model would take. Nothing is loaded, and nothing changes."""
+    """The memory that loading would take, and the speed. Nothing is loaded, and nothing changes."""
 
     model: Name
     memory_bytes: Whole = 0  # 0: the device's budget

@@ -6,8 +6,8 @@
          │           │ (LE)    │ (LE)    │ the header   │ msgpack        │ or nothing                                  │
          └───────────┴─────────┴─────────┴──────────────┴────────────────┴─────────────────────────────────────────────┘
 
-The header has the checksum of the pages. Checksums are XXH3-128: they find damage, not forgery. Who loads a file with
-KV in it believes its writer, and the daemon keeps that KV from all other sessions: see docs/export.md.
+The header has the checksum of the pages. Checksums are XXH3-128: they find damage, not forgery. A user
+that loads a file with KV trusts its writer; the daemon keeps that KV from all other sessions: see docs/export.md.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class SavedFile:
         if session.kv is not None and not 0 < session.kv_tokens <= len(session.tokens):
             raise self._damaged(f"its header ({session.kv_tokens} of {len(session.tokens)} tokens have KV)")
         there = os.fstat(self._file.fileno()).st_size - _aligned(self._file.tell())
-        if session.kv is not None and there != session.kv_bytes:  # before anybody has memory for it
+        if session.kv is not None and there != session.kv_bytes:  # before memory is taken for it
             raise self._damaged(f"its KV, which has {there:,} of {session.kv_bytes:,} bytes")
         return session
 

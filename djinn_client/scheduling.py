@@ -1,4 +1,4 @@
-"""What the daemon says of who runs when: latencies, quotas, and why a session is not running."""
+"""Latencies, quotas, and why a session runs or waits, as the daemon tells them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLASSES: tuple[Class, ...] = ("interactive", "agent", "batch")
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of something that was measured `count` times, in seconds. A percentile is a bucket's upper bound, at most an
+    """The spread of `count` measured times, in seconds. A percentile is a bucket's upper bound, at most an
     eighth more than the true one."""
 
     count: int = 0
@@ -23,7 +23,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """What callers waited for. `wake_up` is of sessions whose KV had left the device: from COMPUTE, or the call, to the
+    """How long callers waited. `wake_up` is of sessions whose KV had left the device: from COMPUTE, or the call, to the
     first token."""
 
     queued: Spread = Spread()  # from the call's receipt to its first row
@@ -33,8 +33,8 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a session is running, or not. `figures` are those of the sentence. `ahead` are sessions that are served
-    before it, the first of them first: the caller's own by id, of other users' only how many there are."""
+    """Why a session runs or waits. `figures` has the figures of the sentence `reason`. `ahead` has the caller's own
+    sessions that are served before it, the first of them first; of other users' there is only the number."""
 
     state: str
     reason: str
@@ -45,7 +45,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourceUse(msgspec.Struct, frozen=True, array_like=True):
-    """A resource that the daemon counts for each user: what the user holds of it, and the most that it may hold."""
+    """A resource that the daemon counts for each user: how much the user holds, and the most that it may hold."""
 
     name: str
     used: int
@@ -53,10 +53,10 @@ class ResourceUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuotaUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user may have, and has. A limit of None is none."""
+    """The quotas of a user, and their use. A limit of None is no limit."""
 
     user: int
-    rule: str  # which of the configured ones; "" where none matches
+    rule: str  # the configured rule that holds; "" if none matches
     weight: float
     highest_class: Class
     sessions: int

@@ -4,8 +4,8 @@
     the image in a memfd, buffer after buffer: packed on the tensors' own device, or copied as they are; then sealed
     ShareWeights: its descriptor ──► Progress … ──► ModelReply
 
-The daemon computes and streams from the very pages that are filled here. Nobody can change them any more then: not this
-process, and not the daemon. torch is imported when a model is shared.
+The daemon computes and streams from the very pages that are filled here. They are sealed then: neither this process nor
+the daemon can change them. torch is imported when a model is shared.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ModelHandle:
 
     @property
     def name(self) -> str:
-        """What sessions open it by."""
+        """The name by which sessions open the model."""
         return self.info.name
 
     def close(self) -> None:
-        """Takes the model back; again does nothing."""
+        """Takes the model back. The second time it does nothing."""
         if self._connection.closed:
             return
         try:
@@ -88,8 +88,8 @@ def share_model(
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
 ) -> ModelHandle:
-    """Hands a model to the daemon, which then serves it under `name` (or one that it makes up) to this user, or with
-    `public` to everybody.
+    """Hands a model to the daemon, which then serves it under `name` (or a name that it makes up) to this user, or with
+    `public` to all users.
 
     model       a transformers model; or its tensors by the names of its state_dict, of any device: a dict, another
                 Mapping or a function that makes the tensor of a name. A tensor is asked for once, block after block,
@@ -101,7 +101,7 @@ def share_model(
 
     `kv_bytes`, `on_progress` and `placing` are as for `load`. The tensors are not needed any more when this returns.
 
-    Raises InvalidRequest for arguments that are none, ModelRejected with the tensor at fault, OutOfMemory with the
+    Raises InvalidRequest for wrong arguments, ModelRejected with the tensor at fault, OutOfMemory with the
     figure, ConnectionLost.
     """
     tensors = NamedTensors.of(model)
@@ -172,7 +172,7 @@ def _write(fd: int, content: bytes) -> None:
 
 
 def _files(config: Any, generation: Any, tokenizer: Any) -> dict[str, bytes]:
-    """As a checkpoint's folder has them. Raises InvalidRequest."""
+    """The files of a checkpoint's folder, but for the weights. Raises InvalidRequest."""
     if config is None:
         raise InvalidRequest("the configuration is missing: a PretrainedConfig or a dict", field="config")
     files = {"config.json": _json("config", config)}
@@ -185,7 +185,7 @@ def _files(config: Any, generation: Any, tokenizer: Any) -> dict[str, bytes]:
 
 
 def _of_chats(tokenizer: Any) -> dict[str, bytes]:
-    """What a tokenizer of transformers has beside: its chat templates, and its special tokens by name."""
+    """The files with a tokenizer's chat templates and with its special tokens by name."""
     template = getattr(tokenizer, "chat_template", None)
     named = getattr(tokenizer, "special_tokens_map", None)
     settings = {name: str(token) for name, token in named.items() if name.endswith("_token")} if named else {}

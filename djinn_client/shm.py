@@ -14,9 +14,9 @@ from djinn_client.errors import OutOfMemory, ProtocolError
 from djinn_client.host_memory import available
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-IMAGE_SEALS = SEALS | fcntl.F_SEAL_WRITE  # of what a client hands over for good
-FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE: who has it mapped may go on writing, nobody else, nor punch holes into it
-LARGE = 64 << 20  # bytes; what the host has left is not asked for less
+IMAGE_SEALS = SEALS | fcntl.F_SEAL_WRITE  # of memory that a client hands over for good
+FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE: only present mappings may write, and no process may punch holes
+LARGE = 64 << 20  # bytes: for smaller objects the free memory of the host is not checked
 
 
 def new_window(name: str, nbytes: int) -> int:
@@ -36,8 +36,8 @@ def new_window(name: str, nbytes: int) -> int:
 
 
 def seal_for_writers(fd: int) -> None:
-    """From now on only who has the memfd mapped may write to it, and nobody may punch holes into it: so whoever reads
-    it finds all of its memory there, whatever its owner does."""
+    """From now on only present mappings of the memfd may write to it, and no process may punch holes into it. So
+    readers find all of its memory there, whatever its owner does."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FUTURE_WRITE)
 
 
@@ -48,7 +48,7 @@ def map_writable(fd: int, nbytes: int) -> memoryview:
 
 
 def map_window(fd: int, nbytes: int) -> memoryview:
-    """Maps the first `nbytes` of a sealed memfd, private and writable: what is written stays in this process.
+    """Maps the first `nbytes` of a sealed memfd, private and writable: changes stay in this process.
 
     The descriptor remains the caller's and may be closed at once; the mapping lives as long as the view that is
     returned, or any view of it. (Python's own mmap keeps a duplicate of the descriptor for as long: a program that
@@ -63,8 +63,9 @@ def map_window(fd: int, nbytes: int) -> memoryview:
 
 def map_read_only(fd: int, nbytes: int) -> memoryview:
     """Maps the first `nbytes` of a sealed memfd, shared, as `map_window` does otherwise. The view says that it is
-    writable, as torch and others want it; whoever writes to it dies. (A private mapping would be copied page by page
-    where it is pinned; and of a descriptor that can write, some kernels give no shared one once writing is sealed.)"""
+    writable, as torch and others want it; a process that writes to it dies. (A private mapping would be copied page by
+    page where it is pinned; and of a descriptor that can write, some kernels give no shared one once writing is
+    sealed.)"""
     _check(fd, nbytes)
     return _map(fd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
 

@@ -1,4 +1,4 @@
-"""What a client says of its session's next move, so that the daemon can plan: one-way, and advice only."""
+"""Signals: one-way advice of a client on the next move of its session, with which the daemon plans."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_TOOL_NAME = 64  # characters
 
 
 class Signal(msgspec.Struct, tag="signal", omit_defaults=True):
-    """One-way: what the session's client does next. IO_WAIT: it waits for something else, `expected_s` seconds if that
-    is known (0: not), so the session's pages may leave the device; `tool` names what it waits for, so that the daemon
-    learns how long that takes. COMPUTE: it will call in a moment. PREFILL and DECODE say so, too, and which matters to
-    it from now on: how much is done in all, or the time between its tokens (as at first).
+    """A one-way message about the next move of the session's client. IO_WAIT: it waits for something else, `expected_s`
+    seconds if that is known (0: not), so the session's pages may leave the device; `tool` names what it waits for, so
+    that the daemon learns how long that takes. COMPUTE: it will call in a moment. PREFILL and DECODE say so, too, and
+    which matters to it from now on: how much is done in all, or the time between its tokens (as at first).
 
     It is advice: a daemon ignores one that it does not understand, and one for a session that it does not know."""
 

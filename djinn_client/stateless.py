@@ -43,11 +43,11 @@ class OfConversations(TypedDict, total=False):
 
 
 class ConversedOptions(GenerateOptions, OfConversations, total=False):
-    """The keyword arguments of `djinn.generate`: those of `Session.generate` but `n`, and those of OfConversations."""
+    """The keyword arguments of `djinn.generate`: OfConversations, and GenerateOptions without `n`."""
 
 
 class ConversedChatOptions(ChatOptions, OfConversations, total=False):
-    """The keyword arguments of `djinn.chat`: those of `Session.chat` but `n`, and those of OfConversations."""
+    """The keyword arguments of `djinn.chat`: OfConversations, and ChatOptions without `n`."""
 
 
 def conversed(model: str, prompt: str | Iterable[int], options: ConversedOptions) -> Generate:

@@ -1,9 +1,9 @@
-"""Calls as steps: generators that do the work and say what they wait for, so that the blocking and the asyncio client
-differ in how they wait and in nothing else (psycopg 3 does the same in its `generators` and `waiting`).
+"""Calls as steps: generators that do the work and yield when they have to wait. The blocking and the asyncio client
+differ only in how they wait. (psycopg 3 does the same in its `generators` and `waiting`.)
 
-Between two steps everything is consistent. Who runs the steps and cannot wait any longer (Ctrl-C, a cancelled task)
-closes the generator, and the steps give up the request in flight; an exception that strikes inside a step leaves the
-connection in an unknown state, and it is closed.
+Between two steps everything is consistent. A caller that cannot wait any longer (Ctrl-C, a cancelled task) closes the
+generator, and the steps give up the request in flight. An exception inside a step leaves the connection in an unknown
+state, so the connection is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAUSE_S = 0.005
 
 
 class Wait(NamedTuple):
-    """What the steps need next: that `fd` can be read or written, or that PAUSE_S seconds go by."""
+    """The event that the steps need next: `fd` can be read or written, or PAUSE_S seconds are over."""
 
     what: Literal["read", "write", "pause"]
     fd: int = -1

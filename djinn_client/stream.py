@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class StreamSteps:
-    """A Generate whose text comes in Pieces. The session is its own from the first piece that is asked for until the
-    last has come, or it is closed, or nobody holds it any more."""
+    """A Generate whose text comes in Pieces. The session belongs to it from the first piece that is asked for until
+    the last has come, or it is closed, or its last reference is gone."""
 
     ended = False
     connection: Connection | None = None  # set when the request is about to be sent

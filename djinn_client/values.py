@@ -26,10 +26,11 @@ class Values(NamedTuple):
 
 
 def values_of(vector: Any) -> Values:
-    """Of a torch tensor on any device, a numpy array or a sequence of numbers: [width], or [rows, width], that also in
-    a batch of one. float32, bfloat16 and float16 stay what they are; other numbers become float32.
+    """The bytes and the form of a torch tensor on any device, a numpy array or a sequence of numbers: [width], or
+    [rows, width], that also in a batch of one. float32, bfloat16 and float16 stay what they are; other numbers become
+    float32.
 
-    Raises InvalidRequest for what has another shape or is no number, and for more than one request can carry."""
+    Raises InvalidRequest for other shapes, for things that are no numbers, and for more than one request can carry."""
     array, dtype = array_of(vector)
     if array.ndim == 3 and array.shape[0] == 1:
         array = array[0]

@@ -34,7 +34,8 @@ class Edit(Generic[T]):
         self._run = run
 
     def remove(self) -> T:
-        """From now on it changes nothing; what it has changed stays. Again does nothing. Raises SessionBusy."""
+        """Ends the edit. Positions that it has changed stay changed. The second time it does nothing. Raises
+        SessionBusy."""
         return self._run(unsteer(self._session, self))
 
     def __repr__(self) -> str:
@@ -52,14 +53,14 @@ class Capture(Generic[T]):
         self._run = run
 
     def run(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> T:
-        """Extends the session by the prompt, as `generate` does and with its options; `max_tokens` is 0 where it is not
-        given: nothing is generated. The Cache has all positions that the call computes: those of the prompt, and of the
-        generated tokens but the last; without a prompt, the session's last one, at which the next token is chosen.
-        Positions that edits have just become due at are computed again, and are there too. It runs to its end, whatever
-        breakpoints the session has: each point that it captures between two blocks is a checkpoint, see Cache.
+        """Extends the session by the prompt, as `generate` does and with its options; `max_tokens` is 0 if it is not
+        given: nothing is generated. The Cache has all positions that the call computes: the prompt's and those of all
+        generated tokens but the last; without a prompt it has the session's last one, at which the next token is
+        chosen. Positions at which edits have just become due are computed again, and are there too. The call does not
+        stop at breakpoints: each point that it captures between two blocks is a checkpoint, see Cache.
 
-        Raises InvalidRequest while there are functions (`intervene`), for which it would have to stop, for points that
-        the model has not, and for more than a call may capture (1 GiB); and what `generate` raises."""
+        Raises what `generate` raises, and InvalidRequest while the session has functions (`intervene`), for points that
+        the model does not have, and for more than a call may capture (1 GiB)."""
         return self._run(capture(self._session, self.points, prompt, options))
 
 

@@ -65,8 +65,8 @@ def _start(span: Span) -> float:
 
 @contextmanager
 def writable(file: Path) -> Iterator[None]:
-    """Keeps it open, so that what is in the way is known before there is anything to write; what it has stays. A file
-    that was not there is removed again where the block fails. Raises OSError."""
+    """Keeps the file open, so that an obstacle is known before there is anything to write. Its content stays. A new
+    file is removed again if the block fails. Raises OSError."""
     was_there = file.exists()
     with file.open("a"):
         try:
@@ -103,7 +103,7 @@ def _complete(span: Span, thread: int) -> dict[str, Any]:
 
 
 def summary(reply: TraceReply, file: Path) -> dict[str, Any]:
-    """What has been written where. Times in seconds, the sums of gaps by track."""
+    """A summary of the trace and its file: times in seconds, and the sums of gaps by track."""
     return {
         "file": str(file),
         "device": reply.device,

@@ -1,4 +1,4 @@
-"""What every command has: two options, before its name or after it, and the exit codes that it ends with."""
+"""The common part of all commands: two options, before the name or after it, and the exit codes."""
 
 from __future__ import annotations
 

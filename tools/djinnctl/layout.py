@@ -104,7 +104,7 @@ def shown(line: Line, colours: bool) -> str:
 
 
 def columns(text: str) -> int:
-    """That a terminal takes for the text: two for wide characters."""
+    """The columns of a terminal that the text takes: two for a wide character."""
     if text.isascii():
         return len(text)
     return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)

@@ -53,7 +53,7 @@ def pull(hub_id: str, folder: Path, revision: str | None = None) -> Path:
 
 
 def told(hub_id: str, target: Path, is_found: bool) -> str:
-    """What is there now, and the next command. `is_found`: clients find the model by its hub id."""
+    """The lines that tell where the model is and how to talk to it. `is_found`: clients find it by its hub id."""
     return f"{hub_id} is in {target}\nTalk to it: djinnctl run {hub_id if is_found else target}"
 
 

@@ -21,7 +21,7 @@ def table(uses: Sequence[QuotaUse]) -> Renderable:
 
 
 def _lines(use: QuotaUse) -> Iterator[tuple[str, str, str]]:
-    """Of what there is a limit, or any use; the sessions always."""
+    """The sessions, and every resource that has a limit or is in use."""
     limit = use.sessions_limit
     yield "sessions", str(use.sessions), "none" if limit is None else str(limit)
     for name, held, most in (

@@ -47,8 +47,8 @@ STYLES = {
 
 
 def plain(value: Any) -> Any:
-    """What a value holds, every field by its name, for JSON; the wire's own fields are left out. JSON has no infinities
-    and no NaN: they are null."""
+    """The value as JSON has it, with every field by its name. Fields that only the wire needs are left out. JSON has no
+    infinities and no NaN: they are null."""
     if isinstance(value, msgspec.Struct):
         hidden = {"id"} if isinstance(value, Reply) else set()
         return {name: plain(getattr(value, name)) for name in value.__struct_fields__ if name not in hidden}
@@ -132,7 +132,7 @@ def models(infos: Sequence[ModelInfo]) -> Renderable:
 
 
 def pools(infos: Sequence[ModelInfo]) -> Renderable:
-    """Of the models that have any: pages that are used and that there are, in each tier."""
+    """The used and all pages of each tier, for the models that have pages."""
     table = new_table("PAGES OF", "DEVICE>", "HOST>", "DISK>", "EACH>")
     for info in infos:
         if info.pages:
@@ -147,7 +147,7 @@ def pools(infos: Sequence[ModelInfo]) -> Renderable:
 
 
 def latency(classes: Mapping[str, Latency]) -> Renderable:
-    """What was measured of each class since the daemon began."""
+    """The latencies of each class since the daemon began."""
     table = new_table("LATENCY", "CLASS", "COUNT>", "MEAN>", "P50>", "P90>", "P99>", "WORST>")
     for kind, name, spread in _spreads(classes):
         if spread.count:
@@ -163,7 +163,7 @@ def _spreads(classes: Mapping[str, Latency]) -> Iterator[tuple[str, str, Spread]
 
 
 def _beside(info: ModelInfo) -> Iterator[Span]:
-    """What does not fit into a row."""
+    """Lines about a model that do not fit into its row."""
     if info.error:
         yield Span(f"{info.name}: {info.error}", "red")
     if info.state == "ready":
@@ -195,7 +195,7 @@ def sessions(infos: Sequence[SessionInfo]) -> Renderable:
 
 
 def held_bytes(info: SessionInfo) -> int:
-    """In all tiers; what sessions share counts for each of them."""
+    """Bytes of the session's pages in all tiers. A page that sessions share counts for each of them."""
     return (info.pages + info.host_pages + info.disk_pages) * info.page_bytes
 
 

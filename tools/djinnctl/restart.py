@@ -9,7 +9,7 @@ import msgspec
 from djinn_client import Cancelled, Client, ConnectionLost, ShuttingDown, StatusReply
 
 PAUSE = 0.1  # seconds between looks
-PATIENCE = 15.0  # seconds in which nobody may listen, before that is said: systemd takes some to start it again
+PATIENCE = 15.0  # seconds without a listening daemon before an error: systemd may take some to start it again
 
 
 class Restarted(msgspec.Struct):
@@ -47,7 +47,7 @@ def _successor(client: Client) -> StatusReply:
             reply = client.status()
         except (ShuttingDown, Cancelled):  # the question came while the daemon went; an older one says Cancelled
             silent = 0.0
-        except ConnectionLost:  # with the daemon that went, or nobody is there yet
+        except ConnectionLost:  # the old daemon is gone, and the new one does not listen yet
             if silent > PATIENCE:
                 raise
             silent += PAUSE
@@ -59,7 +59,7 @@ def _successor(client: Client) -> StatusReply:
 
 
 def render(done: Restarted) -> str:
-    """For people: what is there again, and what is not."""
+    """The result for people."""
     models = f"loads again {', '.join(done.models)}" if done.models else "has no models to load again"
     kept = f"{done.sessions} sessions are" if done.sessions != 1 else "1 session is"
     return (

@@ -20,7 +20,7 @@ from djinnctl.render import plain
 
 T = TypeVar("T")
 
-UNCUT = 10_000  # columns, where nobody looks at a screen: `grep` finds what is not cut
+UNCUT = 10_000  # columns, if the output is no screen: `grep` finds text that is not cut
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
@@ -64,7 +64,7 @@ class _Picture:
     def draw(self, renderable: Renderable) -> None:
         width, height = shutil.get_terminal_size()
         lines = [shown(line, colours()) for line in lines_of(renderable, width)]
-        if len(lines) >= height:  # what has left the screen at the top cannot be drawn over
+        if len(lines) >= height:  # lines that have left the screen at the top cannot be drawn over
             lines = [*lines[: height - 2], ELLIPSIS]
         back = f"\x1b[{self._height}F\x1b[J" if self._height else ""
         sys.stdout.write(back + "".join(f"{line}\n" for line in lines))

@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Literal
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-MOST = 2**63 - 1  # what the wire carries
+MOST = 2**63 - 1  # the largest number of the wire
 TIMES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -21,7 +21,7 @@ def size(nbytes: int) -> str:
 
 
 def exact_size(nbytes: int) -> str:
-    """As `parse_size` reads it back, in the largest unit of which it is a whole number: `80GiB`, `1000B`."""
+    """The size in the largest unit that divides it, as `parse_size` reads it back: `80GiB`, `1000B`."""
     unit = len(UNITS) - 1
     while nbytes % 1024**unit:
         unit -= 1
@@ -57,7 +57,7 @@ def rate(per_second: float, unit: str) -> str:
 
 
 def interval(seconds: float) -> str:
-    """Of something that one waits for: `0.85 ms`, `125 ms`, `1.6 s`, `3m12s`."""
+    """A time to wait: `0.85 ms`, `125 ms`, `1.6 s`, `3m12s`."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 59.95 else duration(seconds)

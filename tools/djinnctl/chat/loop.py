@@ -20,7 +20,7 @@ ReadLine = Callable[[str], str]
 
 
 def talk(dialog: Dialog, read_line: ReadLine = input) -> None:
-    """Until /bye or Ctrl-D."""
+    """Reads lines and does what they ask for, until /bye or Ctrl-D."""
     typed = Typed()
     note(f"{dialog.branch.session.info.model}: write a message; /help has the commands, Ctrl-D leaves")
     with history():

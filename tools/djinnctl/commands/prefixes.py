@@ -23,7 +23,7 @@ def prefix() -> None:
 def publish(settings: Settings, session: str, tokens: int | None) -> None:
     """Make the beginning of SESSION public, as far as it fills pages.
 
-    What it says must not be secret: see docs/sessions.md.
+    Other users can find out that text, so it must not be secret: see docs/sessions.md.
     """
     from djinnctl import render
 
@@ -36,7 +36,7 @@ def publish(settings: Settings, session: str, tokens: int | None) -> None:
 def list_prefixes(settings: Settings) -> None:
     """List the public prefixes.
 
-    It shows the model and the length of each, and who marked it when.
+    It shows the model and the length of each, the administrator who has published it, and when.
     """
     from djinnctl import render
 

@@ -61,7 +61,7 @@ def run(
     if not text and settings.json:
         raise click.UsageError("--json prints one answer: give a prompt, or text on stdin")
     with settings.client():
-        pass  # a daemon answers: what takes time from here on is the model's loading, which shows itself
+        pass  # a daemon answers; from here on loading the model takes time, and shows its progress
     dialog = Dialog(model, chat_settings, priority=priority, address=settings.address)
     try:
         if not text:

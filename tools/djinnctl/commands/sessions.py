@@ -19,7 +19,7 @@ from djinnctl.options import watch_option
 @watch_option
 @pass_settings
 def ps(settings: Settings, watch: float | None) -> None:
-    """List the sessions: yours, or everybody's for an administrator.
+    """List your sessions, or for an administrator those of all users.
 
     DEVICE, HOST and DISK count a session's pages there, BYTES is what they take. A shared page counts for each session.
     """

@@ -2,7 +2,7 @@
 
 Every object of djinnd's arena begins with this header (little-endian, texts filled up with zeros); `ticks` is when the
 owner's process started (field 22 of /proc/PID/stat), so that another process that has got the same number is not taken
-for it. What follows the ticks is as drawn in version 4, and adoptable where `state` is 2, for complete:
+for it. The fields after the ticks are those of version 4. An object is complete if `state` is 2:
 
     byte 0            8          16           24      28    32      40         48          112     128     2048
          ┌────────────┬──────────┬────────────┬───────┬─────┬───────┬──────────┬───────────┬───────┬───────┬───────────┐
@@ -10,9 +10,8 @@ for it. What follows the ticks is as drawn in version 4, and adoptable where `st
          └────────────┴──────────┴────────────┴───────┴─────┴───────┴──────────┴───────────┴───────┴───────┴───────────┘
 
 The owner also holds a lock (flock) on the object as long as it lives, which is true across containers too. An object is
-stale when neither the lock nor the process is there, and adoptable when it then holds the whole weights of a
-model, or pages of its sessions: the next daemon with its state directory takes it over.
-"""
+stale when neither the lock nor the process is there. A stale object is adoptable if it is complete and holds the
+weights of a model or pages of its sessions: the next daemon with its state directory takes it over."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class Object(NamedTuple):
     nbytes: int
     state: Literal["live", "adoptable", "stale", "foreign", "unreadable", "odd"]
     pid: int = 0
-    holds: str = ""  # "weights" or "pages", of an adoptable one, as is what follows; what an odd one is
+    holds: str = ""  # of an adoptable one "weights" or "pages"; of an odd one its kind
     model: str = ""
     state_dir: str = ""
 
@@ -106,7 +105,7 @@ def started(pid: int) -> int | None:
 
 @contextmanager
 def _examined(path: Path) -> Iterator[Object]:
-    """A stale object is locked meanwhile, so that nobody adopts what is about to be removed."""
+    """A stale object is locked meanwhile, so that no daemon adopts an object that is about to be removed."""
     try:
         fd = _open(path)
     except OSError:
@@ -122,8 +121,8 @@ def _examined(path: Path) -> Iterator[Object]:
 
 
 def _open(path: Path) -> int | str:
-    """A descriptor for reading, or what it is instead of a regular file. Anybody may make something by such a name, so
-    that is found out first: a pipe's other end, or a lease, would have this process wait. Raises OSError."""
+    """A descriptor for reading, or the kind of a file that is no regular one. Any user may make files by such names, so
+    the kind is found out first: opening a pipe or a leased file would block. Raises OSError."""
     place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         mode = os.fstat(place).st_mode
@@ -153,7 +152,7 @@ def _text(field: bytes) -> str:
 
 
 def _is_locked(fd: int) -> bool:
-    """By somebody else; otherwise it is locked by this descriptor now."""
+    """Whether another process has it locked. If not, this descriptor locks it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -23,7 +23,7 @@ def check(address: str | None) -> Iterator[Result]:
 
 
 def check_notes(address: str | None) -> Iterator[Result]:
-    """What a daemon tells its administrators."""
+    """The notes of the daemon for its administrators."""
     for path in candidates(address):
         with suppress(DjinnError, TimeoutError), closing(run(connect(path), PATIENCE_S)) as connection:
             yield from judge_notes(run(connection.call(build(GetStatus), StatusReply), PATIENCE_S).message.notes)

@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cuda:
-    """`built`: the CUDA version torch was built with, empty for a CPU build. `gpus`: those torch can use."""
+    """`built`: the CUDA version torch was built with, empty for a CPU build. `gpus`: the GPUs that torch can use."""
 
     built: str
     gpus: tuple[Gpu, ...]

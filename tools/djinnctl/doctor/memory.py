@@ -1,4 +1,4 @@
-"""Limits of the machine's memory: what may be locked, and what POSIX shared memory holds."""
+"""Limits of the machine's memory, of locked memory and of POSIX shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEAST_SHM = 1 << 30  # bytes: less holds no model that is worth a daemon
 
 
 def check_memory() -> Iterator[Result]:
-    """As this process may take it; a service has a control group of its own."""
+    """The memory that this process may take. A service has a control group of its own."""
     bound = tightest()
     if bound is not None:
         yield judge_memory(bound)
@@ -79,7 +79,7 @@ def judge_shm(total: int, free: int, physical: int) -> Result:
 
 
 def judge_huge_pages(mounts: str, enabled: str) -> Result:
-    """`mounts`: as in /proc/self/mounts; what is mounted last at a place hides what was before. `enabled`: the kernel's
+    """`mounts`: as in /proc/self/mounts; the last mount at a place hides earlier ones. `enabled`: the kernel's
     own word, of which "deny" and "force" hold whatever the mount says."""
     options = [line.split()[3].split(",") for line in mounts.splitlines() if line.split()[1] == SHM]
     of_mount = next((option[5:] for option in (options or [[]])[-1] if option.startswith("huge=")), "never")

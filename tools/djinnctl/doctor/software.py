@@ -37,7 +37,7 @@ def has_daemon() -> bool:
 
 
 def check_packages() -> Iterator[Result]:
-    """What the daemon needs, or where only its client is installed, what that needs."""
+    """The packages that the daemon needs, or, if only its client is installed, those that the client needs."""
     if not has_daemon():
         yield ok("djinnd", "not installed here: this is its client, for a daemon that runs elsewhere")
     for name, oldest in (PACKAGES if has_daemon() else CLIENT_PACKAGES).items():
