@@ -24,6 +24,7 @@ CLEAN: tuple[str, ...] = (
     "djinnd/core",
     "djinnd/descriptors.py",
     "djinnd/device",
+    "djinnd/gateway",
     "djinnd/functions",
     "djinnd/grammar_jobs.py",
     "djinnd/interventions.py",

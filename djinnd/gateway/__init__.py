@@ -5,6 +5,6 @@
                         time of                  body, reply,   requests,     of a       connections
                         a request                disconnects    replies       request    a token
 
-It keeps no state but connections. It knows a principal only by the token that it hands on, so that breaking into the
-gateway gives no more than the tokens that pass through it.
+It keeps no state but connections, and names of responses in progress. It knows a principal only by the token that it
+hands on: an attacker inside the gateway gains the tokens that pass through it, and no more.
 """

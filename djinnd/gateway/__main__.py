@@ -48,7 +48,7 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
     except StartError as error:
         raise click.ClickException(str(error)) from error
     gc.collect()
-    gc.freeze()  # what is imported lives on: a full collection, which stops every stream, need not look through it
+    gc.freeze()  # a full collection stops every stream, and need not look through modules, which stay
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(server.serve())
 

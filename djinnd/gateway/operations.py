@@ -1,4 +1,4 @@
-"""What machines ask about the gateway: is it well, which version is it."""
+"""Routes for operators: health, version, metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from djinnd.gateway.openai.errors import OPENAI
 
 
 async def health(request: HttpRequest) -> Whole:
-    """200 while an engine is there, else 503: for load balancers. Raises HttpError."""
+    """Answers load balancers: 200 while an engine is ready, else 503. Raises HttpError."""
     async with request.link() as link:
         status = await link.call(GetStatus(id=0), StatusReply)
     if status.state != "ready" or not any(device.state == "ready" for device in status.devices):
@@ -26,7 +26,7 @@ async def version(request: HttpRequest) -> Whole:
 
 
 async def metrics(request: HttpRequest) -> Whole:
-    """For administrators, as the daemon's part names its users. Raises HttpError."""
+    """Only administrators may read them: the daemon's part names its users. Raises HttpError."""
     if not request.pool.is_admin:
         raise HttpError(403, "metrics are for administrators: docs/http.md")
     async with request.link() as link:

@@ -44,7 +44,7 @@ def nothing_is_lost(gateway: Gateway, daemon: Daemon) -> Iterator[None]:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Until the gateway closes; what was reset counts as closed."""
+    """Reads until the gateway closes or resets the connection."""
     sock.settimeout(30)
     came = b""
     with suppress(ConnectionResetError):
@@ -96,7 +96,7 @@ def test_a_length_that_is_none(gateway):
     [b"", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n", head_of(100) + b"{", b"\r\n"],
     ids=["nothing", "half a line", "half a head", "half a body", "empty lines"],
 )
-def test_who_does_not_go_on_is_cut_off(gateway, sent):
+def test_a_client_that_does_not_go_on_is_cut_off(gateway, sent):
     with connected(gateway) as sock:
         sock.sendall(sent)
         assert read_all(sock) == b""

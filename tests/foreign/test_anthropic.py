@@ -129,6 +129,6 @@ def test_errors_are_the_client_s_own(client, fields, kind, told):
         client.messages.create(**GREEDY | fields)
 
 
-def test_what_has_no_effect_is_named(client):
+def test_fields_without_effect_are_named(client):
     raw = client.messages.with_raw_response.create(**GREEDY, metadata={"user_id": "me"}, inference_geo="eu")
     assert raw.headers["x-djinn-ignored"] == "inference_geo, metadata"

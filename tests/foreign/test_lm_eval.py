@@ -13,7 +13,7 @@ from tests.support.hatchery import ROOT
 
 lm_eval = pytest.importorskip("lm_eval")
 
-# What the harness does with its own code is not ours to mend.
+# Warnings about the harness's own code are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 FOLDER = Path(ROOT, "djinnd", "models", MODEL)

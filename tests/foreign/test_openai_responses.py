@@ -90,7 +90,7 @@ def test_a_response_is_gone_on_from_and_computes_what_is_new(client):
         client.responses.retrieve(whole.id)
 
 
-def test_what_is_stored_is_retrieved_listed_and_deleted(client):
+def test_a_stored_response_is_retrieved_listed_and_deleted(client):
     messages = [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "input_text", "text": "y"}]}]
     made = client.responses.create(input=messages, metadata={"a": "b"}, **GREEDY)
     again = client.responses.retrieve(made.id)
@@ -133,7 +133,7 @@ def test_an_output_follows_its_schema(client):
     assert made.text.format.type == "json_schema"
 
 
-def test_what_is_no_response_is_not_found(gateway, client):
+def test_a_name_that_is_no_response_s_is_not_found(gateway, client):
     """Records of programs that speak to the daemon itself."""
     with Program(gateway.daemon) as program:
         for number, body in enumerate((b"", b"\xff", b"[]", b'{"response": 5}', b"[" * 100_000)):
@@ -187,7 +187,7 @@ def test_one_in_progress_is_cancelled(client):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_refused(client, fields, error):
+def test_fields_that_cannot_be_honoured_are_refused(client, fields, error):
     with pytest.raises(error):
         client.responses.create(**{"input": ASK, **GREEDY, **fields})
 

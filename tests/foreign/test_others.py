@@ -16,7 +16,7 @@ from tests.conftest import MODEL
 
 USER = [{"role": "user", "content": "Is it raining?"}]
 
-# What these libraries do with their own code, such as Pydantic models of older versions, is not ours to mend.
+# Warnings about these libraries' own code, such as Pydantic models of older versions, are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

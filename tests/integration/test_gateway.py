@@ -105,7 +105,7 @@ def test_fields_without_effect_are_named(gateway):
         ({"n": 1000}, 400, None),
     ],
 )
-def test_what_is_wrong_with_a_field_is_told(gateway, change, status, param):
+def test_a_wrong_field_is_named_with_its_fault(gateway, change, status, param):
     for streams in (False, True):
         answer = gateway.post("/v1/completions", GREEDY | {"prompt": "a", "stream": streams} | change)
         error = answer.json["error"]
@@ -156,7 +156,7 @@ def test_a_client_that_goes_away_stops_its_work(gateway, daemon):
             assert client.status().requests_running == 1
     with daemon.client() as client:
         wait_for(lambda: client.status().requests_running == 0)
-        wait_for(lambda: not any(info.attached for info in client.sessions()))  # kept ones are nobody's
+        wait_for(lambda: not any(info.attached for info in client.sessions()))  # kept ones have no owner's connection
     wait_for(lambda: "status=499" in gateway.log)
 
 
@@ -215,7 +215,7 @@ def test_other_users_of_this_machine_need_a_token(daemon, gateway):
     address = gateway.address
 
     def status(**headers: str) -> int:
-        """Of a request by another user."""
+        """The status of another user's request."""
         with closing(HTTPConnection(*address, timeout=60)) as other:
             with as_user():
                 other.connect()

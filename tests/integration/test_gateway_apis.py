@@ -24,7 +24,7 @@ def gateway() -> Iterator[Gateway]:
 
 
 def _lines_that_leave(gateway: Gateway, room: int) -> int:
-    """So many lines leave room for so many tokens, or some more."""
+    """How many lines leave room for `room` tokens, or some more."""
     first, second = (
         gateway.post("/v1/messages/count_tokens", MESSAGES | {"messages": [{"role": "user", "content": text}]}).json
         for text in ("x = 1\n" * 100, "x = 1\n" * 200)
@@ -85,7 +85,7 @@ def test_a_chat_of_ollama_s_whole_and_streamed(gateway):
     assert last["done"] and last["eval_count"] == whole["eval_count"] == 8
 
 
-def test_what_is_refused_is_told_in_each_api_s_shape(gateway):
+def test_refusals_have_each_api_s_shape(gateway):
     answer = gateway.post("/v1/messages", b"{")
     assert answer.status == 400 and answer.json["error"]["type"] == "invalid_request_error"
     answer = gateway.post("/v1/messages", MESSAGES | {"messages": [*ASK, {"role": "system", "content": "a"}]})

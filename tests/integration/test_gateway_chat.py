@@ -133,7 +133,7 @@ def test_log_probabilities_of_a_chat(gateway, native):
         ({"max_tokens": 100_000}, "max_tokens"),
     ],
 )
-def test_what_a_chat_refuses(gateway, change, param):
+def test_a_chat_refuses_fields_that_it_cannot_honour(gateway, change, param):
     answer = gateway.post("/v1/chat/completions", GREEDY | {"messages": USER} | change)
     assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.content
 

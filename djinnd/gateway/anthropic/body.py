@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API as a chat of the daemon's. No I/O."""
+"""Turns the bodies of Anthropic's Messages API into chats of the daemon. No I/O."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import encode
 
-# Claude Code begins its system prompt with this line, for Anthropic's accounts. It has a checksum of the request: with
-# it, no prompt would begin like the one before.
+# Claude Code begins its system prompt with this line, for Anthropic's accounts. The line has a checksum of the request,
+# so that no prompt would begin like the one before.
 _BILLING = re.compile(r"^x-anthropic-billing-header:(?: *[\w-]+=[^;\n]*;)*\s*")
 _THINKING = {"enabled": True, "disabled": False}  # of other types, the model's template decides
 _EFFORTS = {"low": "low", "medium": "medium"}  # all others: high
 
 
 class Block(msgspec.Struct):
-    """One part of a message's content, of any type; a type uses some of these."""
+    """One part of a message's content. Each type uses some of these fields."""
 
     type: str
     text: str = ""
@@ -72,7 +72,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class ChatFields(msgspec.Struct, kw_only=True):
-    """What both calls have. `cache_control` is accepted: the daemon keeps every prefix that it can."""
+    """Fields of both calls. `cache_control` is accepted: the daemon keeps every prefix that it can."""
 
     model: str
     messages: list[Message]
@@ -108,12 +108,12 @@ class ChatFields(msgspec.Struct, kw_only=True):
         return OutputFormat("json_schema", encode(wanted.schema).decode(), strict=False)
 
     def ignored(self) -> list[str]:
-        """Fields inside others that have no effect; the response names them."""
+        """Fields inside others that have no effect."""
         budget = self.thinking is not None and self.thinking.budget_tokens is not None
         return ["thinking.budget_tokens"] if budget else []
 
     def _arguments(self) -> dict[str, Any]:
-        """Of the model's template. Without `thinking` a model does not think, as in Anthropic's API."""
+        """Arguments for the model's template. Without `thinking` a model does not think, as in Anthropic's API."""
         thinking = _THINKING.get(self.thinking.type) if self.thinking else False
         arguments: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         if self.output_config is not None and self.output_config.effort is not None:
@@ -131,7 +131,7 @@ class MessagesBody(ChatFields, kw_only=True):
     service_tier: str | None = None
 
     def generation(self, headers: Headers) -> Generate:
-        """In the conversation that the headers name, or that the daemon finds. Raises HttpError."""
+        """A call in the conversation that the headers name, or that the daemon finds. Raises HttpError."""
         if self.max_tokens < 1:
             raise HttpError(400, f"max_tokens is {self.max_tokens}; it must be 1 or more", param="max_tokens")
         return Generate(
@@ -162,7 +162,7 @@ def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:
 
 
 def _told(at: int, message: Message) -> list[dict[str, Any]]:
-    """One of Anthropic's messages in OpenAI's form, where a result of a tool is a message of its own."""
+    """Converts a message to OpenAI's form, in which the result of a tool is a message of its own."""
     where = f"messages.{at}"
     blocks = message.content if isinstance(message.content, list) else [Block("text", message.content)]
     if message.role == "user":
@@ -200,7 +200,7 @@ def _of_assistant(where: str, blocks: list[Block]) -> dict[str, Any]:
         elif block.type == "tool_use":
             function = {"name": block.name, "arguments": arguments_text(block.input or {})}
             calls.append({"id": block.id, "type": "function", "function": function})
-        elif block.type != "redacted_thinking":  # which nobody but Anthropic reads
+        elif block.type != "redacted_thinking":  # only Anthropic can read it
             texts.append(_part(f"{where}.content.{number}", block)["text"])
     told: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     told |= {"reasoning_content": "".join(reasoning)} if reasoning else {}
@@ -214,7 +214,7 @@ def _part(where: str, block: Block) -> dict[str, str]:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """A content of one text as that text: every template takes it."""
+    """Writes a content of one text as that text: every template takes it."""
     content = message["content"]
     return message | {"content": content[0]["text"]} if isinstance(content, list) and len(content) == 1 else message
 

@@ -1,4 +1,4 @@
-"""What a chat has answered, in the blocks and events of Anthropic's Messages API. No I/O."""
+"""Writes the answer of a chat as blocks and events of Anthropic's Messages API. No I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from djinnd.gateway.calls.arguments import arguments_of
 from djinnd.gateway.http.errors import Problem
 from djinnd.gateway.http.replies import encode, named_event
 
-# What the HTTP status is called; all others are invalid_request_error below 500, and api_error from there.
+# Anthropic's names of HTTP statuses. All others are invalid_request_error below 500, and api_error from there.
 _KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -23,7 +23,7 @@ _KINDS = {
 
 
 def message(name: str, model: str, most: int, reply: Generated) -> dict[str, Any]:
-    """`most`: tokens that were asked for."""
+    """`most`: the request's max_tokens."""
     return {
         "id": name,
         "type": "message",
@@ -45,7 +45,7 @@ def failed(problem: Problem) -> bytes:
 
 
 def usage(reply: Generated) -> dict[str, int]:
-    """As Anthropic counts them, `input_tokens` are those of the prompt that were computed."""
+    """`input_tokens` counts the computed tokens of the prompt, as in Anthropic's API."""
     computed = reply.usage.computed_tokens
     prompt = reply.usage.session_tokens - reply.usage.generated_tokens
     return {
@@ -68,7 +68,7 @@ class Events:
         self._call = -1  # the index of the call whose block is open
 
     def begin(self) -> bytes:
-        """The prompt's tokens are not known yet: message_delta tells them."""
+        """The count of the prompt's tokens is not known yet: message_delta has it."""
         told: dict[str, Any] = {
             "id": self._name,
             "type": "message",
@@ -82,7 +82,7 @@ class Events:
         return named_event("message_start", {"type": "message_start", "message": told})
 
     def take(self, reply: Piece | Generated) -> Iterator[bytes]:
-        """What has come. After a Generated nothing follows."""
+        """The events for one reply. After a Generated nothing follows."""
         delta = reply.delta
         if delta is not None and delta.reasoning:
             yield from self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})

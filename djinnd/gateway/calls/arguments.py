@@ -9,8 +9,8 @@ from djinn_client.chat import ToolCall
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """As an object. Arguments that the model has not written to their end, or not as JSON, are under INVALID_JSON, as
-    Anthropic advises."""
+    """Parses the arguments. A text that is cut off or no JSON object comes under the key INVALID_JSON, as Anthropic
+    advises."""
     try:
         arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -19,5 +19,5 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 
 
 def arguments_text(arguments: Any) -> str:
-    """With the spaces that models write: a call that comes back in a transcript has the tokens of the answer."""
+    """Writes the spaces that models write, so that a call in a transcript has the tokens of the answer."""
     return json.dumps(arguments, ensure_ascii=False)

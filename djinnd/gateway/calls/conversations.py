@@ -1,7 +1,7 @@
-"""Which conversation a request goes on with: what programs say of it, in the daemon's words.
+"""Finds the conversation that a request names, by its fields and headers.
 
-Programs that know no sessions send the whole transcript each time. Some name the conversation, in one way or another;
-for the others the daemon finds the session by the transcript: docs/conversations.md.
+Programs that know no sessions send the whole transcript each time. Some name the conversation, each in its own way. For
+the others the daemon finds the session by the transcript: docs/conversations.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def conversation_of(
     service_tier: str | None = None,
     priority: int | str | None = None,
 ) -> Conversation:
-    """`key`: as the body names the conversation; "" or None: as a header does. Raises HttpError."""
+    """`key`: the name in the body; without one a header may have it. Raises HttpError."""
     return Conversation(
         model=model,
         key=key or _key_in(headers),
@@ -45,8 +45,8 @@ def conversation_of(
 
 
 def class_of(service_tier: str | None, priority: int | str | None) -> Class | None:
-    """`priority` goes first: a class by its name, or vLLM's number, of which more is later. None: as the principal may
-    have. Raises HttpError."""
+    """`priority` counts before `service_tier`: the name of a class, or vLLM's number, where a higher one runs later.
+    None: the highest class that the principal may have. Raises HttpError."""
     if isinstance(priority, str):
         if priority not in CLASSES:
             raise HttpError(400, f"priority must be a whole number, or one of {', '.join(CLASSES)}", param="priority")

@@ -1,7 +1,7 @@
-"""Calls of Generate as HTTP needs them: one output, or several side by side.
+"""Calls of Generate: one output, or several side by side.
 
-Outputs that share a prompt begin after the first token of the first one: they find the prompt's pages by their hash
-then, so that the prompt is computed once.
+The first of several outputs of a prompt begins alone. The others begin after its first token: they find the prompt's
+pages by their hash then, so that the prompt is computed once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.http.errors import HttpError
 
 MAX_OUTPUTS = 256  # of one HTTP request: prompts times n
-SIDE_BY_SIDE = 32  # of them that run at once
-WAITING_REPLIES = 64  # of all outputs of a request, that are not sent on yet
+SIDE_BY_SIDE = 32  # outputs of one request that run at once
+WAITING_REPLIES = 64  # of one request, that wait to be sent on
 
 
 class Output(NamedTuple):
-    """What is to be generated: for which prompt, in the place of which choice."""
+    """One output that is wanted. choice: its index in the answer. prompt: the index of its prompt."""
 
     choice: int
     prompt: int
@@ -34,7 +34,7 @@ class Output(NamedTuple):
 
 
 async def generate(request: HttpRequest, model: str, wanted: Generate) -> Generated:
-    """In the call's conversation, or, without one, in a session that is closed after it."""
+    """Runs in the call's conversation; without one, in a session that is closed after it."""
     async with request.link() as link, _placed(link, model, wanted) as placed:
         reply = await link.call(placed, Generated)
     _count(request, model, reply)
@@ -65,7 +65,7 @@ async def _placed(link: Link, model: str, wanted: Generate) -> AsyncIterator[Gen
 
 
 async def generate_all(request: HttpRequest, model: str, outputs: Sequence[Output]) -> list[Generated]:
-    """In their order. What goes wrong with one ends all."""
+    """The results in the order of `outputs`. An error of one output ends all."""
     if len(outputs) == 1:
         return [await generate(request, model, outputs[0].wanted)]
     pieces: dict[int, list[Piece]] = {output.choice: [] for output in outputs}
@@ -82,7 +82,7 @@ async def generate_all(request: HttpRequest, model: str, outputs: Sequence[Outpu
 async def stream_all(
     request: HttpRequest, model: str, outputs: Sequence[Output]
 ) -> AsyncGenerator[tuple[int, Piece | Generated]]:
-    """What comes, each with the index of its choice."""
+    """The replies in the order in which they come, each with the index of its choice."""
     if len(outputs) == 1:
         async with aclosing(stream(request, model, outputs[0].wanted)) as replies:
             async for reply in replies:
@@ -101,16 +101,16 @@ async def stream_all(
 
 
 class _Merged:
-    """Several outputs under way, a task each; what they bring in the order in which it comes."""
+    """Several outputs under way, a task each. Their replies meet in one queue."""
 
     def __init__(self, request: HttpRequest, model: str, outputs: Sequence[Output]) -> None:
         self._replies: asyncio.Queue[tuple[int, Piece | Generated | Exception]] = asyncio.Queue(WAITING_REPLIES)
         self._places = asyncio.Semaphore(SIDE_BY_SIDE)
-        self._begun: dict[int, asyncio.Event] = {}  # by prompt: its first output has its first token, or has ended
+        self._begun: dict[int, asyncio.Event] = {}  # by prompt: set when its first output has a token, or has ended
         self._tasks = [asyncio.create_task(self._run(request, model, output)) for output in outputs]
 
     async def next(self) -> tuple[int, Piece | Generated]:
-        """Raises what has gone wrong with any of them."""
+        """The next reply. Raises the error of any output."""
         index, reply = await self._replies.get()
         if isinstance(reply, Exception):
             raise reply
@@ -145,7 +145,7 @@ def expect_few(outputs: int) -> None:
 
 
 def _whole(pieces: Sequence[Piece], last: Generated) -> Generated:
-    """As if it had not been streamed."""
+    """Joins the pieces of an output and its last reply, as a call without `stream` answers."""
     return replace(
         last,
         text="".join(piece.text for piece in pieces) + last.text,

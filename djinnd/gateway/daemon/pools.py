@@ -80,7 +80,7 @@ class Pool:
             self._idle.pop(0)[0].close()
 
     def _has_idle(self) -> bool:
-        """True if the last one is alive. Those on which the daemon has hung up are closed."""
+        """True if the last one is alive. Connections that the daemon has closed are dropped."""
         while self._idle and self._idle[-1][0].is_hung_up():
             self._idle.pop()[0].close()
         return bool(self._idle)

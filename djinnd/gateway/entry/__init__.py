@@ -1,1 +1,1 @@
-"""What every request passes through: a token or the right to do without, a place, its body, one reply."""
+"""The way of every request: its token, a place, its body, the handler, one reply, one line in the log."""

@@ -1,9 +1,9 @@
-"""Which token a request brings, and which requests need none.
+"""Reads a request's token, and checks requests that come without one.
 
-A request without a token acts as the gateway's own Unix user. That is allowed only where the configuration says so,
-only from this machine, and only where no web page and no proxy can be behind it: a page of a stranger's that a browser
-on this machine shows has an Origin, one that has its name resolve to 127.0.0.1 has a Host of its own, and a proxy says
-for whom it forwards.
+A request without a token acts as the gateway's own Unix user. The configuration must allow that, and the request must
+come from this machine, neither through a proxy nor from a stranger's web page. A page in a browser of this machine
+sends its Origin. A page whose name resolves to 127.0.0.1 sends that name as Host. A proxy sends the address for which
+it forwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def token_of(headers: Mapping[str, str]) -> str:
 
 
 def is_djinnd_token(token: str) -> bool:
-    """Other texts are what programs send that must send something."""
+    """False for the placeholders of programs that must send a key."""
     return token.startswith("djn_")
 
 

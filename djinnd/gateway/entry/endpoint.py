@@ -1,9 +1,9 @@
-"""One route as an ASGI application: who asks, is there room, what comes back, what is logged.
+"""One route as an ASGI application.
 
     token ──► a place ──► body ──► handler ──► reply
     401       429         413        └── the client goes: the handler's task is cancelled, and with it the daemon's work
 
-Each request gets one reply, and one line in the log, which has nothing of its contents.
+Each request gets one reply, and one line in the log, which has nothing of the body.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Endpoint:
             await sending.reply(reply)
 
     async def _fail(self, request: HttpRequest, sending: Sending, error: Exception) -> int:
-        """→ the status that the log tells. What has begun as a stream ends with an event that says why."""
+        """Answers with the error, or ends a stream that has begun with an event for it. Returns the status."""
         problem = problem_of(error)
         if problem.status == 500:
             log.error("http_failed id=%s path=%s", request.id, self._route.path, exc_info=error)

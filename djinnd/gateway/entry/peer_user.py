@@ -1,4 +1,4 @@
-"""Which Unix user is at the other end of a TCP connection from this machine, on the kernel's word.
+"""Asks the kernel for the Unix user at the other end of a TCP connection on this machine.
 
 Every user of a machine can connect to 127.0.0.1. A request without a token acts as the gateway's own user, so it has to
 come from a process of that user's, or of root's. The kernel is asked by sock_diag(7) for the one socket that has the
@@ -24,8 +24,8 @@ _NO_COOKIE = 0xFFFFFFFF
 
 
 def is_own(peer: Address, here: Address) -> bool:
-    """Whether the connection between these two, both of this machine, is from this process's user, or from root. False
-    where the kernel does not say."""
+    """True if the connection between these two addresses of this machine comes from this process's user, or from root.
+    False where the kernel does not say."""
     return uid_of(peer, here) in (os.geteuid(), 0)
 
 
@@ -55,7 +55,7 @@ def _asked(question: bytes) -> bytes:
 
 
 def _owner(answer: bytes) -> int | None:
-    """A socket that is closed already has no inode, and its uid is told as 0: it is nobody's."""
+    """None for a socket that is closed already: it has no inode, and its uid reads 0."""
     if len(answer) < _OWNER_AT + _OWNER.size or _HEADER.unpack_from(answer)[1] != _SOCK_DIAG_BY_FAMILY:
         return None
     uid: int

@@ -1,4 +1,4 @@
-"""One HTTP request as handlers see it: who asks, what is asked, and the way to the daemon."""
+"""One HTTP request as handlers see it: its principal, its body, and the way to the daemon."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ABSENT = msgspec.Raw(b"null")  # of a field that is passed on as it is, where it
 
 
 class HttpRequest:
-    """One request. What is declared here is set before a handler runs."""
+    """One request. The declared attributes are set before a handler runs."""
 
     pool: Pool  # connections of the request's principal
     metrics: Metrics
@@ -74,7 +74,7 @@ class HttpRequest:
         return self.pool.link()
 
     def body(self, kind: type[T]) -> T:
-        """The body as a struct. Fields that the struct has not are noted as ignored. Raises HttpError."""
+        """The body as a struct. Fields that the struct lacks are noted as ignored. Raises HttpError."""
         self.hold(VALUE_BYTES * count_values(self.content))
         try:
             sent = _keys.decode(self.content)
@@ -123,6 +123,6 @@ def _too_large(limit: int) -> HttpError:
 
 
 def _at(told: str) -> str | None:
-    """The field that msgspec's account names."""
+    """The field that msgspec's error names."""
     found = re.search(r"at `\$\.([\w.\[\]]{1,64})", told)
     return found[1] if found else None

@@ -1,4 +1,4 @@
-"""What distinguishes the APIs that the gateway speaks: the shape of their errors."""
+"""A route, and the API that it belongs to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Handle = Callable[[HttpRequest], Awaitable[Reply]]
 
 
 class Api(NamedTuple):
+    """An API has its own shape of an error."""
+
     name: str
-    error: Callable[[Problem], bytes]  # the body of a response that refuses
+    error: Callable[[Problem], bytes]  # writes the body of a response that refuses
 
 
 class Route(NamedTuple):

@@ -1,6 +1,6 @@
-"""How many values a JSON text has, so that decoding one takes milliseconds whatever its sender made up.
+"""Counts the values of a JSON text, so that decoding takes milliseconds whatever a client sends.
 
-Decoding happens on the event loop, beside everybody's streams. A long text costs little there, but a list costs a
+Bodies are decoded on the event loop, which also serves all streams. A long text costs little there, but a list costs a
 Python object for each member: 8 MiB of `[],[],…` take seconds. So the marks outside of texts are counted first.
 """
 
@@ -15,7 +15,8 @@ _SMALL = 2 * MAX_NESTS  # bytes; a list or an object takes two at the least
 
 
 def count_values(content: bytes) -> int:
-    """At the most. Raises HttpError for a text with too many to decode. One that is no JSON passes: decoding tells."""
+    """An upper bound. Raises HttpError for a text with too many values to decode. A text that is no JSON may pass: the
+    decoder refuses it."""
     if len(content) <= _SMALL:
         return len(content) // 2
     outside = _outside_of_texts(content)
@@ -29,7 +30,7 @@ def count_values(content: bytes) -> int:
 
 
 def _outside_of_texts(content: bytes) -> bytes:
-    """What is left without the texts. Raises HttpError for too many texts."""
+    """The content without its texts. Raises HttpError for too many texts."""
     if b"\\" in content:
         content = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each quote begins or ends a text
     texts = content.count(b'"') // 2

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's own."""
+"""Tells the addresses of this machine from others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local(authority: str) -> bool:
-    """Of a host with or without a port."""
+    """True for a loopback host, with or without a port."""
     host, _, port = authority.rpartition(":")
     return is_loopback(host) if host and port.isdigit() else is_loopback(authority)

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol with bounds in size and time on what a stranger sends, and on what it does not read.
+"""uvicorn's HTTP/1.1 protocol, with bounds in size and time on strangers' requests, and on clients that do not read.
 
 uvicorn itself has none for a request's headers, for a connection that sends nothing, and for a client that reads
-nothing. One timer a connection stands for whatever is awaited now:
+nothing. A connection has one timer, for the part that is due now:
 
     (header_seconds) headers ──► (body_seconds) body ──► answer ──► (uvicorn's keep-alive) the next request
                                                            └── (write_seconds) while the client takes nothing
@@ -88,7 +88,7 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """It is between two requests."""
+        """True between two requests."""
         return self._timer is None and (self.cycle is None or self.cycle.response_complete)
 
     def _close_an_idle_one(self) -> bool:

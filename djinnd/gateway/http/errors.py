@@ -1,6 +1,6 @@
-"""Which HTTP status and code an error becomes.
+"""Finds the HTTP status and the code of an error.
 
-Each API has its own shape of an error (`entry.route.Api`), and makes it from a Problem.
+Each API has its own shape of an error (`entry.route.Api`), and writes a Problem in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from djinn_client import errors
 
 
 class Problem(NamedTuple):
-    """What went wrong, as HTTP tells it. `param` names the field at fault, `retry_s` says when to try again."""
+    """An error with its HTTP status. `param` names the field at fault. `retry_s`: when a client may try again."""
 
     status: int
     message: str
@@ -65,11 +65,11 @@ _STATUSES: list[tuple[type[errors.DjinnError], int, str | None]] = [
     (errors.Retry, 503, None),
     (errors.OutOfMemory, 503, None),
 ]
-_RETRY_S = 1.0  # where the daemon says nothing of when to try again
+_RETRY_S = 1.0  # where the daemon gives no time
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Of an unforeseen error only the gateway's log has the details; of a lost daemon, its address."""
+    """Details of an unforeseen error, and the address of a daemon that is gone, are for the gateway's log only."""
     if isinstance(error, HttpError):
         return error.problem
     if isinstance(error, RecursionError):  # only bodies are read recursively

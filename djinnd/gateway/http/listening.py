@@ -1,4 +1,4 @@
-"""The sockets that the gateway listens at, and what it refuses to do there."""
+"""Opens the sockets that the gateway listens at, and loads its certificate."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def tls(http: Http) -> ssl.SSLContext | None:
 
 def load_certificate(context: ssl.SSLContext, http: Http) -> None:
     """Also into a context in use: later connections have the new certificate. Raises StartError, and leaves the context
-    as it is then: with a new chain and an old key no handshake would succeed. A key with a passphrase is an error, as
-    nobody is there to type it."""
+    as it is then: with a new chain and an old key no handshake would succeed. A key with a passphrase is an error: a
+    service cannot ask for it."""
     try:
         for each in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
             each.load_cert_chain(http.certificate, http.key, password="")
@@ -86,7 +86,7 @@ def _tcp(host: str, port: int) -> socket.socket:
 
 
 def _unix(path: str, umask: int) -> socket.socket:
-    """For its owner, and, where everybody needs a token, its group. Whatever listened there before and is gone is
+    """`umask` leaves the socket to its owner, or to its group as well. The file of a socket without a listener is
     replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(umask)

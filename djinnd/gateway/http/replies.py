@@ -1,4 +1,4 @@
-"""What a handler answers with: a whole body, or a stream of events."""
+"""A handler's answer: a whole body, or a stream of events."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 def line(value: Any) -> bytes:
-    """Of NDJSON."""
+    """A line of NDJSON."""
     return encode(value) + b"\n"

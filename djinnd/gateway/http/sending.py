@@ -1,7 +1,7 @@
-"""How a reply goes out: the headers once, a stream's bytes as they come, signs of life while none come.
+"""Sends a reply: the headers once, a stream's bytes as they come, and pings while none come.
 
-A stream begins with its first event, or with its first ping when that takes long. So what goes wrong before has its
-proper status, which is nearly all that can go wrong.
+A stream begins with its first event, or with its first ping when that takes long. So an error before that has its
+proper status, and nearly all errors come before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class Sending:
-    """`headers` is asked for when the reply begins: what a handler has ignored is known by then."""
+    """Sends one reply. `headers` is called when it begins: the names of ignored fields are known by then."""
 
     def __init__(self, send: Send, headers: Callable[[], Iterable[Header]], ping_seconds: float) -> None:
         self.status = 0  # 0: nothing has been sent
@@ -37,7 +37,7 @@ class Sending:
             await self.whole(reply)
 
     async def whole(self, reply: Whole, is_last: bool = False) -> None:
-        """`is_last`: the connection is closed after it, as the rest of the request is not read."""
+        """`is_last`: the connection is closed after the reply, as the rest of the request is not read."""
         closing = [(b"connection", b"close")] if is_last else []
         length = (b"content-length", str(len(reply.body)).encode())
         await self._begin(reply.status, [(b"content-type", reply.content_type), length, *closing, *reply.headers])
@@ -69,7 +69,7 @@ class Sending:
 
     @asynccontextmanager
     async def _pinged(self, framing: Framing) -> AsyncIterator[None]:
-        """Streams without pings begin late, too, so that a proxy sees the headers."""
+        """A stream whose format has no pings still begins after a while, so that a proxy sees the headers."""
         self._last = self._clock()
         pinging = asyncio.create_task(self._ping(framing))
         try:

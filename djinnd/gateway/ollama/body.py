@@ -1,4 +1,4 @@
-"""The bodies of Ollama's API as requests of the daemon's. No I/O."""
+"""Turns the bodies of Ollama's API into requests of the daemon. No I/O."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class _CallIds:
 
 
 def _told(at: int, message: Message, ids: _CallIds) -> dict[str, Any]:
-    """In OpenAI's form."""
+    """Converts a message to OpenAI's form."""
     _expect_no_images(f"messages.{at}.images", message.images)
     told: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.thinking:

@@ -22,7 +22,7 @@ def tag(info: ModelInfo) -> dict[str, Any]:
 
 
 def running(info: ModelInfo) -> dict[str, Any]:
-    """A loaded model. Clients expect an end; it stays until its device memory is wanted."""
+    """Describes a loaded model. Clients expect a time of its end; it really stays until its device memory is wanted."""
     on_device = info.weight_bytes - info.streamed_bytes + info.kv_bytes
     expires = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     told = {"expires_at": expires, "size_vram": max(0, on_device), "context_length": info.max_context}
@@ -61,7 +61,7 @@ def shown(info: ModelInfo, tokenizer: TokenizerInfo) -> dict[str, Any]:
 
 
 def capabilities(tokenizer: TokenizerInfo) -> list[str]:
-    """As far as the chat template tells: one that takes tools mentions them."""
+    """Reads them off the chat template: one that takes tools mentions them."""
     found = ["completion", "embedding"]
     if "tools" in tokenizer.chat_template:
         found.append("tools")

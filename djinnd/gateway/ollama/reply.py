@@ -1,4 +1,4 @@
-"""What a call has answered, in the lines of Ollama's API. No I/O."""
+"""Writes the answer of a call as lines of Ollama's API. No I/O."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def failed(problem: Problem) -> bytes:
 
 
 class Lines:
-    """The lines of one reply. A tool call is told when it is whole: clients expect its arguments as an object."""
+    """The lines of one answer. A tool call has its line when it is whole: clients expect its arguments as an object."""
 
     def __init__(self, kind: Kind, model: str) -> None:
         self._kind = kind
         self._model = model
-        self._calls: list[ToolCall] = []  # that have begun, and the last of which may go on
-        self._told = 0  # of these
+        self._calls: list[ToolCall] = []  # the last one may go on
+        self._told = 0  # calls that a line has had
 
     def take(self, reply: Piece | Generated) -> Iterator[dict[str, Any]]:
-        """What has come. After a Generated nothing follows."""
+        """The lines for one reply. After a Generated nothing follows."""
         delta = reply.delta
         for part in delta.tool_calls if delta is not None else []:
             self._add(part)

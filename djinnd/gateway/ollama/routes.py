@@ -1,4 +1,4 @@
-"""Ollama's API: chat, generate, embed, and what it says of models."""
+"""Ollama's API: chat, generate, embed, and descriptions of models."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ async def running(request: HttpRequest) -> Whole:
 
 
 async def show(request: HttpRequest) -> Whole:
-    """A model is loaded for it if it was not: only then is its template known."""
+    """Loads the model if need be: only then is its template known."""
     info = await _model(request, request.body(Named).wanted)
     return json(ollama_models.shown(info, await _tokenizer(request, info.name)))
 
 
 async def pull(request: HttpRequest) -> Reply:
-    """Models that are there are there; the gateway fetches none."""
+    """Succeeds for a model that is there. The gateway fetches none."""
     await _model(request, request.body(Named).wanted)
     return json({"status": "success"})
 

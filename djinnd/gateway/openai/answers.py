@@ -56,7 +56,7 @@ def answer_of(message: ChatMessage) -> Answer:
 
 
 def deltas_of(reply: Piece | Generated) -> Iterator[Delta]:
-    """What a reply brings, in the order of an answer: reasoning, content, calls."""
+    """The deltas of one reply, in the order of an answer: reasoning, content, calls."""
     if reply.delta is not None and reply.delta.reasoning:
         yield Delta(reasoning_content=reply.delta.reasoning)
     if reply.text:
@@ -75,7 +75,7 @@ def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
 
 
 def _call_delta(call: ToolCallDelta) -> CallDelta:
-    """id, type and name come with the first part of a call only: OpenAI's client joins what comes twice."""
+    """id, type and name come with the first part of a call only: OpenAI's client joins repeated ones."""
     if not call.id:
         return CallDelta(index=call.index, function=Function(arguments=call.arguments))
     return CallDelta(index=call.index, id=call.id, type="function", function=Function(call.name, call.arguments))

@@ -137,14 +137,14 @@ def _choice(index: int, result: Generated, body: Body) -> Choice:
 
 
 def _reason(reply: Generated) -> str:
-    """An answer that was cut off in a call is cut off: its arguments are no JSON."""
+    """An answer that ends inside a call has the reason "length": the call's arguments are no JSON."""
     reason = finish_reason(reply.finish_reason)
     has_calls = reply.message is not None and bool(reply.message.tool_calls)
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def _outputs(body: Body, conversation: Conversation) -> list[Output]:
-    """The first of several outputs goes on with the conversation, and the others have sessions beside it. Raises
+    """The first of several outputs belongs to the conversation, and the others have sessions of their own. Raises
     HttpError."""
     expect_few(body.outputs)
     places = [conversation, *[None] * (body.outputs - 1)]
@@ -180,7 +180,7 @@ def chat_input(body: Body) -> ChatInput:
 
 
 def _may_be_several(body: Body) -> bool:
-    """A function that is named is called once, as OpenAI does it, unless the body says otherwise."""
+    """A forced function is called once, as in OpenAI's API, unless the body says otherwise."""
     is_named = isinstance(body.tool_choice, NamedTool)
     return not is_named if body.parallel_tool_calls is None else body.parallel_tool_calls
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or tokens go on."""
+"""`/v1/completions`: continues texts or tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Body(SamplingFields, kw_only=True):
 
     @property
     def tried(self) -> int:
-        """Outputs that are generated for each prompt, of which the n best are told."""
+        """How many outputs are generated for each prompt; the answer has the n best."""
         return max(self.outputs, self.best_of or 0)
 
     @property
@@ -102,8 +102,8 @@ async def _events(
 
 
 def _conversation(request: HttpRequest, body: Body, prompts: Sequence[Prompt]) -> Conversation | None:
-    """A single prompt may be a transcript that goes on; None: sessions that are closed after the call. Raises
-    HttpError."""
+    """A single prompt may be a transcript that goes on. None: the outputs have sessions that are closed after them.
+    Raises HttpError."""
     conversation = body.conversation(request.headers)
     is_one = len(prompts) * body.tried == 1 and not body.echoes_logprobs
     return conversation if is_one else None
@@ -132,7 +132,7 @@ def _outputs(body: Body, prompts: Sequence[Prompt], conversation: Conversation |
 
 
 async def _choices(body: Body, prompts: Sequence[Prompt], results: Sequence[Generated]) -> list[Choice]:
-    """For each prompt the n best of its outputs; in the order in which they were generated where there are n."""
+    """For each prompt the n best of its outputs, or all in their order where there are just n."""
     choices: list[Choice] = []
     for at, prompt in enumerate(prompts):
         tried = list(results[at * body.tried : (at + 1) * body.tried])

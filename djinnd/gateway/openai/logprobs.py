@@ -41,7 +41,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class TokenTexts:
-    """What the tokens of one choice stand for: the daemon tells it once for each."""
+    """Knows the bytes of one choice's tokens: the daemon sends them once for each token."""
 
     def __init__(self) -> None:
         self._bytes: dict[int, bytes] = {}
@@ -55,13 +55,13 @@ class TokenTexts:
         return ChatLogprobs([self._token(*each) for each in zip(reply.token_ids, reply.logprobs, strict=True)])
 
     def of_completion(self, reply: Piece | Generated) -> CompletionLogprobs | None:
-        """With those of the prompt, where they were asked for. None where the reply has no tokens."""
+        """None where the reply has no tokens."""
         self._bytes.update(reply.token_bytes)
         rows: list[tuple[int, Logprobs | None]] = list(zip(reply.token_ids, reply.logprobs, strict=True))
         return self.rows(rows) if rows else None
 
     def rows(self, rows: Sequence[tuple[int, Logprobs | None]]) -> CompletionLogprobs:
-        """None in the place of the log probability of the first token of a prompt, which has none."""
+        """The first token of a prompt has no log probability, and None in its place."""
         texts = [self.text(token) for token, _ in rows]
         return CompletionLogprobs(
             texts,
@@ -71,7 +71,7 @@ class TokenTexts:
         )
 
     async def rows_in_turns(self, rows: Sequence[tuple[int, Logprobs | None]]) -> CompletionLogprobs:
-        """As `rows`, for the many of a long prompt: other requests have their turn between."""
+        """Works through the rows of a long prompt in parts; other requests have their turn between."""
         whole = CompletionLogprobs([], [], [], [])
         for at in range(0, len(rows), ROWS_AT_ONCE):
             part = self.rows(rows[at : at + ROWS_AT_ONCE])
@@ -86,7 +86,7 @@ class TokenTexts:
         self._bytes.update(token_bytes)
 
     def text(self, token: int) -> str:
-        """Of a token that is a part of a character, its bytes as OpenAI spells them."""
+        """The token's text; where it is a part of a character, its bytes as OpenAI spells them."""
         stands_for = self._bytes.get(token, b"")
         try:
             return stands_for.decode()
@@ -98,7 +98,7 @@ class TokenTexts:
         return Token(self.text(token), _bounded(logprobs.token), list(self._bytes.get(token, b"")), tops)
 
     def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
-        """With the chosen token, as OpenAI's has it. Of tokens with the same text the likeliest is told."""
+        """The likeliest tokens, and the chosen one. Of tokens with the same text the likeliest counts."""
         told: dict[str, float] = {}
         for each, logprob in sorted((logprobs.top | {token: logprobs.token}).items(), key=lambda item: -item[1]):
             told.setdefault(self.text(each), _bounded(logprob))

@@ -1,4 +1,4 @@
-"""The prompts of a completion, and what of them must be known to echo them."""
+"""The prompts of a completion, as texts and as tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Given = str | list[str | int | list[int]]
 
 
 class Prompt(NamedTuple):
-    """As a text or as tokens; as both where an echo needs both."""
+    """A text or tokens; both where an echo needs both."""
 
     text: str | None
     token_ids: list[int] | None
 
     def fields(self) -> dict[str, Any]:
-        """Of a Generate. Tokens go first: they are what an echo's log probabilities are of."""
+        """The fields of a Generate. Tokens go first: an echo's log probabilities belong to them."""
         return {"text": self.text} if self.token_ids is None else {"token_ids": self.token_ids}
 
 

@@ -32,7 +32,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What is null is as if it was not there."""
+    """A field that is null counts as missing."""
 
     model: str
     temperature: float | None = None
@@ -79,7 +79,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return [f"stream_options.{name}" for name in names if getattr(options, name)]
 
     def sampling(self, choice: int = 0) -> Sampling:
-        """Of one of several choices: with a seed, each has its own."""
+        """`choice`: the index of the output. With a seed, each output has a seed of its own."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -94,7 +94,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         )
 
     def generation(self, choice: int = 0, **fields: Any) -> Generate:
-        """A Generate without a session. Raises HttpError for what no message can say."""
+        """A Generate without a session. Raises HttpError."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return Generate(
             id=0,

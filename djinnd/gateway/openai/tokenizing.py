@@ -25,7 +25,7 @@ from djinnd.gateway.openai.errors import OPENAI
 
 
 class TokenizeBody(msgspec.Struct):
-    """Of a text or of a chat. Without a model: the only one that there is."""
+    """A text or a chat to tokenise. Without a model it is the only one that there is."""
 
     model: str = ""
     prompt: str | None = None

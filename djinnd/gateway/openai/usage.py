@@ -1,4 +1,4 @@
-"""What a request has used, in OpenAI's fields."""
+"""Counts the tokens of a request, in OpenAI's fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UsageFields(msgspec.Struct):
 
 
 def usage_of(usages: Sequence[Usage], outputs: int) -> UsageFields:
-    """Of all of a request's outputs, of which each prompt has so many: a prompt counts once."""
+    """Sums up a request's outputs. `outputs`: how many each prompt has; the prompt itself counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages) // outputs
     generated = sum(usage.generated_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages) // outputs

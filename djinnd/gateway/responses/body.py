@@ -1,4 +1,4 @@
-"""What a request of OpenAI's Responses API asks for, in the daemon's words. No I/O."""
+"""Turns the body of OpenAI's Responses API into a request of the daemon. No I/O."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class Body(msgspec.Struct, kw_only=True):
         ]
 
     def ignored(self) -> set[str]:
-        """Fields that are understood, and have no effect here. Tools that a server of OpenAI's would run are left out:
-        the model cannot call them."""
+        """Fields that are known and have no effect here. Tools that OpenAI's servers would run are left out: the model
+        cannot call them."""
         hosted = {f"tools.{str(tool.get('type'))[:32]}" for tool in self.tools or [] if tool.get("type") != "function"}
         if self.reasoning is not None and self.reasoning.summary is not None:
             hosted.add("reasoning.summary")

@@ -35,7 +35,7 @@ class Call(msgspec.Struct):
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """As the daemon wants it; its templates see the same fields."""
+    """A message of the daemon's chats. Chat templates see the same fields."""
 
     role: str
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -104,14 +104,14 @@ def _add(messages: Messages, item: Item) -> None:
 
 
 def _is_open(messages: Messages) -> bool:
-    """Whether the last message is the assistant's reasoning, to which an answer may come."""
+    """True if the last message is the assistant's reasoning, without an answer so far."""
     if not messages or messages[-1].role != "assistant":
         return False
     return messages[-1].content is msgspec.UNSET and not messages[-1].tool_calls
 
 
 def _text(content: Any) -> str:
-    """Of a text, or of parts that are texts. Raises ValueError, TypeError, KeyError."""
+    """Joins a content: a text, or parts that are texts. Raises ValueError, TypeError, KeyError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

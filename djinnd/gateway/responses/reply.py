@@ -20,7 +20,7 @@ _Event = tuple[str, dict[str, Any]]
 
 
 class Answer:
-    """`response` is the response as it is now; `take` makes it grow, and tells of that in events."""
+    """`response` is the response as it is now. `take` adds a reply to it and returns the events for that."""
 
     def __init__(self, name: str, created: int, body: Body) -> None:
         self.output: list[Item] = []
@@ -31,7 +31,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """For the transcript."""
+        """The answer as a message of the transcript."""
         message = Message(role="assistant")
         for item in self.output:
             if item["type"] == "reasoning":
@@ -48,16 +48,16 @@ class Answer:
         return self._event("response.created", told) + self._event("response.in_progress", told)
 
     def take(self, reply: Piece | Generated) -> bytes:
-        """What has come. After a Generated only `end` follows."""
+        """The events for one reply. After a Generated only `end` follows."""
         return b"".join(self._event(name, fields) for name, fields in self._events(reply))
 
     def end(self) -> bytes:
-        """When it is complete and stored."""
+        """The last event, for a response that is complete and stored."""
         name = "response.completed" if self.response["status"] == "completed" else "response.incomplete"
         return self._event(name, {"response": self.response})
 
     def cancelled(self) -> bytes:
-        """Somebody has cancelled it: what has come by then is its output."""
+        """Ends a response that another request has cancelled. It keeps its output so far."""
         told = b"".join(self._event(name, fields) for name, fields in self._close("incomplete"))
         self.response["status"] = "cancelled"
         return told

@@ -30,7 +30,7 @@ _running = Running()
 
 
 class Turn(NamedTuple):
-    """What a request adds to the transcript, and what it asks the daemon for."""
+    """A request with its input as messages, and the call of the daemon for it. messages: the whole transcript."""
 
     name: str
     body: Body
@@ -69,7 +69,7 @@ async def delete(request: HttpRequest) -> Whole:
 
 
 async def cancel(request: HttpRequest) -> Whole:
-    """Of one that is in progress in this gateway. Raises HttpError."""
+    """Ends a response that is in progress in this gateway. Raises HttpError."""
     name = request.parameters["response"]
     answer = await _running.cancel(request.principal, name)
     if answer is None:
@@ -118,8 +118,8 @@ async def _turn(request: HttpRequest, body: Body) -> Turn:
 
 
 async def _earlier(request: HttpRequest, body: Body) -> tuple[Stored | None, str]:
-    """What the request goes on from, and the name of its record. A response of another model is gone on from by its
-    transcript alone."""
+    """The response that the request continues, and the name of its record. A response of another model is continued by
+    its transcript alone, without its record."""
     name = body.previous_response_id or ""
     if not name and not body.conversation_id:
         return None, ""
@@ -154,7 +154,7 @@ async def _events(request: HttpRequest, turn: Turn, answer: Answer) -> AsyncGene
 
 
 async def _store(request: HttpRequest, turn: Turn, answer: Answer, session: str) -> None:
-    """Before the caller is told that the response is complete."""
+    """Called before the last event, so that a client that has it can continue the response."""
     conversation = turn.body.conversation_id
     names = [turn.name] if turn.body.is_stored else []
     names += [conversation_record(conversation)] if conversation else []

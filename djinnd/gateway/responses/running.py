@@ -1,4 +1,4 @@
-"""Responses in progress, so that another request of the same principal can cancel one."""
+"""Knows the responses in progress, so that another request of the same principal can cancel one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Entry:
             yield reply
 
     def _expect_cancelled_here(self) -> None:
-        """Raises CancelledError where somebody else has cancelled the task; else lets the task go on."""
+        """Lets a task that `cancel` has cancelled go on. Raises CancelledError for every other cancellation."""
         assert self._task is not None
         if not self.is_cancelled:
             raise asyncio.CancelledError

@@ -1,7 +1,7 @@
-"""Responses that are kept: a record of the daemon's for each, with all that is needed to go on from it.
+"""Keeps responses: the daemon has a record of each, with all that is needed to continue it.
 
-The record is made of the session that has answered, so that the next call finds the session. What a response has said
-is in the record's body, with the transcript up to it: a response can be gone on from whatever becomes of others.
+The record names the session that has answered, so that the next call finds it. The record's body has the response and
+the transcript up to it: a response can be continued whatever becomes of others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def conversation_record(conversation: str) -> str:
 
 
 async def keep(link: Link, name: str, model: str, session: str, stored: Stored) -> None:
-    """`session`: that has answered; one that is gone already, or "", is done without."""
+    """`session` has answered. Without it, or where it is gone already, the record has the body alone."""
     body = encode(stored)
     try:
         await link.call(KeepRecord(id=0, session=session, model=model, record=name, body=body), RecordKept)

@@ -1,4 +1,4 @@
-"""The whole application without a server: what it answers where there is no daemon, and to what is malformed."""
+"""The whole application without a server: its answers where there is no daemon, and to malformed requests."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def ask(method: str, path: str, body: bytes = b"", headers: dict[str, str] | Non
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/health"), ("GET", "/v1/models"), ("POST", "/v1/messages"), ("POST", "/api/chat")]
 )
-def test_without_a_daemon_all_are_told_to_come_back_and_nobody_where_it_would_be(method, path):
+def test_without_a_daemon_clients_are_told_to_come_back_and_not_where_it_would_be(method, path):
     status, headers, body = ask(method, path, b"{}" if method == "POST" else b"")
     assert (status, headers["retry-after"]) == (503, "1")
     assert NOWHERE not in body.decode() and json.loads(body)["error"]
 
 
 @pytest.mark.parametrize("path", ["/version", "/api/version", "/"])
-def test_what_needs_no_daemon_needs_none(path):
+def test_versions_are_told_without_a_daemon(path):
     assert ask("GET", path)[0] == 200
 
 

@@ -109,7 +109,7 @@ def test_claude_code_recognises_the_refusal_of_a_system_message():
         ({"tool_choice": {"type": "some"}}, "'some' is none of auto"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], told: str):
+def test_a_body_that_cannot_be_answered_is_refused(fields: dict[str, Any], told: str):
     with pytest.raises(HttpError, match=told) as caught:
         body(**fields).generation(Headers())
     assert caught.value.problem.status == 400
@@ -139,7 +139,7 @@ def test_thinking_becomes_an_argument_of_the_template(fields: dict[str, Any], to
     assert arguments(**fields) == told
 
 
-def test_what_has_no_effect_is_named():
+def test_fields_without_effect_are_named():
     assert body(thinking={"type": "enabled", "budget_tokens": 2048}).ignored() == ["thinking.budget_tokens"]
     assert body(thinking={"type": "enabled"}).ignored() == []
 

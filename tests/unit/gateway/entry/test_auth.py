@@ -23,6 +23,6 @@ def test_tokens(headers, token):
 
 
 @pytest.mark.parametrize("given", ["x" * 1000, "djn_\u00e9"])
-def test_what_is_no_token(given):
+def test_a_text_that_is_no_token_is_refused(given):
     with pytest.raises(HttpError):
         auth.token_of({"authorization": f"Bearer {given}"})

@@ -35,6 +35,6 @@ def test_too_many_values(unit, count):
     assert refused.value.problem.status == 413
 
 
-def test_what_is_no_json_is_for_the_decoder():
+def test_a_text_that_is_no_json_is_left_to_the_decoder():
     for sent in (b"", b'"' * 100_001, b"\\" * 100_001, b"\xff" * 100_000):
         assert count_values(sent) >= 0

@@ -32,7 +32,7 @@ def test_statuses(error, status, code):
     assert (problem.retry_s is not None) == (status in (429, 503))
 
 
-def test_what_the_daemon_says_of_a_retry_and_a_field_is_told():
+def test_the_daemon_s_time_of_a_retry_and_its_field_are_told():
     assert problem_of(errors.Busy("x", retry_s=2.5)).retry_s == 2.5
     assert problem_of(errors.InvalidRequest("x", field="sampling.seed")).param == "sampling.seed"
     assert problem_of(errors.InvalidRequest("x", field="no field at all")).param is None

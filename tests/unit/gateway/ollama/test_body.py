@@ -75,7 +75,7 @@ def test_thinking_becomes_an_argument_of_the_template(think: Any, told: Any):
         ({"messages": [{"role": "user", "images": ["aGk="]}]}, "images cannot be read"),
     ],
 )
-def test_what_is_refused(fields: dict[str, Any], told: str):
+def test_a_body_that_cannot_be_answered_is_refused(fields: dict[str, Any], told: str):
     wanted = body(**fields)
     with pytest.raises(HttpError, match=told) as caught:
         wanted.generation(chat=wanted.chat())

@@ -4,7 +4,7 @@ from djinn_client.protocol import ModelInfo, TokenizerInfo
 from djinnd.gateway.ollama import models as ollama_models
 
 
-def test_what_a_model_is_and_can():
+def test_a_model_is_described_with_its_capabilities():
     info = ModelInfo(name="m", path="/m", family="llama", parameters=7_200_000_000, max_context=4096, dtype="bfloat16")
     template = "{% if tools %}…{% endif %}<think>"
     told = ollama_models.shown(info, TokenizerInfo(id=1, has_text=True, has_chat=True, chat_template=template))

@@ -74,7 +74,7 @@ def test_reasoning_text_and_calls_are_items_one_after_another(answer):
     assert [call.id for call in answer.message.tool_calls] == ["c1", "c2"]
 
 
-def test_what_begins_is_told_as_it_was_then(answer):
+def test_the_first_events_show_the_response_as_it_was_then(answer):
     told = events(answer.begin(), answer.take(piece("a")), answer.take(last(text="b")), answer.end())
     assert told[0]["response"]["output"] == told[2]["item"]["content"] == []
     assert told[3]["part"]["text"] == ""

@@ -14,7 +14,7 @@ ANSWER: Any = object()  # which `Running` only hands on
 
 
 async def replies(count: int, ended: list[str]) -> AsyncGenerator[int]:
-    """So many, and then none for ever."""
+    """Yields `count` numbers, and then waits for ever."""
     try:
         for number in range(count):
             yield number
