@@ -108,7 +108,7 @@ class Captures:
 
     def sole_probe(self, request: int, start: int, end: int, first_token: int) -> SoleCapture | None:
         """A probe for the only capturing request of a pass. Its row brings positions [start, end) to the pass, from
-        `first_token` on, and none of its points is behind the blocks. → None if it captures none of these positions."""
+        `first_token` on, and none of its points is after the last block. → None if it captures none of them."""
         captured = self._captured[request]
         first = max(start, captured.first)
         count = min(end, captured.first + captured.room) - first

@@ -98,7 +98,7 @@ class _Delivery:
             if copies:
                 yield copies
 
-    def told(self) -> Finished:
+    def finished(self) -> Finished:
         assert self.reply is not None
         dtype = str(self.runner.captures.dtype).removeprefix("torch.")
         capture = Capture(
@@ -125,7 +125,7 @@ class Deliveries:
         self._deliveries: dict[int, _Delivery] = {}  # by request
         self._to_make: list[_Delivery] = []
         self._to_copy: list[_Delivery] = []  # ended requests, with pieces to copy
-        self._to_tell: list[_Delivery] = []  # ended requests, with all copies queued
+        self._to_send: list[_Delivery] = []  # ended requests, with all copies queued
 
     def open(self, session: Session, request: Request, runner: ModelRunner) -> None:
         """Reserves rows for the request's captures and starts its delivery. Raises OutOfMemory if the device has no
@@ -161,10 +161,10 @@ class Deliveries:
             self._make(delivery)
         for delivery in [each for each in self._to_copy if each.has_memory]:
             self._copy_piece(delivery)
-        for delivery in [each for each in self._to_tell if each.memory.window.is_filled]:
-            self._tell(delivery)
+        for delivery in [each for each in self._to_send if each.memory.window.is_filled]:
+            self._send_reply(delivery)
             self._courses.drop(delivery.request.id)
-        return bool(self._to_tell)
+        return bool(self._to_send)
 
     def ended(self, request: Request, reply: Finished) -> None:
         """Copies a finished request's captures, and sends the reply when they are copied."""
@@ -213,7 +213,7 @@ class Deliveries:
                 yield None
                 self._copy_piece(delivery)
             yield None
-            self._tell(delivery)
+            self._send_reply(delivery)
         finally:
             self._close(delivery)
 
@@ -226,7 +226,7 @@ class Deliveries:
             assert delivery.filled is not None
             delivery.memory.window.queue(delivery.pieces.popleft(), delivery.filled.after)
         if not delivery.pieces:
-            self._to_tell.append(delivery)
+            self._to_send.append(delivery)
 
     def _make(self, delivery: _Delivery) -> Future[None]:
         if delivery.made is None:
@@ -236,16 +236,16 @@ class Deliveries:
             delivery.made = self._courses.begin(lambda: delivery.memory.make(nbytes))
         return delivery.made
 
-    def _tell(self, delivery: _Delivery) -> None:
+    def _send_reply(self, delivery: _Delivery) -> None:
         """Waits for the copies and sends the reply, once."""
-        if delivery in self._to_tell:
-            self._to_tell.remove(delivery)
+        if delivery in self._to_send:
+            self._to_send.remove(delivery)
             delivery.memory.window.settle()
             del self._deliveries[delivery.request.id]
-            self._channel.send(delivery.told(), [delivery.memory.fd])
+            self._channel.send(delivery.finished(), [delivery.memory.fd])
 
     def _close(self, delivery: _Delivery) -> None:
-        for some in (self._to_make, self._to_copy, self._to_tell):
+        for some in (self._to_make, self._to_copy, self._to_send):
             if delivery in some:
                 some.remove(delivery)
         delivery.runner.captures.close(delivery.request.id)

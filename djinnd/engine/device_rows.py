@@ -31,9 +31,9 @@ class DeviceRows:
         self._dtype = dtype
         with device.computing():
             self._at_hand = torch.empty((at_hand, width), dtype=dtype, device=device.torch_device)
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.tensor = self._at_hand
         # (first row, number of rows), ascending, never adjacent
         self._free = [(0, self.capacity)] if self.capacity else []
@@ -110,14 +110,14 @@ class DeviceRows:
 
     def _shrink(self) -> None:
         if self._has_grown:
-            self._begin()
+            self._reset()
             self._device.release(self._label)
 
     def release(self) -> None:
         """Frees everything, also rows in use and the rows at hand."""
         self._shrink()
         self._at_hand = self._at_hand[:0].clone()
-        self._begin()
+        self._reset()
 
     def check_integrity(self) -> None:
         ends = [edge for first, count in self._free for edge in (first, first + count)]

@@ -96,10 +96,10 @@ class Engine:
         if compiler is not None:
             from djinnd.model.kernels.launches import launches  # needs Triton, which only CUDA builds of torch bring
 
-            launches.install(compiler.compile, self._tell_alive)
+            launches.install(compiler.compile, self._send_alive)
         self._unwaited_s = 0.0  # seconds of steps whose results the host has not waited for
         self._unwaited: Counter[str] = Counter()  # tokens of these steps, by model
-        self._untold = False  # True if the seconds of these steps say nothing about prefill: see `_waited_for`
+        self._hides_prefill = False  # True if the seconds of these steps say nothing about prefill: see `_waited_for`
         self._inquiries: list[messages.Inquire] = []
         self._started: list[messages.Started] = []  # requests with their first row in the current step, not sent yet
         self._was_beside = False  # the last step had work done beside it
@@ -188,7 +188,7 @@ class Engine:
         self._guidance.turn()
         batch = self._scheduler.next_batch()
         if batch is None:
-            self._untold = bool(self._unwaited)
+            self._hides_prefill = bool(self._unwaited)
             return False
         if self._fail_lost(batch) or self._requests.fail_unseen(batch):
             return True
@@ -209,7 +209,7 @@ class Engine:
         tokens = batch.tokens
         self._unwaited[batch.model] += tokens
         if tokens > len(batch.rows):
-            self._untold = self._untold or any(row.stage is not None for row in batch.rows)
+            self._hides_prefill = self._hides_prefill or any(row.stage is not None for row in batch.rows)
             if again := recomputed(batch):
                 self._channel.send(messages.Recomputed(again))
         sampling = [row for row in batch.rows if row.samples]
@@ -217,10 +217,10 @@ class Engine:
             sampled = self._guidance.settle(sampling, sampled)
         for message in scored:
             self._channel.send(message)
-        self._tell([row.request for row in sampling], sampled)
+        self._send_tokens([row.request for row in sampling], sampled)
         waits = bool(sampled.tokens or scored) or any(row.request.logits for row in batch.rows)
         seconds = self._waited_for(batch) if waits else 0.0
-        for request in self._scheduler.complete(batch, self._sound(sampling, sampled), seconds):
+        for request in self._scheduler.complete(batch, self._usable_tokens(sampling, sampled), seconds):
             self._requests.finish(request)
         if masks is not None:
             self._guidance.hold_back()
@@ -231,7 +231,7 @@ class Engine:
     def _beside_step(self, batch: Batch) -> bool:
         """Does other work while the device runs the step. → True if it should be called again."""
         self._was_beside = True
-        self._tell_started()
+        self._send_started()
         moving = self._tiers.beside_step(batch)
         hearing = self._mailbox.hear_beside()
         self._answer_inquiries()
@@ -245,21 +245,21 @@ class Engine:
         prefill. If the device was idle in between, the end of the earlier steps was not observed.
         """
         seconds, self._unwaited_s = self._unwaited_s, 0.0
-        tells, self._untold = not self._untold, False
+        tells, self._hides_prefill = not self._hides_prefill, False
         tokens = self._unwaited.pop(batch.model)
         if tells and tokens - len(batch.rows) >= LEAST_CHUNK and not self._unwaited:
             self._tiers.note_prefill(batch.model, tokens, seconds)
         self._unwaited.clear()
         return seconds
 
-    def _tell_started(self) -> None:
+    def _send_started(self) -> None:
         """Sends Stepping. As a rule the device still runs the step, so the server has handled the message before the
         first tokens come."""
         if self._started:
             self._channel.send(messages.Stepping(self._started))
             self._started = []
 
-    def _tell(self, requests: Sequence[Request], sampled: Sampled) -> None:
+    def _send_tokens(self, requests: Sequence[Request], sampled: Sampled) -> None:
         """Sends the step's tokens. An unsound or late row has none."""
         given = zip(requests, sampled.tokens, sampled.logprobs, strict=True)
         tokenless = {*sampled.unsound, *sampled.late}
@@ -269,11 +269,11 @@ class Engine:
             if index not in tokenless
         ]
         self._figures.generated += len(tokens)
-        self._tell_started()
+        self._send_started()
         if tokens:
             self._channel.send(messages.Stepped(tokens))
 
-    def _sound(self, sampling: Sequence[Row], sampled: Sampled) -> Sequence[int | None]:
+    def _usable_tokens(self, sampling: Sequence[Row], sampled: Sampled) -> Sequence[int | None]:
         """The tokens of these rows for the scheduler. A late row has LATE. A row whose logits are not finite has None:
         its call ends there if the session has edits, and fails otherwise."""
         tokens: list[int | None] = [*sampled.tokens]
@@ -377,9 +377,9 @@ class Engine:
         now = time.monotonic()
         if now - self._alive_at >= ALIVE_EVERY:
             self._alive_at = now
-            self._tell_alive()
+            self._send_alive()
 
-    def _tell_alive(self, *_: int) -> None:
+    def _send_alive(self, *_: int) -> None:
         self._channel.send(messages.Alive(self._figures.steps))
 
     def _shutdown(self, message: messages.Shutdown) -> None:

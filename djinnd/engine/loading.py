@@ -83,7 +83,7 @@ class WantPages:
 Job = WithFiles | DescribeDevice | WantPages
 Answers = queue.SimpleQueue[ArenaReady | ArenaRefused | None]  # None: the queue is closing
 
-_LET_END = 30.0  # seconds
+_JOIN_S = 30.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class LoadQueue:
         try:
             turn.take()
             self._check_open()
-            self._do(job, files)
+            self._run_job(job, files)
             self._channel.wake()
         except (_Closing, ServerGone):
             pass
@@ -181,7 +181,7 @@ class LoadQueue:
         if self._closing:
             raise _Closing
 
-    def _do(self, job: Job, files: JobFiles | None) -> None:
+    def _run_job(self, job: Job, files: JobFiles | None) -> None:
         try:
             if isinstance(job, WantPages):
                 self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job), "", *_file(job)))
@@ -189,7 +189,7 @@ class LoadQueue:
                 self._channel.send(DeviceDescribed(job.request, self._figures()))
             else:
                 assert files is not None
-                self._do_with(files, job)
+                self._run_with_files(files, job)
             return
         except (_Closing, ServerGone):
             raise
@@ -220,7 +220,7 @@ class LoadQueue:
             self._max_batch_tokens,
         )
 
-    def _do_with(self, files: JobFiles, job: WithFiles) -> None:
+    def _run_with_files(self, files: JobFiles, job: WithFiles) -> None:
         if isinstance(job, Load):
             self.results.put(self._load(job, files))
             return
@@ -286,12 +286,12 @@ class LoadQueue:
         return answer
 
     def close(self) -> None:
-        """Stops all jobs and waits for their threads, for up to `_LET_END` seconds: a file system may hold one."""
+        """Stops all jobs and waits for their threads, for up to `_JOIN_S` seconds: a file system may hold one."""
         self._closing = True
         self._line.close()
         for answers in list(self._arenas.values()):
             answers.put(None)
-        until = time.monotonic() + _LET_END
+        until = time.monotonic() + _JOIN_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
 

@@ -39,38 +39,38 @@ class Mailbox:
         self._scheduler = scheduler
         self._requests = requests
         self._handlers = handlers
-        self._unheard: deque[messages.ToEngine] = deque()
+        self._received: deque[messages.ToEngine] = deque()
         self._calls = 0  # Runs handled since the last `take_calls`
 
     def receive(self, patience: float) -> bool:
         """Waits up to `patience` seconds for a message, unless there is one. → True if there is one. Raises
         ServerGone."""
-        self._unheard.extend(self._channel.receive(0.0 if self._unheard else patience))
-        return bool(self._unheard)
+        self._received.extend(self._channel.receive(0.0 if self._received else patience))
+        return bool(self._received)
 
     def hear(self, *, before_step: bool = False) -> None:
         """Handles messages between two steps. With `before_step`, messages at the end of the queue that no running
         request waits for stay there, because they can overlap with the next step."""
         self._scheduler.tick(time.monotonic())
-        waits = sum(1 for _ in takewhile(self._can_wait, reversed(self._unheard))) if before_step else 0
-        while len(self._unheard) > waits:
-            self._hand_over(self._unheard.popleft())
+        waits = sum(1 for _ in takewhile(self._can_wait, reversed(self._received))) if before_step else 0
+        while len(self._received) > waits:
+            self._handle(self._received.popleft())
 
     def hear_beside(self) -> bool:
         """Handles messages while a step runs, up to the first that must wait. → True if more may be handled. Raises
         ServerGone."""
-        if not self._unheard and self.receive(0.0):
+        if not self._received and self.receive(0.0):
             self._scheduler.tick(time.monotonic())
-        while self._unheard and self._may_be_heard_beside(self._unheard[0]):
-            self._hand_over(self._unheard.popleft())
-        return not self._unheard
+        while self._received and self._may_be_heard_beside(self._received[0]):
+            self._handle(self._received.popleft())
+        return not self._received
 
     def take_calls(self) -> int:
         """The number of Runs handled since the last call."""
         calls, self._calls = self._calls, 0
         return calls
 
-    def _hand_over(self, message: messages.ToEngine) -> None:
+    def _handle(self, message: messages.ToEngine) -> None:
         self._calls += type(message) is messages.Run
         self._handlers[type(message)](message)
 

@@ -261,8 +261,8 @@ class ModelRunner:
         return order, torch.cat(logits) if logits else None
 
     def _replay(self, rows: Rows, part: Part | None) -> Tensor | None:
-        """Replays a graph for these rows, none of which is edited or captured behind the blocks. → the logits of rows
-        that sample, or None."""
+        """Replays a graph for these rows. None of them is edited or captured after the last block. → the logits of
+        rows that sample, or None."""
         graphs = self.graphs
         assert graphs is not None
         counts = [row.count for row in rows]

@@ -81,7 +81,7 @@ class Models:
             self._refuse(load, refusal)
         while (preparation := self._compiled()) is not None:
             load, compiling = preparation.load, self._preparing.pop(preparation)
-            refusal = _attempt(partial(self._go_on, preparation, compiling))
+            refusal = _attempt(partial(self._finish_compiled, preparation, compiling))
             del preparation
             self._refuse(load, refusal)
         if self._adopting:
@@ -104,7 +104,7 @@ class Models:
             raise result.error
         assert result.weights is not None and result.shape is not None
         load = result.load
-        with _told(load.model):
+        with _naming(load.model):
             preparation = Preparation(load, result.weights, result.shape, self._device, *self._limits)
             missing = [] if self._compiler is None else preparation.missing_kernels()
         if self._compiler is not None and missing:
@@ -120,7 +120,7 @@ class Models:
         """A model whose compilation has ended, successfully or not."""
         return next((p for p, compiling in self._preparing.items() if compiling.is_over), None)
 
-    def _go_on(self, preparation: Preparation, compiling: Compiling) -> None:
+    def _finish_compiled(self, preparation: Preparation, compiling: Compiling) -> None:
         preparation.kernels_compiled(compiling.variants, compiling.failed)
         self._adopting.append((preparation, preparation.finish()))
 
@@ -138,7 +138,7 @@ class Models:
 
     def _do_part(self, preparation: Preparation, parts: Iterator[None]) -> None:
         load = preparation.load
-        with _told(load.model):
+        with _naming(load.model):
             for _ in parts:
                 self._channel.send(messages.Loading(load.model, "preparing"))
                 self._adopting.appendleft((preparation, parts))
@@ -238,7 +238,7 @@ def _attempt(step: Callable[[], None]) -> DjinnError | None:
 
 
 @contextmanager
-def _told(model: str) -> Iterator[None]:
+def _naming(model: str) -> Iterator[None]:
     """Turns every exception into a DjinnError that names the model."""
     try:
         yield

@@ -42,16 +42,16 @@ def through(
 ) -> Probe | None:
     """The probe of a pass with these rows. `inputs` have been filled for the pass and not been sent. → `inner` if all
     rows run all blocks."""
-    gone, come = list[tuple[Row, int]](), _Moves()
+    leaving, joining = list[tuple[Row, int]](), _Moves()
     first = 0
     for row in rows:
         if row.stage is not None:
             if row.first_block > 0:
-                come.append((row.first_block, first, row.count, held.row_of(row)))
+                joining.append((row.first_block, first, row.count, held.row_of(row)))
             if waits(row, num_blocks):
-                gone.append((row, first))
+                leaving.append((row, first))
         first += row.count
-    return Passage(device, inputs, held, gone, come, inner) if gone or come else inner
+    return Passage(device, inputs, held, leaving, joining, inner) if leaving or joining else inner
 
 
 class Passage:
@@ -67,24 +67,24 @@ class Passage:
         device: Device,
         inputs: StepInputs,
         held: HeldRows,
-        gone: Sequence[tuple[Row, int]],
-        come: _Moves,
+        leaving: Sequence[tuple[Row, int]],
+        joining: _Moves,
         inner: Probe | None,
     ) -> None:
-        """`gone`: rows that leave, each with its first token in the pass. Redirects the slots of joining rows to the
+        """`leaving`: rows that leave, each with its first token in the pass. Redirects the slots of joining rows to the
         scratch page, on the host side of `inputs`."""
-        self._come = _Spread(come)
-        self._come_slots = np.empty(0, np.int64)
-        if come:
+        self._joining = _Spread(joining)
+        self._joining_slots = np.empty(0, np.int64)
+        if joining:
             host = inputs.host["slots"]
-            self._come_slots = host[self._come.tokens].astype(np.int64)
-            host[self._come.tokens] = _SCRATCH
-        self._rows = gone
+            self._joining_slots = host[self._joining.tokens].astype(np.int64)
+            host[self._joining.tokens] = _SCRATCH
+        self._rows = leaving
         self._device = device
         self._held = held
         self._slots = inputs.slots
         self._inner = inner
-        blocks = [*(row.last_block for row, _ in gone), *(block for block, *_ in come)]
+        blocks = [*(row.last_block for row, _ in leaving), *(block for block, *_ in joining)]
         self.first = min(blocks if inner is None else (*blocks, inner.first))
         self._own = frozenset(Point("resid", block) for block in blocks)
 
@@ -100,11 +100,11 @@ class Passage:
             look(self._inner, point, value)
 
     @cached_property
-    def _there(self) -> tuple[_Places, _Places, _Places, Tensor]:
+    def _on_device(self) -> tuple[_Places, _Places, _Places, Tensor]:
         """Places of rows that leave, of leaving rows that are held, and of rows that join, by block; and the slots of
         joining rows."""
         held = self._held
-        gone = _Spread([(row.last_block, first, row.count, 0) for row, first in self._rows])
+        leaving = _Spread([(row.last_block, first, row.count, 0) for row, first in self._rows])
         kept = _Spread(
             [
                 (row.last_block, first, row.count, held.row_of(row))
@@ -112,24 +112,24 @@ class Passage:
                 if row.first_block > 0 or (row.last_block > 0 and held.give_room(row))
             ]
         )
-        spreads = gone, kept, self._come
-        arrays = [*(array for each in spreads for array in each.to_send), self._come_slots]
-        there = iter(_sent(self._device, arrays))
+        spreads = leaving, kept, self._joining
+        arrays = [*(array for each in spreads for array in each.to_send), self._joining_slots]
+        there = iter(_send_together(self._device, arrays))
         places = [each.places([next(there) for _ in each.to_send]) for each in spreads]
         return places[0], places[1], places[2], next(there)
 
     def _pass(self, block: int, rows: Tensor) -> None:
-        gone, kept, come, slots = self._there
+        leaving, kept, joining, slots = self._on_device
         if block in kept:
             tokens, held_as, _ = kept[block]
-            _put(self._held.tensor, held_as, _taken(rows, tokens))
-        if block in gone:
-            tokens, _, _ = gone[block]
-            _fill(self._slots, tokens, _SCRATCH)
-        if block in come:
-            tokens, held_as, which = come[block]
-            _put(rows, tokens, _taken(self._held.tensor, held_as))
-            _put(self._slots, tokens, slots[which])
+            _scatter(self._held.tensor, held_as, _gather(rows, tokens))
+        if block in leaving:
+            tokens, _, _ = leaving[block]
+            _fill_rows(self._slots, tokens, _SCRATCH)
+        if block in joining:
+            tokens, held_as, which = joining[block]
+            _scatter(rows, tokens, _gather(self._held.tensor, held_as))
+            _scatter(self._slots, tokens, slots[which])
 
 
 _Places = Mapping[int, tuple[_Where, _Where, slice]]  # by block: tokens, held rows, and the block's part of all tokens
@@ -171,7 +171,7 @@ class _Spread:
         return {block: (tokens[which], held[which], which) for block, which in self._at.items()}
 
 
-def _sent(device: Device, arrays: Sequence[Ints]) -> Sequence[Tensor]:
+def _send_together(device: Device, arrays: Sequence[Ints]) -> Sequence[Tensor]:
     """Sends the arrays in one copy, if there is anything to send."""
     sizes = [len(array) for array in arrays]
     if not any(sizes):
@@ -180,18 +180,18 @@ def _sent(device: Device, arrays: Sequence[Ints]) -> Sequence[Tensor]:
     return torch.split(there, sizes)
 
 
-def _taken(rows: Tensor, where: _Where) -> Tensor:
+def _gather(rows: Tensor, where: _Where) -> Tensor:
     return rows[where] if isinstance(where, slice) else rows.index_select(0, where)
 
 
-def _put(into: Tensor, where: _Where, rows: Tensor) -> None:
+def _scatter(into: Tensor, where: _Where, rows: Tensor) -> None:
     if isinstance(where, slice):
         into[where].copy_(rows)
     else:
         into.index_copy_(0, where, rows)
 
 
-def _fill(into: Tensor, where: _Where, value: int) -> None:
+def _fill_rows(into: Tensor, where: _Where, value: int) -> None:
     if isinstance(where, slice):
         into[where].fill_(value)
     else:

@@ -13,7 +13,7 @@ from djinnd.model.sampler import Sampled
 
 Rows = Sequence[Row]
 
-_NONE = range(0)
+_NO_POSITIONS = range(0)
 
 
 def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
@@ -66,7 +66,7 @@ def told_positions(row: Row) -> range:
         return range(max(row.start, request.seen_from), row.end)
     if request.prompt_logprobs is not None:
         return range(max(row.start, request.seen_from), min(row.end, request.prompt_end - 1))
-    return _NONE
+    return _NO_POSITIONS
 
 
 def in_order(sampled: Sampled, sampling: Rows, wanted: Rows) -> Sampled:

@@ -21,7 +21,7 @@ class SoleCapture:
         self, into: Tensor, row: int, shifts: Mapping[Point, int], first_block: int, first_token: int, count: int
     ) -> None:
         """Copies `count` tokens of the pass, from `first_token` on, to `into`, from row `row` plus the point's shift
-        on. No point is behind the blocks or in a block before `first_block`."""
+        on. No point is after the last block or in a block before `first_block`."""
         self.first = first_block
         self._into = into
         self._row = row

@@ -42,7 +42,7 @@ SITE = np.dtype([("point", np.int64), ("shift", np.int64)])
 
 _WHERES: tuple[Where, ...] = get_args(Where)
 _KINDS = 8  # at least the number of kinds of points
-_NOWHERE = 1 << 60  # a block number for points behind the blocks
+_NOWHERE = 1 << 60  # a block number for points after the last block
 _RUN = 2 * FOREVER  # greater than any position: adding run * _RUN makes the positions of all runs ascend
 _NORM, _LOGITS = (_WHERES.index(where) for where in ("norm", "logits"))
 
@@ -79,8 +79,8 @@ def kinds_of(points: Iterable[Point]) -> dict[bool, list[Point]]:
 class Reach(NamedTuple):
     """The extent of the points of some keys."""
 
-    first: int  # lowest block of a point that is not behind the blocks
-    is_behind: bool  # some point is behind the blocks
+    first: int  # lowest block of a point that is not after the last block
+    is_behind: bool  # some point is after the last block
 
 
 def reach_of(points: Iterable[Point]) -> Reach:
@@ -181,7 +181,7 @@ class SpanTable:
         """Finds the spans that overlap a batch, whose rows have positions [start, start + count) of their keys'
         sessions."""
         if not self._entries:
-            return _NONE
+            return _NO_OVERLAPS
         run, row = self._runs_of(keys)
         first, end = self._next(run, starts[row]), np.searchsorted(self._starts, run * _RUN + (starts + counts)[row])
         span, of = spread(first, end - first)
@@ -243,5 +243,5 @@ def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
     return first[of] + behind, of
 
 
-_NO_ONE = np.empty(0, np.int64)
-_NONE = Overlaps(np.empty(0, SPAN), np.empty(0, SITE), *[_NO_ONE] * 4)
+_NO_INTS = np.empty(0, np.int64)
+_NO_OVERLAPS = Overlaps(np.empty(0, SPAN), np.empty(0, SITE), *[_NO_INTS] * 4)

@@ -57,7 +57,7 @@ class StepProbe:
         return frozenset(map(point_of, self._codes()))
 
     @cached_property
-    def _does(self) -> tuple[dict[Point, list[tuple[Tensor, EditRows]]], dict[Point, tuple[Tensor, Tensor, Tensor]]]:
+    def _work(self) -> tuple[dict[Point, list[tuple[Tensor, EditRows]]], dict[Point, tuple[Tensor, Tensor, Tensor]]]:
         """By point: edits as (rows, operations); captures as (rows to read, rows to write, tensor to write)."""
         edits, seen = self._hits()
         edits, edit_groups = _grouped(edits)
@@ -81,7 +81,7 @@ class StepProbe:
 
     def at(self, point: Point, value: Tensor) -> None:
         """value: [1, rows, width], changed in place."""
-        edited, captured = self._does
+        edited, captured = self._work
         rows = value[0]
         for where, edits in edited.get(point, ()):
             apply(rows, where, edits)
@@ -146,7 +146,7 @@ class Touched:
 
     @property
     def behind(self) -> frozenset[int]:
-        """Rows with an edit or a capture behind the blocks."""
+        """Rows with an edit or a capture after the last block."""
         return self._behind if self._is_behind else _NO_ROWS
 
     @cached_property
@@ -165,7 +165,7 @@ class Touched:
     def seen_behind(self, tokens: Ints) -> Ints:
         """Indices of the tokens whose norm or logits are captured."""
         if not self._is_behind:
-            return _NOBODY
+            return _NO_TOKENS
         hits = self._seen.hits
         indices: Ints = np.flatnonzero(np.isin(tokens, hits.token[is_behind(hits.point)]))
         return indices
@@ -248,7 +248,7 @@ class Part:
         return tokens
 
 
-_NOBODY = np.empty(0, np.int64)
+_NO_TOKENS = np.empty(0, np.int64)
 _NO_ROWS = frozenset[int]()
 
 

@@ -51,7 +51,7 @@ class Tracer:
         self._under_way: _UnderWay | None = None
         self._since: Stamp | None = None  # end of the thread's last activity
         # activities since the last step; dropped if no step follows in this turn
-        self._before: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []
+        self._activities: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []
         self._has_stepped = False  # in this turn of the loop
 
     def start(self, message: messages.Trace) -> None:
@@ -69,7 +69,7 @@ class Tracer:
         if self._under_way is not None and self._clock() >= self._under_way.until:
             self._under_way.steps, self._device.trace = 0, None
         if not self._has_stepped:
-            self._before.clear()
+            self._activities.clear()
         self._has_stepped = False
         self._since = None if self._device.trace is None else self._device.stamp()
 
@@ -79,7 +79,7 @@ class Tracer:
         since = self._since
         if since is not None and self._device.trace is not None:
             self._since = self._device.stamp()
-            self._before.append((what, since, self._since, args))
+            self._activities.append((what, since, self._since, args))
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
@@ -88,9 +88,9 @@ class Tracer:
         if under_way is None or not under_way.steps:
             yield
             return
-        for what, began, ended, args in self._before:
+        for what, began, ended, args in self._activities:
             under_way.trace.add("host", what, began, ended, **args)
-        self._before.clear()
+        self._activities.clear()
         self._has_stepped = True
         try:
             chunks = sum([row.count > 1 for row in batch.rows])

@@ -164,7 +164,7 @@ class Transfers:
         for moves, wrong in [] if self._copies is None else self._copies.end():
             for move in moves:
                 if wrong:
-                    over += self._lose(move, f"{move.way.value}: {wrong}", bad=move.way is Way.PROMOTE)
+                    over += self._fail_move(move, f"{move.way.value}: {wrong}", bad=move.way is Way.PROMOTE)
                     continue
                 over += self._paging.moves.landed(move)
                 if move.way is Way.DEMOTE:
@@ -195,7 +195,7 @@ class Transfers:
             elif summed == move.checksum:
                 self._copy(move)
             else:
-                over += self._lose(move, "its bytes on the host are not what was written there", bad=True)
+                over += self._fail_move(move, "its bytes on the host are not what was written there", bad=True)
         self._filing, filed = _split(self._filing)
         for job in filed:
             over += self._end_filing(job)
@@ -205,11 +205,11 @@ class Transfers:
         try:
             summed = job.future.result()
         except BadPage:
-            return self._lose(move, "its bytes on disk are not what was written there", bad=True)
+            return self._fail_move(move, "its bytes on disk are not what was written there", bad=True)
         except OSError as error:
-            return self._lose(move, f"{move.way.value}: {error}", bad=move.way is Way.FETCH)
+            return self._fail_move(move, f"{move.way.value}: {error}", bad=move.way is Way.FETCH)
         if move.way is Way.WRITE_OUT and summed != move.checksum:
-            return self._lose(move, "its bytes on the host are not what was written there", bad=True)
+            return self._fail_move(move, "its bytes on the host are not what was written there", bad=True)
         assert self.disk is not None
         if move.way is Way.FETCH:
             self._fetched += self.disk.page_bytes
@@ -218,7 +218,7 @@ class Transfers:
         assert summed is not None
         return self._paging.moves.landed(move) + self._paging.moves.sealed(move, summed)
 
-    def _lose(self, move: Move, why: str, *, bad: bool) -> list[Transfer]:
+    def _fail_move(self, move: Move, why: str, *, bad: bool) -> list[Transfer]:
         """A move has failed, and its tier has lost a page, which is recomputed when it is needed. `bad`: the page
         cannot be read, or its bytes are wrong. It is dropped from the tier, or it would be asked for again and again.
         """

@@ -525,13 +525,13 @@ def test_logits_that_are_no_numbers_fail_only_their_request(
 def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The messages handled from now on, and whether during a step."""
     engine, seen = serving.engine, list[tuple[str, bool]]()
-    is_beside, hand_over = watched(monkeypatch, engine, "_beside_step"), engine._mailbox._hand_over
+    is_beside, hand_over = watched(monkeypatch, engine, "_beside_step"), engine._mailbox._handle
 
     def recorded(message: Any) -> None:
         seen.append((type(message).__name__, is_beside()))
         hand_over(message)
 
-    monkeypatch.setattr(engine._mailbox, "_hand_over", recorded)
+    monkeypatch.setattr(engine._mailbox, "_handle", recorded)
     return seen
 
 

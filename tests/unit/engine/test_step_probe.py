@@ -67,8 +67,8 @@ class Touching:
 
 @pytest.fixture
 def steered() -> Iterator[Touching]:
-    """Three sessions: one edited from position 5 on, one inside a block and behind all blocks at position 7, one not at
-    all."""
+    """Three sessions. One is edited from position 5 on, one inside a block and after the last block at position 7, and
+    one is not edited."""
     v = torch.ones(1, WIDTH)
     one, two = an_edit("add", [RESID], [Extent(5)], v), an_edit("add", [ATTN, NORM], [Extent(7, 8)], v)
     touching = Touching([(one,), (two,), ()])
