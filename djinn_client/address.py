@@ -58,7 +58,8 @@ def _remedy(path: str, error: OSError) -> str:
         case errno.EACCES | errno.EPERM:
             return _membership(path)
         case errno.ENOENT | errno.ENOTDIR | errno.ECONNREFUSED:
-            return "start it with `djinnd`"
+            elsewhere = f", or set ${ENVIRONMENT} to its socket" if path == SYSTEM_SOCKET else ""
+            return f"start it with `djinnd`{elsewhere}"
         case errno.ENAMETOOLONG:
             return "choose a shorter one with `djinnd --socket`"
         case _:
