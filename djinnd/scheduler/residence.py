@@ -49,7 +49,8 @@ class Residence:
         self.paging = paging
         self.elsewhere = Elsewhere(paging)
         self.now = 0.0  # the time of the last `tend`
-        self.claimed: int | None = None  # pages that this step was refused and that will be free; None between steps
+        # Pages that are being freed for sessions refused in this step; None while no step is composed.
+        self.claimed: int | None = None
         self.to_leave: dict[str, Session] = {}  # idle sessions, see `leave_soon`
         self._leaving: dict[str, _Departure] = {}
         self._promised = 0  # Pages that will be free when the sessions have left that `_make_room` evicted.
