@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import Sequence
@@ -32,11 +33,15 @@ class GatewayProcess:
         if self._command:
             self._keeping = asyncio.create_task(self._keep())
 
+    def reload(self) -> None:
+        """Makes the gateway read its configuration again."""
+        self._signal(signal.SIGHUP)
+
     def stop(self) -> None:
         """Makes the gateway refuse new requests, and end when its requests are answered."""
         if self._keeping is not None:
             self._keeping.cancel()
-        self._signal_end()
+        self._signal(signal.SIGTERM)
 
     async def gone(self, patience_s: float) -> None:
         """Waits for the gateway's end, and kills it after `patience_s` seconds."""
@@ -61,7 +66,7 @@ class GatewayProcess:
             pause = _FIRST_PAUSE_S if time.monotonic() - began > _SOUND_S else min(2 * pause, _LONGEST_PAUSE_S)
             await asyncio.sleep(pause)
 
-    def _signal_end(self) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.send_signal(number)

@@ -238,6 +238,7 @@ class Server:
         self._notifier.tell_reloading()
         try:
             self._follow(await asyncio.to_thread(self._read_config))
+            self._gateway.reload()
         except ConfigError as error:
             for problem in str(error).splitlines():
                 log.error("djinnd_reload_refused problem=%s", problem)

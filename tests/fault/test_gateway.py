@@ -134,6 +134,36 @@ def test_a_body_of_millions_of_values(gateway, path, unit):
     assert gateway.post(path, body).status == 413
 
 
+LONG = "x" * 60_000
+
+
+@pytest.mark.parametrize(
+    ("change", "headers"),
+    [
+        ({"model": LONG}, {}),
+        ({}, {"x-session-id": LONG}),
+        ({"prompt_cache_key": LONG}, {}),
+        ({"stop": ["a"] * 40_000}, {}),
+        ({"stop": LONG}, {}),
+        ({"stop_token_ids": [1] * 40_000}, {}),
+        ({"logit_bias": {str(token): 1 for token in range(2_000)}}, {}),
+        ({"n": 256, "best_of": 257}, {}),
+        ({"regex": "(" * 50_000}, {}),
+        ({"seed": 10**30, "top_k": 10**30}, {}),
+        ({"max_tokens": 10**30}, {}),
+    ],
+)
+def test_values_beyond_the_daemon_s_bounds_are_refused_as_the_client_s_fault(gateway, change, headers):
+    answer = gateway.post("/v1/completions", COMPLETION | change, headers)
+    assert answer.status in (400, 404), answer.content[:300]
+    assert len(answer.content) < 10_000
+
+
+@pytest.mark.parametrize("limit", ["%C2%B2", "0", "1e1", "9" * 5_000, "-1"])
+def test_a_limit_that_is_no_number(gateway, limit):
+    assert gateway.get(f"/v1/responses/resp_1/input_items?limit={limit}").status in (400, 404)
+
+
 @pytest.mark.parametrize("depth", [950, 100_000])
 def test_a_body_that_is_nested_deeply(gateway, depth):
     nested = b"[" * depth + b"]" * depth
