@@ -106,7 +106,8 @@ class CudaDevice(Device):
         free, total = torch.cuda.mem_get_info(index)
         if memory > free:
             raise OutOfMemory(
-                f"a budget of {gib(memory)} is more than the {gib(free)} that {name} has free (of {gib(total)})",
+                f"a budget of {gib(memory)} is more than the {gib(free)} that {name} has free (of {gib(total)}): "
+                "lower --memory, or stop other programs on the device",
                 needed=memory,
                 free=free,
             )
@@ -185,7 +186,8 @@ class CudaDevice(Device):
         more = budget - self.budget.total
         if more > free:
             raise OutOfMemory(
-                f"a budget of {gib(budget)} is {gib(more)} more than now, and {self.name} has {gib(free)} free",
+                f"a budget of {gib(budget)} is {gib(more)} more than now, and {self.name} has {gib(free)} free: "
+                "ask for less, or stop other programs on the device",
                 needed=more,
                 free=free,
             )

@@ -99,4 +99,4 @@ class Courses:
 
 def _note(done: Future[None]) -> None:
     if (error := done.exception()) is not None:
-        log.error("left_undone error=%r", error)
+        log.error("background_work_failed error=%r", error)

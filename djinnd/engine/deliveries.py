@@ -272,7 +272,7 @@ class _Memory:
             self.fd = new_window("djinnd-capture", nbytes)
         except OSError as error:
             raise OutOfMemory(
-                f"the host has no {nbytes:,} bytes for what is captured: {error}", needed=nbytes
+                f"the host has no {nbytes:,} bytes for the captured activations: {error}", needed=nbytes
             ) from error
         self.bytes = torch.frombuffer(map_writable(self.fd, nbytes), dtype=torch.uint8)
         kind = StagedWindow if nbytes <= STAGED_BYTES else Window

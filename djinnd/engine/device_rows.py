@@ -94,7 +94,7 @@ class DeviceRows:
             try:
                 tensor = self._device.allocate(label, (capacity, self._width), self._dtype)
             except OutOfMemory as error:
-                told = f"{error.message}, ask for fewer positions or points, or wait until others have ended theirs"
+                told = f"{error.message}, ask for fewer positions or points, or wait until other requests have ended"
                 raise OutOfMemory(told, **error.data) from error
             except torch.OutOfMemoryError as error:
                 raise OutOfMemory(f"{label}: {error}") from error

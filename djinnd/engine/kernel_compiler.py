@@ -147,7 +147,7 @@ class Compiling:
         except Exception as error:
             if not isinstance(error, _Stopped):
                 log.warning("compiling_failed error=%r", error)
-            self.failed = dict.fromkeys(variants, f"compiling was broken off: {error!r}")
+            self.failed = dict.fromkeys(variants, f"compiling was interrupted: {error!r}")
         self._is_over = True
         wake()
 

@@ -154,7 +154,7 @@ def _expect_quota(tenant: int, pages: int, disk: Cache | None) -> None:
     if limit is not None and used + pages * disk.page_bytes > limit:
         raise QuotaExceeded(
             f"{pages:,} pages of the session, {pages * disk.page_bytes:,} bytes, exceed the quota disk_kv "
-            f"({used:,} of {limit:,} bytes are in use): pause it to the host, or have the quota raised",
+            f"({used:,} of {limit:,} bytes are in use): pause it to the host, or ask for a larger quota",
             quota="disk_kv",
             limit=limit,
             used=used,

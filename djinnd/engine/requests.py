@@ -112,7 +112,7 @@ class Requests:
         assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
         in_parts = message.stops or message.resume_block is not None
         assert not (in_parts and (message.logits or message.capture)), (
-            "a run that may stop has what is there, and nothing else"
+            "a run with breakpoints captures there, and nothing else"
         )
         self._scheduler.submit(session.id, request, message.tokens)
         self._tiers.called(session.id)

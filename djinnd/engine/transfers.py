@@ -195,7 +195,9 @@ class Transfers:
             elif summed == move.checksum:
                 self._copy(move)
             else:
-                over += self._fail_move(move, "its bytes on the host are not what was written there", bad=True)
+                over += self._fail_move(
+                    move, "its bytes on the host have another checksum than when they were written", bad=True
+                )
         self._filing, filed = _split(self._filing)
         for job in filed:
             over += self._end_filing(job)
@@ -205,11 +207,15 @@ class Transfers:
         try:
             summed = job.future.result()
         except BadPage:
-            return self._fail_move(move, "its bytes on disk are not what was written there", bad=True)
+            return self._fail_move(
+                move, "its bytes on disk have another checksum than when they were written", bad=True
+            )
         except OSError as error:
             return self._fail_move(move, f"{move.way.value}: {error}", bad=move.way is Way.FETCH)
         if move.way is Way.WRITE_OUT and summed != move.checksum:
-            return self._fail_move(move, "its bytes on the host are not what was written there", bad=True)
+            return self._fail_move(
+                move, "its bytes on the host have another checksum than when they were written", bad=True
+            )
         assert self.disk is not None
         if move.way is Way.FETCH:
             self._fetched += self.disk.page_bytes

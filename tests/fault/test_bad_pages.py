@@ -161,7 +161,7 @@ def test_a_bit_on_the_host(start_daemon: DaemonStarter, then: str) -> None:
     if then == "goes to disk first":  # which is not to make the bad page good
         speaker.pause("disk")
     assert speaker.says(then) > 1
-    assert " WARNING " in lost(lives)[-1] and "on the host are not what was written" in lost(lives)[-1]
+    assert " WARNING " in lost(lives)[-1] and "on the host have another checksum" in lost(lives)[-1]
 
 
 def header_of(file: Path) -> Header:

@@ -132,4 +132,4 @@ def test_work_without_a_waiter_runs_in_order_and_its_errors_are_logged(
     engine.courses.later(fails)
     engine.courses.later(lambda: log.append(2))
     engine.courses.close()
-    assert log == [1, 2] and "left_undone" in caplog.text
+    assert log == [1, 2] and "background_work_failed" in caplog.text
