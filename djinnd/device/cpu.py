@@ -97,6 +97,8 @@ class _Copy:
 
 
 class CpuDevice(Device):
+    """The calling thread is the compute stream; all lanes share one thread that copies in order."""
+
     def __init__(self, memory: int) -> None:
         super().__init__()
         self.torch_device = torch.device("cpu")

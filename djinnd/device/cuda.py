@@ -92,6 +92,8 @@ class _Pinning:
 
 
 class CudaDevice(Device):
+    """One GPU. Owns the compute stream and a stream for each lane."""
+
     def __init__(self, name: str, memory: int) -> None:
         super().__init__()
         if not self.available():

@@ -32,6 +32,8 @@ def _gone_where_broken() -> Iterator[None]:
 
 
 class Channel:
+    """Frames over the socket pair to the server. Owns the socket, and descriptors until their message is decoded."""
+
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.setblocking(True)

@@ -88,6 +88,8 @@ _JOIN_S = 30.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
+    """Loaded weights and their shape, or the error."""
+
     load: Load
     weights: Weights | None
     shape: ModelShape | None

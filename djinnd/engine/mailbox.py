@@ -25,7 +25,7 @@ from djinnd.scheduler.scheduler import Scheduler
 
 
 class Mailbox:
-    """Used by the engine's thread."""
+    """Owns the messages that have been received and not handled. Used by the engine's thread."""
 
     def __init__(
         self,

@@ -46,6 +46,8 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
+    """Size of a model's KV pool and its pages."""
+
     page_size: int  # tokens
     page_bytes: int
     num_pages: int  # includes the scratch page

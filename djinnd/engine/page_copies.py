@@ -47,7 +47,7 @@ class _Copy(NamedTuple):
 
 
 class PageCopies:
-    """Used by the engine's thread."""
+    """Queues copies of pages and reports their ends. Used by the engine's thread."""
 
     def __init__(
         self, device: Device, moves: Moves, host: HostPages, pool: Callable[[], Tensor], half_bytes: int

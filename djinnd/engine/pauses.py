@@ -40,7 +40,7 @@ class _Pause:
 
 
 class Pauses:
-    """Used by the engine's thread."""
+    """Owns the pauses that have no reply yet. Used by the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, runners: Mapping[str, ModelRunner], channel: Channel) -> None:
         """`runners`: by model, a live view."""

@@ -33,7 +33,7 @@ from djinnd.scheduler.scheduler import Scheduler
 
 
 class Requests:
-    """Used by the engine's thread."""
+    """Submits runs, reserves their memory, and sends their final replies. Used by the engine's thread."""
 
     def __init__(
         self,

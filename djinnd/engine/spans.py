@@ -137,6 +137,8 @@ class Overlaps:
 
 
 class SpanTable:
+    """The spans of keys, as arrays that are rebuilt on the next use after a change."""
+
     def __init__(self, fields: Sequence[tuple[str, type]] = ()) -> None:
         """`fields`: further fields of the owner's spans, beside SPAN's."""
         self.dtype = np.dtype([*SPAN, *fields])

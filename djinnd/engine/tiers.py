@@ -44,7 +44,7 @@ class _Model:
 
 
 class Tiers:
-    """Used by the engine's thread."""
+    """Owns the Paging and the Transfers of each model. Used by the engine's thread."""
 
     def __init__(self, device: Device, scheduler: Scheduler, loads: LoadQueue, pauses: Pauses) -> None:
         self._device = device
