@@ -93,6 +93,20 @@ class Blocking:
     def stream(self, prompt: Any = None, **options: Any) -> BlockingStream:
         return BlockingStream(self._session.stream(prompt, **options))
 
+    @property
+    def messages(self) -> list[Any]:
+        return self._session.messages
+
+    @messages.setter
+    def messages(self, messages: list[Any]) -> None:
+        self._session.messages = messages
+
+    async def chat(self, said: Any, **options: Any) -> djinn.Generated:
+        return await asyncio.to_thread(self._session.chat, said, **options)
+
+    def chat_stream(self, said: Any, **options: Any) -> BlockingStream:
+        return BlockingStream(self._session.chat_stream(said, **options))
+
     async def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
         return await asyncio.to_thread(self._session.forward, token_ids)
 
