@@ -104,6 +104,7 @@ class Limits(Struct, frozen=True):
     text_seconds_per_minute: Seconds = 60  # CPU time of a user's text workers and inspections
     text_memory: Size = 1 << 30  # memory of a text worker beyond its memory at the start
     text_workers: Count = 64  # in all
+    grammar_seconds_per_minute: Seconds = 600  # CPU time of a user's grammar processes
     grammar_bytes: Size = 256 << 10  # a format of outputs: a schema, a regular expression, a grammar
     inspection_seconds: Seconds = 20  # CPU time to inspect a checkpoint that is not configured
     inspection_memory: Size = 2 << 30  # memory of an inspection beyond its memory at the start
@@ -133,6 +134,7 @@ class Limits(Struct, frozen=True):
             "files",
             "text_seconds",
             "text_seconds_per_minute",
+            "grammar_seconds_per_minute",
             "inspection_seconds",
             "kernel_compile",
         ):  # with 0 nothing could start

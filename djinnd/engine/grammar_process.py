@@ -17,6 +17,7 @@ import numpy.typing as npt
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import FrameDecoder
 from djinn_client.shm import SEALS
+from djinnd.confinement.cpu import cpu_seconds
 from djinnd.grammar_jobs import MAX_FRAME, SLOTS, States, ToProcess, decode_to_engine, encode, words_of
 
 _STARTS_IN = 60.0  # seconds to read a tokenizer of any size
@@ -65,6 +66,7 @@ class GrammarProcess:
         self._unsent = bytearray()
         self._seconds = seconds
         self._has_spoken = False
+        self._used = 0.0  # CPU seconds
         self._unanswered: dict[int, float] = {}  # runs whose state is due, since when
 
     @property
@@ -114,6 +116,11 @@ class GrammarProcess:
         limit = self._seconds + (0.0 if self._has_spoken else _STARTS_IN)
         if now - since > limit:
             self._fail(f"a grammar took more than {self._seconds:g} s (limits.text_seconds)")
+
+    def take_seconds(self) -> float:
+        """CPU time that the process has used since the last call of this."""
+        before, self._used = self._used, cpu_seconds(self._process.pid) or self._used
+        return self._used - before
 
     def kill(self) -> None:
         self._process.kill()

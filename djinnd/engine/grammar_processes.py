@@ -51,13 +51,23 @@ class GrammarProcesses:
         """Ends processes that have been idle for a minute. Returns the processes that have failed or answer too late;
         the caller fails their runs and retires them."""
         self._dying = [process for process in self._dying if not process.is_gone]
+        self._tell_seconds()
         for process in self:
             process.check(now)
             if not process.failure and process not in busy and now - process.idle_since > _IDLE:
                 self.retire(process)
         return [process for process in self if process.failure]
 
+    def _tell_seconds(self) -> None:
+        """Tells the server what each tenant's processes have used."""
+        used: dict[int, float] = {}
+        for (tenant, _), process in self._running.items():
+            used[tenant] = used.get(tenant, 0.0) + process.take_seconds()
+        if any(used.values()):
+            self._channel.send(messages.GrammarTime(used))
+
     def retire(self, process: GrammarProcess) -> None:
+        self._tell_seconds()
         self._channel.unwatch(process.fd)
         process.kill()
         self._dying.append(process)

@@ -61,6 +61,7 @@ FromEngine = (
     | arenas.ArenaFilled
     | arenas.HostReleased
     | runs.Recomputed
+    | runs.GrammarTime
     | sessions.KvExported
     | runs.Stepping
     | runs.Stepped

@@ -109,6 +109,13 @@ class Recomputed(msgspec.Struct, tag="recomputed"):
     tokens: dict[int, int]
 
 
+class GrammarTime(msgspec.Struct, tag="grammar_time"):
+    """The CPU seconds that grammar processes have used since the last such message, by tenant. The server charges
+    them."""
+
+    seconds: dict[int, float]
+
+
 class Capture(msgspec.Struct, frozen=True):
     """Layout of the sealed memfd that comes with the frame. Each point of the Run's `capture`, in their order, has an
     array [room, width of the point] of the dtype, row-major, at its offset. The first `positions` rows hold the

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar
@@ -155,15 +154,6 @@ class ConfinedProcess:
         if -status == signal.SIGKILL:
             return f"{self._doer} was killed, which the kernel does when the machine is out of memory"
         return f"{self._doer}'s process died by {signal.Signals(-status).name}"
-
-
-def cpu_seconds(pid: int) -> float | None:
-    """CPU time of a process, from its kernel clock: clock_getcpuclockid(3), which Python lacks. None if the process has
-    ended, or `pid` is 0."""
-    try:
-        return time.clock_gettime((~pid << 3) | 2) if pid else None
-    except OSError:
-        return None
 
 
 def sparse_environ() -> dict[str, str]:

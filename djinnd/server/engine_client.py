@@ -92,6 +92,7 @@ class Audience(Protocol):
     def arena_filled(self, message: messages.ArenaFilled) -> None: ...
     def host_released(self, message: messages.HostReleased) -> None: ...
     def recomputed(self, message: messages.Recomputed) -> None: ...
+    def grammar_time(self, message: messages.GrammarTime) -> None: ...
     def loading(self, message: messages.Loading) -> None: ...
 
 
@@ -235,6 +236,8 @@ class EngineClient:
                 self._listener.host_released(message)
             case messages.Recomputed():
                 self._listener.recomputed(message)
+            case messages.GrammarTime():
+                self._listener.grammar_time(message)
             case messages.Loading():
                 self._listener.loading(message)
             case messages.Ready():

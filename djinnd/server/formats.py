@@ -74,6 +74,7 @@ class Formats:
         if request.format is None and not is_call:
             return None
         self._expect_possible(text, request)
+        self._texts.grammar_time.expect(user)
         if text.vocabulary is not None:
             table, ids = None, text.vocabulary.special_ids
         else:

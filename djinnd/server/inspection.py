@@ -22,9 +22,10 @@ from djinn_client.model_files import ModelFiles
 from djinn_client.placing import ModelPlan
 from djinn_client.protocol import decoded, framed
 from djinnd.config import Limits
+from djinnd.confinement.cpu import cpu_seconds
 from djinnd.messages import DescribeDevice, DescribeImage, DeviceDescribed, Failed, ImageDescribed, Plan, Planned
 from djinnd.messages.inspections import Confined, Inspect, Passed
-from djinnd.server.confined_process import ConfinedProcess, cpu_seconds, sparse_environ
+from djinnd.server.confined_process import ConfinedProcess, sparse_environ
 from djinnd.server.engine_client import EngineClient
 from djinnd.server.engine_process import Process
 from djinnd.server.nursery import Nursery

@@ -26,7 +26,16 @@ from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import HandOverFiles, ModelInfo
 from djinn_client.pulled import pulled_folder
 from djinnd import config
-from djinnd.messages import ArenaFilled, HostReleased, Loading, NeedArena, Recomputed, TenantLimits, ToEngine
+from djinnd.messages import (
+    ArenaFilled,
+    GrammarTime,
+    HostReleased,
+    Loading,
+    NeedArena,
+    Recomputed,
+    TenantLimits,
+    ToEngine,
+)
 from djinnd.server import admission, edit_admission
 from djinnd.server.arena import Arena
 from djinnd.server.blame import MOST_DEATHS, Suspect
@@ -81,6 +90,7 @@ class Models:
         self._sessions = sessions
         self._engine_for = engine_for
         self._prefixes = prefixes
+        self._texts = texts
         self._arena = arena
         self._granting = Granting(arena)
         self._has_hub = hub
@@ -442,6 +452,10 @@ class Models:
     def recomputed(self, message: Recomputed) -> None:
         for tenant, tokens in message.tokens.items():
             self._sessions.recomputed(tenant, tokens)
+
+    def grammar_time(self, message: GrammarTime) -> None:
+        for tenant, seconds in message.seconds.items():
+            self._texts.grammar_time.charge(tenant, seconds)
 
     def host_released(self, message: HostReleased) -> None:
         self._granting.released(message)

@@ -178,8 +178,9 @@ class Status:
         sessions, most = self._sessions, self._sessions.limits.sessions_per_user
         uses = []
         for user in users:
-            tenant, texts = self._quotas.tenant(user, now), [self._texts.time.use(user)]
-            uses.append(tenant.use(sessions.count(user), most, held.get(user), texts, now))
+            tenant = self._quotas.tenant(user, now)
+            times = [self._texts.time.use(user), self._texts.grammar_time.use(user)]
+            uses.append(tenant.use(sessions.count(user), most, held.get(user), times, now))
         return [msgspec.structs.replace(use, user_name=self.name_of(use.user)) for use in uses]
 
     # --- models and devices -------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from djinn_client.errors import DjinnError, ProtocolError, TextFailed, from_code
 from djinnd import text_jobs
-from djinnd.server.confined_process import ConfinedProcess, cpu_seconds
+from djinnd.confinement.cpu import cpu_seconds
+from djinnd.server.confined_process import ConfinedProcess
 from djinnd.text_jobs import (
     MAX_ANSWER,
     MAX_QUESTION,

@@ -27,10 +27,10 @@ from djinn_client.protocol import Generate
 from djinnd import config
 from djinnd.config import Limits
 from djinnd.server.confined_process import sparse_environ
+from djinnd.server.cpu_time import CpuTime
 from djinnd.server.model_text import ModelText, Prompt
 from djinnd.server.python import python_module
 from djinnd.server.stopping import leave_signals_to_the_loop
-from djinnd.server.text_time import TextTime
 from djinnd.server.text_worker import MOST_MODELS, Question, Reply, TextWorker
 from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.templates import read_template
@@ -70,7 +70,10 @@ class Texts:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.time = TextTime(limits.text_seconds_per_minute)
+        self.time = CpuTime("text_seconds_per_minute", "text workers and inspections", limits.text_seconds_per_minute)
+        self.grammar_time = CpuTime(
+            "grammar_seconds_per_minute", "outputs with a format", limits.grammar_seconds_per_minute
+        )
         self._workers: dict[int, TextWorker] = {}  # by user; those that take questions
         self._ending: set[TextWorker] = set()  # those that do not, and are not gone yet
         self._turns: dict[tuple[int, str], asyncio.Lock] = {}
@@ -189,9 +192,10 @@ class Texts:
         return answer
 
     def follow(self, limits: Limits) -> None:
-        """These hold for workers that start from now on, and for the time that is used."""
+        """Applies limits to workers that start from now on, and to CPU time."""
         self.limits = limits
         self.time.follow(limits.text_seconds_per_minute)
+        self.grammar_time.follow(limits.grammar_seconds_per_minute)
 
     def reading_worker(self, text: ModelText, user: int) -> TextWorker | None:
         """The user's worker for the text of a run; None where the server reads it. Raises QuotaExceeded."""

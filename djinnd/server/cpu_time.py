@@ -1,4 +1,4 @@
-"""The CPU time that confined work for each user has used: text workers, inspections and grammars."""
+"""The CPU time that processes have used for each user, and how much of it a minute allows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from djinnd.server.bucket import Bucket
 _MINUTE = 60.0
 
 
-class TextTime:
-    """Limits the CPU time of users. `rate`: CPU seconds that a user may use per minute
-    (limits.text_seconds_per_minute)."""
+class CpuTime:
+    """Limits the CPU time of users. `limit`: the limit's name; `what`: the work that it is for; `rate`: CPU seconds
+    that a user may use per minute."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, limit: str, what: str, rate: float) -> None:
+        self._limit = limit
+        self._what = what
         self._rate = rate
         self._used: dict[int, _Use] = {}  # by user
 
@@ -31,9 +33,9 @@ class TextTime:
         wait = self._use(user).bucket.wait_s(time.monotonic())
         if wait:
             raise QuotaExceeded(
-                f"your text workers and inspections have used their {self._rate:g} s of CPU time a minute "
-                f"(limits.text_seconds_per_minute): try again in {math.ceil(wait)} s",
-                quota="text_seconds_per_minute",
+                f"your {self._what} have used their {self._rate:g} s of CPU time a minute (limits.{self._limit}): try "
+                f"again in {math.ceil(wait)} s",
+                quota=self._limit,
                 limit=self._rate,
                 retry_s=wait,
             )
@@ -45,7 +47,7 @@ class TextTime:
     def use(self, user: int) -> ResourceUse:
         """The CPU time that counts against the user's limit, and the limit, in whole seconds."""
         level = self._used[user].bucket.level(time.monotonic()) if user in self._used else self._rate
-        return ResourceUse("text_seconds_per_minute", math.ceil(self._rate - level), math.ceil(self._rate))
+        return ResourceUse(self._limit, math.ceil(self._rate - level), math.ceil(self._rate))
 
     def seconds(self, user: int) -> float:
         """CPU time used for the user since the daemon started."""
