@@ -1,9 +1,8 @@
 """Text from token ids, as they come.
 
-What a token's text is depends on its neighbours: a character may be spread over tokens, and a decoder may treat the
-first token otherwise than the rest (it drops the first space). So a window of tokens is decoded, and the text is what
-the window says beyond what it said before (`decode_token` of text-generation-inference, `detokenize_incrementally` of
-vLLM):
+The text of a token depends on its neighbours: a character may be spread over tokens, and a decoder may treat the first
+token differently (it drops the first space). So a window of tokens is decoded, and the new text is the difference to
+the window's text before (`decode_token` of text-generation-inference, `detokenize_incrementally` of vLLM):
 
     tokens   ... ────────────┬── context ──┬── pending ──┐
                    dropped   │  text told  │  not told   │◄── the next token
@@ -22,7 +21,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what decoders write for bytes that are no character, or not yet
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # decoders write it for bytes that are no character, or not yet
 MAX_UNFINISHED = 3  # tokens: a character has at most four bytes, and lacks one
 CONTEXT_TOKENS = 8  # of the session's: an unfinished character, and whole ones before it
 MAX_PENDING = 16  # tokens, which bounds the work for a token; longer runs are of broken characters
@@ -31,7 +30,7 @@ P = TypeVar("P")
 
 
 class Detokenizer:
-    """One a tokenizer; the streams share it."""
+    """Decodes with one tokenizer. All its streams share it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -40,8 +39,8 @@ class Detokenizer:
         self._special = frozenset(self.special_ids.values())
 
     def stream(self, context: Sequence[int] = (), skip_special: bool = True, shown: Iterable[str] = ()) -> TextStream:
-        """The text of the tokens that follow `context`, the session's tokens so far. `skip_special`: special tokens
-        have no text but those that are `shown`."""
+        """Opens a stream of the text of tokens that follow `context`, the session's tokens so far. `skip_special`:
+        special tokens have no text, except the `shown` ones."""
         skipped = self._special.difference(map(self.special_ids.get, shown)) if skip_special else frozenset()
         return TextStream(self, context, skipped)
 
@@ -68,7 +67,7 @@ class TextStream:
         self._context = last[first:end]
         self._told = detokenizer.decode(self._context)
         self._pending = last[end:]
-        self._told_of_pending, _ = self._text_of(len(self._pending))  # by whoever told the context's text
+        self._told_of_pending, _ = self._text_of(len(self._pending))  # was told with the context's text
 
     def feed(self, token: int) -> str:
         """The text that this token makes certain: none while a character is unfinished."""
@@ -82,7 +81,7 @@ class TextStream:
         return self._tell_first(self._cleanest_cut()) if count >= MAX_PENDING else ""
 
     def feed_all(self, tokens: Sequence[int]) -> str:
-        """As `feed` of each. Where no character is broken they are decoded at once, in a fraction of the time."""
+        """Feeds several tokens. Unless a character is broken they are decoded at once, in a fraction of the time."""
         if len(tokens) > 1:
             held = len(self._pending)
             self._pending += filter(self._has_text, tokens)
@@ -94,7 +93,7 @@ class TextStream:
         return "".join(map(self.feed, tokens))
 
     def finish(self) -> str:
-        """What is left when no token follows, with a replacement character for an unfinished one."""
+        """Returns the remaining text when no token follows, with a replacement character for an unfinished one."""
         if not self._pending:
             return ""
         return self._tell_first(self._cleanest_cut()) + self._tell_first(len(self._pending))
@@ -114,7 +113,7 @@ class TextStream:
         return text
 
     def _text_of(self, count: int) -> tuple[str, str]:
-        """What the first `count` pending tokens add to the text told, and what they say alone.
+        """Returns the text that the first `count` pending tokens add to the text told, and their text alone.
 
         Without the context where they break that: byte fallback takes a run of bytes for broken from its start if one
         of them is.

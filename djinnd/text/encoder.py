@@ -1,7 +1,7 @@
 """From text to tokens, by the rules that a call may choose.
 
-A tokenizer is told how to read a text by settings of its own, which are shared by all of its threads. So each
-combination of rules that somebody uses has a tokenizer of its own, made from the checkpoint's when it is first used:
+A tokenizer keeps the rules for reading a text in its settings, which all threads share. So each combination of rules
+has a tokenizer of its own, made from the checkpoint's at its first use:
 
     the text starts a session     special tokens around it, and the space that SentencePiece puts before a text
     the text goes on              neither: "foot" and then "ball" are the tokens of "football"
@@ -84,7 +84,7 @@ class Encoder:
             self._segments = Segments(self._tokenizer)
 
     def encode_spans(self, spans: Sequence[Span]) -> list[int]:
-        """Of a rendered chat, which has its own special tokens. Raises InvalidRequest as `encode`."""
+        """Encodes a rendered chat, which has its own special tokens. Raises InvalidRequest as `encode`."""
         ids: list[int] = []
         for index, span in enumerate(spans):
             if span.is_control and self._segments is not None:
@@ -96,8 +96,8 @@ class Encoder:
         return ids
 
     def _encode_control_as_text(self, text: str) -> list[int]:
-        """Of a control string. Where the model of tokens has it among its words, its characters are tokenised one by
-        one."""
+        """Encodes a control string as text. If the model of tokens has it among its words, its characters are encoded
+        one by one."""
         bare = self._bare()
         for parts in ([text], list(text)):
             ids: list[int] = [token for each in bare.encode_batch_fast(parts, False) for token in each.ids]
@@ -179,7 +179,7 @@ def _drop_prefix(whole: dict[str, Any]) -> bool:
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Of a normalizer or a pre-tokenizer: the steps of a sequence, however deep, or the one that it is."""
+    """Lists the steps of a normalizer or a pre-tokenizer, also those of nested sequences."""
     if part is None:
         return []
     if part.get("type") == "Sequence":

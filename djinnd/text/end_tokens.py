@@ -1,4 +1,4 @@
-"""Which tokens end an output, from what a checkpoint says about it in several places and several forms."""
+"""Finds the tokens that end an output, which checkpoints name in several places and forms."""
 
 from __future__ import annotations
 

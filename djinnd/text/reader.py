@@ -63,7 +63,7 @@ class TextReader:
         return told
 
     def finish(self) -> str:
-        """What is left when no token follows. Raises TextFailed."""
+        """Returns the remaining text when no token follows. Raises TextFailed."""
         if self.stopped_after is not None:
             return ""
         text = self._stream.finish()
@@ -82,7 +82,7 @@ class TextReader:
 
 
 def expect_bounded(characters: int, tokens: int) -> None:
-    """Raises TextFailed where the text of so many tokens is longer than any honest tokenizer makes it."""
+    """Checks a length of text against the most that an honest tokenizer makes of so many tokens. Raises TextFailed."""
     limit = FIRST_CHARACTERS + CHARACTERS_PER_TOKEN * tokens
     if characters > limit:
         raise TextFailed(

@@ -3,9 +3,8 @@
 A chat that goes on brings all of its messages again. Control tokens cut a text before anything else looks at it. So
 what is between two of them has the same tokens each time, and need not be tokenised again.
 
-Only text workers remember: each is one principal's, so nobody learns from the time that a text takes whether somebody
-else has sent it before.
-"""
+Only text workers remember. Each belongs to one principal, so the time that a text takes tells no other principal
+whether it was sent before."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ MAX_REMEMBERED = 8 << 20  # characters
 
 
 class Segments:
-    """Of a tokenizer whose tokens depend on nothing beyond a cut: it puts no space before a text, and none of its
-    added tokens asks for the end of a word."""
+    """Encodes with a tokenizer whose tokens depend on nothing beyond a cut: it puts no space before a text, and none of
+    its added tokens asks for the end of a word."""
 
     def __init__(self, tokenizer: Tokenizer, most: int = MAX_REMEMBERED) -> None:
         added = tokenizer.get_added_tokens_decoder()

@@ -65,7 +65,7 @@ class TokenBytes:
 
 
 def _steps(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Of its decoder, those inside a sequence one by one."""
+    """Lists the steps of the tokenizer's decoder, also those inside a sequence."""
     if tokenizer.decoder is None:
         return
     todo = [json.loads(tokenizer.decoder.__getstate__())]

@@ -34,7 +34,7 @@ MAX_TAIL = 1024  # characters
 
 
 def text_files(files: ModelFiles) -> list[str]:
-    """Those that a vocabulary is read from."""
+    """Names the files that a vocabulary is read from."""
     return [name for name in files if name in _FILES or name.startswith(MORE_TEMPLATES)]
 
 
@@ -67,7 +67,7 @@ class Vocabulary:
         named: Named = _NAMELESS,
         told: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`told`: what tokenizer_config.json says."""
+        """`told`: the content of tokenizer_config.json."""
         self.eos = eos
         self.lacking = lacking
         self.chats = chats
@@ -156,7 +156,7 @@ class Vocabulary:
 
     @cached_property
     def grammar_tokenizer(self) -> LLTokenizer:
-        """As grammars need it. Where there is text. Takes a second for 100,000 tokens."""
+        """The tokenizer as grammars need it. Requires text. Takes a second for 100,000 tokens."""
         assert self._tokenizer is not None
         return open_tokenizer(self._tokenizer.to_str(), sorted(self.eos))
 
@@ -173,7 +173,7 @@ class Vocabulary:
         least: int = 0,
         shown: Sequence[str] = (),
     ) -> TextReader | None:
-        """Of tokens that follow `context`: see ReadingRules."""
+        """Opens a reader of tokens that follow `context`; None without text. The other arguments are ReadingRules."""
         if self._detokenizer is None:
             return None
         return TextReader(self._detokenizer.stream(context, skip_special, shown), stops, least)

@@ -11,7 +11,7 @@ from djinnd.text_jobs import Begin, ChatReading, Read, ReadText
 
 
 class Reading:
-    """Of a chat, the text is an answer, which is read as the model's family writes answers."""
+    """Reads the tokens of one run. The answer of a chat is also read for reasoning and tool calls."""
 
     def __init__(self, vocabulary: Vocabulary, begin: Begin) -> None:
         """Raises InvalidRequest."""
@@ -34,7 +34,7 @@ class Reading:
         return ReadText(text, stopped_after, named, delta, (self._reply or self._reader).stopped_by)
 
     def _plain(self, message: Read) -> tuple[str, int | None]:
-        """The text, and how many of the tokens there are up to the one that completed a stop string."""
+        """Returns the text, and the number of tokens up to the one that completed a stop string."""
         before = self._reader.tokens
         text = self._reader.read(message.tokens)
         if message.last:
@@ -43,7 +43,8 @@ class Reading:
         return text, None if stopped_after is None else max(0, stopped_after - before)
 
     def _answer(self, reply: ChatReply, message: Read) -> tuple[str, int | None]:
-        """The content, and the same count. Tokens are read one by one where the answer may end at each."""
+        """Returns the content, and the number of tokens up to the one that ended the answer. Tokens are read one by one
+        if the answer may end at each."""
         tokens, content = message.tokens, list[str]()
         size = 1 if reply.may_end else max(1, len(tokens))
         for end in range(size, len(tokens) + size, size):

@@ -59,14 +59,14 @@ class Serving:
         self._readings: dict[int, Reading] = {}
 
     def serve(self, channel: Channel[ToWorker, Any]) -> None:
-        """Until the server hangs up."""
+        """Answers questions until the server hangs up."""
         for message, fds in channel.messages():
             answer = self.answer(message, fds)
             if answer is not None:
                 channel.send(answer)
 
     def answer(self, message: ToWorker, fds: list[int]) -> Answer | None:
-        """None: the message wants none."""
+        """Answers one message; None if it wants no answer."""
         match message:
             case Forget(model=model):
                 self._vocabularies.pop(model, None)
@@ -113,7 +113,7 @@ class Serving:
                 return Named(self._vocabulary(message.model).token_bytes.of(tokens))
 
     def _begin(self, message: Begin) -> None:
-        """What fails is told with the first Read, which then finds no reading."""
+        """Begins a reading. After a failure the first Read finds no reading, and says so."""
         with suppress(BaseException):
             self._readings[message.reading] = Reading(self._vocabulary(message.model), message)
 
@@ -145,14 +145,14 @@ def _encoded(vocabulary: Vocabulary, message: Encode | EncodeChat) -> Encoded | 
 
 
 def _decoded(vocabulary: Vocabulary, message: Decode) -> Decoded:
-    """Raises TextFailed for more text than an honest tokenizer makes."""
+    """Decodes tokens. Raises TextFailed for more text than an honest tokenizer makes."""
     texts = vocabulary.texts(message.tokens, message.spelled)
     expect_bounded(sum(map(len, texts)), len(message.tokens))
     return Decoded(texts)
 
 
 def _checked(vocabulary: Vocabulary, message: CheckGrammar) -> GrammarChecked:
-    """Compiled, and asked for the first mask: most of what a grammar takes, it takes by then."""
+    """Compiles a grammar and asks it for the first mask: most of a grammar's work is done by then."""
     tokenizer = vocabulary.grammar_tokenizer
     matcher = compiled(message.grammar, tokenizer)
     matcher.compute_bitmask()
@@ -161,7 +161,8 @@ def _checked(vocabulary: Vocabulary, message: CheckGrammar) -> GrammarChecked:
 
 
 def rehearse() -> None:
-    """Everything once before the sandbox is closed: libraries are imported, and the machine is asked, at first use."""
+    """Does everything once before the sandbox is closed, as libraries import modules and ask the machine at first
+    use."""
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()

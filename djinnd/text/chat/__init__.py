@@ -2,6 +2,5 @@
 
     ChatInput ──conversation──► plain values ──control──► marked values ──environment──► text ──control──► tokens
 
-Templates are programs. Those of models that an administrator has configured run in the server, all others in a text
-worker.
+Templates are programs. The server runs the templates of configured models; text workers run all others.
 """

@@ -35,7 +35,7 @@ class ChatAnswer:
         return bool(self._new_reasoning or self._new_calls)
 
     def take_delta(self) -> ChatDelta | None:
-        """What has come beside content since this was last called."""
+        """Returns the reasoning and calls that came since the last call of this."""
         if not self.has_delta:
             return None
         delta = ChatDelta("".join(self._new_reasoning), _joined(self._new_calls))
@@ -44,7 +44,7 @@ class ChatAnswer:
 
     @property
     def message(self) -> ChatMessage:
-        """All that has come."""
+        """The whole answer so far."""
         calls = [ToolCall(call.id, call.name, "".join(call.arguments)) for call in self._calls.values()]
         return ChatMessage("".join(self._content), "".join(self._reasoning), calls)
 

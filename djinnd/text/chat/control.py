@@ -6,9 +6,9 @@ aside for a program's own use:
     a special token, "<|im_end|>"       its characters are parted by PARTS: no slice of it spells the token
     an added token, "</think>"          it stands between two EDGES: templates look for such a one in a content
 
-The rendered text is cut at the marks. What was marked is tokenised as text, without the marks; what is left between is
-the template's own, and its control strings are control tokens. Where a template has parted two edges, as
-`content.split("</think>")` does, the lone edges go.
+The rendered text is cut at the marks. Marked strings are tokenised as text, without the marks. The text between them is
+the template's own, and its control strings become control tokens. If a template parts two edges, as
+`content.split("</think>")` does, the single edges are dropped.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _ESCAPED_PARTS, _ESCAPED_EDGE = (f"\\u{ord(mark):x}" for mark in (PARTS, EDGE)) 
 
 
 class Span(NamedTuple):
-    """Of a rendered text. `is_control`: control strings in it are control tokens."""
+    """A stretch of a rendered text. `is_control`: control strings in it become control tokens."""
 
     text: str
     is_control: bool
 
 
 class ControlStrings:
-    """Of one tokenizer and one template. `special`: control tokens in any case; `added`: others that the template
-    writes."""
+    """Marks the control strings of one tokenizer and one template. `special`: strings that are always control tokens;
+    `added`: further added tokens that the template writes."""
 
     def __init__(self, special: Iterable[str], added: Iterable[str]) -> None:
         parted = {each for each in special if len(each) > 1}
@@ -45,7 +45,7 @@ class ControlStrings:
         )
 
     def mark(self, value: Any) -> Any:
-        """The same JSON value with its texts marked. Marks that are there already go."""
+        """Returns the JSON value with its texts marked, without marks that it brings."""
         if isinstance(value, str):
             return self._any.sub(self._mark, value.replace(PARTS, "").replace(EDGE, ""))
         if isinstance(value, dict):
@@ -55,13 +55,13 @@ class ControlStrings:
         return value
 
     def keep_apart(self, texts: Sequence[str]) -> list[str]:
-        """Marked texts that a template may write one behind the other, with an edge between them where they would make
-        a control string together."""
+        """Returns marked texts that a template may write one behind the other. An edge stands between them if together
+        they would make a control string."""
         together = self._any.search("".join(text.strip() for text in texts))
         return [texts[0], *(EDGE + text for text in texts[1:])] if together else [*texts]
 
     def spans(self, rendered: str) -> Iterator[Span]:
-        """Of a text that was rendered from marked values; together they are the text without the marks."""
+        """Cuts a text that was rendered from marked values. The spans together are the text without the marks."""
         if not any(mark in rendered for mark in (PARTS, EDGE, _ESCAPED_PARTS, _ESCAPED_EDGE)):
             yield from [Span(rendered, True)] * bool(rendered)
             return

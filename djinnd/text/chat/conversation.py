@@ -16,7 +16,7 @@ from djinnd.text.replies import Tools, tools_by_name
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000  # and of tools likewise
 MAX_DEPTH = 64  # lists and objects inside one another
-# What the daemon says to the template itself.
+# Variables that the daemon itself gives to the template.
 _OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the same field; the first is what templates read
 _decode = msgspec.json.Decoder().decode
@@ -33,7 +33,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Tastes:
-    """What a template's text tells about the values that it can read."""
+    """The forms of values that a template can read, as its text shows."""
 
     lists: bool  # content may be a list of parts
     only_lists: bool  # and nothing else
@@ -57,8 +57,8 @@ _TESTS_FOR_NULL = re.compile(r"content(?:['\"]\])?\s*(?:is\s+(?:not\s+)?none|[!=
 
 
 def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool = False) -> Conversation:
-    """`text_arguments`: those of tool calls stay the texts that they are. Raises InvalidRequest for what is no
-    conversation, and for parts that no text model takes."""
+    """Reads and checks a chat. `text_arguments`: arguments of tool calls stay texts. Raises InvalidRequest for
+    anything that is no conversation, and for parts that no text model takes."""
     messages = _list("messages", chat.messages)
     if not messages:
         raise InvalidRequest("a chat needs at least one message", field="messages")
@@ -74,7 +74,7 @@ def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool =
 
 
 def read_tools(text: bytes) -> Tools:
-    """Name → schema of the parameters, of tools that `read_conversation` has let pass."""
+    """Reads tools that `read_conversation` has accepted: name → schema of the parameters."""
     return tools_by_name(_list("tools", text))
 
 
@@ -97,7 +97,7 @@ def _value(what: str, text: bytes) -> Any:
 
 
 def _expect_shallow(what: str, value: object) -> None:
-    """Templates and filters call themselves for what is nested."""
+    """Templates and filters recurse into nested values."""
     layer, depth = [value], 0
     while layer := [inner for each in layer for inner in _inside(each)]:
         depth += 1

@@ -18,8 +18,8 @@ from djinnd.text.chat.templates import no_template, template_for
 
 MAX_RENDERED = 32 << 20  # characters of a prompt
 MOST_TOLD = 1000  # characters of an account of what is wrong
-# Behind the last message, where the answer goes on with it. With the space that templates may cut off, as in
-# transformers: what is left of it tells whether the template cuts spaces.
+# Stands behind the last message when the answer goes on with it. It ends with a space, as in transformers: if the space
+# is missing afterwards, the template cuts spaces.
 _HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -29,7 +29,7 @@ class AddedTokens(NamedTuple):
 
 
 class Template:
-    """One, compiled. Raises InvalidRequest where it is no template."""
+    """A compiled template. Raises InvalidRequest if the text is no template."""
 
     def __init__(self, text: str, tokens: AddedTokens) -> None:
         try:
@@ -42,7 +42,8 @@ class Template:
         self.control = ControlStrings(tokens.special, [each for each in tokens.others if each in literals])
 
     def render(self, conversation: Conversation, variables: Mapping[str, Any], goes_on: bool) -> str:
-        """Raises InvalidRequest for a text that is too long, and whatever the template fails on."""
+        """Renders a conversation. Raises InvalidRequest for a text that is too long; any exception of the template
+        passes through."""
         told = {"tools": conversation.tools, "documents": None, **variables, **conversation.arguments}
         told["add_generation_prompt"] = not goes_on
         parts, length = [], 0
@@ -55,7 +56,7 @@ class Template:
 
 
 class ChatTemplates:
-    """Of one model. `variables`: the special tokens by the names that templates know them by."""
+    """The templates of one model. `variables`: special tokens by the names that templates use for them."""
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, Any], tokens: AddedTokens) -> None:
         self._texts = templates
@@ -68,21 +69,21 @@ class ChatTemplates:
 
     @cached_property
     def default(self) -> str:
-        """The text of the one for chats without tools; "" where there is none."""
+        """The template's text for chats without tools; "" if there is none."""
         return template_for(self._texts, has_tools=False) if "default" in self._texts else ""
 
     @cached_property
     def joined(self) -> str:
-        """The texts of all of them."""
+        """The texts of all templates."""
         return "\n".join(self._texts.values())
 
     def compile(self) -> None:
-        """All of them, ahead of the first chat. Raises InvalidRequest."""
+        """Compiles all templates ahead of the first chat. Raises InvalidRequest."""
         for text in self._texts.values():
             self._of(text)
 
     def spans(self, chat: ChatInput) -> list[Span]:
-        """The chat's text. Raises InvalidRequest."""
+        """Renders the chat. Raises InvalidRequest."""
         if not self._texts:
             raise InvalidRequest(no_template(), field="chat")
         template = self._of(template_for(self._texts, has_tools=bool(chat.tools) and chat.tool_choice != "none"))
@@ -120,7 +121,8 @@ class ChatTemplates:
 
 
 def _literals(template: str) -> str:
-    """What it writes itself. The parts are kept apart, so that no string is found across two of them."""
+    """The text that a template writes itself. A zero byte keeps the parts apart, so that no string is found across
+    two of them."""
     tree = ENVIRONMENT.parse(template)
     texts = [each.data for each in tree.find_all(nodes.TemplateData)]
     texts += [each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)]
@@ -128,7 +130,7 @@ def _literals(template: str) -> str:
 
 
 def _keep_apart(content: Any, control: ControlStrings) -> None:
-    """The parts of a marked content."""
+    """Keeps the parts of a marked content from making a control string together."""
     if isinstance(content, list) and len(content) > 1:
         for part, text in zip(content, control.keep_apart([part["text"] for part in content]), strict=True):
             part["text"] = text
@@ -156,8 +158,8 @@ def _up_to_end(text: str) -> str:
 
 
 def special_variables(tokenizer_config: Mapping[str, Any], others: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """The special tokens that a checkpoint names, as templates know them: bos_token, eos_token …. The first of the
-    files that names one counts."""
+    """Returns the special tokens that a checkpoint names, as templates know them: bos_token, eos_token …. The first
+    file that names a token decides."""
     found: dict[str, Any] = {}
     for settings in (tokenizer_config, *others):
         named = {name: _token(value) for name, value in settings.items() if name.endswith("_token")}

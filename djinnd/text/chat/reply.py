@@ -22,10 +22,9 @@ from djinnd.text.stop_strings import StopMatcher
 
 
 class ChatReply(ChatAnswer):
-    """An answer that is read here, from text that comes in pieces. Stop strings are looked for in content only; nothing
-    counts behind the one that is complete first. `prompt`: the end of the text before the answer. `rules`: how the
-    answer's tokens become that text, which has the format's special tokens in it. `parallel` False: the answer ends
-    with its first call."""
+    """Reads an answer from text that comes in pieces. Stop strings are looked for in content only; the first complete
+    one ends the answer. `prompt`: the end of the text before the answer. `rules`: how the answer's tokens become that
+    text, with the format's special tokens in it. `parallel` False: the answer ends with its first call."""
 
     def __init__(
         self, form: ReplyFormat, prompt: str, tools: Tools, stops: Sequence[str], *, parallel: bool = True
@@ -49,11 +48,12 @@ class ChatReply(ChatAnswer):
         return self._matcher.matched or ""
 
     def feed(self, text: str, may_stop: bool = True) -> str:
-        """The content that this makes certain. `may_stop` False: no stop string ends with this text."""
+        """Reads the next text and returns the content that is certain now. `may_stop` False: no stop string ends with
+        this text."""
         return self._hear(self._parser.feed(text), may_stop)
 
     def finish(self) -> str:
-        """The content that is left when no text follows."""
+        """Ends the answer and returns the rest of its content."""
         said = self._hear(self._parser.finish(), True)
         rest = self._matcher.finish()
         self.add(rest, None)

@@ -26,7 +26,7 @@ PROCESSOR_FILE = "chat_template.json"
 
 
 def chat_templates(files: ModelFiles, tokenizer_config: Mapping[str, Any], given: str = "") -> dict[str, str]:
-    """Name → text; empty where there is none. `given`: one that is to be used in the place of the checkpoint's. Raises
+    """Returns name → text; empty if the checkpoint has none. `given` replaces the checkpoint's templates. Raises
     ModelRejected for a file that is too large, or is no text."""
     if given:
         return {DEFAULT: given}
@@ -44,7 +44,7 @@ def chat_templates(files: ModelFiles, tokenizer_config: Mapping[str, Any], given
 
 
 def read_template(path: str) -> str:
-    """Of a file that the configuration names; for a thread. Raises ModelRejected."""
+    """Reads a template file that the configuration names. Blocks. Raises ModelRejected."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE + 1)
@@ -56,7 +56,7 @@ def read_template(path: str) -> str:
 
 
 def template_for(templates: Mapping[str, str], has_tools: bool) -> str:
-    """Raises InvalidRequest where no template is for that."""
+    """Chooses the template for chats with or without tools. Raises InvalidRequest if there is none."""
     if has_tools and WITH_TOOLS in templates:
         return templates[WITH_TOOLS]
     if DEFAULT in templates:
@@ -73,7 +73,7 @@ def no_template() -> str:
 
 
 def _named(value: object) -> dict[str, str]:
-    """Of a text, of a list of names and templates, or of a mapping of them."""
+    """Reads templates by name from a text, a list of names and templates, or a mapping."""
     if isinstance(value, str):
         return {DEFAULT: value} if value else {}
     if isinstance(value, list):

@@ -38,8 +38,8 @@ _KIMI = Section(
     "<|tool_call_end|>",
 )
 
-# Name, texts that are all in a template of the family, and how the family writes calls. The first that fits is taken: a
-# family stands before others that have a part of its texts.
+# Name, texts that every template of the family has, and how the family writes calls. The first match decides, so a
+# family stands before families with a part of its texts.
 FAMILIES: tuple[tuple[str, tuple[str, ...], CallSyntax], ...] = (
     ("gemma4", ("<|tool_call>",), GemmaCalls()),
     (
@@ -88,7 +88,7 @@ def reply_format(template: str, tokenizer_config: Mapping[str, Any], configured:
         return family
     try:
         return TemplateFormat(read_spec(own), family)
-    except ValueError:  # what a newer transformers reads: the family's format still fits
+    except ValueError:  # a newer transformers reads it; the family's format still fits
         return family
 
 
@@ -107,8 +107,8 @@ def _by_family(template: str, configured: str) -> ReplyFormat:
 
 
 def _reasoning(name: str, template: str) -> Span | None:
-    """A template that knows where reasoning ends, if only to leave earlier reasoning out, belongs to a model that
-    reasons."""
+    """Finds the markers of reasoning. A template that knows where reasoning ends, even if only to leave earlier
+    reasoning out, belongs to a model that reasons."""
     if name == "gemma4":
         return _GEMMA_THOUGHT
     return next((span for span in REASONING if span.end in template), None)

@@ -1,4 +1,4 @@
-"""What a reply says, piece by piece."""
+"""The parts of a reply in order: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CallArguments(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """`complete` is False where the reply ended, or stopped being a tool call, inside the arguments."""
+    """The end of a call. `complete` is False if the reply ended inside the arguments, or turned out to be no call."""
 
     call: int
     complete: bool

@@ -50,13 +50,13 @@ class CallSyntax(Protocol):
         ...
 
     def between(self) -> tuple[str, str, str]:
-        """What a reply of forced calls has before the first, between two, and after the last."""
+        """The text of a reply of forced calls before the first call, between two calls, and after the last."""
         ...
 
 
 @dataclass(frozen=True)
 class Marked:
-    """What call syntaxes have in common that write calls between two markers."""
+    """The common part of call syntaxes that write calls between two markers."""
 
     begin: str
     end: str
@@ -113,12 +113,12 @@ class ReplyFormat(Protocol):
         ...
 
     def before_content(self, prompt: str) -> Pieces:
-        """What a reply to a prompt that ends like this has before its content, as a grammar."""
+        """The part of a reply before its content, as a grammar, for a prompt that ends like this."""
         ...
 
 
 def tokens_in(*texts: str) -> tuple[str, ...]:
-    """What a vocabulary may have as special tokens of these markers."""
+    """Finds the strings in these markers that a vocabulary may have as special tokens."""
     return tuple(dict.fromkeys(token for text in texts for token in _TOKEN.findall(text)))
 
 

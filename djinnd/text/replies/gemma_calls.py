@@ -35,7 +35,7 @@ class GemmaCalls(Marked):
         output.call(found[1].strip(), self._arguments(found[2]))
 
     def _arguments(self, text: str) -> str:
-        """As JSON: strings get quotes, and so do keys."""
+        """Converts the arguments to JSON: strings and keys get quotes."""
         parts = text.split(self.quote)
         if len(parts) % 2 == 0:
             raise Malformed

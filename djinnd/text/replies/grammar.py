@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from djinnd.text.replies.tools import Schema
 
-# Whitespace between two parts of a JSON text: a space, or a line break with an indentation. llguidance's own default
-# is without end, and a small model that has begun with blanks goes on with them to its last token.
+# Whitespace between two parts of a JSON text: a space, or a line break with an indentation. llguidance's default has no
+# bound, and a small model that begins with blanks writes blanks to its last token.
 JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,24}"}
 
 
@@ -52,8 +52,8 @@ Pieces = tuple[Piece, ...]
 
 
 def listed(members: Sequence[tuple[Pieces, bool]], comma: str) -> Pieces:
-    """Members with commas between them. The bool says that a member is required; required ones come first. Where none
-    is, a member can follow only those before it, so that no comma is left over."""
+    """Joins members with commas. The bool of a member says that it is required; required members come first. If none is
+    required, a member can only follow the members before it, so that no comma is left over."""
     required = [pieces for pieces, needed in members if needed]
     optional = [pieces for pieces, needed in members if not needed]
     if required:
@@ -72,8 +72,8 @@ def lark(
     parallel: bool,
     special: Mapping[str, int],
 ) -> str:
-    """A reply: what comes before the calls, then one of `calls`, or more than one where they are `parallel`. `between`:
-    text before the first call, between two, and after the last. `special`: ids of tokens that have no text."""
+    """Writes the grammar of a reply: the pieces `before`, then one of `calls`, or several if `parallel`. `between`:
+    text before the first call, between two calls, and after the last. `special`: ids of tokens that have no text."""
     assert calls
     first, separator, last = between
     writer = _Writer(special)
@@ -86,7 +86,7 @@ def lark(
 
 
 def lark_around(before: Pieces, special: Mapping[str, int]) -> str:
-    """A reply: what comes before its content, then the content, which is the rule @answer."""
+    """Writes the grammar of a reply: the pieces `before`, then the content, which is the rule @answer."""
     writer = _Writer(special)
     start = f"start: {writer.write((*before,))} @answer"
     return "\n".join([start, *writer.rules]) + "\n"

@@ -31,7 +31,8 @@ class Output:
         self._in_call = False
 
     def drain(self) -> list[Event]:
-        """The events since the last call. Readers tell a text in many small parts, which are joined here once."""
+        """Returns the events since the last call of this. Readers tell a text in many small parts, which are joined
+        here once."""
         events, self._events = self._events, []
         return [_joined([*group]) for _, group in groupby(events, _kind)]
 
@@ -65,7 +66,7 @@ class Output:
         self.end()
 
     def give_up(self) -> None:
-        """What was being read is no tool call: text that is held becomes content."""
+        """Ends an attempt to read a tool call: the text that is held becomes content."""
         held = self._source.held()
         if self._in_call:
             self.end(complete=False)
@@ -78,7 +79,7 @@ class Output:
 
 
 def _kind(event: Event) -> object:
-    """Neighbours of one kind are one event. Begins and ends of calls have kinds of their own."""
+    """Neighbouring events of one kind are joined. Each begin and end of a call has a kind of its own."""
     match event:
         case Content() | Reasoning():
             return type(event)
@@ -89,7 +90,7 @@ def _kind(event: Event) -> object:
 
 
 def _joined(events: list[Event]) -> Event:
-    """One event for neighbours of one kind, with the text of all."""
+    """Joins neighbouring events of one kind."""
     first = events[0]
     if isinstance(first, CallBegin | CallEnd) or len(events) == 1:
         return first

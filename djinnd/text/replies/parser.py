@@ -30,14 +30,14 @@ class ReplyParser:
         self._reading = form.read(prompt, self._source, self._output, tools or {})
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain now, and was not told before."""
+        """Reads the next text and returns the events that are certain now."""
         if not text:
             return []
         self._source.add(text)
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """What is left when no more text comes."""
+        """Ends the reply and returns the remaining events."""
         self._source.end()
         return self._advance()
 

@@ -54,7 +54,7 @@ class PythonCalls:
         tell(output, read_calls(start + text))
 
     def _start(self, source: Source, tools: Tools) -> Reading[str]:
-        """Of a list without a marker: it begins with a call of a known tool, or it is content."""
+        """Reads the begin of a list without a marker. Unless it calls a known tool, the text is content."""
         yield from source.expect("[")
         name, _ = yield from read_name(source, "(")
         if name not in tools:
@@ -92,7 +92,8 @@ class ToolCode:
 
 
 def read_python_call(source: Source, output: Output) -> Reading[None]:
-    """One call up to the end of the reply, as Llama 3 writes its built-in tools: `brave_search.call(query="…")`."""
+    """Reads one call up to the end of the reply, as Llama 3 writes its built-in tools:
+    `brave_search.call(query="…")`."""
     text = yield from whole(source, "")
     tell(output, [(name.removesuffix(".call"), arguments) for name, arguments in read_calls(f"[{text}]")])
 

@@ -48,7 +48,7 @@ class Source:
         self.ended = True
 
     def told(self) -> None:
-        """Everything that was read is told, or belongs to the format."""
+        """Notes that everything read so far was told, or belongs to the format."""
         self._mark = self._at
 
     def held(self) -> str:
@@ -59,11 +59,11 @@ class Source:
         return self._text[self._at :]
 
     def back(self) -> None:
-        """Text that is held will be read once more."""
+        """Goes back, so that the held text is read once more."""
         self._at = self._mark
 
     def more(self) -> Reading[bool]:
-        """False if no more text will come."""
+        """Waits for more text. Returns False if none will come."""
         if self.ended:
             return False
         yield
@@ -94,7 +94,7 @@ class Source:
             most -= len(self.match(_SPACE, min(most, CHUNK)))
 
     def drop_space(self) -> Reading[None]:
-        """Passes over white space that belongs to a marker, and to nobody else."""
+        """Passes over white space that belongs to a marker and is never told."""
         while (yield from self.peek()).isspace():
             self.match(_SPACE)
             self.told()

@@ -126,7 +126,8 @@ class InvokeCalls(Marked):
         members.end()
 
     def _schema(self, source: Source, schema: Schema) -> Reading[Schema]:
-        """Of the value that follows. What the model says of it counts."""
+        """Reads the end of a parameter's tag and returns its schema. The model's own statement overrides the tool's
+        schema."""
         told = yield from source.expect(">", _TEXT, _JSON)
         return {_TEXT: {"type": "string"}, _JSON: {}, ">": schema}[told]
 

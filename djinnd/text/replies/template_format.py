@@ -24,7 +24,7 @@ _MAX_DELIMITER = 4 << 10  # characters that may be the begin of a delimiter
 
 @dataclass(frozen=True)
 class TemplateFormat:
-    """otherwise: the format by family, which forces calls: a response template says how to read calls only."""
+    """otherwise: the format of the family. It forces calls, as a response template only says how to read them."""
 
     template: ResponseTemplate
     otherwise: ReplyFormat
@@ -59,7 +59,7 @@ class TemplateFormat:
 
 
 class _Reader:
-    """`region`: the one that text belongs to now; None: text outside all regions, which nobody gets."""
+    """`region`: the region of the current text; None: text outside all regions, which is dropped."""
 
     def __init__(self, template: ResponseTemplate, source: Source, output: Output, tools: Tools, silent: int) -> None:
         self._template = template

@@ -46,7 +46,7 @@ class ResponseTemplate:
         return next((region for region in self.regions if region.opening is None), None)
 
     def message_start(self, prompt: str) -> str:
-        """What the prompt has of the message already: the text behind the last anchor."""
+        """The part of the message that the prompt already has: the text behind the last anchor."""
         end = max((found.end() for found in self.start.pattern.finditer(prompt)), default=None)
         return "" if end is None else prompt[end:]
 

@@ -20,7 +20,7 @@ _MAX_NESTED = 8
 
 
 def region_value(region: Region, body: str, captures: Mapping[str, str]) -> Any:
-    """What the region says. Raises Malformed."""
+    """Parses and transforms a region's text. Raises Malformed."""
     try:
         value = _parse(body, region.content, region.content_args)
         if region.transform is None:
