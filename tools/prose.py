@@ -32,6 +32,7 @@ CLEAN: tuple[str, ...] = (
     "djinnd/messages",
     "djinnd/model",
     "djinnd/scheduler",
+    "djinnd/server",
     "djinnd/standard_streams.py",
     "djinnd/telemetry.py",
     "djinnd/text",

@@ -1,4 +1,4 @@
-"""Which session a call goes on with, where its program knows no sessions and sends the whole transcript each time.
+"""Chooses the session of a call whose program knows no sessions and sends the whole transcript each time.
 
     a key that an earlier call had   that call's session; if it is busy, a new session without a key
     no key, or a new one             no key: the idle session without a key that begins like the prompt for longest
@@ -30,8 +30,8 @@ COMPARED = 8  # candidates, at most, whose tokens are compared with the prompt
 
 @dataclass(slots=True, frozen=True)
 class Kept:
-    """What is known of a kept session beside its tokens. `prompt`: how many of its tokens were its last prompt;
-    `digest`: the hash of those that the next prompt must begin with."""
+    """A description of a kept session. `prompt`: how many of its tokens were its last prompt; `digest`: the hash of the
+    tokens that the next prompt must begin with."""
 
     key: str = ""
     prompt: int = 0
@@ -52,21 +52,21 @@ class KeptSession(Protocol):
 
     @property
     def is_plain(self) -> bool:
-        """What it generates follows from its tokens alone."""
+        """Its output follows from its tokens alone."""
 
 
 S = TypeVar("S", bound=KeptSession)
 
 
 class Choice(NamedTuple, Generic[S]):
-    """The session to go on with, and what is known of it then; None: a new one."""
+    """The session to go on with (None: a new one), and its description from now on."""
 
     session: S | None
     kept: Kept
 
 
 def settled(prompt: int) -> int:
-    """Of a prompt with so many tokens, the first ones that the conversation's next prompt has, too."""
+    """Counts the first tokens of such a prompt that the conversation's next prompt has, too."""
     return prompt if prompt < _LEAST else prompt - TAIL
 
 
@@ -83,8 +83,7 @@ def digests(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, bytes]:
 
 
 def kept_again(key: str, prompt: int, tokens: Sequence[int]) -> Kept:
-    """What is known of a session that an earlier daemon has kept. Of a call that was cut short, it may have less than
-    the prompt."""
+    """Describes a session by its own tokens. After a restart or a failed call it may have fewer than the prompt."""
     prompt = min(prompt, len(tokens))
     return Kept(key, prompt, b"" if key else digests(tokens, [settled(prompt)])[settled(prompt)])
 
@@ -103,7 +102,7 @@ class Conversations(Generic[S]):
         return len(self._of.get(user, ()))
 
     def choose(self, user: int, model: str, key: str, prompt: Sequence[int], at: S | None = None) -> Choice[S]:
-        """For a call with this prompt. `at`: a free session that is at the very point from which the call goes on."""
+        """Chooses for a call with this prompt. `at`: a free session at the very point from which the call goes on."""
         if at is not None and at.kept is not None:
             return Choice(at, kept_again(at.kept.key, len(prompt), prompt))
         if key:
@@ -118,14 +117,14 @@ class Conversations(Generic[S]):
         return Choice(_longest(alike, prompt), Kept("", len(prompt), found[end]))
 
     def add(self, session: S) -> None:
-        """One whose `kept` is set. The first one with a key is found by it."""
+        """Adds a session whose `kept` is set. A key finds the first session that has it."""
         assert session.kept is not None
         self._of.setdefault(session.user, {})[session.id] = session
         if session.kept.key:
             self._keyed.setdefault((session.user, session.model, session.kept.key), session)
 
     def remove(self, session: S) -> None:
-        """Does nothing where it is not here."""
+        """Removes a session, if it is here."""
         own = self._of.get(session.user, {})
         if own.pop(session.id, None) is None or session.kept is None:
             return
@@ -140,7 +139,7 @@ class Conversations(Generic[S]):
         return [session for session in self._of.get(user, {}).values() if session.is_free]
 
     def give_way(self, user: int) -> S | None:
-        """The user's session that has been idle longest."""
+        """The user's session that has been idle for longest."""
         return min(self.idle(user), key=lambda session: session.used, default=None)
 
     def _candidates(self, user: int, model: str) -> Iterator[tuple[S, Kept]]:
@@ -151,7 +150,7 @@ class Conversations(Generic[S]):
 
 
 def _longest(alike: list[tuple[S, Kept]], prompt: Sequence[int]) -> S | None:
-    """Of sessions whose hashes say that they begin like the prompt, the one that does for longest."""
+    """Picks the session that begins like the prompt for longest, among sessions whose hashes say that they do."""
     alike.sort(key=lambda each: (each[1].prompt, each[0].used), reverse=True)
     best, most = None, 0
     for session, kept in alike[:COMPARED]:

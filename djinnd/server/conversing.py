@@ -42,7 +42,7 @@ class Conversing:
         self._records = records
 
     async def model(self, call: Call, conversation: Conversation) -> Model:
-        """Which has been ready. Raises as for a session that is opened."""
+        """Finds the conversation's model, and loads it if need be. Raises as for a session that is opened."""
         conversation.validate()
         call.client.tenant.expect_class(call.client.class_for(conversation.priority))
         model = await self._models.named(conversation.model, call.client)
@@ -52,8 +52,8 @@ class Conversing:
         return self._models.find_open(model.name, call.client)
 
     def before(self, call: Call, request: Generate, conversation: Conversation, model: Model) -> list[int]:
-        """The tokens that a text or token prompt comes behind: those of the record that the call goes on from. A chat
-        has all of its messages. Raises NotFound, InvalidRequest."""
+        """Returns the tokens before a text or token prompt: the tokens of the record that the call goes on from. None
+        stand before a chat, which brings all messages. Raises NotFound, InvalidRequest."""
         if not conversation.after:
             return []
         record = self._records.of_model(call.client.user, conversation.after, model.name)
@@ -68,8 +68,8 @@ class Conversing:
     def session(
         self, call: Call, conversation: Conversation, model: Model, prompt: list[int], is_scored: bool
     ) -> Iterator[Taken]:
-        """In use by the call. The model is ready. `is_scored`: log probabilities of the whole prompt are wanted, so all
-        of it is computed. Raises as for a session that is opened."""
+        """Puts a session in use by the call. The model is ready. `is_scored`: the call wants log probabilities of the
+        whole prompt, so all of it is computed. Raises as for a session that is opened."""
         sessions = self._sessions
         at = self._at_record(call, conversation) if conversation.after else None
         chosen, kept = sessions.conversations.choose(call.client.user, model.name, conversation.key, prompt, at)
@@ -89,8 +89,8 @@ class Conversing:
 
     @contextmanager
     def _kept_as_it_is_left(self, session: SessionRecord) -> Iterator[None]:
-        """A call that fails may leave the session with fewer tokens than its prompt. The next call, often the same one
-        again, finds the session by the tokens that it has."""
+        """Describes the session anew after a failure, which may leave fewer tokens than the prompt. So the next call,
+        often a repetition, finds the session."""
         try:
             yield
         except BaseException:
@@ -99,7 +99,7 @@ class Conversing:
             raise
 
     def told(self, session: SessionRecord, conversation: Conversation, prompt: int, answer: Answer) -> Answer:
-        """The call has ended: its reply says which session it was, and counts all tokens of the prompt."""
+        """Completes the reply of a call that has ended: it names the session, and counts all tokens of the prompt."""
         reply = answer.message
         assert isinstance(reply, Generated)
         reply.session = session.id
@@ -108,7 +108,7 @@ class Conversing:
         return answer
 
     def _at_record(self, call: Call, conversation: Conversation) -> SessionRecord | None:
-        """The kept session that the record was made of, where it still is at that very point."""
+        """The kept session that the record was made of, if it still is at that very point."""
         record = self._records.find(call.client.user, conversation.after)
         session = self._sessions.get(record.origin)
         if session is None or session.kept is None or not session.is_free:
@@ -124,7 +124,8 @@ class Conversing:
         return session
 
     def _reclassify(self, call: Call, session: SessionRecord, conversation: Conversation) -> None:
-        """As the call asks; else as it was, where the caller may have that."""
+        """Sets the session's class: the class that the call asks for, or else the class it had, if the caller may use
+        it."""
         highest = call.client.class_for(conversation.priority)
         kept: Class = max(session.priority, highest, key=CLASSES.index)
         priority = conversation.priority or kept
@@ -133,8 +134,8 @@ class Conversing:
             self._models.tell(session, SetClass(session.id, session.priority))
 
     def _expect_fit(self, session: SessionRecord, model: Model, kept: int) -> None:
-        """A session that an earlier daemon has left may be of another checkpoint: it keeps the prompt's tokens only.
-        Raises InvalidRequest for edits that do not fit."""
+        """Checks a session that an earlier daemon has left, perhaps with another checkpoint: it keeps the prompt's
+        tokens only. Raises InvalidRequest for edits that do not fit."""
         if session.is_restored:
             edit_admission.check_fit(session.edits, model.described[0])
             session.cut(kept)
@@ -142,8 +143,8 @@ class Conversing:
             session.is_restored = False
 
     def _wait(self, session: SessionRecord, conversation: Conversation, reply: Generated) -> None:
-        """Its pages may leave the device until the next call, where that is known to come later: the caller says so, or
-        has functions to call first. How long that takes is learnt by the key, or else by the function."""
+        """Lets the session's pages leave the device if its next call comes later: the caller says so, or has functions
+        to call first. The wait is learnt by the key, or else by the function."""
         calls = [] if reply.message is None else reply.message.tool_calls
         if not conversation.expected_wait_s and not calls:
             return

@@ -1,4 +1,4 @@
-"""Vectors of texts: what the model's final norm gives for their tokens, by its mean or its last row.
+"""Vectors of texts: the mean, or the last row, of the final norm's output for their tokens.
 
 Each input is run in a session of its own that captures the final norm's output (see capturing.py), and is closed then;
 the sessions of one request run together: AT_ONCE of them, or as many as the user may open. Rows are added up in a
@@ -36,7 +36,7 @@ class _Input(NamedTuple):
 
 
 class Embedding:
-    """`generate` runs a call on a session, as for a client."""
+    """Answers Embed requests. `generate` runs a call on a session, as for a client."""
 
     def __init__(
         self, sessions: SessionTable, models: Models, generate: Callable[[Call, Generate], Awaitable[Answer]]
@@ -60,7 +60,7 @@ class Embedding:
         return Answer(Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling))
 
     async def _all(self, call: Call, model: Model, inputs: Sequence[Prompt], pooling: Pooling) -> list[_Input]:
-        """Where one fails, or the call is cancelled, the others end within a step."""
+        """Runs all inputs. If one fails, or the call is cancelled, the others end within a step."""
         at_once = max(1, min(AT_ONCE, self._sessions.openable(call.client.user)))
         room, parts = asyncio.Semaphore(at_once), dict[asyncio.Task[Any], Call]()
 
@@ -80,7 +80,7 @@ class Embedding:
             await asyncio.wait(tasks)
         failed = [error for task in tasks if not task.cancelled() and (error := task.exception())]
         if failed:
-            raise min(failed, key=lambda error: isinstance(error, Cancelled))  # what the others were cancelled for
+            raise min(failed, key=lambda error: isinstance(error, Cancelled))  # the cause before the cancelled ones
         return [task.result() for task in tasks]
 
     async def _run(self, call: Call, model: Model, prompt: Prompt, pooling: Pooling) -> _Input:

@@ -4,7 +4,7 @@
     tool_choice: required, or a function ──► calls as the model's family writes them ───────┘
 
 A schema is a stranger's text, and compiling it may take all the time and memory there is, or end the process: it is
-done in the principal's text worker, for configured models, too. What has been checked once is known by its hash.
+done in the principal's text worker, for configured models, too. The hash of a grammar that has passed is remembered.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ANYTHING = grammar_text(OutputFormat("json_object"))
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What a run's output follows. `table`: a memfd of the model's tokens, where its tokenizer is a stranger's."""
+    """The grammar of a run's output. `table`: a memfd of the model's tokens, where its tokenizer is a stranger's."""
 
     text: ModelText
     grammar: str
@@ -61,7 +61,7 @@ class _Table:
 
 
 class Formats:
-    """Knows which grammars of which models have been checked, and the tables of strangers' tokens."""
+    """Checks formats. Remembers the grammars of each model that have passed, and the tables of strangers' tokens."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
@@ -107,8 +107,8 @@ class Formats:
             checked.popitem(last=False)
 
     async def _table(self, text: ModelText, user: int) -> _Table:
-        """Of the model's tokens. What the worker says may be a stranger's work: an engine makes no more of it than
-        bytes."""
+        """The table of the model's tokens. A stranger may have made up the worker's answer, so an engine only takes
+        bytes from it."""
         if text not in self._tables:
             answer = await self._texts.check(text, user, CheckGrammar(text.number, _ANYTHING, wants_table=True))
             special = await self._texts.in_thread(user, lambda: _special_in(answer.table))
@@ -175,7 +175,7 @@ def _size(request: Generate) -> int:
 
 
 def _wanted(tools: Tools, choice: str) -> Tools:
-    """Those that may be called. Raises InvalidRequest."""
+    """Picks the tools that the choice allows. Raises InvalidRequest."""
     if not tools:
         raise InvalidRequest("tool_choice forces a call, but there are no tools", field="tool_choice")
     if choice == "required":

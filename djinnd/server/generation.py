@@ -9,10 +9,10 @@ No I/O and no clock. It extends the session's own list of tokens; the engine has
 The text of tokens, and what it says as the answer of a chat, is read here, or, of models that are not configured, by a
 text worker: then `is_late`, tokens are taken with `take_unread`, and what the worker has read comes back with `heard`.
 
-The text of tokens is read with each of them where somebody waits for it, as a piece or because it may complete a stop
-string. Else it is read READ_AT_ONCE tokens at a time, which takes little more than one. Those that run together take
-turns: no step has much to read, nor has one with which many calls end. What is left is read with the last token, while
-the engine does the books of the run's end.
+Text is read with each token if a caller waits for a piece, or if the token may complete a stop string. Otherwise
+READ_AT_ONCE tokens are read at a time, which takes little longer than one. Runs in the same steps take turns, so that
+no step has much to read, even if many calls end with it. The rest is read with the last token, while the engine ends
+the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Generation:
         token_bytes: TokenBytes | None = None,
         chat: ChatAnswer | None = None,
     ) -> None:
-        """`token_bytes`: what names tokens here, where the request wants that."""
+        """`token_bytes`: the names of tokens, if the request wants them and they are read here."""
         self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
         self.is_full = False  # the last token was the request's last
         self._request = request
@@ -81,11 +81,11 @@ class Generation:
         self._named: set[int] = set()  # tokens that a piece has named
 
     def started(self, at: float) -> None:
-        """The first row on the first engine counts."""
+        """Notes the time of the first row on the first engine."""
         self._started = self._started or at
 
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> Piece | None:
-        """Takes the next token. With `stream` the piece that it completes, if it does."""
+        """Takes the next token. With `stream`, returns the piece that it completes, if any."""
         if self.keep is not None:
             return None  # the engine went on until it heard of the stop string
         if len(self._tokens) == self._prompt_end:
@@ -107,7 +107,7 @@ class Generation:
 
     @property
     def is_due(self) -> bool:
-        """Somebody waits for the text of the unread tokens, or there are enough of them."""
+        """The caller waits for the text of the unread tokens, or there are enough of them."""
         return len(self._tokens) > self._next_read or (self.is_full and self.unread > 0)
 
     def take_unread(self, most: int) -> list[int]:
@@ -117,8 +117,8 @@ class Generation:
         return self._with_text(self._tokens[self._read : self._asked])
 
     def heard(self, read: ReadText) -> Piece | None:
-        """What the worker has read of the tokens that it was asked for. Tokens behind the one that ended the output are
-        the session's no more."""
+        """Takes the worker's text of the tokens that it was asked for. Tokens behind the one that ended the output
+        leave the session."""
         if self._chat is not None:
             self._chat.add(read.text, read.delta)
         if read.stopped_after is not None:
@@ -169,7 +169,7 @@ class Generation:
         return read_by.stopped_by if read_by is not None else self._heard_stop
 
     def ended_by_itself(self, context: int) -> FinishReason | None:
-        """Why no token follows those that there are, with so much room in the session. None: one does."""
+        """Why the run has no further token, with so much room in the session. None: it has one."""
         if self.keep is not None:
             return "stop"
         if len(self._tokens) == self._prompt_end:
@@ -185,7 +185,8 @@ class Generation:
 
     @property
     def read(self) -> int:
-        """Tokens of the session whose text has been read; those that are read here can be read at any time."""
+        """Tokens of the session whose text has been read. Without a worker all count, as the server can read any
+        time."""
         return self._read if self._is_late else len(self._tokens)
 
     @property
@@ -199,7 +200,7 @@ class Generation:
         return len(self._tokens)
 
     def _read_text(self) -> None:
-        """Of all tokens that there are."""
+        """Reads the text of all tokens so far."""
         reader, end = self._reader, len(self._tokens)
         tokens = self._with_text(self._tokens[self._read :])
         text = reader.read(tokens) if reader is not None and tokens else ""
@@ -214,7 +215,7 @@ class Generation:
         return end - self._prompt_end > self._request.sampling.min_tokens
 
     def _with_text(self, tokens: list[int]) -> list[int]:
-        """A stop token is the session's, but says nothing."""
+        """Leaves out stop tokens, which belong to the session but have no text."""
         return [token for token in tokens if token not in self._stop_tokens]
 
     def _note_read(self, end: int, text: str) -> None:
@@ -229,7 +230,7 @@ class Generation:
         return None
 
     def _take(self) -> dict[str, Any]:
-        """What no piece has brought yet, as far as its text has been read; from now on it has been."""
+        """Takes the content for the next piece: everything since the last piece whose text has been read."""
         count = self._read - self._told
         logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         taken: dict[str, Any] = {
@@ -265,5 +266,5 @@ class Generation:
 
 
 def _ids(tokens: Iterable[int], entries: Iterable[Logprobs]) -> set[int]:
-    """These tokens, and those that the entries name."""
+    """These tokens, and the tokens that the entries name."""
     return {*tokens, *(token for entry in entries for token in entry.top)}

@@ -1,4 +1,4 @@
-"""Which sessions the daemon keeps for programs that know none, in the journal's file: see conversations.py."""
+"""The sessions that the daemon keeps for programs that know none, in the journal's file: see conversations.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_conversations(db: sqlite3.Connection) -> dict[str, Conversed]:
 
 
 class ConversationFold(SessionFold[Conversed]):
-    """Which sessions are kept, and how, as of the last change."""
+    """Applies one fold's changes to the sessions that are kept."""
 
     _tables = ("conversation",)
 

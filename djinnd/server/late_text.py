@@ -5,7 +5,7 @@
     Finished ──► Read(last) ──► ReadText ──► the final reply
 
 A run whose worker falls behind by more than MOST_BEHIND tokens is held, so that the engine never outruns the text
-without bound. A slow tokenizer costs its own tenant's runs time, and nobody else's.
+without bound. A slow tokenizer only slows the runs of its own tenant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reader(Protocol):
 
 
 class LateText:
-    """A reading in a worker, from the run's start to its last text, or until `end`."""
+    """Reads one run's text in a worker, from the run's start to its last text, or until `end`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class LateText:
         worker.tell(Begin(self._number, model, list(context), rules.stops, rules.skip_special, rules.least, chat))
 
     def go_on(self, generation: Generation) -> None:
-        """Tokens came, or a Read was answered."""
+        """Asks for the next text: tokens came, or a Read was answered."""
         if self._is_over:
             return
         if not self._is_asked and (generation.is_due or self._then is not None):
@@ -67,7 +67,7 @@ class LateText:
         self._note_behind(generation.unread > MOST_BEHIND)
 
     def finish(self, generation: Generation, then: Callable[[], None]) -> None:
-        """No more tokens come. `then` is called when the text of all has been read, or cannot be."""
+        """Notes that no more tokens come. Calls `then` when the text of all has been read, or cannot be."""
         if self._is_over:
             then()
             return
@@ -75,7 +75,7 @@ class LateText:
         self.go_on(generation)
 
     def end(self) -> None:
-        """Nobody waits for the rest."""
+        """Ends the reading; the rest is not wanted."""
         if not self._is_over:
             self._is_over = True
             self._worker.readings -= 1
@@ -109,7 +109,8 @@ class LateText:
             self.go_on(generation)
 
     def _expect_text(self, answer: Reply | DjinnError, question: Read) -> ReadText:
-        """Raises what the worker has failed with, and TextFailed for more text than any honest one sends."""
+        """Checks the worker's answer. Raises the worker's error, or TextFailed for more text than an honest worker
+        sends."""
         if isinstance(answer, DjinnError):
             raise answer
         assert isinstance(answer, ReadText), answer

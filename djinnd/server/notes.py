@@ -1,4 +1,4 @@
-"""What the caller of a generation should know about its reply, beside what it asked for."""
+"""Notes in the reply of a generation: hints that the caller did not ask for."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ class PromptScores:
         self._ids: list[bytes] = []
 
     def wanted(self) -> int | None:
-        """What an engine that begins with the run now is asked for: all that is missing, or nothing. What an engine
-        that was lost has sent a part of is asked for once more."""
+        """The request to an engine that begins with the run now: all log probabilities, or none if none is missing. A
+        part that a lost engine has sent is computed once more."""
         if self._missing == 0:
             return None
         self._begin()

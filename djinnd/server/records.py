@@ -1,8 +1,8 @@
 """Records: named points of conversations, with bytes of the caller's that the daemon does not read.
 
-A record holds the tokens that its session had, so that a call can go on from it when the session has gone on, or has
-gone. It is in the journal and charged to its user. What a user keeps beyond a limit pushes out the user's oldest
-records, as callers that keep a record for every answer never remove one.
+A record holds the tokens that its session had, so that a call can go on from it when the session has gone on, or was
+closed. It is in the journal and charged to its user. Beyond a limit a new record pushes out the user's oldest ones, as
+callers that keep a record for every answer never remove one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RecordTable:
         self._sweep: asyncio.TimerHandle | None = None
 
     def restore(self, kept: Iterable[Recorded]) -> None:
-        """At start: what the journal has, the oldest first."""
+        """Takes the journal's records at start, the oldest first."""
         for record in kept:
             self._of.setdefault(record.user, {})[record.record] = record
             self._ledger(record.user).add(JOURNAL_BYTES, _nbytes(record))
@@ -68,7 +68,7 @@ class RecordTable:
         return record
 
     def of_model(self, user: int, name: str, model: str) -> Recorded:
-        """The record, for a call of this model that goes on from it. Raises NotFound, InvalidRequest."""
+        """Finds a record for a call of this model that goes on from it. Raises NotFound, InvalidRequest."""
         record = self.find(user, name)
         if record.model != model:
             raise InvalidRequest(f"record {name} is of {record.model}, and not of {model}", field="conversation.after")
@@ -120,7 +120,7 @@ class RecordTable:
     # --- room -------------------------------------------------------------------------------------------------------
 
     def _expect_plain(self, session: SessionRecord) -> None:
-        """Raises InvalidRequest for a session whose tokens do not tell what comes next."""
+        """Checks that the session's output follows from its tokens. Raises InvalidRequest."""
         if not session.is_plain:
             raise InvalidRequest(
                 f"session {session.id} has edits, breakpoints or KV of a client, which a record does not keep: fork it",
@@ -154,7 +154,7 @@ class RecordTable:
         self._journal.unrecorded(record)
 
     def _drop_expired(self) -> None:
-        """Now and then, those that are older than their time to live: 0 is none."""
+        """Drops records older than limits.record_ttl (0: never), now and every _SWEEP seconds."""
         oldest = time.time() - self.limits.record_ttl
         if self.limits.record_ttl:
             for user in list(self._of):
@@ -179,7 +179,7 @@ def _length(record: Recorded) -> int:
 
 
 def _nbytes(record: Recorded) -> int:
-    """In the journal."""
+    """Bytes of a record in the journal."""
     return RECORD_BYTES + len(record.tokens) + len(record.body)
 
 

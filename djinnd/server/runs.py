@@ -1,8 +1,8 @@
-"""A run as the server lives it: what the engine tells of it, on its way to the session and to the caller.
+"""Runs: the server's side of the work that an engine does for one call on a session.
 
-`done` gets the final answer or the error. The session's tokens are then the engine's: those that the run left, or,
-where it failed, those of before it. Where the engine is lost, `done` raises Interrupted, the session keeps its tokens,
-and the run can be submitted to the next engine: see carrying.py.
+`done` gets the final answer or the error. The session's tokens then equal the engine's: the tokens that the run left,
+or, after a failure, the tokens before the run. If the engine is lost, `done` raises Interrupted, the session keeps its
+tokens, and the run can be submitted to the next engine: see carrying.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Interrupted(Exception):
 
 
 class SessionRun:
-    """What all kinds have in common. Made in one turn of the loop with finding the engine, so that it lives. `proven`
-    is done when the engine has given it a token."""
+    """The common part of all kinds of runs. A run is made in the same turn of the loop that finds the engine, so the
+    engine lives. `proven` is done when the engine has given a token."""
 
     done: asyncio.Future[Answer]
     proven: asyncio.Future[None]
@@ -58,8 +58,8 @@ class SessionRun:
         self._is_proven = False
 
     def submit(self, engine: EngineClient) -> None:
-        """Has this engine run it: the first one, or the next one after a loss, which has the session open with all its
-        tokens."""
+        """Sends the run to an engine: the first one, or the next one after a loss, which has the session open with all
+        its tokens."""
         loop = asyncio.get_running_loop()
         is_new, self._is_new = self._is_new, False
         self.done = loop.create_future()
@@ -75,8 +75,8 @@ class SessionRun:
             engine.send(Hold(self._number, True))
 
     def _send(self, engine: EngineClient, is_new: bool) -> int:
-        """Sends the engine the run, and answers with its number there. Unless `is_new`, the session of the engine has
-        the run's tokens already."""
+        """Sends the run and returns its number in the engine. Unless `is_new`, the engine's session has the run's
+        tokens already."""
         raise NotImplementedError
 
     @property
@@ -108,7 +108,7 @@ class SessionRun:
         self._call.flush()
 
     def cancel(self) -> None:
-        """The engine's final word comes within a step; without an engine, the call ends at once."""
+        """Cancels the run. The engine's final word comes within a step; without an engine, the call ends at once."""
         self.is_cancelled = True
         if self._number:
             self._engine.send(CancelRun(self._number))
@@ -144,12 +144,12 @@ class SessionRun:
         raise AssertionError(f"KV for a {type(self).__name__}")
 
     def failed(self, error: DjinnError) -> None:
-        """The engine has rolled the session back. It is at the same hit again, if it was at one."""
+        """Takes the engine's error. The engine has rolled the session back, to the hit where it was, if any."""
         self._roll_back()
         self.done.set_exception(error)
 
     def lost(self, error: DjinnError, blamed: bool) -> None:
-        """The engine is no more. `blamed`: perhaps by this run."""
+        """Notes that the engine was lost. `blamed`: this run may be the cause."""
         self.deaths += blamed
         self._number, self._started, self._is_proven = 0, False, False
         self._session.due_from = self._was_due_from
@@ -162,12 +162,13 @@ class SessionRun:
         return None
 
     def cut_short(self) -> Answer | None:
-        """It is cancelled while no engine has it. None: it has no result."""
+        """Ends a run that is cancelled while no engine has it. None: it has no result."""
         self.give_up()
         return None
 
     def give_up(self) -> None:
-        """No engine will have it: the session keeps what the client was told, or is as it was before the call."""
+        """Ends a run that no engine will take: the session keeps the tokens that the client was told, or is as it was
+        before the call."""
         self._roll_back()
 
     def _roll_back(self) -> None:
@@ -175,13 +176,13 @@ class SessionRun:
         self._session.breakpoints.hit, self._session.due_from = self._was_at, self._was_due_from
 
     def _send_off(self) -> None:
-        """The engine has the run at once, and not at the end of this turn of the loop, unless other calls are on their
-        way: those that come together are to be in one step."""
+        """Sends the run to the engine at once, and not at the end of this turn of the loop. Unless other calls are on
+        their way: calls that come together are to be in one step."""
         if self._call.client.unfinished <= self._engine.runs:
             self._engine.flush()
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        """The session by the run's own."""
+        """Extends the session by the run's tokens."""
         self._session.tokens.extend(tokens)
         self._session.breakpoints.hit = None
         self._session.tenant.charge(len(tokens), time.monotonic())
@@ -192,13 +193,13 @@ class SessionRun:
             self._session.stopped(hit)
 
     def _undo(self, error: DjinnError) -> None:
-        """The run has ended in the engine, but its work is not to stay."""
+        """Undoes a run that has ended in the engine."""
         self._engine.send(Truncate(self._session.id, self._first))
         self.failed(error)
 
 
 class ForwardRun(SessionRun):
-    """Cancelled, it leaves the session as it was."""
+    """The run of a Forward. Cancelled, it leaves the session as it was."""
 
     def __init__(
         self, call: Call, session: SessionRecord, engine: EngineClient, place: Place, request: Forward

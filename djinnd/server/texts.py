@@ -57,7 +57,7 @@ SHORT_CHAT = 1 << 10  # bytes of messages and tools: half a millisecond, with th
 LONG_CHAT = 32 << 10  # bytes: a template and its filters hold the interpreter's lock for some milliseconds
 SHORT_TOKENS = 512  # to be made text: a millisecond on the loop
 LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
-LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which nobody can stop
+LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which cannot be stopped
 _THREADS = 2
 _IDLE = 60.0  # seconds without a question, after which a worker ends
 _COMMAND = python_module("djinnd.text_worker")
@@ -74,8 +74,8 @@ class Texts:
         self.grammar_time = CpuTime(
             "grammar_seconds_per_minute", "outputs with a format", limits.grammar_seconds_per_minute
         )
-        self._workers: dict[int, TextWorker] = {}  # by user; those that take questions
-        self._ending: set[TextWorker] = set()  # those that do not, and are not gone yet
+        self._workers: dict[int, TextWorker] = {}  # by user; they take questions
+        self._ending: set[TextWorker] = set()  # they take no more questions, and still exist
         self._turns: dict[tuple[int, str], asyncio.Lock] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "djinn-text", leave_signals_to_the_loop)
         self._sweep: asyncio.TimerHandle | None = None
@@ -83,9 +83,9 @@ class Texts:
     async def open(
         self, user: int, name: str, files: ModelFiles, configured: config.Model | None, template: str = ""
     ) -> ModelText:
-        """The text side of a model that is being loaded, for `user`. `files` stay the model's. `configured`: by an
-        administrator. `template`, or else the configuration's, is for chats, in the place of the checkpoint's. Raises
-        ModelRejected, TextFailed, QuotaExceeded."""
+        """Opens the text side of a model that is being loaded, for `user`. `files` stay the model's. `configured`: its
+        section of the configuration. `template`, or else the configuration's, replaces the checkpoint's for chats.
+        Raises ModelRejected, TextFailed, QuotaExceeded."""
         if configured is not None:
             loop = asyncio.get_running_loop()
             if configured.chat_template and not template:
@@ -106,8 +106,8 @@ class Texts:
         return text
 
     async def prepare(self, text: ModelText, user: int, request: Generate, starts: bool, room: int) -> Prompt:
-        """Of a request without a chat. `room`: tokens that fit. Raises PromptTooLong, InvalidRequest, TextFailed,
-        QuotaExceeded."""
+        """Prepares the prompt of a request without a chat. `room`: tokens that fit. Raises PromptTooLong,
+        InvalidRequest, TextFailed, QuotaExceeded."""
         given = request.token_ids or []
         if request.text is None and not request.stop:
             return Prompt(given)
@@ -129,7 +129,8 @@ class Texts:
     async def prepare_chat(
         self, text: ModelText, user: int, chat: ChatInput, stops: Sequence[str], room: int
     ) -> Prompt:
-        """All tokens of a chat, up to the answer. Raises as `prepare`; InvalidRequest with what the template says."""
+        """Prepares all tokens of a chat, up to the answer. Raises as `prepare`, and InvalidRequest with the template's
+        own words."""
         vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
         if vocabulary is None or size > LONG_CHAT:
             question = EncodeChat(text.number, chat, room, list(stops), False)
@@ -165,13 +166,13 @@ class Texts:
         return Prompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
 
     async def _ask_one(self, text: ModelText, user: int, question: Question) -> Reply:
-        """In the user's worker, when it is the user's turn."""
+        """Asks the user's worker, when it is the user's turn."""
         async with self._turn(user, "worker"):
             self.time.expect(user)
             return await self._ask(self.worker_with(text, user), question)
 
     async def name(self, text: ModelText, user: int, tokens: bytes) -> dict[int, bytes]:
-        """What tokens stand for: 32 bits each, little-endian; each may be there many times. Raises TextFailed,
+        """Returns the bytes of tokens: 32 bits each, little-endian; each may be there many times. Raises TextFailed,
         QuotaExceeded."""
         if (naming := text.token_bytes) is not None:
             async with self._turn(user, "thread"):
@@ -184,7 +185,8 @@ class Texts:
         return answer.token_bytes
 
     async def check(self, text: ModelText, user: int, question: CheckGrammar) -> GrammarChecked:
-        """In the user's text worker, whatever the model. Raises GrammarRejected, TextFailed, QuotaExceeded."""
+        """Checks a grammar in the user's text worker, for configured models, too. Raises GrammarRejected, TextFailed,
+        QuotaExceeded."""
         async with self._turn(user, "worker"):
             self.time.expect(user)
             answer = await self._ask(self.worker_with(text, user), question)
@@ -242,7 +244,8 @@ class Texts:
             worker.forget(model)
 
     async def _ask(self, worker: TextWorker, question: Question, fds: Sequence[int] = ()) -> Reply:
-        """Raises what the worker answers with. A caller that stops waiting leaves the job to its limits."""
+        """Asks a worker. Raises the error that it answers with. If the caller stops waiting, the job goes on within its
+        limits."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
         def then(answer: Reply | DjinnError) -> None:
@@ -270,7 +273,7 @@ class Texts:
             self._sweep = asyncio.get_running_loop().call_later(_IDLE / 2, self._end_idle)
 
     def _end_idle(self) -> None:
-        """Workers that nobody has asked anything for a while, or that have no model any more."""
+        """Ends workers that were not asked anything for a while, or that have no model any more."""
         self._sweep = None
         now = time.monotonic()
         for worker in list(self._workers.values()):
@@ -281,7 +284,7 @@ class Texts:
 
 
 def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:
-    """For a thread. Whatever is only known by looking at all of the vocabulary is looked at here."""
+    """Reads a vocabulary, and computes the properties that take a look at all of its tokens. Blocks."""
     vocabulary = Vocabulary.read(name, files, template=template)
     if vocabulary.has_text:
         vocabulary.characters_per_token  # noqa: B018

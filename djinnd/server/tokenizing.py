@@ -1,4 +1,4 @@
-"""What is asked of a model's tokenizer alone: the tokens of a text or a chat, the text of tokens, and what it is."""
+"""Requests to a model's tokenizer alone: the tokens of a text or a chat, the text of tokens, and its description."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Vector = npt.NDArray[np.float32]
 
 
 def pooled(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
-    """Of the rows in this window, which is closed."""
+    """Pools the rows in this window, and closes it."""
     (fd,), (point,) = fds, captured.points
     try:
         with mmap.mmap(fd, captured.nbytes, prot=mmap.PROT_READ) as window:

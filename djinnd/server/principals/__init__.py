@@ -1,1 +1,2 @@
-"""Who is asking: tokens, the principals that they stand for, and the names of principals. docs/tokens.md."""
+"""The principals of requests: tokens, the principals that they stand for, and the names of principals.
+docs/tokens.md."""

@@ -1,7 +1,7 @@
 """The tokens that there are, and the names that had one. No I/O and no clock.
 
-A token is 256 random bits, and the book has its SHA-256: whoever reads the book cannot connect with what is in it. The
-lookup is by that hash. How long it takes tells about the hash of a guess, which a caller knows, and about nothing else.
+A token is 256 random bits, and the book has its SHA-256 only, with which no reader of the book can connect. The lookup
+is by that hash. Its time depends on the hash of a guess, which the caller knows, and on nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What is kept. `retired`: names without a token, the latest last. Their sessions may be there still."""
+    """The content of the file. `retired`: names without a token, the latest last. They may still have sessions."""
 
     tokens: list[Token] = []
     retired: list[str] = []
@@ -61,24 +61,25 @@ class TokenBook:
         return len(self._tokens)
 
     def content(self, *more: Token) -> Content:
-        """What there is to keep, and with these tokens."""
+        """The content of the file, with these further tokens."""
         return Content([*self, *more], [name for name in self._retired if name not in {token.name for token in more}])
 
     def name_of(self, principal: int) -> str | None:
-        """Of a principal that is no Unix user."""
+        """The name of a principal that is no Unix user."""
         return self._names.get(principal)
 
     def get(self, name: str) -> Token | None:
         return self._tokens.get(name)
 
     def find(self, secret: str, now: float) -> Token | None:
-        """None: there is no such token, or it has expired."""
+        """Finds a valid token; None if there is none, or it has expired."""
         name = self._by_digest.get(_digest(secret))
         token = None if name is None else self._tokens[name]
         return None if token is None or token.is_expired(now) else token
 
     def expect_new(self, name: str, most: int) -> None:
-        """A token of this name can be added, where there may be so many. Raises InvalidRequest, QuotaExceeded."""
+        """Checks that a token of this name can be added; `most` tokens may exist. Raises InvalidRequest,
+        QuotaExceeded."""
         if not is_principal_name(name):
             told = f"{name[:MAX_PRINCIPAL_NAME]!r} is no name: write a letter, and then letters, digits and ._@-"
             raise InvalidRequest(f"{told}, {MAX_PRINCIPAL_NAME} characters at most", field="name")
@@ -96,7 +97,7 @@ class TokenBook:
             )
 
     def add(self, token: Token) -> None:
-        """The name must be new."""
+        """Adds a token, whose name must be new."""
         assert token.name not in self._tokens
         self._tokens[token.name] = token
         self._by_digest[token.digest] = token.name
@@ -104,11 +105,11 @@ class TokenBook:
         self._names[number_of(token.name)] = token.name
 
     def used(self, token: Token, now: float) -> None:
-        """A connection has begun with the token."""
+        """Notes that a connection has begun with the token."""
         self._tokens[token.name] = msgspec.structs.replace(self._tokens[token.name], used=now)
 
     def revoke(self, name: str) -> Token:
-        """Raises NotFound."""
+        """Removes the token of this name. Raises NotFound."""
         token = self._tokens.pop(name, None)
         if token is None:
             told = f"there is no token {name[:MAX_PRINCIPAL_NAME]!r}: `djinnctl token list` has their names"
@@ -124,7 +125,7 @@ class TokenBook:
 def new_token(
     name: str, user: int | None, highest: Class | None, now: float, expires: float | None
 ) -> tuple[Token, str]:
-    """And its secret, which is kept nowhere."""
+    """Makes a token and its secret, which is stored nowhere."""
     secret = PREFIX + secrets.token_urlsafe(_BYTES)
     return Token(name, _digest(secret), user, highest, now, expires), secret
 

@@ -55,7 +55,7 @@ class TokenFile:
 
     @property
     def notes(self) -> list[str]:
-        """What an administrator should know."""
+        """Notes for administrators."""
         return [
             f"the file with the tokens was damaged; it is kept as {path}: add the tokens again, and remove that file"
             for path in self.damaged_files

@@ -10,7 +10,7 @@ from functools import lru_cache
 from djinn_client.errors import InvalidRequest
 from djinn_client.principals import FIRST_NAMED, is_unix_user
 
-_OVERFLOWING = FIRST_NAMED - 1  # (uid_t)-1, which is nobody's
+_OVERFLOWING = FIRST_NAMED - 1  # (uid_t)-1, which is no user's
 
 
 @lru_cache(4096)
@@ -24,7 +24,8 @@ def unix_name(uid: int) -> str:
 
 
 def uid_of(user: str) -> int:
-    """Of a name or a number. May take as long as a directory on the network does. Raises InvalidRequest."""
+    """Looks up a Unix user by name or number. May take as long as a directory on the network. Raises
+    InvalidRequest."""
     if user.isascii() and user.isdigit():
         if int(user[:11]) >= _OVERFLOWING:
             raise InvalidRequest(f"{user[:64]} is no number of a Unix user", field="user")
@@ -36,7 +37,7 @@ def uid_of(user: str) -> int:
 
 
 def is_unix_name(name: str) -> bool:
-    """Likewise."""
+    """Checks whether a Unix user has this name. May take as long as a directory on the network."""
     try:
         pwd.getpwnam(name)
     except (KeyError, ValueError):

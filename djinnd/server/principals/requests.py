@@ -1,4 +1,4 @@
-"""What administrators ask of tokens."""
+"""Requests of administrators about tokens."""
 
 from __future__ import annotations
 

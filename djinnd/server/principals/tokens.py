@@ -78,11 +78,11 @@ class Tokens:
 
     @property
     def notes(self) -> list[str]:
-        """What an administrator should know."""
+        """Notes for administrators."""
         return self._file.notes
 
     def name_of(self, principal: int) -> str:
-        """The number where nobody knows a name."""
+        """The principal's name, or its number if it has no known name."""
         if is_unix_user(principal):
             return unix_name(principal)
         return self._book.name_of(principal) or str(principal)
@@ -128,8 +128,8 @@ class Tokens:
     # --- what administrators do -------------------------------------------------------------------------------------
 
     async def add(self, request: AddToken) -> tuple[str, TokenInfo]:
-        """The token, which is kept nowhere. A caller that goes away meanwhile leaves a token that nobody has. Raises
-        InvalidRequest, QuotaExceeded, Retry."""
+        """Adds a token and returns its secret, which is stored nowhere. If the caller goes away meanwhile, the secret
+        is lost and the token stays. Raises InvalidRequest, QuotaExceeded, Retry."""
         if not 0 <= request.expires_s <= MAX_SECONDS:  # NaN is neither
             raise InvalidRequest(f"expires_s is {request.expires_s:g}; it must be 0 (never) or at most {MAX_SECONDS:g}")
         return await asyncio.shield(self._begin(self._add(request)))
@@ -164,7 +164,7 @@ class Tokens:
         return [self._info(token) for token in self._book]
 
     async def revoke(self, name: str) -> None:
-        """It holds at once, and is on the disk when this returns. Raises NotFound, Retry."""
+        """Revokes a token at once; it is on the disk when this returns. Raises NotFound, Retry."""
         self._book.revoke(name)
         self._wants_writing = True
         log.info("token_revoked token=%s", name)
@@ -199,11 +199,11 @@ class Tokens:
     # --- the file ---------------------------------------------------------------------------------------------------
 
     def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """It runs to its end whether anybody waits for it or not: two threads must not write one file."""
+        """Starts a change that runs to its end even if its caller goes away: two threads must not write one file."""
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may have waited
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have gone away
         return task
 
     async def _write_if_wanted(self) -> None:
