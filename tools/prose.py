@@ -27,6 +27,7 @@ CLEAN: tuple[str, ...] = (
     "djinnd/functions",
     "djinnd/gateway",
     "djinnd/grammar_jobs.py",
+    "djinnd/grammars",
     "djinnd/interventions.py",
     "djinnd/kvcache",
     "djinnd/messages",
