@@ -1,4 +1,4 @@
-"""A model sleeps, or is falling asleep, when its engine or the daemon goes: its sessions go on as if nothing was."""
+"""An engine or the daemon dies while a model is asleep or is falling asleep. Its sessions continue unharmed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.loaded import random_prompt
 from tests.support.models import tiny_model
 
 PROMPT = random_prompt(300, 500, 3)  # two pages
-NEW = 4  # tokens a call
+NEW = 4  # tokens per call
 SOON = 0.25  # seconds of keep_alive
 
 
 class Sleeper:
-    """A session of a model that has gone to sleep, with what it is to say."""
+    """A session of a model that has gone to sleep, with its tokens so far."""
 
     def __init__(self, lives: Lives) -> None:
         self.lives = lives
@@ -44,7 +44,7 @@ class Sleeper:
         assert self.state() == "asleep"
 
     def goes_on(self) -> int:
-        """How many tokens were computed for it."""
+        """Generates a few tokens and checks all of them. Returns the number of tokens that were computed for it."""
         with djinn.attach(self.id, address=self.lives.address) as s:
             answer = s.generate(max_tokens=NEW, ignore_eos=True)
             s.detach()
@@ -61,7 +61,7 @@ def lives(start_daemon: DaemonStarter) -> Lives:
 
 
 def test_its_engine_is_killed_while_it_falls_asleep(lives: Lives) -> None:
-    """Before it has heard of it, and when it may be anywhere."""
+    """Killed before the engine has received the message, and at any time after that."""
     sleeper = Sleeper(lives)
     sleeper.wait_until_asleep()
     for delay in (None, 0.0, 0.005):
@@ -78,7 +78,7 @@ def test_its_engine_is_killed_while_it_falls_asleep(lives: Lives) -> None:
     sleeper.goes_on()
 
 
-def test_a_warm_restart_meanwhile(lives: Lives) -> None:
+def test_a_warm_restart_while_a_model_is_asleep(lives: Lives) -> None:
     sleeper = Sleeper(lives)
     sleeper.wait_until_asleep()
     with lives.now.client() as client:
@@ -87,7 +87,7 @@ def test_a_warm_restart_meanwhile(lives: Lives) -> None:
     assert (sleeper.goes_on(), lives.log.count("checkpoint_read")) == (1, 1)
 
 
-def test_the_daemon_is_killed_meanwhile(lives: Lives) -> None:
+def test_the_daemon_is_killed_while_a_model_is_asleep(lives: Lives) -> None:
     sleeper = Sleeper(lives)
     sleeper.wait_until_asleep()
     lives.kill()

@@ -1,7 +1,7 @@
-"""Whatever a client asks to be done to activations, or to be shown of them, costs that client an error at the most.
+"""Hostile edits and captures: at worst the client that sends them gets an error.
 
-A bystander streams during every case, and at the end the daemon has in use what it had before the first. What is
-refused leaves the session as it was: its tokens come as they would have.
+A bystander streams during every case, and at the end the daemon has in use what it had before the first. A refused
+request leaves its session as it was: the same tokens come as without it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tenant(Steered):
         super().__init__(address, values=ONES)
 
     def capture(self, prompt: list[int], names: list[str], count: int = 0) -> Any:
-        """The final reply."""
+        """Sends a call that captures, and returns the final reply."""
         reply = self.ask(Generate(id=8, session=self.session, token_ids=prompt, max_tokens=count, capture=names))
         if isinstance(reply, Generated) and reply.captured is not None:
             os.close(self.take_fd())
@@ -84,7 +84,7 @@ class Tenant(Steered):
 
 @pytest.fixture
 def tenant(target: Daemon) -> Iterator[Tenant]:
-    """While the daemon serves somebody else."""
+    """A tenant, while the daemon serves a bystander."""
     with Bystander(target.address), Tenant(target.address) as tenant:
         yield tenant
         assert tenant.close() == Done(id=9)
@@ -135,7 +135,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_edits_that_cannot_be(tenant: Tenant) -> None:
+def test_invalid_edits_are_refused(tenant: Tenant) -> None:
     expected = tenant.generate(4, PROMPT)
     tenant.cut(0)
     for fields, words in REFUSED:
@@ -148,8 +148,8 @@ def test_edits_that_cannot_be(tenant: Tenant) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_its_session_s_own(target: Daemon, tenant: Tenant, value: float) -> None:
-    """The call that comes to it says so, and another from the same hit is as if nothing had been."""
+def test_a_value_that_is_no_number_harms_only_its_session(target: Daemon, tenant: Tenant, value: float) -> None:
+    """The call that meets the value says so. Another call from the same hit is not affected."""
     prompt = PROMPT * 20
     with djinn.Session(MODEL, address=target.address) as s, s.fork() as other:
         expected = other.generate(prompt, max_tokens=4, ignore_eos=True).token_ids
@@ -173,9 +173,9 @@ def test_what_is_no_number_is_its_session_s_own(target: Daemon, tenant: Tenant, 
 
 
 @pytest.mark.parametrize("edit", ["NaN", "overflow", "at every block"])
-def test_what_comes_before_is_as_it_would_have_been(target: Daemon, edit: str) -> None:
-    """In the same prompt, and so are the pages with it, which other sessions find: where a later position holds NaN,
-    attention multiplies it with weights of 0."""
+def test_positions_before_an_edit_are_not_affected(target: Daemon, edit: str) -> None:
+    """Neither are earlier positions of the same prompt, nor their pages, which other sessions find. If a later position
+    holds NaN, attention multiplies it by weights of 0."""
     with djinn.Client(target.address) as client:
         (model,) = [each for each in client.status().models if each.name == MODEL]
     prompt, at = [n % 200 + 9 for n in range(model.page_size + 10)], model.page_size + 5
@@ -203,7 +203,7 @@ def test_what_comes_before_is_as_it_would_have_been(target: Daemon, edit: str) -
         assert s.generate(prompt[at:], max_tokens=4, ignore_eos=True).token_ids == expected
 
 
-def test_a_capture_has_the_generated_token_that_none_could_follow(target: Daemon) -> None:
+def test_a_capture_has_the_generated_token_that_no_token_could_follow(target: Daemon) -> None:
     with djinn.Session(MODEL, address=target.address) as s:
         s.steer("blocks.0", [math.nan] * WIDTH, op="replace", positions=[22])
         cache = s.capture(["blocks.0", "logits"]).run(PROMPT * 5, max_tokens=8, ignore_eos=True)
@@ -212,8 +212,8 @@ def test_a_capture_has_the_generated_token_that_none_could_follow(target: Daemon
         assert cache["logits"].isfinite().all(-1)[0].tolist() == [True] * 22 + [False]
 
 
-def test_nobody_finds_in_pages_what_was_no_number(target: Daemon) -> None:
-    """Pages that held it are given to other sessions of the same user, who fill them in part."""
+def test_no_session_finds_a_nan_in_reused_pages(target: Daemon) -> None:
+    """Pages that held NaN are given to other sessions of the same user, which fill them in part."""
     with djinn.Client(target.address) as client:
         (model,) = [each for each in client.status().models if each.name == MODEL]
     size, prompts = model.page_size, [[n % 200 + 5] * (model.page_size // 2 + n) for n in range(model.pages // 2)]
@@ -234,7 +234,7 @@ def test_nobody_finds_in_pages_what_was_no_number(target: Daemon) -> None:
     assert generated() == expected
 
 
-def test_ten_thousand_edits(tenant: Tenant) -> None:
+def test_ten_thousand_edits_are_refused_at_the_limit(tenant: Tenant) -> None:
     given = [tenant.add(op="scale", rows=0, values=b"", scale=1.0) for _ in range(EDITS)]
     assert given == list(range(1, EDITS + 1))
     for _ in range(10_000 // EDITS):
@@ -245,7 +245,7 @@ def test_ten_thousand_edits(tenant: Tenant) -> None:
 
 
 def test_edits_that_are_too_large(tenant: Tenant) -> None:
-    """Values of 288 KiB and a span each, of which a mebibyte holds three."""
+    """Each has values of 288 KiB and one span; a mebibyte has room for three."""
     wide: dict[str, Any] = {"positions": list(range(384)), "rows": 384, "values": ONES * 384}
     assert [tenant.add(**wide) for _ in range(3)] == [1, 2, 3]
     reply = tenant.add(**wide)
@@ -254,11 +254,11 @@ def test_edits_that_are_too_large(tenant: Tenant) -> None:
     scattered = list(range(0, 2000, 2))
     assert tenant.add(positions=scattered) == 4
     reply = tenant.add(positions=scattered)
-    assert isinstance(reply, Failure) and reply.code == "quota_exceeded", "positions take room, too"
+    assert isinstance(reply, Failure) and reply.code == "quota_exceeded", "positions take room too"
     assert list(tenant.spans()) == [1, 2, 3, 4]
 
 
-def test_edits_that_were_never_given(tenant: Tenant) -> None:
+def test_edits_that_never_existed_cannot_be_ended(tenant: Tenant) -> None:
     for numbers, words in (
         ([1], "has no edit"),
         ([0], "has no edit"),
@@ -272,7 +272,7 @@ def test_edits_that_were_never_given(tenant: Tenant) -> None:
         assert reply.code == "invalid_request" and words in reply.message
 
 
-def test_captures_that_cannot_be(tenant: Tenant) -> None:
+def test_invalid_captures_are_refused(tenant: Tenant) -> None:
     for names, count, words in (
         (["blocks.99"], 1, "has no point 'blocks.99'"),
         (["blocks.*", "blocks.*.*"], 1, "has two stars"),
@@ -301,7 +301,7 @@ def requests_for(session: str) -> list[Request]:
 
 @only_root
 def test_another_user_s_session(target: Daemon, tenant: Tenant) -> None:
-    """Nothing tells it from one that there is not."""
+    """The errors are the same as for an unknown session."""
     open_to_all(target.folder, target.address)
     assert tenant.add() == 1
     before = tenant.edits()
@@ -316,8 +316,8 @@ def test_another_user_s_session(target: Daemon, tenant: Tenant) -> None:
     assert tenant.edits() == before
 
 
-def test_who_cancels_a_capture_or_goes_leaves_nothing(target: Daemon, tenant: Tenant) -> None:
-    """The fixture looks at what the daemon still holds."""
+def test_a_cancelled_or_disconnected_capture_leaves_nothing(target: Daemon, tenant: Tenant) -> None:
+    """The fixture checks the daemon's memory and descriptors."""
     request = Generate(
         id=3, session=tenant.session, token_ids=PROMPT, max_tokens=1500, ignore_eos=True, capture=["blocks.*"]
     )
@@ -334,7 +334,7 @@ def test_who_cancels_a_capture_or_goes_leaves_nothing(target: Daemon, tenant: Te
     assert len(tenant.generate(4, PROMPT)) == 4
 
 
-def test_a_session_that_somebody_closes_in_mid_capture(target: Daemon) -> None:
+def test_a_session_is_closed_by_another_client_during_a_capture(target: Daemon) -> None:
     with djinn.Session(MODEL, address=target.address) as s, djinn.Client(target.address) as other:
 
         def close() -> None:
@@ -348,8 +348,8 @@ def test_a_session_that_somebody_closes_in_mid_capture(target: Daemon) -> None:
         closing.join()
 
 
-def test_captures_that_the_device_has_no_room_for(target: Daemon, tenant: Tenant) -> None:
-    """Some of many at once are told so, the others have theirs."""
+def test_captures_that_exceed_the_device_s_memory(target: Daemon, tenant: Tenant) -> None:
+    """Many captures at once: some get an error, and the others succeed."""
     request = Generate(id=8, session="", token_ids=PROMPT, max_tokens=1800, ignore_eos=True, capture=["logits"])
     with contextlib.ExitStack() as stack:
         tenants = [stack.enter_context(Tenant(target.address)) for _ in range(40)]

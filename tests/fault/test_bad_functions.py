@@ -1,7 +1,7 @@
-"""Whatever a function does in the intervention process, it costs its caller a typed error at the most.
+"""Faults of functions in the intervention process: at worst their caller gets a typed error.
 
-A bystander streams during every case. The session stands where it has stopped, and goes on without the function; at the
-end the daemon has in use what it had before the first case, and no process is left.
+A bystander streams during every case. The session stays at its hit and continues without the function. At the end the
+daemon has in use what it had before the first case, and no process is left.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle  # noqa: F401  # a user who cannot read this Python's files imports nothing
+import cloudpickle  # noqa: F401  # a user that cannot read this Python's files can import nothing
 import pytest
 import torch
 
@@ -64,7 +64,7 @@ def expected(target: Daemon) -> list[int]:
 
 @pytest.fixture
 def session(target: Daemon) -> Iterator[djinn.Session]:
-    """While the daemon serves somebody else."""
+    """A session, while the daemon serves a bystander."""
     with Bystander(target.address), djinn.Session(MODEL, address=target.address) as s:
         yield s
 
@@ -73,7 +73,7 @@ Fault = tuple[Function, type[DjinnError], str]
 
 
 def deaths() -> dict[str, Fault]:
-    """Of which the process dies. Each is pickled by value, as what a notebook defines."""
+    """Functions that end the process. Each is pickled by value, like a function in a notebook."""
 
     def fork(activation: Any, context: Any) -> None:
         os.fork()
@@ -82,7 +82,7 @@ def deaths() -> dict[str, Fault]:
         socket.socket(socket.AF_UNIX)
 
     def read_another(activation: Any, context: Any) -> None:
-        """The server's memory: process_vm_readv, on x86-64 and on aarch64."""
+        """Reads the server's memory by process_vm_readv, on x86-64 and on aarch64."""
         number = {"x86_64": 310, "aarch64": 270}[os.uname().machine]
         ctypes.CDLL(None).syscall(number, os.getppid(), None, 0, None, 0, 0)
 
@@ -107,7 +107,7 @@ def deaths() -> dict[str, Fault]:
 
 
 def failures() -> dict[str, Fault]:
-    """After which the process goes on."""
+    """Functions that fail and leave the process alive."""
 
     def fail(activation: Any, context: Any) -> None:
         activation.zero_()
@@ -184,8 +184,8 @@ def go_wrong(session: djinn.Session, fault: Fault, expected: list[int]) -> None:
     session.truncate(0)
 
 
-def test_what_it_raises_or_makes_is_told(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
-    """And the process lives, with the tenant's other functions."""
+def test_failures_and_invalid_results_are_reported(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
+    """The process lives on, with the tenant's other functions."""
     with djinn.Session(MODEL, address=target.address) as other:
         other.intervene(POINT, lambda activation, context: None)
         there = intervention_processes(target)
@@ -194,7 +194,7 @@ def test_what_it_raises_or_makes_is_told(session: djinn.Session, target: Daemon,
         assert intervention_processes(target) == there
 
 
-def test_what_is_no_number_ends_its_own_call(session: djinn.Session, expected: list[int]) -> None:
+def test_a_function_that_makes_a_nan_ends_its_own_call(session: djinn.Session, expected: list[int]) -> None:
     def no_number(activation: Any, context: Any) -> None:
         activation[0, 0, 0] = float("nan")
 
@@ -207,14 +207,16 @@ def test_what_is_no_number_ends_its_own_call(session: djinn.Session, expected: l
     assert session.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids == expected
 
 
-def test_what_ends_its_process_is_told(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
+def test_functions_that_end_their_process_are_reported(
+    session: djinn.Session, target: Daemon, expected: list[int]
+) -> None:
     for fault in deaths().values():
         go_wrong(session, fault, expected)
         assert not intervention_processes(target)
 
 
-def test_one_that_loops_for_ever(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
-    """The time that a reload brings holds for the next run."""
+def test_a_function_that_loops_for_ever_is_ended(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
+    """A reload changes the limit of the next run."""
 
     def loop(activation: Any, context: Any) -> None:
         while True:
@@ -231,7 +233,7 @@ def test_one_that_loops_for_ever(session: djinn.Session, target: Daemon, expecte
     assert isinstance(told, djinn.Generated) and told.token_ids == expected
 
 
-def test_what_it_forges_is_its_own_session_s(session: djinn.Session, target: Daemon) -> None:
+def test_a_forged_message_changes_only_its_own_session(session: djinn.Session, target: Daemon) -> None:
     with djinn.Session(MODEL, address=target.address) as other:
         wanted = AddEdit(id=0, session=other.id, points=["blocks.0"], op="scale", scale=0.0)
         forged = encode(Changed(wanted))
@@ -248,8 +250,8 @@ def test_what_it_forges_is_its_own_session_s(session: djinn.Session, target: Dae
         assert (len(session.edits()), other.edits()) == (1, [])
 
 
-def test_a_caller_who_waits_no_longer(target: Daemon, expected: list[int]) -> None:
-    """Ctrl-C, a timeout: the process is ended, and the session stands where it did."""
+def test_a_cancelled_caller_ends_the_function(target: Daemon, expected: list[int]) -> None:
+    """After Ctrl-C or a timeout the process is ended, and the session is still at its hit."""
 
     def loop(activation: Any, context: Any) -> None:
         while True:
@@ -273,7 +275,7 @@ def test_a_caller_who_waits_no_longer(target: Daemon, expected: list[int]) -> No
 
 
 async def loops(daemon: Daemon, generating: asyncio.Task[Any]) -> None:
-    """Returns when the function does: its process has taken more time than all else that it does here."""
+    """Returns when the function loops: its process has used more CPU time than anything else here needs."""
     (pid,) = intervention_processes(daemon)
 
     def seconds() -> float:
@@ -286,8 +288,8 @@ async def loops(daemon: Daemon, generating: asyncio.Task[Any]) -> None:
     assert not generating.done()
 
 
-def test_the_daemon_is_killed_meanwhile(expected: list[int]) -> None:
-    """Its processes die with it. The next one has the sessions, and is sent their functions."""
+def test_the_daemon_is_killed_during_a_function(expected: list[int]) -> None:
+    """Its processes die with it. The next daemon has the sessions, and receives their functions again."""
 
     def loop(activation: Any, context: Any) -> None:
         while True:
@@ -322,8 +324,8 @@ def test_the_daemon_is_killed_meanwhile(expected: list[int]) -> None:
 
 
 @only_root
-def test_it_runs_as_its_tenant(target: Daemon) -> None:
-    """Who is no administrator, and in whose sessions an administrator's functions do not run."""
+def test_a_function_runs_as_its_tenant(target: Daemon) -> None:
+    """The tenant is no administrator. An administrator's functions do not run in its sessions."""
     with as_user():
         s = djinn.Session(MODEL, address=target.address)
         s.intervene(POINT, lambda activation, context: None)
@@ -340,7 +342,7 @@ def test_it_runs_as_its_tenant(target: Daemon) -> None:
     s.close()
 
 
-def test_nobody_s_run_by_default(daemon: Daemon) -> None:
+def test_functions_are_forbidden_by_default(daemon: Daemon) -> None:
     with djinn.Session(MODEL, address=daemon.address) as s:
         with pytest.raises(NotPermitted, match=f"user {os.geteuid()} is not in functions.users"):
             s.intervene(POINT, lambda activation, context: None)

@@ -1,4 +1,4 @@
-"""Whatever a client sends or names costs that client an error, and nobody else anything.
+"""Hostile input: at worst the client that sends it gets an error, and other clients notice nothing.
 
 A bystander streams during every case, and at the end the daemon has in use what it had before the first.
 """
@@ -65,7 +65,7 @@ def target() -> Iterator[Daemon]:
                 Path(empty, "config.json").write_text("{")
                 client.load(empty)  # the process that reads checkpoints for a user stays
         with Bystander(daemon.address):
-            pass  # what only the first session needs, such as threads, is there from now on
+            pass  # resources of the first session, such as threads, exist from now on
         before = holdings(daemon)
         yield daemon
         assert holdings(daemon) == before
@@ -74,7 +74,7 @@ def target() -> Iterator[Daemon]:
 
 @pytest.fixture
 def address(target: Daemon) -> Iterator[str]:
-    """The daemon's, which serves somebody else all the while."""
+    """Address of the daemon, which serves a bystander all the time."""
     with Bystander(target.address):
         yield target.address
 
@@ -115,7 +115,7 @@ def test_a_frame_that_is_cut_short(address: str, end: int) -> None:
         assert wire.reply() is None
 
 
-def test_who_says_nothing_is_hung_up_on(target: Daemon, address: str) -> None:
+def test_a_client_that_says_nothing_is_disconnected(target: Daemon, address: str) -> None:
     target.reload({"limits": {"handshake": "100ms"}})
     with Wire(address, hello=False) as silent, Wire(address, hello=False) as slow:
         slow.send_bytes(encode(Ping(id=1))[:3])
@@ -159,7 +159,7 @@ def test_who_says_nothing_is_hung_up_on(target: Daemon, address: str) -> None:
         "no prompt",
     ],
 )
-def test_a_generation_that_cannot_be(address: str, fields: dict[str, Any], code: str) -> None:
+def test_invalid_generations_are_refused(address: str, fields: dict[str, Any], code: str) -> None:
     with djinn.Session(MODEL, address=address) as s, Wire(address) as wire:
         reply = wire.ask(Generate(id=1, session=s.id, **fields))
         assert isinstance(reply, Failure)
@@ -203,7 +203,7 @@ def test_another_user_s_session(target: Daemon, address: str) -> None:
         for request in requests_for(mine.id):
             reply = wire.ask(request)
             assert isinstance(reply, Failure)
-            assert reply.message.replace(mine.id, "0123456789abcdef") == unknown.message  # nothing tells them apart
+            assert reply.message.replace(mine.id, "0123456789abcdef") == unknown.message  # the errors are the same
         assert [info.id for info in client.sessions()] == [theirs.id]
         for request in (
             GetStatus(id=1, check=True),
@@ -257,7 +257,7 @@ def with_a_broken_tokenizer(folder: Path) -> None:
 
 
 def larger_than_the_budget(folder: Path) -> None:
-    """Its weights are a hole in a file."""
+    """A checkpoint with weights that are a hole in a file."""
     altered(folder)
     config = config_of("llama-2-7b", dtype="float32", reduced=True) | {"intermediate_size": 1_600_000}
     (folder / "config.json").write_text(json.dumps(config))
@@ -289,7 +289,9 @@ def larger_than_the_budget(folder: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", "").strip("<>") or None,
 )
-def test_a_checkpoint(address: str, tmp_path: Path, spoil: Callable[[Path], Any], error: Errors, words: str) -> None:
+def test_a_damaged_checkpoint_is_refused(
+    address: str, tmp_path: Path, spoil: Callable[[Path], Any], error: Errors, words: str
+) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     spoil(folder)
@@ -313,8 +315,8 @@ def test_pages_larger_than_the_budget(address: str) -> None:
 
 
 def test_a_flood_of_requests_on_one_connection(address: str) -> None:
-    """Each has exactly one final reply, and what is over the limits a clear one. They are written beside the reading:
-    the daemon reads no more of them while its replies are not read."""
+    """Each request has exactly one final reply; requests beyond the limits get an error. They are written by a thread,
+    because the daemon stops reading while its replies are not read."""
     count = 3000
     with djinn.Session(MODEL, address=address) as s, Wire(address) as wire:
         requests = [Generate(id=n, session=s.id, text="x = ", max_tokens=4, ignore_eos=True) for n in range(1, count)]
@@ -341,8 +343,8 @@ def test_three_hundred_connections(target: Daemon, address: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "config.json", "model.safetensors"])
-def test_a_pipe_in_the_place_of_a_file(address: str, tmp_path: Path, name: str) -> None:
-    """Nobody writes to it: who read it would wait for ever."""
+def test_a_pipe_in_place_of_a_file_is_refused(address: str, tmp_path: Path, name: str) -> None:
+    """No process writes to it: reading from it would block for ever."""
     folder = altered(tmp_path / "checkpoint")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)

@@ -1,5 +1,5 @@
-"""Pages that are not what was written: bits that have flipped, files that were cut, garbage, another model's. Whatever
-it is, the session says what it would have said; what is bad is computed anew, and the log tells."""
+"""Damaged pages: flipped bits, files that were cut, garbage, another model's pages. The session's tokens stay the same
+in each case. Damaged pages are computed again, and the log reports them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def complete(file: Path, start: int, slots: int) -> list[int]:
-    """The slots that are, by the table that begins there."""
+    """The complete slots, by the table that begins at `start`."""
     with file.open("rb") as there:
         there.seek(start)
         table = there.read(slots * RECORD.itemsize)
@@ -42,7 +42,7 @@ def complete(file: Path, start: int, slots: int) -> list[int]:
 
 
 def nothing(table: Path, pages: Path) -> None:
-    """What the others are compared with."""
+    """Does no harm: the case with which the others are compared."""
 
 
 def bits_of_pages(table: Path, pages: Path) -> None:
@@ -67,8 +67,8 @@ def garbage_in_the_records(table: Path, pages: Path) -> None:
 
 
 def the_bytes_of_other_pages(table: Path, pages: Path) -> None:
-    """Each has another one's place: it is whole, and not what is said. (All, because full pages that the device has
-    had may still be found there, and are not read.)"""
+    """Exchanges the pages: each slot has a sound page that is not its own. All pages are exchanged, because full pages
+    may be found on the device and are not read then."""
     slots = complete(table, ALIGNMENT, DISK_SLOTS)
     with pages.open("r+b") as there:
         held = [os.pread(there.fileno(), PAGE, slot * PAGE) for slot in slots]
@@ -83,7 +83,7 @@ def another_model(table: Path, pages: Path) -> None:
 
 
 class Speaker:
-    """One session, which says the same again and again."""
+    """One session that generates the same tokens again and again."""
 
     def __init__(self, lives: Lives) -> None:
         self.lives = lives
@@ -95,7 +95,8 @@ class Speaker:
         session.detach()
 
     def says(self, what: object) -> int:
-        """As it always does. → tokens that were computed for it."""
+        """Generates, and checks that the tokens are the same as always. Returns the number of tokens computed for
+        it."""
         session = djinn.attach(self.id, address=self.lives.address)
         session.resume()
         answer = session.generate(max_tokens=NEXT, ignore_eos=True)
@@ -106,12 +107,12 @@ class Speaker:
         return answer.usage.computed_tokens
 
     def pause(self, tier: Tier) -> int:
-        """→ the pages that are there then."""
+        """Pauses the session. Returns the number of its pages on the tier."""
         return djinn.pause(self.id, tier, address=self.lives.address).pages
 
 
 def files(lives: Lives) -> tuple[Path, Path]:
-    """Table and pages."""
+    """Paths of the table and of the pages."""
     (table,), (pages,) = (list((lives.state / "pages").glob(f"*.{kind}")) for kind in ("table", "pages"))
     return table, pages
 
@@ -121,8 +122,8 @@ def lost(lives: Lives) -> list[str]:
 
 
 @pytest.mark.parametrize("harm", [bits_of_pages, the_bytes_of_other_pages, cut_pages])
-def test_on_disk_under_a_daemon_that_lives(start_daemon: DaemonStarter, harm: Callable[[Path, Path], None]) -> None:
-    """Of its own: one that knows how long the disk takes may compute its pages instead of reading them."""
+def test_damage_on_disk_under_a_running_daemon(start_daemon: DaemonStarter, harm: Callable[[Path, Path], None]) -> None:
+    """The daemon is a fresh one: if it knew how long the disk takes, it might compute pages instead of reading them."""
     lives = Lives(start_daemon, ROOM)
     speaker = Speaker(lives)
     assert speaker.pause("disk") == 3
@@ -132,8 +133,8 @@ def test_on_disk_under_a_daemon_that_lives(start_daemon: DaemonStarter, harm: Ca
     assert " WARNING " in lost(lives)[-1] and "on disk" in lost(lives)[-1]
 
 
-def test_on_disk_between_two_daemons(start_daemon: DaemonStarter) -> None:
-    """What cannot be used is begun anew, without a word."""
+def test_damage_on_disk_between_two_daemons(start_daemon: DaemonStarter) -> None:
+    """An unusable file is replaced without a message."""
     lives = Lives(start_daemon, ROOM)
     speaker = Speaker(lives)
     for harm in (nothing, cut_pages, garbage_in_the_header, another_model, garbage_in_the_records):
@@ -146,7 +147,7 @@ def test_on_disk_between_two_daemons(start_daemon: DaemonStarter) -> None:
 
 
 @pytest.mark.parametrize("then", ["is promoted", "goes to disk first"])
-def test_a_bit_on_the_host(start_daemon: DaemonStarter, then: str) -> None:
+def test_a_flipped_bit_on_the_host(start_daemon: DaemonStarter, then: str) -> None:
     lives = Lives(start_daemon, ROOM)
     speaker = Speaker(lives)
     assert speaker.pause("host") == 3
@@ -158,7 +159,7 @@ def test_a_bit_on_the_host(start_daemon: DaemonStarter, then: str) -> None:
     flip(pages, HEADER_BYTES + 4096 + slots[1] * PAGE + PAGE // 3)
     lives.again()
     lives.wait_for_tiers()
-    if then == "goes to disk first":  # which is not to make the bad page good
+    if then == "goes to disk first":  # the way over the disk must not make the bad page valid
         speaker.pause("disk")
     assert speaker.says(then) > 1
     assert " WARNING " in lost(lives)[-1] and "on the host have another checksum" in lost(lives)[-1]

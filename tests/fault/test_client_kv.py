@@ -1,4 +1,4 @@
-"""KV that clients hand over: whatever is wrong with it, or happens to it, costs that client and nobody else."""
+"""KV that clients hand over: its faults harm the client that sent it, and no other."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ def kv(target: Daemon, request: pytest.FixtureRequest) -> Iterator[djinn.KV]:
     with djinn.Session(MODEL, address=target.address) as s:
         s.generate(PROMPT, max_tokens=NEW, ignore_eos=True)
         yield s.kv()
-        request.node.funcargs.clear()  # pytest keeps them beyond the module's last test, and a kept window counts
+        request.node.funcargs.clear()  # pytest keeps them after the module's last test, and a kept window counts
 
 
 def hand_over(daemon: Daemon, given: djinn.KV, fd: int, **changes: Any) -> str:
-    """The error's code; "" where there is none, and the session is closed again."""
+    """Imports a session with this window. Returns the error's code, or an empty string; then the session is closed
+    again."""
     fields: dict[str, Any] = {"token_ids": given.tokens, "kv": given.layout, "kv_tokens": given.length} | changes
     connection = run(connect(daemon.address))
     try:
@@ -80,7 +81,7 @@ def whole(nbytes: int) -> int:
     return fd
 
 
-def test_forged_windows(target: Daemon, kv: djinn.KV) -> None:
+def test_forged_windows_are_refused(target: Daemon, kv: djinn.KV) -> None:
     nbytes = kv.layout.nbytes(kv.length)
     with Bystander(target.address):
         for name, fd, changes in (
@@ -106,7 +107,7 @@ def test_forged_windows(target: Daemon, kv: djinn.KV) -> None:
         assert hand_over(target, kv, whole(nbytes)) == ""
 
 
-def test_what_its_owner_does_with_a_window_is_its_own_trouble(target: Daemon, kv: djinn.KV) -> None:
+def test_a_client_that_writes_to_its_window_harms_only_itself(target: Daemon, kv: djinn.KV) -> None:
     window = KvWindow(kv.layout, kv.length)
     with Bystander(target.address):
         for _ in range(10):
@@ -119,7 +120,7 @@ def test_what_its_owner_does_with_a_window_is_its_own_trouble(target: Daemon, kv
                     s.generate([7], max_tokens=2)
 
 
-def test_a_client_that_goes_in_the_middle(target: Daemon, kv: djinn.KV) -> None:
+def test_a_client_that_disconnects_during_an_import(target: Daemon, kv: djinn.KV) -> None:
     fd = whole(kv.layout.nbytes(kv.length))
     for cut in (None, 30):
         with Wire(target.address) as wire:
@@ -127,7 +128,7 @@ def test_a_client_that_goes_in_the_middle(target: Daemon, kv: djinn.KV) -> None:
             socket.send_fds(wire.socket, [encode(request, 1)[:cut]], [fd])
     os.close(fd)
     with target.client() as client:
-        close_left(client, connections=2)  # one is that of the session whose KV it was
+        close_left(client, connections=2)  # one is of the session that the KV came from
 
 
 EXPORT_FOREVER = """
@@ -141,7 +142,7 @@ while True:
 """
 
 
-def test_a_client_that_is_killed_while_it_exports_and_imports(target: Daemon) -> None:
+def test_a_client_killed_during_exports_and_imports(target: Daemon) -> None:
     with Bystander(target.address), target.client() as client:
         for _ in range(3):
             command = [sys.executable, "-c", EXPORT_FOREVER, target.address]
@@ -155,15 +156,15 @@ def test_a_client_that_is_killed_while_it_exports_and_imports(target: Daemon) ->
 
 
 def close_left(client: djinn.Client, connections: int) -> None:
-    """The sessions of clients that have gone, when the daemon knows that: so many are left."""
+    """Closes the sessions of clients that have gone, when the daemon has noticed: `connections` are left then."""
     wait_for(lambda: client.status().connections == connections)
     for info in client.sessions():
         if not info.attached:
-            with suppress(djinn.SessionNotFound):  # an import that was under way is closed by the daemon
+            with suppress(djinn.SessionNotFound):  # the daemon closes a session with an unfinished import
                 client.close_session(info.id)
 
 
-def test_with_the_engine_such_a_session_is_lost_and_says_so(start_daemon: DaemonStarter) -> None:
+def test_a_session_with_a_client_s_kv_is_lost_with_the_engine(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon(errors=["engine_lost"])
     with djinn.Session(MODEL, address=daemon.address) as s:
         first = s.generate(PROMPT, max_tokens=NEW, ignore_eos=True).token_ids
@@ -191,7 +192,7 @@ def test_with_the_engine_such_a_session_is_lost_and_says_so(start_daemon: Daemon
         fork.close()
 
 
-def test_the_next_daemon_knows_nothing_of_it(start_daemon: DaemonStarter) -> None:
+def test_the_next_daemon_does_not_have_such_a_session(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     with djinn.Session(MODEL, address=daemon.address) as s:
         s.generate(PROMPT, max_tokens=NEW, ignore_eos=True)

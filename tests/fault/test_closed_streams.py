@@ -1,4 +1,4 @@
-"""A parent that has closed the standard descriptors: the daemon serves, restarts and stops as any other."""
+"""A parent that has closed the standard descriptors: the daemon serves, restarts and stops as usual."""
 
 from __future__ import annotations
 

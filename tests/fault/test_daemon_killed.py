@@ -1,7 +1,8 @@
-"""The daemon dies by SIGKILL, or succeeds itself, with a model loaded: the next one has it without its checkpoint.
+"""The daemon dies by SIGKILL, or restarts, with a loaded model: the next one has the model without reading its
+checkpoint.
 
-The engine's log says whether the checkpoint was read. A checkpoint that was written to is read again, although its
-file's size and modification time are what they were.
+The engine's log shows if the checkpoint was read. A checkpoint that was written to is read again, even if its file's
+size and modification time have not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TOKENS = 12
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A copy of a small model, which a test may change."""
+    """A copy of a small model that a test may change."""
     return Path(shutil.copytree(reduced_model("llama-2"), tmp_path / "checkpoint"))
 
 
@@ -35,7 +36,7 @@ def greedy(daemon: Daemon, model: Path) -> list[int]:
 
 
 def change(checkpoint: Path) -> None:
-    """Every output token becomes the one after it; size and time stay."""
+    """Changes the weights so that every output token becomes the one after it. Size and time stay."""
     file = checkpoint / "model.safetensors"
     before = file.stat()
     weights = load_file(file)
@@ -53,14 +54,16 @@ def model_state(daemon: Daemon, model: Path) -> str:
     return {info.name: info.state for info in djinn.models(address=daemon.address)}.get(str(model), "unknown")
 
 
-def test_the_next_daemon_adopts_the_blocks_and_computes_the_same(start_daemon: DaemonStarter, checkpoint: Path) -> None:
+def test_the_next_daemon_adopts_the_weights_and_computes_the_same(
+    start_daemon: DaemonStarter, checkpoint: Path
+) -> None:
     killed = start_daemon()
     expected = greedy(killed, checkpoint)
-    name = killed.shared_memory()[0]  # of the weights; that of pages comes behind it
+    name = killed.shared_memory()[0]  # of the weights; the object of the pages comes after it
     killed.kill()
 
     successor = start_daemon({"socket": killed.address, "state_dir": str(killed.folder / "state")})
-    wait_for(lambda: model_state(killed, checkpoint) == "ready")  # nobody has asked for it
+    wait_for(lambda: model_state(killed, checkpoint) == "ready")  # without a request for it
     assert f"arena_adopted name=/{name} model={checkpoint}" in successor.log
     assert greedy(killed, checkpoint) == expected
     assert (times_read(killed), times_read(successor)) == (1, 0)
@@ -88,10 +91,10 @@ def test_a_warm_restart_computes_the_same_and_a_cold_one_reads_the_checkpoint(
         done = restart(client, warm=False)
         assert (done.state, done.models) == ("ready", [])
         assert daemon.shared_memory() == []
-        assert greedy(daemon, checkpoint)[0] == expected[0] + 1, "the other weights"
+        assert greedy(daemon, checkpoint)[0] == expected[0] + 1, "the changed weights"
 
 
-def test_a_checkpoint_that_has_changed_is_read_and_the_old_blocks_are_removed(
+def test_a_changed_checkpoint_is_read_and_the_old_weights_are_removed(
     start_daemon: DaemonStarter, checkpoint: Path
 ) -> None:
     daemon = start_daemon()

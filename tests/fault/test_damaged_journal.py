@@ -1,4 +1,5 @@
-"""A journal that was damaged between two daemons, and a clock that jumped: what is whole goes on, and nothing else."""
+"""A journal that was damaged between two daemons, and a clock that jumped: undamaged sessions continue, and no
+others."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def goes_on(daemon: Daemon, name: str, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:
+def test_damage_and_jumping_clocks_cost_damaged_sessions_only(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     journal = daemon.folder / "state" / NAME
     names = filled(daemon)
@@ -61,7 +62,7 @@ def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:
 
     content = bytearray(journal.read_bytes())
     token = content.index(struct.pack("<3I", 302, 500, 501))
-    content[token] ^= 1  # 303 then, which would be another session's prompt
+    content[token] ^= 1  # becomes 303, which would be another session's prompt
     journal.write_bytes(content)
     daemon = successor(journal, start_daemon)
     with pytest.raises(SessionNotFound):
@@ -79,7 +80,7 @@ def test_damage_and_jumping_clocks(start_daemon: DaemonStarter) -> None:
         path.unlink()
     with sqlite3.connect(journal) as db:
         id_, number, at, wall = next(iter(MARK.read(db)))
-        db.execute(MARK.insert, MARK.sealed(id_, number, at, wall - 10 * YEAR))  # as if it were ten years later now
+        db.execute(MARK.insert, MARK.sealed(id_, number, at, wall - 10 * YEAR))  # as if ten years had passed
     db.close()
     daemon = successor(journal, start_daemon)
     assert goes_on(daemon, names[2], PROMPTS[2])

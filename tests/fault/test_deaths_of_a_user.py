@@ -1,4 +1,5 @@
-"""A user brings models that kill engines, under ever new names: soon they are loaded no more, and others are served."""
+"""A user brings models that kill engines, under new names: soon they are no longer loaded, and other users are
+served."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ pytestmark = only_root
 
 @pytest.fixture
 def theirs() -> Iterator[Path]:
-    """A folder that every user finds."""
+    """A folder that all users can open."""
     path = Path(tempfile.mkdtemp(prefix="djinnd-", dir="/tmp"))
     path.chmod(0o755)
     yield path
@@ -55,7 +56,7 @@ def restarts(daemon: Served) -> int:
         return client.status().devices[0].restarts
 
 
-def test_a_users_models_that_kill_engines_are_loaded_no_more_under_any_name(serve, theirs):
+def test_a_user_s_models_that_kill_engines_are_no_longer_loaded_under_any_name(serve, theirs):
     bad = [checkpoint(theirs / name, ALICE) for name in ("first", "second", "third")]
     good, of_bob = checkpoint(theirs / "good", ALICE), checkpoint(theirs / "bob", BOB)
     daemon = served_by(serve, Script(on_load=dict.fromkeys(bad, "die")))
@@ -88,7 +89,7 @@ def test_a_model_whose_requests_kill_engines_is_not_loaded_again(serve, theirs):
     wait_for(lambda: restarts(daemon) == 3)
 
 
-def test_an_administrator_may_try_as_often_as_it_takes(serve, theirs):
+def test_an_administrator_may_load_again_at_once(serve, theirs):
     bad = [checkpoint(theirs / name, 0) for name in ("first", "second")]
     daemon = served_by(serve, Script(on_load=dict.fromkeys(bad, "die")))
     for folder in bad:
@@ -97,8 +98,9 @@ def test_an_administrator_may_try_as_often_as_it_takes(serve, theirs):
     wait_for(lambda: restarts(daemon) == 4)
 
 
-def test_a_configured_model_is_not_blamed_for_a_request_that_kills_engines_while_it_loads(serve, theirs):
-    """The configured model takes a second to load again, and the user's own model, with the request, is there first."""
+def test_a_configured_model_is_not_blamed_for_a_request_that_kills_engines_during_its_load(serve, theirs):
+    """The configured model takes a second to load again. The user's own model, with the request, is loaded before
+    that."""
     good = checkpoint(theirs / "good", ALICE)
     daemon = served_by(serve, Script(on_token={"66": "die"}, on_load={"ours": "late"}))
     assert answer(daemon, "ours") == [2, 3, 1]
@@ -111,5 +113,5 @@ def test_a_configured_model_is_not_blamed_for_a_request_that_kills_engines_while
     assert answer(daemon, "ours") == [2, 3, 1]
     with daemon.client() as client:
         assert {model.name: model.state for model in client.models()}["ours"] == "ready"
-    assert daemon.log.count("load_killed_engine model=ours deaths=1") == 1, "the request came while it was being loaded"
+    assert daemon.log.count("load_killed_engine model=ours deaths=1") == 1, "the request must come during the load"
     assert "load_killed_engine model=ours deaths=2" not in daemon.log

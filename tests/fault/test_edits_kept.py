@@ -1,5 +1,5 @@
-"""Edits are the session's as its tokens are, and where it has stopped inside the model: whatever dies, the next engine
-computes with them and goes on alike."""
+"""Edits and hits survive any death, as a session's tokens do: the next engine computes with them and continues
+alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lives() -> Iterator[Lives]:
 
 
 def steered(address: str) -> Steered:
-    """A session of which much has been edited: from somewhere on, at positions, for a while."""
+    """A session with edits of all kinds: from a position on, at positions, and ended ones."""
     tenant = Steered(address, values=VALUES)
     tenant.generate(6, PROMPT)
     assert tenant.add(points=["blocks.1"], scale=4.0) == 1
@@ -55,7 +55,7 @@ def gone_on(address: str) -> list[int]:
 
 
 def no_more(lives: Lives) -> None:
-    """Nothing happens between."""
+    """The case without an event."""
 
 
 def engine_killed(lives: Lives) -> None:
@@ -75,7 +75,7 @@ def restarted(lives: Lives) -> None:
 
 
 @pytest.mark.parametrize("event", [no_more, engine_killed, daemon_killed, restarted])
-def test_what_was_edited_goes_on_as_if_nothing_had_been(lives: Lives, event: Callable[[Lives], None]) -> None:
+def test_an_edited_session_continues_as_without_the_event(lives: Lives, event: Callable[[Lives], None]) -> None:
     expected = gone_on(lives.address)
     with steered(lives.address) as tenant:
         spans = tenant.spans()
@@ -90,7 +90,8 @@ def test_what_was_edited_goes_on_as_if_nothing_had_been(lives: Lives, event: Cal
 
 
 def looked_into(lives: Lives, event: Callable[[Lives], None]) -> list[int]:
-    """What a session says that stops in its prompt, is changed there after the event, and stops once more."""
+    """Returns the tokens of a session that stops in its prompt, is edited there after the event, and stops once
+    more."""
     s = djinn.Session("djinn-tiny", address=lives.address)
     breakpoints = [s.breakpoint(layer=0, when="prefill").id, s.breakpoint(layer=1, positions=[len(PROMPT) + 1]).id]
     hit = s.run(PROMPT, max_tokens=8, ignore_eos=True)
@@ -107,14 +108,12 @@ def looked_into(lives: Lives, event: Callable[[Lives], None]) -> list[int]:
 
 
 @pytest.mark.parametrize("event", [engine_killed, daemon_killed, restarted])
-def test_a_session_that_has_stopped_goes_on_as_if_nothing_had_been(
-    lives: Lives, event: Callable[[Lives], None]
-) -> None:
+def test_a_session_at_a_hit_continues_as_without_the_event(lives: Lives, event: Callable[[Lives], None]) -> None:
     assert looked_into(lives, event) == looked_into(lives, no_more)
 
 
-def test_without_edits_it_would_go_on_otherwise(lives: Lives) -> None:
-    """Else the others would show nothing."""
+def test_tokens_without_edits_differ(lives: Lives) -> None:
+    """If they did not, the other tests would prove nothing."""
     with Steered(lives.address) as plain:
         plain.generate(15, PROMPT)
         tokens = go_on(plain)

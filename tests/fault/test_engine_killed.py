@@ -1,4 +1,4 @@
-"""The engine dies by SIGKILL: callers hear nothing of it, and what they are told is what they would have been told."""
+"""The engine dies by SIGKILL: clients notice a delay at most, and their tokens are the same as without the death."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ LONG = 150  # tokens
 
 @pytest.fixture
 def fragile(start_daemon: DaemonStarter) -> Daemon:
-    """A daemon whose engine a test kills. (Its own: the delays before the next engine double from death to death.)"""
-    limits = {"engine_silence": "1h"}  # so it is by the engine's death that callers hear of it
+    """A daemon with an engine that the test kills. Each test has its own, because the delay before the next engine
+    doubles with each death."""
+    limits = {"engine_silence": "1h"}  # so that clients notice the death, and no silence
     running = start_daemon({"limits": limits}, errors=["engine_lost", "load_killed_engine"])
     with running.client() as client:
         client.load(MODEL)
@@ -52,8 +53,8 @@ def greedy(daemon: Daemon, prompt: str, tokens: int) -> list[int]:
 
 
 def killed_in_mid_stream(daemon: Daemon, calls: Sequence[dict[str, Any]], model: str = MODEL) -> list[djinn.Generated]:
-    """The results of these calls of `stream`, each on a session of its own. The engine is killed when all
-    have begun."""
+    """Streams these calls, each on a session of its own, kills the engine when all have begun, and returns their
+    results."""
 
     async def one(options: dict[str, Any], began: asyncio.Barrier) -> djinn.Generated:
         options = {"ignore_eos": True} | options
@@ -84,7 +85,7 @@ def undisturbed(daemon: Daemon, options: dict[str, Any]) -> djinn.Generated:
         return s.generate(options.pop("prompt"), **options)
 
 
-def test_streams_go_on_with_the_tokens_that_would_have_come(fragile: Daemon) -> None:
+def test_streams_continue_with_the_same_tokens(fragile: Daemon) -> None:
     calls: list[dict[str, Any]] = [
         {"prompt": PROMPTS[0], "max_tokens": LONG},
         {"prompt": PROMPTS[1], "max_tokens": LONG, "temperature": 0.8, "seed": 7},
@@ -110,8 +111,8 @@ def test_streams_go_on_with_the_tokens_that_would_have_come(fragile: Daemon) -> 
     assert len(fragile.shared_memory()) <= 2  # the next engine took over weights and pages
 
 
-def test_streams_that_a_text_worker_reads_go_on_too(fragile: Daemon, tmp_path: Path) -> None:
-    """With the text of the configured model, which has the same files."""
+def test_streams_with_a_text_worker_continue_too(fragile: Daemon, tmp_path: Path) -> None:
+    """Their text is the same as that of the configured model, which has the same files."""
     folder = tiny_with(tmp_path / "theirs", lambda config: None)
     calls = [
         {"prompt": PROMPTS[0], "max_tokens": LONG},
@@ -126,8 +127,8 @@ def test_streams_that_a_text_worker_reads_go_on_too(fragile: Daemon, tmp_path: P
         assert result.finish_reason == whole.finish_reason
 
 
-def test_a_stop_string_lies_across_the_death(fragile: Daemon) -> None:
-    """Of those that come late in the text, one of which no part was told."""
+def test_a_stop_string_across_the_death_ends_the_call(fragile: Daemon) -> None:
+    """The stop string comes late in the text, and no part of it was sent before the death."""
     whole = undisturbed(fragile, {"prompt": PROMPTS[1], "max_tokens": LONG})
     stop = whole.text[-30:-10]
     calls = [{"prompt": PROMPTS[1], "max_tokens": LONG, "stop": [stop]}]
@@ -157,7 +158,7 @@ def test_before_the_first_token_and_while_idle(fragile: Daemon) -> None:
     with djinn.Session(MODEL, address=fragile.address) as s:
         s.generate(PROMPTS[0], max_tokens=BEFORE, ignore_eos=True)
         pid = fragile.device().pid
-        os.kill(pid, signal.SIGSTOP)  # so that the call has no step of it
+        os.kill(pid, signal.SIGSTOP)  # so that it computes no step of the call
         with Wire(fragile.address) as wire:
             wire.send(Generate(id=1, session=s.id, max_tokens=AFTER, ignore_eos=True), Ping(id=2))
             assert wire.reply() == Done(id=2)
@@ -201,7 +202,8 @@ def test_logits_and_captured_activations(fragile: Daemon) -> None:
 
 
 def captured(daemon: Daemon, request: Generate, die: bool) -> tuple[tuple[list[int], Any], djinn.DeviceInfo]:
-    """The tokens and the positions of such a call, and the device afterwards; `die`: the engine does, in mid-stream."""
+    """Returns tokens and positions of a call that captures, and the device afterwards. `die`: kills the engine during
+    it."""
     with djinn.Session(MODEL, address=daemon.address) as s, Wire(daemon.address) as wire:
         reply, tokens = wire.ask(msgspec.structs.replace(request, session=s.id)), []
         if die:
@@ -213,15 +215,15 @@ def captured(daemon: Daemon, request: Generate, die: bool) -> tuple[tuple[list[i
         return (tokens + reply.token_ids, (reply.captured.first, reply.captured.positions)), daemon.device()
 
 
-def test_while_a_model_is_loaded(fragile: Daemon) -> None:
-    """The load goes on with the next engine, for all that wait for it; the model that was there comes
-    back by itself."""
+def test_the_engine_dies_during_a_load(fragile: Daemon) -> None:
+    """The load continues on the next engine, for all requests that wait for it. The other model comes back by
+    itself."""
     loading = str(reduced_model("gpt2"))
     pid = fragile.device().pid
     with djinn.Session(MODEL, address=fragile.address) as s:
         s.forward([1, 2, 3])
         with Wire(fragile.address) as first, Wire(fragile.address) as second:
-            os.kill(pid, signal.SIGSTOP)  # so that it does not come before both of them wait
+            os.kill(pid, signal.SIGSTOP)  # so that the death does not come before both of them wait
             for wire in (first, second):
                 wire.send(LoadModel(id=1, model=loading), Ping(id=2))
                 assert wire.reply() == Done(id=2)

@@ -1,6 +1,5 @@
-"""The engine dies, hangs, or speaks garbage in the middle of work. Each time calls go on with the next engine, a
-request that kills engines ends, the next call works, and nothing is left. The engine is scripted: at position p it says
-story[p % 3], whatever engine it is."""
+"""The engine dies, hangs, or sends garbage during work. Calls continue on the next engine, a request that kills engines
+ends, the next call works, and nothing is left. The engine is scripted: at position p each engine says story[p % 3]."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from djinn_client.protocol import (
 from tests.support.engine import Script
 from tests.support.served import Wire, wait_for
 
-TROUBLE = 77  # the token that begins a fatal prompt
+TROUBLE = 77  # first token of a fatal prompt
 
 
 def fatal(what, **fields):
@@ -34,7 +33,7 @@ def fatal(what, **fields):
 
 
 @pytest.mark.parametrize("what", ["die", "garbage", "hang"])
-def test_a_request_that_two_engines_die_over_ends_and_all_others_go_on(serve, what):
+def test_a_request_that_two_engines_die_over_ends_and_all_others_continue(serve, what):
     daemon = serve(fatal(what), limits={"engine_silence": "2s"} if what == "hang" else {})
     with daemon.client() as client:
         sessions = [djinn.Session("djinn-tiny", address=daemon.address) for _ in range(4)]
@@ -44,7 +43,7 @@ def test_a_request_that_two_engines_die_over_ends_and_all_others_go_on(serve, wh
             sessions[0].generate([TROUBLE], max_tokens=200)
         assert caught.value.data == {"deaths": 2}
         for session in sessions:
-            assert session.token_ids == [5, 2, 3, 1], "nothing of the failed call was told, and nothing is left of it"
+            assert session.token_ids == [5, 2, 3, 1], "the failed call sent no token, and leaves none"
             assert session.generate(max_tokens=2).token_ids == [2, 3]
         status = client.status(check=True)
         assert status.integrity == []
@@ -55,8 +54,8 @@ def test_a_request_that_two_engines_die_over_ends_and_all_others_go_on(serve, wh
         assert client.status(check=True).integrity == []
 
 
-def test_a_killed_engine_costs_callers_nothing_but_time(serve):
-    """A stream in its middle, and a call that waits. By the death: nobody waits until a silence is noticed."""
+def test_a_killed_engine_costs_callers_only_time(serve):
+    """One call is in mid-stream, another waits. The death itself is noticed, and not a silence."""
     daemon = serve(Script(context=1 << 20), gated=True, limits={"engine_silence": "1h"})
     with daemon.client() as client, Wire(daemon.address) as wire, Wire(daemon.address) as other:
         client.load("djinn-tiny")
@@ -79,7 +78,7 @@ def test_a_killed_engine_costs_callers_nothing_but_time(serve):
         assert client.status(check=True).integrity == []
 
 
-def test_requests_that_were_in_the_step_at_two_deaths_keep_what_was_told(serve):
+def test_requests_in_the_step_at_two_deaths_keep_the_tokens_that_were_sent(serve):
     daemon = serve(Script(context=1 << 20), gated=True, limits={"engine_silence": "1h"})
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -102,8 +101,8 @@ def test_requests_that_were_in_the_step_at_two_deaths_keep_what_was_told(serve):
         assert wire.reply().token_ids == [1, 2]
 
 
-def test_a_request_that_kills_engines_does_not_take_a_stream_with_it(serve):
-    """The stream is in the step at both deaths, but has given tokens."""
+def test_a_request_that_kills_engines_does_not_end_another_stream(serve):
+    """The stream is in the step at both deaths, but has produced tokens."""
     daemon = serve(fatal("die", context=1 << 20))
     with (
         djinn.Session("djinn-tiny", address=daemon.address) as victim,
@@ -140,7 +139,7 @@ def test_a_call_that_waits_for_an_engine_is_cancelled_at_once(serve, told):
         assert client.status(check=True).integrity == []
 
 
-def test_a_call_waits_for_an_engine_only_so_long_and_keeps_what_was_told(serve):
+def test_the_wait_for_an_engine_is_limited_and_keeps_the_tokens_that_were_sent(serve):
     daemon = serve(Script(on_start={"2": "hang"}), gated=True, limits={"engine_wait": "1s"})
     with daemon.client() as client, Wire(daemon.address) as wire:
         wait_for(lambda: client.status().state == "ready")
@@ -156,8 +155,8 @@ def test_a_call_waits_for_an_engine_only_so_long_and_keeps_what_was_told(serve):
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_the_last_word_of_an_engine_is_not_needed(serve, tiny, stop):
-    """It dies between the last token and the end of the request."""
+def test_an_engine_s_last_message_is_not_needed(serve, tiny, stop):
+    """The engine dies between the last token and the end of the request."""
     daemon = serve(Script(story=[33, 34, 35]), gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -178,7 +177,7 @@ def test_the_last_word_of_an_engine_is_not_needed(serve, tiny, stop):
         assert reply.token_ids == ([34, 35] if stop else [34, 35, 33])
 
 
-def test_forward_and_capture_are_run_again(serve):
+def test_forward_and_capture_are_computed_again(serve):
     daemon = serve(gated=True)
     with daemon.client() as client, Wire(daemon.address) as wire, Wire(daemon.address) as other:
         client.load("djinn-tiny")
@@ -198,11 +197,11 @@ def test_forward_and_capture_are_run_again(serve):
         while not isinstance(last := other.reply(), Generated):
             told += last.token_ids
         assert told == [3, 1, 2, 3]
-        assert (last.captured.first, last.captured.positions) == (0, 5), "as if no engine had died"
+        assert (last.captured.first, last.captured.positions) == (0, 5), "the same as without the death"
         assert client.status(check=True).integrity == []
 
 
-def test_calls_that_come_while_there_is_no_engine_wait_and_then_work(serve):
+def test_calls_without_an_engine_wait_for_the_next_one(serve):
     daemon = serve(Script(on_start={"2": "hang"}))
     with daemon.client() as client, Wire(daemon.address) as wire:
         client.load("djinn-tiny")
@@ -233,10 +232,10 @@ def test_the_arena_is_handed_to_the_next_engine(serve):
         client.load("djinn-tiny", on_progress=lambda progress: told.append(progress.stage))
         assert daemon.arena() == before
         session.generate([5], max_tokens=1)
-        assert "filled" not in told, "the weights were there"
+        assert "filled" not in told, "the weights were adopted"
 
 
-def test_a_session_that_is_closed_while_there_is_no_engine_does_not_come_back(serve):
+def test_a_session_closed_without_an_engine_does_not_come_back(serve):
     daemon = serve(Script(on_start={"2": "hang"}))
     with daemon.client() as client:
         session = djinn.Session("djinn-tiny", address=daemon.address)
@@ -251,7 +250,7 @@ def test_a_session_that_is_closed_while_there_is_no_engine_does_not_come_back(se
         stays.close()
 
 
-def test_a_step_that_fails_costs_its_own_request_only(serve):
+def test_a_failed_step_costs_its_own_request_only(serve):
     daemon = serve(fatal("fail"))
     with (
         djinn.Session("djinn-tiny", address=daemon.address) as unlucky,
@@ -266,7 +265,7 @@ def test_a_step_that_fails_costs_its_own_request_only(serve):
         assert lucky.generate([5], max_tokens=1).token_ids == [2]
 
 
-def test_forks_of_a_lost_engine_go_on_from_their_tokens(serve):
+def test_forks_continue_from_their_tokens_after_a_loss(serve):
     daemon = serve(fatal("die"))
     with daemon.client() as client, djinn.Session("djinn-tiny", address=daemon.address) as parent:
         parent.generate([5], max_tokens=3)

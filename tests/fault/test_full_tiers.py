@@ -1,4 +1,5 @@
-"""Tiers that are full, or cannot be: whoever asked hears why, and everybody says what they would have said."""
+"""Tiers that are full, or cannot be created: the client that requested them gets the reason, and all tokens stay the
+same."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ PAGE = 1 << 20
 
 @contextmanager
 def largest_file(pid: int, nbytes: int) -> Iterator[None]:
-    """A disk that is full, as far as the process sees: what it writes behind so many bytes of a file fails."""
+    """Simulates a full disk for a process: writes behind `nbytes` of a file fail."""
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
@@ -32,7 +33,7 @@ def largest_file(pid: int, nbytes: int) -> Iterator[None]:
 
 
 def begin(lives: Lives) -> tuple[list[Session], list[list[int]]]:
-    """Sessions, and what each says next."""
+    """Opens sessions; returns them, and the next tokens of each."""
     sessions, following = [], []
     for prompt in PROMPTS:
         session = Session(MODEL, address=lives.address)
@@ -49,8 +50,8 @@ def go_on(session: Session, following: list[int]) -> None:
     session.truncate(length)
 
 
-def test_a_disk_that_is_full(start_daemon: DaemonStarter) -> None:
-    """Of a device and a host that are so small that sessions cannot but go to disk."""
+def test_a_full_disk(start_daemon: DaemonStarter) -> None:
+    """Device and host are so small that sessions must go to disk."""
     lives = Lives(start_daemon, {"kv": "9MiB", "host_kv": "6MiB", "disk_kv": "32MiB"})
     lives.wait_for_tiers()
     sessions, following = begin(lives)
@@ -66,7 +67,7 @@ def test_a_disk_that_is_full(start_daemon: DaemonStarter) -> None:
         wait_for(lambda: "write out: [Errno" in lives.log)
         for session, wanted in zip(sessions, following, strict=True):
             go_on(session, wanted)
-    go_on(first, following[0])  # its KV is on the device, all of it: with a full disk, others' may have pushed it out
+    go_on(first, following[0])  # its KV is all on the device; a full disk may have let others evict it
     assert first.pause("disk").pages == 3
     first.resume()
     for session, wanted in zip(sessions, following, strict=True):
@@ -75,7 +76,7 @@ def test_a_disk_that_is_full(start_daemon: DaemonStarter) -> None:
     assert djinn.status(check=True, address=lives.address).integrity == []
 
 
-def test_an_arena_that_has_no_room(start_daemon: DaemonStarter) -> None:
+def test_an_arena_without_room(start_daemon: DaemonStarter) -> None:
     lives = Lives(start_daemon, {"kv": "16MiB", "host_kv": "4096GiB", "disk_kv": "16MiB"})
     sessions, following = begin(lives)
 

@@ -1,7 +1,7 @@
-"""Another user's config.json that promises more than the files beside it have, or asks for endless work.
+"""Another user's config.json that promises more than the files beside it contain, or requests endless work.
 
-A bystander streams during every case; the attacker is told the field or the tensor, the engine lives on, and the daemon
-has in use at the end what it had before.
+A bystander streams during every case. The attacker gets an error that names the field or the tensor, the engine lives
+on, and the daemon has in use at the end what it had before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def theirs(target: Daemon) -> Iterator[Path]:
 
 
 def refused(target: Daemon, folder: Path, act: Act, told: str) -> None:
-    """While somebody streams; the attacker's next call works."""
+    """Checks that the act is refused, while a bystander streams. The attacker's next call works."""
     _hand_to_attacker(folder)
     with Bystander(target.address), as_user(ATTACKER):
         with pytest.raises(djinn.ModelRejected, match=told):
@@ -77,7 +77,7 @@ def _hand_to_attacker(folder: Path) -> None:
     ],
     ids=["tables", "blocks", "vocabulary", "experts"],
 )
-def test_a_configuration_that_promises_too_much(
+def test_a_configuration_that_promises_too_much_is_refused(
     target: Daemon, theirs: Path, act: Act, family: str, changes: dict[str, Any], told: str
 ) -> None:
     shutil.copytree(reduced_model(family), theirs)
@@ -86,7 +86,7 @@ def test_a_configuration_that_promises_too_much(
     refused(target, theirs, act, told)
 
 
-def test_a_temperature_that_would_give_wrong_tokens(target: Daemon, theirs: Path) -> None:
-    """Its files are as they should be, so that only the engine's check at load can tell."""
+def test_a_temperature_that_would_give_wrong_tokens_is_refused(target: Daemon, theirs: Path) -> None:
+    """Its files are valid, so only the engine's check at load can find it."""
     llama_4(theirs, floor_scale=100, attn_scale=0.3)
     refused(target, theirs, djinn.load, "llama4_text fails the check at load, near position")

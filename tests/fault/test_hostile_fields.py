@@ -1,4 +1,5 @@
-"""Every field of every request with every kind of hostile value: an answer or one Failure, and others are served."""
+"""Every field of every request with hostile values: the reply is an answer or one Failure, and other clients are
+served."""
 
 from __future__ import annotations
 
@@ -93,8 +94,8 @@ def test_hostile_values(target: Daemon, kind: type[Request]) -> None:
             reply = final_reply(wire)
             assert reply is None or getattr(reply, "code", "") != "error", (message, reply)
             assert other.ask(Ping(id=1)) == Done(id=1), message
-            if reply is None or (isinstance(reply, Failure) and reply.id != message["id"]):  # a last word
-                wire.__exit__()  # with the windows that it was given
+            if reply is None or (isinstance(reply, Failure) and reply.id != message["id"]):  # the connection ends
+                wire.__exit__()  # with the windows that it received
                 wire = Wire(target.address)
     with wire:
         assert wire.ask(Ping(id=2)) == Done(id=2)

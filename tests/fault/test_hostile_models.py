@@ -1,6 +1,6 @@
-"""Models that a stranger wrote to hurt others: their tokenizers, and what they have in the place of files.
+"""Models that a stranger wrote to harm others: their tokenizers, and other objects in place of files.
 
-A bystander streams during every case; each attacker gets a typed error with the limit, and the daemon has in use at the
+A bystander streams during every case. Each attacker gets a typed error with the limit, and the daemon has in use at the
 end what it had before the first.
 """
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def workers(daemon: Daemon) -> list[int]:
-    """The text workers that it has."""
+    """The pids of the daemon's text workers."""
     found = []
     for pid in descendants_of(daemon.pid):
         try:
@@ -73,7 +73,7 @@ def kill_workers(daemon: Daemon) -> None:
 
 
 def replaced(field: str, pattern: str) -> Callable[[dict[str, Any]], None]:
-    """A regular expression that backtracks, in another place."""
+    """Puts a regular expression that backtracks into another field."""
 
     def change(tokenizer: dict[str, Any]) -> None:
         step = {"type": "Replace", "pattern": {"Regex": pattern}, "content": "x"}
@@ -102,7 +102,7 @@ def test_a_text_that_takes_minutes_to_tokenise(address: str, folder: Path, chang
     [((1000, 1000, 60), {}), ((20_000,), {"stop": ["never"]})],
     ids=["gigabytes", "a little too much"],
 )
-def test_a_decoder_that_makes_much_of_little(address: str, folder: Path, times: Any, options: Any) -> None:
+def test_a_decoder_that_expands_its_input_is_ended(address: str, folder: Path, times: Any, options: Any) -> None:
     tiny_with(folder, bombs(*times))
     with djinn.Session(str(folder), address=address) as s:
         with pytest.raises(djinn.TextFailed):
@@ -131,8 +131,8 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 TERABYTE = "{{ 'x' * 10 ** 12 }}"
 
 
-def test_templates_that_take_minutes_and_terabytes(address: str, folder: Path) -> None:
-    """What else templates may not do is their environment's: see tests/unit/text/chat."""
+def test_templates_that_need_minutes_or_terabytes_are_ended(address: str, folder: Path) -> None:
+    """Other limits of templates are tested with their environment, in tests/unit/text/chat."""
     tiny_with(folder, lambda tokenizer: None)
     (folder / "chat_template.jinja").write_text(LOOP)
     (folder / "additional_chat_templates").mkdir()
@@ -148,7 +148,9 @@ def test_templates_that_take_minutes_and_terabytes(address: str, folder: Path) -
 
 
 @pytest.mark.parametrize("options", [{"stop": ["return", "\n\n"]}, {"logprobs": 1}])
-def test_an_honest_stranger_s_model_says_what_a_configured_one_does(address: str, folder: Path, options: Any) -> None:
+def test_a_stranger_s_valid_model_gives_the_same_output_as_a_configured_one(
+    address: str, folder: Path, options: Any
+) -> None:
     tiny_with(folder, lambda tokenizer: None)
     told = []
     for model in (MODEL, str(folder)):
@@ -189,13 +191,13 @@ def deep(path: Path) -> None:
         ("config.json", endless),
     ],
 )
-def test_what_stands_in_the_place_of_a_file(address: str, folder: Path, file: str, spoil: Any) -> None:
+def test_other_objects_in_place_of_files_are_refused(address: str, folder: Path, file: str, spoil: Any) -> None:
     spoil(tiny_with(folder, lambda tokenizer: None) / file)
     with pytest.raises((djinn.ModelRejected, djinn.InvalidRequest)):
         djinn.load(str(folder), address=address)
 
 
-def test_layers_that_take_longer_to_build_than_they_may(target: Daemon, folder: Path) -> None:
+def test_layers_that_take_too_long_to_build_are_refused(target: Daemon, folder: Path) -> None:
     target.reload({"limits": LIMITS | {"inspection_seconds": "100ms"}})
     try:
         tiny_with(folder, lambda config: config.update(num_hidden_layers=20), "config.json")
@@ -209,7 +211,7 @@ def test_layers_that_take_longer_to_build_than_they_may(target: Daemon, folder: 
 
 
 def _with_tensors(folder: Path, count: int) -> None:
-    """As many tensors as make any depth look true."""
+    """Adds so many tensors that any number of layers seems valid."""
     header = {f"t{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(count)}
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)

@@ -1,6 +1,6 @@
-"""Whatever dies, and whenever: the next daemon has the sessions, and their next tokens are those that would have come.
+"""Deaths at any moment: the next daemon has the sessions, and their next tokens are the same as without the death.
 
-The model is djinn-tiny on the CPU, in float32, one row a step: the same tokens whatever was computed anew.
+The model is djinn-tiny on the CPU, in float32, with one row per step: recomputing does not change its tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGE = 4096  # bytes; a page in the journal's log takes some more
 
 
 def successor_of(daemon: Daemon, start_daemon: DaemonStarter) -> Daemon:
-    """Of one that was killed. Its address is the other's."""
+    """The successor of a killed daemon, at the same address."""
     next_ = start_daemon({"socket": daemon.address, "state_dir": f"{Path(daemon.address).parent}/state"})
     next_.address = daemon.address
     return next_
@@ -66,7 +66,7 @@ def test_killed_in_mid_stream(start_daemon: DaemonStarter, engine_too: bool, sam
         daemon = successor_of(daemon, start_daemon)
         session = djinn.attach(session.id, address=daemon.address)
         tokens = session.token_ids
-        assert tokens[: len(PROMPT) + len(told)] == PROMPT + told, "what the client was told"
+        assert tokens[: len(PROMPT) + len(told)] == PROMPT + told, "the client has received these tokens"
         told, prompt = tokens[len(PROMPT) :], []
         assert told == expected[: len(told)]
     told += session.generate(max_tokens=TOKENS - len(told), ignore_eos=True, **sampling).token_ids
@@ -76,7 +76,7 @@ def test_killed_in_mid_stream(start_daemon: DaemonStarter, engine_too: bool, sam
         assert client.status(check=True).integrity == []
 
 
-def test_what_was_closed_and_cut_stays_so(start_daemon: DaemonStarter) -> None:
+def test_closed_and_cut_sessions_stay_so(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     cut, closed = (djinn.Session(MODEL, address=daemon.address) for _ in range(2))
     for session in (cut, closed):
@@ -100,7 +100,7 @@ def test_what_was_closed_and_cut_stays_so(start_daemon: DaemonStarter) -> None:
 
 
 def test_a_full_disk(start_daemon: DaemonStarter) -> None:
-    """A limit to the size of the daemon's files stands for the disk: even an empty log has no room for one page."""
+    """A limit on the size of the daemon's files stands for the disk: even an empty log has no room for one page."""
     daemon = start_daemon({"log": {"level": "error"}}, errors=["journal_failed"])
     with djinn.Session(MODEL, address=daemon.address) as s:
         expected = s.generate(PROMPT, max_tokens=200, ignore_eos=True).token_ids
@@ -110,12 +110,12 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
         unlimited = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (PAGE, unlimited[1]))
         heard += [token for piece in stream for token in piece.token_ids]
-        assert heard == expected, "what runs goes on"
+        assert heard == expected, "requests under way continue"
         wait_for(lambda: "journal_failed" in daemon.log)
         for _ in range(2):
             refused(lambda: open_one(daemon))
             refused(lambda: session.generate([1], max_tokens=1))
-            time.sleep(1.5 * RETRY)  # the journal has tried again, in vain
+            time.sleep(1.5 * RETRY)  # the journal has tried again in vain
         assert session.token_ids == PROMPT + expected
 
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, unlimited)
@@ -126,7 +126,7 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
         session.detach()
     daemon = successor_of(daemon, start_daemon)
     with djinn.attach(session.id, address=daemon.address) as s:
-        assert s.token_ids == PROMPT + expected, "what could not be written was tried again"
+        assert s.token_ids == PROMPT + expected, "failed writes are tried again"
 
 
 def open_one(daemon: Daemon) -> None:
@@ -148,7 +148,7 @@ def is_admitted(daemon: Daemon) -> bool:
     return True
 
 
-def test_the_state_directory_of_a_daemon_that_lives(start_daemon: DaemonStarter) -> None:
+def test_the_state_directory_of_a_running_daemon_is_refused(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     other = start_daemon({"state_dir": str(daemon.folder / "state")}, ready=False)
     assert other.wait() == 1
@@ -157,8 +157,8 @@ def test_the_state_directory_of_a_daemon_that_lives(start_daemon: DaemonStarter)
         s.generate(PROMPT, max_tokens=2)
 
 
-def test_the_engine_and_then_the_daemon(start_daemon: DaemonStarter) -> None:
-    """A stream goes on with the next engine, and the journal has all that it has told."""
+def test_the_engine_dies_and_then_the_daemon(start_daemon: DaemonStarter) -> None:
+    """A stream continues on the next engine, and the journal has all tokens that were sent."""
     daemon = start_daemon(errors=["engine_lost"])
     session = djinn.Session(MODEL, address=daemon.address)
     session.generate(PROMPT, max_tokens=10, ignore_eos=True)

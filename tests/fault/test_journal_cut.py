@@ -1,4 +1,4 @@
-"""A journal that ends in mid-write: what was committed before that is there, in its order, and nothing else."""
+"""A journal that ends in mid-write: the changes committed before that are there in their order, and no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SESSIONS = 3
 
 @pytest.mark.parametrize("cuts", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_cut_at_random_bytes(start_daemon: DaemonStarter, cuts: int) -> None:
-    """Each session says the same, so that whatever is left of it is a beginning of that."""
+    """Each session generates the same tokens, so any remaining part of a session is a beginning of them."""
     seed = int(os.environ.get("DJINND_TEST_SEED", str(random.SystemRandom().randrange(1 << 32))))
     print(f"seed {seed}")
     choice = random.Random(seed)
@@ -43,7 +43,7 @@ def test_cut_at_random_bytes(start_daemon: DaemonStarter, cuts: int) -> None:
             try:
                 session = djinn.attach(name, address=lives.address)
             except SessionNotFound:
-                continue  # it was opened behind the cut
+                continue  # it was opened after the cut
             with session:
                 tokens = session.token_ids
                 assert tokens == story[: len(tokens)]

@@ -1,4 +1,4 @@
-"""One user fills the journal, by whatever the journal keeps: that user is refused with the figure, all others go on."""
+"""One user fills the journal with all kinds of data: that user is refused, with the figure, and all others go on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def daemon() -> Iterator[Daemon]:
 
 
 class Attacker:
-    """Sessions of another user's."""
+    """Sessions of another user."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -49,7 +49,7 @@ class Attacker:
         with as_user(ATTACKER):
             session = djinn.Session(MODEL, address=self.address)
             self.sessions.append(session)
-            session.token_ids  # noqa: B018  # it connects as that user
+            session.token_ids  # noqa: B018  # connects as that user
         return session
 
     def used(self) -> int:
@@ -102,7 +102,7 @@ def all_of_it(attack: Callable[[Attacker, int], None], attacker: Attacker) -> No
 
 @only_root
 @pytest.mark.parametrize("attack", [by_edits, by_forks, by_breakpoints, by_prompts])
-def test_more_than_the_user_may_have(
+def test_a_user_is_refused_at_its_limit(
     daemon: Daemon, attacker: Attacker, attack: Callable[[Attacker, int], None]
 ) -> None:
     with Bystander(daemon.address), pytest.raises(QuotaExceeded, match=r"limits\.journal_bytes_per_user is") as caught:
@@ -120,8 +120,8 @@ def test_more_than_the_user_may_have(
 
 
 @only_root
-def test_on_a_disk_that_is_nearly_full(daemon: Daemon, attacker: Attacker) -> None:
-    """Played by a reserve that is larger than what any disk has free."""
+def test_a_user_is_refused_on_a_nearly_full_disk(daemon: Daemon, attacker: Attacker) -> None:
+    """A reserve that is larger than the free bytes of any disk stands for a nearly full disk."""
     by_edits(attacker, 0)
     with djinn.Session(MODEL, address=daemon.address) as other:
         other.generate([1, 2], max_tokens=2)
@@ -133,13 +133,13 @@ def test_on_a_disk_that_is_nearly_full(daemon: Daemon, attacker: Attacker) -> No
         daemon.reload({"limits": LIMITS | {"journal_reserve": "1MiB"}})
         attacker.clear()
         end = time.monotonic() + PATIENCE
-        while "journal_has_room" not in daemon.log:  # more is free than that
+        while "journal_has_room" not in daemon.log:  # free bytes exceed the reserve
             assert time.monotonic() < end
             other.generate([3], max_tokens=2)
 
 
 def by_large_edits(attacker: Attacker, number: int) -> None:
-    """From many connections at once: all are admitted before the first is written."""
+    """From many connections at once: all edits are admitted before the first is written."""
     sessions = [attacker.open() for _ in range(8)]
 
     def steer(session: djinn.Session) -> None:
@@ -168,7 +168,7 @@ def can_mount() -> bool:
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """Its journal is on a disk of 80 MiB, in a mount namespace of the daemon's."""
+    """A daemon with its journal on a disk of 80 MiB, in a mount namespace of its own."""
     if not can_mount():
         pytest.skip("a small disk needs the right to mount")
     folder = tmp_path_factory.mktemp("disk")

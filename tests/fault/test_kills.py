@@ -1,8 +1,8 @@
-"""The engine, the daemon, or both die by SIGKILL at random moments, again and again, in the middle of what sessions do:
-running, streaming, waiting, being paused to host or disk, forking, being cut. After each death every session that
-anybody was told of is there, with every token that anybody was told, and goes on with the tokens that would have come.
+"""The engine, the daemon, or both die by SIGKILL at random moments, again and again, while sessions run, stream, wait,
+are paused to host or disk, fork, and are cut. After each death every session that a client knows of is there, with
+every token that the client has received, and continues with the same tokens as without the death.
 
-DJINND_TEST_SEED repeats a run, as far as the moments of other processes allow; DJINND_TEST_KILLS makes it longer.
+DJINND_TEST_SEED repeats a run, except for the timing of other processes. DJINND_TEST_KILLS makes it longer.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from djinn_client import AsyncSession, ConnectionLost, EngineLost, SessionBusy
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.lives import Lives
 
-KILLS = int(os.environ.get("DJINND_TEST_KILLS", "50"))  # of the long run
+KILLS = int(os.environ.get("DJINND_TEST_KILLS", "50"))  # in the long run
 SEED = int(os.environ.get("DJINND_TEST_SEED", str(random.SystemRandom().randrange(1 << 32))))
-FLEETS = 2  # daemons side by side: one dies while the other is started
-ENGINES = 3  # that are killed in the life of one daemon, at most: for the next one it would wait for longer
+FLEETS = 2  # daemons side by side: one dies while the other starts
+ENGINES = 3  # most engines killed in one daemon's life: the delay before the next one would grow
 
-# 256 tokens a page: the sessions need 20 pages and more, so there is always somebody who has to leave the device, and
-# the host.
+# A page has 256 tokens. The sessions need 20 pages and more, so some always have to leave the device, and the host.
 TIERS = {"kv": "13MiB", "host_kv": "10MiB", "disk_kv": "24MiB"}
 SESSIONS, MOST_SESSIONS = 6, 9
 PROMPTS = [40, 200, 255, 256, 500, 700]  # tokens
-STORY = 200  # tokens that follow upon a prompt
-LONG = 60  # tokens that a call asks for, at most: some end before the kill
-NEXT = 3  # tokens that are compared after a kill
-LONGEST = 0.15  # seconds from the beginning of what the sessions do to the kill
+STORY = 200  # tokens after a prompt
+LONG = 60  # most tokens of a call: some end before the kill
+NEXT = 3  # tokens compared after a kill
+LONGEST = 0.15  # longest time in seconds from the beginning of the sessions' work to the kill
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class Told:
-    """What is known of a session: its tokens are the first of `story`, at least `least` and at most `most` of them."""
+    """The test's knowledge of a session: its tokens are the first of `story`, at least `least` and at most `most` of
+    them."""
 
     session: AsyncSession
     story: list[int]
@@ -54,7 +54,7 @@ class Told:
 
 
 class Fleet:
-    """The sessions, and what is done with them. What a death interrupts is an error that says so, and no other."""
+    """The sessions and their work. A call that a death interrupts fails with an error that says so, and no other."""
 
     def __init__(self, lives: Lives, choice: random.Random) -> None:
         self.lives = lives
@@ -74,7 +74,7 @@ class Fleet:
         self.done = dict.fromkeys((doing.__name__ for doing in self.doings), 0)
 
     async def open(self) -> None:
-        """Sessions with their prompts; and what each would say if nobody died."""
+        """Opens sessions with their prompts, and finds the tokens that each generates without deaths."""
 
         async def tell(length: int) -> Told:
             prompt = [self.choice.randrange(4, 2000) for _ in range(length)]
@@ -86,7 +86,7 @@ class Fleet:
 
         self.sessions = list(await asyncio.gather(*map(tell, PROMPTS)))
 
-    # --- what may be under way when somebody dies ---------------------------------------------------------------------
+    # --- work that a death may interrupt ------------------------------------------------------------------------------
 
     def begin(self) -> list[asyncio.Task[None]]:
         self.under_way = [asyncio.create_task(self._do(told)) for told in list(self.sessions)]
@@ -102,7 +102,7 @@ class Fleet:
         pass
 
     async def stream(self, told: Told) -> None:
-        """The death of an engine ends no call, and that of the daemon leaves what was told."""
+        """The death of an engine ends no call. The death of the daemon leaves the tokens that were sent."""
         before, left = told.least, self.choice.randint(0, min(LONG, len(told.story) - told.most))
         if not left:
             return
@@ -148,7 +148,7 @@ class Fleet:
             await asyncio.gather(*(again(told.session.resume) for told in self.sessions))
             await asyncio.wait(self.under_way, timeout=0.1)
 
-    # --- afterwards -------------------------------------------------------------------------------------------------
+    # --- afterwards ---------------------------------------------------------------------------------------------------
 
     async def check(self, victim: str) -> None:
         await asyncio.gather(*(self._check(told, victim) for told in self.sessions))
@@ -159,19 +159,19 @@ class Fleet:
             told.session = await again(djinn.attach_async, told.session.id, address=self.lives.address)
         await again(told.session.resume)
         tokens = await again(lambda: told.session.token_ids)
-        assert told.least <= len(tokens) <= told.most, f"{told.least} to {told.most} were told, {len(tokens)} are there"
-        assert tokens == told.story[: len(tokens)], "what the client was told"
+        assert told.least <= len(tokens) <= told.most, f"{told.least} to {told.most} were sent, {len(tokens)} are there"
+        assert tokens == told.story[: len(tokens)], "the client has received these tokens"
         if len(tokens) + NEXT > len(told.story):
             await told.session.truncate(told.prompt + 1)
             del tokens[told.prompt + 1 :]
         told.least = told.most = len(tokens)
         answer = await again(told.session.generate, max_tokens=NEXT, ignore_eos=True)
-        assert answer.token_ids == told.story[len(tokens) : len(tokens) + NEXT], "what would have come"
+        assert answer.token_ids == told.story[len(tokens) : len(tokens) + NEXT], "the same tokens as without the death"
         told.least = told.most = len(tokens) + NEXT
 
 
 async def again(call: Callable[..., Awaitable[T]], *arguments: Any, **options: Any) -> T:
-    """The call, also where the last death still shows."""
+    """Makes the call, and repeats it while the last death still causes errors."""
     while True:
         try:
             return await call(*arguments, **options)
@@ -180,7 +180,7 @@ async def again(call: Callable[..., Awaitable[T]], *arguments: Any, **options: A
 
 
 def plan(choice: random.Random, kills: int) -> list[str]:
-    """The victims of one fleet, in their order: engines, and after some of them the daemon, or both at once."""
+    """The victims of one fleet, in order: engines, and after some of them the daemon, or both at once."""
     deaths: list[str] = []
     while len(deaths) < kills // FLEETS:
         deaths += ["engine"] * choice.randint(ENGINES - 1, ENGINES) + [choice.choice(["daemon", "daemon", "both"])]
@@ -198,7 +198,7 @@ async def live_and_die(fleet: Fleet, deaths: list[str]) -> None:
         if victim != "engine":
             await asyncio.to_thread(fleet.lives.kill)
         else:
-            await fleet.resume()  # a pause outlives the engine, and so does the call that it holds up
+            await fleet.resume()  # a pause, and the call that it holds, outlive the engine
         await asyncio.gather(*doing)
         if victim != "engine":
             fleet.lives.again(ready=False)
@@ -216,7 +216,7 @@ def findings(lives: Lives) -> list[str]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kills", [3, pytest.param(KILLS, marks=pytest.mark.long)])
-def test_nothing_is_lost_whoever_dies(start_daemon: DaemonStarter, kills: int) -> None:
+def test_no_death_loses_a_session_or_a_token(start_daemon: DaemonStarter, kills: int) -> None:
     print(f"seed {SEED}")
     choices = [random.Random(SEED + number) for number in range(FLEETS)]
     fleets = [Fleet(Lives(start_daemon, TIERS), choice) for choice in choices]

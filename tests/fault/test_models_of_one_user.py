@@ -1,5 +1,5 @@
-"""A user that brings model after model fills neither the daemon nor /dev/shm: what it has loaded is counted, it is
-refused at its limit, and all others go on."""
+"""A user that brings model after model fills neither the daemon nor /dev/shm. Its loaded models count, it is refused at
+its limit, and all others are served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.served import Served, wait_for
 from tests.support.serving import TINY
 
 MALLORY, BOB = 23001, 23002
-WEIGHTS, PAGES = HEADER_BYTES + (1 << 16), HEADER_BYTES + (1 << 20)  # of a model of the engine that plays one
+WEIGHTS, PAGES = HEADER_BYTES + (1 << 16), HEADER_BYTES + (1 << 20)  # of a model of the scripted engine
 pytestmark = only_root
 
 
@@ -32,7 +32,7 @@ def served(serve: Callable[..., Served]) -> Served:
 
 
 def checkpoints(served: Served, user: int, count: int) -> list[str]:
-    """Folders of this user's."""
+    """Checkpoint folders of this user."""
     folders = [served.folder / str(user) / str(number) for number in range(count)]
     for folder in folders:
         folder.mkdir(parents=True)
@@ -47,7 +47,7 @@ def load(served: Served, folder: str, **sizes: int) -> None:
 
 
 def held(served: Served, user: int) -> tuple[int, int]:
-    """Models and bytes, as `djinnctl quota` tells them."""
+    """The user's models and bytes, as `djinnctl quota` shows them."""
     with as_user(user):
         (use,) = djinn.quotas(address=served.address)
     told = {each.name: each.used for each in use.resources}
@@ -58,7 +58,7 @@ def shared_memory(served: Served) -> int:
     return sum(Path("/dev/shm", name).stat().st_size for name in map(os.path.basename, served.arena()))
 
 
-def test_models_are_counted_and_come_back(served: Served) -> None:
+def test_models_count_until_they_are_unloaded(served: Served) -> None:
     folders = checkpoints(served, MALLORY, 4)
     with as_user(MALLORY):
         for folder in folders[:3]:
@@ -81,7 +81,7 @@ def test_models_are_counted_and_come_back(served: Served) -> None:
     assert held(served, MALLORY) == (0, 0)
 
 
-def test_shared_memory_is_refused_where_it_would_be_too_much(served: Served) -> None:
+def test_too_much_shared_memory_is_refused(served: Served) -> None:
     folders = checkpoints(served, MALLORY, 3)
     with as_user(MALLORY):
         for folder in folders[:2]:
@@ -99,7 +99,7 @@ def test_shared_memory_is_refused_where_it_would_be_too_much(served: Served) -> 
     wait_for(lambda: held(served, BOB) == (1, WEIGHTS + PAGES))
 
 
-def test_a_model_whose_host_pages_find_no_room_has_none(served: Served) -> None:
+def test_a_model_without_room_for_host_pages_is_served_without_them(served: Served) -> None:
     folders = checkpoints(served, MALLORY, 2)
     with as_user(MALLORY):
         load(served, folders[0], host_kv_bytes=2 << 20)
@@ -113,7 +113,7 @@ def test_a_model_whose_host_pages_find_no_room_has_none(served: Served) -> None:
         assert s.generate("def f(", max_tokens=2).token_ids
 
 
-def test_a_restart_does_not_make_them_nobody_s(served: Served) -> None:
+def test_a_restart_keeps_models_charged_to_their_user(served: Served) -> None:
     folders = checkpoints(served, MALLORY, 4)
     with as_user(MALLORY):
         for folder in folders[:3]:
@@ -125,7 +125,7 @@ def test_a_restart_does_not_make_them_nobody_s(served: Served) -> None:
     assert held(served, MALLORY)[0] == 3
 
 
-def test_an_administrator_s_models_are_nobody_s(served: Served) -> None:
+def test_an_administrator_s_models_are_not_charged(served: Served) -> None:
     for folder in checkpoints(served, 0, 4):
         load(served, folder)
     assert held(served, 0) == (0, 0)

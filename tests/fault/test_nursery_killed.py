@@ -1,4 +1,4 @@
-"""The process that engines are forked from dies, or goes on when all around it dies: sessions go on either way."""
+"""The process that forks engines dies, or survives other deaths: sessions continue in both cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parent_of(pid: int) -> int:
 
 
 def inherited_by(engine: int) -> list[str]:
-    """Its descriptors but for models' memory and files, which it opens when they are there."""
+    """The engine's descriptors, except those of models' memory and files, which it opens for loaded models."""
     return [name for name in descriptors_of(engine) if not name.startswith("/dev/shm/") and "/pages/" not in name]
 
 
@@ -40,7 +40,7 @@ def next_engine(daemon: Daemon, after: int) -> int:
     return daemon.device().pid
 
 
-def test_killed_it_comes_back_and_so_does_the_engine_and_a_killed_daemon_takes_it_along(
+def test_a_killed_nursery_comes_back_with_its_engine_and_dies_with_a_killed_daemon(
     fragile: Daemon, start_daemon: DaemonStarter
 ) -> None:
     with djinn.Session(MODEL, address=fragile.address) as whole:
@@ -61,12 +61,12 @@ def test_killed_it_comes_back_and_so_does_the_engine_and_a_killed_daemon_takes_i
     assert not is_alive(nursery)
     next_daemon = start_daemon({"socket": fragile.address, "state_dir": str(fragile.folder / "state")}, cold=True)
     assert parent_of(parent_of(fragile.device().pid)) == next_daemon.pid
-    djinn.load(MODEL, address=fragile.address)  # what was left is adopted
+    djinn.load(MODEL, address=fragile.address)  # the objects of the killed daemon are adopted
     djinn.unload(MODEL, address=fragile.address)
 
 
-def test_it_survives_engines_and_restarts(fragile: Daemon) -> None:
-    """And each engine has what the first had, and nothing else."""
+def test_the_nursery_survives_engines_and_restarts(fragile: Daemon) -> None:
+    """Each engine has the same descriptors as the first."""
     with djinn.Session(MODEL, address=fragile.address) as s:
         expected = s.generate(PROMPT, max_tokens=AFTER, ignore_eos=True).token_ids
     engine = fragile.device().pid

@@ -1,5 +1,5 @@
-"""The daemon, which is root's here, is nobody's deputy: what a user cannot read is not there for that user, and what a
-user brings changes nothing for others."""
+"""The daemon, which runs as root here, lends no user its rights: a model that a user cannot read does not exist for
+that user, and models of one user change nothing for others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def served(serve: Callable[..., Served]) -> Served:
 
 
 def checkpoint(folder: Path, user: int, mode: int = 0o700) -> str:
-    """A folder of this user's."""
+    """A checkpoint folder of this user."""
     folder.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(TINY / name, folder)
@@ -61,7 +61,7 @@ def wire_of(user: int, daemon: Served) -> Iterator[Wire]:
 
 
 def hand_over(wire: Wire, folder: str, names: list[str], fds: list[int]) -> Any:
-    """Closes the descriptors."""
+    """Hands over open files, and closes the descriptors."""
     frame = encode(HandOverFiles(id=7, folder=folder, names=names), len(fds))
     try:
         sent = socket.send_fds(wire.socket, [frame], fds)
@@ -78,7 +78,7 @@ def loaded(wire: Wire, model: str) -> Any:
     return reply
 
 
-def test_a_private_model_is_not_there_for_others(served: Served) -> None:
+def test_a_private_model_does_not_exist_for_others(served: Served) -> None:
     secret = checkpoint(served.folder / "alice" / "merger", ALICE)
     with as_user(ALICE):
         assert load(served, secret) == secret
@@ -96,10 +96,10 @@ def test_a_private_model_is_not_there_for_others(served: Served) -> None:
         assert (hidden_.code, hidden_.message.replace(secret, "/nothing")) == ("files_wanted", missing_.message)
     with as_user(ALICE), djinn.Session(secret, address=served.address) as s:
         assert s.generate("def f(", max_tokens=2).token_ids
-    assert secret in names(served), "administrators see all of them"
+    assert secret in names(served), "administrators see all models"
 
 
-def test_a_name_that_somebody_else_has_taken_leads_to_one_s_own_files(served: Served) -> None:
+def test_a_name_taken_by_another_user_leads_to_one_s_own_files(served: Served) -> None:
     hers = checkpoint(served.folder / "alice", ALICE)
     his = checkpoint(served.folder / "bob", BOB)
     with wire_of(BOB, served) as wire, as_user(BOB):
@@ -147,7 +147,7 @@ def test_names_that_do_not_fit_the_descriptors(served: Served, names_: list[str]
         assert isinstance(loaded(wire, "djinn-tiny"), ModelReply)
 
 
-def test_a_checkpoint_is_one_model_for_all_who_can_read_it(served: Served) -> None:
+def test_a_checkpoint_is_one_model_for_all_users_that_can_read_it(served: Served) -> None:
     public = checkpoint(served.folder / "public", ALICE, 0o755)
     links = served.folder / "links"
     links.mkdir()
@@ -165,10 +165,10 @@ def test_a_checkpoint_is_one_model_for_all_who_can_read_it(served: Served) -> No
             djinn.unload(public, address=served.address)
         told = djinn.load(public, kv_bytes=1 << 30, keep_alive_s=5, address=served.address)
         assert any("kv_bytes, keep_alive_s: ignored" in note for note in told.notes)
-        assert load(served, str(TINY)) in ("djinn-tiny", "ours"), "which has a name in the configuration"
+        assert load(served, str(TINY)) in ("djinn-tiny", "ours"), "it has a name in the configuration"
 
 
-def test_how_a_configured_model_is_loaded_is_not_for_everybody_to_say(served: Served) -> None:
+def test_only_administrators_change_how_a_configured_model_is_loaded(served: Served) -> None:
     with as_user(BOB):
         told = djinn.load("ours", kv_bytes=1, host_kv_bytes=0, disk_kv_bytes=0, resident=0, address=served.address)
         assert any("kv_bytes, placing: ignored" in note for note in told.notes), told.notes
@@ -178,7 +178,7 @@ def test_how_a_configured_model_is_loaded_is_not_for_everybody_to_say(served: Se
         djinn.load("ours", kv_bytes=1, address=served.address)
 
 
-def test_files_that_are_kept_open_are_counted_and_come_back(served: Served) -> None:
+def test_open_files_count_until_they_are_closed(served: Served) -> None:
     folders = [checkpoint(served.folder / f"bob{number}", BOB) for number in range(5)]
     with as_user(BOB):
         for folder in folders[:4]:
@@ -211,7 +211,7 @@ def test_after_a_restart_the_same_files_are_opened_again_and_no_others(served: S
         again.detach()
     served.start_again(kill=False)
     os.chmod(served.address, 0o666)
-    os.utime(f"{folder}/config.json")  # its ctime is another one
+    os.utime(f"{folder}/config.json")  # changes its ctime
     with as_user(ALICE), djinn.attach(s.id, address=served.address) as again:
         with pytest.raises(errors.ModelNotFound, match=f"djinnctl load {folder}"):
             again.generate(max_tokens=1)

@@ -1,4 +1,4 @@
-"""Processes that keep pages in one file and are killed at random moments: what the next one finds there is true."""
+"""Processes that write pages to one file are killed at random moments: the pages that the next one finds are valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.kept_pages import PAGE_BYTES, SLOTS, aligned, key, page
 KILLS = 8
 
 
-def test_no_kill_leaves_a_page_that_is_not_what_the_table_says(tmp_path: Path) -> None:
+def test_no_kill_leaves_a_page_that_differs_from_its_table(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     moments = random.Random(seed)
@@ -26,13 +26,13 @@ def test_no_kill_leaves_a_page_that_is_not_what_the_table_says(tmp_path: Path) -
         )
         with keeper:
             assert keeper.stdout is not None and keeper.stdout.readline() == b"keeping\n"
-            time.sleep(moments.uniform(0, 0.1))  # any moment is as good as another
+            time.sleep(moments.uniform(0, 0.1))  # any moment will do
             keeper.kill()
-        assert check(tmp_path) > 0, "of what is complete, a keeper keeps more than it fills anew"
+        assert check(tmp_path) > 0, "a keeper keeps more complete pages than it replaces"
 
 
 def check(folder: Path) -> int:
-    """How many pages there are, all of them what their keys say."""
+    """Checks that each page matches its key. Returns the number of pages."""
     file = PageFile(str(folder), "model", PAGE_BYTES, SLOTS, "")
     try:
         tier = Tier(file.table, SLOTS)

@@ -1,5 +1,5 @@
-"""Fifty sessions and a restart: the next daemon finds their pages where the last one left them, computes nothing anew
-that is there, and goes on as if it had never stopped."""
+"""Fifty sessions and a restart: the next daemon finds their pages where the last one left them, recomputes none of
+those, and continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tests.support.lives import Lives
 SESSIONS = 50
 ROOM = {"kv": "96MiB", "host_kv": "96MiB", "disk_kv": "96MiB"}  # a page has 256 tokens and 1 MiB
 NEXT = 4  # tokens that are compared
-LENGTHS = [20, 255, 256, 300]  # of prompts
+LENGTHS = [20, 255, 256, 300]  # of prompts, in tokens
 
 
 class Fifty:
-    """Sessions of one daemon, and of its successors; `next` are the tokens that would come next."""
+    """Sessions of one daemon and of its successors. `next` are the tokens to come."""
 
     def __init__(self, lives: Lives) -> None:
         self.lives = lives
         self.ids: list[str] = []
         self.tokens: list[list[int]] = []
         self.next: list[list[int]] = []
-        self.computed: list[int] = []  # by the last `go_on`, of each session
+        self.computed: list[int] = []  # by the last `go_on`, for each session
 
     def open(self) -> None:
         async def one(number: int) -> None:
@@ -59,7 +59,7 @@ class Fifty:
         return [getattr(infos[id], f"{tier}_pages") for id in self.ids]
 
     def go_on(self) -> None:
-        """All of them are there, with their tokens, and the next ones are those that would have come."""
+        """Checks that all sessions are there with their tokens, and that the next tokens are right."""
 
         async def one(number: int) -> None:
             s = await djinn.attach_async(self.ids[number], address=self.lives.address)
@@ -92,7 +92,7 @@ def test_a_warm_restart(start_daemon: DaemonStarter) -> None:
     lives.wait_for_tiers()
     assert all(fifty.pages("host"))
     fifty.go_on()
-    assert fifty.computed == [1] * SESSIONS, "nothing but the last token of each"
+    assert fifty.computed == [1] * SESSIONS, "only the last token of each session"
 
 
 def test_the_daemon_is_killed_and_the_pages_are_on_the_host(start_daemon: DaemonStarter) -> None:
@@ -108,7 +108,7 @@ def test_the_daemon_is_killed_and_the_pages_are_on_the_host(start_daemon: Daemon
     assert fifty.computed == [1] * SESSIONS
 
 
-def test_a_stop_in_good_order_leaves_what_is_on_disk(start_daemon: DaemonStarter) -> None:
+def test_a_clean_stop_keeps_pages_on_disk(start_daemon: DaemonStarter) -> None:
     lives = Lives(start_daemon, ROOM)
     fifty = Fifty(lives)
     fifty.open()
@@ -122,5 +122,5 @@ def test_a_stop_in_good_order_leaves_what_is_on_disk(start_daemon: DaemonStarter
     for number, computed in enumerate(fifty.computed):
         if number not in kept:
             assert computed == len(fifty.tokens[number])
-    # Once it is known what reading and computing take, the cheaper is taken; until then, what is there.
+    # When the times of reading and computing are known, the cheaper way is taken; until then, pages are read.
     assert 1 in fifty.computed

@@ -1,4 +1,4 @@
-"""Clients that hand over something else than a model: each is told what is wrong with it, and nothing else happens."""
+"""Clients that hand over something other than a model: each gets the fault in its error, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def wire(daemon: Daemon) -> Iterator[Wire]:
-    """Afterwards the daemon holds nothing of what came over it, and works."""
+    """A connection. Afterwards the daemon must have nothing left of it, and work."""
     with Wire(daemon.address) as wire:
         yield wire
     with daemon.client() as client:
@@ -62,7 +62,7 @@ def memory(content: bytes = b"") -> Iterator[int]:
 
 
 def ask(wire: Wire, request: object, *fds: int) -> object:
-    """The final reply to a request that these descriptors come with."""
+    """Sends a request with these descriptors, and returns the final reply."""
     socket.send_fds(wire.socket, [encode(request, len(fds))], fds)  # type: ignore[arg-type]
     while isinstance(reply := wire.reply(), Progress):
         pass
@@ -111,7 +111,8 @@ def test_weights_of_another_size(wire: Wire) -> None:
 
 
 def test_weights_that_were_truncated_before_they_were_sealed(wire: Wire) -> None:
-    """And then made as long as before: there is no memory behind the end, and none that reading it could get."""
+    """Then the file was extended to its former size: behind the cut there is no memory, and reading there would find
+    none."""
     share, image = described(wire)
     with memory() as fd:
         os.posix_fallocate(fd, 0, image.nbytes)
@@ -121,8 +122,8 @@ def test_weights_that_were_truncated_before_they_were_sealed(wire: Wire) -> None
     assert f"has memory for 4,096 of {image.nbytes:,} bytes" in told
 
 
-def test_weights_that_nobody_may_open(wire: Wire) -> None:
-    """Root may; whoever may not is told."""
+def test_weights_that_cannot_be_opened_are_refused(wire: Wire) -> None:
+    """Root can open them; any other daemon reports that it cannot."""
     share, image = described(wire)
     with memory() as fd:
         os.posix_fallocate(fd, 0, image.nbytes)
@@ -140,7 +141,7 @@ def test_garbage_in_the_place_of_packed_blocks(wire: Wire) -> None:
 
 
 def test_garbage_behind_the_heads_of_packed_blocks(daemon: Daemon, wire: Wire) -> None:
-    """It makes the model wrong, and does nothing else: patches that point anywhere are not followed."""
+    """The model gives wrong tokens, and nothing else happens: patches with invalid positions are not followed."""
     share, image = described(wire)
     buffer = image.buffers[0]
     assert buffer.units
@@ -160,7 +161,7 @@ def test_garbage_behind_the_heads_of_packed_blocks(daemon: Daemon, wire: Wire) -
         assert "model_rejected" in refusal(reply)
 
 
-def test_descriptors_that_are_no_memory(wire: Wire) -> None:
+def test_descriptors_that_are_no_memfds_are_refused(wire: Wire) -> None:
     share, _ = described(wire)
     reader, writer = os.pipe()
     told = refusal(ask(wire, ShareWeights(id=2, share=share), reader))
@@ -171,7 +172,7 @@ def test_descriptors_that_are_no_memory(wire: Wire) -> None:
     os.close(writer)
 
 
-def test_a_number_of_descriptors_that_is_not_one(wire: Wire) -> None:
+def test_exactly_one_descriptor_is_needed(wire: Wire) -> None:
     share, _ = described(wire)
     with memory(CONFIG) as fd:
         assert "0 came" in refusal(wire.ask(ShareWeights(id=2, share=share)))
@@ -180,7 +181,7 @@ def test_a_number_of_descriptors_that_is_not_one(wire: Wire) -> None:
         assert "takes 1" in refusal(ask(wire, share_request(model="another"), fd, fd, fd))
 
 
-def test_files_that_are_not_what_was_said(wire: Wire) -> None:
+def test_files_that_differ_from_their_announcement_are_refused(wire: Wire) -> None:
     for files, content, words in (
         ({"config.json": 10_000}, CONFIG, f"config.json ends after {len(CONFIG):,} of 10,000 bytes"),
         ({"config.json": 300 << 20}, CONFIG, "at most 67,108,864"),
@@ -199,7 +200,7 @@ def test_files_that_are_not_what_was_said(wire: Wire) -> None:
     assert told.startswith("model_rejected: ")
 
 
-def test_shares_that_are_not_there(daemon: Daemon, wire: Wire) -> None:
+def test_unknown_shares_are_refused(daemon: Daemon, wire: Wire) -> None:
     share, image = described(wire)
     with memory() as fd, Wire(daemon.address) as another:
         os.posix_fallocate(fd, 0, image.nbytes)
@@ -209,7 +210,7 @@ def test_shares_that_are_not_there(daemon: Daemon, wire: Wire) -> None:
         assert "no such share" in refusal(hand_over(wire, share, fd))
 
 
-def test_a_client_that_goes_between_the_two_requests(daemon: Daemon, wire: Wire) -> None:
+def test_a_client_that_disconnects_between_the_two_requests(daemon: Daemon, wire: Wire) -> None:
     with Wire(daemon.address) as another:
         described(another)
         with memory(CONFIG) as fd:

@@ -1,4 +1,4 @@
-"""A client that signals without end, in any order and about anything: it gets what it asks for, and so do others."""
+"""A client that sends signals without end, in any order and about anything: it and all others are served."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.served import Wire
 
 SIGNALS = 100_000
 SESSIONS = 8
-AT_ONCE = 1000  # signals in a write
+AT_ONCE = 1000  # signals per write
 
 
 @pytest.fixture(autouse=True)
 def _with_tiers(daemon: Daemon) -> None:
-    """They come a moment after the model."""
+    """Waits for the lower tiers, which exist a moment after the model."""
     with daemon.client() as client:
         wait_for(lambda: all(model.disk_pages for model in client.models() if model.name == MODEL))
 
@@ -47,15 +47,15 @@ def expected(address: str) -> list[int]:
 
 
 def flood(wire: Wire, *signals: Signal) -> None:
-    """Writes them, again and again, as fast as the daemon takes them."""
+    """Writes the signals again and again, as fast as the daemon reads them."""
     frames = list(itertools.islice(itertools.cycle(encode(signal) for signal in signals), AT_ONCE))
     for _ in range(SIGNALS // AT_ONCE):
         wire.send_bytes(b"".join(frames))
-    assert wire.ask(Ping(id=99)) == Done(id=99), "all of them were heard"
+    assert wire.ask(Ping(id=99)) == Done(id=99), "the daemon has read all signals"
 
 
 def test_signals_of_sessions_that_hold_pages(daemon: Daemon) -> None:
-    """They leave the device and come back, over and over, as far as the engine is told of it."""
+    """The pages leave the device and come back repeatedly, as often as the engine receives a signal."""
     before = holdings(daemon)
     story = expected(daemon.address)
     with Wire(daemon.address) as wire:
@@ -73,7 +73,7 @@ def test_signals_of_sessions_that_hold_pages(daemon: Daemon) -> None:
     assert holdings(daemon) == before
 
 
-def test_signals_that_mean_nothing(daemon: Daemon) -> None:
+def test_meaningless_signals_are_ignored(daemon: Daemon) -> None:
     before = holdings(daemon)
     with Wire(daemon.address) as wire:
         closed, mine = opened(wire, 2)
@@ -94,7 +94,7 @@ def test_signals_that_mean_nothing(daemon: Daemon) -> None:
 
 
 def test_as_many_tools_as_signals(daemon: Daemon) -> None:
-    """What is learned of them does not grow for ever: see scheduler/waits.py. Here nobody is disturbed."""
+    """The statistics of tools are bounded: see scheduler/waits.py. Here no client is disturbed."""
     with Wire(daemon.address) as wire, Bystander(daemon.address):
         (mine,) = opened(wire, 1)
         for n in range(SIGNALS // 10):
@@ -103,7 +103,7 @@ def test_as_many_tools_as_signals(daemon: Daemon) -> None:
         wire.ask(CloseSession(id=11, session=mine))
 
 
-def test_a_client_that_signals_and_goes(daemon: Daemon) -> None:
+def test_a_client_that_signals_and_disconnects(daemon: Daemon) -> None:
     before = holdings(daemon)
     with Bystander(daemon.address):
         for _ in range(3):

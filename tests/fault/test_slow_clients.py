@@ -1,4 +1,4 @@
-"""A client that does not read is waited for, within bounds, and by nobody else."""
+"""The daemon waits for a client that does not read, within bounds, and other clients do not."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.models import tiny_model
 from tests.support.served import Wire
 
 SESSIONS = 8
-TOKENS = 400  # with their logprobs about twice what sockets and the daemon's queue take for a connection
+TOKENS = 400  # with their logprobs about twice the room in the sockets and the daemon's queue for a connection
 PROMPTS = [f"def function_{n}(" for n in range(SESSIONS)]
 
 
 async def all_of(address: str, tokens: int) -> list[list[int]]:
-    """What each prompt goes on with, through clients that read."""
+    """The continuation of each prompt, through clients that read."""
 
     async def one(prompt: str) -> list[int]:
         async with djinn.AsyncSession(MODEL, address=address) as s:
@@ -31,7 +31,7 @@ async def all_of(address: str, tokens: int) -> list[list[int]]:
     return await asyncio.gather(*map(one, PROMPTS))
 
 
-def test_a_stream_that_nobody_reads(daemon: Daemon) -> None:
+def test_a_stream_that_is_not_read_is_held(daemon: Daemon) -> None:
     expected = asyncio.run(all_of(daemon.address, TOKENS))
     with daemon.client() as client, Wire(daemon.address) as slow:
         slow.send(*(OpenSession(id=n, model=MODEL) for n in range(SESSIONS)))
@@ -70,7 +70,7 @@ def test_a_stream_that_nobody_reads(daemon: Daemon) -> None:
             client.close_session(session)
 
 
-def test_a_client_that_goes_while_it_is_waited_for(daemon: Daemon) -> None:
+def test_a_held_client_that_disconnects(daemon: Daemon) -> None:
     with daemon.client() as client:
         with Wire(daemon.address) as slow:
             opened = slow.ask(OpenSession(id=1, model=MODEL))

@@ -1,5 +1,5 @@
-"""A disk and a bus that are slow, and pages that change tenant on their way: others' steps go on, and nobody ever has
-a page on the device with what another tenant has left in it."""
+"""A slow disk and a slow bus, and pages that change tenant on their way: other sessions' steps go on, and no session
+ever has a page on the device with data of another tenant."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALICE, BOB = 1000, 1001
 
 
 class SlowDisk:
-    """Writes and reads begin when somebody opens the gate."""
+    """Delays writes and reads until the test opens the gate."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.gate, self.waits = threading.Event(), threading.Event()
@@ -52,7 +52,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 
 @pytest.fixture
 def engine(tmp_path: Path, disk: SlowDisk) -> Iterator[EngineThread]:
-    """Of three pages on the device."""
+    """An engine with three pages on the device."""
     with EngineThread(max_batch_tokens=512) as engine:
         try:
             tiers = {"host_kv_bytes": 9 * PAGE_BYTES, "disk_kv_bytes": 8 * PAGE_BYTES, "disk_folder": str(tmp_path)}
@@ -66,7 +66,7 @@ def engine(tmp_path: Path, disk: SlowDisk) -> Iterator[EngineThread]:
             disk.gate.set()
             engine.socket.close()
             engine.join()
-            transfers = engine.engine._tiers._models["m"].transfers  # a process would take them with it
+            transfers = engine.engine._tiers._models["m"].transfers  # an engine process would have ended them
             transfers.settle()
             transfers.close()
 
@@ -76,7 +76,7 @@ def runner(engine: EngineThread) -> ModelRunner:
 
 
 def kv_of(engine: EngineThread, page: Tensor) -> Tensor:
-    """[blocks, 2, tokens, the rest]"""
+    """The page's KV as [blocks, 2, tokens, the rest]."""
     return page.view(torch.float32).view(runner(engine).model.num_blocks, 2, 256, -1)
 
 
@@ -97,17 +97,17 @@ def pause(engine: EngineThread, session: str, tier: str) -> int:
     return number
 
 
-def test_others_go_on_while_a_session_goes_to_a_slow_disk_and_comes_back(engine: EngineThread, disk: SlowDisk) -> None:
+def test_other_sessions_continue_while_one_moves_to_a_slow_disk_and_back(engine: EngineThread, disk: SlowDisk) -> None:
     text = ask(engine, "a", ALICE, random_prompt(300, 512, seed=1))
     number = pause(engine, "a", "disk")
     assert disk.waits.wait(FOREVER)
-    ask(engine, "b", ALICE, random_prompt(30, 512, seed=2))  # nothing but its tokens came: the pause is not answered
+    ask(engine, "b", ALICE, random_prompt(30, 512, seed=2))  # only its tokens have come: the pause is not answered
     disk.gate.set()
     told = engine.until(messages.Paused)
     assert (told.request, told.pages) == (number, 2)
 
     engine.send(messages.Close("b"))
-    ask(engine, "c", ALICE, random_prompt(700, 512, seed=3))  # all pages of the device
+    ask(engine, "c", ALICE, random_prompt(700, 512, seed=3))  # takes all pages of the device
     engine.send(messages.Close("c"))
     disk.gate.clear()
     disk.waits.clear()
@@ -122,10 +122,10 @@ def test_others_go_on_while_a_session_goes_to_a_slow_disk_and_comes_back(engine:
     assert isinstance(reply, messages.Finished) and reply.computed == 1
 
 
-def test_a_page_that_did_not_come_holds_nothing_of_the_tenant_before(
+def test_a_page_that_failed_to_come_holds_no_data_of_the_previous_tenant(
     engine: EngineThread, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are filled whole are not zeroed first; so where the filling fails, they are zeroed after all."""
+    """Pages that will be filled completely are not zeroed first. If filling one fails, it is zeroed after all."""
     disk.gate.set()
     text = ask(engine, "a", ALICE, random_prompt(300, 512, seed=1))
     pause(engine, "a", "disk")
@@ -145,12 +145,12 @@ def test_a_page_that_did_not_come_holds_nothing_of_the_tenant_before(
     assert tokens == greedy(text)
     engine.report()
     held = runner(engine).kv.pages_of("a")
-    tail = len(text) + NEW - 256  # tokens of its second page, and what is behind them
+    tail = len(text) + NEW - 256  # tokens of its second page; behind them comes free room
     kv = kv_of(engine, pages[held[1]])
     assert kv[:, :, : tail - 1].any() and not kv[:, :, tail:].any()
 
 
-def test_pages_that_are_promoted_are_overwritten_whole(engine: EngineThread, disk: SlowDisk) -> None:
+def test_promoted_pages_are_overwritten_completely(engine: EngineThread, disk: SlowDisk) -> None:
     disk.gate.set()
     text = ask(engine, "a", ALICE, random_prompt(300, 512, seed=1))
     pages = runner(engine).page_bytes()
@@ -169,4 +169,4 @@ def test_pages_that_are_promoted_are_overwritten_whole(engine: EngineThread, dis
     length = len(text) - 256
     now, then = kv_of(engine, pages[last]), kv_of(engine, before[1])
     assert torch.equal(now[:, :, : length - 1], then[:, :, : length - 1])
-    assert not now[:, :, length:].any(), "nothing of the tenant in between"
+    assert not now[:, :, length:].any(), "no data of the tenant in between"

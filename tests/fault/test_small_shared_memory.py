@@ -1,4 +1,4 @@
-"""A /dev/shm with too little room: an error with the figures when a model is loaded, and never a SIGBUS."""
+"""A /dev/shm with too little room: loading a model gives an error with the figures, and never a SIGBUS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.models import reduced_model
 
-# In a mount namespace of the daemon's own, so that nobody else's /dev/shm changes.
+# In a mount namespace of the daemon's own, so that the /dev/shm of other processes does not change.
 SMALL_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"', "sh"]
 
 
@@ -21,7 +21,7 @@ def may_mount() -> bool:
         return False
 
 
-def test_a_model_that_shared_memory_cannot_hold(start_daemon: DaemonStarter) -> None:
+def test_a_model_larger_than_shared_memory_is_refused(start_daemon: DaemonStarter) -> None:
     if not may_mount():
         pytest.skip("a mount namespace of one's own needs root, and a system that permits it")
     daemon = start_daemon(wrapper=SMALL_SHM, errors=["model_failed"])

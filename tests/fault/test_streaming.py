@@ -1,4 +1,5 @@
-"""Blocks whose copies come late or fail: a step that lacks one gives an error and no token, the next one is right."""
+"""Blocks with copies that come late or fail: a step without a block gives an error and no token, and the next is
+right."""
 
 from __future__ import annotations
 
@@ -44,20 +45,20 @@ def greedy(tokens: list[int], count: int) -> list[int]:
 
 
 def fail(engine: EngineThread, device: TroubledDevice, streamed: int) -> None:
-    """The next copy of the streamed block of this number, counted from the first."""
+    """Makes the next copy of the streamed block of this number fail, counted from the first."""
     runner = engine.engine._runners["m"]
     device.fail(runner.weights.store.host(runner.places.streamed[streamed]))
 
 
 @pytest.mark.parametrize("placing", PLACINGS, ids=str)
-def test_a_block_that_comes_late_is_waited_for(engine: EngineThread, device: TroubledDevice, placing: Placing) -> None:
+def test_a_late_block_is_waited_for(engine: EngineThread, device: TroubledDevice, placing: Placing) -> None:
     engine.loaded(FOLDER, placing=placing)
     engine.open("s")
     device.delay = 0.005
     assert engine.outcome(engine.run("s", prompt(30), 6))[0] == greedy(prompt(30), 6)
 
 
-def test_while_a_block_is_on_its_way_no_token_comes(engine: EngineThread, device: TroubledDevice) -> None:
+def test_no_token_comes_while_a_block_is_on_its_way(engine: EngineThread, device: TroubledDevice) -> None:
     engine.loaded(FOLDER, placing=Placing(resident=0, slots=2))
     engine.open("s")
     device.synchronize()
@@ -104,7 +105,7 @@ def test_a_step_without_its_block_fails_and_the_next_one_is_right(
     engine.report()
 
 
-def test_copies_that_fail_again_and_again_never_stop_the_engine(engine: EngineThread, device: TroubledDevice) -> None:
+def test_repeatedly_failing_copies_never_stop_the_engine(engine: EngineThread, device: TroubledDevice) -> None:
     engine.loaded(FOLDER, placing=Placing(resident=1, slots=2))
     engine.open("s")
     for turn in range(6):
@@ -116,7 +117,7 @@ def test_copies_that_fail_again_and_again_never_stop_the_engine(engine: EngineTh
     engine.report()
 
 
-def test_a_load_whose_first_copies_fail_is_refused_and_the_next_one_is_served(
+def test_a_load_with_failing_copies_is_refused_and_the_next_one_is_served(
     engine: EngineThread, device: TroubledDevice
 ) -> None:
     arenas: list[messages.NeedArena] = []

@@ -1,4 +1,4 @@
-"""Formats that would take all there is, and the processes that follow formats, killed: others notice nothing."""
+"""Formats that would take all time or memory, and killed processes that follow formats: other calls notice nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def grammar_processes(daemon: Daemon) -> list[int]:
 
 
 def chain(length: int) -> dict[str, Any]:
-    """References that lead from one to the next: a recursive compiler's stack ends before they do."""
+    """A chain of references that is deeper than a recursive compiler's stack."""
     steps = {f"a{n}": {"anyOf": [{"$ref": f"#/$defs/a{n + 1}"}, {"type": "null"}]} for n in range(length)}
     return {"$ref": "#/$defs/a0", "$defs": steps | {f"a{length}": {"type": "null"}}}
 
@@ -81,7 +81,7 @@ LONG = {"nested repetitions", "many properties", "many rules"}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in BOMBS]
 )
-def test_a_bomb_is_refused_or_followed_and_nothing_else_happens(guarded: Daemon, name: str) -> None:
+def test_a_bomb_is_refused_or_followed_without_further_harm(guarded: Daemon, name: str) -> None:
     with djinn.Session(MODEL, address=guarded.address) as session:
         before = guarded.device().restarts
         try:
@@ -101,7 +101,7 @@ def test_a_grammar_that_becomes_too_ambiguous_ends_its_call_only(guarded: Daemon
     assert generated(guarded).usage.generated_tokens > 0
 
 
-def test_a_grammar_process_that_is_killed_ends_its_calls_and_the_next_one_has_another(guarded: Daemon) -> None:
+def test_a_killed_grammar_process_ends_its_calls_and_is_replaced(guarded: Daemon) -> None:
     with djinn.Session(MODEL, address=guarded.address) as session:
         stream = session.stream("A:", regex="[a-z]{2000}", max_tokens=1500)
         next(stream)
@@ -114,7 +114,7 @@ def test_a_grammar_process_that_is_killed_ends_its_calls_and_the_next_one_has_an
         assert session.generate("A:", regex="[a-z]{5}", max_tokens=20).finish_reason == "stop"
 
 
-def test_a_strangers_model_follows_formats_with_a_table_of_its_tokens(guarded: Daemon, tmp_path: Path) -> None:
+def test_a_stranger_s_model_follows_formats_with_a_table_of_its_tokens(guarded: Daemon, tmp_path: Path) -> None:
     folder = str(tiny_with(tmp_path / "theirs", lambda config: None))
     reply = generated(guarded, folder, max_tokens=300, temperature=1.0, seed=3)
     if reply.finish_reason == "stop":
@@ -123,14 +123,14 @@ def test_a_strangers_model_follows_formats_with_a_table_of_its_tokens(guarded: D
     assert generated(guarded, folder, response_format=None, regex="ab{3}c").text == "abbbc"
 
 
-def test_a_model_without_a_tokenizer_says_that_it_has_no_text(guarded: Daemon, tmp_path: Path) -> None:
+def test_a_format_for_a_model_without_a_tokenizer_is_refused(guarded: Daemon, tmp_path: Path) -> None:
     folder = tiny_with(tmp_path / "mute", lambda config: None)
     (folder / "tokenizer.json").unlink()
     with djinn.Session(str(folder), address=guarded.address) as session, pytest.raises(errors.NoTokenizer):
         session.generate([1, 2, 3], regex="a")
 
 
-def test_an_output_goes_on_with_the_next_engine(guarded: Daemon) -> None:
+def test_an_output_with_a_format_continues_on_the_next_engine(guarded: Daemon) -> None:
     options: Any = {"response_format": FORMAT, "max_tokens": 200, "temperature": 1.0, "seed": 11}
     whole = generated(guarded, **options)
     with djinn.Session(MODEL, address=guarded.address) as session:

@@ -1,5 +1,5 @@
-"""Somebody replaces or cuts a checkpoint's files. KV of the old weights is never used with the new ones, whatever sizes
-and times the files have, and a file that is cut while it is read costs its own load, and nobody else's."""
+"""A checkpoint's files are replaced or cut. KV of the old weights is never used with the new ones, whatever sizes and
+times the files have. A file that is cut while it is read fails its own load only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def copied(folder: Path) -> Path:
 
 
 def swap(folder: Path) -> None:
-    """Other weights of the same size, with the modification time of the old ones, as `touch -r` leaves them."""
+    """Writes other weights of the same size, with the modification time of the old ones, as `touch -r` sets it."""
     file = folder / "model.safetensors"
     stat = file.stat()
     tensors = {name: tensor.flip(0).contiguous() for name, tensor in load_file(file).items()}
@@ -41,7 +41,7 @@ def swap(folder: Path) -> None:
 
 
 def answer(model: str, address: str) -> tuple[list[int], int]:
-    """Tokens, and how many the engine has computed."""
+    """Returns the tokens, and the number of tokens that the engine has computed."""
     with djinn.Session(model, address=address) as s:
         told = s.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)
         return told.token_ids, told.usage.computed_tokens
@@ -49,14 +49,14 @@ def answer(model: str, address: str) -> tuple[list[int], int]:
 
 @pytest.fixture
 def lives(start_daemon: DaemonStarter, tmp_path: Path) -> Lives:
-    """A model whose weights may be swapped."""
+    """A daemon with a model that has replaceable weights."""
     lives = Lives(start_daemon, ROOM | {"path": str(copied(tmp_path / "m"))})
     lives.wait_for_tiers()
     return lives
 
 
 def other(lives: Lives, folder: Path) -> list[int]:
-    """The tokens of the new weights, in a model that never had the old ones."""
+    """The tokens of the new weights, from a model that never had the old ones."""
     copy = folder.parent / "other"
     shutil.copytree(tiny_model(), copy)
     swap(copy)
@@ -66,7 +66,7 @@ def other(lives: Lives, folder: Path) -> list[int]:
 
 
 def leave_pages(lives: Lives, tier: djinn.protocol.Tier) -> tuple[str, list[int]]:
-    """A session of the old weights, with its pages there, and the tokens that the old weights give."""
+    """A session of the old weights that leaves its pages on the tier, and its tokens."""
     with djinn.Session(MODEL, address=lives.address) as s:
         told = s.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)
         s.truncate(len(PROMPT))
@@ -82,7 +82,7 @@ def goes_on(lives: Lives, session: str) -> tuple[list[int], int]:
 
 
 def test_pages_of_earlier_weights_are_not_found(lives: Lives, tmp_path: Path) -> None:
-    """After a kill (host), a stop and a start (disk), and an unload and a load."""
+    """After a kill (host), after a stop and a start (disk), and after an unload and a load."""
     session, old = leave_pages(lives, "host")
     lives.kill()
     swap(tmp_path / "m")
@@ -90,11 +90,11 @@ def test_pages_of_earlier_weights_are_not_found(lives: Lives, tmp_path: Path) ->
     lives.wait_for_tiers()
     new = other(lives, tmp_path / "m")
     assert new != old
-    assert goes_on(lives, session) == (new, len(PROMPT)), "computed anew, by the new weights"
+    assert goes_on(lives, session) == (new, len(PROMPT)), "computed again, by the new weights"
 
     session, _ = leave_pages(lives, "disk")
     lives.stop()
-    swap(tmp_path / "m")  # flipped twice: the old ones again, and pages that they have left may be found
+    swap(tmp_path / "m")  # flipped twice: the old weights again, so their pages may be found
     lives.again()
     lives.wait_for_tiers()
     assert goes_on(lives, session)[0] == old
@@ -117,8 +117,8 @@ def test_a_saved_session_knows_its_weights(lives: Lives, tmp_path: Path) -> None
         djinn.Session.load(tmp_path / "saved", address=lives.address)
 
 
-def test_weights_that_are_adopted_are_known_by_what_was_read(lives: Lives, tmp_path: Path) -> None:
-    """A restart that finds them in shared memory reads nothing, and saved sessions and pages are theirs."""
+def test_adopted_weights_keep_the_identity_of_the_read_files(lives: Lives, tmp_path: Path) -> None:
+    """A restart that adopts weights from shared memory reads no file; saved sessions and pages still fit."""
     (before,) = (model for model in djinn.models(address=lives.address) if model.name == MODEL)
     session, old = leave_pages(lives, "host")
     lives.kill()
@@ -134,7 +134,7 @@ WIDE = 20_000  # intermediate size: some 400 MB
 
 
 def large(folder: Path) -> tuple[Path, int]:
-    """A checkpoint that takes a moment to be read, all holes, and the bytes of its header."""
+    """A sparse checkpoint that takes a moment to read, and the size of its header."""
     folder = copied(folder)
     config = json.loads((folder / "config.json").read_text())
     narrow, config["intermediate_size"], config["torch_dtype"] = config["intermediate_size"], WIDE, "float32"
@@ -152,7 +152,7 @@ def large(folder: Path) -> tuple[Path, int]:
     return folder, 8 + len(header)
 
 
-def test_a_file_that_is_cut_while_it_is_read_costs_its_load_alone(start_daemon: DaemonStarter, tmp_path: Path) -> None:
+def test_a_file_cut_while_it_is_read_fails_its_own_load_only(start_daemon: DaemonStarter, tmp_path: Path) -> None:
     folder, head = large(tmp_path / "large")
     file = folder / "model.safetensors"
     whole = file.stat().st_size
@@ -168,5 +168,5 @@ def test_a_file_that_is_cut_while_it_is_read_costs_its_load_alone(start_daemon: 
             djinn.load(str(folder), kv_bytes=1 << 20, address=daemon.address, on_progress=cut)
         large(tmp_path / f"{keep}")[0].joinpath("model.safetensors").replace(file)
         assert answer(MODEL, daemon.address)[0] == wanted
-    assert daemon.device().pid == engine, "it is the same engine"
+    assert daemon.device().pid == engine, "the engine must not die"
     assert {model.name for model in djinn.models(address=daemon.address) if model.state == "ready"} == {MODEL}

@@ -1,5 +1,5 @@
-"""Two hundred sessions of twenty processes at once, some of which die by SIGKILL in mid-stream: the others get what
-they would have got alone, and afterwards the daemon is as it was before."""
+"""Two hundred sessions of twenty processes at once, some of which die by SIGKILL during a stream. The others get the
+same tokens as alone, and afterwards the daemon is as it was before."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def alone(daemon: Daemon, prompt: str) -> list[int]:
         return s.generate(prompt, max_tokens=tenant.TOKENS, ignore_eos=True).token_ids
 
 
-def test_two_hundred_sessions(start_daemon: DaemonStarter) -> None:
+def test_two_hundred_sessions_survive_the_death_of_others(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"session_grace": "0.5s"}})
     expected = [alone(daemon, prompt) for prompt in tenant.PROMPTS]
     before = holdings(daemon)

@@ -1,4 +1,4 @@
-"""Tokens that are revoked, expired, unknown, over quota or shown again: a typed error, and others go on."""
+"""Tokens that are revoked, expired, unknown, over quota or shown again: a typed error, and other clients are served."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bearer(Wire):
         self.answer = self.ask(Hello(id=7, token=token))
 
     def is_refused(self) -> bool:
-        """And closed, with a typed error."""
+        """True if the connection got a typed error and was closed."""
         is_failure = isinstance(self.answer, Failure) and (self.answer.id, self.answer.code) == (7, "not_authenticated")
         return is_failure and self.reply() is None
 
@@ -91,7 +91,7 @@ def test_unknown_expired_and_revoked_tokens_get_one_answer(calm: Served, admin: 
         client.ping()
 
 
-def test_revoking_ends_connections_and_what_runs_on_them(serve: Callable[..., Served]) -> None:
+def test_revoking_ends_connections_and_their_calls(serve: Callable[..., Served]) -> None:
     daemon = serve(gated=True)
     with daemon.client() as admin:
         admin.load(MODEL)
@@ -107,12 +107,12 @@ def test_revoking_ends_connections_and_what_runs_on_them(serve: Callable[..., Se
                 assert wire.reply().code == "not_authenticated"
                 while wire.reply() is not None:
                     pass
-            assert time.monotonic() - began < 5, "it is to take a second"
+            assert time.monotonic() - began < 5, "it must take about a second"
             daemon.step(10)
             assert isinstance(victim.ask(OpenSession(id=2, model=MODEL)), SessionOpened)
             wait_for(lambda: [info.state for info in admin.sessions() if info.id == session] == ["detached"])
         with Bearer(daemon, token) as replayed:
-            assert replayed.is_refused(), "on another connection, too"
+            assert replayed.is_refused(), "refused on another connection too"
         again = admin.add_token("ci").token
         assert again != token
         with Bearer(daemon, again) as back:
@@ -143,12 +143,12 @@ def test_a_connection_cannot_change_its_principal(calm: Served, admin: djinn.Cli
 
 
 def test_the_class_of_a_token(calm: Served, admin: djinn.Client) -> None:
-    """It holds on what its principal has opened without it, too."""
+    """It also limits sessions that its principal has opened without the token."""
     with (
         Bearer(calm, admin.add_token("slow", user="0", highest_class="batch").token) as slow,
         Wire(calm.address) as fast,
     ):
-        assert slow.ask(OpenSession(id=1, model=MODEL)).session.priority == "batch", "the highest that it may have"
+        assert slow.ask(OpenSession(id=1, model=MODEL)).session.priority == "batch", "the token's highest class"
         assert [use.highest_class for use in slow.ask(GetQuotas(id=1)).quotas] == ["batch"]
         refused = slow.ask(OpenSession(id=1, model=MODEL, priority="agent"))
         assert (refused.code, refused.data["limit"]) == ("quota_exceeded", "batch")
@@ -175,7 +175,7 @@ def test_a_rule_for_a_name(serve: Callable[..., Served]) -> None:
 
 
 def test_descriptors_with_hello_are_given_back(calm: Served, admin: djinn.Client) -> None:
-    """They were charged to the Unix user, and those of the next request are charged to the principal."""
+    """They were charged to the Unix user. The next request's descriptors are charged to the principal."""
     token = admin.add_token("ci").token
     with Wire(calm.address, hello=False) as wire, open("/dev/null") as null:
         both = encode(Hello(id=0, token=token), 3) + encode(Ping(id=1), 2)
@@ -186,7 +186,7 @@ def test_descriptors_with_hello_are_given_back(calm: Served, admin: djinn.Client
     assert held["descriptors"] == 0
 
 
-def test_tokens_outlive_the_daemon_and_damage_to_their_file(serve: Callable[..., Served]) -> None:
+def test_tokens_survive_the_daemon_and_damage_to_their_file(serve: Callable[..., Served]) -> None:
     daemon = serve()
     with daemon.client() as admin:
         admin.load(MODEL)
@@ -209,7 +209,7 @@ def test_tokens_outlive_the_daemon_and_damage_to_their_file(serve: Callable[...,
 
 
 @pytest.mark.parametrize("guesses", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_guesses_cost_others_nothing(calm: Served, admin: djinn.Client, guesses: int) -> None:
+def test_guesses_cost_other_clients_nothing(calm: Served, admin: djinn.Client, guesses: int) -> None:
     token = admin.add_token("ci").token
     with Bearer(calm, token) as victim:
         session = victim.ask(OpenSession(id=1, model=MODEL)).session.id

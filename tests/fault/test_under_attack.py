@@ -1,4 +1,4 @@
-"""While two users try everything, a third gets every token, the same ones as alone, and the daemon stays small.
+"""While two users attack the daemon, a third gets every token, the same ones as alone, and the daemon stays small.
 
 `python -m tests.fault.test_under_attack` prints how long each attack made the victim wait; tests assert no times.
 """
@@ -18,8 +18,8 @@ from tests.support.other_user import only_root, open_to_all
 from tests.support.victim import Victim
 
 ATTACKERS = (23001, 23002)
-SECONDS = 30.0  # that an attack may take, then its process is killed
-SERVER_MIB = 400  # that the server may grow by, whatever is tried: docs/security.md
+SECONDS = 30.0  # seconds that an attack may take; then its process is killed
+SERVER_MIB = 400  # most growth of the server under any attack: docs/security.md
 
 
 def peak_mib(pid: int) -> int:
@@ -37,7 +37,7 @@ def attack(daemon: Daemon, number: int, act: Attack) -> str:
 @only_root
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_victim_gets_all_its_tokens_whatever_others_try(start_daemon):
+def test_a_victim_gets_all_its_tokens_under_any_attack(start_daemon):
     daemon = start_daemon({"memory": "4GiB"}, errors=["model_failed"])
     open_to_all(daemon.folder, daemon.address)
     before = peak_mib(daemon.pid)
@@ -56,7 +56,7 @@ def test_a_victim_gets_all_its_tokens_whatever_others_try(start_daemon):
 
 
 def main() -> int:
-    """Longest pauses, attack by attack."""
+    """Prints the longest pause for each attack."""
     from tests.conftest import DaemonStarter
 
     names = sys.argv[1:]
