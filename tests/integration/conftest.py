@@ -1,4 +1,4 @@
-"""Daemons that a module of tests has for itself, and reduced models, loaded for a test."""
+"""Daemons for one module of tests, and reduced models that are loaded for a test."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.support.daemon import Daemon
 
 @pytest.fixture(scope="module")
 def roomy_daemon() -> Iterator[Daemon]:
-    """For models that its tests load."""
+    """A daemon for models that its tests load."""
     with DaemonStarter() as start:
         yield start()
 
 
 @pytest.fixture
 def family(request: pytest.FixtureRequest, roomy_daemon: Daemon) -> Iterator[Path]:
-    """The folder of a family's reduced model, which the daemon has loaded; of which, says
-    `parametrize("family", …, indirect=True)`."""
+    """The folder of a family's reduced model, loaded in the daemon. `parametrize("family", …, indirect=True)` chooses
+    the family."""
     yield from _loaded(roomy_daemon, request.param)
 
 
@@ -31,7 +31,7 @@ def llama(roomy_daemon: Daemon) -> Iterator[Path]:
 
 
 def _loaded(daemon: Daemon, family: str) -> Iterator[Path]:
-    from tests.support.edited import loaded  # torch takes seconds to import, and many files here do without
+    from tests.support.edited import loaded  # imports torch, which takes seconds and which many files here do not need
 
     with loaded(daemon, family) as folder:
         yield folder

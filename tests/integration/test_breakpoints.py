@@ -1,5 +1,5 @@
-"""Sessions that stop inside a model, are looked at, changed, and go on: what they say is what they would have said, or
-what hooks in transformers make of the same change, whoever else is in the batch."""
+"""Sessions that stop inside a model, are inspected, edited, and continue, among other sessions in the batch. Without an
+edit their tokens stay the same. With one they are those of the same change by a hook in transformers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.support.torch_hooks import Change, Hooked
 from tools.bench.kv_measures import traced
 from tools.bench.resume_inside import block_counts
 
-FAMILIES = ("gpt2", "gemma-2")  # each stops at each boundary in unit/engine/test_breakpoints.py
+FAMILIES = ("gpt2", "gemma-2")  # unit/engine/test_breakpoints.py stops each at each boundary
 STREAMED = "mixtral"
-NEW = 5  # tokens that a call generates
+NEW = 5  # tokens generated per call
 AT = ("hook_embed", *(f"blocks.{block}.hook_resid_post" for block in range(BLOCKS)))  # between any two blocks
 
 
 @pytest.fixture(scope="module")
 def roomy_daemon() -> Iterator[Daemon]:
-    """It knows a model with most blocks streamed, too."""
+    """A daemon with one model that has most blocks streamed."""
     models = {"streamed": {"path": str(reduced_model(STREAMED)), "resident": 1}}
     with DaemonStarter() as start:
         yield start({"models": models})
@@ -54,7 +54,7 @@ async def debugged(
     count: int = NEW,
     **breakpoint: Any,
 ) -> tuple[list[int], list[djinn.Hit]]:
-    """What a session says, step by step, and its hits."""
+    """Runs a session from hit to hit. Returns its tokens and its hits."""
     hits, tokens = [], []
     async with djinn.AsyncSession(model, address=address) as s:
         await s.breakpoint(**breakpoint)
@@ -71,7 +71,7 @@ async def debugged(
 
 
 def check_untouched(folder: Path, model: str, address: str) -> None:
-    """At every boundary at once, among others that stop nowhere."""
+    """Stops at all boundaries at once, among sessions without breakpoints."""
     prompts = {point: prompt_of(length, 60 + length) for point, length in zip(AT, (270, 7, 33, 1, 64), strict=True)}
     others = [prompt_of(length, 90) for length in (5, 258)]
 
@@ -101,7 +101,7 @@ def check_untouched(folder: Path, model: str, address: str) -> None:
 
 
 def test_logprobs_are_the_same_bit_for_bit(llama: Path, roomy_daemon: Daemon) -> None:
-    """Alone, so that the shapes of the batches are the same."""
+    """The session is alone, so that the shapes of the batches are the same."""
     prompt = prompt_of(40, 7)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         expected = s.generate(prompt, max_tokens=NEW, ignore_eos=True, logprobs=5).logprobs
@@ -121,7 +121,7 @@ def test_logprobs_are_the_same_bit_for_bit(llama: Path, roomy_daemon: Daemon) ->
 
 
 def check_edited(folder: Path, model: str, address: str) -> None:
-    """Changes at hits, in the session's own batch with others': at every position, at the prompt's last, at some."""
+    """Edits at hits, at all positions, at the prompt's last one, and at some, in a batch with other sessions."""
     rows = vector(5, 3, WIDTH)
 
     def all_of_it(hit: djinn.Hit) -> None:
@@ -165,12 +165,12 @@ def check_edited(folder: Path, model: str, address: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True)
-def test_hits_untouched_and_edited(family: Path, roomy_daemon: Daemon) -> None:
+def test_hits_without_and_with_edits(family: Path, roomy_daemon: Daemon) -> None:
     check_untouched(family, str(family), roomy_daemon.address)
     check_edited(family, str(family), roomy_daemon.address)
 
 
-def test_on_streamed_weights(roomy_daemon: Daemon) -> None:
+def test_hits_on_streamed_weights(roomy_daemon: Daemon) -> None:
     with roomy_daemon.client() as client:
         assert client.load("streamed").blocks_streamed == BLOCKS - 1
         check_untouched(reduced_model(STREAMED), "streamed", roomy_daemon.address)
@@ -178,8 +178,8 @@ def test_on_streamed_weights(roomy_daemon: Daemon) -> None:
         client.unload("streamed")
 
 
-def test_a_replacement_and_steering_beside_it(llama: Path, roomy_daemon: Daemon) -> None:
-    """The hit is what steering at that point has made of it, and the replacement comes after that."""
+def test_a_replacement_beside_steering(llama: Path, roomy_daemon: Daemon) -> None:
+    """The hit shows the steered activation, and the replacement applies after the steering."""
     prompt, v, rows = prompt_of(30, 8), vector(3), vector(4, 30, WIDTH)
     steered = Change(AT[2], ops.add(v))
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
@@ -193,8 +193,8 @@ def test_a_replacement_and_steering_beside_it(llama: Path, roomy_daemon: Daemon)
         assert told == Hooked(llama).greedy(prompt, NEW, [steered, put])
 
 
-def test_from_one_block_to_the_next(llama: Path, roomy_daemon: Daemon) -> None:
-    """Several breakpoints, each changed; every second of what is generated; streams."""
+def test_edits_from_one_block_to_the_next(llama: Path, roomy_daemon: Daemon) -> None:
+    """Several breakpoints, each with an edit; every second generated position; streams."""
     prompt = prompt_of(20, 9)
     changes = [
         Change(AT[1], ops.scale(0.5), positions=range(20)),
@@ -222,7 +222,7 @@ def test_from_one_block_to_the_next(llama: Path, roomy_daemon: Daemon) -> None:
 # --- a hit is a checkpoint ------------------------------------------------------------------------------------------
 
 
-def test_as_often_as_wanted_and_on_forks(llama: Path, roomy_daemon: Daemon) -> None:
+def test_a_hit_can_be_used_repeatedly_and_on_forks(llama: Path, roomy_daemon: Daemon) -> None:
     prompt, hooked = prompt_of(270, 10), Hooked(llama)
     plain = hooked.greedy(prompt, NEW)
 
@@ -239,15 +239,15 @@ def test_as_often_as_wanted_and_on_forks(llama: Path, roomy_daemon: Daemon) -> N
                 hit.activation[:, -1] = original[:, -1] * by
                 assert expect_end(s.resume(from_=hit, max_tokens=NEW, ignore_eos=True)) == scaled(by)
             assert expect_end(s.resume(original, from_=hit, max_tokens=NEW, ignore_eos=True)) == plain
-            assert len(s.edits()) == 1, "each has taken the place of the one before"
+            assert len(s.edits()) == 1, "each edit must replace the one before"
             with s.fork() as late:
                 assert expect_end(late.resume(from_=hit, max_tokens=NEW, ignore_eos=True)) == scaled(2.0)
             assert expect_end(early.resume(from_=hit, max_tokens=NEW, ignore_eos=True)) == scaled(2.0)
             assert expect_hit(early.run(prompt[:9])).positions == range(270 + NEW, 279 + NEW)
 
 
-def test_a_call_that_runs_to_its_end_leaves_checkpoints(llama: Path, roomy_daemon: Daemon) -> None:
-    """Each block's of one run: gone back to later, as it was or changed, to the prompt's end or further."""
+def test_a_captured_call_leaves_checkpoints_at_each_block(llama: Path, roomy_daemon: Daemon) -> None:
+    """A later call goes back to each block, without or with an edit, to the prompt's end or further."""
     prompt, hooked = prompt_of(40, 17), Hooked(llama)
     plain = hooked.greedy(prompt, NEW)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
@@ -268,7 +268,7 @@ def test_a_call_that_runs_to_its_end_leaves_checkpoints(llama: Path, roomy_daemo
 
 
 def test_a_call_that_captures_runs_past_breakpoints(llama: Path, roomy_daemon: Daemon) -> None:
-    """Also of a session that stands at a hit, which that ends: its positions are among those that are seen."""
+    """The session may be at a hit, which the call ends: the hit's positions are captured too."""
     prompt, more = prompt_of(20, 18), prompt_of(7, 19)
     points = ["blocks.*.hook_resid_post", "logits"]
     with (
@@ -284,7 +284,7 @@ def test_a_call_that_captures_runs_past_breakpoints(llama: Path, roomy_daemon: D
         for name, rows in whole.items():
             torch.testing.assert_close(cache[name], rows, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(cache["blocks.1"][:, :20], hit.activation, atol=1e-5, rtol=1e-5)
-        assert expect_hit(s.run(more)).positions == range(30, 37), "the breakpoint is there yet"
+        assert expect_hit(s.run(more)).positions == range(30, 37), "the breakpoint must still exist"
         s.intervene("blocks.2", lambda activation, context: None, local=True)
         with pytest.raises(djinn.InvalidRequest, match="remove them first"):
             seen.run(more)
@@ -304,10 +304,10 @@ def test_patching_from_a_hit(llama: Path, roomy_daemon: Daemon) -> None:
         assert go_on(t, corrupt, NEW) == expected
 
 
-# --- what does not go well ------------------------------------------------------------------------------------------
+# --- refusals and losses ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused_leaves_the_session_at_its_hit(llama: Path, roomy_daemon: Daemon) -> None:
+def test_a_refused_request_leaves_the_session_at_its_hit(llama: Path, roomy_daemon: Daemon) -> None:
     prompt = prompt_of(20, 13)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         breakpoint = s.breakpoint(layer=1)
@@ -325,10 +325,10 @@ def test_what_is_refused_leaves_the_session_at_its_hit(llama: Path, roomy_daemon
         assert expect_end(s.resume(max_tokens=NEW, ignore_eos=True)) == reference.greedy(llama, prompt, NEW)
         with pytest.raises(djinn.InvalidRequest, match="at no hit"):
             s.resume(max_tokens=NEW)
-        assert s.resume() is None, "nothing is paused, either"
+        assert s.resume() is None, "the session is not paused either"
 
 
-def test_ten_thousand_breakpoints(llama: Path, roomy_daemon: Daemon) -> None:
+def test_ten_thousand_breakpoints_are_refused_at_the_limit(llama: Path, roomy_daemon: Daemon) -> None:
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         for first in range(5):
             s.breakpoint(layer=1, positions=range(first, 400, 2))
@@ -342,8 +342,8 @@ def test_ten_thousand_breakpoints(llama: Path, roomy_daemon: Daemon) -> None:
         assert expect_hit(s.run(prompt_of(5, 1))).breakpoint == 1
 
 
-def test_a_session_whose_beginning_came_from_its_client(llama: Path, roomy_daemon: Daemon) -> None:
-    """What stops is behind that, and may be changed."""
+def test_a_session_with_kv_of_its_client_can_stop_behind_it(llama: Path, roomy_daemon: Daemon) -> None:
+    """Positions that stop lie behind the client's KV and may be edited."""
     prompt, address = prompt_of(300, 18), roomy_daemon.address
     with djinn.Session(str(llama), address=address) as s:
         s.generate(prompt[:280], max_tokens=1)
@@ -359,7 +359,7 @@ def test_a_session_whose_beginning_came_from_its_client(llama: Path, roomy_daemo
         assert told == Hooked(llama).greedy(prompt, NEW, [change])
 
 
-def test_a_hit_outlives_its_client_and_a_paused_one_goes_on(llama: Path, roomy_daemon: Daemon) -> None:
+def test_a_hit_outlives_its_client_and_a_paused_one_continues(llama: Path, roomy_daemon: Daemon) -> None:
     prompt = prompt_of(270, 14)
     expected = reference.greedy(llama, prompt, NEW)
     s = djinn.Session(str(llama), address=roomy_daemon.address)
@@ -373,7 +373,7 @@ def test_a_hit_outlives_its_client_and_a_paused_one_goes_on(llama: Path, roomy_d
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_one_that_has_left_the_device_goes_on_where_it_stopped(
+def test_a_hit_that_has_left_the_device_continues_where_it_stopped(
     llama: Path, roomy_daemon: Daemon, tier: Literal["host", "disk"]
 ) -> None:
     prompt, address = prompt_of(300, 19), roomy_daemon.address
@@ -393,7 +393,7 @@ def test_one_that_has_left_the_device_goes_on_where_it_stopped(
         assert ran_before == {NEW - 1} and ran_behind == {NEW}, f"blocks were run {counts}"
 
 
-def test_a_hit_that_was_left_is_unmapped_while_the_next_call_runs(llama: Path, roomy_daemon: Daemon) -> None:
+def test_an_abandoned_hit_is_unmapped_while_the_next_call_runs(llama: Path, roomy_daemon: Daemon) -> None:
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         s.breakpoint("blocks.1.hook_resid_pre", when="prefill")
         hit = weakref.ref(expect_hit(s.run(prompt_of(4, 15), max_tokens=1)))
@@ -403,14 +403,14 @@ def test_a_hit_that_was_left_is_unmapped_while_the_next_call_runs(llama: Path, r
         assert hit() is None
 
 
-def test_nothing_is_left_of_hits(roomy_daemon: Daemon) -> None:
-    """Also of clients that go away at one: no memory of the device, no window."""
+def test_hits_leave_nothing_behind(roomy_daemon: Daemon) -> None:
+    """Neither device memory nor a window is left, also of clients that disconnect at a hit."""
     folder, prompt = reduced_model("llama-3.1"), prompt_of(300, 16)
     with roomy_daemon.client() as client:
         client.load(str(folder))
         wait_for(lambda: all(model.disk_pages for model in client.models() if model.state == "ready"))
     for _ in range(2):
-        held = holdings(roomy_daemon)  # the first time makes what is made once
+        held = holdings(roomy_daemon)  # the first time creates objects that stay
         with djinn.Session(str(folder), address=roomy_daemon.address) as s:
             s.breakpoint(layer=1)
             hits = [expect_hit(s.run(prompt)), expect_hit(s.resume())]

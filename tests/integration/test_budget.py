@@ -1,4 +1,4 @@
-"""The budget of a daemon changes while sessions generate: nobody loses a token, whatever has to stream meanwhile."""
+"""The budget changes while sessions generate: no session loses a token, although blocks stream meanwhile."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_sixteen_sessions_under_a_budget_that_shrinks_and_grows(daemon: Daemon) 
     refused: list[tuple[int, int]] = []
 
     async def unrest(running: asyncio.Future[list[list[int]]]) -> int:
-        """Answers how many budgets had blocks stream."""
+        """Changes the budget until all sessions are done. Returns how many budgets made blocks stream."""
         chance, streamed = random.Random(0), 0
         with daemon.client() as client:
             while not running.done():
                 total = chance.choice([TOTAL, least + (2 << 20), least + chance.randint(1 << 20, 8 << 20)])
                 try:
                     reply = await asyncio.to_thread(client.set_budget, total)
-                except djinn.OutOfMemory as error:  # a longer session than any that the figure was for
+                except djinn.OutOfMemory as error:  # a session is longer than when the figure was computed
                     refused.append((total, error.data["needed"]))
                     continue
                 assert reply.budget_bytes == total >= reply.used_bytes
@@ -70,7 +70,7 @@ def test_sixteen_sessions_under_a_budget_that_shrinks_and_grows(daemon: Daemon) 
         assert client.status(check=True).integrity == []
 
 
-def test_a_model_streams_from_the_start_in_the_figure_that_its_refusal_names(start_daemon: DaemonStarter) -> None:
+def test_a_model_streams_from_the_start_with_the_memory_that_its_refusal_names(start_daemon: DaemonStarter) -> None:
     prompt = random_prompt(40, 512, 1)
     daemon = start_daemon(errors=["model_failed"])
     with daemon.client() as client:

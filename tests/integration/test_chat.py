@@ -1,4 +1,4 @@
-"""Chats in sessions of a real daemon, with a template for the model that djinnd ships."""
+"""Chats in sessions of a real daemon, with a chat template for the shipped model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def s(chatty: Daemon) -> Iterator[djinn.Session]:
 
 @pytest.fixture(scope="module")
 def private(chatty: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The folder of a model that nobody has configured: text workers read its texts and templates."""
+    """The folder of a private model: text workers tokenise its texts and render its templates."""
     folder = tmp_path_factory.mktemp("mine")
     for file in Path(tiny_model()).iterdir():
         (folder / file.name).symlink_to(file)
@@ -72,7 +72,7 @@ def test_a_turn_computes_its_new_messages_only(s: djinn.Session) -> None:
     assert second.usage.prompt_tokens < 30
 
 
-def test_an_edited_message_costs_what_comes_behind_it(s: djinn.Session) -> None:
+def test_an_edited_message_recomputes_only_the_tokens_behind_it(s: djinn.Session) -> None:
     s.messages = [{"role": "system", "content": "be brief\n" * 50}]
     s.chat("first", max_tokens=4)
     again = s.chat([s.messages[0], {"role": "user", "content": "second"}], max_tokens=4)
@@ -80,7 +80,7 @@ def test_an_edited_message_costs_what_comes_behind_it(s: djinn.Session) -> None:
     assert [m["role"] for m in s.messages] == ["system", "user", "assistant"]
 
 
-def test_a_stream_brings_the_same(s: djinn.Session, chatty: Daemon) -> None:
+def test_a_stream_brings_the_same_answer(s: djinn.Session, chatty: Daemon) -> None:
     whole = s.chat("def f():", max_tokens=20)
     with djinn.Session(MODEL, address=chatty.address) as t:
         stream = t.chat_stream("def f():", max_tokens=20)
@@ -89,9 +89,9 @@ def test_a_stream_brings_the_same(s: djinn.Session, chatty: Daemon) -> None:
         assert t.messages == s.messages
 
 
-def test_a_text_that_the_model_ends_at_once_is_told_of_chat(s: djinn.Session) -> None:
+def test_the_error_for_an_empty_answer_suggests_chat(s: djinn.Session) -> None:
     end = s.chat("x", max_tokens=1, logit_bias={0: 100.0})
-    assert end.notes == [], "an answer may be empty"
+    assert end.notes == [], "an answer of a chat may be empty"
     reply = s.generate("What is the capital of France?", max_tokens=8, logit_bias={0: 100.0})
     assert reply.finish_reason == "stop" and "chat() renders your text" in reply.notes[0]
     assert s.generate("More.", max_tokens=1).notes == []
@@ -108,7 +108,7 @@ def test_several_answers_of_one_chat(s: djinn.Session, chatty: Daemon) -> None:
     assert s.chat(s.messages, max_tokens=0).usage.generated_tokens == 0
 
 
-def test_what_a_template_says_leaves_the_session_as_it_was(s: djinn.Session) -> None:
+def test_an_error_of_the_template_leaves_the_session_as_it_was(s: djinn.Session) -> None:
     s.chat("x = 1", max_tokens=4)
     tokens, messages = s.token_ids, list(s.messages)
     with pytest.raises(djinn.InvalidRequest, match="the chat template: a message needs content"):
@@ -118,7 +118,7 @@ def test_what_a_template_says_leaves_the_session_as_it_was(s: djinn.Session) -> 
     assert (s.token_ids, s.messages) == (tokens, messages)
 
 
-def test_an_answer_that_is_given_anew_and_one_that_goes_on(s: djinn.Session) -> None:
+def test_regenerated_and_continued_answers(s: djinn.Session) -> None:
     first = s.chat("def f(x):", max_tokens=6)
     again = s.chat(s.messages[:-1], max_tokens=6)
     assert again.text == first.text and again.usage.computed_tokens <= PAGE
@@ -148,7 +148,7 @@ def test_fork_and_attach(s: djinn.Session, chatty: Daemon) -> None:
     attached.detach()
 
 
-def test_the_same_from_asyncio(chatty: Daemon) -> None:
+def test_the_asynchronous_client_gives_the_same(chatty: Daemon) -> None:
     async def play() -> None:
         async with djinn.AsyncSession(MODEL, address=chatty.address) as s:
             first = await s.chat("def f():", max_tokens=6)
@@ -160,7 +160,7 @@ def test_the_same_from_asyncio(chatty: Daemon) -> None:
 
 
 def test_a_private_model_s_chats(private: str, s: djinn.Session, chatty: Daemon) -> None:
-    """The same answers, read by a text worker; with tools the template for these."""
+    """The answers are the same, read by a text worker. With tools, the template for tools is used."""
     with djinn.Session(private, address=chatty.address) as t:
         stream = t.chat_stream("def add(a, b):", max_tokens=12, stop="\n\n")
         pieces = [piece.text for piece in stream]
@@ -188,7 +188,7 @@ def test_tokens_of_texts_and_chats(private: str, chatty: Daemon) -> None:
             assert info.chat_template == TURNS
 
 
-def test_a_model_without_a_template_says_what_to_do(daemon_address: str) -> None:
+def test_the_error_of_a_model_without_a_template_has_the_remedy(daemon_address: str) -> None:
     with (
         djinn.Session(MODEL, address=daemon_address) as s,
         pytest.raises(djinn.InvalidRequest, match=r"no chat template .* chat_template="),

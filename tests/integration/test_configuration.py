@@ -1,4 +1,4 @@
-"""`djinnd --check-config`, and which source of a setting counts."""
+"""`djinnd --check-config`, and the precedence of the sources of a setting."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(file: Path, *flags: str, **environ: str) -> subprocess.CompletedProces
     )
 
 
-def test_what_is_effective_and_where_it_comes_from(tmp_path: Path) -> None:
+def test_effective_values_and_their_sources_are_shown(tmp_path: Path) -> None:
     file = tmp_path / "djinnd.yaml"
     file.write_text(GOOD)
     shown = check(file, "--socket", "/tmp/flag", DJINND_SOCKET="/tmp/env", DJINND_LIMITS_HANDSHAKE="3s")
@@ -58,11 +58,11 @@ def test_what_is_effective_and_where_it_comes_from(tmp_path: Path) -> None:
     assert origins["  session_grace"] == f"{file}:3"
     assert origins["  sessions"] == "default"
 
-    file.write_text(shown.stdout)  # it is a configuration itself
+    file.write_text(shown.stdout)  # the output is a valid configuration
     assert yaml.safe_load(check(file).stdout) == values
 
 
-def test_what_is_wrong_is_named_with_its_line(tmp_path: Path) -> None:
+def test_faults_are_named_with_their_lines(tmp_path: Path) -> None:
     file = tmp_path / "djinnd.yaml"
     file.write_text(BAD)
     refused = check(file, DJINND_DEVICE="abacus")

@@ -1,4 +1,4 @@
-"""Programs that know no sessions: the daemon finds theirs, and computes only what is new."""
+"""Programs that do not know sessions: the daemon finds their session, and computes only new tokens."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def turn(number: int, size: int = 12) -> list[int]:
     return [(number * 31 + place * 7) % 200 + 1 for place in range(size)]
 
 
-def test_ten_turns_compute_what_is_new_and_go_on_after_a_restart(talkative: Daemon) -> None:
-    """Of two conversations in turn, one with a key and one without."""
+def test_ten_turns_compute_only_new_tokens_and_continue_after_a_restart(talkative: Daemon) -> None:
+    """Two conversations in turns, one with a key and one without."""
     programs = {key: Program(talkative.address) for key in ("", "chat-1")}
     replies: dict[str, list[Generated]] = {key: [] for key in programs}
     for number in range(10):
@@ -81,7 +81,7 @@ def test_ten_turns_compute_what_is_new_and_go_on_after_a_restart(talkative: Daem
         program.close()
 
 
-def test_kept_sessions_do_not_keep_a_model(talkative: Daemon, program: Program) -> None:
+def test_kept_sessions_do_not_keep_a_model_loaded(talkative: Daemon, program: Program) -> None:
     program.say(turn(8))
     with talkative.client() as client:
         client.unload(MODEL)
@@ -102,7 +102,7 @@ def vectors_of(reply: Embedded) -> np.ndarray:
     return np.frombuffer(reply.vectors, np.float32).reshape(-1, reply.width)
 
 
-def test_embeddings_are_what_the_final_norm_gives(talkative: Daemon, program: Program) -> None:
+def test_embeddings_are_pooled_from_the_final_norm(talkative: Daemon, program: Program) -> None:
     texts = ["def fibonacci(n):", "import os", "x"] * 7  # more than run at once
     with djinn.Session(MODEL, address=talkative.address) as s:
         captured = s.capture("ln_final.hook_normalized").run(texts[0])
@@ -123,7 +123,7 @@ def test_embeddings_are_what_the_final_norm_gives(talkative: Daemon, program: Pr
         assert client.status(check=True).integrity == []
 
 
-def test_a_record_is_gone_on_from_wherever_its_session_is(talkative: Daemon, program: Program) -> None:
+def test_a_record_can_be_continued_wherever_its_session_is(talkative: Daemon, program: Program) -> None:
     first = program.say(turn(3, size=40))
     kept = program.ask(build(KeepRecord, session=first.session, body=b"mine", record="resp_1"), RecordKept)
     assert kept.record == "resp_1"
@@ -148,7 +148,7 @@ def test_a_record_is_gone_on_from_wherever_its_session_is(talkative: Daemon, pro
         assert client.status(check=True).integrity == []
 
 
-def test_a_conversation_that_waits_is_learnt_by_its_key(talkative: Daemon, program: Program) -> None:
+def test_a_waiting_conversation_is_learnt_by_its_key(talkative: Daemon, program: Program) -> None:
     for _ in range(2):
         reply = program.say(turn(6), key="agent", expected_wait_s=30.0)
         with talkative.client() as client:
@@ -171,7 +171,7 @@ def test_a_conversation_that_waits_is_learnt_by_its_key(talkative: Daemon, progr
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_leaves_nothing(talkative: Daemon, program: Program, conversation, error) -> None:
+def test_invalid_requests_leave_no_session(talkative: Daemon, program: Program, conversation, error) -> None:
     with talkative.client() as client:
         before = {info.id for info in client.sessions()}
         with pytest.raises(error):

@@ -1,4 +1,5 @@
-"""`make demo`, once `make` has installed what it needs: with the toy, as the real model comes from a package index."""
+"""`make demo`, after `make` has installed its dependencies. It uses the toy model; the real one comes from a package
+index."""
 
 from __future__ import annotations
 
@@ -32,4 +33,4 @@ def test_the_demo_shows_each_scene_and_leaves_nothing() -> None:
         "djinnctl run MODEL",
     ):
         assert words in said, ran.stdout
-    assert max(map(len, ran.stdout.splitlines())) < 80, "it fits a terminal"
+    assert max(map(len, ran.stdout.splitlines())) < 80, "each line fits a terminal"

@@ -1,4 +1,4 @@
-"""djinnctl against a real daemon: what it prints, for people and for programs, and what it exits with."""
+"""djinnctl with a real daemon: its output for people and for programs, and its exit status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Djinnctl = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def private() -> Iterator[Daemon]:
-    """A daemon whose models the tests load and unload."""
+    """A daemon for tests that load and unload models."""
     with DaemonStarter() as start:
         yield start(errors=["model_failed"])
 
@@ -45,7 +45,9 @@ def as_json(djinnctl: Djinnctl) -> Callable[..., Any]:
     return lambda *arguments, **options: json.loads(djinnctl(*arguments, "--json", **options).stdout)
 
 
-def test_a_model_s_way(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+def test_a_model_is_planned_loaded_listed_and_unloaded(
+    djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon
+) -> None:
     def state() -> str:
         return {model["name"]: model["state"] for model in as_json("models")}[MODEL]
 
@@ -62,8 +64,8 @@ def test_a_model_s_way(djinnctl: Djinnctl, as_json: Callable[..., Any], private:
     assert state() == "available"
 
 
-def test_a_model_larger_than_what_it_is_given(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
-    """What `plan` says is what `load` does, and the budget changes under a session that keeps its tokens."""
+def test_a_model_larger_than_its_budget(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daemon) -> None:
+    """`load` does what `plan` says, and the budget changes under a session that keeps its tokens."""
     djinnctl("unload", MODEL)
     placing = ("--resident", "2", "--kv", "32MiB")
     plan = as_json("plan", MODEL, *placing)
@@ -89,7 +91,7 @@ def test_a_model_larger_than_what_it_is_given(djinnctl: Djinnctl, as_json: Calla
         djinnctl("unload", MODEL)
 
 
-def test_plans_and_budgets_that_cannot_be(djinnctl: Djinnctl) -> None:
+def test_invalid_plans_and_budgets_are_refused(djinnctl: Djinnctl) -> None:
     assert "no model is called" in djinnctl("plan", "nonesuch", code=FAILED).stderr
     assert "resident is 300" in djinnctl("plan", MODEL, "--resident", "300", code=FAILED).stderr
     assert "MiB" in djinnctl("plan", MODEL, "--memory", "1MiB", code=FAILED).stderr

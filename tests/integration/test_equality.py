@@ -1,7 +1,7 @@
-"""The daemon computes what transformers computes, whoever else is in the batch.
+"""The daemon computes what transformers computes, whatever else is in the batch.
 
-Sixteen sessions at once join each other in mid-generation and leave when they are done; what each of them gets is what
-`generate` gives for its prompt alone.
+Sixteen sessions join each other during generation, and leave when they are done. Each gets the tokens that `generate`
+gives for its prompt alone.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from tests.support import reference
 from tests.support.daemon import Daemon
 
 NEW_TOKENS = 64
-FIRST_PART = 20  # tokens, of the sessions that make two calls
+FIRST_PART = 20  # tokens of the first call, in sessions with two calls
 PROMPT_LENGTHS = (600, 1, 256, 2, 17, 512, 64, 255, 33, 599, 128, 257, 16, 301, 511, 5)  # pages have 256 tokens
 VOCABULARY = 512
-# A family of each kind; tests/unit/model/test_families.py has all of them, without a daemon.
+# One family of each kind. tests/unit/model/test_families.py has all of them, without a daemon.
 THROUGH_A_DAEMON = (
     *("llama-2", "llama-3.1", "mistral", "qwen2", "qwen3", "gpt2", "gpt-j", "mixtral"),
-    *("gemma-3", "qwen3-moe", "gpt-oss"),  # RoPE, and layouts, that differ between blocks; sinks
+    *("gemma-3", "qwen3-moe", "gpt-oss"),  # RoPE and layouts that differ between blocks; attention sinks
 )
 EACH_FAMILY = pytest.mark.parametrize("family", THROUGH_A_DAEMON, indirect=True)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A session joins when its predecessor has `after` new tokens."""
+    """One session. It joins when the session before it has `after` new tokens."""
 
     prompt: list[int]
     after: int
-    calls: tuple[int, ...]  # new tokens of each
-    is_cancelled: bool = False  # in the first call, when half of its tokens are there
+    calls: tuple[int, ...]  # new tokens of each call
+    is_cancelled: bool = False  # during the first call, after half of its tokens
 
     @property
     def new_tokens(self) -> int:
@@ -46,7 +46,7 @@ class Plan:
 
 
 def plans() -> list[Plan]:
-    draw = random.Random(25)  # with which no family comes to a near-tie: nowhere less than 1e-4 between two logits
+    draw = random.Random(25)  # with this seed no two logits of any family are closer than 1e-4
     prompts = [[draw.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
     two_calls = (FIRST_PART, NEW_TOKENS - FIRST_PART)
     return [
@@ -56,7 +56,7 @@ def plans() -> list[Plan]:
 
 
 class Progress:
-    """How many new tokens each session has, for those that wait for it."""
+    """The number of new tokens of each session; sessions wait for it to change."""
 
     def __init__(self) -> None:
         self._tokens: Counter[int] = Counter()
@@ -73,7 +73,8 @@ class Progress:
 
 
 async def all_at_once(address: str, model: str, sessions: list[Plan]) -> list[list[int]]:
-    """Each session's tokens behind its prompt. Those of two calls go on when everybody has joined."""
+    """Runs all sessions and returns their tokens behind the prompts. Second calls begin when all sessions have
+    joined."""
     progress = Progress()
     last = len(sessions) - 1
 
@@ -119,7 +120,7 @@ def test_greedy_tokens(family: Path, roomy_daemon: Daemon) -> None:
 
 @EACH_FAMILY
 def test_logits_of_forward(family: Path, roomy_daemon: Daemon) -> None:
-    """A prompt in parts, of which one ends a page and one goes over the next."""
+    """Computes a prompt in parts: one part ends a page, and one crosses the next page's end."""
     draw = random.Random(3)
     prompt = [draw.randrange(VOCABULARY) for _ in range(600)]
     with djinn.Session(str(family), address=roomy_daemon.address) as s:

@@ -1,4 +1,4 @@
-"""The examples run on a daemon as it comes, and show what they say."""
+"""The examples run on a daemon with default settings and show what they announce."""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def test_activation_patching(daemon: Daemon) -> None:
     told = told_by("activation_patching.py", daemon)
     table = [[int(part) for part in re.findall(r"(-?\d+)%", line)] for line in told.splitlines()[-8:]]
     assert len(table) == 8 and len({len(row) for row in table}) == 1
-    assert table[0][0] > 80 and abs(table[-1][0]) < 20  # at first it is in the token that differs,
-    assert abs(table[0][-1]) < 20 and table[-1][-1] == 100  # in the end where the answer is given
+    assert table[0][0] > 80 and abs(table[-1][0]) < 20  # at first the difference lies in the changed token,
+    assert abs(table[0][-1]) < 20 and table[-1][-1] == 100  # in the end at the place of the answer

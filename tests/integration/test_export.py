@@ -1,4 +1,4 @@
-"""Sessions and their KV leave the daemon and come back: as tensors, and as files."""
+"""Sessions and their KV leave the daemon and come back, as tensors and as files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def greedy(session: djinn.Session, prompt: list[int] | None = None, count: int =
 
 @pytest.fixture(scope="module")
 def told(daemon: Daemon) -> list[int]:
-    """What an uninterrupted session says: twice NEW tokens."""
+    """The tokens of an uninterrupted session: twice NEW."""
     with djinn.Session(MODEL, address=daemon.address) as s:
         return greedy(s, PROMPT, 2 * NEW)
 
 
 @pytest.fixture
 def session(daemon: Daemon, told: list[int]) -> Iterator[djinn.Session]:
-    """Half-way."""
+    """A session that has generated the first half of these tokens."""
     with djinn.Session(MODEL, address=daemon.address) as s:
         assert greedy(s, PROMPT) == told[:NEW]
         yield s
@@ -46,7 +46,7 @@ def session(daemon: Daemon, told: list[int]) -> Iterator[djinn.Session]:
 # --- KV -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_session_goes_on_from_its_own_kv(session: djinn.Session, told: list[int]) -> None:
+def test_a_session_continues_from_its_own_kv(session: djinn.Session, told: list[int]) -> None:
     address = session._steps._address
     kv = session.kv()
     assert kv.tokens == session.token_ids and kv.length == len(PROMPT) + NEW
@@ -61,7 +61,7 @@ def test_a_session_goes_on_from_its_own_kv(session: djinn.Session, told: list[in
 
 
 def test_kv_that_transformers_computed(session: djinn.Session, told: list[int]) -> None:
-    """In a window, without a copy."""
+    """The KV is computed into a window, without a copy."""
     address = session._steps._address
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -75,7 +75,7 @@ def test_kv_that_transformers_computed(session: djinn.Session, told: list[int]) 
     window.close()
 
 
-def test_edited_kv_says_something_else_and_nobody_else_hears_of_it(session: djinn.Session, told: list[int]) -> None:
+def test_edited_kv_changes_the_tokens_of_its_session_only(session: djinn.Session, told: list[int]) -> None:
     address = session._steps._address
     kv = session.kv()
     kv.pages.neg_()
@@ -91,8 +91,8 @@ def test_edited_kv_says_something_else_and_nobody_else_hears_of_it(session: djin
     assert greedy(session) == told[NEW:]
 
 
-def test_a_prompt_behind_kv_of_a_client_where_there_are_lower_tiers(session: djinn.Session, daemon: Daemon) -> None:
-    """Which are asked for what the session lacks, by the keys of its full pages; when it is woken, too."""
+def test_a_prompt_behind_kv_of_a_client_with_lower_tiers(session: djinn.Session, daemon: Daemon) -> None:
+    """The lower tiers are searched by the keys of the session's full pages, also when it wakes up."""
     with daemon.client() as client:
         wait_for(lambda: all(model.host_pages for model in client.models() if model.name == MODEL))
     kv = session.kv()
@@ -129,7 +129,7 @@ def test_bfloat16_travels_too(start_daemon: DaemonStarter) -> None:
             assert greedy(other, whole[NEW:][:1], 4) == greedy(s, whole[NEW:][:1], 4)
 
 
-def test_what_does_not_fit_is_refused(session: djinn.Session) -> None:
+def test_invalid_kv_is_refused(session: djinn.Session) -> None:
     address = session._steps._address
     kv = session.kv()
     assert kv.tokens is not None
@@ -155,8 +155,8 @@ def test_what_does_not_fit_is_refused(session: djinn.Session) -> None:
         empty.kv()
 
 
-def test_a_call_meanwhile_is_told_that_the_session_is_busy(session: djinn.Session, daemon: Daemon) -> None:
-    """And so is kv() while a call runs."""
+def test_a_call_during_an_export_gets_session_busy(session: djinn.Session, daemon: Daemon) -> None:
+    """kv() during a call gets it too."""
     same = djinn.attach(session.id, address=daemon.address)
     stream = session.stream(max_tokens=200, ignore_eos=True)
     next(stream)
@@ -188,7 +188,9 @@ def test_a_call_meanwhile_is_told_that_the_session_is_busy(session: djinn.Sessio
 
 
 @pytest.mark.parametrize("with_kv", [None, False, True])
-def test_a_saved_session_goes_on(session: djinn.Session, told: list[int], tmp_path: Path, with_kv: bool | None) -> None:
+def test_a_saved_session_continues(
+    session: djinn.Session, told: list[int], tmp_path: Path, with_kv: bool | None
+) -> None:
     address, path = session._steps._address, tmp_path / "s.djinn"
     session.save(path, kv=with_kv)
     assert (path.stat().st_size > 1 << 20) == bool(with_kv)
@@ -201,7 +203,7 @@ def test_a_saved_session_goes_on(session: djinn.Session, told: list[int], tmp_pa
     again.close()
 
 
-def test_with_kv_of_a_client_the_file_has_it_unless_it_is_not_wanted(session: djinn.Session, tmp_path: Path) -> None:
+def test_a_file_has_kv_of_a_client_unless_it_is_excluded(session: djinn.Session, tmp_path: Path) -> None:
     address, path = session._steps._address, tmp_path / "s.djinn"
     kv = session.kv()
     kv.pages.neg_()
@@ -232,7 +234,7 @@ def test_another_model_is_named_with_both_fingerprints(daemon: Daemon, session: 
     djinn.unload(other, address=daemon.address)
 
 
-def test_it_moves_between_daemons_and_copies_of_a_checkpoint(
+def test_a_session_moves_between_daemons_and_copies_of_a_checkpoint(
     session: djinn.Session, told: list[int], tmp_path: Path, start_daemon: DaemonStarter
 ) -> None:
     session.save(tmp_path / "s.djinn", kv=True)
@@ -245,7 +247,7 @@ def test_it_moves_between_daemons_and_copies_of_a_checkpoint(
         assert greedy(other) == told[NEW:]
 
 
-def test_a_damaged_file_is_found_before_anything_is_opened(
+def test_a_damaged_file_is_found_before_a_session_is_opened(
     daemon: Daemon, session: djinn.Session, tmp_path: Path
 ) -> None:
     path = tmp_path / "s.djinn"
@@ -264,7 +266,7 @@ def test_a_damaged_file_is_found_before_anything_is_opened(
     assert [info.id for info in djinn.sessions(address=daemon.address)] == [session.id]
 
 
-def test_the_same_in_asyncio(session: djinn.Session, told: list[int], tmp_path: Path) -> None:
+def test_the_asynchronous_client_gives_the_same(session: djinn.Session, told: list[int], tmp_path: Path) -> None:
     address = session._steps._address
 
     async def case() -> None:

@@ -1,4 +1,4 @@
-"""Functions of a client in the daemon's intervention process are what hooks in transformers are."""
+"""Functions of a client in the daemon's intervention process have the effect of hooks in transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.torch_hooks import Change, Hooked
 
 pytestmark = confined
 
-NEW = 4  # tokens that a call generates
+NEW = 4  # tokens generated per call
 AT = "blocks.1.hook_resid_post"
 LATER = "blocks.3.hook_resid_post"
 PROMPT = prompt_of(30, 3)
@@ -48,7 +48,7 @@ def hooked(llama: Path) -> Hooked:
 
 @pytest.fixture(scope="module", autouse=True)
 def held(llama: Path, target: Daemon) -> Iterator[None]:
-    """A session with a function holds the process, which each test would wait for otherwise."""
+    """Keeps the process alive by a session with a function, because each test would have to wait for its start."""
     with djinn.Session(str(llama), address=target.address) as s:
         s.intervene(AT, ignore())
         yield
@@ -69,7 +69,7 @@ def ignore() -> Function:
 
 
 def halve() -> Function:
-    """Pickled by value, as what is defined in a script or a notebook is."""
+    """A function that is pickled by value, as one defined in a script or a notebook is."""
     return lambda activation, context: activation * -0.5
 
 
@@ -77,12 +77,12 @@ def said(session: djinn.Session, **options: Any) -> djinn.Generated:
     return session.generate(PROMPT, max_tokens=NEW, ignore_eos=True, **options)
 
 
-def test_at_prompt_and_generated_tokens_as_a_hook(session: djinn.Session, hooked: Hooked) -> None:
+def test_functions_at_prompt_and_generated_tokens_equal_hooks(session: djinn.Session, hooked: Hooked) -> None:
     session.intervene("model.layers.1", halve())
     assert said(session).token_ids == hooked.greedy(PROMPT, NEW, HALVED)
 
 
-def test_one_that_changes_nothing_leaves_no_mark(session: djinn.Session) -> None:
+def test_a_function_that_changes_nothing_has_no_effect(session: djinn.Session) -> None:
     options = {"temperature": 0.9, "seed": 5, "logprobs": 3}
     expected = said(session, **options)
     session.truncate(0)
@@ -94,8 +94,8 @@ def test_one_that_changes_nothing_leaves_no_mark(session: djinn.Session) -> None
     assert session.breakpoints() == []
 
 
-def test_several_and_what_they_refer_to(session: djinn.Session, hooked: Hooked) -> None:
-    """At one point each sees what the one before has made; one writes in place; one is called in this process."""
+def test_several_functions_and_the_objects_they_refer_to(session: djinn.Session, hooked: Hooked) -> None:
+    """At one point each function sees the result of the one before. One writes in place; one runs in this process."""
     v = vector(1)
 
     def scale(activation: Any, context: djinn.InterventionContext) -> None:
@@ -111,8 +111,8 @@ def test_several_and_what_they_refer_to(session: djinn.Session, hooked: Hooked) 
     assert len(session.breakpoints()) == 3
 
 
-def test_it_is_told_where_it_is_called_and_may_remember(session: djinn.Session) -> None:
-    """Both in what it writes: it has no other way out."""
+def test_a_function_has_its_context_and_can_keep_state(session: djinn.Session) -> None:
+    """It reports both in the activation, its only output."""
     calls: list[int] = []
 
     def note(activation: Any, context: djinn.InterventionContext) -> None:
@@ -132,8 +132,8 @@ def test_it_is_told_where_it_is_called_and_may_remember(session: djinn.Session) 
     assert calls == []
 
 
-def test_it_computes_as_anywhere(session: djinn.Session) -> None:
-    """What libraries import late, ask the machine for, or would start threads for."""
+def test_a_function_computes_as_in_any_process(session: djinn.Session) -> None:
+    """It imports modules late, asks for the machine's properties, and uses libraries that start threads elsewhere."""
 
     def compute(activation: Any, context: djinn.InterventionContext) -> None:
         import statistics
@@ -152,14 +152,14 @@ def test_it_computes_as_anywhere(session: djinn.Session) -> None:
     assert said(session).finish_reason == "length"
 
 
-def test_forks_go_on_with_it(session: djinn.Session, hooked: Hooked) -> None:
-    """Where the process has been given none for them yet."""
+def test_forks_continue_with_their_parent_s_functions(session: djinn.Session, hooked: Hooked) -> None:
+    """The process has received no functions for the fork yet."""
     session.intervene(AT, halve())
     with session.fork() as t:
         assert said(t).token_ids == hooked.greedy(PROMPT, NEW, HALVED)
 
 
-def test_asynchronous(llama: Path, target: Daemon, hooked: Hooked) -> None:
+def test_the_asynchronous_client_gives_the_same(llama: Path, target: Daemon, hooked: Hooked) -> None:
     async def play() -> list[int]:
         async with djinn.AsyncSession(str(llama), address=target.address) as s:
             handle = await s.intervene(AT, halve())
@@ -170,7 +170,7 @@ def test_asynchronous(llama: Path, target: Daemon, hooked: Hooked) -> None:
     assert asyncio.run(play()) == hooked.greedy(PROMPT, NEW, HALVED)
 
 
-def test_it_is_sent_again_to_a_new_process(session: djinn.Session, hooked: Hooked, target: Daemon) -> None:
+def test_a_function_is_sent_again_to_a_new_process(session: djinn.Session, hooked: Hooked, target: Daemon) -> None:
     session.intervene(AT, halve())
     (process,) = intervention_processes(target)
     os.kill(process, signal.SIGKILL)

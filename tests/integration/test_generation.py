@@ -1,4 +1,4 @@
-"""What a session generates, on the model that djinnd ships, against transformers and the tokenizer themselves."""
+"""The output of sessions on the shipped model, compared with transformers and the tokenizer themselves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def open_session(daemon: Daemon) -> Any:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_output_is_transformers_own(open_session: Any, tokenizer: Tokenizer, prompt: str) -> None:
+def test_greedy_output_equals_that_of_transformers(open_session: Any, tokenizer: Tokenizer, prompt: str) -> None:
     with open_session() as s:
         r = s.generate(prompt, max_tokens=64, ignore_eos=True)
         prompt_tokens = s.token_ids[:-64]
@@ -41,7 +41,7 @@ def test_greedy_output_is_transformers_own(open_session: Any, tokenizer: Tokeniz
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0], ids="temperature {}".format)
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_streamed_text_is_whole(open_session: Any, tokenizer: Tokenizer, prompt: str, temperature: float) -> None:
+def test_streamed_text_is_complete(open_session: Any, tokenizer: Tokenizer, prompt: str, temperature: float) -> None:
     """At temperature 3 tokens are nearly random: bytes that begin a character, continue none, or are one."""
     options = {"max_tokens": 120, "temperature": temperature, "seed": 11, "ignore_eos": True}
     with open_session() as a, open_session() as b:
@@ -76,7 +76,7 @@ def test_stop_strings(open_session: Any) -> None:
         assert (r.text, r.finish_reason) == (text, "length")
 
 
-def test_a_seed_s_tokens_whoever_else_is_at_work(daemon: Daemon) -> None:
+def test_a_seed_gives_the_same_tokens_beside_other_sessions(daemon: Daemon) -> None:
     options = {"max_tokens": 40, "temperature": 1.2, "top_p": 0.95, "ignore_eos": True}
 
     async def one(prompt: str, seed: int | None) -> list[int]:
@@ -95,7 +95,7 @@ def test_a_seed_s_tokens_whoever_else_is_at_work(daemon: Daemon) -> None:
     asyncio.run(scenario())
 
 
-def test_logprobs_are_the_model_s(open_session: Any) -> None:
+def test_logprobs_equal_those_of_the_model(open_session: Any) -> None:
     with open_session() as s:
         r = s.generate(PROMPTS[0], max_tokens=16, temperature=1.5, seed=5, logprobs=5, ignore_eos=True)
         tokens = s.token_ids
@@ -109,7 +109,7 @@ def test_logprobs_are_the_model_s(open_session: Any) -> None:
         assert min(told.top.values()) >= np.sort(row)[-5] - 1e-3
 
 
-def test_truncating_and_going_on(open_session: Any) -> None:
+def test_truncating_and_continuing(open_session: Any) -> None:
     with open_session() as s:
         s.generate(PROMPTS[0], max_tokens=300, ignore_eos=True)
         tokens = s.token_ids
@@ -121,8 +121,9 @@ def test_truncating_and_going_on(open_session: Any) -> None:
             assert told == prompt + reference.greedy(tiny_model(), prompt, 8, told[length + 3 :])
 
 
-def test_penalties_change_what_they_should(open_session: Any) -> None:
-    """A repetition penalty keeps greedy output from going in circles; a presence penalty as large forbids repeats."""
+def test_penalties_have_their_effect(open_session: Any) -> None:
+    """A repetition penalty keeps greedy output from repeating itself; an equally large presence penalty forbids
+    repeats."""
     with open_session() as s:
         plain = s.generate("0 0 0 0 0 0 ", max_tokens=60, ignore_eos=True).token_ids
         s.truncate(0)

@@ -1,4 +1,4 @@
-"""Functions of a client at points of a model are what hooks in transformers are, and leave no mark where they change
+"""Functions of a client at points of a model have the effect of hooks in transformers, and none if they change
 nothing."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.daemon import Daemon
 from tests.support.edited import assert_close, loaded, prompt_of, vector
 from tests.support.torch_hooks import Change, Hooked
 
-NEW = 5  # tokens that a call generates
+NEW = 5  # tokens generated per call
 AT = "blocks.1.hook_resid_post"
 LATER = "blocks.3.hook_resid_post"
 PROMPT = prompt_of(30, 3)
@@ -39,8 +39,8 @@ def said(session: djinn.Session, **options: Any) -> djinn.Generated:
     return session.generate(PROMPT, max_tokens=NEW, ignore_eos=True, **options)
 
 
-def test_one_that_looks_only_changes_nothing(session: djinn.Session, llama: Path) -> None:
-    """Bit for bit, with what is drawn at random too; and it sees what a hook does."""
+def test_a_function_that_only_looks_changes_nothing(session: djinn.Session, llama: Path) -> None:
+    """The output is equal bit for bit, also with sampling, and the function sees the same values as a hook."""
     options = {"temperature": 0.9, "seed": 5, "top_k": 40, "repetition_penalty": 1.2, "logprobs": 3}
     expected = said(session, **options)
     session.truncate(0)
@@ -56,13 +56,13 @@ def test_one_that_looks_only_changes_nothing(session: djinn.Session, llama: Path
     assert_close(torch.cat([activation[0] for _, activation in seen]), hooked, AT)
 
 
-def test_at_prompt_and_generated_tokens_as_a_hook(session: djinn.Session, llama: Path) -> None:
+def test_functions_at_prompt_and_generated_tokens_equal_hooks(session: djinn.Session, llama: Path) -> None:
     session.intervene("model.layers.1", lambda activation, context: activation * -0.5, local=True)
     assert said(session).token_ids == Hooked(llama).greedy(PROMPT, NEW, [Change(AT, ops.scale(-0.5))])
 
 
-def test_two_at_once(session: djinn.Session, llama: Path) -> None:
-    """And a third at the first one's point, that comes after it; one of them at generated tokens only."""
+def test_several_functions_at_once(session: djinn.Session, llama: Path) -> None:
+    """A third function is at the first one's point and runs after it. One is called at generated tokens only."""
     v = vector(1)
 
     def scale(activation: Tensor, context: djinn.InterventionContext) -> None:
@@ -79,7 +79,7 @@ def test_two_at_once(session: djinn.Session, llama: Path) -> None:
     assert said(session).token_ids == Hooked(llama).greedy(PROMPT, NEW, changes)
 
 
-def test_an_exception_and_removing(session: djinn.Session, llama: Path, daemon: Daemon) -> None:
+def test_an_exception_of_a_function_and_its_removal(session: djinn.Session, llama: Path, daemon: Daemon) -> None:
     def fail(activation: Tensor, context: djinn.InterventionContext) -> None:
         if context.when == "decode":
             activation.zero_()
@@ -97,7 +97,7 @@ def test_an_exception_and_removing(session: djinn.Session, llama: Path, daemon: 
     assert session.edits() == []
 
 
-def test_forks_go_on_with_it(session: djinn.Session, llama: Path) -> None:
+def test_forks_continue_with_their_parent_s_functions(session: djinn.Session, llama: Path) -> None:
     session.intervene(AT, lambda activation, context: activation * -0.5, local=True, when="decode")
     session.generate(PROMPT[:-3], max_tokens=1)
     session.truncate(len(PROMPT) - 3)
@@ -107,7 +107,7 @@ def test_forks_go_on_with_it(session: djinn.Session, llama: Path) -> None:
 
 
 def test_a_stop_string_over_several_tokens(daemon: Daemon) -> None:
-    """With the model that has a text: the same text, tokens and end as without."""
+    """On the model with a tokenizer: text, tokens and end are the same as without the function."""
     with djinn.Session("djinn-tiny", address=daemon.address) as s:
         prompt = "class Stack:\n    def pop(self):\n"
         full = s.generate(prompt, max_tokens=24)

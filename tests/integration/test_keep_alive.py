@@ -1,5 +1,4 @@
-"""Several models on one device: those that nobody calls sleep, and the others have their memory; beside each other,
-none starves."""
+"""Several models on one device: idle ones sleep, and others use their memory. When several are busy, none starves."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ PROMPT = random_prompt(300, 500, 3)  # two pages of djinn-tiny
 OTHER = [300, 20, 101, 7, 55, 430, 12]
 NEW = 8
 SOON = 0.2  # seconds of keep_alive
-MOST = 700 << 20  # bytes of pages: of two models with so many, only one fits
+MOST = 700 << 20  # bytes of pages: only one of two models with so many fits
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def running() -> Iterator[Daemon]:
 
 @pytest.fixture
 def daemon(running: Daemon) -> Iterator[Daemon]:
-    """Without models, as each test leaves it."""
+    """A daemon without models; each test leaves it so."""
     yield running
     with running.client() as client:
         for model in client.models():
@@ -56,10 +55,10 @@ def wait_for_tiers(client: djinn.Client, name: str) -> None:
 
 
 def wait_until_asleep(client: djinn.Client, name: str) -> None:
-    """And has given its memory back."""
+    """Waits until the model sleeps and has freed its memory."""
 
     def is_asleep() -> bool:
-        status = client.status()  # one moment: the memory is given back a moment after the model has fallen asleep
+        status = client.status()  # both from one reply: the memory is freed a moment after the model has fallen asleep
         states = {model.name: model.state for model in status.models}
         return states[name] == "asleep" and bool(status.devices[0].used_bytes) == ("ready" in states.values())
 
@@ -82,7 +81,7 @@ def test_a_model_sleeps_and_another_one_has_its_memory(daemon: Daemon) -> None:
         client.load("second", kv_bytes=MOST)
         with djinn.Session("second", address=daemon.address) as other:
             assert other.generate(OTHER, max_tokens=4, ignore_eos=True).token_ids == reference.greedy(SECOND, OTHER, 4)
-        with pytest.raises(djinn.OutOfMemory):  # that one may not be put to sleep: it has no keep_alive
+        with pytest.raises(djinn.OutOfMemory):  # the other model has no keep_alive, so it may not be put to sleep
             s.generate(max_tokens=NEW, ignore_eos=True)
         assert info(client, "first").state == "asleep" and info(client, "second").state == "ready"
 
@@ -91,12 +90,12 @@ def test_a_model_sleeps_and_another_one_has_its_memory(daemon: Daemon) -> None:
         read = daemon.log.count("checkpoint_read model=first")
         answer = s.generate(max_tokens=NEW, ignore_eos=True)
         assert [*tokens, *answer.token_ids] == reference.greedy(FIRST, PROMPT, 2 * NEW)
-        assert answer.usage.computed_tokens == 1, "its pages were on the host"
+        assert answer.usage.computed_tokens == 1, "its pages must have been on the host"
         assert daemon.log.count("checkpoint_read model=first") == read
         s.close()
 
 
-def test_what_can_be_done_with_sessions_of_a_model_that_sleeps(daemon: Daemon, tmp_path: Path) -> None:
+def test_sessions_of_a_sleeping_model_can_be_used_without_waking_it(daemon: Daemon, tmp_path: Path) -> None:
     with daemon.client() as client, djinn.Session("first", address=daemon.address) as s:
         wait_for_tiers(client, "first")
         tokens = [*PROMPT, *s.generate(PROMPT, max_tokens=NEW, ignore_eos=True).token_ids]
@@ -112,7 +111,7 @@ def test_what_can_be_done_with_sessions_of_a_model_that_sleeps(daemon: Daemon, t
             fork.resume()
             s.save(tmp_path / "s.djinn", kv=False)
             assert {each.state for each in client.sessions()} == {"idle"}
-            assert daemon.log.count("model_ready model=first") == loads, "none of this is a call"
+            assert daemon.log.count("model_ready model=first") == loads, "none of this may count as a call"
             for each in (shorter, fork, s):
                 prompt = each.token_ids
                 answer = each.generate([5], max_tokens=NEW, ignore_eos=True)
@@ -122,7 +121,7 @@ def test_what_can_be_done_with_sessions_of_a_model_that_sleeps(daemon: Daemon, t
         assert client.status(check=True).integrity == []
 
 
-def test_a_model_whose_copy_on_the_host_was_given_back_sleeps_too(daemon: Daemon) -> None:
+def test_a_model_without_a_host_copy_sleeps_too(daemon: Daemon) -> None:
     with daemon.client() as client, djinn.Session("frugal", address=daemon.address) as s:
         tokens = s.generate(PROMPT, max_tokens=NEW, ignore_eos=True).token_ids
         wait_until_asleep(client, "frugal")
@@ -132,7 +131,7 @@ def test_a_model_whose_copy_on_the_host_was_given_back_sleeps_too(daemon: Daemon
         assert daemon.log.count("checkpoint_read model=frugal") == read + 1
 
 
-def test_kv_that_a_client_gave_keeps_its_model_awake(daemon: Daemon) -> None:
+def test_kv_of_a_client_keeps_its_model_awake(daemon: Daemon) -> None:
     with daemon.client() as client:
         client.load("first", keep_alive_s=SOON)
         with djinn.Session("first", address=daemon.address) as s:
@@ -149,8 +148,8 @@ def test_kv_that_a_client_gave_keeps_its_model_awake(daemon: Daemon) -> None:
 # --- two at once ------------------------------------------------------------------------------------------------------
 
 
-def test_switching_between_two_starves_neither(daemon: Daemon) -> None:
-    """Eight endless sessions on one; whoever comes to the other is served meanwhile, and those go on."""
+def test_switching_between_two_models_starves_neither(daemon: Daemon) -> None:
+    """Eight endless sessions run on one model. Calls to the other are served meanwhile, and the eight continue."""
     with daemon.client() as client:
         first, second = (client.load(name, kv_bytes=128 << 20) for name in ("first", "second"))
         assert first.kv_bytes + second.kv_bytes < client.status().devices[0].used_bytes <= 1 << 30
@@ -185,7 +184,7 @@ def test_switching_between_two_starves_neither(daemon: Daemon) -> None:
         assert client.status(check=True).integrity == []
 
 
-def test_what_one_gives_back_is_not_the_other_s_until_somebody_says_so(daemon: Daemon) -> None:
+def test_memory_of_an_unloaded_model_is_used_only_after_a_change_of_budget(daemon: Daemon) -> None:
     with daemon.client() as client:
         client.load("second")
         before = client.load("first")

@@ -1,4 +1,4 @@
-"""The benches of paging as commands, on the CPU with djinn-tiny: every part of them, in small figures."""
+"""The benches of paging as commands, on the CPU with djinn-tiny: all their parts, at a small size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.bench.report import Report
 
 
 def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
-    """What it printed, and its results."""
+    """Runs a bench. Returns its output and its results."""
     command = [warm_python(), "-m", "tests.support.short_copies", f"tools.bench.{name}"]
     command += [str(tiny_model()), "--device=cpu", f"--json={path}"]
     ran = subprocess.run([*command, *options], cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
@@ -67,12 +67,12 @@ def test_agents_that_wait_for_their_tools(tmp_path: Path) -> None:
             assert run["answers"] == run["wanted"] == wanted, run["failures"]
             assert 0 < run["wake_up"]["p50"] <= run["wake_up"]["worst"] and run["tokens_per_s"] > 0
     assert crowd["ways"]["none"]["alive_most"] == 4
-    assert crowd["usage"]["expected"][-1]["arrived"] > 0  # four sessions of two pages, and a pool of three
+    assert crowd["usage"]["expected"][-1]["arrived"] > 0  # four sessions of two pages, and a pool of three pages
     assert found["findings"] == [] and found["peer"] is None
 
 
 @pytest.mark.long
-def test_going_on_with_a_session_beside_its_peers(tmp_path: Path) -> None:
+def test_continuing_a_session_beside_its_peers(tmp_path: Path) -> None:
     shown, found = bench("resume", tmp_path / "found.json", "--memory=512MiB", "--tokens=256", "--rounds=1")
     assert "recompute" in shown and "expected" in shown
     (session,) = found["sessions"]

@@ -1,4 +1,4 @@
-"""What a real daemon measures of what it did, in every place that tells of it: status, sessions, metrics, djinnctl."""
+"""The latencies that a real daemon measures, wherever they are shown: status, sessions, metrics, djinnctl."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
             return next(info.latency for info in client.sessions() if info.id == session.id)
 
     def scrape(self) -> dict[tuple[str, str], float]:
-        """(name, class) → value, of what has a class, but for buckets."""
+        """Returns the values of all metrics with a class, except buckets, by name and class."""
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(60)
             sock.connect(self.metrics)
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[Measured]:
-    """With djinn-tiny, and a host tier for what leaves the device."""
+    """A daemon with djinn-tiny, and a host tier for pages that leave the device."""
     with DaemonStarter() as start:
         metrics = str(start.folder() / "metrics")
         daemon = start({"metrics": metrics})
@@ -65,15 +65,15 @@ def measured() -> Iterator[Measured]:
         yield Measured(daemon, metrics)
 
 
-def test_every_place_tells_the_same_of_what_was_done(measured: Measured) -> None:
-    """Of calls whose latencies the callers have been told one by one."""
+def test_all_places_show_the_same_latencies(measured: Measured) -> None:
+    """The callers know the latencies of each of these calls."""
     before = measured.of_class("batch")
     with measured.session("batch") as session:
         timings = [session.generate([5, 6], max_tokens=TOKENS, ignore_eos=True).timings for _ in range(3)]
         session.forward([7])
         own, after, scraped = measured.of_session(session), measured.of_class("batch"), measured.scrape()
     assert before == Latency()
-    assert own == after, "of the only session of its class"
+    assert own == after, "it is the only session of its class"
     for kind, count in (("queued", 4), ("first_token", 3), ("between_tokens", 3 * (TOKENS - 1)), ("wake_up", 0)):
         spread = getattr(after, kind)
         assert spread.count == scraped[f"djinnd_{kind}_seconds_count", "batch"] == count
@@ -86,27 +86,27 @@ def test_every_place_tells_the_same_of_what_was_done(measured: Measured) -> None
 
 
 def woken(measured: Measured, session: djinn.Session) -> Latency:
-    """After a call of a session whose KV is on the host."""
+    """The session's latencies after a call that had to bring its KV from the host."""
     session.pause()
     session.resume()
     session.generate([5], max_tokens=2, ignore_eos=True)
     return measured.of_session(session)
 
 
-def test_waking_up_is_measured_of_sessions_whose_kv_had_left(measured: Measured) -> None:
+def test_wake_up_is_measured_for_sessions_without_kv_on_the_device(measured: Measured) -> None:
     with measured.session() as session:
         session.generate([5] * 300, max_tokens=2, ignore_eos=True)
         assert measured.of_session(session).wake_up.count == 0
         once = woken(measured, session)
         assert once.wake_up.count == 1
-        assert once.wake_up.worst <= once.first_token.worst, "from the call on: nothing had asked before"
+        assert once.wake_up.worst <= once.first_token.worst, "measured from the call, as no signal came before it"
         session.generate([5], max_tokens=2, ignore_eos=True)
-        assert measured.of_session(session).wake_up.count == 1, "its KV was there"
+        assert measured.of_session(session).wake_up.count == 1, "its KV was on the device"
     assert measured.scrape()["djinnd_wake_up_seconds_count", "agent"] == measured.of_class().wake_up.count == 1
 
 
-def test_a_session_that_said_it_would_compute_wakes_up_from_then_on(measured: Measured) -> None:
-    """What it said before its last call, or took back, is of no account."""
+def test_wake_up_is_measured_from_a_compute_signal(measured: Measured) -> None:
+    """A signal before the last call, or one that was taken back, does not count."""
     with measured.session("interactive") as session:
         session.generate([5] * 300, max_tokens=2, ignore_eos=True)
         for said, is_longer in ((["COMPUTE"], True), (["COMPUTE", "IO_WAIT"], False), ([], False)):
@@ -122,7 +122,7 @@ def test_a_session_that_said_it_would_compute_wakes_up_from_then_on(measured: Me
             assert last > told + 1e-6 if is_longer else last == pytest.approx(told), said
 
 
-def test_a_pause_is_no_latency(measured: Measured) -> None:
+def test_a_pause_does_not_count_as_latency(measured: Measured) -> None:
     with measured.session("interactive") as session, ExitStack() as stack:
         before = measured.of_class("interactive")
         stream = stack.enter_context(session.stream([5, 6], max_tokens=100, ignore_eos=True))
@@ -158,7 +158,7 @@ def test_djinnctl_shows_the_percentiles(measured: Measured) -> None:
     assert (own["first_token"]["count"], own["between_tokens"]["count"]) == (1, TOKENS - 1)
 
 
-def test_slow_clients_and_garbage_at_the_metrics_harm_nobody(measured: Measured) -> None:
+def test_slow_clients_and_garbage_at_the_metrics_harm_no_other_client(measured: Measured) -> None:
     with ExitStack() as stack, measured.session() as session:
         for number in range(40):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -1,4 +1,4 @@
-"""The daemon's beginning and end: its socket, what systemd and it tell each other, and what signals do."""
+"""The start and the end of the daemon: its socket, systemd's notifications, and signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.served import Wire
 
 
 def streaming(daemon: Daemon, wire: Wire, tokens: int) -> str:
-    """The session of a stream that has begun."""
+    """Begins a stream, and returns its session."""
     opened = wire.ask(OpenSession(id=1, model=MODEL))
     while not isinstance(opened, SessionOpened):
         opened = wire.reply()
@@ -31,12 +31,12 @@ def last_of(wire: Wire) -> Generated | Failure:
     return reply
 
 
-def test_sigterm_lets_what_runs_finish(start_daemon: DaemonStarter) -> None:
+def test_sigterm_lets_requests_under_way_finish(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     with Wire(daemon.address) as busy, Wire(daemon.address) as idle:
         streaming(daemon, busy, tokens=300)
         engine = daemon.device().pid
-        os.kill(engine, signal.SIGSTOP)  # so that there is something to finish
+        os.kill(engine, signal.SIGSTOP)  # so that a request is still under way
         daemon.signal(signal.SIGTERM)
         daemon.wait_until_told(lambda told: told.get("STOPPING") == "1")
         refused = idle.ask(OpenSession(id=1, model=MODEL))
@@ -46,12 +46,12 @@ def test_sigterm_lets_what_runs_finish(start_daemon: DaemonStarter) -> None:
         last = last_of(busy)
         assert isinstance(last, Generated)
         assert (last.finish_reason, last.usage.generated_tokens) == ("length", 300)
-        assert busy.reply() is None  # everything was said
+        assert busy.reply() is None  # all replies were sent
     assert daemon.wait() == 0
     assert daemon.left_behind() == []
 
 
-def test_a_second_sigterm_does_not_wait(start_daemon: DaemonStarter) -> None:
+def test_a_second_sigterm_ends_it_at_once(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"shutdown_grace": "1h"}})
     with Wire(daemon.address) as busy, daemon.client() as client:
         streaming(daemon, busy, tokens=1900)
@@ -62,8 +62,8 @@ def test_a_second_sigterm_does_not_wait(start_daemon: DaemonStarter) -> None:
     assert daemon.left_behind() == []
 
 
-def test_the_successor_of_a_daemon_that_was_killed(start_daemon: DaemonStarter) -> None:
-    """What is left of it is its successor's. While that lives, nobody else gets its socket."""
+def test_the_successor_of_a_killed_daemon(start_daemon: DaemonStarter) -> None:
+    """The successor adopts the killed daemon's objects. While it lives, no other daemon gets its socket."""
     killed = start_daemon()
     djinn.load(MODEL, address=killed.address)
     assert killed.shared_memory()
@@ -83,7 +83,7 @@ def test_the_successor_of_a_daemon_that_was_killed(start_daemon: DaemonStarter) 
     assert killed.left_behind() == []
 
 
-# What systemd does for a service with a socket: the listener is descriptor 3, and LISTEN_PID the service's pid.
+# systemd does this for a service with a socket: the listener is descriptor 3, and LISTEN_PID the service's pid.
 ACTIVATE = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -111,8 +111,8 @@ def test_as_a_service_of_systemd(start_daemon: DaemonStarter) -> None:
         with djinn.Client(address) as client:
             assert client.status().address == address
             client.load(MODEL)
-            assert client.status().devices[0].budget_bytes == 300 << 20  # the flag counts
-        assert not os.path.exists(daemon.address)  # and systemd's socket
+            assert client.status().devices[0].budget_bytes == 300 << 20  # the flag has precedence
+        assert not os.path.exists(daemon.address)  # it uses systemd's socket
         daemon.wait_until_told(lambda told: told.get("STATUS", "").startswith("starting"))
         daemon.wait_until_told(lambda told: "models: djinn-tiny" in told.get("STATUS", ""))
         beats = sum("WATCHDOG" in told for told in daemon.notifications)
@@ -120,5 +120,5 @@ def test_as_a_service_of_systemd(start_daemon: DaemonStarter) -> None:
         daemon.signal(signal.SIGTERM)
         daemon.wait_until_told(lambda told: told.get("STOPPING") == "1")
         assert daemon.wait() == 0
-        assert os.path.exists(address)  # systemd's
+        assert os.path.exists(address)  # the file belongs to systemd
     assert daemon.left_behind() == []

@@ -1,4 +1,4 @@
-"""Models on one device: what they share, what is told while one is loaded, and what is given back."""
+"""Models on one device: sharing memory, progress of loads, and freed memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = [300, 20, 101, 7, 55, 430, 12]
 
 @pytest.fixture(scope="module")
 def empty() -> Iterator[Daemon]:
-    """A daemon without models, as each test leaves it."""
+    """A daemon without models; each test leaves it so."""
     with DaemonStarter() as start:
         yield start(errors=["model_failed"])
 
@@ -34,7 +34,7 @@ def device_bytes(daemon: Daemon) -> int:
     return daemon.device().used_bytes
 
 
-def test_two_at_once_share_the_budget(empty: Daemon) -> None:
+def test_two_models_share_the_budget(empty: Daemon) -> None:
     folders = [tiny_model(), reduced_model("qwen3")]
     with empty.client() as client:
         infos = [client.load(str(folder), kv_bytes=64 << 20) for folder in folders]
@@ -63,7 +63,7 @@ def test_two_at_once_share_the_budget(empty: Daemon) -> None:
     assert empty.shared_memory() == []
 
 
-def test_a_second_model_for_which_there_is_no_room(empty: Daemon) -> None:
+def test_a_second_model_without_room_is_refused(empty: Daemon) -> None:
     other = str(reduced_model("qwen3"))
     with empty.client() as client:
         client.load(MODEL, kv_bytes=600 << 20)
@@ -76,16 +76,16 @@ def test_a_second_model_for_which_there_is_no_room(empty: Daemon) -> None:
         client.unload(other)
 
 
-def test_everybody_who_waits_for_a_model_sees_how_it_comes(empty: Daemon) -> None:
+def test_all_requests_that_wait_for_a_model_see_its_progress(empty: Daemon) -> None:
     engine = empty.device().pid
     before = empty.log.count(f"model_ready model={MODEL} ")
     with Wire(empty.address) as first, Wire(empty.address) as second, Wire(empty.address) as third:
         waiting = [first, second, third]
-        os.kill(engine, signal.SIGSTOP)  # so that it does not come before all of them wait
+        os.kill(engine, signal.SIGSTOP)  # so that the load does not end before all of them wait
         try:
             for wire in waiting:
                 wire.send(LoadModel(id=1, model=MODEL), Ping(id=2))
-                assert wire.reply() == Done(id=2)  # so the one before it has been heard
+                assert wire.reply() == Done(id=2)  # so the request before it was received
         finally:
             os.kill(engine, signal.SIGCONT)
         told = [until_the_end(wire) for wire in waiting]
@@ -127,8 +127,8 @@ def test_sessions_keep_a_model_unless_it_is_forced_out(empty: Daemon) -> None:
         assert client.status(check=True).integrity == []
 
 
-def test_the_engine_keeps_nothing_open_of_a_model_that_is_unloaded(start_daemon: DaemonStarter) -> None:
-    """Neither shared memory nor page files: they would take their room until somebody's garbage is collected."""
+def test_the_engine_keeps_nothing_open_for_an_unloaded_model(start_daemon: DaemonStarter) -> None:
+    """Neither shared memory nor page files: open ones would take memory until a garbage collection."""
     model = {"path": str(reduced_model("llama-2")), "host_kv": "8MiB", "disk_kv": "8MiB"}
     daemon = start_daemon({"models": {"m": model}})
 
@@ -144,7 +144,7 @@ def test_the_engine_keeps_nothing_open_of_a_model_that_is_unloaded(start_daemon:
     assert held() == []
 
 
-def test_loading_again_what_was_unloaded(empty: Daemon) -> None:
+def test_loading_an_unloaded_model_again(empty: Daemon) -> None:
     with empty.client() as client:
         for _ in range(3):
             with djinn.Session(MODEL, address=empty.address) as s:

@@ -1,4 +1,5 @@
-"""What nnsight makes of its examples on a reduced model (reading, steering, patching), the daemon makes of them."""
+"""The daemon and nnsight give the same results for nnsight's examples (reading, steering, patching) on a reduced
+model."""
 
 from __future__ import annotations
 

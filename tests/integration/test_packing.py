@@ -1,4 +1,4 @@
-"""Packed weights in a daemon, which computes in bfloat16 where its configuration says so."""
+"""Packed weights in a daemon that computes in bfloat16, as configured."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def test_packed_plain_and_what_cannot_be_packed(start_daemon: DaemonStarter, folders: dict[str, Path]) -> None:
-    """The same tokens with packing and without; and again, from what the arena holds, when the engine was killed."""
+def test_packed_plain_and_unpackable_weights_give_the_same_tokens(
+    start_daemon: DaemonStarter, folders: dict[str, Path]
+) -> None:
+    """The tokens are the same with packing and without, and also after a new engine has mapped the arena."""
     models = {
         f"{name}-{how}": {"path": str(folder), "dtype": "bfloat16", "resident": 1, "packing": how}
         for name, folder in folders.items()

@@ -1,4 +1,4 @@
-"""A principal that is no Unix user, in every place where one is an int: pages, tiers, text workers, the journal."""
+"""A principal without a Unix user, in the places that expect a uid: pages, tiers, text workers, the journal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = list(range(5, 600))
 
 @pytest.fixture(scope="module")
 def robot() -> Iterator[tuple[Daemon, str]]:
-    """A daemon, and the token of a name with quotas of every kind."""
+    """A daemon, and the token of a name that has quotas of all kinds."""
     with DaemonStarter() as start:
         daemon = start({"quotas": {"robots": QUOTA}})
         with daemon.client() as admin:
@@ -45,7 +45,7 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def test_its_pages_go_through_all_tiers(robot: tuple[Daemon, str]) -> None:
+def test_pages_of_a_name_use_all_tiers(robot: tuple[Daemon, str]) -> None:
     daemon, token = robot
     with djinn.Session(MODEL, address=daemon.address) as mine:
         alone = mine.generate(PROMPT, max_tokens=8).token_ids
@@ -63,7 +63,7 @@ def test_its_pages_go_through_all_tiers(robot: tuple[Daemon, str]) -> None:
         assert admin.status(check=True).integrity == []
 
 
-def test_its_models_are_read_by_nobody(robot: tuple[Daemon, str], tmp_path: Path) -> None:
+def test_models_of_a_name_are_read_as_nobody(robot: tuple[Daemon, str], tmp_path: Path) -> None:
     daemon, token = robot
     folder = tmp_path / "mine"
     shutil.copytree(TINY, folder)
@@ -80,7 +80,7 @@ def test_its_models_are_read_by_nobody(robot: tuple[Daemon, str], tmp_path: Path
         admin.unload(str(folder), force=True)
 
 
-def test_its_functions_do_not_run(robot: tuple[Daemon, str]) -> None:
+def test_functions_of_a_name_do_not_run(robot: tuple[Daemon, str]) -> None:
     daemon, token = robot
     with (
         djinn.Session(MODEL, address=daemon.address, token=token) as session,

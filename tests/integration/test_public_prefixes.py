@@ -1,4 +1,4 @@
-"""Two users of a real daemon, and a prefix that its administrator marks, over a restart."""
+"""Two users of a real daemon, and a prefix that its administrator publishes, across a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTIONS = [[*SYSTEM, 11, 12, 13], [*SYSTEM, 21, 22, 23]]
 
 @contextmanager
 def session_of(user: int, daemon: Daemon) -> Iterator[djinn.Session]:
-    """Another user, by SO_PEERCRED."""
+    """A session of another user, by SO_PEERCRED."""
     with as_user(user):
         session = djinn.Session(MODEL, address=daemon.address)
     with session:
@@ -28,27 +28,27 @@ def session_of(user: int, daemon: Daemon) -> Iterator[djinn.Session]:
 
 
 def ask(user: int, daemon: Daemon, prompt: list[int]) -> tuple[int, list[int]]:
-    """Prompt tokens that were computed for it, and what came of them."""
+    """Generates for a user. Returns the number of computed prompt tokens, and the generated tokens."""
     with session_of(user, daemon) as session:
         reply = session.generate(prompt, max_tokens=8, ignore_eos=True)
         return reply.usage.computed_tokens, reply.token_ids
 
 
 @only_root
-def test_users_share_what_an_administrator_has_marked(start_daemon: DaemonStarter) -> None:
+def test_users_share_a_published_prefix(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     open_to_all(daemon.folder, daemon.address)
     length = len(QUESTIONS[0])
     alone = []
     for user, question in zip((1000, 1001), QUESTIONS, strict=True):
         computed, tokens = ask(user, daemon, question)
-        assert computed == length, "nothing is public"
+        assert computed == length, "no prefix is public yet"
         alone.append(tokens)
     with djinn.Session(MODEL, address=daemon.address) as mine, daemon.client() as client:
         mine.forward(SYSTEM)
         prefix = client.publish_prefix(mine.id)
         assert prefix.tokens == 2 * PAGE
-        assert ask(1002, daemon, QUESTIONS[0]) == (length, alone[0]), "the first one computes it"
+        assert ask(1002, daemon, QUESTIONS[0]) == (length, alone[0]), "the first session computes it"
         assert ask(1003, daemon, QUESTIONS[1]) == (length - 2 * PAGE, alone[1])
         assert client.status(check=True).integrity == []
     with daemon.client() as client:
@@ -60,5 +60,5 @@ def test_users_share_what_an_administrator_has_marked(start_daemon: DaemonStarte
         assert client.withdraw_prefix(prefix.id)
         client.unload(MODEL)
         ask(1006, daemon, QUESTIONS[0])
-        assert ask(1007, daemon, QUESTIONS[0]) == (length, alone[0]), "it is nobody's any more"
+        assert ask(1007, daemon, QUESTIONS[0]) == (length, alone[0]), "the prefix is no longer public"
         assert client.status(check=True).integrity == []

@@ -1,4 +1,5 @@
-"""Quotas of a real daemon: who is over one is told which, nobody else notices, and SIGHUP changes them."""
+"""Quotas of a real daemon: the user over a quota learns which, other users notice nothing, and SIGHUP changes
+quotas."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.support.served import Wire
 
 pytestmark = only_root
 
-SLOW, STARVED, STUDENT, PATIENT = 54321, 54322, 54323, 54324  # numbers that no user has
+SLOW, STARVED, STUDENT, PATIENT = 54321, 54322, 54323, 54324  # numbers without a user
 GUESTS: dict[str, Any] = {"users": [NOBODY], "sessions": 2, "highest_class": "agent"}
 RULES = {
     "guests": GUESTS,
@@ -43,7 +44,7 @@ def other_s(daemon: Daemon, user: int = NOBODY, **options: Any) -> Iterator[djin
 
 @pytest.fixture(scope="module")
 def limited() -> Iterator[Daemon]:
-    """Each test has its own user, and everybody else may have all."""
+    """A daemon with a user for each test; other users have no limits."""
     with DaemonStarter() as start:
         daemon = start({"quotas": RULES})
         open_to_all(daemon.folder, daemon.address)
@@ -56,7 +57,7 @@ def refusal(error: pytest.ExceptionInfo[djinn.QuotaExceeded]) -> tuple[Any, ...]
     return data["quota"], data["rule"], data["limit"], data["used"]
 
 
-def test_sessions_opened_forked_and_imported(limited: Daemon) -> None:
+def test_opened_forked_and_imported_sessions_are_limited(limited: Daemon) -> None:
     with ExitStack() as stack, Bystander(limited.address):
         first = stack.enter_context(other_s(limited, priority="agent"))
         with as_user():
@@ -77,7 +78,7 @@ def test_sessions_opened_forked_and_imported(limited: Daemon) -> None:
         wire.ask(CloseSession(id=1, session=imported.session.id))
 
 
-def test_no_session_of_a_class_above_the_highest(limited: Daemon) -> None:
+def test_classes_above_the_highest_are_refused(limited: Daemon) -> None:
     with (
         pytest.raises(djinn.QuotaExceeded, match="ask for agent or batch") as error,
         other_s(limited, priority="interactive"),
@@ -85,7 +86,7 @@ def test_no_session_of_a_class_above_the_highest(limited: Daemon) -> None:
         pytest.fail("it is interactive")
     assert refusal(error) == ("highest_class", "guests", "agent", "interactive")
     with other_s(limited) as session, djinn.Session(MODEL, address=limited.address) as mine:
-        assert (session.info.priority, mine.info.priority) == ("agent", "interactive"), "the highest that each may have"
+        assert (session.info.priority, mine.info.priority) == ("agent", "interactive"), "the highest class of each user"
         with as_user(), pytest.raises(djinn.QuotaExceeded):
             session.fork(priority="interactive")
         with pytest.raises(djinn.QuotaExceeded):
@@ -95,9 +96,9 @@ def test_no_session_of_a_class_above_the_highest(limited: Daemon) -> None:
         mine.set_priority("interactive")
 
 
-def test_tokens_a_second(limited: Daemon) -> None:
+def test_tokens_per_second_are_limited(limited: Daemon) -> None:
     with other_s(limited, STARVED) as session, Bystander(limited.address):
-        assert len(session.generate([1, 2, 3], max_tokens=7, ignore_eos=True).token_ids) == 7  # what began may end
+        assert len(session.generate([1, 2, 3], max_tokens=7, ignore_eos=True).token_ids) == 7  # it may end
         for call in (
             lambda: session.generate([1], max_tokens=1),
             lambda: list(session.stream([1], max_tokens=1)),
@@ -109,7 +110,7 @@ def test_tokens_a_second(limited: Daemon) -> None:
                 call()
             quota, rule, limit, used = refusal(error)
             assert (quota, rule, limit) == ("tokens_per_s", "starved", 0.001) and used > 0
-            assert 9000 < error.value.data["retry_s"] <= 10_000  # 10 tokens, of which 0.01 were there
+            assert 9000 < error.value.data["retry_s"] <= 10_000  # 10 tokens, of which 0.01 were available
         assert len(session.token_ids) == 10
         with as_user(STARVED), limited.client() as client:
             (use,) = client.quotas()
@@ -117,7 +118,7 @@ def test_tokens_a_second(limited: Daemon) -> None:
         assert use.tokens_per_s_limit == 0.001 and use.tokens_per_s > 0
 
 
-def test_what_edits_and_exports_make_the_engine_compute_again_counts(limited: Daemon) -> None:
+def test_tokens_recomputed_for_edits_and_exports_count(limited: Daemon) -> None:
     with other_s(limited, PATIENT) as session, Bystander(limited.address):
         session.generate([7] * 1000, max_tokens=1)
 
@@ -128,11 +129,11 @@ def test_what_edits_and_exports_make_the_engine_compute_again_counts(limited: Da
 
         with pytest.raises(djinn.QuotaExceeded, match=r"quotas\.patient\.tokens_per_s") as error:
             compute_again()
-        assert error.value.data["limit"] == 200  # of 2,000 at once
+        assert error.value.data["limit"] == 200  # 2,000 at once
         assert len(session.token_ids) == 1001
 
 
-def test_who_is_over_it_goes_on_in_time(limited: Daemon) -> None:
+def test_a_user_over_its_quota_continues_later(limited: Daemon) -> None:
     with other_s(limited, SLOW) as session:
 
         def goes_on() -> bool:
@@ -145,17 +146,17 @@ def test_who_is_over_it_goes_on_in_time(limited: Daemon) -> None:
         wait_for(goes_on)
 
 
-def test_sighup_changes_what_holds_for_the_next_call(start_daemon: DaemonStarter) -> None:
+def test_sighup_changes_the_quotas_of_the_next_call(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon(errors=["djinnd_reload_refused"])
     open_to_all(daemon.folder, daemon.address)
     with other_s(daemon) as first, other_s(daemon, STUDENT) as student:
         file = daemon.folder / "djinnd.yaml"
         daemon.reload({"quotas": {"guests": GUESTS | {"sessions": 1, "weight": 2}}})
         with pytest.raises(djinn.QuotaExceeded), other_s(daemon, priority="batch"):
-            pytest.fail("it is one too many")
+            pytest.fail("a second session is one too many")
         with other_s(daemon, STUDENT):
             pass
-        assert len(first.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2, "it is still there"
+        assert len(first.generate([1, 2], max_tokens=2, ignore_eos=True).token_ids) == 2, "the session must still exist"
 
         good = file.read_text()
         daemon.reload({"quotas": {"guests": {"sesions": 5}}}, told="djinnd_reload_refused ")

@@ -7,11 +7,11 @@ from tools.bench.restart_sessions import Work, measure, summary
 
 
 @pytest.mark.long
-def test_sessions_are_there_again_with_their_kv_and_go_on() -> None:
+def test_the_bench_finds_its_sessions_with_their_kv_after_a_restart() -> None:
     sizes = {"kv": "4MiB", "host_kv": "32MiB"}
     found = measure(tiny_model(), "cpu", "512MiB", sizes, Work(sessions=4, context=300, new=3))
     assert found["same_tokens"] == found["kept"] == found["sessions"] == 4
-    assert found["pages"] < 8, "of four sessions of two pages each, some have to come from the host"
+    assert found["pages"] < 8, "some of the eight pages must come from the host"
     seconds, uptime = found["seconds"], found["uptime_s"]
     assert list(seconds) == ["all attached", "the first went on", "all went on"]
     assert all(0 < uptime[what] < seconds[what] for what in seconds)

@@ -23,7 +23,7 @@ PROMPT = b">>> "
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """The model has a chat template, given by the command."""
+    """A daemon with a model that has a chat template from the command line."""
     template = tmp_path_factory.mktemp("template") / "turns.jinja"
     template.write_text(TURNS)
     with DaemonStarter() as start:
@@ -50,10 +50,10 @@ class Terminal:
         self._shown = b""
 
     def until(self, wanted: bytes) -> bytes:
-        """What comes out up to `wanted`, since the last call."""
+        """Reads the output up to `wanted`, since the last call."""
         while wanted not in self._shown:
             data = b""
-            with suppress(OSError):  # EIO: nobody has the other end any more
+            with suppress(OSError):  # EIO: the other end is closed
                 data = os.read(self._fd, 4096)
             assert data, self._shown
             self._shown += data
@@ -77,7 +77,7 @@ def terminal(chatty: Daemon, tmp_path: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_a_second_turn_computes_its_message_only(terminal: Terminal) -> None:
+def test_a_second_turn_computes_only_its_message(terminal: Terminal) -> None:
     terminal.until(PROMPT)
     terminal.type("x = 1 " * 60 + "\n")
     terminal.until(b"were computed")
@@ -107,5 +107,5 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal, chatty:
     terminal.until(PROMPT)
     terminal.type("\x04")
     assert terminal.process.wait(PATIENCE) == 0
-    assert djinn.sessions(address=chatty.address) == [], "it has closed its session"
+    assert djinn.sessions(address=chatty.address) == [], "the program must close its session"
     assert "class A:" in (tmp_path / "djinnctl" / "history").read_text()

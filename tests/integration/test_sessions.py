@@ -1,4 +1,4 @@
-"""Sessions beyond one connection: left, found again by another process, and gone when nobody comes."""
+"""Sessions that outlive a connection: detached, attached by another process, and closed after their grace time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ s.detach()
 """
 
 
-def test_another_process_goes_on(daemon: Daemon) -> None:
+def test_another_process_continues_a_session(daemon: Daemon) -> None:
     with djinn.Session(MODEL, address=daemon.address) as s:
         whole = s.generate("import ", max_tokens=48, ignore_eos=True).token_ids
     mine = djinn.Session(MODEL, address=daemon.address)
@@ -46,7 +46,7 @@ def test_another_process_goes_on(daemon: Daemon) -> None:
         djinn.attach(mine.id, address=daemon.address)
 
 
-def test_a_session_that_nobody_comes_back_to(start_daemon: DaemonStarter) -> None:
+def test_a_detached_session_is_closed_after_its_grace_time(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"session_grace": "1s"}})
     with djinn.Session(MODEL, address=daemon.address) as kept, daemon.client() as client:
         kept.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
@@ -69,7 +69,7 @@ def test_a_restart_keeps_sessions(start_daemon: DaemonStarter, warm: bool) -> No
     left, idle = (djinn.Session(MODEL, priority="batch", address=daemon.address) for _ in range(2))
     left.generate("import ", max_tokens=16, ignore_eos=True)
     tokens = left.token_ids
-    left.detach()  # and the other one is attached when the daemon goes
+    left.detach()  # the other session is attached when the daemon stops
     with daemon.client() as client:
         done = restart(client, warm=warm)
         assert (done.state, done.sessions) == ("ready", 2)
@@ -90,7 +90,7 @@ def test_a_restart_keeps_sessions(start_daemon: DaemonStarter, warm: bool) -> No
         assert client.status(check=True).integrity == []
 
 
-def test_the_grace_time_begins_anew_with_the_daemon(start_daemon: DaemonStarter) -> None:
+def test_the_grace_time_begins_again_with_the_next_daemon(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"session_grace": "1s"}})
     left = djinn.Session(MODEL, address=daemon.address)
     with daemon.client() as client:
@@ -100,11 +100,13 @@ def test_the_grace_time_begins_anew_with_the_daemon(start_daemon: DaemonStarter)
         assert client.sessions() == []
     left.detach()
     _, *lives = daemon.log.split("journal_opened ")
-    assert [re.findall(r"sessions=(\d+)", life)[0] for life in lives] == ["0", "1", "0"], "that each has found"
+    assert [re.findall(r"sessions=(\d+)", life)[0] for life in lives] == ["0", "1", "0"], (
+        "sessions restored by each daemon"
+    )
     assert [f"session_closed session={left.id}" in life for life in lives] == [False, True, False]
 
 
-def test_a_session_that_nobody_uses_for_its_time_to_live(start_daemon: DaemonStarter) -> None:
+def test_an_unused_session_is_closed_after_its_time_to_live(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"session_ttl": "3s"}})
     with daemon.client() as client:
         client.load(MODEL)
@@ -117,7 +119,7 @@ def test_a_session_that_nobody_uses_for_its_time_to_live(start_daemon: DaemonSta
         assert client.status(check=True).integrity == []
 
 
-def test_a_session_whose_model_is_gone(start_daemon: DaemonStarter, tmp_path: Path) -> None:
+def test_a_session_of_a_missing_model(start_daemon: DaemonStarter, tmp_path: Path) -> None:
     checkpoint = Path(shutil.copytree(reduced_model("llama-2"), tmp_path / "checkpoint"))
     daemon = start_daemon(errors=["model_failed"])
     session = djinn.Session(str(checkpoint), address=daemon.address)

@@ -1,4 +1,5 @@
-"""A model that a client hands over is served as it computes there, whoever dies, and is gone when nobody wants it."""
+"""A model that a client shares gives the same tokens as in the client, survives deaths, and is freed after its last
+use."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ KV = 32 << 20
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    """A daemon without shared models, as each test leaves it."""
+    """A daemon without shared models; each test leaves it so."""
     with DaemonStarter() as start:
         running = start(
             {
@@ -82,7 +83,7 @@ def greedy(model: PreTrainedModel) -> list[int]:
 
 
 def lose_engine(daemon: Daemon) -> None:
-    """Returns when the daemon knows."""
+    """Kills the engine, and returns when the daemon has noticed."""
     restarts = daemon.device().restarts
     daemon.kill_engine()
     wait_for(lambda: daemon.device().restarts > restarts)
@@ -95,7 +96,7 @@ def generated(name: str, address: str) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama-2", "mixtral"])
-def test_tokens_are_those_of_the_model_that_was_shared(family: str, dtype: torch.dtype, address: str) -> None:
+def test_tokens_equal_those_of_the_shared_model(family: str, dtype: torch.dtype, address: str) -> None:
     source = model(family, dtype)
     expected = greedy(source)
     told: list[djinn.Progress] = []
@@ -110,12 +111,12 @@ def test_tokens_are_those_of_the_model_that_was_shared(family: str, dtype: torch
         shared = [progress for progress in told if progress.stage == "sharing"]
         assert len(shared) >= 5 and (shared[-1].done, shared[-1].model) == (shared[-1].total, "mine")
         if dtype is torch.bfloat16:
-            assert info.scratch_bytes > 0  # where packed blocks are decoded
+            assert info.scratch_bytes > 0  # memory in which packed blocks are decoded
         assert generated("mine", address) == expected
 
 
-def test_tensors_that_are_made_when_they_are_asked_for(address: str) -> None:
-    """Each once, and block by block: the model never exists as a whole."""
+def test_tensors_can_be_made_on_demand(address: str) -> None:
+    """Each tensor is requested once, block by block: the model never exists as a whole."""
     source = model("llama-2", torch.bfloat16)
     state = source.state_dict()
     asked: Counter[str] = Counter()
@@ -189,7 +190,7 @@ def test_a_tokenizer_comes_along(address: str) -> None:
         assert (reply.token_ids, reply.text) == (expected, "")
 
 
-def test_a_model_that_was_taken_back_stays_for_the_sessions_that_have_it(daemon: Daemon, address: str) -> None:
+def test_a_withdrawn_model_stays_for_its_sessions(daemon: Daemon, address: str) -> None:
     source = model()
     expected = greedy(source)
     handle = djinn.share_model(source, name="mine", kv_bytes=KV, resident=1, address=address)
@@ -221,7 +222,7 @@ sys.stdin.read()
 """
 
 
-def test_the_client_may_die_first(daemon: Daemon, address: str) -> None:
+def test_a_model_survives_its_client_for_the_grace_time(daemon: Daemon, address: str) -> None:
     command = [sys.executable, "-c", SHARE_AND_WAIT, str(reduced_model("llama-2")), address]
     sharer = subprocess.Popen(command, cwd=ROOT, env=clean_environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with sharer:
@@ -249,7 +250,7 @@ def taken_back(name: str, address: str) -> bool:
     return False
 
 
-def test_the_engine_may_die_and_has_the_model_again_without_the_client(daemon: Daemon, address: str) -> None:
+def test_a_model_survives_the_engine_without_its_client(daemon: Daemon, address: str) -> None:
     source = model()
     expected = greedy(source)
     with djinn.share_model(source, name="mine", kv_bytes=KV, resident=2, address=address) as handle:
@@ -259,14 +260,14 @@ def test_the_engine_may_die_and_has_the_model_again_without_the_client(daemon: D
         assert generated(handle.name, address) == expected
 
 
-def test_unloading_is_for_good(daemon: Daemon, address: str) -> None:
+def test_an_unloaded_model_does_not_come_back(daemon: Daemon, address: str) -> None:
     handle = djinn.share_model(model(), name="mine", kv_bytes=KV, address=address)
     djinn.unload("mine", address=address)
     assert taken_back("mine", address)
     handle.close()
 
 
-def test_names_and_how_many(address: str) -> None:
+def test_names_and_the_number_of_shares_are_checked(address: str) -> None:
     source = model()
     with djinn.share_model(source, name="mine", kv_bytes=KV, address=address):
         for name, words in (("mine", "is a model mine already"), ("djinn-tiny", "already"), ("a/b", "no name")):
@@ -279,7 +280,7 @@ def test_names_and_how_many(address: str) -> None:
                 djinn.share_model(source, keep_host=False, address=address)
 
 
-def test_what_does_not_fit_together_is_refused_by_the_tensors_name(daemon: Daemon, address: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(daemon: Daemon, address: str) -> None:
     source = model()
     state = source.state_dict()
     norm = "model.layers.1.input_layernorm.weight"
@@ -293,7 +294,7 @@ def test_what_does_not_fit_together_is_refused_by_the_tensors_name(daemon: Daemo
         changed = {name: tensor for name, tensor in (state | change).items() if tensor is not None}
         with pytest.raises(djinn.ModelRejected, match=words):
             djinn.share_model(changed, source.config, address=address)
-        wait_until_nothing_is_shared(daemon)  # two at once are all that one user may have
+        wait_until_nothing_is_shared(daemon)  # one user may have two at once
     ignored = {"model.rotary_emb.inv_freq": torch.ones(8)}
     djinn.share_model(state | ignored, source.config, kv_bytes=KV, address=address).close()
     with pytest.raises(djinn.ModelRejected, match="nonsense"):
@@ -305,7 +306,7 @@ def test_what_does_not_fit_together_is_refused_by_the_tensors_name(daemon: Daemo
         djinn.share_model(source, kv_bytes=1 << 40, address=address)
 
 
-def test_the_client_says_no_by_itself_where_it_can(tmp_path: Path) -> None:
+def test_the_client_itself_refuses_if_it_can(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "no-daemon")
     for arguments, words in (
         ((3,), "not int"),

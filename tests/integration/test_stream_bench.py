@@ -1,4 +1,4 @@
-"""The streaming bench as a command, on the CPU: every part of it but the peers that need CUDA."""
+"""The streaming bench as a command, on the CPU: all its parts except the peers that need CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BENCH = ("tests.support.short_copies", "tools.bench.stream")
 
 
 @pytest.mark.long
-def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     chosen = [f"--only={name}" for name in ("resident", "plain", "packed", "gpu-only", "accelerate")]
     command = [warm_python(), "-m", *BENCH, str(CONFIG), f"--json={tmp_path / 'found.json'}", *chosen]
     ran = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
@@ -43,8 +43,8 @@ def test_one_command_gives_a_table_and_a_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_weights_that_a_client_hands_over(tmp_path: Path) -> None:
-    """They are on no disk, and stream as those of a checkpoint do."""
+def test_weights_handed_over_by_a_client(tmp_path: Path) -> None:
+    """They are on no disk, and stream like those of a checkpoint."""
     shared = tmp_path / "shared.yaml"
     shared.write_text(CONFIG.read_text() + "weights: shared\ncontenders: [resident, packed]\n")
     command = [warm_python(), "-m", *BENCH, str(shared), f"--json={tmp_path / 'found.json'}"]
@@ -57,8 +57,8 @@ def test_weights_that_a_client_hands_over(tmp_path: Path) -> None:
     assert contenders["packed"].equality is not None and contenders["packed"].equality.as_resident
 
 
-def test_a_budget_that_does_not_suffice_is_an_outcome_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", warm_python())  # the daemon's
+def test_a_budget_that_is_too_small_is_reported_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())  # for the daemon
     settings = {"path": str(tiny_model()), "kv": "4GiB"}
     served = measure(Serving("cpu", "512MiB", settings, 1024, 16, 2, {1: 16}, 1, True), print)
     assert served.outcome.status is Status.OUT_OF_MEMORY and "512.0 MiB is free" in served.outcome.note

@@ -58,7 +58,7 @@ def open_session(chatty: Daemon) -> Callable[[], Session]:
     return lambda: Session(MODEL, address=chatty.address)
 
 
-def test_a_schema_is_met_greedily_and_drawn(open_session: Callable[[], Session]) -> None:
+def test_a_schema_is_followed_greedily_and_with_sampling(open_session: Callable[[], Session]) -> None:
     for seed in (None, 1, 2, 3):
         with open_session() as session:
             drawn: Any = {} if seed is None else {"temperature": 1.5, "seed": seed}
@@ -67,7 +67,7 @@ def test_a_schema_is_met_greedily_and_drawn(open_session: Callable[[], Session])
             jsonschema.validate(json.loads(reply.text), PERSON)
 
 
-def test_a_regular_expression_and_a_grammar_are_met(open_session: Callable[[], Session]) -> None:
+def test_a_regular_expression_and_a_grammar_are_followed(open_session: Callable[[], Session]) -> None:
     with open_session() as session:
         reply = session.generate("Call:", regex=r"\+[0-9]{2} [0-9]{3,5}/[0-9]{4}", max_tokens=50)
         assert reply.finish_reason == "stop" and re.fullmatch(r"\+[0-9]{2} [0-9]{3,5}/[0-9]{4}", reply.text)
@@ -75,7 +75,7 @@ def test_a_regular_expression_and_a_grammar_are_met(open_session: Callable[[], S
         assert reply.finish_reason == "stop" and re.fullmatch("yes, [a-z]{3}|no", reply.text)
 
 
-def test_what_is_streamed_is_what_is_answered(open_session: Callable[[], Session]) -> None:
+def test_a_stream_has_the_text_of_a_collected_call(open_session: Callable[[], Session]) -> None:
     with open_session() as session, open_session() as other:
         options: Any = {"response_format": AS_PERSON, "max_tokens": 150, "temperature": 1.0, "seed": 4}
         text = "".join(piece.text for piece in session.stream("A thing:", **options))
@@ -102,7 +102,7 @@ def test_a_format_that_cannot_be_followed_is_refused_and_the_session_stays(open_
             session.generate(" more", regex="a", grammar='start: "a"')
 
 
-def test_forced_tokens_in_one_chunk_are_those_that_come_one_by_one(open_session: Callable[[], Session]) -> None:
+def test_forced_tokens_in_one_chunk_equal_those_computed_one_by_one(open_session: Callable[[], Session]) -> None:
     """With log probabilities, each token has a step of its own."""
     for seed in range(3):
         options: Any = {"response_format": AS_PERSON, "max_tokens": 200, "temperature": 0.8, "seed": seed}
@@ -127,7 +127,7 @@ def test_a_stop_string_and_max_tokens_end_an_output_before_its_grammar_does(
 
 
 def test_free_and_guided_sessions_share_steps(open_session: Callable[[], Session], chatty: Daemon) -> None:
-    """Each gets what it gets alone."""
+    """Each session gets the tokens that it gets alone."""
     calls: list[Any] = [{}, {"response_format": AS_PERSON}, {"regex": "[a-f]{30}"}, {"temperature": 1.0, "seed": 7}]
     alone = []
     for options in calls:

@@ -1,4 +1,4 @@
-"""`djinnctl trace` while sessions of a model that streams are served: by the daemon's processes, into a file."""
+"""`djinnctl trace` while sessions of a streamed model are served: from the daemon's processes into a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def traced(daemon: Daemon, file: Path) -> list[dict[str, Any]]:
-    """The complete events of a trace that is taken while two sessions generate, each on its track."""
+    """The complete events of a trace during which two sessions generate, by track."""
     ended = threading.Event()
 
     def generate() -> None:
@@ -53,7 +53,7 @@ def traced(daemon: Daemon, file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_streamed_model(start_daemon: DaemonStarter, tmp_path: Path, packing: bool) -> None:
+def test_a_trace_of_a_streamed_model(start_daemon: DaemonStarter, tmp_path: Path, packing: bool) -> None:
     daemon = start_daemon()
     with daemon.client() as client:
         info = client.load(MODEL, resident=1, slots=3, packing=packing)
@@ -68,7 +68,7 @@ def test_a_streamed_model(start_daemon: DaemonStarter, tmp_path: Path, packing: 
     assert [event["name"] for event in compute] == ["prologue", *blocks, "epilogue"] * STEPS
     streamed = [event["name"] for event in compute if event["args"].get("place") == "streamed"]
     assert len(streamed) == STEPS * info.blocks_streamed == STEPS * (info.blocks - 1)
-    assert sorted(event["name"] for event in copies) == sorted(streamed)  # the blocks are smaller than a piece
+    assert sorted(event["name"] for event in copies) == sorted(streamed)  # a block is one piece
     assert all(event["args"]["GB/s"] > 0 for event in copies)
     for track in ("compute", "copy"):
         there = [event for event in events if event["track"] in (track, f"{track} gaps")]

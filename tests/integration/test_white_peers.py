@@ -1,4 +1,4 @@
-"""The peers of the white box's table, in their process: a hook and nnsight make the same of an edit."""
+"""The peers of the white-box table, in their process: a hook and nnsight give the same tokens for an edit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = [[5, 9, 33, 40, 7], [300, 20, 101, 7, 55]]
 
 
 @pytest.mark.long
-def test_both_give_the_same_tokens_and_others_than_without_an_edit(tmp_path: Path) -> None:
+def test_both_peers_give_the_same_edited_tokens(tmp_path: Path) -> None:
     job = Job(
         checkpoint=str(reduced_model("gpt2")),
         device="cpu",

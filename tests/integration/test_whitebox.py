@@ -1,5 +1,5 @@
-"""What the daemon captures and edits inside a model is what PyTorch hooks in transformers see and do there, whoever
-else is in the batch. test_whitebox_sessions.py has what edits come to in a session's life."""
+"""Captures and edits inside a model equal those of PyTorch hooks in transformers, whatever else is in the batch.
+test_whitebox_sessions.py tests edits during a session's life."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.support.edited import (
 from tests.support.models import reduced_model
 from tests.support.torch_hooks import Hooked
 
-# Attention beside the MLP, experts, norms behind both and capped logits, an MLP of two products. All families:
-# tests/unit/model/test_probe.py.
+# Attention beside the MLP, experts, norms behind both with capped logits, and an MLP of two products. All families are
+# in tests/unit/model/test_probe.py.
 THROUGH_A_DAEMON = ("gpt-j", "mixtral", "gemma-2", "opt")
 EACH_FAMILY = pytest.mark.parametrize("family", THROUGH_A_DAEMON, indirect=True)
 WITHIN = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
@@ -41,7 +41,7 @@ ENDLESS = 1700  # tokens: nearly the whole context, which takes seconds
 
 @pytest.fixture(scope="module")
 def roomy_daemon() -> Iterator[Daemon]:
-    """It knows some models in other forms, too: with most blocks streamed, and in bfloat16."""
+    """A daemon that has some models in other forms too: with most blocks streamed, and in bfloat16."""
     models = {f"streamed {name}": {"path": str(reduced_model(name)), "resident": 1} for name in STREAMED}
     half = {"path": str(reduced_model("llama-3.1")), "dtype": "bfloat16"}
     with DaemonStarter() as start:
@@ -52,8 +52,8 @@ def roomy_daemon() -> Iterator[Daemon]:
 
 
 @EACH_FAMILY
-def test_captures_are_what_hooks_see(family: Path, roomy_daemon: Daemon) -> None:
-    """At every point, of a prompt that is longer than a page, and of what is generated."""
+def test_captures_equal_what_hooks_see(family: Path, roomy_daemon: Daemon) -> None:
+    """At every point, for a prompt longer than a page, and for generated tokens."""
     names = djinn.points(str(family), address=roomy_daemon.address)
     assert names == [
         "hook_embed",
@@ -92,8 +92,8 @@ def test_names_of_modules_are_names_of_points(llama: Path, roomy_daemon: Daemon)
     assert cache.generated.token_ids == [] and cache.generated.usage.computed_tokens == 20
 
 
-def test_looking_changes_nothing_and_takes_nothing_that_is_computed(llama: Path, roomy_daemon: Daemon) -> None:
-    """Calls with and without captures in turns."""
+def test_captures_change_no_token_and_include_cached_positions(llama: Path, roomy_daemon: Daemon) -> None:
+    """Calls with and without captures take turns."""
     prompt = prompt_of(280, 3)
     expected = reference.greedy(llama, prompt, 4 * NEW)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
@@ -109,14 +109,14 @@ def test_looking_changes_nothing_and_takes_nothing_that_is_computed(llama: Path,
             else:
                 told += s.generate(text, max_tokens=NEW, ignore_eos=True).token_ids
         assert told == expected
-    with djinn.Session(str(llama), address=roomy_daemon.address) as again:  # whose first page is there already
+    with djinn.Session(str(llama), address=roomy_daemon.address) as again:  # its first page is cached
         cache = again.capture("logits").run(prompt)
         assert cache.positions == range(280) and cache["logits"].shape == (1, 280, VOCABULARY)
         assert again.generate(max_tokens=NEW, ignore_eos=True).token_ids == expected[:NEW]
 
 
-def test_nothing_is_left_of_captures(roomy_daemon: Daemon) -> None:
-    """Also of one that its caller gives up: no memory of the device, no window."""
+def test_captures_leave_nothing_behind(roomy_daemon: Daemon) -> None:
+    """Neither device memory nor a window is left, also of a capture that was cancelled."""
     folder, prompt = reduced_model("llama-3.1"), prompt_of(300, 4)
 
     async def give_up() -> None:
@@ -134,7 +134,7 @@ def test_nothing_is_left_of_captures(roomy_daemon: Daemon) -> None:
             assert told.token_ids == reference.greedy(folder, prompt, NEW)
 
     held = []
-    for _ in range(2):  # the first time makes what is made once
+    for _ in range(2):  # the first time creates objects that stay
         with djinn.Session(str(folder), address=roomy_daemon.address) as s:
             cache = s.capture(["blocks.*", "logits"]).run(prompt)
         asyncio.run(give_up())
@@ -152,7 +152,7 @@ LENGTHS = (270, 7, 33, 1, 64, 256)  # of prompts; pages have 256 tokens
 
 
 def check_cases(folder: Path, model: str, address: str) -> None:
-    """All at once, each twice: with and without captures; among others that have no edits."""
+    """Runs all cases at once, each with and without captures, among sessions without edits."""
     prompts = {name: prompt_of(LENGTHS[n % len(LENGTHS)] + 6, 40 + n) for n, name in enumerate(cases())}
 
     async def edited(name: str, case: Case) -> tuple[list[int], djinn.Cache]:
@@ -193,12 +193,12 @@ def check_cases(folder: Path, model: str, address: str) -> None:
 
 
 @EACH_FAMILY
-def test_edited_sessions_say_what_hooks_make_of_them(family: Path, roomy_daemon: Daemon) -> None:
+def test_edited_sessions_give_the_tokens_of_hooks(family: Path, roomy_daemon: Daemon) -> None:
     check_cases(family, str(family), roomy_daemon.address)
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_on_streamed_weights(roomy_daemon: Daemon, name: str) -> None:
+def test_edits_on_streamed_weights(roomy_daemon: Daemon, name: str) -> None:
     model = f"streamed {name}"
     with roomy_daemon.client() as client:
         assert client.load(model).blocks_streamed == BLOCKS - 1
@@ -206,8 +206,8 @@ def test_on_streamed_weights(roomy_daemon: Daemon, name: str) -> None:
         client.unload(model)
 
 
-def test_where_all_decide_otherwise_if_they_are_not_edited() -> None:
-    """The cases are worth something: each changes what is said."""
+def test_every_case_changes_the_logits() -> None:
+    """If a case changed nothing, it would test nothing."""
     folder = reduced_model("llama-3.1")
     model = Hooked(folder)
     for name, case in cases().items():
@@ -216,7 +216,7 @@ def test_where_all_decide_otherwise_if_they_are_not_edited() -> None:
 
 
 def test_bfloat16(roomy_daemon: Daemon) -> None:
-    """Captured rows are the model's own bits: put back where they are from, they change nothing."""
+    """Captured rows are the model's own bits: put back at their place they change nothing."""
     prompt = prompt_of(40, 18)
     with djinn.Session("half", address=roomy_daemon.address) as s:
         cache = s.capture(["blocks.*", "blocks.*.attn.hook_out", "logits"]).run(prompt)
@@ -231,10 +231,10 @@ def test_bfloat16(roomy_daemon: Daemon) -> None:
         assert go_on(s) == expected
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused_leaves_the_session_as_it_was(llama: Path, roomy_daemon: Daemon) -> None:
+def test_refused_requests_leave_the_session_as_it_was(llama: Path, roomy_daemon: Daemon) -> None:
     prompt, v = prompt_of(20, 19), vector(21)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         for words, act in (

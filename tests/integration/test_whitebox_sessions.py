@@ -1,5 +1,5 @@
-"""Sessions with edits: from now on and at positions, forked, cut, moved, restarted, saved. What they say is what
-hooks in transformers make of the same edits."""
+"""Sessions with edits, from a position on and at positions: forked, cut, moved, restarted, saved. Their tokens equal
+those of hooks in transformers for the same edits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ V = vector(21)
 WHERE = "blocks.2.hook_resid_post"
 
 
-def test_from_now_on_and_until_it_is_removed(llama: Path, roomy_daemon: Daemon) -> None:
+def test_an_edit_without_positions_applies_until_it_is_removed(llama: Path, roomy_daemon: Daemon) -> None:
     model, prompt = Hooked(llama), prompt_of(270, 5)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         tokens = prompt + go_on(s, prompt)
@@ -44,7 +44,7 @@ def test_from_now_on_and_until_it_is_removed(llama: Path, roomy_daemon: Daemon) 
         assert s.token_ids[: len(tokens)] == tokens
 
 
-def test_positions_that_were_computed_are_computed_again(llama: Path, roomy_daemon: Daemon) -> None:
+def test_computed_positions_are_computed_again(llama: Path, roomy_daemon: Daemon) -> None:
     model, prompt, rows = Hooked(llama), prompt_of(300, 6), vector(22, 2, WIDTH)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         tokens = prompt + go_on(s, prompt)
@@ -55,8 +55,8 @@ def test_positions_that_were_computed_are_computed_again(llama: Path, roomy_daem
         assert answer.usage.computed_tokens == len(tokens) - 260
 
 
-def test_patching_from_one_run_into_another(llama: Path, roomy_daemon: Daemon) -> None:
-    """As in the issue: captured in one session, put into a fork of another."""
+def test_patching_from_one_session_into_another(llama: Path, roomy_daemon: Daemon) -> None:
+    """Captured in one session, patched into a fork of another."""
     model, clean, corrupted = Hooked(llama), prompt_of(40, 7), prompt_of(40, 8)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         cache = s.capture("blocks.*").run(clean)
@@ -74,10 +74,10 @@ def test_patching_from_one_run_into_another(llama: Path, roomy_daemon: Daemon) -
                     assert found.positions == range(positions[0], 40)
                     assert_close(found["logits"][0], model.run(corrupted, [change])[0][positions[0] :], name)
         assert s.edits() == []
-        assert go_on(s) == model.greedy(corrupted, NEW)  # the forks were nobody's business
+        assert go_on(s) == model.greedy(corrupted, NEW)  # the forks have not changed it
 
 
-def test_a_fork_has_the_edits_and_goes_its_own_way(llama: Path, roomy_daemon: Daemon) -> None:
+def test_a_fork_has_the_edits_and_is_independent(llama: Path, roomy_daemon: Daemon) -> None:
     model, prompt = Hooked(llama), prompt_of(40, 9)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         s.steer("blocks.2", V, scale=3)
@@ -93,7 +93,7 @@ def test_a_fork_has_the_edits_and_goes_its_own_way(llama: Path, roomy_daemon: Da
 
 
 def test_truncating(llama: Path, roomy_daemon: Daemon) -> None:
-    """What is edited from somewhere on is edited from where the session now ends; positions stay what they are."""
+    """An edit without an end applies from the session's new end on. Positions stay the same."""
     model, prompt = Hooked(llama), prompt_of(40, 10)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         go_on(s, prompt)
@@ -113,7 +113,7 @@ def test_truncating(llama: Path, roomy_daemon: Daemon) -> None:
         assert go_on(s, again) == model.greedy(prompt[:5] + again, NEW, changes)
 
 
-def test_sessions_that_are_edited_alike_share_their_pages(llama: Path, roomy_daemon: Daemon) -> None:
+def test_sessions_with_equal_edits_share_their_pages(llama: Path, roomy_daemon: Daemon) -> None:
     prompt = prompt_of(520, 13)
 
     def computed(*edits: tuple[str, float, list[int] | None]) -> int:
@@ -127,12 +127,13 @@ def test_sessions_that_are_edited_alike_share_their_pages(llama: Path, roomy_dae
     assert computed(("blocks.2", 3.0, None)) == 520
     assert computed(("model.layers.2", 3.0, None)) == 520 - 512
     assert computed(("blocks.2", 2.0, None)) == 520
-    assert computed(("blocks.2", 3.0, [300])) == 520 - 256  # nothing is edited before that
+    assert computed(("blocks.2", 3.0, [300])) == 520 - 256  # no earlier position is edited
     assert computed() == 520 - 512
 
 
-def test_steered_in_mid_conversation_while_others_stream(llama: Path, roomy_daemon: Daemon) -> None:
-    """One is edited, patched and looked into between its calls; what others get in the meantime is theirs alone."""
+def test_steering_during_a_conversation_beside_other_streams(llama: Path, roomy_daemon: Daemon) -> None:
+    """One session is edited, patched and captured between its calls. Other sessions get the tokens that they get
+    alone."""
     model, prompt = Hooked(llama), prompt_of(30, 14)
 
     async def other(number: int) -> list[int]:
@@ -169,11 +170,11 @@ def test_steered_in_mid_conversation_while_others_stream(llama: Path, roomy_daem
         assert tokens == reference.greedy(llama, prompt_of(20 + number, 50 + number), 80)
 
 
-# --- what survives --------------------------------------------------------------------------------------------------
+# --- deaths and transfers -------------------------------------------------------------------------------------------
 
 
 class Edited:
-    """A session with an edit that is over, one that goes on and one at positions, and what it will say next."""
+    """A session with an ended edit, one that goes on and one at positions, and its next tokens."""
 
     def __init__(self, folder: Path, model: str, address: str) -> None:
         hooks, prompt = Hooked(folder), prompt_of(300, 15)
@@ -191,29 +192,29 @@ class Edited:
         tokens += hooks.greedy(tokens, NEW, changes)
         assert go_on(s) == tokens[-NEW:]
         self.id, self.tokens, self.edits = s.id, tokens, s.edits()
-        self.next = hooks.greedy(tokens, NEW, changes)  # what it will say
+        self.next = hooks.greedy(tokens, NEW, changes)  # the tokens to come
         s.detach()
 
     def check(self, address: str) -> None:
-        """It is all there."""
+        """Checks that tokens, edits and next tokens are as they were."""
         with djinn.attach(self.id, address=address) as s:
             assert s.token_ids == self.tokens
-            assert s.edits() == self.edits and s.info.edits == 2  # that are not over
+            assert s.edits() == self.edits and s.info.edits == 2  # that have not ended
             with s.fork() as t:
                 assert go_on(t) == self.next
             assert go_on(s) == self.next
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_pages_that_leave_and_come_back(llama: Path, roomy_daemon: Daemon, tier: Tier) -> None:
+def test_edited_pages_leave_the_device_and_come_back(llama: Path, roomy_daemon: Daemon, tier: Tier) -> None:
     edited = Edited(llama, str(llama), roomy_daemon.address)
     djinn.pause(edited.id, tier, address=roomy_daemon.address)
     djinn.resume(edited.id, address=roomy_daemon.address)
     edited.check(roomy_daemon.address)
 
 
-def test_saved_with_its_kv(llama: Path, roomy_daemon: Daemon, tmp_path: Path) -> None:
-    """The edits are in the KV of the file, and are no edits any more."""
+def test_a_session_saved_with_its_kv(llama: Path, roomy_daemon: Daemon, tmp_path: Path) -> None:
+    """The file's KV contains the effect of the edits, which then are no edits any more."""
     model, prompt = Hooked(llama), prompt_of(40, 16)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         s.steer("blocks.2", V, scale=3)
@@ -221,12 +222,12 @@ def test_saved_with_its_kv(llama: Path, roomy_daemon: Daemon, tmp_path: Path) ->
         s.save(tmp_path / "edited")
     with djinn.load(tmp_path / "edited", address=roomy_daemon.address) as t:
         assert t.info.foreign_kv and t.edits() == []
-        # The last token's KV is computed anew where nothing else comes: see docs/export.md.
+        # The last token's KV is computed again if nothing follows it: see docs/export.md.
         over = Change(WHERE, ops.add(V, 3), end=len(tokens) - 1)
         assert go_on(t) == model.greedy(tokens, NEW, [over])
 
 
-def test_kv_of_a_client_can_be_edited_from_now_on_only(llama: Path, roomy_daemon: Daemon) -> None:
+def test_kv_of_a_client_can_be_edited_only_from_its_end_on(llama: Path, roomy_daemon: Daemon) -> None:
     model, prompt = Hooked(llama), prompt_of(40, 17)
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         tokens = prompt + go_on(s, prompt)
