@@ -1,4 +1,4 @@
-"""Runs that stop inside of the model and go on, on a device with graphs."""
+"""Runs that stop at a breakpoint inside of the model and go on, on a device with graphs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def engine() -> Iterator[WhiteBoxEngine]:
 
 @pytest.mark.parametrize("family", ["llama-2", "qwen3-moe"])
 @pytest.mark.parametrize("placing", PLACINGS.values(), ids=PLACINGS)
-def test_a_run_that_stops_and_goes_on(engine: WhiteBoxEngine, placing: Placing, family: str) -> None:
-    """At every boundary, in a prompt of several chunks and at each token that is generated, beside a session that
-    decodes: the first time eagerly, then with the graphs that this has left."""
+def test_a_run_stops_at_every_boundary_and_goes_on(engine: WhiteBoxEngine, placing: Placing, family: str) -> None:
+    """Stops at every boundary, in a prompt of several chunks and at each generated token, while a session decodes.
+    The first run is eager and leaves graphs, which the second one uses."""
     folder = reduced_model(family)
     engine.loaded(folder, dtype="float32", max_context=1024, placing=placing)
     expected = reference.greedy(folder, prompt(300), NEW)
@@ -78,8 +78,9 @@ def test_a_run_that_stops_and_goes_on(engine: WhiteBoxEngine, placing: Placing, 
         engine.check_idle()
 
 
-def test_what_is_there_and_what_is_put_there(engine: WhiteBoxEngine) -> None:
-    """By graphs: the activations are those of a capture, and an edit at the hit is the same edit without one."""
+def test_activations_of_a_hit_are_those_of_a_capture_and_can_be_edited(engine: WhiteBoxEngine) -> None:
+    """With graphs, the activations equal those of a capture, and an edit at the hit equals the same edit without a
+    breakpoint."""
     folder = reduced_model("llama-2")
     engine.loaded(folder, dtype="float32", max_context=1024)
     engine.open("warm")

@@ -15,19 +15,19 @@ from tests.support.cuda import cuda_device
 
 pytestmark = pytest.mark.gpu
 
-BULK = 1 << 30  # bytes: twenty milliseconds of the bus
+BULK = 1 << 30  # bytes, which the bus carries in twenty milliseconds
 
 
 @pytest.fixture(scope="module")
 def bulk() -> Iterator[tuple[Tensor, Tensor]]:
-    """On the host, and on the device."""
+    """BULK bytes on the host and on the device."""
     host = torch.empty(BULK, dtype=torch.uint8, pin_memory=True)
     yield host, torch.zeros(BULK, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
 
 
 def begin(target: Tensor, source: Tensor) -> torch.cuda.Event:
-    """On a stream of its own."""
+    """Begins the copy on a stream of its own."""
     stream, event = torch.cuda.Stream(), torch.cuda.Event()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -36,7 +36,7 @@ def begin(target: Tensor, source: Tensor) -> torch.cuda.Event:
     return event
 
 
-def test_each_time_the_device_has_what_is_there_then(bulk: tuple[Tensor, Tensor]) -> None:
+def test_each_send_copies_the_current_contents(bulk: tuple[Tensor, Tensor]) -> None:
     host, device = bulk
     for numbers in (1, 3, 1024, 1025, 50_000):
         staging = torch.empty(8 * numbers, dtype=torch.uint8, pin_memory=True)
@@ -49,7 +49,7 @@ def test_each_time_the_device_has_what_is_there_then(bulk: tuple[Tensor, Tensor]
             assert torch.equal(target.cpu(), staging)
 
 
-def test_it_does_not_wait_for_what_was_queued_before_it_on_another_stream(bulk: tuple[Tensor, Tensor]) -> None:
+def test_a_send_does_not_wait_for_copies_on_another_stream(bulk: tuple[Tensor, Tensor]) -> None:
     host, device = bulk
     staging = torch.ones(4096, dtype=torch.uint8, pin_memory=True)
     target = torch.zeros_like(staging, device="cuda")
@@ -60,7 +60,7 @@ def test_it_does_not_wait_for_what_was_queued_before_it_on_another_stream(bulk: 
     assert not all_of_it.query()
 
 
-def test_nor_does_the_way_back(bulk: tuple[Tensor, Tensor]) -> None:
+def test_a_read_does_not_wait_for_copies_on_another_stream(bulk: tuple[Tensor, Tensor]) -> None:
     host, device = bulk
     inbox, seen = Inbox(), list[bool]()
     values = torch.arange(5, device="cuda")
@@ -70,7 +70,7 @@ def test_nor_does_the_way_back(bulk: tuple[Tensor, Tensor]) -> None:
     assert seen == [False] and not all_of_it.query()
 
 
-def test_what_there_is_to_do_meanwhile_is_done_again_while_the_device_is_busy() -> None:
+def test_meanwhile_is_called_again_while_the_device_is_busy() -> None:
     inbox, calls = Inbox(), list[int]()
     values = torch.arange(5, device="cuda")
 
@@ -92,7 +92,7 @@ def test_what_there_is_to_do_meanwhile_is_done_again_while_the_device_is_busy() 
 
 
 def test_inputs_are_filled_again_when_the_device_has_taken_them() -> None:
-    """It has something else to do first, as with the chunk before of a long prompt."""
+    """The device is busy first, as it is with the chunk before in a long prompt."""
     with cuda_device() as device:
         inputs, seen = StepInputs(device, 4, 1, 2), []
         with device.computing():
@@ -107,7 +107,7 @@ def test_inputs_are_filled_again_when_the_device_has_taken_them() -> None:
         assert [ids.unique().tolist() for ids in seen] == [[number] for number in range(5)]
 
 
-def test_more_numbers_than_before() -> None:
+def test_a_read_may_have_more_numbers_than_the_one_before() -> None:
     inbox = Inbox()
     for count in (1, 2, 7, 300, 4, 4097):
         values = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")

@@ -25,7 +25,7 @@ def device() -> Iterator[CudaDevice]:
 
 
 def host_memory(nbytes: int) -> Tensor:
-    """On a page, as an arena is."""
+    """Host memory that starts on a page, like an arena."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
@@ -36,7 +36,7 @@ def test_auto_is_the_gpu() -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_what_is_not_there_is_refused() -> None:
+def test_a_missing_gpu_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="cuda:99 is not there"):
         CudaDevice("cuda:99", 0)
     with pytest.raises(OutOfMemory, match="is more than the"):
@@ -50,7 +50,7 @@ def test_the_allocator_keeps_to_the_budget(device: CudaDevice) -> None:
         torch.empty(CUDA_MEMORY + (2 << 20), dtype=torch.uint8, device=device.torch_device)
 
 
-def test_trim_gives_back_what_nobody_holds(device: CudaDevice) -> None:
+def test_trim_gives_free_memory_back(device: CudaDevice) -> None:
     device.trim()
     before = torch.cuda.memory_reserved()
     device.allocate("scraps", (1 << 28,), torch.uint8)
@@ -60,7 +60,7 @@ def test_trim_gives_back_what_nobody_holds(device: CudaDevice) -> None:
     assert torch.cuda.memory_reserved() == before
 
 
-def test_zeros_are_there_for_every_stream(device: CudaDevice) -> None:
+def test_zeroed_memory_is_visible_to_every_stream(device: CudaDevice) -> None:
     device.allocate("scraps", (1 << 30,), torch.uint8).fill_(7)
     device.release("scraps")
     zeros = device.allocate("zeros", (1 << 30,), torch.uint8, zero=True)
@@ -82,7 +82,7 @@ def test_copies_go_both_ways_in_order_and_convert(device: CudaDevice, dtype: tor
     assert torch.equal(back, source.float() * 2)
 
 
-def test_pinned_pieces_can_be_pinned_again_once_they_are_not(device: CudaDevice) -> None:
+def test_unpinned_pieces_can_be_pinned_again(device: CudaDevice) -> None:
     pieces = list(host_memory(64 * mmap.PAGESIZE).split(16 * mmap.PAGESIZE))
     for _ in range(2):
         device.pin(pieces)
@@ -91,13 +91,13 @@ def test_pinned_pieces_can_be_pinned_again_once_they_are_not(device: CudaDevice)
         assert not any(piece.is_pinned() for piece in pieces)
 
 
-def test_where_one_piece_cannot_be_pinned_none_is(device: CudaDevice) -> None:
+def test_if_one_piece_cannot_be_pinned_none_is(device: CudaDevice) -> None:
     pieces = [host_memory(16 * mmap.PAGESIZE) for _ in range(4)]  # torch asks the driver about the whole mapping
     device.pin([pieces[2]])  # the driver refuses to do it twice
     with pytest.raises(OutOfMemory, match="host memory cannot be pinned"):
         device.pin(pieces)
     assert [piece.is_pinned() for piece in pieces] == [False, False, True, False]
     device.unpin([pieces[2]])
-    assert bool((torch.ones(4, device=device.torch_device) == 1).all())  # the failure has left no error behind
+    assert bool((torch.ones(4, device=device.torch_device) == 1).all())  # the failure left no CUDA error behind
     device.pin(pieces)
     device.unpin(pieces)

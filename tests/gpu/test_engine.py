@@ -28,7 +28,7 @@ def engine() -> Iterator[EngineThread]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_logits_are_those_of_transformers(engine: EngineThread, family: str) -> None:
-    """In float32; sessions of prompts from 1 to 300 tokens, all at once, and a forward pass among them."""
+    """Sessions with prompts of 1 to 300 tokens run at once in float32, with a forward pass among them."""
     folder, chance = reduced_model(family), random.Random(family)
     engine.loaded(folder, dtype="float32", max_context=512)
     prompts = [random_prompt(length, 512, 1) for length in (1, 300, *(chance.randint(2, 200) for _ in range(8)))]
@@ -51,7 +51,7 @@ def test_tokens_and_logits_are_those_of_transformers(engine: EngineThread, famil
 
 
 def test_a_prompt_of_many_chunks(engine: EngineThread) -> None:
-    """The host fills the inputs of each while the device computes the one before."""
+    """The host fills the inputs of a chunk while the device computes the chunk before."""
     folder = reduced_model("llama-2")
     engine.loaded(folder, dtype="float32", max_context=2048)
     engine.open("s")
@@ -69,7 +69,7 @@ def test_a_prompt_of_many_chunks(engine: EngineThread) -> None:
 
 
 def test_an_unloaded_model_leaves_no_memory(engine: EngineThread) -> None:
-    """Weights, pages, graphs: without a turn of the garbage collector."""
+    """Weights, pages and graphs are freed without the garbage collector."""
     folder = reduced_model("llama-2")
     allocated = []
     for _ in range(3):
@@ -80,4 +80,4 @@ def test_an_unloaded_model_leaves_no_memory(engine: EngineThread) -> None:
         engine.until(messages.Unloaded)
         assert engine.report().models == []
         allocated.append(torch.cuda.memory_allocated())
-    assert allocated[1] == allocated[2]  # the first time libraries set up workspaces of their own
+    assert allocated[1] == allocated[2]  # at the first load, libraries allocate workspaces of their own

@@ -1,4 +1,4 @@
-"""Experts that kernels fetch from pinned host memory, alone, in a captured graph, and in whole models."""
+"""Kernels that fetch experts from pinned host memory: alone, in a captured graph, and in whole models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def in_bf16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 class Pinned:
-    """A copy in host memory of its own that is registered with the device, as the arena's is."""
+    """A copy in host memory of its own, which is registered with the device like the arena."""
 
     def __init__(self, device: CudaDevice, tensor: Tensor) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class Pinned:
 
 
 @pytest.mark.parametrize("picked", [[], [0], [1, 3], [0, 1, 2, 3]], ids=str)
-def test_from_host_and_from_device_memory(device: CudaDevice, picked: list[int]) -> None:
+def test_experts_are_fetched_from_host_and_from_device_memory(device: CudaDevice, picked: list[int]) -> None:
     torch.manual_seed(0)
     form = form_of(SHAPES)
     plain = weights(form, STRANGE)
@@ -76,7 +76,7 @@ def test_from_host_and_from_device_memory(device: CudaDevice, picked: list[int])
         check_plain(there, picked, "cuda")
 
 
-def test_a_captured_graph_fetches_what_is_picked_then(device: CudaDevice) -> None:
+def test_a_replay_fetches_the_experts_that_are_picked_at_that_time(device: CudaDevice) -> None:
     torch.manual_seed(0)
     form = form_of(SHAPES)
     plain = weights(form, STRANGE)
@@ -109,7 +109,7 @@ def serve(folder: Path, device: CudaDevice, placing: Placing, place: Place | Non
 
 
 def answers(served: Served) -> tuple[list[Tensor], list[list[int]]]:
-    """Logits of prompts, run eagerly, and tokens, the most of them by graphs."""
+    """Logits of prompts, which run eagerly, and generated tokens, most of them by graphs."""
     with served:
         requests = [served.submit(served.open(), random_prompt(length, 512, 1)) for length in (1, 40, 90)]
         served.run()
@@ -140,10 +140,10 @@ def test_logits_and_tokens_are_those_of_resident_blocks(in_bf16: Path, device: C
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_replayed_step_moves_the_picked_experts_alone(
+def test_a_replayed_step_moves_only_the_picked_experts(
     in_bf16: Path, device: CudaDevice, packing: bool, count: int
 ) -> None:
-    """Sessions that say the same pick the same. The graph for three of them has a fourth row, which pads."""
+    """Sessions with equal tokens pick equal experts. The graph for three sessions has a fourth row of padding."""
     with serve(in_bf16, device, Placing(resident=0, packing=packing)) as served:
         residency, sizes = served.runner.weights.residency, served.runner.places.sizes
         sessions = [served.open() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""KV over a real bus: the bytes of the pool are those of the window, both ways, while another session runs."""
+"""KV over a real bus: exported and imported bytes equal those of the pool, while another session runs."""
 
 from __future__ import annotations
 

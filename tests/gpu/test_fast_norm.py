@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 
 class WideRMSNorm(nn.Module):
-    """Looks like the plain one, and keeps float32 to the end."""
+    """Looks like the plain norm, but keeps float32 to the end."""
 
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def own_rope(family: str) -> FastRope:
 
 
 def projected(tokens: int, heads: tuple[int, int], dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """q and k as attention has them: parts of one product."""
+    """q and k as attention gets them: parts of one product."""
     sizes = [heads[0] * dim, heads[1] * dim, heads[1] * dim]
     q, k, _ = torch.randn(1, tokens, sum(sizes), device=CUDA).to(dtype).split(sizes, -1)
     return q.view(1, tokens, -1, dim).transpose(1, 2), k.view(1, tokens, -1, dim).transpose(1, 2)
@@ -69,19 +69,21 @@ def test_rope_is_llamas_to_the_bit(tokens: int, heads: tuple[int, int], dim: int
     [
         ("llama", True, False),
         ("qwen3", True, False),
-        ("olmo2", True, True),  # float32 angles, and the type of q again at the end
-        ("cohere", False, False),  # pairs side by side
+        ("olmo2", True, True),  # float32 angles; the result has the dtype of q
+        ("cohere", False, False),  # interleaved pairs
         ("gpt_oss", False, False),  # angles of half a head
     ],
 )
-def test_what_rope_serves_is_found_by_trying(family: str, plain: bool, wide: bool, dtype: torch.dtype) -> None:
+def test_a_trial_finds_the_families_that_the_rope_kernel_serves(
+    family: str, plain: bool, wide: bool, dtype: torch.dtype
+) -> None:
     fast = own_rope(family)
     fast.try_with(dtype, CUDA)
     served = {(dtype, dtype)} if plain else set()
     assert fast._served == served | ({(dtype, torch.float32)} if wide else set())
 
 
-def test_other_calls_go_to_the_familys_own_function() -> None:
+def test_calls_that_the_kernel_does_not_serve_go_to_the_familys_function() -> None:
     calls: list[str] = []
     own = own_rope("llama").own
     fast = FastRope(lambda *args, **kwargs: (calls.append("own"), own(*args, **kwargs))[1])
@@ -137,7 +139,7 @@ def test_an_mlp_with_another_activation_stays() -> None:
 @pytest.mark.parametrize(("rows", "width"), [(96, 64), (77, 100), (300, 5120), (64, 13_824), (9000, 1100)])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, FEW])
-def test_few_rows_are_multiplied_as_well_as_many(
+def test_products_of_few_rows_are_as_exact_as_torchs(
     tokens: int, rows: int, width: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
     x, weight = torch.randn(1, tokens, width, device=CUDA).to(dtype), torch.randn(rows, width, device=CUDA).to(dtype)
@@ -148,20 +150,20 @@ def test_few_rows_are_multiplied_as_well_as_many(
     assert ((got.double() - wanted).norm() / wanted.norm()).item() < max(torch.finfo(dtype).eps, 1e-6)
 
 
-def test_more_rows_are_torchs_to_multiply() -> None:
+def test_products_of_many_rows_are_torchs() -> None:
     x, weight = (torch.randn(rows, 512, device=CUDA, dtype=torch.bfloat16) for rows in (FEW + 1, 64))
     assert torch.equal(fast_linear(x, weight, None), linear(x, weight))
 
 
 @pytest.mark.parametrize("width", [5120, 1100])
-def test_what_stands_beside_a_row_is_nothing_to_it(width: int) -> None:
+def test_a_row_of_a_product_does_not_depend_on_other_rows(width: int) -> None:
     x, weight = (torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16) for rows in (FEW, 700))
     together = fast_linear(x, weight, None)
     for first, last in ((0, 2), (3, 8), (7, FEW)):
         assert torch.equal(fast_linear(x[first:last], weight, None), together[first:last])
 
 
-def test_linears_share_their_parameters_with_what_replaces_them() -> None:
+def test_replaced_linears_share_their_parameters() -> None:
     parent = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.LayerNorm(8)).to(CUDA)
     parameters = [parent[0].weight, parent[1].weight, parent[1].bias]
     assert replace_linears(parent) == 2 and isinstance(parent[0], FastLinear)

@@ -1,4 +1,4 @@
-"""A captured step beside the same step launched kernel by kernel, and both beside transformers."""
+"""Compares a captured step with the same step launched kernel by kernel, and both with transformers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_replay_touches_only_the_slots_of_its_tokens(graphed: Graphed) -> None
 
 
 def test_a_replay_leaves_nothing_for_the_next(graphed: Graphed) -> None:
-    """Of another shape, then again of the first: the graphs share their memory."""
+    """Replays another shape, then the first again, because the graphs share their memory."""
     step, _ = with_history(graphed, [(1, 30), (1, 31), (100, 100), (1, 1)])
     one, chunk, single = step[:2], step[2:3], step[3:]
     first = graphed.replay(one)

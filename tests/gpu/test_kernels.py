@@ -46,13 +46,15 @@ def test_cuda_gets_the_kernels() -> None:
 @pytest.mark.parametrize(
     "rows", [DECODE, SPECULATED, MIXED, CROWD, LONG], ids=["decode", "speculated", "mixed", "crowd", "long"]
 )
-def test_shapes(attention: TritonAttention, rows: Rows, group: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_attention_is_right_for_all_shapes(
+    attention: TritonAttention, rows: Rows, group: int, head_dim: int, dtype: torch.dtype
+) -> None:
     check(attention, Scene(*rows, group=group, head_dim=head_dim, dtype=dtype, device="cuda"))
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_page_sizes(attention: TritonAttention, rows: Rows, page_size: int) -> None:
+def test_attention_is_right_for_all_page_sizes(attention: TritonAttention, rows: Rows, page_size: int) -> None:
     check(attention, Scene(*rows, page_size=page_size, group=4, head_dim=128, dtype=BF16, device="cuda"))
 
 
@@ -63,25 +65,27 @@ def test_page_sizes(attention: TritonAttention, rows: Rows, page_size: int) -> N
 )
 @pytest.mark.parametrize("direct", [False, True], ids=["split", "direct"])
 @pytest.mark.parametrize("rows", [DECODE, SPECULATED, MIXED, LONG], ids=["decode", "speculated", "mixed", "long"])
-def test_options(attention: TritonAttention, rows: Rows, direct: bool, options: dict[str, Any]) -> None:
+def test_attention_is_right_with_all_options(
+    attention: TritonAttention, rows: Rows, direct: bool, options: dict[str, Any]
+) -> None:
     if direct:
-        attention.scratch.processors = 0  # nobody to split for
+        attention.scratch.processors = 0  # so that keys are not divided
     scene = Scene(*rows, group=2, dtype=BF16, device="cuda")
     sinks = torch.randn(4, device="cuda") if options.get("sinks") else None
     check(attention, scene, **{**options, "sinks": sinks})
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"window": 5000}, {"softcap": 3.0}], ids=str)
-def test_a_fresh_row_alone(attention: TritonAttention, options: dict[str, Any]) -> None:
+def test_attention_of_a_single_fresh_row_is_right(attention: TritonAttention, options: dict[str, Any]) -> None:
     check(attention, Scene([700], [700], group=4, head_dim=128, dtype=BF16, device="cuda"), fresh=True, **options)
 
 
-def test_rows_that_pad_a_bucket_harm_nobody(attention: TritonAttention) -> None:
+def test_padding_rows_change_no_other_row(attention: TritonAttention) -> None:
     check(attention, Scene(*DECODE, padding=11, width=512, dtype=BF16, device="cuda"))
 
 
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
-def test_agrees_with_torch_attention(attention: TritonAttention, rows: Rows) -> None:
+def test_the_kernels_agree_with_torch_attention(attention: TritonAttention, rows: Rows) -> None:
     scene = Scene(*rows, kv_heads=8, group=4, head_dim=128, device="cuda")
     batch = scene.batch()
     attention.write(scene.k, scene.v, scene.keys, scene.values, batch)
@@ -111,8 +115,8 @@ def test_any_number_of_splits_of_a_chunk_gives_the_same(rows: Rows, options: dic
     torch.testing.assert_close(out.double(), reference, rtol=1e-5, atol=1e-5)
 
 
-def test_offsets_past_32_bits() -> None:
-    """The last pages of a pool of more than 2**31 elements hold the same as those of a small one."""
+def test_pools_may_have_offsets_past_32_bits() -> None:
+    """The last pages of a pool of more than 2**31 elements give the same results as those of a small pool."""
     page_size, kv_heads, head_dim = 16, 8, 128
     page = page_size * kv_heads * head_dim
     pages = (1 << 31) // (2 * page) + 40
@@ -145,7 +149,7 @@ def test_offsets_past_32_bits() -> None:
 
 
 def copy_into(bucket: Scene, batch: PagedBatch, scene: Scene) -> None:
-    """What a step does to a captured graph's inputs: new contents at the same addresses."""
+    """Changes the inputs of a captured graph as a step does: new contents at the same addresses."""
     new = scene.batch()
     pairs = [
         (batch.query_starts, new.query_starts),
@@ -166,7 +170,7 @@ def copy_into(bucket: Scene, batch: PagedBatch, scene: Scene) -> None:
 @pytest.mark.parametrize("direct", [False, True], ids=["split", "direct"])
 def test_a_captured_graph_serves_other_tables_and_lengths(attention: TritonAttention, direct: bool) -> None:
     if direct:
-        attention.scratch.processors = 0  # nobody to split for
+        attention.scratch.processors = 0  # so that keys are not divided
     shape: dict[str, Any] = {"group": 2, "dtype": BF16, "device": "cuda", "width": 64}
     bucket = Scene([1] * 4, [900, 900, 900, 900], **shape)
     batch = bucket.batch(max_kv=64 * 16)
@@ -207,8 +211,8 @@ def test_rms_norm_rounds_like_llama(width: int, dtype: torch.dtype) -> None:
     x = torch.randn(33, width, dtype=dtype, device="cuda") * 4
     with torch.inference_mode():
         wanted, got = norm(x), rms_norm(x, norm.weight, 1e-5)
-    if dtype == FP32:  # the order of the sum shows
+    if dtype == FP32:  # the order of the sum affects the last bits
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
-    else:  # one unit in the last place, and that seldom
+    else:  # rarely, one unit in the last place
         torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps, atol=0)
         assert (got == wanted).float().mean() > 0.999

@@ -21,7 +21,7 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def test_packing_gives_the_bytes_that_the_cpu_gives() -> None:
+def test_packing_on_the_device_gives_the_bytes_of_the_cpu() -> None:
     form = form_of(SHAPES, vectors=77)
     plain = weights(form, STRANGE)
     here, there = packed(form, plain), packed(form, plain.cuda())
@@ -39,7 +39,7 @@ def test_unpack() -> None:
     assert same_weights(form, out, plain)
 
 
-def test_unpack_writes_nothing_where_patches_lie() -> None:
+def test_patches_with_bad_places_write_nothing() -> None:
     form = form_of([(4000, 128)], vectors=64)
     plain = tame(form, "cuda")
     buffer, memory = packed(form, plain), torch.zeros(form.numel + 256, dtype=torch.bfloat16, device="cuda")
@@ -84,7 +84,7 @@ def test_product_with_other_tiles(tokens: int, tiles: ProductTiles) -> None:
 
 
 def test_a_captured_graph_serves_other_blocks() -> None:
-    """The buffer is a slot: blocks with other windows and other patches pass through it."""
+    """The buffer is like a slot of the ring: blocks with other windows and other patches pass through it."""
     form = form_of([(200, 256), (300, 512)], vectors=10)
     slot, plain = torch.empty(form.nbytes, dtype=torch.uint8, device="cuda"), torch.empty(0)
     out = torch.empty(form.numel, dtype=torch.bfloat16, device="cuda")

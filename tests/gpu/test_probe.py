@@ -1,4 +1,4 @@
-"""A probe between replays beside the same probe in the same step launched kernel by kernel."""
+"""Compares a probe between replays with the same probe in an eager step."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PROBED: list[Rows] = [[(1, 33)], [(1, 17), (1, 200), (1, 33)], [(1, 90), (40, 40
 
 
 def of_blocks(graphed: Graphed) -> list[Point]:
-    """Between them, where replays leave it, and within, for which a block runs without its graph."""
+    """Points between blocks, which replays reach, and within blocks, for which a block runs without its graph."""
     return [p for p in all_points(graphed.model.skeleton.points) if p.where in ("resid", "attn", "mlp")]
 
 
 def changing(graphed: Graphed) -> Change:
-    """Of the first token nothing is left along a vector, which is added to the second: that one may pad."""
+    """A change that projects a vector out of the first token and adds it to the second, which may be padding."""
     width, device = graphed.model.skeleton.points.width, graphed.device.torch_device
     bank = torch.randn(1, width, generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -50,7 +50,7 @@ def changing(graphed: Graphed) -> Change:
 
 
 @pytest.mark.parametrize("rows", PROBED, ids=named)
-def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Graphed, rows: Rows) -> None:
+def test_a_probe_between_replays_sees_the_activations_of_the_eager_step(probed: Graphed, rows: Rows) -> None:
     step, _ = with_history(probed, rows)
     points = of_blocks(probed)
     unprobed = probed.replay(step)
@@ -58,13 +58,13 @@ def test_between_replays_a_probe_sees_what_the_eager_step_has(probed: Graphed, r
     eager = probed.eager(step, eagerly)
     assert same_bytes(probed.replay(step, between), eager) and same_bytes(eager, unprobed)
     assert between.order == eagerly.order == points
-    tokens = sum(count for count, _ in rows)  # behind them are those that pad: they read what others of them write
+    tokens = sum(count for count, _ in rows)  # padding tokens follow; they read the KV of other padding
     for point in points:
         assert same_bytes(between.seen[point][0][:tokens], eagerly.seen[point][0][:tokens]), point
 
 
 @pytest.mark.parametrize("rows", PROBED, ids=named)
-def test_what_is_changed_between_replays_goes_on(probed: Graphed, rows: Rows) -> None:
+def test_changes_between_replays_reach_later_blocks(probed: Graphed, rows: Rows) -> None:
     step, _ = with_history(probed, rows)
     unprobed, pool = probed.replay(step), probed.model.pool
     before = pool.clone()
@@ -78,7 +78,7 @@ def test_what_is_changed_between_replays_goes_on(probed: Graphed, rows: Rows) ->
     assert same_bytes(probed.replay(step), unprobed)
 
 
-def test_what_lies_behind_the_blocks_is_seen_as_in_the_eager_step(probed: Graphed) -> None:
+def test_a_probe_sees_norm_and_logits_as_in_the_eager_step(probed: Graphed) -> None:
     step, _ = with_history(probed, [(1, 17), (1, 40)])
     points = all_points(probed.model.skeleton.points)
     eagerly, through_graphs = Looking(points), Looking(points)

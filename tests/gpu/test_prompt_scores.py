@@ -1,4 +1,4 @@
-"""Log probabilities of prompts on CUDA: eager rows beside others that decode in graphs."""
+"""Log probabilities of prompts on CUDA, beside sessions that decode by graphs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 512
 FOLDER = reduced_model("llama-2")
 
 
-def test_they_are_transformers_beside_sessions_that_decode() -> None:
+def test_prompt_scores_equal_transformers_beside_sessions_that_decode() -> None:
     parts: dict[int, list[PromptScored]] = {}
     with (
         cuda_device() as device,

@@ -33,7 +33,7 @@ KINDS = [
 
 
 def mixed(rows: int, kinds: list[Sampling] = KINDS, logprobs: int | None = 3) -> list[Session]:
-    """Every kind of sampling in turn, each row with a seed and tokens of its own."""
+    """Sessions with every kind of sampling in turn, each with its own seed and tokens."""
     sessions = []
     for row in range(rows):
         kind = kinds[row % len(kinds)]
@@ -51,8 +51,8 @@ def random_logits(rows: int, dtype: torch.dtype) -> torch.Tensor:
 
 @contextmanager
 def recorded_waits() -> Iterator[list[str]]:
-    """Filled at the end: every operation in which the host waited for the device, events among them, of which torch
-    does not warn."""
+    """A list that is filled at the end with every operation in which the host waited for the device. It includes
+    events, for which torch gives no warning."""
     waits: list[str] = []
     wait_for = torch.cuda.Event.synchronize
 
@@ -72,14 +72,14 @@ def recorded_waits() -> Iterator[list[str]]:
     waits += [message for message in messages if "called a synchronizing" in message]
 
 
-def test_the_bits_are_those_of_the_cpu():
+def test_random_bits_equal_the_cpu():
     seeds, positions = torch.tensor([0, 1, (1 << 63) - 1]), torch.tensor([0, 131_072, 7])
     here = random_bits(noise_keys(noise_streams(seeds), positions), vocabulary_counters(VOCAB, CPU))
     there = random_bits(noise_keys(noise_streams(seeds.to(CUDA)), positions.to(CUDA)), vocabulary_counters(VOCAB, CUDA))
     assert torch.equal(here, there.cpu())
 
 
-def test_gumbel_is_finite_and_as_on_the_cpu():
+def test_gumbel_noise_is_finite_and_equals_the_cpu():
     seeds = torch.arange(16)
     here = gumbel(noise_keys(noise_streams(seeds), seeds), vocabulary_counters(VOCAB, CPU))
     there = gumbel(noise_keys(noise_streams(seeds.to(CUDA)), seeds.to(CUDA)), vocabulary_counters(VOCAB, CUDA))
@@ -88,7 +88,7 @@ def test_gumbel_is_finite_and_as_on_the_cpu():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_tokens_are_those_of_the_cpu(dtype: torch.dtype):
+def test_tokens_equal_the_cpu(dtype: torch.dtype):
     rows = 4 * len(KINDS)
     logits = random_logits(rows, dtype)
     here = Sampler(VOCAB, CPU).sample(logits, mixed(rows))
@@ -102,8 +102,8 @@ def test_the_tokens_are_those_of_the_cpu(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_alone_gets_what_it_gets_in_any_batch(dtype: torch.dtype):
-    """One row may be scanned and sorted by other kernels than many."""
+def test_a_row_gets_the_same_token_alone_and_in_any_batch(dtype: torch.dtype):
+    """The device may scan and sort one row by other kernels than many rows."""
     rows = 6 * len(KINDS)
     logits, sessions = random_logits(rows, dtype).to(CUDA), mixed(rows, logprobs=None)
     sampler = Sampler(VOCAB, CUDA)
@@ -118,7 +118,7 @@ def test_the_host_waits_once_for_a_step(kinds: list[Sampling]):
     rows = 2 * len(KINDS)
     logits, sessions = random_logits(rows, torch.bfloat16).to(CUDA), mixed(rows, kinds, logprobs=None)
     sampler = Sampler(VOCAB, CUDA)
-    for _ in range(3):  # the first composes, and allocates pinned memory
+    for _ in range(3):  # the first call builds the plan and allocates pinned memory
         tokens = sampler.sample(logits, sessions).tokens
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
@@ -142,7 +142,7 @@ def test_unsound_rows_harm_neither_the_others_nor_the_device():
     assert [sampled.tokens[row] for row in sound] == [whole[row] for row in sound]
 
 
-def test_temporaries_stay_within_what_is_said_of_them():
+def test_temporary_memory_stays_within_temporary_bytes():
     rows = 4 * GROUP_LOGITS // VOCAB
     logits, sessions = random_logits(rows, torch.bfloat16).to(CUDA), mixed(rows)
     sampler = Sampler(VOCAB, CUDA)

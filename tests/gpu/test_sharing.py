@@ -1,4 +1,4 @@
-"""Weights that a client packed on the device travel to it from pages that nobody can write to."""
+"""Weights that a client packed on the device are copied back to it from read-only pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.opened import loader_of
 pytestmark = pytest.mark.gpu
 
 
-def test_every_block_arrives_as_it_was() -> None:
+def test_every_shared_block_reaches_the_device_unchanged() -> None:
     folder = reduced_model("llama-2")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")
     state = model.state_dict()

@@ -1,4 +1,5 @@
-"""Streamed and packed blocks on a CUDA device, with captured graphs, beside the same blocks plain and resident."""
+"""Compares streamed and packed blocks on a CUDA device, with captured graphs, with the same blocks plain and
+resident."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tests.support.placed import assert_as_in_the_checkpoint, plan_of
 pytestmark = pytest.mark.gpu
 
 FOLDER = reduced_model("llama-3.1")
-FEW, MANY = PACKED_ROWS - 5, PACKED_ROWS + 4  # rows that are, and are not, multiplied with the packed form
+FEW, MANY = PACKED_ROWS - 5, PACKED_ROWS + 4  # rows that products read packed weights for, and more rows
 PLACES = {
     "packed, two stream": Placing(resident=2),
     "packed, all stream": Placing(resident=0),
@@ -53,7 +54,7 @@ def sixteen_bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tell(served: Served, rows: int, *, captured: bool) -> tuple[Tensor, list[list[int]], list[object]]:
-    """Logits of a prompt, then what so many sessions that step together generate, and the logprobs that they see."""
+    """Logits of a prompt, then the tokens and log probabilities of `rows` sessions that step together."""
     runner = served.runner
     if captured:
         while runner.prepare():
@@ -93,7 +94,7 @@ def told(
 def test_streamed_blocks_give_the_bits_of_resident_plain_ones(
     device: CudaDevice, sixteen_bit: Path, dtype: str, rows: int, captured: bool
 ) -> None:
-    """With batches of the same shape; resident blocks of these plans are plain, there is room for them."""
+    """Batches have the same shape. Resident blocks of these plans are plain, because there is memory for them."""
     wanted = told(device, sixteen_bit, dtype, Placing(packing=False), rows, captured=captured)
     for name, placing in PLACES.items():
         got = told(device, sixteen_bit, dtype, placing, rows, captured=captured)
@@ -103,7 +104,7 @@ def test_streamed_blocks_give_the_bits_of_resident_plain_ones(
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
-def test_resident_packed_blocks_give_the_same_bits_to_more_than_a_few_rows(
+def test_resident_packed_blocks_give_the_bits_of_plain_ones_for_many_rows(
     device: CudaDevice, sixteen_bit: Path, captured: bool
 ) -> None:
     wanted = told(device, sixteen_bit, "bfloat16", Placing(packing=False), MANY, captured=captured)
@@ -112,7 +113,7 @@ def test_resident_packed_blocks_give_the_same_bits_to_more_than_a_few_rows(
 
 
 @pytest.mark.parametrize("rows", [1, 3, PACKED_ROWS])
-def test_resident_packed_blocks_give_a_few_rows_the_same_but_for_the_order_of_sums(
+def test_resident_packed_blocks_differ_from_plain_ones_only_in_the_order_of_sums_for_few_rows(
     device: CudaDevice, sixteen_bit: Path, rows: int
 ) -> None:
     tokens = random_prompt(rows, 512, 3)
@@ -131,10 +132,10 @@ def test_resident_packed_blocks_give_a_few_rows_the_same_but_for_the_order_of_su
 
 
 @pytest.mark.parametrize("placing", [Placing(), Placing(resident=2), Placing(resident=0, slots=1)], ids=str)
-def test_blocks_on_the_device_are_the_checkpoint_bit_for_bit(
+def test_blocks_on_the_device_equal_the_checkpoint_to_the_bit(
     device: CudaDevice, sixteen_bit: Path, placing: Placing
 ) -> None:
-    """Packed on the device, carried over the bus, decoded there; and between any places."""
+    """Blocks are packed on the device, copied over the bus and unpacked there, and moved between all places."""
     weights = load_weights(sixteen_bit, device, "bfloat16", placing=placing)
     with device.computing(), torch.inference_mode():
         assert_as_in_the_checkpoint(weights, sixteen_bit, passes=3)
@@ -146,7 +147,7 @@ def test_blocks_on_the_device_are_the_checkpoint_bit_for_bit(
     weights.release(device)
 
 
-def test_a_pass_that_was_broken_off_begins_anew_with_graphs(device: CudaDevice, sixteen_bit: Path) -> None:
+def test_a_broken_off_pass_begins_again_with_graphs(device: CudaDevice, sixteen_bit: Path) -> None:
     wanted = told(device, sixteen_bit, "bfloat16", Placing(packing=False), FEW, captured=True)
     with Served(sixteen_bit, device, dtype="bfloat16", placing=Placing(resident=1), max_batch_tokens=256) as served:
         residency = served.runner.model.residency
@@ -176,8 +177,8 @@ def test_host_memory_is_pinned_as_long_as_it_is_needed(device: CudaDevice, sixte
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # where its memory does not suffice for any
 @pytest.mark.parametrize("seed", range(2))
-def test_sixteen_sessions_get_their_tokens_whatever_the_budget_does(device: CudaDevice, seed: int) -> None:
-    """In float32, with graphs that are captured anew after each change."""
+def test_sixteen_sessions_get_their_tokens_while_the_budget_changes(device: CudaDevice, seed: int) -> None:
+    """Runs in float32, with graphs that are captured again after each change."""
     chance = random.Random(seed)
     texts = [random_prompt(chance.randint(1, 200), 512, number) for number in range(16)]
     with Served(FOLDER, device, dtype="float32", max_batch_tokens=128) as served:
@@ -220,7 +221,7 @@ def test_a_copy_waits_for_the_mark_and_compute_for_the_copy(device: CudaDevice) 
     device.release("region")
 
 
-def test_what_is_done_aside_has_happened_when_it_ends_and_waits_for_nobody(device: CudaDevice) -> None:
+def test_work_aside_is_complete_at_its_end_and_waits_for_no_other_stream(device: CudaDevice) -> None:
     with device.computing():
         torch.cuda._sleep(1_000_000_000)
     with device.aside():

@@ -1,4 +1,4 @@
-"""Pages over the bus: the same bits come back, while others run."""
+"""Pages over the bus: the same bits come back while other sessions run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROMPT, NEW = random_prompt(150, 512, 1), 40
 
 
 class Tiered:
-    """A model with tiers, whose copies go on between its steps."""
+    """A model with tiers. Page copies go on between its steps."""
 
     def __init__(self, served: Served, folder: Path) -> None:
         self.served = served
@@ -46,14 +46,14 @@ class Tiered:
         pages = HostPages(memory, self.page_bytes, served.device)
         self.transfers.attach_host(pages)
         until = time.monotonic() + 60
-        while pages.pinned < pages.capacity:  # else what is on disk may be computed anew
+        while pages.pinned < pages.capacity:  # otherwise pages on disk may be computed again instead of read
             assert time.monotonic() < until
             time.sleep(0.01)
         self.transfers.note_ready()
         self.transfers.attach_disk(PageFile(str(folder), "m", self.page_bytes, SLOTS, "f"))
 
     def turn(self) -> None:
-        """One of an engine's loop."""
+        """One turn of an engine's loop."""
         self.served.scheduler.over("m", self.transfers.turn())
         batch = self.served.scheduler.next_batch()
         if batch is None:
@@ -75,7 +75,7 @@ class Tiered:
         self.served.scheduler.check_integrity()
 
     def away(self, session: Session, tier: str) -> None:
-        """Pauses it, while others run."""
+        """Pauses the session while others run, until its pages are in `tier`."""
         self.served.scheduler.pause(session.id)
         while self.residence.paging.is_busy:
             self.turn()
@@ -89,7 +89,7 @@ class Tiered:
         assert (disk if tier == "disk" else host) == len(keys) and session.computed == 0
 
     def overwrite(self) -> None:
-        """All pages that are free, as whatever else lives there meanwhile would."""
+        """Overwrites all free pages, as other sessions would."""
         kv = self.served.runner.kv
         self.served.runner.page_bytes()[1:] = 0xAB
         torch.cuda.synchronize()  # copies to them do not wait for the test's stream
@@ -102,7 +102,7 @@ class Tiered:
 
 @pytest.fixture
 def tiered(tmp_path: Path) -> Iterator[Tiered]:
-    """In float32, where a row does not depend on who is beside it but in its last bits."""
+    """Runs in float32, in which other rows of the batch change only the last bits of a row."""
     with (
         cuda_device() as device,
         Served(FOLDER, device, dtype="float32", plan=small_pages(60), max_batch_tokens=64) as served,
@@ -130,7 +130,7 @@ def test_pages_come_back_bit_by_bit(tiered: Tiered, tier: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_session_that_was_away_goes_on_where_it_was_while_others_decode(tiered: Tiered, tier: str) -> None:
+def test_a_session_continues_from_its_paged_out_kv_while_others_decode(tiered: Tiered, tier: str) -> None:
     served = tiered.served
     sessions = [served.open() for _ in range(4)]
     prompts = [PROMPT, *(random_prompt(length, 512, 2) for length in (5, 40, 90))]
@@ -152,7 +152,7 @@ def test_a_session_that_was_away_goes_on_where_it_was_while_others_decode(tiered
 def test_a_step_that_begins_with_the_first_halves_of_its_pages_gives_the_same_tokens(
     tiered: Tiered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By graphs, too; and again and again."""
+    """Repeats this, also with graphs."""
     monkeypatch.setattr(page_copies, "HALF_BYTES", 1)
     served, late = tiered.served, list[bool]()
     session = served.open()

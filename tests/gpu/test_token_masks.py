@@ -1,4 +1,4 @@
-"""Masks on a GPU: a kernel reads them from pinned memory of the host."""
+"""Masks on a GPU: a kernel reads them from pinned host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [2048, 50_257, 128_256])
 def test_a_gpu_rules_out_the_same_tokens(vocab: int, dtype: torch.dtype) -> None:
-    """In step after step, of other rows with other masks in the same memory, and of more of them than before."""
+    """Each step has other rows with other masks in the same memory, and some steps have more rows than before."""
     here, there = TokenMasks(vocab, CPU, 1 << 22), TokenMasks(vocab, CUDA, 1 << 22)
     random = np.random.default_rng(vocab)
     for count in (1, 3, 64, 64, 2, 64):
@@ -30,4 +30,4 @@ def test_a_gpu_rules_out_the_same_tokens(vocab: int, dtype: torch.dtype) -> None
         words = random.integers(0, 1 << 32, (count, words_of(vocab)), np.uint32)
         here.apply(logits, RowMasks(rows, list(words)))
         there.apply(on_device, RowMasks(rows, list(words)))
-        assert torch.equal(on_device.cpu(), logits)  # which is when the device has read them
+        assert torch.equal(on_device.cpu(), logits)  # this waits until the device has read the masks

@@ -1,4 +1,4 @@
-"""A trace of the device's streams: eager steps, captured ones, and copies beside them."""
+"""Traces of the device's streams: eager steps, captured steps, and copies beside them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.traces import check_streaming, ended
 
 pytestmark = pytest.mark.gpu
 
-ROUNDING_US = 2.0  # what the clock of the device's events counts in, and some
+ROUNDING_US = 2.0  # a little more than the resolution of the device's events
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def device() -> Iterator[CudaDevice]:
     [Placing(resident=1, packing=False), Placing(resident=1, slots=2, piece_bytes=200_000), Placing(resident=4)],
     ids=["plain", "two slots in pieces", "half"],
 )
-def test_each_streamed_block_travels_once_a_step_and_never_where_one_computes(
+def test_each_streamed_block_is_copied_once_a_step_and_never_over_a_block_that_computes(
     device: CudaDevice, placing: Placing
 ) -> None:
     with EngineThread(device, max_batch_tokens=128, max_rows=16) as engine:
@@ -57,7 +57,7 @@ def test_captured_steps_of_a_resident_model_have_a_span_a_block(device: CudaDevi
 
 
 def test_a_copy_is_measured_on_its_own_stream(device: CudaDevice) -> None:
-    """64 MiB from pinned memory, queued behind a mark: its span has neither the wait nor the host's time in it."""
+    """Copies 64 MiB from pinned memory behind a mark. The span includes neither the wait nor the host's time."""
     source = device.staging(64 << 20)
     target = torch.empty_like(source, device=device.torch_device)
     device.copy(target, source).wait()

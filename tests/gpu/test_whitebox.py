@@ -1,4 +1,4 @@
-"""Edits and captures of many sessions on a device with graphs, beside the same made with hooks in transformers."""
+"""Compares edits and captures of many sessions, on a device with graphs, with hooks in transformers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def engine() -> Iterator[WhiteBoxEngine]:
 
 
 @pytest.mark.parametrize("placing", [Placing(), Placing(resident=1)], ids=["resident", "streamed"])
-def test_sessions_of_one_batch_are_edited_each_in_its_way(engine: WhiteBoxEngine, placing: Placing) -> None:
-    """The first time eagerly, then with the graphs that this has left."""
+def test_sessions_of_one_batch_have_different_edits(engine: WhiteBoxEngine, placing: Placing) -> None:
+    """The first run is eager and leaves graphs, which the second one uses."""
     engine.loaded(FOLDER, dtype="float32", max_context=512, placing=placing)
     for _ in range(3):
         engine.tenant += 1
@@ -82,7 +82,7 @@ def test_a_large_capture_over_the_bus(engine: WhiteBoxEngine) -> None:
     engine.check_idle()
 
 
-def test_an_engine_that_edits_nothing_is_as_before(engine: WhiteBoxEngine) -> None:
+def test_an_engine_without_edits_gives_the_tokens_of_transformers(engine: WhiteBoxEngine) -> None:
     engine.loaded(FOLDER, dtype="float32", max_context=512)
     engine.open("s")
     assert engine.tokens("s", prompt(20), NEW) == reference.greedy(FOLDER, prompt(20), NEW)

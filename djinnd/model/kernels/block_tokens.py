@@ -1,4 +1,4 @@
-"""Rules out tokens by masks that lie in pinned host memory: nothing is copied to the device, and nothing unpacked."""
+"""Rules out tokens by masks in pinned host memory. The kernel reads the masks there, so nothing is copied first."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 512  # of a mask, that a program reads: 16 bytes a thread, so that the bus carries whole lines
+WORDS = 512  # words of a mask that a program reads: 16 bytes a thread, so that the bus carries whole lines
 WARPS = 4
 BITS = tl.constexpr(32)
 
@@ -18,10 +18,10 @@ def block_tokens_kernel(
     logits, numbers, masks, row_stride,
     VOCAB: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A mask of WIDTH words has a bit for each token, 1 where it may come."""
+    """A mask of WIDTH words has a bit for each token, which is 1 if the token may come."""
     place = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    # The host has written here since another kernel read it: no cache may answer.
+    # .cv bypasses the caches: the host may have written there since another kernel read the same address.
     row = tl.load(numbers + place, cache_modifier=".cv")
     word = tl.load(masks + place * WIDTH + at, mask=at < WIDTH, other=0, cache_modifier=".cv")
     bit = tl.arange(0, BITS)
@@ -32,9 +32,11 @@ def block_tokens_kernel(
 
 
 def block_tokens(logits: Tensor, numbers: Tensor, masks: Tensor) -> None:
-    """logits [rows, vocab], changed in place; numbers int64 [n]: of rows; masks int32 [n, width], bits for at least
-    `vocab` tokens. The latter two are pinned, and stay as they are until the device has read them. Queued on the
-    current stream."""
+    """Sets the logits of ruled-out tokens to -inf, in place. Queued on the current stream.
+
+    logits: [rows, vocab]. numbers: int64 [n], the rows that have masks. masks: int32 [n, width], bits for at least
+    `vocab` tokens. numbers and masks are pinned, and the caller leaves them unchanged until the device has read them.
+    """
     vocab, width = logits.shape[1], masks.shape[1]
     assert logits.stride(1) == 1 and masks.is_contiguous() and vocab <= width * 32
     block_tokens_kernel[(len(numbers), triton.cdiv(width, WORDS))](

@@ -21,13 +21,13 @@ def test_the_user_s_own_socket_elsewhere(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written(tmp_path):
+def test_a_system_folder_without_write_permission_is_not_used(tmp_path):
     tmp_path.chmod(0o500)
     system = tmp_path / "djinnd" / "djinnd.sock"
     assert default_socket({"XDG_RUNTIME_DIR": "/run/user/7"}, system) == "/run/user/7/djinnd/djinnd.sock"
 
 
-def test_state(tmp_path):
+def test_the_state_folder_is_systemd_s_or_the_system_s_or_the_user_s(tmp_path):
     nowhere = tmp_path / "not" / "there"
     assert default_state_dir({"STATE_DIRECTORY": "/var/lib/a:/var/lib/b"}, nowhere) == "/var/lib/a"
     assert default_state_dir({}, tmp_path / "djinnd") == str(tmp_path / "djinnd")

@@ -28,7 +28,7 @@ admins: [0, 7]
 """
 
 
-def test_what_is_shown_can_be_given_back(tmp_path):
+def test_the_shown_configuration_can_be_read_again(tmp_path):
     first = tmp_path / "first.yaml"
     first.write_text(TEXT)
     effective = load(first, ENVIRON, {})
@@ -49,7 +49,7 @@ def test_each_value_has_its_origin(tmp_path):
 
 
 def test_the_example_file_shows_every_key_with_its_default(tmp_path):
-    """Its lines of keys begin with # and no space, or with two and more; prose has one."""
+    """In the example file, a commented key has no space, or at least two, after #; prose has one."""
     text = (ROOT / "systemd" / "djinnd.yaml").read_text()
     keys = "\n".join(re.findall(r"^#((?:  +)?[a-z].*)$", text, re.MULTILINE))
     example, empty = tmp_path / "djinnd.yaml", tmp_path / "empty.yaml"

@@ -11,7 +11,7 @@ ENVIRON = {"XDG_RUNTIME_DIR": "/somewhere", "HOME": "/home/me"}
 
 @pytest.fixture
 def configured(tmp_path):
-    """load(), with a file of this text."""
+    """Calls load() with a file of the given text."""
 
     def load_text(text, environ=None, flags=None):
         path = tmp_path / "djinnd.yaml"
@@ -23,7 +23,7 @@ def configured(tmp_path):
 
 @pytest.fixture
 def problems(configured, tmp_path):
-    """What is wrong, as (place in the file or source, account)."""
+    """The faults of a configuration, as (place in the file or source, message)."""
 
     def read(text, **sources):
         with pytest.raises(ConfigError) as caught:
@@ -42,14 +42,14 @@ def test_memory_for_pages_below_the_device_is_a_size_or_left_to_the_engine(confi
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "limits:\nlog:\n"])
-def test_without_values_all_is_default(configured, text):
+def test_without_values_every_setting_has_its_default(configured, text):
     effective = configured(text)
     assert effective.config.limits == Config().limits
     assert effective.config.memory == 0 and effective.config.models == {}
     assert effective.origins == {}
 
 
-def test_values_of_the_file(configured):
+def test_values_of_the_file_are_read(configured):
     effective = configured(
         """
 memory: 20GiB
@@ -85,12 +85,12 @@ admins: [0, 1001]
         ("slots: 4", Placing(slots=4)),
     ],
 )
-def test_where_a_model_s_blocks_go(configured, text, placing):
+def test_a_model_s_placing_is_read(configured, text, placing):
     made = configured(f"models:\n  big:\n    path: /x\n    {text}\n").config.models["big"].placing
     assert made == placing and type(made.resident) is type(placing.resident)
 
 
-def test_quotas_stay_in_the_order_of_the_file_also_those_that_say_nothing(configured):
+def test_quotas_keep_the_order_of_the_file_even_if_empty(configured):
     rules = configured(
         "quotas: {z: {sessions: none, tokens_per_s: 5}, none: , "
         "a: {users: [root, 7, ci.b], groups: [0], disk_kv: 1GiB}}"
@@ -102,7 +102,7 @@ def test_quotas_stay_in_the_order_of_the_file_also_those_that_say_nothing(config
     ]
 
 
-def test_functions_are_nobody_s_unless_it_says_whose(configured):
+def test_functions_have_no_users_by_default_and_their_settings_are_read(configured):
     assert configured("").config.functions == Functions()
     found = configured("functions: {users: [root, 7], groups: [0], seconds: 500ms, memory: 2GiB}").config.functions
     assert found == Functions((0, 7), (0,), 0.5, 2 << 30)
@@ -126,8 +126,8 @@ def test_every_single_value_can_be_a_variable(configured):
     assert len(names) == len(list(scalar_keys())), "two keys have one variable"
 
 
-def test_variables_that_mean_nothing_are_told_and_no_error(configured):
-    """A cluster may set such for a service of this name."""
+def test_unknown_variables_are_reported_without_an_error(configured):
+    """A cluster may set such variables for a service named djinnd."""
     environ = {"DJINND_PORT": "tcp://10.0.0.1", "DJINND_ADDRESS": "/x", "OTHER": "1"}
     assert configured("", environ=environ).unknown == ["DJINND_PORT"]
 
@@ -210,18 +210,18 @@ def test_variables_that_mean_nothing_are_told_and_no_error(configured):
         ("functions: {memory: 1025TiB}", 1, "at most 1024TiB"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(problems, text, line, words):
+def test_each_fault_is_reported_with_its_line(problems, text, line, words):
     ((place, account),) = problems(text)
     assert place == (f"djinnd.yaml:{line}" if line else "djinnd.yaml")
     assert words in account
 
 
-def test_values_of_variables_that_do_not_go_together(problems):
+def test_variables_that_contradict_each_other_are_refused(problems):
     found = problems("", environ={"DJINND_LIMITS_HANDSHAKE": "0"})
     assert found == [("limits", "handshake must be more than 0")]
 
 
-def test_all_that_is_wrong_is_told_at_once(problems):
+def test_all_faults_are_reported_at_once(problems):
     found = problems(
         "device: gpu\nmemory: 1GB\nxyz: 1",
         environ={"DJINND_LIMITS_SESSIONS": "x"},
@@ -236,12 +236,12 @@ def test_all_that_is_wrong_is_told_at_once(problems):
     }
 
 
-def test_a_file_that_is_asked_for_must_be_there(tmp_path):
+def test_a_named_file_must_exist(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: .*No such file"):
         load(tmp_path / "nowhere.yaml", ENVIRON, {})
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_a_file_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "djinnd.yaml"
     path.write_bytes(b"\xff\xfe\x00device")
     with pytest.raises(ConfigError, match=r"djinnd\.yaml"):
@@ -249,7 +249,7 @@ def test_bytes_that_are_no_text(tmp_path):
 
 
 def test_values_are_plain_and_frozen(configured):
-    """What goes on into messages must be of the types that messages have."""
+    """Values go into messages, so they must have the types of the messages' fields."""
     config = configured("memory: 1KiB\nlimits: {handshake: 1}\ndevice: cpu").config
     assert [type(v) for v in (config.memory, config.limits.handshake, config.device)] == [int, float, str]
     assert [type(v) for v in (Config().memory, Config().limits.request_bytes)] == [int, int]

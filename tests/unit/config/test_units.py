@@ -27,73 +27,73 @@ from djinnd.config.units import (
     ("written", "bytes_"),
     [(0, 0), (4096, 4096), ("4096", 4096), ("1KiB", 1 << 10), ("20 GiB", 20 << 30), ("0.5MiB", 1 << 19), ("7B", 7)],
 )
-def test_sizes(written, bytes_):
+def test_a_size_is_read_in_bytes(written, bytes_):
     assert read_size(written) == bytes_
 
 
 @pytest.mark.parametrize(
     "written", ["20GB", "20G", "20gib", "GiB", "-1GiB", -1, "1.5B", "", None, True, [1], "1 2KiB", "nan"]
 )
-def test_what_is_no_size_is_an_error_that_says_how_to_write_one(written):
+def test_the_error_for_a_bad_size_says_how_to_write_one(written):
     with pytest.raises(ValueError, match=r"GiB|whole number"):
         read_size(written)
 
 
 @pytest.mark.parametrize("written", [1 << 63, "8388608TiB", "9" * 400 + "GiB", "9" * 400 + ".0GiB"])
-def test_a_size_that_no_message_can_say(written):
+def test_a_size_that_does_not_fit_a_message_is_refused(written):
     with pytest.raises(ValueError, match="is too large"):
         read_size(written)
 
 
 @given(st.integers(min_value=0, max_value=1 << 50))
-def test_a_size_reads_what_it_writes(count):
+def test_a_written_size_is_read_back(count):
     assert read_size(write_size(count)) == count
 
 
 @pytest.mark.parametrize(
     ("written", "seconds"), [(5, 5), (0.5, 0.5), ("250ms", 0.25), ("30s", 30), ("10min", 600), ("2 h", 7200)]
 )
-def test_times(written, seconds):
+def test_a_time_is_read_in_seconds(written, seconds):
     assert read_seconds(written) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("written", ["3 days", "1m", "-5s", "soon", None, True])
-def test_what_is_no_time_is_an_error(written):
+def test_a_bad_time_is_refused(written):
     with pytest.raises(ValueError, match="time"):
         read_seconds(written)
 
 
 @pytest.mark.parametrize("written", [1e10, "9" * 400 + "h", "9" * 309 + ".0h", "277778h", float("inf")])
-def test_a_time_longer_than_any(written):
+def test_a_time_that_is_too_long_is_refused(written):
     with pytest.raises(ValueError, match=r"is too long|is not a time"):
         read_seconds(written)
 
 
 @given(st.integers(min_value=0, max_value=10**9))
-def test_a_time_reads_what_it_writes(milliseconds):
+def test_a_written_time_is_read_back(milliseconds):
     assert read_seconds(write_seconds(milliseconds / 1000)) == pytest.approx(milliseconds / 1000)
 
 
-def test_users_by_name_and_number():
+def test_users_are_read_by_name_and_number():
     name = pwd.getpwuid(os.getuid()).pw_name
     assert read_user(name) == os.getuid()
     assert read_user(4711) == 4711
 
 
 @pytest.mark.parametrize("written", ["nobody-of-this-name", -1, 1.5, None, True])
-def test_who_is_no_user(written):
+def test_an_unknown_user_is_refused(written):
     with pytest.raises(ValueError, match="no user"):
         read_user(written)
 
 
-def test_groups_by_name_and_number():
+def test_groups_are_read_by_name_and_number():
     name = grp.getgrgid(os.getgid()).gr_name
     assert read_group(name) == os.getgid()
     assert read_group(4711) == 4711
 
 
 @pytest.mark.parametrize("written", ["none-of-this-name", -1, 1.5, None, True])
-def test_what_is_no_group(written):
+def test_an_unknown_group_is_refused(written):
     with pytest.raises(ValueError, match="no group"):
         read_group(written)
 
@@ -110,7 +110,7 @@ def test_what_is_no_group(written):
         *((limit, "none", None) for limit in (LimitSize, LimitCount, LimitRate)),
     ],
 )
-def test_limits_that_may_be_none(limit, written, kept):
+def test_a_limit_may_be_none(limit, written, kept):
     unit = unit_of(limit)
     assert unit.read(written) == kept
     assert unit.read(unit.write(kept)) == kept
@@ -118,21 +118,21 @@ def test_limits_that_may_be_none(limit, written, kept):
 
 @pytest.mark.parametrize("limit", [LimitSize, LimitCount, LimitRate])
 @pytest.mark.parametrize("written", ["auto", "", None, True, -1, float("nan"), float("inf"), "8 of them"])
-def test_what_is_no_limit(limit, written):
+def test_a_bad_limit_is_refused(limit, written):
     with pytest.raises(ValueError, match="is no"):
         unit_of(limit).read(written)
 
 
 @pytest.mark.parametrize("written", ["auto", "cpu", "cuda:0", "cuda:12"])
-def test_devices(written):
+def test_a_device_is_read_by_its_name(written):
     assert read_device(written) == written
 
 
-def test_cuda_alone_is_the_first():
+def test_cuda_without_a_number_is_the_first_gpu():
     assert read_device("cuda") == "cuda:0"
 
 
 @pytest.mark.parametrize("written", ["gpu", "cuda:", "cuda:x", "CPU", "", 0, None])
-def test_what_is_no_device(written):
+def test_a_bad_device_is_refused(written):
     with pytest.raises(ValueError, match="cuda:N"):
         read_device(written)

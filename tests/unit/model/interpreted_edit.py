@@ -1,4 +1,4 @@
-"""The kernel of edits under Triton's interpreter, beside the same edits by torch. Run by test_kernels.py."""
+"""Compares the kernel of edits, under Triton's interpreter, with the same edits by torch. Run by test_kernels.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def scene(dtype: torch.dtype, bank_dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor, EditRows]:
-    """A target in something larger, and seven edits of all ops in it: values are shared, and one is of zeros."""
+    """A target that is a view of a larger tensor, and seven edits with all ops. Edits share values; one value is
+    zeros."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(TOKENS, width + 8, generator=generator).to(dtype)[:, 3 : 3 + width]
     bank = torch.randn(4, width, generator=generator).to(bank_dtype)
@@ -43,7 +44,7 @@ def scene(dtype: torch.dtype, bank_dtype: torch.dtype, width: int) -> tuple[Tens
         (torch.float16, torch.bfloat16),
     ],
 )
-def test_it_is_what_torch_computes(dtype: torch.dtype, bank_dtype: torch.dtype, width: int) -> None:
+def test_the_kernel_agrees_with_torch(dtype: torch.dtype, bank_dtype: torch.dtype, width: int) -> None:
     target, where, edits = scene(dtype, bank_dtype, width)
     before = target.clone()
     wanted = target.clone()
@@ -53,15 +54,15 @@ def test_it_is_what_torch_computes(dtype: torch.dtype, bank_dtype: torch.dtype, 
     others = [at for at in range(TOKENS) if at not in where.tolist()]
     unmoved = [*others, *where[5:].tolist()]  # along zeros
     assert same_bytes(target[unmoved], before[unmoved])
-    if dtype == bank_dtype:  # the interpreter cuts off where a GPU rounds
+    if dtype == bank_dtype:  # the interpreter truncates where a GPU rounds
         assert same_bytes(target[where[3]], edits.bank[0])
 
 
-def test_what_is_no_number_stays_in_its_row() -> None:
+def test_nan_stays_in_its_row() -> None:
     target, where, edits = scene(torch.float32, torch.float32, 100)
     target[where[0], 5] = math.nan
     target[where[3]] = math.inf
-    edits.bank[1] = math.nan  # of scale, which has no use for it, and of clamp
+    edits.bank[1] = math.nan  # the value of scale, which ignores it, and of clamp
     edit(target, where, edits)
     finite = target.isfinite().all(1)
     assert [i for i in range(EDITS) if not finite[where[i]]] == [0, 4]

@@ -1,7 +1,4 @@
-"""What the fast path puts its kernels in the place of, decided on the CPU with interpreted kernels.
-
-Run by test_kernels.py, like interpreted_kernels.py.
-"""
+"""The trials of the fast path, on the CPU with interpreted kernels. Run by test_kernels.py."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from djinnd.model.kernels.tile import INTERPRETED
 
 assert INTERPRETED
 
-# The exponential of a large number is infinite on the GPU, and its inverse 0, as it should be; numpy warns.
+# exp of a large number is infinite on the GPU, and its inverse 0, which is intended; numpy warns.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 
 CPU = torch.device("cpu")
@@ -37,26 +34,26 @@ def fast_rope(family: str) -> FastRope:
     ("family", "angles"),
     [
         ("llama", [torch.float16]),
-        ("olmo2", [torch.float16, torch.float32]),  # float32 angles, and the type of q again at the end
-        ("cohere", []),  # pairs side by side
+        ("olmo2", [torch.float16, torch.float32]),  # float32 angles; the result has the dtype of q
+        ("cohere", []),  # interleaved pairs
         ("gpt_oss", []),  # angles of half a head
     ],
 )
-def test_which_rope_is_served_is_found_by_trying(family: str, angles: list[torch.dtype]) -> None:
+def test_a_trial_finds_the_families_that_the_rope_kernel_serves(family: str, angles: list[torch.dtype]) -> None:
     fast = fast_rope(family)
     fast.try_with(torch.float16, CPU)
     assert fast._served == {(torch.float16, kind) for kind in angles}
 
 
-def test_what_is_on_the_cpu_goes_to_the_familys_own_function() -> None:
+def test_tensors_on_the_cpu_go_to_the_familys_function() -> None:
     fast = fast_rope("llama")
     fast.try_with(torch.float32, CPU)
     q, cos = torch.randn(1, 2, 3, 64), torch.randn(1, 3, 64)
     assert fast._served and torch.equal(fast(q, q, cos, cos)[0], fast.own(q, q, cos, cos)[0])
-    assert fast(q, q, cos, cos)[0].is_contiguous()  # ours has a token's heads side by side
+    assert fast(q, q, cos, cos)[0].is_contiguous()  # the kernel's output would not be
 
 
-def test_a_function_that_takes_other_arguments_stays() -> None:
+def test_a_function_with_other_arguments_is_not_replaced() -> None:
     module = import_module(GPTJAttention.__module__)
     own = getattr(module, NAME)
     attention = GPTJAttention.__new__(GPTJAttention)
@@ -95,7 +92,7 @@ def test_a_gated_mlp_is_replaced_by_one_that_gives_the_same(kind: type[nn.Module
 
 @torch.inference_mode()
 def test_hooks_of_a_gated_mlp_go_over_to_its_replacement() -> None:
-    """Granite's factor is in one (families/branch_factor.py)."""
+    """Granite's factor is in such a hook (families/branch_factor.py)."""
     parent, x = mlp(LlamaMLP, "silu"), torch.randn(1, 3, 24)
     parent[0].register_forward_hook(lambda module, given, output: output * 0.22)
     wanted = parent(x)
@@ -104,14 +101,14 @@ def test_hooks_of_a_gated_mlp_go_over_to_its_replacement() -> None:
 
 
 class Clamped(LlamaMLP):
-    """Looks like the plain one, and limits what it multiplies."""
+    """Looks like the plain MLP, but clamps its activations."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1) * self.up_proj(x))
 
 
 class Curious(LlamaMLP):
-    """Looks at its weights in its forward."""
+    """Reads its weights in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.gate_proj.weight.dtype))
@@ -123,7 +120,7 @@ def test_an_mlp_that_computes_something_else_stays(kind: type[nn.Module], activa
     assert replace_mlps(parent, torch.float32, CPU) == 0 and type(parent[0]) is kind
 
 
-def test_linears_share_their_parameters_with_what_replaces_them() -> None:
+def test_replaced_linears_share_their_parameters() -> None:
     parent = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.LayerNorm(8))
     parameters, wanted = list(parent.parameters()), parent(torch.ones(1, 8))
     assert replace_linears(parent) == 2 and isinstance(parent[0], FastLinear)
@@ -131,6 +128,6 @@ def test_linears_share_their_parameters_with_what_replaces_them() -> None:
     assert torch.equal(parent(torch.ones(1, 8)), wanted)
 
 
-def test_weights_on_the_cpu_are_torchs_to_multiply() -> None:
+def test_products_on_the_cpu_are_torchs() -> None:
     x, weight = torch.randn(1, 1, 8), torch.randn(4, 8)
     assert torch.equal(fast_linear(x, weight, None), nn.functional.linear(x, weight))

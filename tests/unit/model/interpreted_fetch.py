@@ -12,7 +12,7 @@ from tests.support.packed import ODD, form_of, packed, tame, weights
 
 assert INTERPRETED
 
-# Rows of an expert that are whole stripes, and that are not; experts of less than a program, and of several turns.
+# Experts with and without a whole number of stripes, smaller than a program's work, and of several turns.
 SHAPES = [(4 * 16, 128), (4 * 6, 64), (4 * 33, 384)]
 
 
@@ -26,13 +26,13 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("picked", [[], [0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("odd", [[], [*ODD, float("inf"), float("nan")]], ids=["no patches", "patches"])
-def test_packed(picked: list[int], odd: list[float]) -> None:
+def test_packed_experts_are_fetched(picked: list[int], odd: list[float]) -> None:
     form = form_of(SHAPES)
     plain = weights(form, odd)
     check_packed(form, plain, packed(form, plain), picked)
 
 
-def test_packed_with_more_patches_than_fit_at_once() -> None:
+def test_experts_with_more_patches_than_fit_at_once_are_fetched() -> None:
     form = form_of([(4 * 256, 128), (4 * 128, 128)])
     plain = tame(form)
     plain[form.units[1].offset :].view(4, 128, 128)[2, 5, :90] = -5.0
@@ -42,16 +42,18 @@ def test_packed_with_more_patches_than_fit_at_once() -> None:
 @pytest.mark.parametrize("words", [64, 2048, 4096, 10_240], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("picked", [[], [2], [0, 3]], ids=str)
-def test_plain(words: int, dtype: torch.dtype, picked: list[int]) -> None:
+def test_plain_experts_are_fetched(words: int, dtype: torch.dtype, picked: list[int]) -> None:
     check_plain(torch.randn(4, words * 4 // dtype.itemsize).to(dtype), picked)
 
 
-def test_what_the_buffer_says_moves_nothing_elsewhere() -> None:
+def test_bad_patches_write_only_to_picked_experts() -> None:
     form = packed_experts()
     plain = tame(form)
     buffer = packed(form, plain)
     patches = form.patches_view(buffer)
-    patches[:, 0] = torch.tensor([form.matrices, -1, -(1 << 31), 0]).repeat(len(patches) // 4)  # the last: expert 0's
+    patches[:, 0] = torch.tensor([form.matrices, -1, -(1 << 31), 0]).repeat(
+        len(patches) // 4
+    )  # the last is of expert 0
     patches[:, 1] = 0x4242
     for lies in ([-5, 1 << 30], [-(1 << 31), (1 << 31) - 1], [7, -1]):
         form.head_view(buffer)[2] = (1 << 31) - 1

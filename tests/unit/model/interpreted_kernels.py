@@ -1,7 +1,7 @@
 """The kernels under Triton's interpreter, on the CPU.
 
-Run by test_kernels.py in a process of its own: whether a kernel is interpreted or compiled is settled for the whole
-process when it is imported.
+Run by test_kernels.py in a process of its own, because a kernel is interpreted or compiled for the whole process,
+depending on a setting at its import.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def attention() -> TritonAttention:
         pytest.param(CROWD, id="crowd", marks=long),
     ],
 )
-def test_shapes(
+def test_attention_is_right_for_all_shapes(
     rows: tuple[list[int], list[int]], dtype: torch.dtype, page_size: int, group: int, head_dim: int
 ) -> None:
     check(attention(), Scene(*rows, page_size=page_size, group=group, head_dim=head_dim, dtype=dtype))
@@ -77,13 +77,15 @@ def test_shapes(
 )
 @pytest.mark.parametrize("kv_heads", [1, 8], ids=["split", "direct"])  # 8 x 3 rows fill the interpreter's one processor
 @pytest.mark.parametrize("rows", [pytest.param(DECODE, id="decode"), pytest.param(MIXED, id="mixed", marks=long)])
-def test_options(rows: tuple[list[int], list[int]], kv_heads: int, options: dict[str, Any]) -> None:
+def test_attention_is_right_with_all_options(
+    rows: tuple[list[int], list[int]], kv_heads: int, options: dict[str, Any]
+) -> None:
     scene = Scene(*rows, kv_heads=kv_heads, group=2)
     sinks = torch.randn(kv_heads * 2) if options.get("sinks") else None
     check(attention(), scene, **{**options, "sinks": sinks})
 
 
-def test_a_window_shorter_than_a_tile_and_one_that_spans_several() -> None:
+def test_windows_may_be_shorter_than_a_tile_or_span_several() -> None:
     for window in (1, 100):
         check(attention(), Scene([150], [170], kv_heads=1), window=window)
 
@@ -98,8 +100,8 @@ def test_a_window_shorter_than_a_tile_and_one_that_spans_several() -> None:
     ],
     ids=str,
 )
-def test_a_chunk_whose_keys_are_divided(options: dict[str, Any], splits: int) -> None:
-    """Of some splits no query sees a key, of others only the last ones do."""
+def test_a_chunk_with_divided_keys_is_right(options: dict[str, Any], splits: int) -> None:
+    """In some splits no query sees a key; in others only the last queries do."""
     scene = Scene([33, 1, 5], [300, 40, 5], group=2)
     sinks = torch.randn(4) if options.get("sinks") else None
     options = {"scale": 0.125, **options, "sinks": sinks}
@@ -109,12 +111,12 @@ def test_a_chunk_whose_keys_are_divided(options: dict[str, Any], splits: int) ->
     torch.testing.assert_close(out.double(), scene.reference(scene.pool, **options), rtol=1e-5, atol=1e-5)
 
 
-def test_a_fresh_row_alone_may_read_what_it_brought() -> None:
+def test_a_single_fresh_row_may_read_its_own_keys() -> None:
     check(attention(), Scene([70], [70], group=2), fresh=True)
     check(attention(), Scene([70], [70], group=2), fresh=True, window=30)
 
 
-def test_rows_that_pad_a_bucket_harm_nobody() -> None:
+def test_padding_rows_change_no_other_row() -> None:
     check(attention(), Scene(*DECODE, padding=3, width=32))
 
 
@@ -128,7 +130,7 @@ def test_a_host_bound_far_above_the_lengths_changes_nothing() -> None:
     torch.testing.assert_close(out.double(), scene.reference(scene.pool, scale=0.125), rtol=1e-5, atol=1e-5)
 
 
-def test_keys_and_values_may_lie_apart() -> None:
+def test_keys_and_values_may_be_separate_tensors() -> None:
     slots = torch.tensor([5, 33, 70])
     k, v = torch.randn(3, 3, 48)[..., :40], torch.randn(3, 3, 40).transpose(0, 1)
     keys, values = torch.zeros(5, 16, 3, 40), torch.zeros(2, 16, 5, 3, 40)[1].transpose(0, 1)
@@ -148,9 +150,9 @@ def test_rms_norm_rounds_like_llama(width: int, dtype: torch.dtype) -> None:
     with torch.inference_mode():
         wanted = norm(x)
         got = rms_norm(x, norm.weight, 1e-5)
-    if dtype == FP32:  # the order of the sum shows
+    if dtype == FP32:  # the order of the sum affects the last bits
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
-    else:  # one unit in the last place, and that seldom
+    else:  # rarely, one unit in the last place
         torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps, atol=0)
         assert (got == wanted).float().mean() > 0.999
 
@@ -158,7 +160,7 @@ def test_rms_norm_rounds_like_llama(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(40, 40, 128), (4, 2, 64), (5, 1, 80)])
 def test_rope_is_llamas_to_the_bit(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    """q and k as attention has them: parts of one product."""
+    """q and k as attention gets them: parts of one product."""
     sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     parts = torch.randn(1, 3, sum(sizes)).to(dtype).split(sizes, -1)
     q, k = (part.view(1, 3, -1, head_dim).transpose(1, 2) for part in parts[:2])
@@ -167,7 +169,7 @@ def test_rope_is_llamas_to_the_bit(heads: int, kv_heads: int, head_dim: int, dty
         assert same_bytes(got, wanted)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's: infinity is what is wanted
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of numpy: infinity is intended
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("width", [64, 1100])
 def test_gated_rounds_as_tensor_operations_do(width: int, dtype: torch.dtype) -> None:
@@ -181,7 +183,7 @@ def test_gated_rounds_as_tensor_operations_do(width: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize(("out", "width"), [(7, 64), (5, 1500), (9, 5120)])
-def test_one_row_times_a_matrix(out: int, width: int, dtype: torch.dtype) -> None:
+def test_the_product_of_one_row_is_right(out: int, width: int, dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((1, 1, width), (out, width), (out,)))
     for term in (None, bias):
         wanted = linear(x.double(), weight.double(), None if term is None else term.double())
@@ -193,7 +195,7 @@ def test_one_row_times_a_matrix(out: int, width: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("tokens", [2, 8, 13])
 @pytest.mark.parametrize(("out", "width"), [(7, 64), (40, 700), (33, 1024)])
-def test_few_rows_times_a_matrix(out: int, width: int, tokens: int, dtype: torch.dtype) -> None:
+def test_the_product_of_few_rows_is_right(out: int, width: int, tokens: int, dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((1, tokens, width), (out, width), (out,)))
     for term in (None, bias):
         wanted = linear(x.double(), weight.double(), None if term is None else term.double())
@@ -205,7 +207,7 @@ def test_few_rows_times_a_matrix(out: int, width: int, tokens: int, dtype: torch
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("vocab", "width"), [(45, 2), (96, 3), (16_390, 528)])
 def test_only_tokens_of_the_masks_keep_their_logits(vocab: int, width: int, dtype: torch.dtype) -> None:
-    """Of some rows, out of order, in logits that are part of a larger piece of memory."""
+    """Some rows have masks, out of order, in logits that are a view of larger memory."""
     whole = torch.randn(5, vocab + 7).to(dtype)
     logits, numbers = whole[:, :vocab], torch.tensor([4, 0, 3])
     masks = torch.randint(-(1 << 31), 1 << 31, (3, width), dtype=torch.int32)

@@ -32,7 +32,7 @@ def test_unpack(odd: list[float]) -> None:
     assert same_weights(form, out, plain)
 
 
-def test_unpack_writes_nothing_where_patches_lie() -> None:
+def test_patches_with_bad_places_write_nothing() -> None:
     form = form_of([(40, 128)], vectors=64)
     plain = tame(form)
     buffer, memory = packed(form, plain), torch.zeros(form.numel + 256, dtype=torch.bfloat16)
@@ -69,9 +69,9 @@ def test_product_with_more_patches_than_fit_at_once(tokens: int) -> None:
     check_product(form, 1, plain, x, packed_product(form, 1, packed(form, plain), x))
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, which the interpreter computes with
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of numpy, which the interpreter uses
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_an_infinite_weight_is_nobody_elses(tokens: int) -> None:
+def test_an_infinite_weight_affects_only_its_row(tokens: int) -> None:
     form = form_of([(20, 256)])
     plain = weights(form, [float("inf"), float("nan"), 3e38])
     x = torch.randn(tokens, 256).to(torch.bfloat16)
@@ -82,7 +82,7 @@ def test_an_infinite_weight_is_nobody_elses(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("size", [1e-30, 1e30])
-def test_windows_far_from_one(tokens: int, size: float) -> None:
+def test_windows_may_be_far_from_one(tokens: int, size: float) -> None:
     form = form_of([(20, 256)])
     plain = (weights(form).float() * size).to(torch.bfloat16)
     x = torch.randn(tokens, 256).to(torch.bfloat16)
@@ -90,7 +90,7 @@ def test_windows_far_from_one(tokens: int, size: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_stripes_that_lie_harm_nobody(tokens: int) -> None:
+def test_bad_stripes_read_nothing_outside_of_the_patches(tokens: int) -> None:
     form = form_of([(20, 256)])
     buffer = packed(form, weights(form))
     form.stripes_view(buffer)[:] = torch.tensor([-5, 1 << 30, -(1 << 31), 7])
@@ -101,7 +101,7 @@ def test_stripes_that_lie_harm_nobody(tokens: int) -> None:
     check_product(form, 0, plain, x, packed_product(form, 0, buffer, x))
 
 
-def test_the_caller_may_say_where_to() -> None:
+def test_the_caller_may_pass_the_output() -> None:
     form = form_of([(20, 128)])
     plain = weights(form)
     x, out = torch.randn(2, 128).to(torch.bfloat16), torch.zeros(2, 20, dtype=torch.bfloat16)
@@ -109,5 +109,5 @@ def test_the_caller_may_say_where_to() -> None:
     check_product(form, 0, plain, x, out)
 
 
-def test_rows_that_share_a_group_do_not_fit() -> None:
+def test_rows_that_share_a_group_are_not_supported() -> None:
     assert [product_fits(unit) for unit in form_of(SHAPES).units] == [True, True, False, True]

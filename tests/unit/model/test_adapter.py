@@ -34,12 +34,12 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @torch.inference_mode()
-def test_prologue_blocks_and_epilogue_are_the_model(folder: Path) -> None:
+def test_prologue_blocks_and_epilogue_equal_the_whole_model(folder: Path) -> None:
     ids, positions = batch()
     model = whole(folder)
     wanted = model(ids, use_cache=False).logits[0]
     adapter = Adapter(model)
-    for _ in range(2):  # nothing is left over from the first time
+    for _ in range(2):  # the first pass must leave nothing behind
         prologue = adapter.prologue(ids, positions)
         hidden = prologue.hidden
         for index, arguments in enumerate(prologue.arguments):
@@ -67,8 +67,8 @@ def test_prologue_runs_no_block(folder: Path) -> None:
     adapter.prologue(*batch())
 
 
-def test_an_adapter_goes_with_its_last_user() -> None:
-    """Nothing of it waits for the garbage collector, which the weights of an unloaded model would wait for, too."""
+def test_an_adapter_is_freed_with_its_last_reference() -> None:
+    """It must not wait for the garbage collector, because the weights of an unloaded model would wait, too."""
     adapter = Adapter(whole(reduced_model("llama-2")))
     gone = weakref.ref(adapter.blocks[0])
     gc.disable()
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 
 class Sharing(nn.Module):
-    """A model whose blocks are given something beside the hidden states, by its name."""
+    """A model that passes its blocks another argument beside the hidden states, by name."""
 
     _no_split_modules = ("Layer",)
 
@@ -106,8 +106,8 @@ class Sharing(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("beside", ["nothing", "another", "itself", "a view", "weights"])
 @torch.inference_mode()
-def test_what_the_first_block_is_given_is_nobody_else_s(beside: str, device: str) -> None:
-    """So it may be changed in place. Learnt once: also of a model that was on the meta device then."""
+def test_the_input_of_the_first_block_has_memory_of_its_own(beside: str, device: str) -> None:
+    """The caller may therefore change it in place. This is learnt once, perhaps while the model is on meta."""
     adapter = Adapter(Sharing(beside).to(device))
     adapter.prologue(*batch())
     adapter.model.embed = nn.Parameter(torch.rand(1, TOKENS, 4))
@@ -117,7 +117,7 @@ def test_what_the_first_block_is_given_is_nobody_else_s(beside: str, device: str
     prologue.hidden.zero_()
     assert all(torch.equal(tensor, kept) for tensor, kept in zip(wanted, before, strict=True))
     is_copied = prologue.hidden is not adapter._hidden
-    assert is_copied == (beside in ("itself", "a view", "weights"))  # where nobody has it, nothing is copied
+    assert is_copied == (beside in ("itself", "a view", "weights"))  # without another holder, nothing is copied
 
 
 class Stack(nn.Module):

@@ -36,7 +36,7 @@ def test_the_cpu_gets_torch_attention() -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("group", [1, 3])
-def test_agrees_with_the_plain_definition(
+def test_torch_attention_agrees_with_the_plain_definition(
     rows: tuple[list[int], list[int]], group: int, options: dict[str, Any]
 ) -> None:
     check(TorchAttention(), Scene(*rows, group=group), **options)
@@ -44,13 +44,13 @@ def test_agrees_with_the_plain_definition(
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 80), (3, 64), (4, 128), (8, 64)])
-def test_shapes(page_size: int, group: int, head_dim: int) -> None:
+def test_attention_is_right_for_all_shapes(page_size: int, group: int, head_dim: int) -> None:
     check(TorchAttention(), Scene(*ROWS["mixed"], page_size=page_size, group=group, head_dim=head_dim))
 
 
 @pytest.mark.parametrize("rows", ["decode", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(rows: str, dtype: torch.dtype) -> None:
+def test_attention_is_right_in_half_precision(rows: str, dtype: torch.dtype) -> None:
     check(TorchAttention(), Scene(*ROWS[rows], group=4, dtype=dtype))
 
 
@@ -59,7 +59,7 @@ def test_sinks_take_their_share_of_the_softmax(rows: tuple[list[int], list[int]]
     check(TorchAttention(), Scene(*rows, group=3), sinks=torch.randn(6), window=20)
 
 
-def test_rows_that_pad_a_bucket_harm_nobody() -> None:
+def test_padding_rows_change_no_other_row() -> None:
     check(TorchAttention(), Scene(*ROWS["decode"], padding=5, width=32))
 
 

@@ -38,7 +38,7 @@ def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "au
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_page_pass_and_leave_the_pages_clean(device: CpuDevice, family: str) -> None:
+def test_families_with_paged_attention_pass_and_leave_the_pages_zeroed(device: CpuDevice, family: str) -> None:
     model = model_of(device, family)
     check_all(model, device, PAGE, CONTEXT)
     assert not bool(model.pool[1:].any())
@@ -46,7 +46,7 @@ def test_families_that_page_pass_and_leave_the_pages_clean(device: CpuDevice, fa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounding_is_no_fault(device: CpuDevice, dtype: str) -> None:
+def test_rounding_in_half_precision_passes(device: CpuDevice, dtype: str) -> None:
     check_all(model_of(device, "llama-2", dtype), device, PAGE, CONTEXT)
 
 
@@ -55,7 +55,7 @@ class Forgetful(TorchAttention):
         pass
 
 
-def test_keys_that_do_not_reach_the_pages_are_seen(device: CpuDevice) -> None:
+def test_keys_that_do_not_reach_the_pages_are_detected(device: CpuDevice) -> None:
     model = model_of(device)
     model.context.kernels = Forgetful()
     with pytest.raises(ModelRejected, match=r"llama fails the check at load: the logits of .* differ") as told:
@@ -64,7 +64,7 @@ def test_keys_that_do_not_reach_the_pages_are_seen(device: CpuDevice) -> None:
 
 
 class Repeated(nn.Module):
-    """Runs its attention so many times."""
+    """Runs its attention a given number of times."""
 
     def __init__(self, attention: nn.Module, times: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Repeated(nn.Module):
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_attention_that_is_not_run_once_a_block_is_seen(device: CpuDevice, times: int) -> None:
+def test_attention_that_does_not_run_once_a_block_is_detected(device: CpuDevice, times: int) -> None:
     model = model_of(device)
     block = model.adapter.blocks[2]
     block.self_attn = Repeated(block.self_attn, times)
@@ -89,7 +89,7 @@ def test_attention_that_is_not_run_once_a_block_is_seen(device: CpuDevice, times
 
 
 class Remembering(nn.Module):
-    """Carries state from call to call, past the pages."""
+    """Keeps state from call to call, outside of the pages."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -102,14 +102,14 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_state_beside_the_pages_is_seen(device: CpuDevice, again: bool) -> None:
+def test_state_outside_of_the_pages_is_detected(device: CpuDevice, again: bool) -> None:
     model = model_of(device)
     model.adapter.blocks[1].mlp = Remembering(model.adapter.blocks[1].mlp)
     with pytest.raises(ModelRejected, match="differ by"):
         check_all(model, device, PAGE, CONTEXT, again=again)
 
 
-def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
+def test_logits_with_nan_are_refused(device: CpuDevice) -> None:
     model = model_of(device)
     model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
     with pytest.raises(ModelRejected, match="its logits are no numbers: its activations overflow"):
@@ -119,7 +119,7 @@ def test_logits_that_are_no_numbers_are_refused(device: CpuDevice) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.norm.weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_that_are_no_numbers_are_named(
+def test_weights_with_nan_are_refused_by_name(
     device: CpuDevice, tmp_path: Path, name: str, value: float, dtype: torch.dtype
 ) -> None:
     def change(tensors: Tensors) -> None:
@@ -137,7 +137,7 @@ class Stumbling(nn.Module):
         raise IndexError("an expert too many")
 
 
-def test_what_a_family_s_forward_raises_is_told_with_its_name(device: CpuDevice) -> None:
+def test_an_exception_of_a_forward_is_reported_with_the_family(device: CpuDevice) -> None:
     model = model_of(device, "mixtral")
     model.adapter.blocks[3].mlp = Stumbling()
     with pytest.raises(ModelRejected, match=r"mixtral fails the check at load: IndexError\('an expert too many'\)"):

@@ -1,4 +1,4 @@
-"""The kernels that have taken the compiler longest. `make cubins` compiles all."""
+"""Compile times of the kernels that take longest. `make cubins` compiles all kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ pytestmark = [
 
 
 def longest(variants: list[Variant]) -> list[Variant]:
-    """A chunk's kernel, and that for the most queries of a row: of either the last one listed that divides the keys."""
+    """Two kernels: for a chunk, and for the most queries of a row. Of each, the last listed one that divides the
+    keys."""
     dividing = [variant for variant in variants if "DIRECT=True" not in str(variant).replace("CHUNKS_DIRECT", "CHUNKS")]
     last = {variant.name: variant for variant in dividing if variant.name in ("mixed_kernel", "decode_kernel")}
     return [*last.values()]

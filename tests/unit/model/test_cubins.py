@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that this machine need not have: types, shared memory, and fast paths taken."""
+"""Compiles the kernels for GPUs that this machine need not have, and checks types, shared memory and instructions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ EVERYTHING = {"WINDOW": True, "CAP": True, "SINKS": True, "UPCAST": False}
 
 
 def compile_for(capability: int, kernel: Any, warps: int = 4, stages: int = 3, **constants: Any) -> Any:
-    """As a launch would: what is divisible by 16 there, pointers and strides, is said to be."""
+    """Compiles as a launch would: pointers and strides are declared divisible by 16."""
     signature, divisible = {}, {}
     for i, name in enumerate(kernel.arg_names):
         kind = POINTERS.get(name) or ("fp32" if name in FLOATS else "i32")
@@ -97,7 +97,7 @@ def test_prefill_on_hopper_multiplies_by_warpgroups(rows: int, direct: bool) -> 
 
 
 @pytest.mark.long
-def test_prefill_with_everything_on_ampere() -> None:
+def test_prefill_with_all_options_compiles_for_ampere() -> None:
     tiles = prefill_tiles(2048, 128, 2, hopper=False)
     ptx = compile_mixed(AMPERE, tiles, **LLAMA_8B, **EVERYTHING, CHUNKS_DIRECT=False, DIRECT=False).asm["ptx"]
     assert "mma.sync" in ptx
@@ -107,15 +107,15 @@ def test_prefill_with_everything_on_ampere() -> None:
 def test_decode_reads_16_bytes_at_a_time_and_ahead(direct: bool) -> None:
     tiles = decode_tiles(4, 128, 2)
     ptx = compile_tiled(HOPPER, decode_kernel, tiles, **LLAMA_8B, **PLAIN, DIRECT=direct).asm["ptx"]
-    assert "cp.async.cg.shared.global" in ptx  # the form that copies 16 bytes, past L1
+    assert "cp.async.cg.shared.global" in ptx  # copies 16 bytes and bypasses L1
 
 
-def test_decode_with_everything_on_ampere() -> None:
+def test_decode_with_all_options_compiles_for_ampere() -> None:
     compile_tiled(AMPERE, decode_kernel, decode_tiles(4, 128, 2), **LLAMA_8B, **EVERYTHING, DIRECT=True)
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
-def test_the_small_kernels(capability: int) -> None:
+def test_the_small_kernels_compile(capability: int) -> None:
     combined = {"HEADS": 32, "HEAD_DIM": 80, "DIM": 128, "SINKS": True}
     compile_for(capability, combine_kernel, TILE=64, SPLITS=16, WINDOW=True, **combined)
     combined |= {"GROUP": 4, "CHUNK_ROWS": 64, "TILE": 64, "CHUNK_SPLITS": 8, "SPLITS": 16, "WINDOW": True}
@@ -133,11 +133,13 @@ def test_masks_are_read_16_bytes_at_a_time_and_each_part_once(capability: int) -
     sizes = {"VOCAB": 128_256, "WIDTH": 4016, "WORDS": WORDS}
     compiled = compile_for(capability, block_tokens_kernel, WARPS, **sizes)
     loads = re.findall(r"ld\.(?:global|volatile)\S*", compiled.asm["ptx"])
-    assert len([load for load in loads if ".v4." in load]) == 1 and len(loads) == 2  # the other one: the row's number
+    assert (
+        len([load for load in loads if ".v4." in load]) == 1 and len(loads) == 2
+    )  # the other load is the row's number
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
-def test_the_kernels_of_the_fast_path(capability: int) -> None:
+def test_the_kernels_of_the_fast_path_compile(capability: int) -> None:
     compile_for(capability, rope_kernel, Q_HEADS=40, K_HEADS=8, HEAD_DIM=128, HALF=64, HEADS=32)
     compile_for(capability, rope_kernel, Q_HEADS=3, K_HEADS=1, HEAD_DIM=80, HALF=64, HEADS=4)
     for activation in ACTIVATIONS:
@@ -163,14 +165,14 @@ PACKED = {"COLS": 5120, "PATCHES": 32, "STRIPE": 8, "PLAINLY": False}
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
-def test_products_of_packed_weights(capability: int) -> None:
+def test_products_of_packed_weights_decode_in_registers(capability: int) -> None:
     one = compile_for(capability, vector_kernel, warps=1, ROWS=2, PAIRS=256, STAGES=1, **PACKED)
     assert "ld.global.v4" in one.asm["ptx"]
     assert one.metadata.shared == 0  # x stays with the threads that read it
     tile = {"ROWS": 64, "PAIRS": 128, "STAGES": 3, "SPLITS": 3, "TOKENS": 16}
     several = compile_for(capability, matrix_kernel, **tile, **PACKED)
     assert "mma.sync" in several.asm["ptx"]
-    # Decoded in the registers that multiply: a tile of bf16 never goes through shared memory.
+    # Weights are decoded in the registers that multiply: no tile of bf16 goes through shared memory.
     loop = several.asm["ttgir"].split("scf.for")[1]
     assert loop.count("local_load") == 5 and "local_alloc" not in loop and "convert_layout" not in loop
     compile_for(capability, sum_kernel, SPLITS=3, BLOCK=512)

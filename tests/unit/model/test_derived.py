@@ -15,7 +15,7 @@ from tests.unit.model.test_skeleton import SMALL
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_derived_buffers_are_those_of_transformers(family: str) -> None:
+def test_derived_buffers_equal_transformers(family: str) -> None:
     config = read_config(reduced_model(family))
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     skeleton = Skeleton(build(config, torch.float32))
@@ -29,7 +29,7 @@ def test_derived_buffers_are_those_of_transformers(family: str) -> None:
         assert torch.equal(own[name], buffer), name
 
 
-def test_a_buffer_that_nobody_computes_is_refused() -> None:
+def test_a_buffer_that_the_family_leaves_unset_is_refused() -> None:
     model = build(GemmaConfig(**SMALL, num_key_value_heads=2, head_dim=8), torch.float32)
     model.model.norm.register_buffer("unheard_of", torch.zeros(2, device="meta"), persistent=False)
     with pytest.raises(ModelRejected, match=r"unheard_of cannot be computed"):
@@ -52,7 +52,7 @@ def test_computing_a_module_s_buffers_leaves_its_parameters_alone() -> None:
     ],
     ids=lambda config: config.model_type,
 )
-def test_tables_without_end_are_refused_before_they_have_memory(config: PreTrainedConfig) -> None:
+def test_huge_tables_are_refused_before_they_have_memory(config: PreTrainedConfig) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelRejected, match=r"makes .* GiB of tables .*; at most 256\.0 MiB: lower its number") as told:
         Skeleton(build(config, torch.float32))
@@ -60,6 +60,6 @@ def test_tables_without_end_are_refused_before_they_have_memory(config: PreTrain
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
 
 
-def test_tables_of_published_sizes_are_none_too_large() -> None:
+def test_tables_of_published_models_are_accepted() -> None:
     for config in (CodeGenConfig(n_layer=34), GPTJConfig()):  # the 16B one, and the 6B one
         assert 0 < derived_bytes(build(config, torch.float32)) < MAX_DERIVED

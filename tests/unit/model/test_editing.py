@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def rows_of(
     ops: list[Op], bank: Tensor, *, scale: float = 1.0, low: float = -math.inf, high: float = math.inf
 ) -> EditRows:
-    """Edit i with row i of the bank, or with its only one."""
+    """Edits in which edit i uses row i of the bank, or its only row."""
     n = len(ops)
     codes = torch.tensor([CODES[op] for op in ops], dtype=torch.int32)
     value = torch.arange(n) if len(bank) > 1 else torch.zeros(n, dtype=torch.int64)
@@ -35,7 +35,7 @@ def rows_of(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bank_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_an_op_is_its_formula(op: Op, dtype: torch.dtype, bank_dtype: torch.dtype) -> None:
+def test_each_op_computes_its_formula(op: Op, dtype: torch.dtype, bank_dtype: torch.dtype) -> None:
     before, bank = random(TOKENS, WIDTH).to(dtype), random(3, WIDTH, seed=1).to(bank_dtype)
     where = torch.tensor([7, 0, 11])
     target = before.clone()
@@ -63,9 +63,9 @@ def test_ops_together_do_what_each_does_alone(dtype: torch.dtype) -> None:
     assert same_bytes(together, alone)
 
 
-def test_rows_that_no_edit_names_keep_their_bytes() -> None:
+def test_rows_without_an_edit_keep_their_bytes() -> None:
     target = random(TOKENS, WIDTH).bfloat16()
-    target.view(torch.int16)[3] = 0x7FC1  # a NaN with something in it
+    target.view(torch.int16)[3] = 0x7FC1  # a NaN with a payload
     target[4], target[5] = math.inf, -0.0
     before = target.clone()
     where = torch.tensor([0, 2, 6, 8, 10])
@@ -76,7 +76,7 @@ def test_rows_that_no_edit_names_keep_their_bytes() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stays_in_its_row_and_replace_makes_it_good(bad: float) -> None:
+def test_nan_stays_in_its_row_and_replace_removes_it(bad: float) -> None:
     target = random(TOKENS, WIDTH)
     target[1], target[2, 5] = bad, bad
     bank = random(5, WIDTH, seed=1)
@@ -85,7 +85,7 @@ def test_what_is_no_number_stays_in_its_row_and_replace_makes_it_good(bad: float
     assert not bool(target[2, 5].isfinite()) and int(target.isfinite().logical_not().sum()) == 1
 
 
-def test_an_op_does_not_look_at_what_it_has_no_use_for() -> None:
+def test_an_op_ignores_fields_that_it_does_not_use() -> None:
     nothing = torch.full((1, WIDTH), math.nan)
     target = random(3, WIDTH)
     before = target.clone()
@@ -98,22 +98,22 @@ def test_an_op_does_not_look_at_what_it_has_no_use_for() -> None:
 
 
 @pytest.mark.parametrize("op", ["project_out", "clamp"])
-def test_zeros_are_no_direction(op: Op) -> None:
+def test_a_direction_of_zeros_changes_nothing(op: Op) -> None:
     target = random(2, WIDTH)
     before = target.clone()
     apply(target, torch.arange(2), rows_of([op] * 2, torch.zeros(1, WIDTH), low=1.0, high=2.0))
     assert torch.equal(target, before)
 
 
-def test_after_project_out_nothing_is_left_along_the_direction() -> None:
-    """However long the vector is that gives the direction."""
+def test_project_out_leaves_nothing_along_the_direction() -> None:
+    """The length of the vector that gives the direction does not matter."""
     for length in (1e-12, 1.0, 1e12):
         target, vector = random(4, WIDTH), random(1, WIDTH, seed=1) * length
         apply(target, torch.arange(4), rows_of(["project_out"] * 4, vector))
         assert (target @ (vector[0] / vector.norm())).abs().max().item() < 1e-5
 
 
-def test_clamp_keeps_what_is_within_its_bounds() -> None:
+def test_clamp_keeps_values_within_its_bounds() -> None:
     before, vector = random(6, WIDTH), random(1, WIDTH, seed=1)
     along = before @ (vector[0] / vector.norm())
     for low, high in ((-math.inf, 0.3), (-0.3, math.inf), (-0.3, 0.3), (-math.inf, math.inf)):
@@ -125,13 +125,13 @@ def test_clamp_keeps_what_is_within_its_bounds() -> None:
 
 
 def test_a_sum_is_rounded_once() -> None:
-    """v is a little more than half of bfloat16's step at 1: rounded by itself it would be just half, and lost."""
+    """v is a little more than half of bfloat16's step at 1. Rounded alone it would be exactly half, and lost."""
     target = torch.ones(1, WIDTH, dtype=torch.bfloat16)
     apply(target, torch.arange(1), rows_of(["add"], torch.full((1, WIDTH), (1 + 2**-9) * 2**-8)))
     assert bool((target == 1 + 2**-7).all())
 
 
-def test_the_target_may_lie_in_something_larger() -> None:
+def test_the_target_may_be_a_view() -> None:
     whole = random(TOKENS, 3 * WIDTH)
     before = whole.clone()
     target = whole[:, WIDTH : 2 * WIDTH]

@@ -1,4 +1,4 @@
-"""Experts on demand: who has them, that only the picked ones move, and that nobody can tell the difference."""
+"""Experts on demand: which families have them, that only picked experts are copied, and that results are equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.loaded import MEMORY, Served, fill, load_weights, random_prom
 from tests.support.models import reduced_model
 from tests.support.placed import assert_as_in_the_checkpoint, plan_of
 
-# Experts [out, in]; beside a dense block; [in, out] and with biases.
+# Families with experts [out, in]; beside a dense block; [in, out] with biases.
 FAMILIES = ("mixtral", "qwen3-moe", "gpt-oss")
 SEED = 3
 PLACES = {"P": Place.PLAIN, "K": Place.PACKED, "S": Place.STREAMED}
@@ -51,7 +51,7 @@ def prompt(length: int, seed: int = SEED) -> list[int]:
 
 
 def experts_of(served: Served) -> Iterator[tuple[int, nn.Module]]:
-    """Of the streamed blocks: the module that has them."""
+    """The modules with the experts of streamed blocks."""
     for index in served.runner.places.streamed:
         stack = served.runner.weights.skeleton.stacks[index]
         if stack is not None:
@@ -59,7 +59,7 @@ def experts_of(served: Served) -> Iterator[tuple[int, nn.Module]]:
 
 
 class Picked:
-    """Notes what the experts of streamed blocks are called with."""
+    """Records the experts that calls of streamed blocks pick."""
 
     def __init__(self, served: Served) -> None:
         self.calls: list[tuple[int, set[int]]] = []
@@ -72,7 +72,7 @@ class Picked:
         self.calls.append((block, set(args[1].flatten().tolist())))
 
 
-def test_how_many_a_row_picks_is_learnt_from_the_family(family: str) -> None:
+def test_the_number_of_picked_experts_is_learnt_from_the_family(family: str) -> None:
     stacks = skeleton_of(family).stacks
     assert [stack is None for stack in stacks] == [False, family == "qwen3-moe", False, False]
     for stack in stacks:
@@ -80,7 +80,7 @@ def test_how_many_a_row_picks_is_learnt_from_the_family(family: str) -> None:
         assert stack is None or {name.rpartition(".")[2] for name in stack.names} == {"gate_up_proj", "down_proj"}
 
 
-def test_where_all_experts_are_picked_they_are_no_stack(family: str) -> None:
+def test_experts_that_are_all_picked_are_not_a_stack(family: str) -> None:
     assert skeleton_of(family, num_experts_per_tok=4).stacks == [None] * 4
     assert skeleton_of(family, num_experts_per_tok=1).stacks[0].routing.picked == 1  # type: ignore[union-attr]
 
@@ -89,12 +89,12 @@ def test_dense_families_have_no_stack() -> None:
     assert skeleton_of("llama-3.1").stacks == [None] * 4
 
 
-def test_experts_that_cannot_be_decoded_alone_are_no_stack() -> None:
+def test_experts_that_cannot_be_unpacked_alone_are_not_a_stack() -> None:
     assert skeleton_of("mixtral", intermediate_size=97).stacks == [None] * 4
 
 
 class Odd(nn.Module):
-    """A mixture whose experts are called with something else than others are."""
+    """A mixture that calls its experts with unusual arguments."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "arguments", [(), (torch.zeros(2, dtype=torch.long),), (torch.zeros(2, 2, dtype=torch.int),) * 2]
 )
-def test_experts_of_another_kind_are_left_alone(arguments: tuple[Tensor, ...]) -> None:
+def test_experts_with_other_arguments_are_not_a_stack(arguments: tuple[Tensor, ...]) -> None:
     mixture = Odd(*arguments)
     assert find_stack(nn.ModuleDict({"mlp": mixture}), 64) is None
     assert not mixture.experts._forward_pre_hooks
 
 
 @pytest.mark.parametrize("resident", [0, 1])
-def test_greedy_tokens_are_those_of_transformers(family: str, resident: int) -> None:
+def test_greedy_tokens_equal_transformers(family: str, resident: int) -> None:
     folder = reduced_model(family)
     with Served(folder, plan=small_pages(60), max_batch_tokens=48, placing=Placing(resident=resident)) as served:
         assert served.runner.info().notes[-1] == "experts on demand: 2 of 4"
@@ -143,7 +143,7 @@ def test_only_picked_experts_move(in_bf16: Path) -> None:
 
 
 @pytest.mark.parametrize(("packing", "ways"), [(True, ["KSPK", "SKSP", "PPKS"]), (False, ["SSPP", "PSSP"])])
-def test_wherever_blocks_are_their_modules_see_the_checkpoint(in_bf16: Path, packing: bool, ways: list[str]) -> None:
+def test_modules_see_the_checkpoint_in_every_place(in_bf16: Path, packing: bool, ways: list[str]) -> None:
     with closing(CpuDevice(MEMORY)) as device:
         weights = load_weights(in_bf16, device, "bfloat16", placing=Placing(packing=packing))
         for way in ways:
@@ -156,13 +156,13 @@ def test_wherever_blocks_are_their_modules_see_the_checkpoint(in_bf16: Path, pac
 
 
 @torch.inference_mode()
-def test_nothing_is_fetched_for_tokens_that_pad(in_bf16: Path) -> None:
+def test_nothing_is_fetched_for_padding_tokens(in_bf16: Path) -> None:
     with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), placing=Placing(resident=0)) as served:
         model, residency = served.runner.model, served.runner.weights.residency
         inputs = StepInputs(served.device, tokens=8, rows=8, width=1)
         fill(inputs, [(prompt(1), 0, [1])], page_size=16)
         inputs.pad(tokens=1, rows=1, picks=0)
-        inputs.host["ids"][1:] = prompt(7)  # whatever they are
+        inputs.host["ids"][1:] = prompt(7)  # any tokens
         inputs.send()
         before, picked = residency.fetched_bytes, Picked(served)
         model.forward(inputs, max_query=1, max_kv=16, fresh=False)
@@ -172,8 +172,8 @@ def test_nothing_is_fetched_for_tokens_that_pad(in_bf16: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_nothing_is_written_where_other_experts_would_be(in_bf16: Path, packing: bool) -> None:
-    """Nor read: NaN there would be seen."""
+def test_the_places_of_other_experts_are_not_touched(in_bf16: Path, packing: bool) -> None:
+    """NaN in those places would spoil the results if they were read."""
     placing = Placing(resident=0, packing=packing)
     passed_over: list[int] = []
 
@@ -202,7 +202,7 @@ def stacked(module: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("places", ["packed", "streamed packed", "streamed plain"])
-def test_logits_are_those_of_resident_blocks_bit_for_bit(in_bf16: Path, places: str) -> None:
+def test_logits_equal_those_of_resident_blocks_to_the_bit(in_bf16: Path, places: str) -> None:
     def logits(placing: Placing, place: Place | None = None) -> list[Tensor]:
         with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), max_batch_tokens=48, placing=placing) as served:
             if place is not None:

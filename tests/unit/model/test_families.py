@@ -1,4 +1,4 @@
-"""Every family against transformers: mixed batches of several sessions over shuffled pages."""
+"""Compares every family with transformers, in mixed batches of several sessions over shuffled pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.paged import same_bytes
 
-SEED = 3  # with which no family comes to a near-tie: nowhere less than 1e-3 between two logits
+SEED = 3  # with this seed no family comes to a near-tie: the two highest logits differ by at least 1e-3
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -39,12 +39,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def largest_difference(got: Tensor, family: str, tokens: list[int]) -> float:
-    """Of the logits of a session's last tokens, which `got` has."""
+    """Largest difference between `got`, the logits of a session's last tokens, and those of transformers."""
     wanted = torch.from_numpy(reference.logits(reduced_model(family), tokens))[-len(got) :]
     return (got - wanted).abs().max().item()
 
 
-def test_logits_in_mixed_batches_are_those_of_transformers(family: str, served: Served) -> None:
+def test_logits_in_mixed_batches_equal_transformers(family: str, served: Served) -> None:
     lengths = [1, 7, 40, 90, 150]  # page and, for Mistral, window are passed
     sessions = [served.open() for _ in lengths]
     forwards = [served.submit(s, prompt(n)) for s, n in zip(sessions, lengths, strict=True)]
@@ -60,9 +60,9 @@ def test_logits_in_mixed_batches_are_those_of_transformers(family: str, served: 
     assert told == reference.greedy(reduced_model(family), prompt(33), 20, told)
 
 
-def test_sessions_that_join_and_leave_generate_what_transformers_does(family: str, served: Served) -> None:
-    """Each joins when the one before it has generated for a while. Windows, of 64 tokens, are passed in prompts and by
-    generating."""
+def test_sessions_that_join_and_leave_generate_the_tokens_of_transformers(family: str, served: Served) -> None:
+    """Each session joins when the one before it has generated for a while. Prompts and outputs exceed the windows of 64
+    tokens."""
     plans = ((300, 12), (1, 40), (50, 30), (64, 8), (120, 20), (17, 16))
     sessions = [served.open() for _ in plans]
     for session, (length, new_tokens) in zip(sessions, plans, strict=True):
@@ -77,7 +77,7 @@ def test_sessions_that_join_and_leave_generate_what_transformers_does(family: st
 
 
 def test_a_far_longer_neighbour_does_not_change_a_session_s_logits(family: str, served: Served) -> None:
-    """As it would with RoPE that looks at the longest row of a batch, then or ever after."""
+    """It would with RoPE that depends on the longest row of a batch, at that time or ever after."""
 
     def read() -> list[Tensor]:
         requests = [served.submit(served.open(), prompt(length)) for length in (5, 60)]
@@ -106,7 +106,7 @@ def test_a_session_goes_on_from_its_pages(family: str, served: Served) -> None:
 
 
 def test_blocks_that_pass_through_the_ring_compute_the_same(family: str) -> None:
-    """Three of four are streamed; those of Qwen3-MoE differ in size."""
+    """Three of four blocks are streamed; the blocks of Qwen3-MoE differ in size."""
     folder = reduced_model(family)
     with Served(folder, plan=small_pages(60), max_batch_tokens=48, placing=Placing(resident=1)) as served:
         reader, talker = served.open(), served.open()
@@ -118,7 +118,7 @@ def test_blocks_that_pass_through_the_ring_compute_the_same(family: str) -> None
     assert told == reference.greedy(folder, prompt(33), 12, told)
 
 
-def test_nobody_else_s_pages_are_touched(served: Served) -> None:
+def test_pages_of_other_sessions_are_not_touched(served: Served) -> None:
     kv, pool = served.runner.kv, served.runner.model.pool
     bystanders = [served.open() for _ in range(3)]
     for bystander in bystanders:
@@ -153,10 +153,10 @@ def test_the_scratch_page_is_not_read(family: str, served: Served) -> None:
     ],
     ids=["gptj", "falcon"],
 )
-def test_families_with_a_table_of_their_own_get_our_subclass(
+def test_families_with_a_table_of_attention_classes_get_a_paged_one(
     family_type: str, module: ModuleType, table: str, own: type[nn.Module]
 ) -> None:
-    """Some releases have it."""
+    """Only some releases of transformers have the table."""
     PATCHED[family_type]()
     classes = getattr(module, table, None)
     assert classes is None or issubclass(classes[NAME], own)

@@ -1,4 +1,4 @@
-"""Models that are as others for a short prompt, and compute differently further on: right tokens, or refused."""
+"""Models that compute differently at far positions: they give right tokens, or are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model_of(device: CpuDevice, folder: Path, dtype: str = "auto", placing: Plac
 
 
 def llama_4(folder: Path, floor_scale: int, **more: Any) -> Path:
-    """Blocks that attend to everything; the queries of every second one grow with the position, in steps."""
+    """A model with global attention. The queries of every second block grow with the position, in steps."""
     config = Llama4TextConfig(
         **LLAMA,
         head_dim=16,
@@ -69,7 +69,7 @@ def test_a_temperature_that_a_family_takes_from_its_cache_is_refused(
     assert not bool(model.pool[1:].any())
 
 
-def test_a_temperature_that_no_context_reaches_is_served_and_right(tmp_path: Path) -> None:
+def test_a_temperature_beyond_the_context_is_served_and_right(tmp_path: Path) -> None:
     folder = llama_4(tmp_path, floor_scale=4 * CONTEXT)
     prompt = random_prompt(300, 512, seed=3)
     with Served(folder, plan=small_pages(40, max_context=CONTEXT)) as served:
@@ -80,7 +80,7 @@ def test_a_temperature_that_no_context_reaches_is_served_and_right(tmp_path: Pat
 
 
 def test_a_temperature_by_position_is_served_and_right(tmp_path: Path) -> None:
-    """Ministral 3 has the same one, and takes it from the positions that it is given."""
+    """Ministral 3 has the same temperature, and computes it from its positions argument."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
     rope |= {"llama_4_scaling_beta": 0.5}
     folder = random_model(tmp_path, Ministral3Config(**LLAMA, head_dim=16, rope_parameters=rope))
@@ -94,8 +94,8 @@ def test_a_temperature_by_position_is_served_and_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [48, 300])
-def test_a_window_that_attention_is_not_asked_for_is_refused(device: CpuDevice, tmp_path: Path, window: int) -> None:
-    """Its mask has it, and nobody makes a mask for us."""
+def test_a_window_that_is_only_in_the_mask_is_refused(device: CpuDevice, tmp_path: Path, window: int) -> None:
+    """The window is only in the mask, and djinnd uses no masks."""
     model = model_of(device, altered(tmp_path, "gemma-3", config={"sliding_window": window}))
     model.adapter.blocks[2].self_attn.sliding_window = None
     with pytest.raises(ModelRejected, match="the mask of block 2 and a window of 0 tokens differ about token") as told:
@@ -104,7 +104,7 @@ def test_a_window_that_attention_is_not_asked_for_is_refused(device: CpuDevice, 
 
 
 class Elsewhere(nn.Module):
-    """Rotary frequencies that are others from a length on, for all rows of a batch: as of `dynamic` RoPE."""
+    """Rotary frequencies that change at a length, for all rows of a batch, like those of `dynamic` RoPE."""
 
     def __init__(self, rotary: nn.Module, length: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_frequencies_that_change_with_a_batch_are_refused(device: CpuDevice) -> 
 
 
 class Counting(nn.Module):
-    """An embedding of positions by their place in the batch, which for a prompt at once is the same."""
+    """Embeds positions by the place in the batch, which equals the position for a prompt in one pass."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -144,11 +144,11 @@ def test_embeddings_of_other_positions_are_refused(device: CpuDevice) -> None:
         check_all(model, device, PAGE, CONTEXT)
 
 
-def test_a_row_that_holds_no_numbers_is_another_matter(device: CpuDevice, tmp_path: Path) -> None:
-    """It is for the calls that use it."""
+def test_an_embedding_row_of_nan_is_not_a_fault_of_positions(device: CpuDevice, tmp_path: Path) -> None:
+    """Only a request that uses the row sees NaN, which is not the concern of this check."""
 
     def poison(tensors: Tensors) -> None:
-        used = np.random.default_rng(0).integers(0, 512, sum(CHUNKS) + SINGLES)  # by the check of paging
+        used = np.random.default_rng(0).integers(0, 512, sum(CHUNKS) + SINGLES)  # tokens of the check of paging
         rest = [token for token in range(512) if token not in used]
         tensors["model.embed_tokens.weight"][rest[::2]] = float("nan")
 
@@ -156,28 +156,26 @@ def test_a_row_that_holds_no_numbers_is_another_matter(device: CpuDevice, tmp_pa
 
 
 @pytest.mark.parametrize("variant", ["phi-3: longrope", "qwen2: windows in some blocks", "olmo-3", "starcoder-2"])
-def test_what_is_right_far_out_passes_streamed_and_in_half_precision(
-    device: CpuDevice, tmp_path: Path, variant: str
-) -> None:
+def test_correct_models_pass_streamed_and_in_half_precision(device: CpuDevice, tmp_path: Path, variant: str) -> None:
     folder = random_model(tmp_path, VARIANTS[variant])
     model = model_of(device, folder, "bfloat16", Placing(resident=1))
     assert model.residency.streams
-    for _ in range(2):  # a pass is left as it was found
+    for _ in range(2):  # the check must leave no pass under way
         check_all(model, device, PAGE, CONTEXT)
         check_far_positions(model, device, CONTEXT)
 
 
-# --- where it looks -------------------------------------------------------------------------------------------------
+# --- boundaries -----------------------------------------------------------------------------------------------------
 
 
-def test_numbers_of_the_configuration_are_looked_at() -> None:
+def test_numbers_of_the_configuration_are_boundaries() -> None:
     config = {"sliding_window": 64, "hidden": 128, "rope": {"original_max_position_embeddings": 200.0}, "eps": 1e-6}
     config |= {"flag": True, "kinds": ["a"], "tied": 1, "vocab_size": 50_000}
     assert boundaries(config, 300) == [64, 128, 200, 300]
     assert boundaries(config, 64) == [64]
 
 
-def test_telling_names_come_first_where_there_are_too_many() -> None:
+def test_numbers_with_names_of_positions_come_first_if_there_are_too_many() -> None:
     config: dict[str, Any] = {f"field_{n}": 1000 + n for n in range(500)} | {"attention_chunk_size": 77}
     found = boundaries(config, 4096)
     assert len(found) == MOST and 77 in found and found[-1] == 4096

@@ -1,4 +1,4 @@
-"""The order in which a step's graphs are replayed, with graphs that are none: what each would do is done by hand."""
+"""The order in which a step's graphs are replayed. Plain functions stand in for the graphs and do their work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = Shape(TOKENS, 1, TOKENS)
 
 
 class Graph:
-    """Work on fixed tensors."""
+    """Stands in for a CUDA graph: a function that works on fixed tensors."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -35,7 +35,7 @@ class Graph:
 
 
 class Seen:
-    """A probe that keeps what it is shown, and may put something else there at one boundary."""
+    """A probe that keeps the activations that it sees, and may replace them at one boundary."""
 
     def __init__(self, given_at: int = -1, given: Tensor | None = None) -> None:
         self.first = 0
@@ -63,7 +63,7 @@ def model() -> Iterator[PagedModel]:
 @pytest.fixture
 @torch.inference_mode()
 def graphs(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    """With one shape that has been captured."""
+    """Graphs with one captured shape."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs = StepGraphs(model, model.device, 16, 4, 4, 16)  # type: ignore[arg-type]
     inputs = graphs.inputs(SHAPE)
@@ -89,9 +89,9 @@ def graphs(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
 
 @pytest.mark.parametrize("cut", range(BLOCKS + 1))
 @torch.inference_mode()
-def test_blocks_in_two_parts_are_the_blocks(graphs: StepGraphs, cut: int) -> None:
-    """Where the second begins there is, unless somebody puts something there, what the prologue gives: never what an
-    earlier step has left."""
+def test_blocks_in_two_parts_give_the_same_as_in_one(graphs: StepGraphs, cut: int) -> None:
+    """The second part begins with the output of the prologue unless a probe replaces it, and never with leftovers of an
+    earlier step."""
     whole = Seen()
     expected = graphs.run(SHAPE, 1, whole)
     assert expected is not None
@@ -108,7 +108,7 @@ def test_blocks_in_two_parts_are_the_blocks(graphs: StepGraphs, cut: int) -> Non
 
 
 @torch.inference_mode()
-def test_without_anybody_looking_all_is_the_same(graphs: StepGraphs) -> None:
+def test_a_step_without_a_probe_gives_the_same(graphs: StepGraphs) -> None:
     expected = graphs.run(SHAPE, 1, Seen())
     assert expected is not None
     expected = expected.clone()
@@ -118,7 +118,7 @@ def test_without_anybody_looking_all_is_the_same(graphs: StepGraphs) -> None:
 
 @pytest.mark.parametrize("picks", [0, 1])
 @torch.inference_mode()
-def test_the_first_graph_sends_what_is_there_and_an_event_is_recorded_where_nobody_reads(
+def test_the_first_graph_sends_the_inputs_and_an_event_is_recorded_without_logits(
     graphs: StepGraphs, picks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, sent = graphs.inputs(SHAPE), list[list[int]]()
@@ -146,17 +146,19 @@ def eager(graphs: StepGraphs, probe: Looking) -> Tensor:
 
 
 def replayed(graphs: StepGraphs) -> list[int]:
-    """By which graphs: the prologue's is 0, that of block i i + 1."""
+    """Indices of the graphs that were replayed: 0 is the prologue's, i + 1 that of block i."""
     return [index for index, graph in enumerate(graphs._captured[SHAPE].graphs) if graph.replays]  # type: ignore[attr-defined]
 
 
 @torch.inference_mode()
-def test_what_lies_within_blocks_is_seen_as_in_the_eager_step(graphs: StepGraphs) -> None:
+def test_a_probe_sees_points_within_blocks_as_in_the_eager_step(graphs: StepGraphs) -> None:
     points = inside(graphs)
     wanted, seen = Looking(points), Looking(points)
     expected = eager(graphs, wanted)
     model = graphs._model
-    model.attend(StepInputs(model.device, 1, 1, 1), max_query=1, max_kv=1, fresh=True)  # the last step was another's
+    model.attend(
+        StepInputs(model.device, 1, 1, 1), max_query=1, max_kv=1, fresh=True
+    )  # an earlier step had another batch
     logits = graphs.run(SHAPE, 1, seen)
     assert logits is not None and torch.equal(logits, expected)
     assert seen.order == wanted.order == points and len(points) == 3 * BLOCKS + 1
@@ -167,9 +169,7 @@ def test_what_lies_within_blocks_is_seen_as_in_the_eager_step(graphs: StepGraphs
 @pytest.mark.parametrize("where", ["resid", "attn", "mlp"])
 @pytest.mark.parametrize("block", range(BLOCKS))
 @torch.inference_mode()
-def test_only_the_block_that_somebody_looks_into_runs_without_its_graph(
-    graphs: StepGraphs, where: Where, block: int
-) -> None:
+def test_only_a_block_with_a_point_inside_runs_without_its_graph(graphs: StepGraphs, where: Where, block: int) -> None:
     change = {Point(where, block): lambda value: value.mul_(-2.0)}
     expected, plain = eager(graphs, Looking((), change)), eager(graphs, Looking(()))
     logits = graphs.run(SHAPE, 1, Looking((), change))
@@ -179,7 +179,7 @@ def test_only_the_block_that_somebody_looks_into_runs_without_its_graph(
 
 
 @torch.inference_mode()
-def test_who_looks_behind_the_blocks_has_an_epilogue_without_its_graph(graphs: StepGraphs) -> None:
+def test_the_epilogue_runs_without_its_graph_for_points_behind_the_blocks(graphs: StepGraphs) -> None:
     points, change = [Point("norm"), Point("attn", 1)], {Point("logits"): lambda value: value.mul_(-2.0)}
     wanted, seen = Looking(points, change), Looking(points, change)
     expected, plain = eager(graphs, wanted), eager(graphs, Looking(()))
@@ -191,12 +191,12 @@ def test_who_looks_behind_the_blocks_has_an_epilogue_without_its_graph(graphs: S
 
 
 class Late:
-    """A probe that notes when it is asked where it looks."""
+    """A probe that records when its points are read."""
 
     def __init__(self, point: Point, launched: Callable[[], list[int]]) -> None:
         self.first = point.block
         self.seen: list[Point] = []
-        self.asked: list[list[int]] = []  # what had been launched
+        self.asked: list[list[int]] = []  # graphs that had been replayed at each read
         self._point = point
         self._launched = launched
 
@@ -211,9 +211,7 @@ class Late:
 
 @pytest.mark.parametrize("where", ["resid", "attn"])
 @torch.inference_mode()
-def test_nobody_asks_where_it_looks_before_the_blocks_that_come_first_are_launched(
-    graphs: StepGraphs, where: Where
-) -> None:
+def test_points_are_read_only_after_the_blocks_below_them_are_launched(graphs: StepGraphs, where: Where) -> None:
     probe = Late(Point(where, 2), lambda: replayed(graphs))
     assert graphs.run(SHAPE, 1, probe) is not None and probe.seen == [Point(where, 2)]
     assert probe.asked[0] == [0, 1, 2], "the prologue, and blocks 0 and 1"
@@ -236,7 +234,7 @@ def test_every_batch_within_the_limits_has_a_shape_that_holds_it(
     assert graphs.fitting(max_tokens + 1, 1, 2) is None and graphs.fitting(max_rows + 1, max_rows + 1, 1) is None
 
 
-def test_compiling_runs_blocks_in_each_shape_and_touches_nobody_s_pages(
+def test_compiling_runs_blocks_in_each_shape_and_touches_no_pages(
     model: PagedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

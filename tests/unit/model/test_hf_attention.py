@@ -12,7 +12,7 @@ from tests.support.paged import Scene
 
 
 class Recorded(TorchAttention):
-    """Keeps the options that it was called with."""
+    """Keeps the options of its calls."""
 
     options: dict[str, Any]
 
@@ -38,7 +38,7 @@ def scene() -> Scene:
     return Scene([1, 5, 3], [20, 5, 40], group=2)
 
 
-def test_it_writes_to_pages_and_attends_over_them(scene: Scene) -> None:
+def test_attention_writes_to_pages_and_attends_over_them(scene: Scene) -> None:
     module = module_over(scene, TorchAttention(), scene.batch())
     written = scene.written()
     out, weights = paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, scaling=0.125)
@@ -59,7 +59,7 @@ def test_it_writes_to_pages_and_attends_over_them(scene: Scene) -> None:
     ],
     ids=["none", "all", "nothing in particular"],
 )
-def test_options_are_those_of_transformers(scene: Scene, given: dict[str, Any], options: dict[str, Any]) -> None:
+def test_options_have_the_meaning_of_transformers(scene: Scene, given: dict[str, Any], options: dict[str, Any]) -> None:
     kernels = Recorded()
     module = module_over(scene, kernels, scene.batch())
     paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, **given)
@@ -82,7 +82,7 @@ def wanted_by(module: nn.Module, mask: Tensor | None = None, **arguments: Any) -
     return call.value.wanted
 
 
-def test_without_pages_it_says_which_it_would_want() -> None:
+def test_without_pages_the_wanted_shape_is_raised() -> None:
     harmless = {"position_ids": torch.zeros(1), "cache_position": torch.zeros(1), "output_attentions": False}
     assert wanted_by(nn.Module(), **harmless) == Wanted(2, key_dim=16, value_dim=12, window=0, unserved="")
     assert wanted_by(nn.Module(), sliding_window=64).window == 64
@@ -97,11 +97,11 @@ def test_without_pages_it_says_which_it_would_want() -> None:
     ],
     ids=str,
 )
-def test_what_it_would_pass_over_is_named(arguments: dict[str, Any], unserved: str) -> None:
+def test_unsupported_arguments_are_named(arguments: dict[str, Any], unserved: str) -> None:
     assert wanted_by(nn.Module(), **arguments).unserved == unserved
 
 
-def test_a_module_that_looks_ahead_is_seen() -> None:
+def test_a_module_that_is_not_causal_is_detected() -> None:
     module = nn.Module()
     module.is_causal = False  # type: ignore[assignment]
     assert wanted_by(module).unserved == "attention to later tokens"

@@ -1,4 +1,4 @@
-"""What a client makes of a model by its image is what the engine makes of the same model's checkpoint."""
+"""A client that fills a model's image gets the bytes that the engine makes of the same model's checkpoint."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def fd() -> Iterator[int]:
 
 
 def image_in(fd: int, image: Image, tensors: NamedTensors) -> Tensor:
-    """The image, filled and sealed, as the engine maps it."""
+    """Fills and seals the image, and maps it as the engine does."""
     told: list[tuple[int, int]] = []
     fill(fd, image, tensors, lambda done, total: told.append((done, total)))
     assert told[-1] == (image.nbytes, image.nbytes) and len(told) == len(image.buffers)
-    seal(fd)  # which the kernel refuses while anything maps it for writing
+    seal(fd)  # the kernel refuses this while a writable mapping exists
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     try:
         return torch.frombuffer(map_read_only(reader, image.nbytes), dtype=torch.uint8)
@@ -54,7 +54,7 @@ def image_in(fd: int, image: Image, tensors: NamedTensors) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_image_is_the_store(
+def test_a_filled_image_equals_the_store(
     family: str, device: CpuDevice, fd: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = altered(tmp_path_factory.mktemp("bf16"), family, lambda tensors: cast(tensors, torch.bfloat16))
@@ -81,7 +81,7 @@ def test_the_image_is_the_store(
             assert torch.equal(plain[0][name].view(torch.int16), plain[1][name].view(torch.int16)), buffer.name + name
 
 
-def test_weights_of_another_dtype_become_the_images(device: CpuDevice, fd: int) -> None:
+def test_weights_of_another_dtype_are_converted_to_the_image_s(device: CpuDevice, fd: int) -> None:
     loader = loader_of(reduced_model("llama-2"), device, "float32", shared="float16")
     image = image_of(loader)
     assert (image.dtype, image.is_packed) == ("float16", False)
@@ -91,7 +91,7 @@ def test_weights_of_another_dtype_become_the_images(device: CpuDevice, fd: int) 
     assert torch.equal(views["lm_head.weight"], model.lm_head.weight.half())
 
 
-def test_tied_tensors_are_asked_for_under_the_name_that_is_there(device: CpuDevice) -> None:
+def test_a_tied_tensor_is_found_under_any_of_its_names(device: CpuDevice) -> None:
     folder = reduced_model("gpt2")
     image = image_of(loader_of(folder, device, "float32", shared="float32"))
     state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
@@ -105,7 +105,7 @@ def test_tied_tensors_are_asked_for_under_the_name_that_is_there(device: CpuDevi
         NamedTensors.of(state | {head: state[head] + 1}).names_for(image)
 
 
-def test_a_host_without_room(device: CpuDevice, fd: int) -> None:
+def test_an_image_that_does_not_fit_the_host_is_refused(device: CpuDevice, fd: int) -> None:
     image = image_of(loader_of(reduced_model("llama-2"), device, "float32", shared="float32"))
     huge = Image(image.dtype, 1 << 60, image.buffers)
     model = AutoModelForCausalLM.from_pretrained(reduced_model("llama-2"), dtype=torch.float32)
@@ -114,7 +114,7 @@ def test_a_host_without_room(device: CpuDevice, fd: int) -> None:
     assert os.fstat(fd).st_size == 0
 
 
-def test_more_blocks_than_anybody_has(device: CpuDevice, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_with_too_many_blocks_is_refused(device: CpuDevice, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = altered(tmp_path_factory.mktemp("deep"), config={"num_hidden_layers": MAX_BLOCKS + 1})
     with pytest.raises(ModelRejected, match="at most 1,024"):
         loader_of(folder, device, "float32", shared="float32")

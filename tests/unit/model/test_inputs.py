@@ -18,7 +18,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 def numbered(inputs: StepInputs) -> dict[str, list[int]]:
-    """Fills each array with numbers of its own."""
+    """Fills each array with different numbers, and returns them."""
     for number, array in enumerate(inputs.host.values()):
         array[...] = np.arange(array.size).reshape(array.shape) + 1000 * number
     return {name: array.flatten().tolist() for name, array in inputs.host.items()}
@@ -32,7 +32,7 @@ def test_one_copy_brings_everything(device: CpuDevice, tokens: int, rows: int, w
     batch = inputs.paged_batch(max_query=3, max_kv=9, fresh=True)
     assert inputs.ids.tolist() == [wanted["ids"]] and inputs.ids.dtype == torch.int64
     assert inputs.positions.tolist() == [wanted["positions"]]
-    assert inputs.picks(rows).tolist() == wanted["picks"][:rows]  # a row may want one, whatever it brings
+    assert inputs.picks(rows).tolist() == wanted["picks"][:rows]  # a row may have a pick whatever its tokens
     assert batch.query_starts.tolist() == wanted["starts"] and len(wanted["starts"]) == rows + 1
     assert batch.kv_lengths.tolist() == wanted["lengths"]
     assert batch.slots.tolist() == wanted["slots"] and batch.slots.dtype == torch.int64
@@ -49,7 +49,7 @@ def test_every_array_is_aligned(device: CpuDevice) -> None:
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-def test_what_is_sent_again_is_at_the_same_address(device: CpuDevice) -> None:
+def test_inputs_that_are_sent_again_keep_their_addresses(device: CpuDevice) -> None:
     inputs = StepInputs(device, 2, 2, 2)
     batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
     inputs.host["slots"][:] = (5, 6)
@@ -58,8 +58,8 @@ def test_what_is_sent_again_is_at_the_same_address(device: CpuDevice) -> None:
     assert (batch.slots.tolist(), batch.kv_lengths.tolist()) == ([5, 6], [7, 8])
 
 
-def test_what_is_sealed_is_sent_when_it_crosses(device: CpuDevice) -> None:
-    """As a graph has it, which captures the crossing once: as much as there is then."""
+def test_each_crossing_sends_the_inputs_that_are_sealed_then(device: CpuDevice) -> None:
+    """A graph captures the crossing once, and each replay sends as much as is sealed at that time."""
     inputs = StepInputs(device, 4, 2, 4)
     table = inputs.paged_batch(max_query=1, max_kv=1, fresh=False).page_table
     table.fill_(-1)
@@ -74,10 +74,10 @@ def test_what_is_sealed_is_sent_when_it_crosses(device: CpuDevice) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "picks"), [(0, 0, 0), (1, 1, 1), (5, 2, 1), (6, 4, 4)])
-def test_padding_is_written_to_the_scratch_page_and_read_by_nobody(
+def test_padding_is_written_to_the_scratch_page_and_not_read(
     device: CpuDevice, tokens: int, rows: int, picks: int
 ) -> None:
-    """It is tokens that belong to no row, and rows without tokens."""
+    """Padding is tokens that belong to no row, and rows without tokens."""
     inputs = StepInputs(device, 6, 4, 3)
     before = numbered(inputs)
     inputs.pad(tokens, rows, picks)
@@ -88,7 +88,7 @@ def test_padding_is_written_to_the_scratch_page_and_read_by_nobody(
     assert host["lengths"].tolist() == before["lengths"][:rows] + [0] * (4 - rows)
 
 
-def test_of_the_table_only_the_rows_that_are_there_are_sent(device: CpuDevice) -> None:
+def test_only_used_rows_of_the_page_table_are_sent(device: CpuDevice) -> None:
     inputs = StepInputs(device, 6, 5, 3)
     table = inputs.paged_batch(max_query=1, max_kv=1, fresh=False).page_table
     table.fill_(-1)
@@ -99,7 +99,7 @@ def test_of_the_table_only_the_rows_that_are_there_are_sent(device: CpuDevice) -
     assert sent[:9] == [7] * 9 and sent[12:] == [-1] * 3  # 128 bits at a time
 
 
-def test_rows_are_sent_in_the_order_of_what_they_bring(device: CpuDevice) -> None:
+def test_visits_have_chunks_before_single_tokens(device: CpuDevice) -> None:
     inputs = StepInputs(device, 8, 6, 1)
     batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
     inputs.host["starts"][:] = (0, 1, 3, 3, 4, 8, 8)

@@ -19,7 +19,7 @@ CASES = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.p
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
-def test_under_the_interpreter(which: str) -> None:
+def test_kernels_are_right_under_the_interpreter(which: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", which, *CASES]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
@@ -32,14 +32,14 @@ def test_few_rows_run_at_once_and_leave_no_processor_one_program_more(rows: int,
     assert 0.9 * 132 * rows <= rows * kv_heads * splits <= 132 * rows
 
 
-def test_but_rather_that_than_too_few() -> None:
+def test_one_program_more_on_some_processors_is_better_than_idle_processors() -> None:
     assert split_count(1, 70, max_kv=8192, processors=132) == 2  # 70 of 132 would be idle
 
 
-def test_a_row_alone_fills_the_device_once() -> None:
+def test_a_single_row_fills_the_device_once() -> None:
     splits = split_count(1, 8, max_kv=8192, processors=132)
     assert 132 - 8 < 8 * splits < 132 + 8
-    assert split_count(1, 8, max_kv=100, processors=132) == 2  # but no split is left with less than a tile
+    assert split_count(1, 8, max_kv=100, processors=132) == 2  # no split has fewer keys than a tile
     assert split_count(1, 1, max_kv=1 << 20, processors=132) == MAX_SPLITS
 
 
@@ -55,7 +55,7 @@ def test_many_programs_are_split_only_where_one_could_be_very_long() -> None:
 
 
 def test_a_tile_holds_all_queries_of_a_group() -> None:
-    assert decode_tiles(1, 128, 2).rows == 16  # the least that a matrix product takes
+    assert decode_tiles(1, 128, 2).rows == 16  # the fewest rows of a matrix product
     assert decode_tiles(8 * 3, 128, 2).rows == 32
 
 
@@ -80,7 +80,7 @@ def test_the_keys_of_a_short_chunk_are_divided_until_the_device_is_full() -> Non
 
     assert 40 * splits(64, 1, 40, 4096) <= 132 < 40 * (splits(64, 1, 40, 4096) + 1)
     assert splits(64, 1, 40, 300) == 1  # a piece would be too short
-    assert splits(2048, 1, 40, 4096) == 1  # whoever brings them: they fill it
+    assert splits(2048, 1, 40, 4096) == 1  # a long chunk fills the device with any number of heads
     assert splits(64, 1, 1, 1 << 20) == MOST_SPLITS
     pieces = [tokens * 32 * splits(tokens, 4, 8, 4096) for tokens in range(1, 4096) if splits(tokens, 4, 8, 4096) > 1]
     assert 0 < max(pieces) <= tiles.rows * 132

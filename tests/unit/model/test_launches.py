@@ -35,7 +35,7 @@ def norm(dtype: torch.dtype = torch.float32, width: int = 64) -> Tensor:
     return rms_norm(torch.ones(2, width, dtype=dtype), torch.ones(width, dtype=dtype), 1e-5)
 
 
-def test_a_list_has_each_variant_once_and_launches_none(launches: Launches) -> None:
+def test_a_listing_has_each_variant_once_and_launches_none(launches: Launches) -> None:
     with launches.listing() as listed:
         for dtype in (torch.float32, torch.bfloat16, torch.float32):
             norm(dtype)
@@ -45,13 +45,16 @@ def test_a_list_has_each_variant_once_and_launches_none(launches: Launches) -> N
     ]
 
 
-def test_what_is_compiled_is_not_listed_again(launches: Launches) -> None:
+def test_a_compiled_variant_is_not_listed_again(launches: Launches) -> None:
     with launches.listing() as listed:
         norm()
     (variant,) = listed
     assert not is_compiled(variant, HOPPER)
     compile_variant(variant, HOPPER)
-    with launches.listing() as listed, pytest.raises(AttributeError, match="launcher"):  # there is no GPU
+    with (
+        launches.listing() as listed,
+        pytest.raises(AttributeError, match="launcher"),
+    ):  # the launch fails: there is no GPU
         norm()
     assert not listed
 
@@ -62,7 +65,7 @@ def test_in_a_trial_a_launch_raises_and_is_listed(launches: Launches) -> None:
     assert len(listed) == 1
 
 
-def test_what_cannot_be_compiled_is_tried_once_and_again_for_the_next_list(
+def test_a_variant_that_cannot_be_compiled_is_tried_once_for_each_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -88,7 +91,7 @@ def test_what_cannot_be_compiled_is_tried_once_and_again_for_the_next_list(
 
 @pytest.mark.parametrize("options", [{}, {"window": 20, "softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("counts", [[1, 1, 1], [1, 9, 17]], ids=["decode", "mixed"])
-def test_attention_without_its_kernels_is_torchs(
+def test_attention_falls_back_to_torch_without_its_kernels(
     launches: Launches, counts: list[int], options: dict[str, Any]
 ) -> None:
     scene = Scene(counts, [5, 40, 60], group=2)

@@ -39,14 +39,14 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 
 def device_buffer(weights: Weights, index: int) -> Tensor:
-    """A buffer as it is on the device; the last is the rest."""
+    """Device memory of a buffer; the last buffer is the rest."""
     blocks = weights.residency._blocks
     buffer = blocks[index].memory if index < len(blocks) else weights.rest
     assert buffer is not None
     return buffer
 
 
-# --- what a load gives ----------------------------------------------------------------------------------------------
+# --- results of a load ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +77,7 @@ def test_projections_of_one_input_are_one_product(device: CpuDevice, family: str
     weights.release(device)
 
 
-def test_the_count_of_parameters_is_transformers(device: CpuDevice) -> None:
+def test_the_count_of_parameters_equals_transformers(device: CpuDevice) -> None:
     weights = load_weights(reduced_model("gpt2"), device)
     embedding = 512 * 64 + 1024 * 64
     block = 4 * 64 + (64 * 192 + 192) + (64 * 64 + 64) + (64 * 256 + 256) + (256 * 64 + 64)
@@ -85,7 +85,7 @@ def test_the_count_of_parameters_is_transformers(device: CpuDevice) -> None:
     weights.release(device)
 
 
-def test_progress_tells_reading_and_uploading_to_their_ends(device: CpuDevice) -> None:
+def test_progress_reports_reading_and_uploading_to_the_end(device: CpuDevice) -> None:
     told: list[tuple[str, int, int]] = []
     loader = loader_of(reduced_model("llama-2"), device, "auto")
     weights = loader.run(anonymous_arena, lambda *progress: told.append(progress), 0)
@@ -117,7 +117,7 @@ def test_a_filled_arena_is_not_read_again(device: CpuDevice, tmp_path: Path) -> 
     second.release(device)
 
 
-def test_the_fingerprint_is_of_checkpoint_and_layout(device: CpuDevice, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_checkpoint_and_layout(device: CpuDevice, tmp_path: Path) -> None:
     folder = altered(tmp_path)
     fingerprint = loader_of(folder, device, "auto").fingerprint
     assert loader_of(folder, device, "auto").fingerprint == fingerprint
@@ -125,7 +125,7 @@ def test_the_fingerprint_is_of_checkpoint_and_layout(device: CpuDevice, tmp_path
     assert loader_of(folder, device, "auto").fingerprint != fingerprint
 
 
-def test_bf16_is_stored_as_it_is_and_computed_in_float32_on_a_cpu(device: CpuDevice, tmp_path: Path) -> None:
+def test_bf16_is_stored_unchanged_and_computed_in_float32_on_a_cpu(device: CpuDevice, tmp_path: Path) -> None:
     folder = altered(tmp_path, change=lambda tensors: cast(tensors, torch.bfloat16))
     loader = loader_of(folder, device, "auto")
     assert (loader.store.dtype, loader.dtype) == (torch.bfloat16, torch.float32)
@@ -141,16 +141,16 @@ def test_bf16_is_stored_as_it_is_and_computed_in_float32_on_a_cpu(device: CpuDev
 @pytest.mark.parametrize(
     ("wanted", "dtype"), [("auto", torch.float32), ("bfloat16", torch.bfloat16), ("float16", torch.float16)]
 )
-def test_the_dtype_that_was_asked_for(device: CpuDevice, wanted: str, dtype: torch.dtype) -> None:
+def test_the_requested_dtype_is_computed_in(device: CpuDevice, wanted: str, dtype: torch.dtype) -> None:
     assert compute_dtype(wanted, torch.bfloat16, device) == dtype
 
 
-def test_a_dtype_that_is_none(device: CpuDevice) -> None:
+def test_an_unknown_dtype_is_refused(device: CpuDevice) -> None:
     with pytest.raises(InvalidRequest, match="dtype 'int4' is not one of auto, float32, bfloat16, float16"):
         loader_of(reduced_model("llama-2"), device, "int4")
 
 
-def test_an_unloaded_model_is_gone_without_the_garbage_collector(device: CpuDevice) -> None:
+def test_an_unloaded_model_is_freed_without_the_garbage_collector(device: CpuDevice) -> None:
     weights = load_weights(reduced_model("llama-2"), device)
     gone = weakref.ref(weights.residency._blocks[0].memory)
     gc.disable()
@@ -162,7 +162,7 @@ def test_an_unloaded_model_is_gone_without_the_garbage_collector(device: CpuDevi
         gc.enable()
 
 
-# --- what cannot be loaded ------------------------------------------------------------------------------------------
+# --- failing loads --------------------------------------------------------------------------------------------------
 
 
 def without_config(folder: Path) -> Path:
@@ -222,7 +222,7 @@ FALCON = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_at
         pytest.param(of_family(FALCON), ModelRejected, "attention of falcon wants .*: alibi", id="falcon"),
     ],
 )
-def test_it_is_refused_with_what_is_at_fault(
+def test_a_bad_checkpoint_is_refused_with_the_fault(
     device: CpuDevice, tmp_path: Path, make: Callable[[Path], Path], error: type[DjinnError], message: str
 ) -> None:
     folder = make(tmp_path)
@@ -232,11 +232,11 @@ def test_it_is_refused_with_what_is_at_fault(
 
 
 def least(loader: Loader) -> int:
-    """Bytes of device memory for one slot, embedding and head."""
+    """The least device memory: one slot, embedding and head."""
     return max(size.least for size in loader.store.sizes(loader.dtype)) + loader.rest_bytes
 
 
-def test_what_does_not_fit_streams_and_a_budget_for_less_than_a_slot_is_refused(device: CpuDevice) -> None:
+def test_blocks_that_do_not_fit_stream_and_a_budget_below_one_slot_is_refused(device: CpuDevice) -> None:
     loader = loader_of(reduced_model("llama-2"), device, "auto")
     plan = loader.plan(MEMORY - least(loader))
     assert (plan.count(Place.STREAMED), plan.slots) == (4, 1)
@@ -247,7 +247,7 @@ def test_what_does_not_fit_streams_and_a_budget_for_less_than_a_slot_is_refused(
     assert told.value.data == {"needed": needed, "free": MEMORY, "budget": MEMORY}
 
 
-def test_a_plan_may_be_made_for_another_budget_than_the_device_s(device: CpuDevice) -> None:
+def test_a_plan_may_be_made_for_another_budget(device: CpuDevice) -> None:
     loader = loader_of(reduced_model("llama-2"), device, "auto")
     assert loader.plan(0).count(Place.PLAIN) == 4
     assert loader.plan(100, free=least(loader) + 100).count(Place.STREAMED) == 4
@@ -256,7 +256,7 @@ def test_a_plan_may_be_made_for_another_budget_than_the_device_s(device: CpuDevi
     assert told.value.data["needed"] == least(loader) + 100
 
 
-def test_a_device_that_fills_up_meanwhile_gets_back_what_was_taken(device: CpuDevice) -> None:
+def test_a_load_that_runs_out_of_memory_gives_its_memory_back(device: CpuDevice) -> None:
     loader = loader_of(reduced_model("llama-2"), device, "auto")
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -268,7 +268,7 @@ def test_a_device_that_fills_up_meanwhile_gets_back_what_was_taken(device: CpuDe
     device.budget.release("somebody else")
 
 
-def test_without_room_from_the_start_the_host_is_asked_for_nothing(device: CpuDevice) -> None:
+def test_without_device_memory_no_host_memory_is_requested(device: CpuDevice) -> None:
     loader = loader_of(reduced_model("llama-2"), device, "auto")
     device.budget.reserve("somebody else", MEMORY - least(loader) + 1)
 
@@ -281,7 +281,7 @@ def test_without_room_from_the_start_the_host_is_asked_for_nothing(device: CpuDe
 
 
 @pytest.mark.parametrize("stage", ["reading", "uploading"])
-def test_what_progress_raises_ends_the_load(device: CpuDevice, stage: str) -> None:
+def test_an_exception_of_progress_ends_the_load(device: CpuDevice, stage: str) -> None:
     class Enough(Exception):
         pass
 
@@ -293,7 +293,7 @@ def test_what_progress_raises_ends_the_load(device: CpuDevice, stage: str) -> No
         loader_of(reduced_model("llama-2"), device, "auto").run(anonymous_arena, progress, 0)
 
 
-def test_an_arena_that_is_refused_ends_the_load(device: CpuDevice) -> None:
+def test_an_exception_of_the_arena_ends_the_load(device: CpuDevice) -> None:
     def refuse(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
         raise OutOfMemory(f"/dev/shm has no {nbytes} bytes")
 
@@ -311,12 +311,12 @@ def test_more_blocks_than_tensors_are_refused_before_a_module_is_built(tmp_path:
 
 
 def zeroed(tensors: Tensors) -> None:
-    """Two blocks that the code packs, then one that it cannot."""
+    """Makes two blocks that can be packed, then one that cannot."""
     for name, tensor in tensors.items():
         tensors[name] = (0 * tensor if ".layers.2." in name and "proj" in name else tensor).to(torch.bfloat16)
 
 
-def test_weights_that_the_code_cannot_hold_stay_plain_and_it_is_said_why(device: CpuDevice, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_packed_stay_plain_and_the_notes_say_why(device: CpuDevice, tmp_path: Path) -> None:
     folder = altered(tmp_path, change=zeroed)
     asked: list[int] = []
 
@@ -335,7 +335,7 @@ def test_weights_that_the_code_cannot_hold_stay_plain_and_it_is_said_why(device:
     weights.release(device)
 
 
-def test_a_packed_block_is_the_checkpoint_bit_for_bit(device: CpuDevice, tmp_path: Path) -> None:
+def test_a_packed_block_equals_the_checkpoint_to_the_bit(device: CpuDevice, tmp_path: Path) -> None:
     folder = altered(tmp_path, change=lambda tensors: cast(tensors, torch.bfloat16))
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=0))
     plain = load_weights(folder, device, "bfloat16", name="plain", placing=Placing(packing=False))

@@ -15,8 +15,8 @@ def unsigned(bits: torch.Tensor) -> list[int]:
     return [value % (1 << 64) for value in bits.flatten().tolist()]
 
 
-def test_a_stream_of_splitmix64():
-    """The numbers that Vigna's splitmix64.c prints for the seed 1234567."""
+def test_a_stream_equals_splitmix64():
+    """Compares with the numbers that Vigna's splitmix64.c prints for the seed 1234567."""
     bits = random_bits(torch.tensor([1234567]), vocabulary_counters(5, CPU))
     assert unsigned(bits) == [
         6457827717110365317,
@@ -29,12 +29,12 @@ def test_a_stream_of_splitmix64():
 
 @pytest.mark.parametrize("seed", [0, 1, 12345678901234567, (1 << 63) - 1])
 @pytest.mark.parametrize("position", [0, 1, 131071])
-def test_keys_are_those_of_plain_integers(seed: int, position: int):
+def test_keys_equal_those_of_python_integers(seed: int, position: int):
     keys = noise_keys(noise_streams(torch.tensor([seed])), torch.tensor([position]))
     assert unsigned(keys) == [plain.splitmix64(plain.splitmix64(seed, 1), position + 1)]
 
 
-def test_gumbel_is_that_of_plain_floats():
+def test_gumbel_equals_that_of_python_floats():
     noise = gumbel(noise_keys(noise_streams(torch.tensor([7, 8])), torch.tensor([3, 0])), vocabulary_counters(100, CPU))
     wanted = [[plain.gumbel(seed, position, index) for index in range(100)] for seed, position in ((7, 3), (8, 0))]
     torch.testing.assert_close(noise, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)

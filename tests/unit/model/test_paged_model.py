@@ -47,8 +47,8 @@ def step(model: PagedModel, device: CpuDevice, rows: list[InputRow]) -> Tensor:
     return model.logits(hidden, inputs.picks(sum(counts)))
 
 
-def test_rows_of_all_kinds_in_one_step(model: PagedModel, device: CpuDevice) -> None:
-    """A fresh prompt, a chunk with history and a single token, each in pages of its own in no order."""
+def test_rows_of_all_kinds_share_a_step(model: PagedModel, device: CpuDevice) -> None:
+    """The rows are a fresh prompt, a chunk with history and a single token, with shuffled pages."""
     a, b, c = (random_prompt(length, 512, seed) for length, seed in ((6, 1), (11, 2), (9, 3)))
     pages_a, pages_b, pages_c = [7, 2], [19, 4, 11], [3, 12, 1]
     step(model, device, [(b[:5], 0, pages_b), (c[:8], 0, pages_c)])
@@ -58,7 +58,7 @@ def test_rows_of_all_kinds_in_one_step(model: PagedModel, device: CpuDevice) -> 
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
 
 
-def test_logits_are_of_the_tokens_that_were_picked(model: PagedModel, device: CpuDevice) -> None:
+def test_logits_are_those_of_the_picked_tokens(model: PagedModel, device: CpuDevice) -> None:
     prompt = random_prompt(8, 512, 4)
     whole = step(model, device, [(prompt, 0, [5, 6])])
     assert whole.shape == (8, model.vocab)
@@ -71,7 +71,8 @@ def test_logits_are_of_the_tokens_that_were_picked(model: PagedModel, device: Cp
 
 
 class Handing:
-    """A probe that keeps what is at the end of one part of the blocks, and puts it where the next begins."""
+    """A probe that keeps the hidden states at the end of one part of the blocks, and puts them at the start of the
+    next."""
 
     def __init__(self, *points: Point, given: Tensor | None = None) -> None:
         self.first = 0
@@ -86,8 +87,8 @@ class Handing:
 
 
 @pytest.mark.parametrize("block", range(5))
-def test_blocks_in_two_parts_are_the_blocks(model: PagedModel, device: CpuDevice, block: int) -> None:
-    """And where a part begins, there is what the prologue gives."""
+def test_blocks_in_two_parts_give_the_same_as_in_one(model: PagedModel, device: CpuDevice, block: int) -> None:
+    """Without a probe, a part begins with the output of the prologue."""
     tokens, boundary = random_prompt(7, 512, 1), Point("resid", block)
     inputs = StepInputs(device, 7, 1, 2)
     fill(inputs, [(tokens, 0, [5, 6])], PAGE)
@@ -114,7 +115,7 @@ def test_each_block_has_its_own_part_of_a_page(model: PagedModel, device: CpuDev
     assert not bool(model.pool.any())
 
 
-def test_zero_pages_zeroes_these_and_no_others(model: PagedModel) -> None:
+def test_zero_pages_zeroes_only_its_pages(model: PagedModel) -> None:
     model.pool.fill_(1)
     model.zero_pages([3, 17])
     zeroed = [page for page in range(len(model.pool)) if not bool(model.pool[page].any())]
@@ -123,7 +124,7 @@ def test_zero_pages_zeroes_these_and_no_others(model: PagedModel) -> None:
     model.pool.zero_()
 
 
-def test_copy_page_copies_this_and_touches_no_other(model: PagedModel) -> None:
+def test_copy_page_changes_only_its_target(model: PagedModel) -> None:
     model.pool.copy_(torch.rand(model.pool.shape))
     before = model.pool.clone()
     model.copy_page(17, 3)

@@ -31,7 +31,7 @@ NAMES = dict.fromkeys(FAMILIES, LLAMA) | {
     "opt": ("model.decoder.layers", "self_attn", "fc2", "model.decoder.final_layer_norm", "lm_head"),
     "falcon-7b": ("transformer.h", "self_attention", "mlp", "transformer.ln_f", "lm_head"),
     "falcon-40b": ("transformer.h", "self_attention", "mlp", "transformer.ln_f", "lm_head"),
-    "gemma-2": (*LLAMA[:-1], ""),  # it caps what the head gives
+    "gemma-2": (*LLAMA[:-1], ""),  # it caps the logits
 }
 
 
@@ -49,7 +49,7 @@ def small(kind: type[PreTrainedConfig], **entries: Any) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_family_s_modules_are_called(family: str, dtype: torch.dtype) -> None:
+def test_the_points_of_each_family_are_found(family: str, dtype: torch.dtype) -> None:
     points = points_of(read_config(reduced_model(family)), dtype)
     assert names(points) == NAMES[family]
     assert (points.blocks, points.width, points.vocab) == (4, 64, 512)
@@ -60,7 +60,7 @@ def test_dense_blocks_and_experts_may_have_one_name() -> None:
     assert points_of(config).mlp == "mlp"
 
 
-def test_a_name_that_not_every_block_has_is_none() -> None:
+def test_a_name_that_differs_between_blocks_is_no_point() -> None:
     skeleton = Skeleton(build(read_config(reduced_model("llama-2")), torch.float32))
     other = skeleton.adapter.blocks[2]
     other.ffn = other._modules.pop("mlp")
@@ -70,14 +70,14 @@ def test_a_name_that_not_every_block_has_is_none() -> None:
 
 
 class _Renamed(LlamaDecoderLayer):
-    """Its forward finds the MLP under the old name."""
+    """A layer with a renamed MLP, which its forward finds under the old name."""
 
     @property
     def mlp(self) -> nn.Module:
         return self.get_submodule("ffn")
 
 
-def test_where_two_modules_make_up_the_mlp_it_has_no_name() -> None:
+def test_an_mlp_of_two_modules_is_no_point() -> None:
     config = small(GraniteMoeSharedConfig, shared_intermediate_size=32, num_local_experts=4)
     assert names(points_of(config)) == ("model.layers", "self_attn", "", "model.norm", "")
     one = small(GraniteMoeSharedConfig, shared_intermediate_size=0, num_local_experts=4)
@@ -89,17 +89,17 @@ def test_a_norm_that_runs_twice_is_no_point() -> None:
     assert points_of(small(NanoChatConfig)).norm == ""
 
 
-def test_without_a_final_norm_there_is_none() -> None:
+def test_a_model_without_a_final_norm_has_no_norm_point() -> None:
     config = small(OPTConfig, ffn_dim=64, do_layer_norm_before=False, word_embed_proj_dim=16)
     points = points_of(config)
     assert (points.norm, points.head, points.mlp) == ("", "lm_head", "fc2")
 
 
-def test_a_head_whose_output_is_scaled_is_not_what_is_sampled_from() -> None:
+def test_a_head_with_a_scaled_output_is_no_point() -> None:
     assert points_of(small(CohereConfig, logit_scale=0.5)).head == ""
 
 
-def test_a_family_that_cannot_run_on_the_meta_device_has_its_points_between_blocks() -> None:
+def test_a_family_that_cannot_run_on_the_meta_device_has_only_points_between_blocks() -> None:
     skeleton = Skeleton(build(small(GPTBigCodeConfig), torch.float32))
     assert names(skeleton.points) == ("transformer.h", "attn", "mlp", "transformer.ln_f", "lm_head")
 

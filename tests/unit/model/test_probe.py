@@ -1,5 +1,5 @@
-"""Every family at every kind of point, beside transformers with plain hooks on the same modules: what is seen, and what
-comes of changing it. Two sessions, in chunks with and without history and single tokens, share the steps.
+"""Compares every family at every kind of point with transformers and plain hooks on the same modules, for reads and for
+changes. Two sessions share the steps, in chunks with and without history and in single tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = [[(0, 0, 6), (1, 0, 4)], [(1, 4, 5), (0, 6, 12)], [(0, 12, 13), (1, 5, 9
 TOLERANCE = 1e-4
 
 OPS: tuple[Op, ...] = get_args(Op)
-# Of each session, at which position, which op: all at one point, in steps that have rows of both.
+# Edits of each session: position and op. All are at one point, in steps with rows of both sessions.
 EDITED = [(session, at, op) for session in range(2) for at, op in enumerate(OPS, start=3 - session)]
 EDITED.append((0, 12, "add"))
 SCALE, LOW, HIGH = 0.7, -0.05, 0.05
@@ -108,14 +108,14 @@ def streamed(request: pytest.FixtureRequest) -> Iterator[Driven]:
 def by_hooks(
     folder: Path, points: PointMap, prompt: list[int], wanted: Iterable[Point], change: dict[Point, Change]
 ) -> tuple[dict[Point, Tensor], Tensor]:
-    """What transformers' modules give, [tokens, width] each, and its logits; what `change` has is changed."""
+    """Outputs of transformers' modules, [tokens, width] each, and its logits. `change` changes outputs."""
     model, seen = reference.model_of(folder), {}
 
     def look(point: Point, value: Tensor) -> Tensor:
         value = value.clone()
         if point in change:
             change[point](value.view(-1, value.shape[-1]))
-        seen[point] = value.view(-1, value.shape[-1]).clone()  # Falcon adds attention's to what its MLP gave, in place
+        seen[point] = value.view(-1, value.shape[-1]).clone()  # Falcon adds to its MLP's output in place
         return value
 
     def before(point: Point) -> Callable[..., object]:
@@ -135,13 +135,13 @@ def by_hooks(
             elif path := path_of(points, point):
                 hooks.enter_context(model.get_submodule(path).register_forward_hook(after(point)))
         logits = model(torch.tensor([prompt]), use_cache=False).logits
-        if not points.head:  # no module gives just what is sampled from
+        if not points.head:  # no module returns the logits that are sampled from
             logits = look(Point("logits"), logits)
     return seen, logits[0]
 
 
 def path_of(points: PointMap, point: Point) -> str:
-    """Of the module whose output the point is."""
+    """Path of the module whose output the point is."""
     within = {"attn": points.attention, "mlp": points.mlp}
     if point.where == "resid":
         return f"{points.layers}.{point.block - 1}"
@@ -150,14 +150,14 @@ def path_of(points: PointMap, point: Point) -> str:
     return points.norm if point.where == "norm" else points.head
 
 
-# --- what is seen -----------------------------------------------------------------------------------------------------
+# --- reads ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_point_is_seen_as_by_hooks(family: Driven) -> None:
+def test_a_probe_sees_every_point_as_hooks_do(family: Driven) -> None:
     check_what_is_seen(family)
 
 
-def test_every_point_of_a_streamed_model_is_seen_as_by_hooks(streamed: Driven) -> None:
+def test_a_probe_sees_every_point_of_a_streamed_model_as_hooks_do(streamed: Driven) -> None:
     check_what_is_seen(streamed)
 
 
@@ -175,7 +175,7 @@ def check_what_is_seen(model: Driven) -> None:
 
 
 def assert_close(got: Tensor, wanted: Tensor, what: str) -> None:
-    """To what the order of float32 sums makes of them: activations inside of a block reach hundreds."""
+    """Asserts equality up to the order of float32 sums; activations inside of a block reach hundreds."""
     error, largest = (got - wanted).abs().max().item(), wanted.abs().max().item()
     assert error < TOLERANCE * max(1.0, largest / 10), f"{what}: {error:.2g} of {largest:.2g}"
 
@@ -188,8 +188,8 @@ def by_session(steps: list[Tensor]) -> list[Tensor]:
     return [torch.cat(own) for own in parts]
 
 
-def test_a_probe_that_touches_nothing_changes_nothing(family: Driven) -> None:
-    """At all points together, and at each of every block alone: the same bytes of logits and of KV."""
+def test_a_probe_that_only_reads_changes_nothing(family: Driven) -> None:
+    """Logits and KV have the same bytes with a probe at all points together, and at each point alone."""
     alone = family.run()
     pages = family.model.pool.clone()
     points = all_points(family.points)
@@ -199,7 +199,7 @@ def test_a_probe_that_touches_nothing_changes_nothing(family: Driven) -> None:
         assert same_bytes(family.model.pool, pages), wanted
 
 
-# --- what comes of changing it ----------------------------------------------------------------------------------------
+# --- changes ----------------------------------------------------------------------------------------------------------
 
 KINDS = {
     "embed": Point("resid", 0),
@@ -223,7 +223,7 @@ def test_edits_of_a_streamed_model_do_what_hooks_do(streamed: Driven, kind: str)
 
 
 def check_edits(model: Driven, point: Point) -> None:
-    """All ops at one point, at positions of two sessions, in one go in each step."""
+    """Edits with all ops at one point, at positions of two sessions, in one call a step."""
     width = model.points.width_at(point)
     bank = torch.randn(len(EDITED), width, generator=torch.Generator().manual_seed(0))
 
@@ -254,12 +254,12 @@ def check_edits(model: Driven, point: Point) -> None:
         assert (wanted - unedited).abs().max().item() > 100 * TOLERANCE
 
 
-def test_what_one_session_edits_does_not_reach_another(family: Driven) -> None:
-    """Not a byte of it, where its rows are multiplied in one go; experts multiply in groups, whose sizes follow from
-    what the router makes of NaN."""
+def test_an_edit_of_one_session_does_not_reach_another(family: Driven) -> None:
+    """No byte changes if all rows are multiplied in one product. Experts multiply in groups, whose sizes depend on the
+    router's choice for NaN."""
     alone = family.run()
     has_experts = any(parameter.dim() == 3 for parameter in family.model.adapter.blocks[0].parameters())
-    bad = torch.tensor([1])  # of step 0: a position of the first session
+    bad = torch.tensor([1])  # a row of step 0: a position of the first session
 
     def spoil(value: Tensor) -> None:
         value[bad] = math.nan
@@ -281,7 +281,7 @@ class _Pair(nn.Module):
         return x * 2, "beside"
 
 
-def test_a_tuple_s_first_is_what_is_shown() -> None:
+def test_the_first_of_a_tuple_is_passed_to_the_probe() -> None:
     module, point = _Pair(), Point("attn", 1)
     probe = Looking((), {point: lambda value: value.add_(1)})
     with watching(probe, {point: module, Point("mlp", 1): nn.Identity()}):
@@ -290,7 +290,7 @@ def test_a_tuple_s_first_is_what_is_shown() -> None:
     assert probe.order == [point]
 
 
-def test_what_has_no_batch_dimension_is_shown_with_one() -> None:
+def test_an_output_without_a_batch_dimension_gets_one() -> None:
     module, point = nn.Identity(), Point("mlp")
     probe = Looking((), {point: lambda value: value.mul_(0)})
     with watching(probe, {point: module}):
@@ -298,7 +298,7 @@ def test_what_has_no_batch_dimension_is_shown_with_one() -> None:
     assert probe.seen[point][0].shape == (3, 4)
 
 
-def test_hooks_go_whatever_happens() -> None:
+def test_hooks_are_removed_after_an_exception() -> None:
     module, point = nn.Identity(), Point("attn")
 
     def refuse(value: Tensor) -> None:

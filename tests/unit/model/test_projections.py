@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def bound(block: nn.Module) -> tuple[Layout, Tensor]:
-    """The block over one random buffer."""
+    """Binds the block to one random buffer."""
     layout = Layout((name, parameter.shape) for name, parameter in block.named_parameters())
     buffer = torch.randn(layout.numel)
     bind(block, layout.views(buffer))
@@ -38,7 +38,7 @@ def bound(block: nn.Module) -> tuple[Layout, Tensor]:
 
 
 def bind_products(products: list[Product], layout: Layout, buffer: Tensor) -> None:
-    """Weights of one plain buffer."""
+    """Binds the products to the weights of one plain buffer."""
     for product in products:
         bias = None
         if len(product.biases) > 1:
@@ -53,7 +53,7 @@ def x() -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_block_gives_the_same_with_one_product(bias: bool) -> None:
+def test_a_shared_product_gives_the_same_results(bias: bool) -> None:
     block = Block(Attention(bias))
     layout, buffer = bound(block)
     wanted = block.self_attn(x())
@@ -76,7 +76,7 @@ def test_the_weight_is_the_buffer_itself() -> None:
         torch.testing.assert_close(got, 2 * want)
 
 
-def test_products_can_be_bound_again_and_hold_nothing_of_before() -> None:
+def test_products_can_be_bound_again_and_drop_their_old_weights() -> None:
     block = Block(Attention(bias=True))
     layout, buffer = bound(block)
     products = install_products(block, layout)
@@ -126,7 +126,7 @@ class Gated(nn.Linear):
         return super().forward(x).tanh()
 
 
-def test_projections_that_are_more_than_linear_stay() -> None:
+def test_subclasses_of_linear_are_not_replaced() -> None:
     block = Block(Attention(key=Gated))
     layout, _ = bound(block)
     wanted = block.self_attn(x())
@@ -136,7 +136,7 @@ def test_projections_that_are_more_than_linear_stay() -> None:
         assert torch.equal(got, want)
 
 
-def test_a_bias_that_only_some_have_keeps_them_apart() -> None:
+def test_a_bias_of_only_some_members_prevents_a_shared_product() -> None:
     attention = Attention()
     attention.k_proj = nn.Linear(6, 4, bias=True)
     block = Block(attention)

@@ -24,8 +24,8 @@ def book_of(folder: Path) -> RecipeBook:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_is_made_as_transformers_makes_it(family: str) -> None:
-    """Experts of Mixtral are stacked, GPT-2's missing prefix is put in front."""
+def test_every_parameter_equals_transformers(family: str) -> None:
+    """For example, experts of Mixtral are stacked, and names of GPT-2 get their missing prefix."""
     folder = reduced_model(family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     book = book_of(folder)
@@ -52,7 +52,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     assert told.value.data == {"tensor": "model.norm.weight", "missing": 2}
 
 
-def test_what_the_model_does_not_want_is_passed_over(tmp_path: Path) -> None:
+def test_tensors_that_the_model_does_not_have_are_ignored(tmp_path: Path) -> None:
     def add(tensors: Tensors) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
         tensors["model.layers.0.self_attn.mask"] = torch.ones(8, dtype=torch.bool)
@@ -60,7 +60,7 @@ def test_what_the_model_does_not_want_is_passed_over(tmp_path: Path) -> None:
     book_of(altered(tmp_path, change=add)).require({"model.norm.weight": (64,)}, {})
 
 
-def test_integers_where_a_parameter_wants_numbers_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_tensor_of_integers_is_refused_by_name(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.o_proj.weight"
 
     def quantise(tensors: Tensors) -> None:
@@ -91,7 +91,7 @@ def test_integers_where_a_parameter_wants_numbers_are_refused_by_name(tmp_path: 
         ("mixtral", EXPERTS, (1 << 40, 2, 64), rf"tensors of {EXPERTS} cannot be merged"),
     ],
 )
-def test_larger_parameters_than_the_files_have_are_refused(
+def test_parameters_larger_than_their_tensors_are_refused(
     family: str, name: str, shape: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ModelRejected, match=message) as told:

@@ -1,4 +1,4 @@
-"""The list is whole: whatever steps launch of a model is in it."""
+"""The list of kernels is complete: it has all kernels that steps of a model launch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 def model_of(family: str, device: CpuDevice) -> PagedModel:
-    """With the attention that it has on a GPU."""
+    """A model with the attention of a GPU."""
     weights = load_weights(reduced_model(family), device)
     kv = weights.skeleton.kv_shape
     pool = torch.zeros(2, weights.skeleton.num_blocks, 2, 16, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
@@ -63,7 +63,7 @@ def step(model: PagedModel, device: CpuDevice, tokens: int, rows: int, max_query
 
 
 @pytest.mark.parametrize("family", ["llama-2", "gemma-2", "gpt-oss"])
-def test_no_step_launches_what_is_not_listed(family: str, launches: Launches, device: CpuDevice) -> None:
+def test_steps_launch_only_listed_kernels(family: str, launches: Launches, device: CpuDevice) -> None:
     model = model_of(family, device)
     listed = set(list_kernels(model, device, MAX_TOKENS, MAX_KV))
     with launches.listing() as launched:
@@ -83,13 +83,13 @@ def windows(listed: list[Variant]) -> set[bool]:
 
 
 @pytest.mark.parametrize(("family", "kinds"), [("llama-2", {False}), ("gemma-2", {False, True})])
-def test_blocks_of_each_kind_are_in_the_list(
+def test_kernels_of_each_kind_of_block_are_listed(
     family: str, kinds: set[bool], launches: Launches, device: CpuDevice
 ) -> None:
     assert windows(list_kernels(model_of(family, device), device, MAX_TOKENS, MAX_KV)) == kinds
 
 
-def test_a_model_that_fails_has_a_list_and_its_own_attention_again(launches: Launches, device: CpuDevice) -> None:
+def test_after_a_failure_there_is_a_list_and_attention_is_restored(launches: Launches, device: CpuDevice) -> None:
     model = model_of("llama-2", device)
     own = model.context.kernels
 

@@ -25,7 +25,7 @@ P, K, S = Place.PLAIN, Place.PACKED, Place.STREAMED
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In bfloat16, which can be packed."""
+    """A checkpoint in bfloat16, which can be packed."""
     return altered(tmp_path_factory.mktemp("bf16") / "m", "qwen2", lambda tensors: cast(tensors, torch.bfloat16))
 
 
@@ -55,7 +55,7 @@ WAYS: list[list[tuple[Place, ...]]] = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join("".join(p.value[1] for p in places) for places in way))
-def test_wherever_blocks_are_modules_see_the_checkpoint(
+def test_modules_see_the_checkpoint_in_every_place(
     weights: Weights, device: CpuDevice, folder: Path, way: list[tuple[Place, ...]]
 ) -> None:
     for places in way:
@@ -82,8 +82,8 @@ def test_streamed_blocks_pass_in_any_number_of_slots(
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
-def test_where_nothing_is_packed_nothing_is_decoded(device: CpuDevice, folder: Path, dtype: str) -> None:
-    """Streamed in the checkpoint's dtype and computed in another."""
+def test_plain_blocks_are_not_unpacked(device: CpuDevice, folder: Path, dtype: str) -> None:
+    """Blocks are streamed in the checkpoint's dtype and computed in another."""
     weights = load_weights(folder, device, dtype, placing=Placing(resident=2))
     plan = weights.residency.plan
     assert plan is not None and plan.scratch_bytes == 0 and plan.places == (P, S, P, S)
@@ -93,7 +93,7 @@ def test_where_nothing_is_packed_nothing_is_decoded(device: CpuDevice, folder: P
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_streams_what_it_has(device: CpuDevice, family: str) -> None:
+def test_every_family_streams(device: CpuDevice, family: str) -> None:
     folder = reduced_model(family)
     weights = load_weights(folder, device, placing=Placing(resident=1, slots=2))
     assert_as_in_the_checkpoint(weights, folder, passes=2)
@@ -109,8 +109,8 @@ def held_by(block: nn.Module) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(block) if tensor.device.type != "meta"}
 
 
-def test_dropped_memory_is_gone_without_the_garbage_collector(weights: Weights) -> None:
-    """Blocks of every place, scratch and ring: nobody holds them once they have moved."""
+def test_dropped_memory_is_freed_without_the_garbage_collector(weights: Weights) -> None:
+    """After a move nothing references the old memory: blocks of every place, scratch and ring."""
     residency = weights.residency
     weights.residency.move(plan_of(weights, (P, K, S, S)))
     gone = [weakref.ref(tensor) for tensor in memories(residency)]
@@ -137,8 +137,8 @@ def test_blocks_that_stay_are_not_copied_again(weights: Weights) -> None:
     assert len(told) == 1 and told[0][0] == told[0][1]
 
 
-def test_room_is_made_before_anything_new_is_taken(device: CpuDevice, folder: Path) -> None:
-    """From all plain to all packed and back, in a budget that has room for only one of them, and what a move needs."""
+def test_old_memory_is_freed_before_new_memory_is_allocated(device: CpuDevice, folder: Path) -> None:
+    """Moves from all plain to all packed and back, in a budget for only one of them and the extra memory of a move."""
     weights = load_weights(folder, device, "bfloat16")
     plain, packed = plan_of(weights, (P,) * 4), plan_of(weights, (K,) * 4)
     staging = max(form.nbytes for form in weights.store.forms if form is not None)
@@ -166,7 +166,7 @@ def test_a_move_that_is_broken_off_can_still_be_released(device: CpuDevice, fold
         assert device.budget.used == 0
 
 
-def test_a_move_without_room_is_told_and_can_still_be_released(device: CpuDevice, folder: Path) -> None:
+def test_a_move_without_memory_is_refused_and_can_still_be_released(device: CpuDevice, folder: Path) -> None:
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=0, slots=1))
     device.budget.reserve("somebody else", device.budget.free - 1000)
     with pytest.raises(OutOfMemory, match=r"block 1 of m needs"):
@@ -175,7 +175,7 @@ def test_a_move_without_room_is_told_and_can_still_be_released(device: CpuDevice
     device.budget.release("somebody else")
 
 
-def test_a_pass_that_is_broken_off_begins_anew(device: CpuDevice, folder: Path) -> None:
+def test_a_broken_off_pass_begins_again(device: CpuDevice, folder: Path) -> None:
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=1, slots=2))
     residency = weights.residency
     for index in range(3):
@@ -189,7 +189,7 @@ def test_a_pass_that_is_broken_off_begins_anew(device: CpuDevice, folder: Path) 
     weights.release(device)
 
 
-def test_all_is_given_back_and_the_modules_hold_nothing(device: CpuDevice, folder: Path) -> None:
+def test_release_frees_all_memory_and_unbinds_the_modules(device: CpuDevice, folder: Path) -> None:
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=2))
     weights.release(device)
     assert device.budget.used == 0 and weights.residency.nbytes == 0

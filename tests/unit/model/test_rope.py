@@ -56,7 +56,7 @@ def test_other_frequencies_are_served(tmp_path: Path, rope_type: str) -> None:
 
 
 @pytest.mark.parametrize(("promised", "served"), [(4096, 512), (512, 512), (300, 300)])
-def test_longrope_ends_where_its_second_set_would_begin(tmp_path: Path, promised: int, served: int) -> None:
+def test_a_longrope_context_ends_at_the_length_of_pretraining(tmp_path: Path, promised: int, served: int) -> None:
     folder = config_folder(tmp_path, "phi-3", **LONG_PHI | {"max_position_embeddings": promised})
     assert read_config(folder).max_position_embeddings == served
 
@@ -78,13 +78,13 @@ def test_longrope_has_the_first_set_and_the_scale_of_transformers(tmp_path: Path
     expected = wanted(x, positions)
     assert all(map(torch.equal, rotary(x, positions), expected))
     assert wanted.attention_scaling == rotary.attention_scaling > 1
-    # Transformers would now choose the second set for all of them, ours has nothing to choose.
+    # Transformers would now choose the second set for all rows; the fixed module does not choose.
     farther = torch.cat([positions, torch.tensor([[4000]])], dim=1)
     assert not torch.equal(wanted(x, farther)[0][:, :4], expected[0])
     assert torch.equal(rotary(x, farther)[0][:, :4], expected[0])
 
 
-def test_a_family_that_chooses_by_code_of_its_own_is_refused() -> None:
+def test_a_family_with_its_own_code_for_the_choice_is_refused() -> None:
     rope = LONGROPE | {"rope_type": "longrope", "short_mscale": 1.1, "long_mscale": 1.2}
     config = PhimoeConfig(
         vocab_size=64,

@@ -42,7 +42,7 @@ def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> T
 
 
 class Operations(TorchDispatchMode):
-    """Records each operation's name and the size of what it made."""
+    """Records each operation's name and the size of its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.ops.aten.resolve_conj.default, torch.ops.aten.resolve_neg.default):  # nothing is run
+        if func not in (torch.ops.aten.resolve_conj.default, torch.ops.aten.resolve_neg.default):  # these run nothing
             self.names[str(func.overloadpacket)] += 1
         made = result if isinstance(result, tuple) else (result,)
         self.largest = max([self.largest, *(tensor.numel() for tensor in made if isinstance(tensor, Tensor))])
@@ -77,17 +77,17 @@ def test_the_first_of_tied_tokens_is_the_greedy_one():
     assert sample(logits, [wanting(Sampling(presence_penalty=1.0)), wanting(drawn)]).tokens[0] == 1
 
 
-def test_greedy_rows_need_one_pass_and_nothing_of_the_size_of_the_logits():
+def test_greedy_rows_need_one_pass_and_no_memory_of_the_size_of_the_logits():
     sampler, logits = new_sampler(1000), random_logits(4, 1000)
     sessions = [wanting(GREEDY) for _ in range(4)]
     with Operations() as operations:
         sampler.sample(logits, sessions)
     assert operations.names["aten.max"] == 1
     assert operations.largest <= 4
-    assert operations.names.total() <= 4  # and what tells the sound rows
+    assert operations.names.total() <= 4  # argmax, and the test for unsound rows
 
 
-def test_no_row():
+def test_a_batch_may_have_no_row():
     assert sample(torch.empty(0, 8), []) == Sampled([], [], [])
 
 
@@ -117,7 +117,7 @@ PROMPT, OUTPUT = [0, 1, 2, 3, 1], [3, 4, 5, 4]
 
 
 def expected(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities by transformers' processors: float64 [1, vocab]."""
+    """Probabilities by transformers' logits processors: float64 [1, vocab]."""
     for token, bias in sampling.logit_bias.items():
         logits[0, token] += bias
     scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(torch.tensor([PROMPT + OUTPUT]), logits)
@@ -135,11 +135,11 @@ def expected(logits: Tensor, sampling: Sampling) -> Tensor:
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
 def test_drawn_tokens_have_the_distribution_of_transformers(sampling: Sampling):
-    """Exactly its support, and frequencies within five standard deviations of chi-square's mean."""
+    """The support is equal, and chi-square of the frequencies is within five standard deviations of its mean."""
     draws, vocab = 8192, 40
     logits = random_logits(1, vocab, seed=3, scale=1.0)
     wanted = expected(logits.clone(), sampling)[0]
-    # One session of many seeds, not many sessions: its marks are built once.
+    # One session with many seeds instead of many sessions, so that its marks are built once.
     fields = {name: getattr(sampling, name) for name in Sampling.__struct_fields__ if name != "seed"}
     sessions = [wanting(Sampling(**fields, seed=seed), PROMPT, OUTPUT) for seed in range(draws)]
     tokens = sample(logits.expand(draws, vocab), sessions).tokens
@@ -161,7 +161,7 @@ def test_drawn_tokens_have_the_distribution_of_transformers(sampling: Sampling):
     ],
     ids=str,
 )
-def test_what_ties_with_the_last_token_kept_is_kept(sampling: Sampling):
+def test_tokens_that_tie_with_the_last_kept_token_are_kept(sampling: Sampling):
     logits = torch.tensor([[1.0, 5.0, 5.0, 1.0, 5.0, 5.0]]).expand(400, 6)
     sessions = [wanting(sampling, prompt=[0] * position) for position in range(400)]
     assert set(sample(logits, sessions).tokens) == {1, 2, 4, 5}
@@ -185,7 +185,7 @@ def test_impossible_tokens_are_never_drawn():
     assert set(sample(logits, sessions).tokens) == {17, 31}
 
 
-def test_top_p_is_of_what_top_k_leaves_whatever_the_neighbours_look_at():
+def test_top_p_applies_after_top_k_whatever_other_rows_use():
     logits = (torch.arange(20) * -0.001).expand(200, 20)
     narrow = [wanting(Sampling(temperature=1.0, top_k=2, top_p=0.4, seed=seed)) for seed in range(100)]
     wide = [wanting(Sampling(temperature=1.0, top_p=0.99, seed=seed)) for seed in range(100)]
@@ -198,20 +198,20 @@ def test_top_p_is_of_what_top_k_leaves_whatever_the_neighbours_look_at():
 
 
 def stream(seed: int, length: int = 40) -> list[int]:
-    """Tokens of a session whose logits are flat, generated one after the other."""
+    """Tokens of a session with flat logits, generated one after the other."""
     sampler, session = new_sampler(1000), wanting(Sampling(temperature=1.0, seed=seed))
     for _ in range(length):
         session.tokens += sampler.sample(torch.zeros(1, 1000), [session]).tokens
     return session.tokens[1:]
 
 
-def test_a_seed_names_its_stream():
+def test_a_seed_determines_the_tokens():
     assert stream(11) == stream(11)
     assert len(set(stream(11))) > 30  # positions differ
     assert sum(a == b for a, b in zip(stream(11), stream(12), strict=True)) <= 2
 
 
-def test_a_missing_seed_is_our_fault():
+def test_a_missing_seed_is_an_assertion():
     with pytest.raises(AssertionError, match="seed"):
         sample(torch.zeros(1, 4), [wanting(Sampling(temperature=1.0))])
 
@@ -235,33 +235,33 @@ def mixed() -> list[Session]:
     return [wanting(some, PROMPT, OUTPUT, logprobs=row % 3, stop_tokens=[1, 3]) for row, some in enumerate(MIXED)]
 
 
-def test_a_batch_in_several_groups_is_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_a_batch_in_several_groups_gives_the_same(monkeypatch: pytest.MonkeyPatch):
     logits = random_logits(len(MIXED), 128)
     whole = sample(logits, mixed())
     monkeypatch.setattr(sampler_module, "GROUP_LOGITS", 2 * 128)
     assert sample(logits, mixed()) == whole
 
 
-def test_logits_are_left_as_they_are():
+def test_logits_are_not_changed():
     logits = random_logits(len(MIXED), 128)
     before = logits.clone()
     sample(logits, mixed())
     assert torch.equal(logits, before)
 
 
-def test_what_is_to_be_done_meanwhile_is_done_once_a_step():
+def test_meanwhile_is_called_once_a_step():
     logits, done = random_logits(len(MIXED), 128), []
     sampled = new_sampler(128).sample(logits, mixed(), lambda: done.append("copies"))
     assert sampled.tokens == sample(logits, mixed()).tokens and done == ["copies"]
 
 
-def test_parameters_are_uploaded_once_for_a_composition():
+def test_parameters_are_uploaded_once_for_a_batch():
     sampler, sessions, logits = new_sampler(128), mixed(), random_logits(len(MIXED), 128)
     uploads = []
     for _ in range(4):
         with Operations() as operations:
             tokens = sampler.sample(logits, sessions).tokens
-        uploads.append(operations.names["aten.lift_fresh"])  # what torch.tensor(list) is to the dispatcher
+        uploads.append(operations.names["aten.lift_fresh"])  # the dispatcher's name for torch.tensor(list)
         for session, token in zip(sessions, tokens, strict=True):
             session.tokens.append(token)
     first, *rest = uploads
@@ -269,7 +269,7 @@ def test_parameters_are_uploaded_once_for_a_composition():
     assert first > 10
 
 
-def test_a_new_composition_brings_its_own_parameters():
+def test_another_batch_uploads_its_own_parameters():
     sampler, logits = new_sampler(128), random_logits(len(MIXED), 128)
     sessions = mixed()
     whole = sampler.sample(logits, sessions).tokens
@@ -280,7 +280,7 @@ def test_a_new_composition_brings_its_own_parameters():
 
 
 def test_penalties_follow_sessions_that_join_and_leave():
-    """Greedy generation beside transformers' repetition penalty, each session with a bigram table for a model."""
+    """Compares greedy generation with transformers' repetition penalty. Bigram tables serve as models."""
     vocab, penalty = 30, 1.8
     table = random_logits(vocab, vocab, seed=5)
     processor = RepetitionPenaltyLogitsProcessor(penalty)
@@ -296,7 +296,7 @@ def test_penalties_follow_sessions_that_join_and_leave():
             session.tokens.append(tokens[row])
 
 
-def test_each_row_of_a_mixed_batch_is_as_the_reference_has_it():
+def test_each_row_of_a_mixed_batch_agrees_with_the_reference():
     sampler, sessions = new_sampler(40), mixed()
     for step in range(6):
         logits = random_logits(len(MIXED), 40, seed=step)
@@ -316,13 +316,13 @@ def test_no_stop_token_is_chosen_before_min_tokens(temperature: float):
     chosen = []
     for _ in range(4):
         tokens = sampler.sample(logits, sessions).tokens
-        assert tokens[1] == 2  # a row beside it is none of its business
+        assert tokens[1] == 2  # the row without min_tokens may end
         chosen.append(tokens[0])
         sessions[0].tokens.append(tokens[0])
     assert not {2, 5} & {*chosen[:3]} and chosen[3] in (2, 5)
 
 
-def test_a_request_that_an_earlier_engine_had_begun_counts_what_it_had_generated():
+def test_a_request_begun_by_an_earlier_engine_counts_its_generated_tokens():
     logits = torch.tensor([[0.0, 0.0, 9.0, 0.0]])
     sampling = Sampling(min_tokens=3, frequency_penalty=10.0)
     assert sample(logits, [wanting(sampling, [0], [2, 1], stop_tokens=[2])]).tokens != [2]
@@ -358,7 +358,7 @@ def test_a_request_forgotten_and_named_again_is_marked_anew():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_of_the_raw_logits(dtype: torch.dtype):
+def test_logprobs_come_from_the_raw_logits(dtype: torch.dtype):
     logits = random_logits(len(MIXED), 128).to(dtype)
     sampled = sample(logits, mixed())
     wanted = logits.float().log_softmax(-1)
@@ -379,7 +379,7 @@ def test_the_likeliest_of_equal_tokens_are_the_first():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_of_tokens_that_are_ruled_out_are_finite(dtype: torch.dtype):
+def test_logprobs_of_impossible_tokens_are_finite(dtype: torch.dtype):
     ruled_out = -math.inf
     logits = torch.tensor([[0.0, ruled_out, 1.0, ruled_out], [ruled_out, ruled_out, -3.0, ruled_out]], dtype=dtype)
     for logprobs, kept in zip(sample(logits, [wanting(GREEDY, logprobs=4)] * 2).logprobs, [[2, 0], [2]], strict=True):

@@ -64,12 +64,12 @@ def config_folder(tmp_path: Path, **entries: Any) -> Path:
     return tmp_path
 
 
-def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelRejected, match=r"config\.json: .*borogove"):
         read_config(config_folder(tmp_path, model_type="borogove"))
 
 
-def test_code_of_the_checkpoint_s_own_is_not_run(tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass OwnConfig: pass\n")
     config_folder(tmp_path, model_type="own", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
@@ -139,20 +139,20 @@ def test_a_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
-def test_what_would_answer_and_be_wrong_is_refused_by_name(config: PreTrainedConfig, reason: str) -> None:
+def test_families_that_would_give_wrong_answers_are_refused_by_name(config: PreTrainedConfig, reason: str) -> None:
     with pytest.raises(ModelRejected, match=reason) as told:
         skeleton_of(config)
     assert told.value.data == {"family": config.model_type}
 
 
-def test_a_window_that_only_a_mask_would_bring_is_refused() -> None:
-    """Every block of Mistral's asks for the window, whatever it is called."""
+def test_a_window_that_only_a_mask_would_enforce_is_refused() -> None:
+    """Every block of Mistral asks for the window, whatever kind `layer_types` gives it."""
     config = MistralConfig(**SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
     with pytest.raises(ModelRejected, match=r"attention of mistral wants .*: full_attention by a mask"):
         skeleton_of(config)
 
 
-# --- what is learnt -------------------------------------------------------------------------------------------------
+# --- learnt properties ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=FAMILIES)
@@ -160,13 +160,13 @@ def config(request: pytest.FixtureRequest) -> PreTrainedConfig:
     return read_config(reduced_model(request.param))
 
 
-def test_nothing_has_memory(config: PreTrainedConfig) -> None:
+def test_a_skeleton_has_no_memory(config: PreTrainedConfig) -> None:
     model = build(config, torch.bfloat16)
     Skeleton(model)
     assert {parameter.device.type for parameter in model.parameters()} <= {"meta"}
 
 
-def test_blocks_and_rest_together_are_the_model(config: PreTrainedConfig) -> None:
+def test_blocks_and_rest_together_have_every_parameter(config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     skeleton = skeleton_of(config)
@@ -221,8 +221,8 @@ def test_dense_blocks_among_experts_have_layouts_of_their_own(changed: dict[str,
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_named_shape_can_be_driven(shape: str) -> None:
-    """In its full size, but with two blocks: on the meta device it costs no memory."""
+def test_every_shape_of_make_model_can_be_driven(shape: str) -> None:
+    """Has the full size but two blocks; on the meta device that takes no memory."""
     entries = config_of(shape, dtype="bfloat16", blocks=2)
     skeleton = skeleton_of(AutoConfig.for_model(entries.pop("model_type"), **entries))
     assert skeleton.num_blocks == 2

@@ -1,4 +1,4 @@
-"""Switches of a configuration, turned as training and other tools leave them: the tokens are those without them."""
+"""Switches of a configuration, set as training and other tools leave them, change no token."""
 
 from __future__ import annotations
 

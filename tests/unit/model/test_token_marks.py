@@ -29,22 +29,22 @@ def new_marks() -> TokenMarks:
     return TokenMarks(VOCAB, torch.device("cpu"))
 
 
-def test_prompt_and_output_are_told_apart_and_the_output_is_counted():
+def test_the_prompt_is_marked_and_the_output_is_counted():
     marks = followed(new_marks(), wanting(Sampling(), [1, 2, 2], [2, 3, 3, 3]))
     assert marks == {1: SEEN, 2: BOTH, 3: 3 * GENERATED}
 
 
-def test_only_what_has_come_is_marked():
+def test_only_new_tokens_are_marked():
     marks, session = new_marks(), wanting(Sampling(), [1])
     assert followed(marks, session) == {1: SEEN}
     session.tokens += [4, 1]
     assert followed(marks, session) == {1: BOTH, 4: GENERATED}
-    session.tokens[0] = 9  # were it read again, it would be marked
+    session.tokens[0] = 9  # would be marked if it were read again
     session.tokens.append(4)
     assert followed(marks, session) == {1: BOTH, 4: 2 * GENERATED}
 
 
-def test_counts_do_not_run_over() -> None:
+def test_counts_do_not_overflow() -> None:
     marks, session = new_marks(), wanting(Sampling(), [1], [1] * 40_000)
     assert followed(marks, session) == {1: 32_001}
     session.tokens += [1, 1]
@@ -78,7 +78,7 @@ def test_slots_grow_and_keep_what_they_hold():
     assert not marks.rows(torch.tensor([BLANK])).any()
 
 
-def test_truncation_under_a_request_is_our_fault_unless_forgotten():
+def test_truncation_during_a_request_needs_forget():
     marks, session = new_marks(), wanting(Sampling(), [1, 2], [3])
     followed(marks, session)
     session.tokens.pop()
@@ -89,7 +89,7 @@ def test_truncation_under_a_request_is_our_fault_unless_forgotten():
     assert followed(marks, session) == {1: SEEN, 2: SEEN}
 
 
-def test_penalties():
+def test_penalties_follow_their_formulas():
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0, -torch.inf]])
     marks = torch.tensor([[SEEN, SEEN, BOTH, 3 * GENERATED, 0, SEEN]], dtype=torch.int16)
     repetition, presence, frequency = torch.tensor([[4.0]]), torch.tensor([[0.5]]), torch.tensor([[0.25]])

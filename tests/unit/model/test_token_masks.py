@@ -38,7 +38,7 @@ def test_only_tokens_of_the_mask_keep_their_logits(rows: list[int], group_logits
 
 
 def test_tokens_behind_the_mask_do_not_come() -> None:
-    """Logits may be wider than a tokenizer: a mask has zeros there."""
+    """Logits may be wider than the tokenizer's vocabulary: a mask has zeros there."""
     logits = torch.zeros(1, 70)
     logits[0, 69] = 9.0
     TokenMasks(70, CPU, 1 << 20).apply(logits, RowMasks([0], [mask({3}, 4)]))
@@ -46,7 +46,7 @@ def test_tokens_behind_the_mask_do_not_come() -> None:
 
 
 def test_log_probabilities_are_the_model_s_own() -> None:
-    """Of what was chosen among fewer tokens, the probability among all."""
+    """The probability of a token is that among all tokens, although it was chosen among fewer."""
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]])
     sessions = [wanting(Sampling(), logprobs=1), wanting(Sampling(temperature=1.0, seed=3), logprobs=1)]
     masks = RowMasks([0, 1], [mask({1}, 2), mask({0}, 2)])

@@ -1,4 +1,4 @@
-"""The description, which NumPy reads as CUDA's users do; tests/gpu/test_graphs.py has the tensors."""
+"""The array interface of unowned tensors, as NumPy reads it. tests/gpu/test_unowned.py tests the tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def described(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_is_the_same_memory_in_the_same_shape(dtype: torch.dtype) -> None:
+def test_the_description_has_the_same_memory_and_shape(dtype: torch.dtype) -> None:
     for part in (slice(None), slice(1, 3), (slice(None), slice(None, None, 2), 5)):
         tensor = torch.randn(4, 6, 10).to(dtype)[part].transpose(0, 1)
         other = described(tensor)

@@ -1,4 +1,4 @@
-"""What the configurations of a family can change, each against transformers: sessions of many lengths at once."""
+"""Compares variants of each family's configuration with transformers, with sessions of many lengths at once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-GPT = COMMON | {"initializer_range": 0.2}  # so large that logits differ
+GPT = COMMON | {"initializer_range": 0.2}  # large enough that logits differ
 LLAMA = GPT | {"intermediate_size": 96, "num_key_value_heads": 2}
 OPT = COMMON | {"init_std": 0.2, "ffn_dim": 96}
 EXPERTS = LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -62,7 +62,7 @@ LINEAR_AND_DEFAULT = {
 
 
 def longrope(frequencies: int, **more: Any) -> dict[str, Any]:
-    """Checkpoints that promise eight times the positions that they were pretrained with."""
+    """A configuration that promises eight times the positions of pretraining."""
     short = [1.0 + i / 8 for i in range(frequencies)]
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": short, "long_factor": [4.0] * frequencies}
     positions = {"max_position_embeddings": 8 * CONTEXT, "original_max_position_embeddings": CONTEXT}
@@ -70,7 +70,7 @@ def longrope(frequencies: int, **more: Any) -> dict[str, Any]:
 
 
 VARIANTS: dict[str, PreTrainedConfig] = {
-    # of the families in docs/families.md
+    # families of docs/families.md
     "falcon: heads of their own, one branch after the other": FalconConfig(
         **GPT, multi_query=False, parallel_attn=False, bias=True
     ),
@@ -96,12 +96,12 @@ VARIANTS: dict[str, PreTrainedConfig] = {
     "gpt-oss: windows in every block": GptOssConfig(
         **LLAMA, head_dim=16, num_local_experts=4, layer_types=["sliding_attention"] * 4, sliding_window=48
     ),
-    # families that pass without anything made for them
+    # families that need no code of their own
     "cohere": CohereConfig(**LLAMA, logit_scale=1.0),
     "gemma": GemmaConfig(**LLAMA, head_dim=16),
     "glm-4": Glm4Config(**LLAMA, head_dim=16),
     "gpt-bigcode": GPTBigCodeConfig(**GPT),
-    "granite": GraniteConfig(  # its factors are 1 by default, as in no checkpoint: scores would drown in rounding
+    "granite": GraniteConfig(  # no checkpoint has the default factors of 1; scores would drown in rounding
         **LLAMA, embedding_multiplier=12.0, attention_multiplier=1 / 16, residual_multiplier=0.22, logits_scaling=2.0
     ),
     "hunyuan moe": HunYuanMoEV1Config(**LLAMA, head_dim=16, num_experts=4, moe_topk=2),
@@ -124,7 +124,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return random_model(tmp_path / "model", VARIANTS[request.param])
 
 
-def test_logits_and_tokens_are_those_of_transformers(folder: Path) -> None:
+def test_logits_and_tokens_equal_transformers(folder: Path) -> None:
     lengths = (1, 40, 150, 400)
     with Served(folder, plan=small_pages(120, max_context=CONTEXT), max_batch_tokens=48) as served:
         served.shuffle_pages()

@@ -50,7 +50,7 @@ def test_a_folder_without_config_is_no_checkpoint(tmp_path: Path) -> None:
         checkpoint_of(tmp_path)
 
 
-def test_other_formats_are_said_to_need_converting(tmp_path: Path) -> None:
+def test_other_formats_are_refused_with_a_hint_to_convert_them(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(ModelNotFound, match=r"its weights are pickles .*: convert them to safetensors"):
@@ -58,7 +58,7 @@ def test_other_formats_are_said_to_need_converting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{not json", "", "[1, 2]", "\xff\xfe"])
-def test_a_config_that_is_no_json_object(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, text: str) -> None:
     single(tmp_path)
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ModelRejected, match=r"config\.json is not") as told:
@@ -83,14 +83,14 @@ def test_a_file_of_garbage_is_named(tmp_path: Path) -> None:
         checkpoint_of(tmp_path)
 
 
-def test_a_file_that_the_index_names_and_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelRejected, match=r"model-00002-of-00002\.safetensors"):
         checkpoint_of(tmp_path)
 
 
-def test_a_tensor_that_the_index_promises_and_no_file_has(tmp_path: Path) -> None:
+def test_a_tensor_of_the_index_that_no_file_has_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path, {"x.safetensors": TENSORS}, {"a": "x.safetensors", "ghost": "x.safetensors"})
     with pytest.raises(ModelRejected, match="promises tensor ghost in x") as told:
         checkpoint_of(folder)
@@ -105,14 +105,14 @@ def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
         checkpoint_of(tmp_path)
 
 
-def test_files_that_neither_name_nor_index_has_are_left_alone(tmp_path: Path) -> None:
-    """Checkpoints carry variants of themselves along: another precision, the authors' own layout."""
+def test_other_safetensors_files_are_ignored(tmp_path: Path) -> None:
+    """Checkpoints may contain variants of themselves, in another precision or in the authors' own layout."""
     other = {"a": torch.zeros(9)}
     write(tmp_path, {"model.fp32.safetensors": other, "consolidated.safetensors": other})
     assert checkpoint_of(single(tmp_path)).tensors["a"].shape == (2, 3)
 
 
-def test_a_single_file_goes_before_an_index(tmp_path: Path) -> None:
+def test_a_single_file_takes_precedence_over_an_index(tmp_path: Path) -> None:
     single(sharded(tmp_path), {"only": torch.ones(2)})
     assert set(checkpoint_of(tmp_path).tensors) == {"only"}
 
@@ -130,7 +130,7 @@ def test_the_dtype_is_that_of_most_weights(tmp_path: Path, tensors: dict[str, Te
     assert checkpoint_of(single(tmp_path, tensors)).dtype == dtype
 
 
-def test_a_tensor_of_integers_is_refused_only_where_it_is_wanted(tmp_path: Path) -> None:
+def test_a_tensor_of_integers_is_refused_only_if_it_is_needed(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(single(tmp_path, {**TENSORS, "packed": torch.ones(4, dtype=torch.int32)}))
     checkpoint.check_readable("a")
     with pytest.raises(ModelRejected, match=r"model\.safetensors: tensor packed is I32; djinnd takes F32, F16"):
@@ -155,8 +155,8 @@ def test_the_fingerprint_stays_until_something_changes(tmp_path: Path) -> None:
     assert len({first, configured, touched, checkpoint_of(folder).fingerprint()}) == 4
 
 
-def test_weights_with_the_times_of_others_have_another_fingerprint_and_identity(tmp_path: Path) -> None:
-    """As `touch -r`, rsync and image builds leave them: same names, sizes and modification times."""
+def test_other_weights_with_equal_times_have_another_fingerprint_and_identity(tmp_path: Path) -> None:
+    """`touch -r`, rsync and image builds leave equal names, sizes and modification times."""
     folder = single(tmp_path)
     file = folder / "model.safetensors"
     before, stat = read_whole(folder), file.stat()
@@ -182,7 +182,7 @@ def test_all_shards_that_are_missing_are_counted(tmp_path: Path) -> None:
     assert told.value.data == {"file": "2.safetensors", "missing": 2}
 
 
-def test_an_index_leads_to_no_other_folder(tmp_path: Path) -> None:
+def test_an_index_cannot_name_files_of_other_folders(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     single(tmp_path)
     folder = write(tmp_path / "mine", {}, {"a": "../model.safetensors"})
@@ -201,7 +201,9 @@ def test_an_index_leads_to_no_other_folder(tmp_path: Path) -> None:
     ids=["lfs", "html", "gguf", "empty"],
 )
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
-def test_a_file_that_is_something_else_is_told_as_that(tmp_path: Path, file: str, content: bytes, what: str) -> None:
+def test_a_file_of_another_format_is_refused_with_its_format(
+    tmp_path: Path, file: str, content: bytes, what: str
+) -> None:
     single(tmp_path)
     (tmp_path / file).write_bytes(content)
     with pytest.raises(ModelRejected, match=rf"{file} is {what}|config.json is not readable JSON"):
@@ -209,7 +211,7 @@ def test_a_file_that_is_something_else_is_told_as_that(tmp_path: Path, file: str
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=["as it is", "converted"])
-def test_a_file_that_is_cut_after_it_was_looked_at_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_file_that_is_cut_after_its_header_was_read_is_named(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = single(tmp_path)
     checkpoint = checkpoint_of(folder)
     os.truncate(folder / "model.safetensors", checkpoint.tensors["a"].start + 5)
@@ -245,7 +247,7 @@ def read_whole(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def test_the_identity_is_the_same_for_copies_and_another_for_other_weights(tmp_path: Path) -> None:
+def test_the_identity_is_equal_for_copies_and_differs_for_other_weights(tmp_path: Path) -> None:
     def made(name: str, tensors: dict[str, Tensor], config: str = '{"model_type": "llama"}') -> str:
         folder = tmp_path / name
         folder.mkdir()
@@ -256,7 +258,7 @@ def test_the_identity_is_the_same_for_copies_and_another_for_other_weights(tmp_p
 
     identity = made("one", TENSORS)
     (tmp_path / "sharded").mkdir()
-    assert read_whole(sharded(tmp_path / "sharded")).identity() == identity  # the files are not the model
+    assert read_whole(sharded(tmp_path / "sharded")).identity() == identity  # the identity does not depend on the files
     assert made("copy", TENSORS) == identity
     assert made("moved", TENSORS, '{"model_type": "llama", "_name_or_path": "/x"}') == identity
     others = [

@@ -29,7 +29,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 def weights(index: int, name: str) -> Tensor:
-    """Of a model: normal numbers, and now and then one that is none of the usual."""
+    """Weights of a model: normal numbers, with a few unusual ones."""
     generator = torch.Generator().manual_seed(index * 100 + list(SHAPES).index(name))
     values = torch.randn(SHAPES[name], generator=generator) / 8
     values.view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-30, 3e38])
@@ -37,7 +37,7 @@ def weights(index: int, name: str) -> Tensor:
 
 
 def store_of(count: int, dtype: torch.dtype = torch.bfloat16, *, packed: bool, source: Source = weights) -> WeightStore:
-    """The last one is the rest."""
+    """A store of `count` buffers; the last one is the rest."""
     buffers = [
         Buffer(
             f"block{i}." if i < count - 1 else "",
@@ -56,7 +56,7 @@ def quiet(done: int, total: int) -> None:
 
 
 def plain_of(store: WeightStore, index: int) -> Tensor:
-    """A buffer as the device will have it: decoded where it is packed."""
+    """A buffer in plain form, unpacked if it is packed."""
     form, host = store.forms[index], store.host(index)
     if form is None:
         return host
@@ -74,7 +74,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_every_tensor_comes_out_as_it_is_in_the_checkpoint_bit_for_bit(device: CpuDevice, packed: bool) -> None:
+def test_every_tensor_equals_the_checkpoint_to_the_bit(device: CpuDevice, packed: bool) -> None:
     store = store_of(9, packed=packed)
     fill(store, device, quiet)
     for index, buffer in enumerate(store.buffers):
@@ -101,7 +101,7 @@ def test_a_packed_store_is_smaller_and_equal_blocks_have_equal_bytes(device: Cpu
     ]
     plain, packed = (WeightStore(buffers, torch.bfloat16, packed=packing) for packing in (False, True))
     assert packed.extents[0] < 0.78 * plain.extents[0] and packed.extents[2] == plain.extents[2]
-    packed.attach(torch.randint(0, 255, (packed.nbytes,), dtype=torch.uint8))  # of whatever was there before
+    packed.attach(torch.randint(0, 255, (packed.nbytes,), dtype=torch.uint8))  # leftovers of other data
     fill(packed, device, quiet)
     assert same_bits(packed.travelling(0), packed.travelling(1))
 
@@ -117,7 +117,7 @@ def test_progress_rises_to_the_whole(device: CpuDevice, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_after_a_failure_nobody_reads_on(device: CpuDevice, packed: bool) -> None:
+def test_after_a_failure_no_other_read_begins(device: CpuDevice, packed: bool) -> None:
     read: list[tuple[int, str]] = []
 
     def source(index: int, name: str) -> Tensor:
@@ -133,7 +133,7 @@ def test_after_a_failure_nobody_reads_on(device: CpuDevice, packed: bool) -> Non
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_progress_raises_ends_the_reading(device: CpuDevice, packed: bool) -> None:
+def test_an_exception_of_progress_ends_the_filling(device: CpuDevice, packed: bool) -> None:
     class Enough(Exception):
         pass
 
@@ -145,7 +145,7 @@ def test_what_progress_raises_ends_the_reading(device: CpuDevice, packed: bool) 
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-40, float("inf")])
-def test_weights_that_the_code_cannot_hold_are_told(device: CpuDevice, value: float) -> None:
+def test_weights_that_cannot_be_packed_raise_unpackable(device: CpuDevice, value: float) -> None:
     def source(index: int, name: str) -> Tensor:
         return torch.full(SHAPES[name], value) if index == 2 else weights(index, name)
 
@@ -154,7 +154,7 @@ def test_weights_that_the_code_cannot_hold_are_told(device: CpuDevice, value: fl
 
 
 class Roomy(CpuDevice):
-    """Says that it is none, so that what is packed goes by way of its memory, under the budget."""
+    """Claims not to be a CPU, so that blocks are packed in its memory, within the budget."""
 
     class _Elsewhere:
         type = "elsewhere"
@@ -168,7 +168,7 @@ class Roomy(CpuDevice):
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 100])
-def test_packing_on_the_device_or_without_room_there_on_the_host_gives_the_same_bytes(memory: int) -> None:
+def test_packing_on_the_device_and_on_the_host_gives_the_same_bytes(memory: int) -> None:
     elsewhere = Roomy(memory)
     elsewhere.torch_device = Roomy._Elsewhere()  # type: ignore[assignment]
     here = CpuDevice(1 << 20)

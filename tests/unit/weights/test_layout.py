@@ -26,7 +26,7 @@ def test_q_k_v_and_gate_up_are_runs_without_a_gap() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_everything_that_is_no_later_member_of_a_run_is_aligned(dtype: torch.dtype) -> None:
+def test_runs_and_single_tensors_are_aligned(dtype: torch.dtype) -> None:
     layout = Layout(BLOCK)
     later = {name for run in layout.runs for name in run[1:]}
     for name in layout.entries.keys() - later:
@@ -45,7 +45,7 @@ def test_views_are_the_tensors_and_share_the_buffer() -> None:
     assert int((buffer == -1).sum()) == sum(entry.numel for entry in layout.entries.values())
 
 
-def test_a_joined_run_is_the_concatenation_and_no_copy() -> None:
+def test_a_joined_run_is_a_view_of_the_concatenation() -> None:
     layout = Layout(BLOCK)
     buffer = numbered(layout)
     views = layout.views(buffer)
@@ -90,7 +90,7 @@ def test_a_name_without_a_module_stands_alone() -> None:
     assert layout.runs == [] and set(layout.entries) == {"scale", "q_proj"}
 
 
-def test_a_buffer_of_another_size_is_our_fault() -> None:
+def test_a_buffer_of_another_size_is_an_assertion() -> None:
     layout = Layout(BLOCK)
     with pytest.raises(AssertionError):
         layout.views(torch.zeros(layout.numel - 1))

@@ -7,8 +7,8 @@ from djinn_client.protocol import Placing
 from djinnd.weights.plan import BlockSize, ExpertsSize, Place, Plan, are_fetched, least_bytes, plan_places, spread
 
 PLAIN, PACKED, STREAMED = Place.PLAIN, Place.PACKED, Place.STREAMED
-BLOCK = BlockSize(1024, 768)  # 4 : 3, as the code packs
-FLOAT = BlockSize(1024, None)  # of a checkpoint that cannot be packed
+BLOCK = BlockSize(1024, 768)  # 4 : 3, the ratio of the packed code
+FLOAT = BlockSize(1024, None)  # a block that cannot be packed
 
 
 def places(size: BlockSize, blocks: int, free: int, **wishes: object) -> Plan:
@@ -18,35 +18,37 @@ def places(size: BlockSize, blocks: int, free: int, **wishes: object) -> Plan:
 # --- regimes --------------------------------------------------------------------------------------------------------
 
 
-def test_where_all_fits_all_is_plain_and_nothing_else_is_needed() -> None:
+def test_if_all_blocks_fit_all_are_plain() -> None:
     plan = places(BLOCK, 8, 8 * 1024)
     assert plan.places == (PLAIN,) * 8
     assert (plan.nbytes, plan.ring_bytes, plan.scratch_bytes, plan.slots, plan.streamed_bytes) == (8192, 0, 0, 0, 0)
 
 
-def test_a_byte_less_and_blocks_are_packed_with_a_scratch_buffer_for_the_largest() -> None:
+def test_with_a_byte_less_blocks_are_packed_with_scratch_for_the_largest() -> None:
     plan = places(BLOCK, 8, 8 * 1024 - 1)
     assert plan.streamed == [] and plan.scratch_bytes == 1024 and plan.ring_bytes == 0
     assert plan.count(PACKED) == 8 - plan.count(PLAIN) > 0
 
 
-def test_half_of_what_is_left_makes_packed_blocks_plain_spread_over_the_model() -> None:
+def test_half_of_the_remaining_memory_makes_packed_blocks_plain() -> None:
     plan = places(BLOCK, 8, 8 * 768 + 1024 + 1023)
     assert [index for index, place in enumerate(plan.places) if place is PLAIN] == [4]
     assert places(BLOCK, 8, 8 * 768 + 1024 + 511).count(PACKED) == 8
 
 
-def test_all_of_it_does_where_pages_have_theirs_already() -> None:
+def test_all_remaining_memory_makes_blocks_plain_if_pages_need_none() -> None:
     plan = plan_places([BLOCK] * 8, 8 * 768 + 1024 + 1023, Placing(), pages_share=0.0)
     assert plan.count(PLAIN) == 3 and plan.nbytes <= 8 * 768 + 1024 + 1023
     plan = plan_places([BLOCK] * 8, 8 * 1024 + 1024, Placing(), staging=1025, pages_share=0.0)
     assert plan.count(PLAIN) == 8, "the scratch that one packed block would need serves as staging"
 
 
-def test_what_does_not_fit_packed_streams_packed_and_as_few_as_may_be() -> None:
+def test_as_few_blocks_as_possible_stream_and_they_stream_packed() -> None:
     free = 8 * 768 + 1024 - 1  # one byte less than for all of them, packed
     plan = places(BLOCK, 8, free)
-    assert plan.count(STREAMED) == 2 and plan.count(PACKED) == 6  # a slot takes what a block takes: 1 of 1 is no gain
+    assert (
+        plan.count(STREAMED) == 2 and plan.count(PACKED) == 6
+    )  # a slot takes the memory of a block: streaming one block gains nothing
     assert (plan.slots, plan.ring_bytes, plan.streamed_bytes) == (1, 768, 2 * 768)
     assert plan.nbytes <= free
 
@@ -70,25 +72,25 @@ def test_streamed_blocks_are_spread_so_that_resident_ones_lie_between_them() -> 
         assert max(gaps) - min(gaps) <= 1 and min(gaps) >= 1
 
 
-# --- wishes ---------------------------------------------------------------------------------------------------------
+# --- requested placings ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("wish", "resident"), [(0, 0), (3, 3), (8, 8), (0.0, 0), (0.73, 6), (0.5, 4), (1.0, 8)])
-def test_as_many_are_resident_as_was_asked_for(wish: float, resident: int) -> None:
+def test_the_requested_number_of_blocks_is_resident(wish: float, resident: int) -> None:
     plan = places(BLOCK, 8, 1 << 20, resident=wish)
     assert plan.count(STREAMED) == 8 - resident
     assert plan.count(PLAIN) == resident  # there is room
     assert plan.scratch_bytes == (0 if resident == 8 else 1024)
 
 
-def test_resident_blocks_are_packed_where_so_many_do_not_fit_plain() -> None:
+def test_the_requested_resident_blocks_are_packed_if_they_do_not_fit_plain() -> None:
     free = 4 * 768 + 1024 + 2 * 768
     plan = places(BLOCK, 8, free, resident=4)
     assert (plan.count(PACKED), plan.count(STREAMED), plan.slots) == (4, 4, 2)
 
 
 @pytest.mark.parametrize("wish", [9, -1, 1.2, -0.1])
-def test_more_resident_blocks_than_there_are_is_no_wish_for_this_model(wish: float) -> None:
+def test_more_resident_blocks_than_the_model_has_are_refused(wish: float) -> None:
     with pytest.raises(InvalidRequest, match=r"the model has 8 blocks") as told:
         places(BLOCK, 8, 1 << 20, resident=wish)
     assert told.value.data["field"] == "resident"
@@ -102,24 +104,24 @@ def test_more_resident_blocks_than_fit_is_refused_with_the_figure() -> None:
     assert told.value.data["needed"] == needed
 
 
-def test_three_slots_where_there_is_room_then_two_then_one() -> None:
+def test_the_ring_has_three_slots_or_two_or_one_by_memory() -> None:
     base = 1024  # scratch
     assert [places(BLOCK, 8, base + n * 768, resident=0).slots for n in (5, 3, 2, 1)] == [3, 3, 2, 1]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 8, 100])
-def test_slots_that_were_asked_for(slots: int) -> None:
+def test_the_ring_has_the_requested_slots(slots: int) -> None:
     plan = places(FLOAT, 8, 1 << 20, resident=0, slots=slots)
     assert plan.slots == min(slots, 8) and plan.ring_bytes == min(slots, 8) * 1024
 
 
-def test_slots_that_do_not_fit_are_refused_and_not_made_fewer() -> None:
+def test_requested_slots_that_do_not_fit_are_refused() -> None:
     with pytest.raises(OutOfMemory) as told:
         places(FLOAT, 8, 2 * 1024, resident=0, slots=3)
     assert told.value.data["needed"] == 3 * 1024
 
 
-def test_a_ring_that_was_asked_for_in_bytes_is_whole_and_no_larger_than_all_that_passes_it() -> None:
+def test_a_ring_requested_in_bytes_is_aligned_and_no_larger_than_all_streamed_blocks() -> None:
     plan = places(FLOAT, 8, 1 << 20, resident=0, ring_bytes=2600)
     assert (plan.ring_bytes, plan.slots) == (2560, 2)
     assert places(FLOAT, 8, 1 << 20, resident=5, ring_bytes=1 << 19).ring_bytes == 3 * 1024
@@ -132,7 +134,7 @@ def test_a_ring_that_is_too_small_for_the_largest_block_is_refused_with_the_figu
     assert places(FLOAT, 8, 1 << 20, resident=0, ring_bytes=1024).slots == 1
 
 
-def test_a_ring_that_nothing_passes_through_is_no_fault() -> None:
+def test_a_ring_may_be_configured_without_streamed_blocks() -> None:
     assert places(FLOAT, 8, 1 << 20, ring_bytes=1).ring_bytes == 0
 
 
@@ -148,15 +150,15 @@ def test_the_least_is_one_slot_and_scratch_and_a_byte_less_is_refused() -> None:
     assert told.value.data == {"needed": 768 + 1024, "free": 768 + 1023}
 
 
-def test_what_is_needed_for_a_moment_counts_too() -> None:
-    """A block that becomes plain from its packed form wants both for a moment."""
+def test_staging_memory_counts() -> None:
+    """A block needs memory for both forms while it is unpacked to its plain place."""
     with pytest.raises(OutOfMemory) as told:
         plan_places([BLOCK], 1024 + 767, Placing(), staging=768)
     assert told.value.data["needed"] == 1024 + 768
     assert plan_places([BLOCK], 1024 + 768, Placing(), staging=768).places == (PLAIN,)
 
 
-def test_sizes_that_are_no_multiple_of_the_alignment_take_whole_ones() -> None:
+def test_sizes_are_rounded_up_to_the_alignment() -> None:
     plan = plan_places([BlockSize(1000, None), BlockSize(300, None)], 1536, Placing())
     assert plan.nbytes == 1024 + 512
     with pytest.raises(OutOfMemory):
@@ -169,7 +171,7 @@ MIXED = BlockSize(5120, 3840, ExpertsSize(4096, 3072, count=8, picked=2))  # a t
 MIXED_FLOAT = BlockSize(5120, None, ExpertsSize(4096, None, count=8, picked=2))
 
 
-def test_experts_are_fetched_where_a_row_picks_fewer_than_there_are() -> None:
+def test_experts_are_fetched_if_a_row_picks_fewer_than_all() -> None:
     assert [are_fetched(8, picked) for picked in (1, 7, 8)] == [True, True, False]
 
 
@@ -180,25 +182,25 @@ def test_only_the_trunk_of_a_streamed_block_passes_through_the_ring() -> None:
     assert plan.resident_bytes == 5120 and plan.nbytes == 5120 + 3 * 768 + 5120
 
 
-def test_plain_experts_need_scratch_for_themselves_alone_and_only_where_they_stream() -> None:
+def test_plain_experts_need_scratch_only_if_they_stream() -> None:
     plan = places(MIXED_FLOAT, 4, 1 << 20, resident=1)
     assert (plan.ring_bytes, plan.scratch_bytes, plan.streamed_bytes) == (3 * 1024, 4096, 3 * (1024 + 1024))
     assert places(MIXED_FLOAT, 4, 1 << 20).scratch_bytes == 0
 
 
-def test_resident_blocks_have_their_experts() -> None:
+def test_resident_blocks_include_their_experts() -> None:
     assert places(MIXED, 4, 4 * 5120).places == (PLAIN,) * 4
     plan = places(MIXED, 8, 8 * 3840 + 5120)
     assert (plan.count(PACKED), plan.scratch_bytes, plan.streamed_bytes) == (8, 5120, 0)
 
 
-def test_more_rows_need_more_experts_and_never_more_than_there_are() -> None:
+def test_more_rows_need_more_experts_up_to_all_of_them() -> None:
     fetched = [MIXED.fetched(rows) for rows in (1, 2, 16, 10_000)]
     assert fetched == [768, 1344, 3041, 3072]
     assert BLOCK.fetched(16) == 0 and BLOCK.passing == BLOCK.least
 
 
-def test_rows_are_computed_with_the_experts_that_they_pick() -> None:
+def test_needed_sizes_count_only_picked_experts() -> None:
     assert MIXED.needed(1) == BlockSize(1024 + 1024, 768 + 768)
     assert MIXED_FLOAT.needed(10_000) == BlockSize(5120, None)
     assert BLOCK.needed(1) is BLOCK
@@ -210,7 +212,7 @@ def test_a_ring_need_not_hold_experts() -> None:
         places(MIXED, 4, 1 << 20, resident=0, ring_bytes=767)
 
 
-def test_the_plan_says_what_is_fetched() -> None:
+def test_the_notes_of_a_plan_name_experts_on_demand() -> None:
     assert places(MIXED, 4, 1 << 20, resident=1).notes == ["experts on demand: 2 of 8"]
     assert places(MIXED, 4, 1 << 20).notes == places(FLOAT, 4, 1 << 20, resident=0).notes == []
     sizes = [MIXED, BLOCK, BlockSize(5120, 3840, ExpertsSize(4096, 3072, count=4, picked=1))]

@@ -22,13 +22,13 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stuck() -> Iterator[threading.Event]:
-    """Set when the test is over: what waits for it never comes back within it."""
+    """An event that is set when the test is over: a job that waits for it hangs during the test."""
     event = threading.Event()
     yield event
     event.set()
 
 
-def test_jobs_are_done_and_their_errors_told() -> None:
+def test_jobs_return_their_results_and_errors() -> None:
     readers = Readers(2)
     assert [Patience().result(readers.submit(lambda n=n: n * n)) for n in range(5)] == [0, 1, 4, 9, 16]
     for error in (KeyError("k"), TimeoutError("of the job's own")):
@@ -42,7 +42,7 @@ def test_jobs_are_done_and_their_errors_told() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "djinn-read"]
 
 
-def test_who_is_never_done_is_left_behind_and_what_nobody_began_is_cancelled(stuck: threading.Event) -> None:
+def test_close_abandons_stuck_threads_and_cancels_waiting_jobs(stuck: threading.Event) -> None:
     readers = Readers(1)
     first, second = readers.submit(stuck.wait), readers.submit(lambda: None)
     with pytest.raises(ModelRejected, match=r"gave 0 bytes in 0 s, and the load is given up"):
@@ -54,7 +54,7 @@ def test_who_is_never_done_is_left_behind_and_what_nobody_began_is_cancelled(stu
 
 
 class Trickle:
-    """A job for which a few bytes come with each look."""
+    """A job for which a few bytes arrive between checks."""
 
     def __init__(self, step: int, looks: int) -> None:
         self.job: Future[str] = Future()
@@ -74,16 +74,16 @@ class Trickle:
         return Patience(lambda: self.bytes, self.look, self.was_slow)
 
 
-def test_files_that_come_slowly_are_waited_for_and_let_others_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than SECONDS, and at less than SLOW."""
+def test_slow_files_are_waited_for_and_let_other_loads_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files take longer than SECONDS, at a rate below SLOW."""
     trickle = Trickle(LEAST, looks=60)
     monkeypatch.setattr(reading, "SLOW", 10**12)
     assert trickle.patience().result(trickle.job) == "read"
     assert trickle.slow == 60
 
 
-def test_files_that_come_in_drops_are_given_up_whatever_the_drops() -> None:
-    """Also where each drop is the end of a job: patience is a load's, not a tensor's."""
+def test_files_that_come_in_drops_are_given_up() -> None:
+    """They are given up even if each drop ends a job, because patience belongs to the load and not to one read."""
     trickle = Trickle(1, looks=10**9)
     patience = trickle.patience()
 
@@ -97,7 +97,7 @@ def test_files_that_come_in_drops_are_given_up_whatever_the_drops() -> None:
     assert trickle.slow > 0
 
 
-def test_who_waits_looks_and_what_that_raises_ends_it() -> None:
+def test_an_exception_of_look_ends_the_wait() -> None:
     def look() -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""The ring on the CPU that plays the device, whose copies are real and in a thread of their own."""
+"""The ring on a CPU device, which makes real copies in a thread of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def device() -> Iterator[TroubledDevice]:
 
 
 class Scene:
-    """Blocks of `sizes` bytes whose every byte is the block's number, plus one."""
+    """A ring with blocks of `sizes` bytes. Every byte of a block is the block's number plus one."""
 
     def __init__(self, device: CpuDevice, sizes: list[int], capacity: int, **options: object) -> None:
         self.device = device
@@ -41,12 +41,12 @@ class Scene:
         return self.memory[self.regions[k].start : self.regions[k].end]
 
     def turn(self) -> int:
-        """One block, found whole when it is taken and when it is given back. → which."""
+        """Takes one block, checks it then and again before it is given back → its number."""
         k = self.ring.next
         self.ring.take()
         self.ring.check_integrity()
         found = self.region(k).clone()
-        self.device.synchronize()  # all that is queued has been copied
+        self.device.synchronize()  # completes all queued copies
         assert torch.equal(found, self.blocks[k]) and torch.equal(self.region(k), self.blocks[k])
         self.ring.give_back()
         self.ring.check_integrity()
@@ -63,19 +63,19 @@ def test_blocks_of_one_size_pass_in_order_pass_after_pass(
 
 
 @pytest.mark.parametrize("piece", [1, 7, 64, 1000])
-def test_a_copy_may_be_cut_into_pieces(device: TroubledDevice, piece: int) -> None:
+def test_a_copy_may_be_divided_into_pieces(device: TroubledDevice, piece: int) -> None:
     scene = Scene(device, [100, 30, 60], 130, piece=piece)
     assert [scene.turn() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     assert device.largest <= piece
 
 
-def test_the_end_is_skipped_by_a_block_that_would_not_fit_before_it(device: TroubledDevice) -> None:
+def test_a_block_that_does_not_fit_before_the_end_begins_at_the_start(device: TroubledDevice) -> None:
     scene = Scene(device, [60, 30, 50, 40], 100)
     assert scene.regions == [Region(0, 60), Region(60, 90), Region(0, 50), Region(50, 90)]
     assert [scene.turn() for _ in range(9)] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
-def test_one_block_that_has_the_ring_to_itself(device: TroubledDevice) -> None:
+def test_a_single_block_may_have_the_whole_ring(device: TroubledDevice) -> None:
     scene = Scene(device, [64], 64)
     assert [scene.turn() for _ in range(3)] == [0, 0, 0]
 
@@ -86,7 +86,7 @@ def test_slots_are_filled_before_the_first_block_is_taken(device: TroubledDevice
     assert [int(scene.region(k)[0]) for k in range(3)] == [1, 2, 3]
 
 
-def test_the_next_pass_s_first_blocks_travel_while_this_one_ends(device: TroubledDevice) -> None:
+def test_the_first_blocks_of_the_next_pass_are_copied_while_this_one_ends(device: TroubledDevice) -> None:
     scene = Scene(device, [100] * 4, 300)
     for _ in range(4):
         scene.turn()
@@ -96,7 +96,7 @@ def test_the_next_pass_s_first_blocks_travel_while_this_one_ends(device: Trouble
 
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("capacity", [100, 200, 250, 400])
-def test_turns_that_are_skipped_are_not_copied_but_for_those_that_were_queued(
+def test_skipped_turns_are_not_copied_unless_queued_before(
     device: TroubledDevice, capacity: int, prefetch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = Scene(device, [100] * 4, capacity, prefetch=prefetch)
@@ -121,8 +121,8 @@ def test_turns_that_are_skipped_are_not_copied_but_for_those_that_were_queued(
         assert [source for source in copied if source] == [scene.blocks[k].data_ptr() for k in found]
 
 
-def test_what_comes_into_the_place_of_a_skipped_block_comes_after_it(device: TroubledDevice) -> None:
-    """Whose copy is still under way when the turn is skipped."""
+def test_a_copy_over_a_skipped_block_comes_after_that_block_s_copy(device: TroubledDevice) -> None:
+    """The skipped block's copy is still under way when its turn is skipped."""
     device.delay = 0.01
     scene = Scene(device, [100] * 3, 100)
     scene.ring.skip(1)
@@ -138,13 +138,13 @@ def test_without_prefetch_nothing_is_copied_before_its_turn(device: TroubledDevi
     assert not bool(scene.memory[100:].any())
 
 
-def test_a_copy_that_comes_late_is_waited_for(device: TroubledDevice) -> None:
+def test_compute_waits_for_a_late_copy(device: TroubledDevice) -> None:
     scene = Scene(device, [100] * 3, 200)
     device.delay = 0.01
     assert [scene.turn() for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_copy_that_fails_is_told_at_its_block_s_turn_and_restart_makes_it_good(device: TroubledDevice) -> None:
+def test_a_failed_copy_is_raised_at_its_turn_and_restart_recovers(device: TroubledDevice) -> None:
     scene = Scene(device, [100] * 3, 200)
     device.fail(scene.blocks[2])
     assert [scene.turn(), scene.turn()] == [0, 1]
@@ -157,9 +157,7 @@ def test_a_copy_that_fails_is_told_at_its_block_s_turn_and_restart_makes_it_good
 
 @pytest.mark.parametrize("turns", range(5))
 @pytest.mark.parametrize("taken", [False, True])
-def test_restart_begins_with_the_first_block_wherever_the_pass_was(
-    device: TroubledDevice, turns: int, taken: bool
-) -> None:
+def test_restart_begins_with_the_first_block(device: TroubledDevice, turns: int, taken: bool) -> None:
     scene = Scene(device, [60, 30, 50, 40], 100)
     for _ in range(turns):
         scene.turn()
@@ -178,14 +176,14 @@ def test_turns_are_taken_and_given_back_one_by_one(device: TroubledDevice) -> No
         ring.take()
 
 
-def test_the_audit_sees_a_region_that_is_filled_while_it_is_needed(device: TroubledDevice) -> None:
+def test_check_integrity_detects_a_region_that_is_filled_while_in_use(device: TroubledDevice) -> None:
     ring = Scene(device, [100] * 3, 200).ring
-    ring._queue(None)  # the third block goes where the first one waits
+    ring._queue(None)  # the third block overwrites the first, which waits for its turn
     with pytest.raises(AssertionError, match="are in use at once"):
         ring.check_integrity()
 
 
-def test_a_region_outside_of_the_memory_is_our_fault(device: TroubledDevice) -> None:
+def test_a_region_outside_of_the_memory_is_an_assertion(device: TroubledDevice) -> None:
     memory = torch.zeros(10, dtype=torch.uint8)
     with pytest.raises(AssertionError):
         Ring(device, memory, [Region(0, 11)], lambda k: (memory, memory))
@@ -193,8 +191,8 @@ def test_a_region_outside_of_the_memory_is_our_fault(device: TroubledDevice) -> 
         place_regions([11], 10)
 
 
-def test_behind_a_skipped_block_a_copy_waits_for_who_computes_before_it() -> None:
-    """The third block lies over both others, and nobody computes with the second."""
+def test_a_copy_after_a_skipped_block_waits_for_the_block_that_computes_before_it() -> None:
+    """The third block overlaps both others, and the second is skipped."""
     streams, memory = TwoStreams(), torch.zeros(12, dtype=torch.uint8)
     blocks = [torch.full((size,), k + 1, dtype=torch.uint8) for k, size in enumerate((6, 6, 12))]
     regions = [Region(0, 6), Region(6, 12), Region(0, 12)]

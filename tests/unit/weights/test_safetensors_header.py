@@ -23,7 +23,7 @@ from djinnd.weights.safetensors_header import (
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 B = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
-DATA = 32  # bytes of both
+DATA = 32  # bytes of both tensors
 
 
 def parsed(entries: Any, data: int = DATA) -> dict[str, Stored]:
@@ -31,7 +31,7 @@ def parsed(entries: Any, data: int = DATA) -> dict[str, Stored]:
     return parse_header(header, PREFIX + len(header) + data)
 
 
-def test_it_finds_what_safetensors_writes() -> None:
+def test_headers_that_safetensors_writes_are_parsed() -> None:
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "s": np.array(3, np.float16), "e": np.ones((0, 4))}
     file = save(tensors, {"format": "pt"})
     size = header_bytes(file, len(file))
@@ -42,13 +42,13 @@ def test_it_finds_what_safetensors_writes() -> None:
 
 
 @pytest.mark.parametrize("name", ["F8_E4M3", "F4", "F6_E2M3", "BOOL"])
-def test_dtypes_that_are_not_computed_with_are_known(name: str) -> None:
+def test_dtypes_that_djinnd_does_not_read_are_parsed(name: str) -> None:
     nbytes = {"F4": 4, "F6_E2M3": 6}.get(name, 8)
     entry = {"dtype": name, "shape": [8], "data_offsets": [0, nbytes]}
     assert parsed({"a": entry}, nbytes)["a"][0] == name
 
 
-def test_a_dtype_of_the_future_is_passed_on() -> None:
+def test_an_unknown_dtype_is_passed_on() -> None:
     assert parsed({"a": A | {"dtype": "F3"}, "b": B})["a"].dtype == "F3"
 
 
@@ -80,7 +80,7 @@ def test_a_dtype_of_the_future_is_passed_on() -> None:
         ({"b": B}, "tensor b comes after bytes of no tensor"),
     ],
 )
-def test_what_is_no_whole_file_is_refused_with_the_reason(entries: Any, reason: str) -> None:
+def test_an_incomplete_file_is_refused_with_the_reason(entries: Any, reason: str) -> None:
     with pytest.raises(BadHeader, match=reason):
         parsed(entries)
 
@@ -91,29 +91,29 @@ def test_a_name_that_occurs_twice_is_refused() -> None:
         parsed(text.encode())
 
 
-def test_metadata_may_be_anything() -> None:
+def test_any_metadata_is_ignored() -> None:
     assert set(parsed({"__metadata__": {"format": "pt", "deep": [[["{"]]]}, "a": A, "b": B})) == {"a", "b"}
 
 
-def test_more_tensors_than_anybody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("djinnd.weights.safetensors_header.MAX_TENSORS", 1)
     with pytest.raises(BadHeader, match="it has 2 tensors; at most 1 are read"):
         parsed({"a": A, "b": B})
 
 
 @pytest.mark.parametrize("prefix", [b"", b"\x01" * 7, struct.pack("<Q", 100), struct.pack("<Q", 2**64 - 1)])
-def test_a_length_that_the_file_cannot_have(prefix: bytes) -> None:
+def test_a_header_length_beyond_the_file_is_refused(prefix: bytes) -> None:
     with pytest.raises(BadHeader, match=r"it has \d bytes|would have .* bytes, the file has 107"):
         header_bytes(prefix, 107)
 
 
-def test_a_header_without_end_is_not_read() -> None:
+def test_a_huge_header_is_refused() -> None:
     with pytest.raises(BadHeader, match="at most 33,554,432 are read"):
         header_bytes(struct.pack("<Q", MAX_HEADER + 1), 1 << 40)
 
 
 def check(data: bytes, file_bytes: int) -> None:
-    """Either it is refused, or every tensor lies inside of the file."""
+    """Asserts that the header is refused, or that every tensor is inside of the file."""
     try:
         found = parse_header(data, file_bytes)
     except BadHeader:
@@ -134,18 +134,18 @@ _entries = st.fixed_dictionaries(
 
 
 @given(st.dictionaries(st.text(max_size=4), st.one_of(_entries, _scalars), max_size=4), st.integers(0, 64))
-def test_any_json_is_refused_or_lies_inside_of_the_file(entries: dict[str, Any], data: int) -> None:
+def test_any_json_is_refused_or_has_tensors_inside_of_the_file(entries: dict[str, Any], data: int) -> None:
     header = json.dumps(entries).encode()
     check(header, PREFIX + len(header) + data)
 
 
 @given(st.binary(max_size=200), st.integers(0, 2**64 - 1))
-def test_any_bytes_are_refused_or_a_header(data: bytes, file_bytes: int) -> None:
+def test_any_bytes_are_refused_or_have_tensors_inside_of_the_file(data: bytes, file_bytes: int) -> None:
     check(data, file_bytes)
 
 
 @given(st.data())
-def test_a_damaged_header_is_refused_or_lies_inside_of_the_file(data: st.DataObject) -> None:
+def test_a_damaged_header_is_refused_or_has_tensors_inside_of_the_file(data: st.DataObject) -> None:
     header = bytearray(json.dumps({"a": A, "b": B}).encode())
     for _ in range(data.draw(st.integers(1, 4))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))

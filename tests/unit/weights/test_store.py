@@ -41,7 +41,7 @@ def test_every_buffer_starts_on_a_page_of_the_host(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_plain_buffers_lie_there_flat_in_the_store_s_dtype(dtype: torch.dtype) -> None:
+def test_plain_buffers_are_flat_in_the_store_s_dtype(dtype: torch.dtype) -> None:
     store = attached(store_of(3, dtype))
     for index, buffer in enumerate(store.buffers):
         host = store.host(index)
@@ -50,7 +50,7 @@ def test_plain_buffers_lie_there_flat_in_the_store_s_dtype(dtype: torch.dtype) -
     assert not store.is_packed
 
 
-def test_packed_blocks_lie_there_in_bytes_and_the_rest_stays_plain() -> None:
+def test_packed_blocks_are_bytes_and_the_rest_stays_plain() -> None:
     store = attached(store_of(3, packed=True))
     assert store.is_packed and store.forms[2] is None
     for index in range(2):
@@ -60,12 +60,12 @@ def test_packed_blocks_lie_there_in_bytes_and_the_rest_stays_plain() -> None:
     assert store.host(2).dtype == torch.bfloat16
 
 
-def test_blocks_that_are_alike_share_their_form() -> None:
+def test_equal_blocks_share_their_form() -> None:
     store = store_of(4, packed=True)
     assert store.forms[0] is store.forms[1] is store.forms[2]
 
 
-def test_of_a_packed_block_only_what_is_used_travels() -> None:
+def test_unused_patches_of_a_packed_block_are_not_copied() -> None:
     store = attached(store_of(2, packed=True))
     form = store.forms[0]
     assert form is not None
@@ -74,12 +74,12 @@ def test_of_a_packed_block_only_what_is_used_travels() -> None:
     assert store.travelling(0).numel() == used < form.nbytes
 
 
-def test_bytes_that_are_no_packed_block_do_not_travel() -> None:
+def test_bytes_that_are_not_a_packed_block_are_refused() -> None:
     with pytest.raises(ValueError, match="not a packed block"):
         attached(store_of(2, packed=True)).travelling(0)
 
 
-def test_sizes_are_of_what_the_device_computes_in() -> None:
+def test_sizes_are_those_of_the_compute_dtype() -> None:
     numel = Layout(SHAPES.items()).numel
     plain = store_of(3)
     assert [(size.plain, size.packed) for size in plain.sizes(torch.float32)] == [(4 * numel, None)] * 2
@@ -90,13 +90,13 @@ def test_sizes_are_of_what_the_device_computes_in() -> None:
 
 
 def test_a_block_of_too_many_weights_has_no_packed_form() -> None:
-    """The store is not made, and whoever makes it decides."""
+    """The constructor raises, and the caller decides what to do."""
     layout = Layout({"a.weight": (1 << 16, 1 << 16)}.items())
     with pytest.raises(Unpackable, match="4,294,967,296 weights"):
         WeightStore([Buffer("block", layout, {}), Buffer("", layout, {})], torch.bfloat16, packed=True)
 
 
-def test_a_detached_store_has_nothing_to_give() -> None:
+def test_a_detached_store_has_no_pieces() -> None:
     store = attached(store_of(2))
     assert store.is_attached
     store.detach()
@@ -105,19 +105,19 @@ def test_a_detached_store_has_nothing_to_give() -> None:
         store.host(0)
 
 
-def test_memory_of_another_size_is_our_fault() -> None:
+def test_memory_of_another_size_is_an_assertion() -> None:
     store = store_of(1)
     with pytest.raises(AssertionError):
         store.attach(torch.zeros(store.nbytes - PAGE, dtype=torch.uint8))
 
 
-def test_packing_is_for_bfloat16() -> None:
+def test_packing_requires_bfloat16() -> None:
     with pytest.raises(AssertionError):
         store_of(2, torch.float16, packed=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_block_with_experts_is_two_buffers_and_its_size_is_of_both(packed: bool) -> None:
+def test_a_block_with_experts_has_two_buffers_and_the_size_of_both(packed: bool) -> None:
     trunk, experts = Layout(SHAPES.items()), Layout([("experts.up", (4, 8, 64)), ("experts.down", (4, 64, 8))])
     buffers = [Buffer(f"block{i}.", trunk, {}) for i in range(3)]
     buffers += [Buffer(f"block{i}.", experts, {}, Routing(4, 1)) for i in (0, 2)]

@@ -1,5 +1,4 @@
-"""Granite's factor moves from the blocks into attention and MLP: their outputs are then added as they are, and results
-stay the same."""
+"""Granite's factor moves from the blocks into attention and MLP, without a change of results."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ def model_of(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", MOVED)
 @torch.inference_mode()
-def test_modules_give_what_is_added_and_results_are_the_same(family: str, dtype: torch.dtype) -> None:
+def test_modules_return_the_multiplied_outputs_and_results_are_equal(family: str, dtype: torch.dtype) -> None:
     make, mlp = MOVED[family]
     model = model_of(make(), dtype)
     wanted = model(IDS, use_cache=False).logits
@@ -86,7 +85,7 @@ def test_the_factor_stays_where_results_would_change(family: str) -> None:
     assert all(block.residual_multiplier == FACTOR for block in find_blocks(model))
 
 
-def test_a_skeleton_is_built_that_way() -> None:
+def test_build_moves_the_factor() -> None:
     model = build(small(GraniteConfig), torch.float32)
     for block in find_blocks(model):
         assert block.residual_multiplier == 1.0
