@@ -147,17 +147,18 @@ def _outputs(body: Body, conversation: Conversation) -> list[Output]:
     """The first of several outputs belongs to the conversation, and the others have sessions of their own. Raises
     HttpError."""
     expect_few(body.outputs)
+    chat = chat_input(body)
     places = [conversation, *[None] * (body.outputs - 1)]
-    return [Output(choice, 0, _wanted(body, choice, place)) for choice, place in enumerate(places)]
+    return [Output(choice, 0, _wanted(body, chat, choice, place)) for choice, place in enumerate(places)]
 
 
-def _wanted(body: Body, choice: int, conversation: Conversation | None) -> Generate:
+def _wanted(body: Body, chat: ChatInput, choice: int, conversation: Conversation | None) -> Generate:
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if most is not None and most < 1:
         raise HttpError(400, f"max_tokens is {most}; it must be 1 or more", param="max_tokens")
     return body.generation(
         choice,
-        chat=chat_input(body),
+        chat=chat,
         conversation=conversation,
         max_tokens=most,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -166,6 +167,7 @@ def _wanted(body: Body, choice: int, conversation: Conversation | None) -> Gener
 
 
 def chat_input(body: Body) -> ChatInput:
+    """Copies the messages out of the body: once, however many outputs there are."""
     arguments = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         arguments["reasoning_effort"] = body.reasoning_effort

@@ -72,7 +72,7 @@ def new_id(kind: str) -> str:
 
 def _named(item: Item) -> Item:
     kind = item.get("type") or "message"
-    if item.get("id") or kind not in _PREFIXES:
+    if item.get("id") or not isinstance(kind, str) or kind not in _PREFIXES:
         return {"type": kind, **item}
     return {"type": kind, "id": new_id(kind), **item}
 

@@ -60,6 +60,7 @@ def test_a_call_after_the_user_begins_a_message():
     ("item", "why"),
     [
         ({"role": "wizard", "content": "x"}, "wizard"),
+        ({"type": ["message"], "role": "user", "content": "x"}, "does not know"),
         ({"role": "user"}, "lacks 'content'"),
         ({"role": "user", "content": 5}, "not as it must be"),
         ({"role": "user", "content": [5]}, "not as it must be"),
