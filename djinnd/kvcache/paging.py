@@ -89,7 +89,7 @@ class Paging:
         assert len(keys) == len(pages), f"session {session} has {len(pages)} pages and {len(keys)} keys"
         kept = [slot for key in keys if (slot := self.host.peek(key)) is not None]
         if len(kept) == len(keys):
-            self._end_first_gives_way(keys)
+            self._age_last_pages_first(keys)
             return transfer
         for slot in kept:  # so that it is not evicted for the others
             self.host.pin(slot)
@@ -113,10 +113,10 @@ class Paging:
             transfer.missing += 1
         for slot in kept:
             self.host.unpin(slot)
-        self._end_first_gives_way(keys)
+        self._age_last_pages_first(keys)
         return transfer
 
-    def _end_first_gives_way(self, keys: Sequence[Key]) -> None:
+    def _age_last_pages_first(self, keys: Sequence[Key]) -> None:
         """Makes the first pages of a session the most recently used, so that its last pages are evicted first: a search
         begins with the first."""
         assert self.host is not None
@@ -249,7 +249,7 @@ class Paging:
             slots = self.host.pin_all(found.keys)
             self.moves.promote(found.keys, slots, self.kv.extend(session, tenant, slots), transfer)
             return transfer
-        self._end_first_gives_way(found.keys)  # so that none of them is evicted for the others, if another page can be
+        self._age_last_pages_first(found.keys)  # so that none of them is evicted for the others, if another page can be
         for key in found.keys:
             slot = self.host.peek(key)
             if slot is not None:
@@ -261,7 +261,7 @@ class Paging:
             else:
                 transfer.tokens = found.start + transfer.missing * size
                 break
-        self._end_first_gives_way(found.keys)  # this order counts until they are back and are spared, see `is_back`
+        self._age_last_pages_first(found.keys)  # this order counts until they are back and are spared, see `is_back`
         return transfer
 
     def is_back(self, keys: Sequence[Key]) -> None:

@@ -97,7 +97,7 @@ class Tier:
         self._tenant: dict[int, int] = {}  # tenant of every slot that is not free
         self._filling: set[int] = set()
         self._pins: dict[int, int] = {}
-        self._unready = set() if are_ready else set(range(slots))
+        self._not_ready = set() if are_ready else set(range(slots))
         free = self._adopt()
         self._free = free if are_ready else []  # the ready ones; others are in _free_later
         self._free_later = {} if are_ready else dict.fromkeys(free)
@@ -129,7 +129,7 @@ class Tier:
     def make_ready(self, slots: Sequence[int]) -> None:
         """Notes that these slots can be copied to from now on."""
         for slot in reversed(slots):  # slots are given away from the end
-            self._unready.discard(slot)
+            self._not_ready.discard(slot)
             if slot in self._free_later:
                 del self._free_later[slot]
                 self._free.append(slot)
@@ -235,7 +235,7 @@ class Tier:
         if going is None:
             return None
         own = {slot for tier, slot in going if tier is self}
-        unready = set[int]() if can_wait else self._unready
+        unready = set[int]() if can_wait else self._not_ready
         missing = count - len(self._free) - (len(self._free_later) if can_wait else 0) - len(own - unready)
         if missing > 0:
             others = filterfalse(own.__contains__, self._first_to_go(unready))
@@ -276,7 +276,7 @@ class Tier:
             self._vacate(slot)
 
     def _vacate(self, slot: int) -> None:
-        if slot in self._unready:
+        if slot in self._not_ready:
             self._free_later[slot] = None
         else:
             self._free.append(slot)
@@ -353,7 +353,7 @@ class Tier:
         dropped = self._pins.keys() - complete
         free = [*self._free, *self._free_later]
         assert len(set(free)) == len(free), "a slot is free twice"
-        assert self._free_later.keys() == self._unready.intersection(free), (
+        assert self._free_later.keys() == self._not_ready.intersection(free), (
             "free slots are listed as ready or unready wrongly"
         )
         assert sorted([*free, *held, *dropped]) == list(range(self.capacity)), "a slot is lost, or held and free"

@@ -84,27 +84,27 @@ class Arrivals:
         arrival = self.under_way.get(transfer.session)
         if arrival is not None and arrival.transfer is transfer:
             del self.under_way[transfer.session]
-            self._arrived(arrival)
+            self._finish(arrival)
 
-    def _arrived(self, arrival: Arrival) -> None:
+    def _finish(self, arrival: Arrival) -> None:
         session, transfer = arrival.session, arrival.transfer
         if transfer.failed:
-            self._go_back_to(session, session.computed)
+            self._rewind(session, session.computed)
             return
         self._paging.is_back(arrival.keys)
         staged = arrival.staged
         if staged is not None:
-            self._arrived_staged(arrival, staged)
+            self._finish_staged(arrival, staged)
             return
         self._elsewhere.lose_stage(session)
         self._kv.arrived(session.id, arrival.keys, transfer.tokens)
         session.computed = transfer.tokens
         most = of_use(session)
         if session.computed > most:
-            self._go_back_to(session, most)
+            self._rewind(session, most)
             session.foreign_tokens = min(session.foreign_tokens, most)
 
-    def _arrived_staged(self, arrival: Arrival, staged: LeftStage) -> None:
+    def _finish_staged(self, arrival: Arrival, staged: LeftStage) -> None:
         """Gives the session its pages and its stage, if the stage is still wanted; else only the pages that are full of
         KV."""
         session, tokens, size = arrival.session, arrival.transfer.tokens, self._kv.page_size
@@ -115,10 +115,10 @@ class Arrivals:
             self._elsewhere.lose_stage(session)
         else:
             session.computed, most = full, min(full, of_use(session))
-            self._go_back_to(session, most)
+            self._rewind(session, most)
             session.foreign_tokens = min(session.foreign_tokens, most)
 
-    def _go_back_to(self, session: Session, computed: int) -> None:
+    def _rewind(self, session: Session, computed: int) -> None:
         """See Residence.rewind; for a session whose pages do not move any more."""
         self._elsewhere.forget(session)
         session.stage = None

@@ -56,7 +56,7 @@ class Composer:
         self._line = Line()
         self._ageing = Ageing(policy.ageing)
         # by class: when a step was last composed while a session of the class that is not in bulk mode had a request
-        self._called_at: dict[Class, float] = {}
+        self._last_request_at: dict[Class, float] = {}
         self._short_until = 0  # pages count as short up to this step
         # These two are as of the last step. Callers between steps get an order based on them.
         self._seated: set[str] = set()  # sessions that held pages before the step, if pages are short
@@ -65,7 +65,7 @@ class Composer:
         self._waiting_since: dict[Class, float] = {}
         self._kv_read: dict[Class, KvRead] = {}  # KV read by the sessions that decode; kept from earlier if none does
         # sessions that wait for a step of their own, in order, each with its tokens
-        self._apart: dict[str, tuple[Session, int]] = {}
+        self._awaiting_own_step: dict[str, tuple[Session, int]] = {}
 
     def set_policy(self, policy: Policy) -> None:
         self._policy, self._ageing.after = policy, policy.ageing
@@ -79,7 +79,7 @@ class Composer:
         """Removes the session from the line. No effect if it is not in line."""
         self._line.leave(session)
         self._ageing.left(session)
-        self._apart.pop(session.id, None)
+        self._awaiting_own_step.pop(session.id, None)
 
     def set_class(self, session: Session, klass: Class) -> None:
         """The session joins the line of its new class as the last."""
@@ -146,11 +146,11 @@ class Composer:
         """
         decoders = self._survey()
         self._seated = set(self._kv.sessions) if self.is_short(step) else set()
-        order, turn, room = self._by_class(now), self._next_apart(), (max_tokens, max_rows)
-        first, made, pages = self._made(step, order, turn, decoders, room, now)
+        order, turn, room = self._by_class(now), self._next_own_step(), (max_tokens, max_rows)
+        first, made, pages = self._composed(step, order, turn, decoders, room, now)
         if self._is_stuck(first, made):  # room was kept for sessions that decode, and these cannot get pages
             decoders = {klass: set(filter(self._holds_its_pages, some)) for klass, some in self._survey().items()}
-            first, made, pages = self._made(step, order, turn, decoders, room, now)
+            first, made, pages = self._composed(step, order, turn, decoders, room, now)
             # it waits for pages of its tenant on another model
             waits_elsewhere = first is not None and first.passed_over == QUOTA
             assert waits_elsewhere or not self._is_stuck(first, made), f"step {step}: no active session can run"
@@ -162,11 +162,11 @@ class Composer:
         self._ageing.served([row.session for row in rows], now, self._aged_reader(step))
         if rows:
             self.served = step
-        self._wait_apart(made)
+        self._update_own_steps(made)
         rows.sort(key=_is_chunk)
         return tuple(rows)
 
-    def _made(
+    def _composed(
         self,
         step: int,
         order: Order,
@@ -233,22 +233,22 @@ class Composer:
         usual = self._kv_read[klass].usual if klass in self._kv_read else now
         self._kv_read[klass] = KvRead(now, usual + (now - usual) / USUALLY)
 
-    def _next_apart(self) -> tuple[Session | None, int]:
+    def _next_own_step(self) -> tuple[Session | None, int]:
         """The session whose turn it is to have a step of its own, and its tokens. It must hold its pages, so that it
         can run. If the step has no room for it, it comes after the others."""
-        for session, count in self._apart.values():
+        for session, count in self._awaiting_own_step.values():
             if self._holds_its_pages(session) and not self._residence.is_moving(session):
-                del self._apart[session.id]
+                del self._awaiting_own_step[session.id]
                 return session, count
         return None, 0
 
-    def _wait_apart(self, made: Composition) -> None:
+    def _update_own_steps(self, made: Composition) -> None:
         """Adds the sessions that were left out for a step of their own; removes those that have a row now."""
         for session, count in made.apart:
-            self._apart.setdefault(session.id, (session, count))
-        if self._apart:
+            self._awaiting_own_step.setdefault(session.id, (session, count))
+        if self._awaiting_own_step:
             for row in made.rows:
-                self._apart.pop(row.session.id, None)
+                self._awaiting_own_step.pop(row.session.id, None)
 
     def _room(self, decoders: Decoders, max_tokens: int, max_rows: int, now: float) -> Room:
         """The room of a step before any session is considered."""
@@ -257,9 +257,9 @@ class Composer:
         protected[CLASSES[-1]] = 0
         for klass in CLASSES[:-1]:
             if any(not session.bulk for session in self._line.of(klass)):
-                self._called_at[klass] = now
+                self._last_request_at[klass] = now
         waited = {klass: max(now - since, 0.0) for klass, since in self._waiting_since.items()}
-        lately = [klass for klass, at in self._called_at.items() if now - at < LATELY_S]
+        lately = [klass for klass, at in self._last_request_at.items() if now - at < LATELY_S]
         return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately, waited, self._kv_read)
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
@@ -294,7 +294,9 @@ class Composer:
     def check_integrity(self, active: dict[str, Session]) -> None:
         self._line.check_integrity(active)
         assert {s.id for s in self._ageing} == active.keys(), "the line and the sessions of Ageing differ"
-        assert self._apart.keys() <= active.keys(), "a session waits for a step of its own and is not in line"
+        assert self._awaiting_own_step.keys() <= active.keys(), (
+            "a session waits for a step of its own and is not in line"
+        )
 
 
 def _number(session: Session) -> int:

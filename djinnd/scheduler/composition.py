@@ -52,7 +52,7 @@ class Composition:
         self._aged = aged
         self._turn, self._turn_tokens = turn
         self._closed: set[Class] = set()  # classes of which no further session can have a row
-        self._is_part = False  # some row passes only some of the blocks
+        self._has_partial_rows = False  # some row passes only some of the blocks
 
     def compose(self) -> Session | None:
         """Chooses the rows. Returns the session that was considered first, or None if none could be."""
@@ -76,7 +76,7 @@ class Composition:
         room, pages, rows, num_blocks, page_size = self._room, self._pages, self.rows, self._num_blocks, self._page_size
         step, turn, klass = self._step, self._turn, sessions[0].klass
         decodes_no_more = self._decoders[klass].discard
-        is_part, moves_now = self._is_part, pages.moves
+        is_part, moves_now = self._has_partial_rows, pages.moves
         # how many rows of one token there is room for; 0: `_ask` the first (the aged session is alone in its list)
         ones = 0
         taken = shielding = 0  # rows taken of these, and how many of them belong to protected sessions
@@ -102,7 +102,7 @@ class Composition:
                 self._ask(session)
                 if klass in self._closed:
                     return
-                ones, is_part, moves_now = room.ones(klass), self._is_part, pages.moves
+                ones, is_part, moves_now = room.ones(klass), self._has_partial_rows, pages.moves
                 continue
             decodes_no_more(session)
             taken += 1
@@ -121,7 +121,7 @@ class Composition:
             self._pages.bring_back(session, remaining)
             self._leave_out(session)
         elif self._pages.suffice(session, remaining):
-            self._join(session, remaining, count)
+            self._give_row(session, remaining, count)
 
     def _share(self, session: Session, remaining: int) -> int:
         """How many of its tokens the step has room for."""
@@ -147,18 +147,18 @@ class Composition:
             return False
         return all(map(self._pages.are_given_up_by, left))
 
-    def _join(self, session: Session, remaining: int, count: int) -> None:
+    def _give_row(self, session: Session, remaining: int, count: int) -> None:
         """Gives the session a row of at most `count` tokens, unless a step of its own takes less time. `remaining` is
         as of when it was considered."""
         way, request = self._whole, session.request
         if remaining > 1:  # fewer are left if pages with its KV were found meanwhile
             count = min(count, session.remaining)
         if session.stage is not None or (request is not None and request.stops):
-            way, self._is_part = way_of(session, way), True
+            way, self._has_partial_rows = way_of(session, way), True
             count = min(count, way.end - session.next_position)
         if session.edits and count > 1:
             count = session.together(session.next_position, count)
-        if self._is_part and self._company.is_slower_with(way, count):
+        if self._has_partial_rows and self._company.is_slower_with(way, count):
             self.apart.append((session, count))
             session.passed_over = ROOM
             return
@@ -166,7 +166,7 @@ class Composition:
         self.rows.append(self._row(session, way, count))
 
     def _row(self, session: Session, way: Way, count: int) -> Row:
-        request, last = self._begun(session), way.last
+        request, last = self._start(session), way.last
         start, stage = session.next_position, session.stage
         if last > self._num_blocks:
             last, samples = self._num_blocks, request.max_tokens > 0 and start + count == len(session.tokens)
@@ -178,7 +178,7 @@ class Composition:
             stage = session.stage = Stage(way.first, last, start)
         return Row(session, request, start, count, way.first, last, samples, stage)
 
-    def _begun(self, session: Session) -> Request:
+    def _start(self, session: Session) -> Request:
         """Marks the session as having a row in this step, and returns its request."""
         request = session.request
         assert request is not None

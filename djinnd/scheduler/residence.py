@@ -91,10 +91,10 @@ class Residence:
         for _ in range(2):
             try:
                 if self._arrivals.bring(session):
-                    self._is_back(session, computed)
+                    self._spare_on_host(session, computed)
                     return False
                 self.kv.reserve(session.id, session.tenant, len(session.tokens))
-                self._is_back(session, computed)
+                self._spare_on_host(session, computed)
                 self.elsewhere.lose_stage(session)
                 return True
             except OutOfPages as shortage:
@@ -131,7 +131,7 @@ class Residence:
         has to be tried again after some copy has ended."""
         computed = session.computed
         self._adopt(session)
-        self._is_back(session, computed)
+        self._spare_on_host(session, computed)
         for _ in range(2):
             try:
                 return not self._arrivals.bring(session) or self.is_arriving(session)
@@ -168,7 +168,7 @@ class Residence:
             if session.left_stage is not None and session.computed > session.left_stage.computed:
                 self.elsewhere.lose_stage(session)
 
-    def _is_back(self, session: Session, computed: int) -> None:
+    def _spare_on_host(self, session: Session, computed: int) -> None:
         """Lets the host spare its copies of the pages that the session got back since it had `computed` tokens of
         KV."""
         if session.computed > computed:
@@ -185,7 +185,7 @@ class Residence:
 
         An eviction does not wait for host slots that are not ready if the KV can be recomputed, because that takes less
         time. An evicted session also saves nothing if its copy would push out pages of sessions that are expected back
-        earlier (`_is_wanted_last`).
+        earlier (`_is_expected_last`).
         """
         if self.paging.host is None and not forced:
             return None
@@ -196,7 +196,7 @@ class Residence:
                 return departure.transfer
         else:
             if session.left_stage is not None and not (session.foreign_tokens and self.kv.pages_held(session.id)):
-                self._turn_back(session)
+                self._drop_device_pages(session)
                 return None
             if not self.kv.pages_held(session.id):  # it has left already
                 return None
@@ -209,19 +209,19 @@ class Residence:
             departure = _Departure(session, Transfer(session.id, 0), reach, forced, staged)
         keys = self._keys_on_device(session, departure.staged)
         tokens = len(session.tokens) if departure.staged else session.computed
-        if forced and not sealed and session.id not in self._leaving and self._is_wanted_last(session, keys):
+        if forced and not sealed and session.id not in self._leaving and self._is_expected_last(session, keys):
             departure.transfer.failed = True
-            self._departed(departure)
+            self._finish_leaving(departure)
             return None
         can_wait = session.foreign_tokens > 0 or (not forced and (sealed or session.paused))
         departure.transfer = self.paging.save(session.id, keys, tokens, sealed=sealed, can_wait=can_wait)
         if departure.transfer.is_over:
-            self._departed(departure)
+            self._finish_leaving(departure)
             return None
         self._leaving[session.id] = departure
         return departure.transfer
 
-    def _turn_back(self, session: Session) -> None:
+    def _drop_device_pages(self, session: Session) -> None:
         """Frees the device pages of a session that has left with its stage. They were brought from a lower tier, which
         still has them."""
         self._arrivals.call_off(session)
@@ -234,7 +234,7 @@ class Residence:
             return keys_with(session, staged, self.kv)
         return self.elsewhere.keys(session) if session.computed else []
 
-    def _is_wanted_last(self, session: Session, keys: list[Key]) -> bool:
+    def _is_expected_last(self, session: Session, keys: list[Key]) -> bool:
         """True if the host could take this session's pages only by losing pages that have no other copy, and those are
         all expected back earlier. Then it is this session's pages that are recomputed (Belady, "A study of replacement
         algorithms for a virtual-storage computer", IBM Systems Journal 1966)."""
@@ -294,7 +294,7 @@ class Residence:
             self._promised = 0
             self.paging.can_spare(departure.staged)
 
-    def _departed(self, departure: _Departure) -> None:
+    def _finish_leaving(self, departure: _Departure) -> None:
         session = departure.session
         if self._leaving.pop(session.id, None) is not None:
             self._promised = 0
@@ -317,7 +317,7 @@ class Residence:
         """Applies a transfer that has ended, unless the session no longer waits for it."""
         departure = self._leaving.get(transfer.session)
         if departure is not None and departure.transfer is transfer:
-            self._departed(departure)
+            self._finish_leaving(departure)
         self._arrivals.over(transfer)
 
     # --- along with the session -------------------------------------------------------------------------------------

@@ -75,10 +75,10 @@ class StepPages:
         if remaining == 1 and self.kv.fits(session.id, len(session.tokens)):
             return True
         if holds_none and self._is_returning:
-            self._make_room_for_another(session)
+            self._make_room_for_next(session)
             return False
-        is_secured = self._secured(session)
-        self._note_who_moves()
+        is_secured = self._is_secured(session)
+        self._update_moves()
         if is_secured:
             return True
         if session.passed_over == QUOTA:
@@ -101,17 +101,17 @@ class StepPages:
             kv.reserve(session.id, session.tenant, length)
         return True
 
-    def _make_room_for_another(self, session: Session) -> None:
+    def _make_room_for_next(self, session: Session) -> None:
         """While room is made for one session that comes back by a copy, makes room for the next one too, so that copies
         out and in follow each other without a pause. Pages that are free belong to the first."""
         self.are_refused, session.passed_over = True, PAGES
         if self._residence.elsewhere.has_some(session) and not self._quotas.excess(
             session, self.kv, self._pages(session)
         ):
-            self._residence.make_room(self._pages(session), self._behind(session))
-            self._note_who_moves()
+            self._residence.make_room(self._pages(session), self._victims_for(session))
+            self._update_moves()
 
-    def _note_who_moves(self) -> None:
+    def _update_moves(self) -> None:
         """Updates `moves`: the session that was just considered, or its victims, may have begun to move."""
         if self._residence.sessions_move:
             self.moves = self._residence.is_moving
@@ -128,14 +128,14 @@ class StepPages:
     def _pages(self, session: Session) -> int:
         return self.kv.pages_for(len(session.tokens))
 
-    def _secured(self, session: Session) -> bool:
-        if not self._quotas.make_way(session, self._residence, lambda: self._behind(session)):
+    def _is_secured(self, session: Session) -> bool:
+        if not self._quotas.make_way(session, self._residence, lambda: self._victims_for(session)):
             session.passed_over = QUOTA
             return False
         session.passed_over = PAGES
-        return self._residence.secure(session, self._behind(session))
+        return self._residence.secure(session, self._victims_for(session))
 
-    def _behind(self, session: Session) -> Iterator[Session]:
+    def _victims_for(self, session: Session) -> Iterator[Session]:
         """Yields the sessions that can be evicted for this one: none that is before it in line or has a row out of
         turn."""
         holders = self.kv.sessions
@@ -144,11 +144,11 @@ class StepPages:
         for other in self._victims:
             if other is session:
                 return
-            if other.id in holders and other is not self._turn and not self._is_spared(other, session):
+            if other.id in holders and other is not self._turn and not self._is_protected(other, session):
                 self.are_taken = self.are_taken or other in self._line
                 yield other
 
-    def _is_spared(self, other: Session, session: Session) -> bool:
+    def _is_protected(self, other: Session, session: Session) -> bool:
         """True if `other` must not be evicted for `session`: it is reading a prompt, holds all pages for it, is of the
         same class or a higher one, and would lose KV.
 

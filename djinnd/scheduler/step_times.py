@@ -38,7 +38,7 @@ class StepTimes:
         """Notes a step of `rows` rows that brought `further` tokens beyond one each. `kv`: tokens of KV that its
         one-token rows read."""
         if further:
-            self._further.note(further, max(seconds - self._alone(rows, kv), 0.0))
+            self._further.note(further, max(seconds - self._row_seconds(rows, kv), 0.0))
             return
         if self._kv.note(rows, kv, seconds):
             self._rows.set_kv_token(self._kv.token_s)
@@ -50,25 +50,25 @@ class StepTimes:
 
     def predict(self, rows: int, further: int = 0, kv: float = 0.0) -> float:
         """Seconds. Beyond the largest known size: the time of that size. 0 if unknown."""
-        return self._alone(rows, kv) + self._beside(further)
+        return self._row_seconds(rows, kv) + self._further_seconds(further)
 
-    def _alone(self, rows: int, kv: float) -> float:
+    def _row_seconds(self, rows: int, kv: float) -> float:
         """Rows without further tokens. Their time without KV may be 0, as when a device has become faster since the KV
         time was learned."""
         return self._rows.at(rows) + self._kv.token_s * kv if self._rows.largest else 0.0
 
-    def _beside(self, further: int) -> float:
+    def _further_seconds(self, further: int) -> float:
         return self._further.at(further) if further else 0.0
 
     def rows_within(self, seconds: float, further: int = 0, kv: float = 0.0, each: float = 0.0) -> int:
         """How many rows a step of at most `seconds` may have if it brings `further` further tokens. They read `kv`
         tokens of KV, and each of them `each` more."""
         token_s = self._kv.token_s
-        return self._rows.within(seconds - self._beside(further) - token_s * kv, token_s * each)
+        return self._rows.within(seconds - self._further_seconds(further) - token_s * kv, token_s * each)
 
     def further_within(self, seconds: float, rows: int, kv: float = 0.0) -> int:
         """How many tokens beyond one each `rows` rows may bring in a step of at most `seconds`."""
-        return self._further.within(seconds - self._alone(rows, kv))
+        return self._further.within(seconds - self._row_seconds(rows, kv))
 
     def wants(self, rows: int) -> bool:
         """True if a step of this many rows and nothing else should run, to measure it: if others always join, its time
@@ -107,14 +107,14 @@ class Curve:
             forgotten = [old for old in self._measured if self._notes - self._seen[old] >= _FORGOTTEN]
             for old in forgotten:
                 del self._measured[old], self._medians[old]
-        self._draw()
+        self._rebuild_points()
         return forgotten
 
     def set_kv_token(self, seconds: float) -> None:
         """Sets the seconds that a token of KV takes, also for past measurements."""
         self._kv_token_s = seconds
         self._medians = {bucket: self._median(bucket) for bucket in self._measured}
-        self._draw()
+        self._rebuild_points()
 
     def forget(self) -> None:
         self._measured.clear()
@@ -135,7 +135,7 @@ class Curve:
         without_kv = sorted([max(seconds - self._kv_token_s * kv, 0.0) for seconds, kv in measured])
         return without_kv[(len(measured) - 1) // 2]
 
-    def _draw(self) -> None:
+    def _rebuild_points(self) -> None:
         """Makes the curve monotonic: a size takes at most what a larger one took. So a size that was slow for some
         reason says nothing of larger ones that were fast."""
         self._points.clear()

@@ -157,7 +157,7 @@ class Places:
             account = CLASSES.index(session.klass), session.tenant
             own.setdefault(account, []).append((session, session.remaining))
         self.own = list(own.values())
-        self.apart = {session for session, _ in queue.composer._apart.values()}
+        self.apart = {session for session, _ in queue.composer._awaiting_own_step.values()}
         self.read = any(
             session.given < session.touched and kv.fits(session.id, len(session.tokens)) for session in sessions
         )
@@ -561,7 +561,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_who_was_left_out(self, batch: Batch, served: set[Session]) -> None:
         """While there is room, no session is left out, unless room was kept for one that waits for a step of its
         own."""
-        apart = self.scheduler._queues[batch.model].composer._apart
+        apart = self.scheduler._queues[batch.model].composer._awaiting_own_step
         if self.has_pages_for_all(batch.model) and not self.is_full(batch) and not apart:
             assert len(served) == len(self.lines[batch.model]), "there is room, and a session was left out"
 

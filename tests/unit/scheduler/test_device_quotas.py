@@ -25,7 +25,7 @@ PAGE_BYTES = 1 << 20
 MINE, THEIRS = 1000, 1001
 
 
-class Daemon:
+class Harness:
     """A scheduler with several models. After every step it checks that no tenant exceeds its quota."""
 
     def __init__(self, *models: str, pages: int = 64) -> None:
@@ -80,251 +80,251 @@ class Daemon:
 
 
 def test_sessions_within_the_quota_all_run_at_once() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 4)
-    daemon.submit("a", 5), daemon.submit("b", 5)
-    assert daemon.step() == ["a", "b"]
+    harness = Harness()
+    harness.limit(MINE, 4)
+    harness.submit("a", 5), harness.submit("b", 5)
+    assert harness.step() == ["a", "b"]
 
 
 def test_a_session_that_would_exceed_the_quota_waits_and_says_so() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 3)
-    first, second = daemon.submit("a", 5), daemon.submit("b", 5)
-    theirs = daemon.submit("c", 40, THEIRS)
-    assert daemon.step() == ["a", "c"]
-    assert "quota device_kv" in daemon.scheduler.why("b").reason
-    daemon.run(first, second, theirs)
+    harness = Harness()
+    harness.limit(MINE, 3)
+    first, second = harness.submit("a", 5), harness.submit("b", 5)
+    theirs = harness.submit("c", 40, THEIRS)
+    assert harness.step() == ["a", "c"]
+    assert "quota device_kv" in harness.scheduler.why("b").reason
+    harness.run(first, second, theirs)
 
 
 def test_only_idle_sessions_of_the_same_tenant_are_evicted() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 3)
-    daemon.run(daemon.submit("mine", 8), daemon.submit("theirs", 8, THEIRS))
-    before = daemon.kv["m"].pages_held("theirs")
-    daemon.run(daemon.submit("next", 8))
-    assert daemon.kv["m"].pages_held("mine") == 0 and daemon.kv["m"].pages_held("theirs") == before
+    harness = Harness()
+    harness.limit(MINE, 3)
+    harness.run(harness.submit("mine", 8), harness.submit("theirs", 8, THEIRS))
+    before = harness.kv["m"].pages_held("theirs")
+    harness.run(harness.submit("next", 8))
+    assert harness.kv["m"].pages_held("mine") == 0 and harness.kv["m"].pages_held("theirs") == before
 
 
 def test_idle_sessions_of_other_models_are_evicted() -> None:
-    daemon = Daemon("m", "n")
-    daemon.limit(MINE, 3)
-    daemon.run(daemon.submit("there", 8, model="n"))
-    daemon.run(daemon.submit("here", 8))
-    assert daemon.kv["n"].pages_held("there") == 0
+    harness = Harness("m", "n")
+    harness.limit(MINE, 3)
+    harness.run(harness.submit("there", 8, model="n"))
+    harness.run(harness.submit("here", 8))
+    assert harness.kv["n"].pages_held("there") == 0
 
 
 def test_the_later_session_is_evicted_for_the_earlier_one() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 4)
-    first, second = daemon.submit("a", 6, max_tokens=10), daemon.submit("b", 6, max_tokens=10)
-    daemon.run(first)
+    harness = Harness()
+    harness.limit(MINE, 4)
+    first, second = harness.submit("a", 6, max_tokens=10), harness.submit("b", 6, max_tokens=10)
+    harness.run(first)
     assert not second.finish_reason
-    daemon.run(second)
+    harness.run(second)
 
 
 def test_decoding_sessions_stay_within_the_quota() -> None:
     """The pool has enough pages. The quota has one more than the three sessions hold, which fill theirs in the same
     step."""
-    daemon = Daemon()
-    daemon.limit(MINE, 4)
-    daemon.run(*(daemon.submit(name, 3, max_tokens=8) for name in "abc"))
+    harness = Harness()
+    harness.limit(MINE, 4)
+    harness.run(*(harness.submit(name, 3, max_tokens=8) for name in "abc"))
 
 
 def test_a_session_that_can_never_fit_is_refused_with_the_quota_and_its_figures() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 3)
+    harness = Harness()
+    harness.limit(MINE, 3)
     with pytest.raises(QuotaExceeded, match="device_kv") as refusal:
-        daemon.submit("a", 13)
+        harness.submit("a", 13)
     assert refusal.value.data == {"quota": "device_kv", "limit": 3 * PAGE_BYTES, "used": 4 * PAGE_BYTES}
-    daemon.run(daemon.submit("b", 13, THEIRS))
+    harness.run(harness.submit("b", 13, THEIRS))
 
 
 def test_an_output_ends_at_the_quota() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 3)
-    request = daemon.submit("a", 8, max_tokens=50)
-    daemon.run(request)
-    assert request.finish_reason == "length" and len(daemon.scheduler.session("a").tokens) == 12
+    harness = Harness()
+    harness.limit(MINE, 3)
+    request = harness.submit("a", 8, max_tokens=50)
+    harness.run(request)
+    assert request.finish_reason == "length" and len(harness.scheduler.session("a").tokens) == 12
 
 
 def test_a_running_session_ends_normally_after_the_quota_is_lowered() -> None:
-    daemon = Daemon()
-    requests = [daemon.submit(name, 10, max_tokens=8) for name in "ab"]
-    daemon.step()
-    daemon.scheduler.set_tenant(MINE, 1.0, PAGE_BYTES)
-    daemon.run(*requests)
+    harness = Harness()
+    requests = [harness.submit(name, 10, max_tokens=8) for name in "ab"]
+    harness.step()
+    harness.scheduler.set_tenant(MINE, 1.0, PAGE_BYTES)
+    harness.run(*requests)
 
 
 def test_no_limit_applies_after_the_quota_is_removed() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 1)
-    daemon.limit(MINE, None)
-    daemon.run(daemon.submit("a", 30))
+    harness = Harness()
+    harness.limit(MINE, 1)
+    harness.limit(MINE, None)
+    harness.run(harness.submit("a", 30))
 
 
 def test_two_sessions_that_wait_for_each_other_s_pages_on_two_models_both_end() -> None:
-    daemon = Daemon("m", "n")
-    daemon.limit(MINE, 6)
-    first, second = daemon.submit("a", 9, model="m", max_tokens=8), daemon.submit("b", 9, model="n", max_tokens=8)
-    daemon.run(first)
-    daemon.run(second)
+    harness = Harness("m", "n")
+    harness.limit(MINE, 6)
+    first, second = harness.submit("a", 9, model="m", max_tokens=8), harness.submit("b", 9, model="n", max_tokens=8)
+    harness.run(first)
+    harness.run(second)
 
 
 def test_a_held_session_of_another_model_is_evicted() -> None:
-    daemon = Daemon("m", "n")
-    daemon.limit(MINE, 4)
-    held = daemon.submit("held", 9, model="n", max_tokens=8)
-    daemon.step()
-    daemon.scheduler.hold(held.id)
-    daemon.run(daemon.submit("a", 9))
-    daemon.scheduler.release(held.id)
-    daemon.run(held)
+    harness = Harness("m", "n")
+    harness.limit(MINE, 4)
+    held = harness.submit("held", 9, model="n", max_tokens=8)
+    harness.step()
+    harness.scheduler.hold(held.id)
+    harness.run(harness.submit("a", 9))
+    harness.scheduler.release(held.id)
+    harness.run(held)
 
 
 def test_as_many_sessions_as_needed_leave_another_model_at_once() -> None:
-    daemon = Daemon("m", "n")
-    daemon.limit(MINE, 10)
+    harness = Harness("m", "n")
+    harness.limit(MINE, 10)
     for number in range(10):
-        daemon.run(daemon.submit(f"idle{number}", 3, model="n", max_tokens=1))
-    daemon.submit("a", 36)
-    assert daemon.step() == ["a"]
+        harness.run(harness.submit(f"idle{number}", 3, model="n", max_tokens=1))
+    harness.submit("a", 36)
+    assert harness.step() == ["a"]
 
 
 @pytest.mark.parametrize("pages", [0, 1])
 def test_sessions_end_one_after_another_under_a_quota_below_each(pages: int) -> None:
-    daemon = Daemon()
-    daemon.run(daemon.submit("idle", 9, max_tokens=2))
-    requests = [daemon.submit(name, 20, max_tokens=8) for name in "ab"]
-    daemon.step()
-    daemon.scheduler.set_tenant(MINE, 1.0, pages * PAGE_BYTES)
-    daemon.run(*requests)
+    harness = Harness()
+    harness.run(harness.submit("idle", 9, max_tokens=2))
+    requests = [harness.submit(name, 20, max_tokens=8) for name in "ab"]
+    harness.step()
+    harness.scheduler.set_tenant(MINE, 1.0, pages * PAGE_BYTES)
+    harness.run(*requests)
 
 
 def test_public_pages_do_not_count_as_room_for_other_sessions() -> None:
-    daemon = Daemon()
-    daemon.kv["m"].public.mark([7] * 24, PAGE)
+    harness = Harness()
+    harness.kv["m"].public.mark([7] * 24, PAGE)
     for name, last in (("a", 1), ("b", 2), ("c", 3)):
-        daemon.scheduler.open(Session(name, "m", MINE, "agent"))
+        harness.scheduler.open(Session(name, "m", MINE, "agent"))
         request = Request(last, 0, 25, max_tokens=12)
-        daemon.scheduler.submit(name, request, [7] * 24 + [last])
-        daemon.step()
-    daemon.scheduler.set_tenant(MINE, 1.0, 3 * PAGE_BYTES)
+        harness.scheduler.submit(name, request, [7] * 24 + [last])
+        harness.step()
+    harness.scheduler.set_tenant(MINE, 1.0, 3 * PAGE_BYTES)
     for _ in range(12):
-        daemon.step()
-        assert daemon.held(MINE) <= 3
+        harness.step()
+        assert harness.held(MINE) <= 3
 
 
 def test_forks_do_not_exceed_the_quota() -> None:
-    daemon = Daemon()
-    daemon.limit(MINE, 3)
-    daemon.run(daemon.submit("parent", 7, max_tokens=3))
+    harness = Harness()
+    harness.limit(MINE, 3)
+    harness.run(harness.submit("parent", 7, max_tokens=3))
     for number in range(6):
-        daemon.scheduler.fork("parent", f"child{number}", "agent")
-    assert daemon.held(MINE) == 3
-    daemon.scheduler.check_integrity()
+        harness.scheduler.fork("parent", f"child{number}", "agent")
+    assert harness.held(MINE) == 3
+    harness.scheduler.check_integrity()
 
 
 def test_imported_kv_does_not_exceed_the_quota() -> None:
-    daemon = Daemon("m", "n")
-    daemon.limit(MINE, 4)
-    daemon.run(daemon.submit("here", 6), daemon.submit("there", 6, model="n"))
+    harness = Harness("m", "n")
+    harness.limit(MINE, 4)
+    harness.run(harness.submit("here", 6), harness.submit("there", 6, model="n"))
     imported = Session("imported", "m", MINE, "agent", tokens=[3] * 12)
-    daemon.scheduler.open(imported)
-    assert daemon.scheduler.secure("imported")
-    assert daemon.held(MINE) == 3
-    daemon.scheduler.open(Session("large", "m", MINE, "agent", tokens=[3] * 17))
+    harness.scheduler.open(imported)
+    assert harness.scheduler.secure("imported")
+    assert harness.held(MINE) == 3
+    harness.scheduler.open(Session("large", "m", MINE, "agent", tokens=[3] * 17))
     with pytest.raises(QuotaExceeded, match="device_kv"):
-        daemon.scheduler.secure("large")
+        harness.scheduler.secure("large")
 
 
 def test_sessions_that_come_back_do_not_exceed_the_quota() -> None:
-    daemon = Daemon()
-    paging = daemon.scheduler.residence("m").paging
+    harness = Harness()
+    paging = harness.scheduler.residence("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
 
     for name in "abcd":
-        daemon.run(daemon.submit(name, 6))
-        daemon.scheduler.wait(name)
-        all_leave(daemon.scheduler)
-        daemon.copy_all()
-    daemon.kv["m"].resize(65)  # no page can be found on the device
-    daemon.kv["m"]._prefixes.forget(range(1, 65))
-    daemon.limit(MINE, 5)
+        harness.run(harness.submit(name, 6))
+        harness.scheduler.wait(name)
+        all_leave(harness.scheduler)
+        harness.copy_all()
+    harness.kv["m"].resize(65)  # no page can be found on the device
+    harness.kv["m"]._prefixes.forget(range(1, 65))
+    harness.limit(MINE, 5)
     for name in "abcd":
-        daemon.scheduler.wake(name)
-        daemon.copy_all()
-        assert daemon.held(MINE) <= 5
-    assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [3, 0, 0, 0]
-    daemon.scheduler.wait("a")
-    all_leave(daemon.scheduler)
-    daemon.scheduler.wake("b")  # a's pages are still on the host, so they leave at once
-    daemon.copy_all()
-    assert [daemon.kv["m"].pages_held(name) for name in "abcd"] == [0, 3, 0, 0]
+        harness.scheduler.wake(name)
+        harness.copy_all()
+        assert harness.held(MINE) <= 5
+    assert [harness.kv["m"].pages_held(name) for name in "abcd"] == [3, 0, 0, 0]
+    harness.scheduler.wait("a")
+    all_leave(harness.scheduler)
+    harness.scheduler.wake("b")  # a's pages are still on the host, so they leave at once
+    harness.copy_all()
+    assert [harness.kv["m"].pages_held(name) for name in "abcd"] == [0, 3, 0, 0]
 
 
 def test_a_session_that_finds_more_pages_than_it_had_does_not_exceed_the_quota() -> None:
     """It has never run, and finds all pages of its prompt on the device, which no session holds any more."""
-    daemon = Daemon()
-    daemon.run(daemon.submit("gone", 13, max_tokens=0))
-    prompt = list(daemon.scheduler.session("gone").tokens)
-    daemon.scheduler.close("gone")
-    daemon.run(daemon.submit("idle", 6))
-    daemon.limit(MINE, 4)
-    daemon.scheduler.open(Session("new", "m", MINE, "agent", tokens=prompt))
-    daemon.scheduler.wake("new")
-    assert daemon.held(MINE) <= 4
+    harness = Harness()
+    harness.run(harness.submit("gone", 13, max_tokens=0))
+    prompt = list(harness.scheduler.session("gone").tokens)
+    harness.scheduler.close("gone")
+    harness.run(harness.submit("idle", 6))
+    harness.limit(MINE, 4)
+    harness.scheduler.open(Session("new", "m", MINE, "agent", tokens=prompt))
+    harness.scheduler.wake("new")
+    assert harness.held(MINE) <= 4
 
 
 def test_a_session_whose_last_page_is_replaced_while_it_is_copied_does_not_exceed_the_quota() -> None:
-    daemon = Daemon()
-    daemon.scheduler.residence("m").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
-    daemon.run(daemon.submit("gone", 13, max_tokens=0))
-    prompt = list(daemon.scheduler.session("gone").tokens)
-    daemon.scheduler.close("gone")
-    daemon.scheduler.open(Session("s", "m", MINE, "agent"))
-    daemon.scheduler.submit("s", Request(100, 0, 6, 0), prompt[:6])
-    assert daemon.step() == ["s"]
-    daemon.limit(MINE, 4)
-    daemon.scheduler.wait("s")
-    all_leave(daemon.scheduler)
-    daemon.scheduler.wake("s")  # the pages that it needs after all are still being copied
-    daemon.scheduler.submit("s", Request(101, 6, 13, 0), prompt[6:])
-    assert daemon.step() == [] and daemon.held(MINE) <= 4
-    daemon.copy_all()
-    assert daemon.step() == ["s"] and daemon.held(MINE) == 4
+    harness = Harness()
+    harness.scheduler.residence("m").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    harness.run(harness.submit("gone", 13, max_tokens=0))
+    prompt = list(harness.scheduler.session("gone").tokens)
+    harness.scheduler.close("gone")
+    harness.scheduler.open(Session("s", "m", MINE, "agent"))
+    harness.scheduler.submit("s", Request(100, 0, 6, 0), prompt[:6])
+    assert harness.step() == ["s"]
+    harness.limit(MINE, 4)
+    harness.scheduler.wait("s")
+    all_leave(harness.scheduler)
+    harness.scheduler.wake("s")  # the pages that it needs after all are still being copied
+    harness.scheduler.submit("s", Request(101, 6, 13, 0), prompt[6:])
+    assert harness.step() == [] and harness.held(MINE) <= 4
+    harness.copy_all()
+    assert harness.step() == ["s"] and harness.held(MINE) == 4
 
 
 def test_sessions_that_are_leaving_count_before_others_are_evicted() -> None:
-    daemon = Daemon()
-    paging = daemon.scheduler.residence("m").paging
+    harness = Harness()
+    paging = harness.scheduler.residence("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
-    daemon.limit(MINE, 10)
+    harness.limit(MINE, 10)
     for name in ("a", "b", "c"):
-        daemon.run(daemon.submit(name, 6))
-    daemon.submit("new", 10)
+        harness.run(harness.submit(name, 6))
+    harness.submit("new", 10)
     for _ in range(3):
-        assert daemon.step() == []
-    queue = daemon.scheduler.residence("m")
-    assert [queue.is_leaving(daemon.scheduler.session(name)) for name in "abc"] == [True, False, False]
+        assert harness.step() == []
+    queue = harness.scheduler.residence("m")
+    assert [queue.is_leaving(harness.scheduler.session(name)) for name in "abc"] == [True, False, False]
 
 
 def test_pages_freed_for_the_leading_model_are_not_taken_by_another() -> None:
     """Sessions of the other model wait in line, and its turn comes before."""
-    daemon = Daemon("m", "n")
-    daemon.scheduler.residence("n").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
-    daemon.limit(MINE, 6)
-    first = daemon.submit("first", 20)
-    daemon.scheduler.hold(first.id)
+    harness = Harness("m", "n")
+    harness.scheduler.residence("n").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    harness.limit(MINE, 6)
+    first = harness.submit("first", 20)
+    harness.scheduler.hold(first.id)
     for name in "bc":
-        daemon.submit(name, 9, model="n", max_tokens=3)
-    daemon.step()
-    daemon.submit("theirs", 5, THEIRS, max_tokens=40)
-    daemon.scheduler.release(first.id)
+        harness.submit(name, 9, model="n", max_tokens=3)
+    harness.step()
+    harness.submit("theirs", 5, THEIRS, max_tokens=40)
+    harness.scheduler.release(first.id)
     held = []
     while not first.finish_reason and len(held) < 20:
-        held.append(daemon.kv["n"].pool.used)
-        daemon.step()
-        daemon.copy_all("n")
+        held.append(harness.kv["n"].pool.used)
+        harness.step()
+        harness.copy_all("n")
     assert held == sorted(held, reverse=True), "they have left, and come back before the first has ended"
     assert held[-1] == 0
 

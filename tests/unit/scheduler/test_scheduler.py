@@ -20,7 +20,7 @@ from tests.support.virtual import VirtualDevice, rising
 PAGE = 4  # tokens
 
 
-class Daemon:
+class Harness:
     """A scheduler, request ids, and a model that always samples `token`."""
 
     def __init__(self, *models: str, pages: int = 64, max_context: int = 64, max_batch_tokens: int = 32) -> None:
@@ -56,127 +56,127 @@ class Daemon:
 
 
 def test_a_request_ends_if_no_token_could_be_sampled() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", 6)
-    daemon.step(token=5)
-    batch = daemon.scheduler.next_batch()
-    assert batch is not None and daemon.scheduler.complete(batch, [None]) == [request]
-    daemon.scheduler.check_integrity()
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", 6)
+    harness.step(token=5)
+    batch = harness.scheduler.next_batch()
+    assert batch is not None and harness.scheduler.complete(batch, [None]) == [request]
+    harness.scheduler.check_integrity()
     assert (request.finish_reason, session.tokens[6:], session.computed) == ("not_finite", [5], 7)
-    daemon.submit("a", 0)
-    batch, _ = daemon.step()
+    harness.submit("a", 0)
+    batch, _ = harness.step()
     assert [(row.start, row.end) for row in batch.rows] == [(6, 7)], "the last token's logits choose the next one"
 
 
 def test_a_generation_runs_its_prompt_then_a_token_a_step_until_it_has_enough() -> None:
-    daemon = Daemon(max_batch_tokens=4)
-    session = daemon.open("a")
-    request = daemon.submit("a", prompt=6, max_tokens=3)
+    harness = Harness(max_batch_tokens=4)
+    session = harness.open("a")
+    request = harness.submit("a", prompt=6, max_tokens=3)
     assert request.state is RequestState.QUEUED
     ends = []
     for _ in range(4):
-        batch, finished = daemon.step()
+        batch, finished = harness.step()
         ends.append((batch.rows[0].start, batch.rows[0].end, batch.rows[0].samples))
     assert ends == [(0, 4, False), (4, 6, True), (6, 7, True), (7, 8, True)]
     assert finished == [request] and session.request is None
     assert (request.state, request.finish_reason, request.computed) == (RequestState.DONE, "length", 6)
     assert session.tokens == [7] * 6 + [5] * 3 and session.computed == 8
-    assert daemon.scheduler.next_batch() is None
+    assert harness.scheduler.next_batch() is None
 
 
 def test_a_session_goes_on_from_its_kv() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.submit("a", prompt=6, max_tokens=1)
-    daemon.step()
-    request = daemon.submit("a", prompt=2, max_tokens=1)
-    batch, _ = daemon.step()
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", prompt=6, max_tokens=1)
+    harness.step()
+    request = harness.submit("a", prompt=2, max_tokens=1)
+    batch, _ = harness.step()
     assert (batch.rows[0].start, batch.rows[0].end) == (6, 9)  # it includes the last generated token, which had no KV
     assert request.computed == 3
 
 
 def test_without_a_prompt_the_last_token_is_run_again_if_it_has_kv() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    daemon.submit("a", prompt=6, max_tokens=0, logits=True, seen_from=0)
-    daemon.step()
+    harness = Harness()
+    session = harness.open("a")
+    harness.submit("a", prompt=6, max_tokens=0, logits=True, seen_from=0)
+    harness.step()
     assert session.computed == 6
-    daemon.submit("a", prompt=0, max_tokens=1)
-    batch, _ = daemon.step()
+    harness.submit("a", prompt=0, max_tokens=1)
+    batch, _ = harness.step()
     assert (batch.rows[0].start, batch.rows[0].count, batch.rows[0].samples) == (5, 1, True)
 
 
 def test_a_forward_pass_ends_with_its_last_token_and_generates_none() -> None:
-    daemon = Daemon(max_batch_tokens=4)
-    session = daemon.open("a")
-    request = daemon.submit("a", prompt=6, max_tokens=0, logits=True, seen_from=0)
-    assert daemon.step()[1] == []
-    assert daemon.step()[1] == [request]
+    harness = Harness(max_batch_tokens=4)
+    session = harness.open("a")
+    request = harness.submit("a", prompt=6, max_tokens=0, logits=True, seen_from=0)
+    assert harness.step()[1] == []
+    assert harness.step()[1] == [request]
     assert (request.finish_reason, request.computed, session.tokens) == ("length", 6, [7] * 6)
 
 
 def test_a_stop_token_ends_a_generation_and_stays_in_the_session() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", prompt=2, stop_tokens=frozenset({9}))
-    daemon.step()
-    assert daemon.step(token=9)[1] == [request]
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", prompt=2, stop_tokens=frozenset({9}))
+    harness.step()
+    assert harness.step(token=9)[1] == [request]
     assert request.finish_reason == "stop" and session.tokens == [7, 7, 5, 9]
 
 
 @pytest.mark.parametrize(("pages", "max_context"), [(64, 10), (2, 64)])
 def test_a_generation_ends_at_the_limit_of_the_context_or_the_pool(pages: int, max_context: int) -> None:
-    daemon = Daemon(pages=pages, max_context=max_context)
-    session = daemon.open("a")
-    request = daemon.submit("a", prompt=6, max_tokens=50)
+    harness = Harness(pages=pages, max_context=max_context)
+    session = harness.open("a")
+    request = harness.submit("a", prompt=6, max_tokens=50)
     finished: list[Request] = []
     while not finished:
-        _, finished = daemon.step()
+        _, finished = harness.step()
     assert request.finish_reason == "length"
     assert len(session.tokens) == min(max_context, pages * PAGE)
 
 
 def test_a_request_that_never_fits_is_refused_and_nothing_is_changed() -> None:
-    daemon = Daemon(pages=4, max_context=32)
-    session = daemon.open("a", tokens=10)
+    harness = Harness(pages=4, max_context=32)
+    session = harness.open("a", tokens=10)
     with pytest.raises(OutOfMemory):
-        daemon.submit("a", prompt=6, max_tokens=1)
+        harness.submit("a", prompt=6, max_tokens=1)
     with pytest.raises(PromptTooLong):
-        daemon.submit("a", prompt=23, max_tokens=0)
+        harness.submit("a", prompt=23, max_tokens=0)
     assert len(session.tokens) == 10 and session.request is None
-    assert daemon.scheduler.next_batch() is None
-    daemon.scheduler.check_integrity()
-    daemon.submit("a", prompt=6, max_tokens=0)  # a forward pass needs no room for a next token
+    assert harness.scheduler.next_batch() is None
+    harness.scheduler.check_integrity()
+    harness.submit("a", prompt=6, max_tokens=0)  # a forward pass needs no room for a next token
 
 
 def test_a_busy_session_takes_no_second_request() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.submit("a", prompt=2)
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", prompt=2)
     with pytest.raises(AssertionError):
-        daemon.submit("a", prompt=2)
+        harness.submit("a", prompt=2)
 
 
 def test_a_request_with_nothing_to_run_is_an_assertion_error() -> None:
-    daemon = Daemon()
-    daemon.open("empty")
+    harness = Harness()
+    harness.open("empty")
     with pytest.raises(AssertionError, match="nothing to run"):
-        daemon.submit("empty", prompt=0, max_tokens=1)
-    daemon.open("full", tokens=3)
-    daemon.scheduler.session("full").computed = 3
+        harness.submit("empty", prompt=0, max_tokens=1)
+    harness.open("full", tokens=3)
+    harness.scheduler.session("full").computed = 3
     with pytest.raises(AssertionError, match="nothing to run"):
-        daemon.submit("full", prompt=0, max_tokens=0)
+        harness.submit("full", prompt=0, max_tokens=0)
 
 
 def test_a_step_ends_before_a_position_that_may_not_be_finite() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
+    harness = Harness()
+    session = harness.open("a")
     session.edits = (Edit(1, (Point("resid", 1),), "scale", (Extent(6, 7),), scale=1e9),)
-    daemon.submit("a", 10)
+    harness.submit("a", 10)
     read = []
     for _ in range(2):
-        batch, _ = daemon.step()
+        batch, _ = harness.step()
         read += [(row.start, row.end, row.samples) for row in batch.rows]
     assert read == [(0, 6, False), (6, 10, True)]
 
@@ -185,316 +185,316 @@ def test_a_step_ends_before_a_position_that_may_not_be_finite() -> None:
 
 
 def test_cancel_keeps_the_tokens_and_the_session() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", prompt=6)
-    daemon.step()
-    assert daemon.scheduler.cancel(request.id) is request
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", prompt=6)
+    harness.step()
+    assert harness.scheduler.cancel(request.id) is request
     assert (request.state, request.finish_reason) == (RequestState.DONE, "cancelled")
     assert session.tokens == [7] * 6 + [5] and session.request is None
-    assert daemon.scheduler.cancel(request.id) is None
-    daemon.submit("a", prompt=1, max_tokens=1)
-    assert daemon.step()[0].rows[0].start == 6
+    assert harness.scheduler.cancel(request.id) is None
+    harness.submit("a", prompt=1, max_tokens=1)
+    assert harness.step()[0].rows[0].start == 6
 
 
 def test_halt_stops_after_the_tokens_that_are_kept() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", prompt=6)
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", prompt=6)
     for _ in range(5):
-        daemon.step()
-    assert daemon.scheduler.halt(request.id, keep=2) is request
+        harness.step()
+    assert harness.scheduler.halt(request.id, keep=2) is request
     assert request.finish_reason == "stop"
     assert session.tokens == [7] * 6 + [5] * 2 and session.computed == 8
-    assert daemon.kv["m"].pages_held("a") == 2
-    assert daemon.scheduler.halt(request.id, keep=0) is None
-    daemon.scheduler.check_integrity()
+    assert harness.kv["m"].pages_held("a") == 2
+    assert harness.scheduler.halt(request.id, keep=0) is None
+    harness.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("keep", [-1, 3])
 def test_halt_keeps_no_tokens_that_were_not_generated(keep: int) -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    request = daemon.submit("a", prompt=6)
-    daemon.step()
+    harness = Harness()
+    harness.open("a")
+    request = harness.submit("a", prompt=6)
+    harness.step()
     with pytest.raises(AssertionError):
-        daemon.scheduler.halt(request.id, keep)
+        harness.scheduler.halt(request.id, keep)
 
 
 def test_rollback_restores_the_session_s_tokens() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    daemon.submit("a", prompt=6, max_tokens=2)
-    daemon.step()
-    daemon.step()
-    request = daemon.submit("a", prompt=3)
-    daemon.step()
-    assert daemon.scheduler.next_batch() is not None  # the step that fails
-    assert daemon.scheduler.rollback(request.id) is request
+    harness = Harness()
+    session = harness.open("a")
+    harness.submit("a", prompt=6, max_tokens=2)
+    harness.step()
+    harness.step()
+    request = harness.submit("a", prompt=3)
+    harness.step()
+    assert harness.scheduler.next_batch() is not None  # the step that fails
+    assert harness.scheduler.rollback(request.id) is request
     assert (request.state, request.finish_reason) == (RequestState.DONE, None)
     assert session.tokens == [7] * 6 + [5] * 2 and session.computed == 8
-    assert daemon.scheduler.rollback(request.id) is None
-    daemon.scheduler.check_integrity()
+    assert harness.scheduler.rollback(request.id) is None
+    harness.scheduler.check_integrity()
 
 
 def test_a_held_request_has_no_row_until_it_is_released() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    request = daemon.submit("a", prompt=6)
-    daemon.step()
+    harness = Harness()
+    harness.open("a")
+    request = harness.submit("a", prompt=6)
+    harness.step()
     for _ in range(2):  # a second hold changes nothing
-        daemon.scheduler.hold(request.id)
+        harness.scheduler.hold(request.id)
         assert request.state is RequestState.HELD
-        assert daemon.scheduler.next_batch() is None
-        daemon.scheduler.check_integrity()
+        assert harness.scheduler.next_batch() is None
+        harness.scheduler.check_integrity()
     for _ in range(2):  # a second release changes nothing either
-        daemon.scheduler.release(request.id)
+        harness.scheduler.release(request.id)
         assert request.state is RequestState.RUNNING
-        daemon.scheduler.check_integrity()
-    assert [row.start for row in daemon.step()[0].rows] == [6]
+        harness.scheduler.check_integrity()
+    assert [row.start for row in harness.step()[0].rows] == [6]
 
 
 def test_hold_and_release_of_a_request_that_has_ended_change_nothing() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    request = daemon.submit("a", prompt=2, max_tokens=1)
-    daemon.step()
-    daemon.scheduler.hold(request.id)
-    daemon.scheduler.release(request.id)
-    assert request.state is RequestState.DONE and daemon.scheduler.next_batch() is None
+    harness = Harness()
+    harness.open("a")
+    request = harness.submit("a", prompt=2, max_tokens=1)
+    harness.step()
+    harness.scheduler.hold(request.id)
+    harness.scheduler.release(request.id)
+    assert request.state is RequestState.DONE and harness.scheduler.next_batch() is None
 
 
 def test_a_held_request_can_be_cancelled() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    request = daemon.submit("a", prompt=2)
-    daemon.scheduler.hold(request.id)
-    assert daemon.scheduler.cancel(request.id) is request
-    daemon.scheduler.check_integrity()
+    harness = Harness()
+    harness.open("a")
+    request = harness.submit("a", prompt=2)
+    harness.scheduler.hold(request.id)
+    assert harness.scheduler.cancel(request.id) is request
+    harness.scheduler.check_integrity()
 
 
 def test_truncate_frees_the_pages_of_the_tokens_cut_off() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    daemon.submit("a", prompt=16, max_tokens=1)
-    daemon.step()
-    daemon.scheduler.truncate("a", 5)
-    assert (len(session.tokens), session.computed, daemon.kv["m"].pages_held("a")) == (5, 5, 2)
-    daemon.scheduler.check_integrity()
-    daemon.submit("a", prompt=1)
+    harness = Harness()
+    session = harness.open("a")
+    harness.submit("a", prompt=16, max_tokens=1)
+    harness.step()
+    harness.scheduler.truncate("a", 5)
+    assert (len(session.tokens), session.computed, harness.kv["m"].pages_held("a")) == (5, 5, 2)
+    harness.scheduler.check_integrity()
+    harness.submit("a", prompt=1)
     with pytest.raises(AssertionError, match="is truncated while request 2 runs"):
-        daemon.scheduler.truncate("a", 1)
+        harness.scheduler.truncate("a", 1)
 
 
 def test_close_frees_all_pages_and_cancels_the_request() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.open("b")
-    request = daemon.submit("a", prompt=6)
-    daemon.step()
-    assert daemon.scheduler.close("a") is request and request.finish_reason == "cancelled"
-    assert daemon.scheduler.close("b") is None
-    assert daemon.kv["m"].pool.used == 0
-    daemon.scheduler.check_integrity()
+    harness = Harness()
+    harness.open("a")
+    harness.open("b")
+    request = harness.submit("a", prompt=6)
+    harness.step()
+    assert harness.scheduler.close("a") is request and request.finish_reason == "cancelled"
+    assert harness.scheduler.close("b") is None
+    assert harness.kv["m"].pool.used == 0
+    harness.scheduler.check_integrity()
 
 
 def test_an_unknown_session_raises() -> None:
-    daemon = Daemon()
-    for call in (daemon.scheduler.session, daemon.scheduler.close, lambda name: daemon.scheduler.truncate(name, 0)):
+    harness = Harness()
+    for call in (harness.scheduler.session, harness.scheduler.close, lambda name: harness.scheduler.truncate(name, 0)):
         with pytest.raises(SessionNotFound, match="there is no session ghost"):
             call("ghost")
     with pytest.raises(SessionNotFound):
-        daemon.scheduler.submit("ghost", Request(1, 0, 1, 1), [7])
+        harness.scheduler.submit("ghost", Request(1, 0, 1, 1), [7])
 
 
 # --- events while a step runs ---------------------------------------------------------------------------------------
 
 
 def test_a_row_whose_request_ended_while_the_step_ran_is_ignored() -> None:
-    daemon = Daemon()
-    sessions = [daemon.open(name) for name in "abc"]
-    requests = [daemon.submit(name, prompt=2, max_tokens=2) for name in "abc"]
-    daemon.step()
-    batch = daemon.scheduler.next_batch()
+    harness = Harness()
+    sessions = [harness.open(name) for name in "abc"]
+    requests = [harness.submit(name, prompt=2, max_tokens=2) for name in "abc"]
+    harness.step()
+    batch = harness.scheduler.next_batch()
     assert batch is not None
-    daemon.scheduler.close("a")
-    daemon.scheduler.cancel(requests[1].id)
-    daemon.submit("b", prompt=4, max_tokens=2)
-    assert daemon.complete(batch) == [requests[2]]
+    harness.scheduler.close("a")
+    harness.scheduler.cancel(requests[1].id)
+    harness.submit("b", prompt=4, max_tokens=2)
+    assert harness.complete(batch) == [requests[2]]
     assert [session.tokens for session in sessions] == [[7, 7, 5], [7, 7, 5, 7, 7, 7, 7], [7, 7, 5, 5]]
     assert sessions[1].computed == 2
 
 
 def test_a_request_held_while_its_step_ran_keeps_its_token_and_may_end() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", prompt=2, max_tokens=2)
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", prompt=2, max_tokens=2)
     for _ in range(2):
-        batch = daemon.scheduler.next_batch()
+        batch = harness.scheduler.next_batch()
         assert batch is not None
-        daemon.scheduler.hold(request.id)
-        finished = daemon.complete(batch)
-        daemon.scheduler.release(request.id)
+        harness.scheduler.hold(request.id)
+        finished = harness.complete(batch)
+        harness.scheduler.release(request.id)
     assert finished == [request] and session.tokens == [7, 7, 5, 5]
 
 
 def test_one_row_of_a_step_can_be_rolled_back_and_the_rest_completed() -> None:
-    daemon = Daemon()
-    bad, good = daemon.open("bad"), daemon.open("good")
-    request = daemon.submit("bad", prompt=2)
-    daemon.submit("good", prompt=2)
-    batch = daemon.scheduler.next_batch()
+    harness = Harness()
+    bad, good = harness.open("bad"), harness.open("good")
+    request = harness.submit("bad", prompt=2)
+    harness.submit("good", prompt=2)
+    batch = harness.scheduler.next_batch()
     assert batch is not None
-    daemon.scheduler.rollback(request.id)
-    daemon.complete(batch)
+    harness.scheduler.rollback(request.id)
+    harness.complete(batch)
     assert (bad.tokens, good.tokens) == ([], [7, 7, 5])
 
 
 def test_a_batch_that_never_completes_is_run_again() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    daemon.submit("a", prompt=6)
-    lost = daemon.scheduler.next_batch()
-    batch = daemon.scheduler.next_batch()
+    harness = Harness()
+    session = harness.open("a")
+    harness.submit("a", prompt=6)
+    lost = harness.scheduler.next_batch()
+    batch = harness.scheduler.next_batch()
     assert lost and batch and lost.rows == batch.rows and lost.step < batch.step
     with pytest.raises(AssertionError, match="step 1 completes after step 2"):
-        daemon.scheduler.complete(lost, [5])
-    daemon.complete(batch)
+        harness.scheduler.complete(lost, [5])
+    harness.complete(batch)
     assert session.tokens == [7] * 6 + [5]
 
 
 def test_a_step_completes_once_and_with_a_token_for_each_row_that_samples() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.submit("a", prompt=6)
-    batch = daemon.scheduler.next_batch()
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", prompt=6)
+    batch = harness.scheduler.next_batch()
     assert batch
     with pytest.raises(AssertionError, match="2 tokens for 1 rows"):
-        daemon.scheduler.complete(batch, [5, 5])
-    daemon.complete(batch)
+        harness.scheduler.complete(batch, [5, 5])
+    harness.complete(batch)
     with pytest.raises(AssertionError, match="step 1 completes twice"):
-        daemon.scheduler.complete(batch, [5])
+        harness.scheduler.complete(batch, [5])
 
 
 # --- pages and turns ------------------------------------------------------------------------------------------------
 
 
 def test_a_preempted_request_goes_on_from_its_tokens() -> None:
-    daemon = Daemon(pages=3)
-    daemon.open("first")
-    daemon.open("second", tenant=1001)
-    daemon.submit("first", prompt=4, max_tokens=6)
-    daemon.submit("second", prompt=6, max_tokens=3)
+    harness = Harness(pages=3)
+    harness.open("first")
+    harness.open("second", tenant=1001)
+    harness.submit("first", prompt=4, max_tokens=6)
+    harness.submit("second", prompt=6, max_tokens=3)
     order = []
-    while (batch := daemon.scheduler.next_batch()) is not None:
+    while (batch := harness.scheduler.next_batch()) is not None:
         order.append([(row.session.id, row.start, row.count) for row in batch.rows])
-        daemon.complete(batch)
+        harness.complete(batch)
     assert order[0] == [("first", 0, 4), ("second", 0, 6)]
     assert order[1] == [("first", 4, 1)]  # the fifth token takes a page, and the last to arrive loses its own
     assert order[-3:] == [[("first", 8, 1)], [("second", 0, 7)], [("second", 7, 1)]]
-    assert [len(daemon.scheduler.session(name).tokens) for name in ("first", "second")] == [10, 9]
+    assert [len(harness.scheduler.session(name).tokens) for name in ("first", "second")] == [10, 9]
 
 
 def test_prompt_tokens_are_not_counted_again_when_they_are_recomputed() -> None:
-    daemon = Daemon(pages=3)
-    daemon.open("first")
-    daemon.open("second")
-    daemon.submit("first", prompt=4, max_tokens=6)
-    request = daemon.submit("second", prompt=6, max_tokens=3)
-    while (batch := daemon.scheduler.next_batch()) is not None:
-        daemon.complete(batch)
+    harness = Harness(pages=3)
+    harness.open("first")
+    harness.open("second")
+    harness.submit("first", prompt=4, max_tokens=6)
+    request = harness.submit("second", prompt=6, max_tokens=3)
+    while (batch := harness.scheduler.next_batch()) is not None:
+        harness.complete(batch)
     assert request.computed == 6  # without the seven that ran again after the preemption
 
 
 def test_an_idle_session_recomputes_the_kv_of_pages_that_others_were_given() -> None:
-    daemon = Daemon(pages=4)
-    daemon.open("idle")
-    daemon.open("busy", tenant=1001)
-    daemon.submit("idle", prompt=10, max_tokens=1)
-    daemon.step()
-    daemon.submit("busy", prompt=10, max_tokens=1)
-    daemon.step()
-    assert daemon.kv["m"].pages_held("idle") == 0
-    request = daemon.submit("idle", prompt=1, max_tokens=1)
-    batch, _ = daemon.step()
+    harness = Harness(pages=4)
+    harness.open("idle")
+    harness.open("busy", tenant=1001)
+    harness.submit("idle", prompt=10, max_tokens=1)
+    harness.step()
+    harness.submit("busy", prompt=10, max_tokens=1)
+    harness.step()
+    assert harness.kv["m"].pages_held("idle") == 0
+    request = harness.submit("idle", prompt=1, max_tokens=1)
+    batch, _ = harness.step()
     assert (batch.rows[0].start, batch.rows[0].end, request.computed) == (4, 12, 8), "its first page was still free"
 
 
 def test_pages_that_change_tenants_are_to_be_zeroed() -> None:
-    daemon = Daemon(pages=2)
-    daemon.open("a", tenant=1000)
-    daemon.open("b", tenant=1001)
-    daemon.submit("a", prompt=6, max_tokens=1)
-    daemon.step()
-    assert daemon.kv["m"].take_stale() == []
-    daemon.scheduler.close("a")
-    daemon.submit("b", prompt=6, max_tokens=1)
-    daemon.scheduler.next_batch()
-    assert daemon.kv["m"].take_stale() == sorted(daemon.kv["m"].pages_of("b"))
+    harness = Harness(pages=2)
+    harness.open("a", tenant=1000)
+    harness.open("b", tenant=1001)
+    harness.submit("a", prompt=6, max_tokens=1)
+    harness.step()
+    assert harness.kv["m"].take_stale() == []
+    harness.scheduler.close("a")
+    harness.submit("b", prompt=6, max_tokens=1)
+    harness.scheduler.next_batch()
+    assert harness.kv["m"].take_stale() == sorted(harness.kv["m"].pages_of("b"))
 
 
 def test_models_that_have_work_take_turns() -> None:
-    daemon = Daemon("m", "n", "empty")
-    daemon.open("a", "m")
-    daemon.open("b", "n")
-    daemon.open("c", "m")
-    daemon.submit("a", prompt=2, max_tokens=3)
-    daemon.submit("b", prompt=2, max_tokens=2)
-    daemon.submit("c", prompt=2, max_tokens=2)
-    assert [daemon.step()[0].model for _ in range(5)] == ["m", "n", "m", "n", "m"]
-    assert daemon.scheduler.next_batch() is None
+    harness = Harness("m", "n", "empty")
+    harness.open("a", "m")
+    harness.open("b", "n")
+    harness.open("c", "m")
+    harness.submit("a", prompt=2, max_tokens=3)
+    harness.submit("b", prompt=2, max_tokens=2)
+    harness.submit("c", prompt=2, max_tokens=2)
+    assert [harness.step()[0].model for _ in range(5)] == ["m", "n", "m", "n", "m"]
+    assert harness.scheduler.next_batch() is None
 
 
 def test_a_model_is_removed_after_its_sessions() -> None:
-    daemon = Daemon("m", "n")
-    daemon.open("a", "m")
+    harness = Harness("m", "n")
+    harness.open("a", "m")
     with pytest.raises(AssertionError, match="model m is removed while 1 sessions use it"):
-        daemon.scheduler.remove_model("m")
-    daemon.submit("a", prompt=2)
-    batch = daemon.scheduler.next_batch()
+        harness.scheduler.remove_model("m")
+    harness.submit("a", prompt=2)
+    batch = harness.scheduler.next_batch()
     assert batch
-    daemon.scheduler.close("a")
-    daemon.scheduler.remove_model("m")
-    assert daemon.complete(batch) == []
-    assert list(daemon.scheduler.load().models) == ["n"]
+    harness.scheduler.close("a")
+    harness.scheduler.remove_model("m")
+    assert harness.complete(batch) == []
+    assert list(harness.scheduler.load().models) == ["n"]
 
 
 def test_the_kv_of_a_session_of_an_earlier_engine_is_recomputed() -> None:
-    daemon = Daemon()
-    daemon.open("a", tokens=10)
-    daemon.submit("a", prompt=0, max_tokens=1)
-    batch, _ = daemon.step()
+    harness = Harness()
+    harness.open("a", tokens=10)
+    harness.submit("a", prompt=0, max_tokens=1)
+    batch, _ = harness.step()
     assert (batch.rows[0].start, batch.rows[0].end) == (0, 10)
 
 
 def test_load_counts_requests_by_state_and_what_models_hold() -> None:
-    daemon = Daemon(pages=8, max_batch_tokens=6)
+    harness = Harness(pages=8, max_batch_tokens=6)
     for name in ("running", "queued", "held", "idle"):
-        daemon.open(name)
-    daemon.submit("running", prompt=6)
-    daemon.submit("queued", prompt=3)
-    held = daemon.submit("held", prompt=3)
-    daemon.scheduler.hold(held.id)
-    daemon.step()
+        harness.open(name)
+    harness.submit("running", prompt=6)
+    harness.submit("queued", prompt=3)
+    held = harness.submit("held", prompt=3)
+    harness.scheduler.hold(held.id)
+    harness.step()
     models = {"m": ModelLoad(sessions=4, kv_tokens=6, pages=8, pages_used=2)}
-    assert daemon.scheduler.load() == Load(queued=1, running=1, held=1, models=models)
+    assert harness.scheduler.load() == Load(queued=1, running=1, held=1, models=models)
 
 
 def test_the_audit_finds_a_request_that_was_forgotten() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    daemon.submit("a", prompt=3)
+    harness = Harness()
+    session = harness.open("a")
+    harness.submit("a", prompt=3)
     session.request = None
     with pytest.raises(AssertionError, match=r"requests \[\] are in progress, not \[1\]"):
-        daemon.scheduler.check_integrity()
+        harness.scheduler.check_integrity()
 
 
 def test_the_audit_finds_a_session_in_no_queue() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.scheduler._queues["m"].sessions.clear()
+    harness = Harness()
+    harness.open("a")
+    harness.scheduler._queues["m"].sessions.clear()
     with pytest.raises(AssertionError, match=r"\['a'\] are not in their queue"):
-        daemon.scheduler.check_integrity()
+        harness.scheduler.check_integrity()
 
 
 # --- time, classes and tenants --------------------------------------------------------------------------------------
@@ -660,108 +660,108 @@ def test_decoding_sessions_of_lower_classes_leave_a_higher_prompt_its_row() -> N
 def test_no_session_with_a_row_is_evicted_for_another_in_the_same_step() -> None:
     """A session may be given pages that its tenant shares, and then holds some. That must not put it before sessions
     that already have their rows."""
-    daemon = Daemon(pages=4)
+    harness = Harness(pages=4)
     for name, tenant in (("a", 1000), ("first", 1000), ("late", 1001)):
-        daemon.open(name, tenant=tenant)
-    daemon.submit("a", prompt=4, max_tokens=0)
-    daemon.step()
-    daemon.submit("late", prompt=4, max_tokens=8)
-    daemon.step()
-    daemon.submit("first", prompt=14, max_tokens=1)
+        harness.open(name, tenant=tenant)
+    harness.submit("a", prompt=4, max_tokens=0)
+    harness.step()
+    harness.submit("late", prompt=4, max_tokens=8)
+    harness.step()
+    harness.submit("first", prompt=14, max_tokens=1)
     for _ in range(3):
-        batch = daemon.scheduler.next_batch()
+        batch = harness.scheduler.next_batch()
         assert batch is not None
         for row in batch.rows:
-            assert daemon.kv["m"].fits(row.session.id, row.end)
-        daemon.complete(batch)
+            assert harness.kv["m"].fits(row.session.id, row.end)
+        harness.complete(batch)
 
 
 # --- forks ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_fork_continues_its_parent_and_neither_changes_the_other() -> None:
-    daemon = Daemon()
-    parent = daemon.open("a")
-    daemon.submit("a", prompt=9, max_tokens=2)
-    daemon.step()
-    daemon.step()
-    copy = daemon.scheduler.fork("a", "b", "batch")
-    child = daemon.scheduler.session("b")
+    harness = Harness()
+    parent = harness.open("a")
+    harness.submit("a", prompt=9, max_tokens=2)
+    harness.step()
+    harness.step()
+    copy = harness.scheduler.fork("a", "b", "batch")
+    child = harness.scheduler.session("b")
     assert (child.tokens, child.computed, child.tenant, child.klass) == (parent.tokens, 10, 1000, "batch")
-    assert copy == (daemon.kv["m"].pages_of("a")[2], daemon.kv["m"].pages_of("b")[2])
-    request = daemon.submit("b", prompt=1, max_tokens=1)
-    batch, finished = daemon.step(token=6)
+    assert copy == (harness.kv["m"].pages_of("a")[2], harness.kv["m"].pages_of("b")[2])
+    request = harness.submit("b", prompt=1, max_tokens=1)
+    batch, finished = harness.step(token=6)
     assert (batch.tokens, finished, request.computed) == (2, [request], 2)
     assert len(parent.tokens) == 11 and len(child.tokens) == 13
-    daemon.scheduler.close("a")
-    daemon.scheduler.check_integrity()
-    assert child.computed == 12 and daemon.kv["m"].pool.used == 3
+    harness.scheduler.close("a")
+    harness.scheduler.check_integrity()
+    assert child.computed == 12 and harness.kv["m"].pool.used == 3
 
 
 @pytest.mark.parametrize(("length", "computed"), [(12, 12), (8, 8), (7, 4), (5, 4), (3, 0)])
 def test_a_fork_truncated_within_a_shared_page_recomputes_it(length: int, computed: int) -> None:
-    daemon = Daemon()
-    parent = daemon.open("a")
-    daemon.submit("a", prompt=12, max_tokens=0)
-    daemon.step()
-    daemon.scheduler.fork("a", "b", "agent")
-    daemon.scheduler.truncate("b", length)
-    daemon.scheduler.check_integrity()
-    assert (daemon.scheduler.session("b").computed, parent.computed) == (computed, 12)
+    harness = Harness()
+    parent = harness.open("a")
+    harness.submit("a", prompt=12, max_tokens=0)
+    harness.step()
+    harness.scheduler.fork("a", "b", "agent")
+    harness.scheduler.truncate("b", length)
+    harness.scheduler.check_integrity()
+    assert (harness.scheduler.session("b").computed, parent.computed) == (computed, 12)
 
 
 def test_a_fork_whose_last_token_runs_again_writes_into_a_page_of_its_own() -> None:
     """After a forward pass every token has KV. The last one runs again, because the next token is sampled from its
     logits."""
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.submit("a", prompt=8, max_tokens=0)
-    daemon.step()
-    daemon.scheduler.fork("a", "b", "agent")
-    daemon.submit("b", prompt=0, max_tokens=1)
-    daemon.scheduler.check_integrity()
-    batch, _ = daemon.step()
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", prompt=8, max_tokens=0)
+    harness.step()
+    harness.scheduler.fork("a", "b", "agent")
+    harness.submit("b", prompt=0, max_tokens=1)
+    harness.scheduler.check_integrity()
+    batch, _ = harness.step()
     (row,) = batch.rows
     assert (row.start, row.count, row.samples) == (4, 4, True)
-    assert daemon.kv["m"].pages_of("b")[0] == daemon.kv["m"].pages_of("a")[0]
-    assert daemon.kv["m"].pages_of("b")[1] != daemon.kv["m"].pages_of("a")[1]
+    assert harness.kv["m"].pages_of("b")[0] == harness.kv["m"].pages_of("a")[0]
+    assert harness.kv["m"].pages_of("b")[1] != harness.kv["m"].pages_of("a")[1]
 
 
 def test_an_unknown_or_busy_session_cannot_be_forked() -> None:
-    daemon = Daemon()
+    harness = Harness()
     with pytest.raises(SessionNotFound):
-        daemon.scheduler.fork("a", "b", "agent")
-    daemon.open("a")
-    daemon.submit("a", prompt=8)
+        harness.scheduler.fork("a", "b", "agent")
+    harness.open("a")
+    harness.submit("a", prompt=8)
     with pytest.raises(AssertionError):
-        daemon.scheduler.fork("a", "b", "agent")
-    daemon.scheduler.check_integrity()
+        harness.scheduler.fork("a", "b", "agent")
+    harness.scheduler.check_integrity()
 
 
 # --- prefixes -------------------------------------------------------------------------------------------------------
 
 
 def test_the_second_session_of_a_tenant_runs_only_the_new_part_of_its_prompt() -> None:
-    daemon = Daemon()
+    harness = Harness()
     for name, tenant in (("a", 1000), ("b", 1000), ("c", 1001)):
-        daemon.open(name, tenant=tenant)
-    daemon.submit("a", prompt=12, max_tokens=1)
-    daemon.step()
-    requests = [daemon.submit(name, prompt=12, max_tokens=1) for name in ("b", "c")]
-    batch, finished = daemon.step()
+        harness.open(name, tenant=tenant)
+    harness.submit("a", prompt=12, max_tokens=1)
+    harness.step()
+    requests = [harness.submit(name, prompt=12, max_tokens=1) for name in ("b", "c")]
+    batch, finished = harness.step()
     assert [(row.session.id, row.start, row.count) for row in batch.rows] == [("b", 8, 4), ("c", 0, 12)]
     assert finished == requests and [request.computed for request in requests] == [4, 12]
-    assert daemon.kv["m"].pool.used == 7
+    assert harness.kv["m"].pool.used == 7
 
 
 def test_tokens_are_run_for_their_logits_although_their_kv_is_there() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.submit("a", prompt=12, max_tokens=1)
-    daemon.step()
-    daemon.open("b", tokens=9)
-    daemon.submit("b", prompt=3, max_tokens=0, logits=True, seen_from=9)
-    batch, _ = daemon.step()
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", prompt=12, max_tokens=1)
+    harness.step()
+    harness.open("b", tokens=9)
+    harness.submit("b", prompt=3, max_tokens=0, logits=True, seen_from=9)
+    batch, _ = harness.step()
     assert (batch.rows[0].start, batch.rows[0].count) == (8, 4)
 
 
@@ -770,113 +770,113 @@ def edit(number: int, *extents: Extent) -> Edit:
 
 
 def test_positions_that_an_edit_changes_are_recomputed() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    daemon.submit("a", prompt=10, max_tokens=2)
-    daemon.step()
-    daemon.step()
+    harness = Harness()
+    session = harness.open("a")
+    harness.submit("a", prompt=10, max_tokens=2)
+    harness.step()
+    harness.step()
     assert session.computed == 11
-    daemon.scheduler.edit("a", edit(1, Extent(11)))
+    harness.scheduler.edit("a", edit(1, Extent(11)))
     assert (session.computed, session.due_from) == (11, 11)
-    daemon.scheduler.edit("a", edit(2, Extent(5, 6), Extent(8, 9)))
+    harness.scheduler.edit("a", edit(2, Extent(5, 6), Extent(8, 9)))
     assert (session.computed, session.due_from) == (5, 5)
-    daemon.scheduler.end_edits("a", [2], 9)
+    harness.scheduler.end_edits("a", [2], 9)
     assert (session.computed, [each.over for each in session.edits]) == (5, [False, True])
-    daemon.submit("a", prompt=0, max_tokens=1)
-    batch, _ = daemon.step()
+    harness.submit("a", prompt=0, max_tokens=1)
+    batch, _ = harness.step()
     assert (batch.rows[0].start, batch.rows[0].end, session.due_from) == (5, 12, FOREVER)
-    daemon.scheduler.end_edits("a", [1], 12)
+    harness.scheduler.end_edits("a", [1], 12)
     assert (session.computed, session.edits[0].extents) == (12, (Extent(11, 12),))
 
 
 def test_sessions_share_pages_if_their_tokens_and_edits_are_equal() -> None:
-    daemon = Daemon()
+    harness = Harness()
     computed = {}
     for name, edits in {"plain": [], "edited": [edit(1, Extent(9))], "alike": [edit(7, Extent(9))]}.items():
-        daemon.open(name)
+        harness.open(name)
         for each in edits:
-            daemon.scheduler.edit(name, each)
-        request = daemon.submit(name, prompt=15, max_tokens=1)
-        daemon.step()
+            harness.scheduler.edit(name, each)
+        request = harness.submit(name, prompt=15, max_tokens=1)
+        harness.step()
         computed[name] = request.computed
     assert computed == {"plain": 15, "edited": 7, "alike": 3}
-    pages = {name: daemon.kv["m"].pages_of(name) for name in computed}
+    pages = {name: harness.kv["m"].pages_of(name) for name in computed}
     assert pages["plain"][:2] == pages["edited"][:2] and not set(pages["plain"][2:]) & set(pages["edited"])
 
 
 def test_a_fork_has_its_parent_s_edits() -> None:
-    daemon = Daemon()
-    parent = daemon.open("a")
-    daemon.submit("a", prompt=10, max_tokens=1)
-    daemon.step()
-    daemon.scheduler.edit("a", edit(1, Extent(6)))
-    daemon.scheduler.fork("a", "b", "agent")
-    child = daemon.scheduler.session("b")
+    harness = Harness()
+    parent = harness.open("a")
+    harness.submit("a", prompt=10, max_tokens=1)
+    harness.step()
+    harness.scheduler.edit("a", edit(1, Extent(6)))
+    harness.scheduler.fork("a", "b", "agent")
+    child = harness.scheduler.session("b")
     assert (child.edits, child.due_from, child.computed) == (parent.edits, 6, 6)
-    daemon.scheduler.end_edits("a", [1], 10)
+    harness.scheduler.end_edits("a", [1], 10)
     assert child.edits == (edit(1, Extent(6)),)
 
 
 def test_after_a_failed_call_the_next_one_recomputes_edited_positions() -> None:
-    daemon = Daemon()
-    session = daemon.open("a", tokens=10)
-    daemon.scheduler.edit("a", edit(1, Extent(3, 4)))
-    daemon.scheduler.rollback(daemon.submit("a", prompt=2).id)
+    harness = Harness()
+    session = harness.open("a", tokens=10)
+    harness.scheduler.edit("a", edit(1, Extent(3, 4)))
+    harness.scheduler.rollback(harness.submit("a", prompt=2).id)
     assert session.due_from == 3
-    daemon.scheduler.cancel(daemon.submit("a", prompt=2).id)
+    harness.scheduler.cancel(harness.submit("a", prompt=2).id)
     assert session.due_from == FOREVER
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "seen_from"), [(3, 0, 10), (0, 0, 9), (0, 2, 4), (3, 2, 4)])
 def test_positions_to_be_seen_are_run_although_their_kv_is_there(prompt: int, max_tokens: int, seen_from: int) -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.submit("a", prompt=10, max_tokens=0)
-    daemon.step()
-    request = daemon.submit("a", prompt, max_tokens, capture=(Point("resid"),), seen_from=seen_from)
-    batch, finished = daemon.step()
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", prompt=10, max_tokens=0)
+    harness.step()
+    request = harness.submit("a", prompt, max_tokens, capture=(Point("resid"),), seen_from=seen_from)
+    batch, finished = harness.step()
     assert (batch.rows[0].start, batch.rows[0].end) == (seen_from, 10 + prompt)
     assert request.seen_from == 10 + prompt and finished == ([] if max_tokens else [request])
 
 
 def test_positions_that_were_seen_need_not_be_run_again() -> None:
     """The session's pages are lost and come back from another session's."""
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", 9, 4, capture=(Point("resid"),), seen_from=0)
-    daemon.step()
-    daemon.open("b")
-    daemon.submit("b", prompt=9, max_tokens=1)
-    daemon.step()
-    daemon.scheduler.residence("m").leave(session, forced=True)
-    batch, _ = daemon.step()
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", 9, 4, capture=(Point("resid"),), seen_from=0)
+    harness.step()
+    harness.open("b")
+    harness.submit("b", prompt=9, max_tokens=1)
+    harness.step()
+    harness.scheduler.residence("m").leave(session, forced=True)
+    batch, _ = harness.step()
     assert [(row.start, row.end) for row in batch.rows if row.session is session] == [(8, 11)]
     assert request.seen_from == 11
 
 
 def test_a_prompt_that_shares_pages_waits_like_any_other_while_pages_are_short() -> None:
-    daemon = Daemon(pages=4)
-    daemon.open("a")
-    daemon.open("b")
-    daemon.submit("a", prompt=14, max_tokens=2)
-    daemon.step()
-    daemon.submit("b", prompt=14, max_tokens=1)
-    batch, _ = daemon.step()
+    harness = Harness(pages=4)
+    harness.open("a")
+    harness.open("b")
+    harness.submit("a", prompt=14, max_tokens=2)
+    harness.step()
+    harness.submit("b", prompt=14, max_tokens=1)
+    batch, _ = harness.step()
     assert [row.session.id for row in batch.rows] == ["a"]
-    assert daemon.scheduler.session("b").computed == 0
-    batch, _ = daemon.step()
+    assert harness.scheduler.session("b").computed == 0
+    batch, _ = harness.step()
     assert [(row.session.id, row.start, row.count) for row in batch.rows] == [("b", 12, 2)]
 
 
 def test_a_step_that_failed_publishes_nothing() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    daemon.open("b")
-    request = daemon.submit("a", prompt=12)
-    daemon.scheduler.next_batch()
-    daemon.scheduler.rollback(request.id)
-    daemon.submit("b", prompt=12)
-    batch, _ = daemon.step()
+    harness = Harness()
+    harness.open("a")
+    harness.open("b")
+    request = harness.submit("a", prompt=12)
+    harness.scheduler.next_batch()
+    harness.scheduler.rollback(request.id)
+    harness.submit("b", prompt=12)
+    batch, _ = harness.step()
     assert [(row.session.id, row.start) for row in batch.rows] == [("b", 0)]
 
 
@@ -884,81 +884,81 @@ def test_a_step_that_failed_publishes_nothing() -> None:
 
 
 def test_no_session_waits_if_all_had_a_row_in_the_last_step() -> None:
-    daemon = Daemon("m", "n")
-    daemon.open("a")
-    daemon.open("b", "n")
-    assert daemon.scheduler.nobody_waits
-    first = daemon.submit("a", 4)
-    assert not daemon.scheduler.nobody_waits, "it has had none yet"
-    daemon.step()
-    assert daemon.scheduler.nobody_waits
-    daemon.submit("b", 4)
-    assert not daemon.scheduler.nobody_waits, "another model's sessions count"
-    daemon.step()
-    assert not daemon.scheduler.nobody_waits, "the models take turns: one of them waits"
-    daemon.scheduler.hold(first.id)
-    daemon.step()
-    assert daemon.scheduler.nobody_waits, "a held session waits for its client"
+    harness = Harness("m", "n")
+    harness.open("a")
+    harness.open("b", "n")
+    assert harness.scheduler.nobody_waits
+    first = harness.submit("a", 4)
+    assert not harness.scheduler.nobody_waits, "it has had none yet"
+    harness.step()
+    assert harness.scheduler.nobody_waits
+    harness.submit("b", 4)
+    assert not harness.scheduler.nobody_waits, "another model's sessions count"
+    harness.step()
+    assert not harness.scheduler.nobody_waits, "the models take turns: one of them waits"
+    harness.scheduler.hold(first.id)
+    harness.step()
+    assert harness.scheduler.nobody_waits, "a held session waits for its client"
 
 
 def test_a_session_that_waits_for_room_to_come_back_counts_as_waiting() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    assert daemon.scheduler.nobody_waits
-    queue = daemon.scheduler._queues["m"]
-    queue.awaited["a"] = daemon.scheduler.session("a")
-    assert not daemon.scheduler.nobody_waits
+    harness = Harness()
+    harness.open("a")
+    assert harness.scheduler.nobody_waits
+    queue = harness.scheduler._queues["m"]
+    queue.awaited["a"] = harness.scheduler.session("a")
+    assert not harness.scheduler.nobody_waits
 
 
 # --- outputs that follow a grammar ----------------------------------------------------------------------------------
 
 
 def test_a_row_with_a_late_mask_runs_its_last_token_again() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", 6)
-    _, finished = daemon.step(LATE)
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", 6)
+    _, finished = harness.step(LATE)
     assert (finished, session.computed, len(session.tokens), request.computed) == ([], 5, 6, 5)
-    batch, _ = daemon.step(9)
+    batch, _ = harness.step(9)
     assert [(row.start, row.count) for row in batch.rows] == [(5, 1)]
     assert (session.tokens[6:], request.computed) == ([9], 6)
-    daemon.step(LATE)
+    harness.step(LATE)
     assert (session.computed, session.tokens[6:]) == (6, [9])
 
 
 def test_forced_tokens_run_in_one_chunk() -> None:
-    daemon = Daemon()
-    session = daemon.open("a")
-    request = daemon.submit("a", 4, max_tokens=8)
-    daemon.step(9)
-    assert daemon.scheduler.force(request.id, [1, 2, 3]) == ([1, 2, 3], None)
-    daemon.scheduler.check_integrity()
-    batch, _ = daemon.step(6)
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", 4, max_tokens=8)
+    harness.step(9)
+    assert harness.scheduler.force(request.id, [1, 2, 3]) == ([1, 2, 3], None)
+    harness.scheduler.check_integrity()
+    batch, _ = harness.step(6)
     assert [(row.start, row.count) for row in batch.rows] == [(4, 4)]
     assert session.tokens[4:] == [9, 1, 2, 3, 6] and request.computed == 4
 
 
 def test_forced_tokens_end_with_max_tokens_or_a_stop_token() -> None:
-    daemon = Daemon()
+    harness = Harness()
     for more, appended, reason in (({}, [1, 2], "length"), ({"stop_tokens": frozenset({1})}, [1], "stop")):
-        daemon.open(f"s{reason}")
-        request = daemon.submit(f"s{reason}", 4, max_tokens=3, **more)
-        daemon.step(9)
-        assert daemon.scheduler.force(request.id, [1, 2, 3]) == (appended, request)
+        harness.open(f"s{reason}")
+        request = harness.submit(f"s{reason}", 4, max_tokens=3, **more)
+        harness.step(9)
+        assert harness.scheduler.force(request.id, [1, 2, 3]) == (appended, request)
         assert request.finish_reason == reason
-        daemon.scheduler.check_integrity()
+        harness.scheduler.check_integrity()
 
 
 def test_a_held_request_is_forced_later_and_released_by_each_of_its_holders() -> None:
-    daemon = Daemon()
-    daemon.open("a")
-    request = daemon.submit("a", 4)
-    daemon.step(9)
-    daemon.scheduler.hold(request.id)
-    daemon.scheduler.hold(request.id, "grammar")
-    assert daemon.scheduler.force(request.id, [1]) == ([], None)
-    daemon.scheduler.release(request.id)
-    assert request.state is RequestState.HELD and daemon.scheduler.next_batch() is None
-    daemon.scheduler.release(request.id, "grammar")
-    assert daemon.scheduler.force(request.id, [1]) == ([1], None)
-    daemon.scheduler.check_integrity()
+    harness = Harness()
+    harness.open("a")
+    request = harness.submit("a", 4)
+    harness.step(9)
+    harness.scheduler.hold(request.id)
+    harness.scheduler.hold(request.id, "grammar")
+    assert harness.scheduler.force(request.id, [1]) == ([], None)
+    harness.scheduler.release(request.id)
+    assert request.state is RequestState.HELD and harness.scheduler.next_batch() is None
+    harness.scheduler.release(request.id, "grammar")
+    assert harness.scheduler.force(request.id, [1]) == ([1], None)
+    harness.scheduler.check_integrity()

@@ -15,7 +15,7 @@ PAGE = 4  # tokens, as many as a step takes
 PROMPT = list(range(3 * PAGE))
 
 
-class Crowd:
+class Harness:
     """A scheduler with five pages on the device, and more on the host."""
 
     def __init__(self) -> None:
@@ -54,98 +54,100 @@ class Crowd:
 def test_a_session_that_is_evicted_is_not_considered_in_the_same_step() -> None:
     """A page without KV is free at once, so the other session has its row; the page with KV is being copied. The host
     has what follows, and there is room for that."""
-    crowd = Crowd()
-    victim = crowd.ask(Session("victim", "m", 1, "batch"), PROMPT)
-    crowd.step()
-    twin = crowd.ask(Session("twin", "m", 1, "agent"), PROMPT[: 2 * PAGE])
+    harness = Harness()
+    victim = harness.ask(Session("victim", "m", 1, "batch"), PROMPT)
+    harness.step()
+    twin = harness.ask(Session("twin", "m", 1, "agent"), PROMPT[: 2 * PAGE])
     while twin.request is not None:
-        crowd.step()
-    crowd.scheduler.wait("twin")
-    all_leave(crowd.scheduler)
-    crowd.copy_all(failing=1)
-    crowd.kv._prefixes.forget(range(1, 6))  # so only the host has the second page, and only the victim has the first
-    first = crowd.ask(Session("first", "m", 2, "agent"), [77] * 2 * PAGE, max_tokens=9)
+        harness.step()
+    harness.scheduler.wait("twin")
+    all_leave(harness.scheduler)
+    harness.copy_all(failing=1)
+    harness.kv._prefixes.forget(range(1, 6))  # so only the host has the second page, and only the victim has the first
+    first = harness.ask(Session("first", "m", 2, "agent"), [77] * 2 * PAGE, max_tokens=9)
     while len(first.tokens) == 2 * PAGE:
-        crowd.step()
-    assert crowd.step() == [first]
-    residence = crowd.scheduler.residence("m")
+        harness.step()
+    assert harness.step() == [first]
+    residence = harness.scheduler.residence("m")
     assert residence.is_leaving(victim) and not residence.is_arriving(victim)
-    crowd.scheduler.check_integrity()
+    harness.scheduler.check_integrity()
     for _ in range(20):
-        crowd.copy_all()
-        crowd.step()
+        harness.copy_all()
+        harness.step()
     assert first.request is None and victim.request is None
 
 
-def away(crowd: Crowd, *names: str, pages: int = 2) -> list[Session]:
+def away(harness: Harness, *names: str, pages: int = 2) -> list[Session]:
     """Sessions with `pages` pages each, on the host only."""
     sessions = []
     for number, name in enumerate(names):
-        session = crowd.ask(Session(name, "m", 1, "agent"), [pages * 10 + number] * pages * PAGE)
+        session = harness.ask(Session(name, "m", 1, "agent"), [pages * 10 + number] * pages * PAGE)
         while session.request is not None:
-            crowd.step()
-        crowd.scheduler.wait(name)
-        all_leave(crowd.scheduler)
-        crowd.copy_all()
+            harness.step()
+        harness.scheduler.wait(name)
+        all_leave(harness.scheduler)
+        harness.copy_all()
         sessions.append(session)
-    crowd.kv._prefixes.forget(range(1, 6))
-    assert not any(crowd.kv.pages_held(name) for name in names)
+    harness.kv._prefixes.forget(range(1, 6))
+    assert not any(harness.kv.pages_held(name) for name in names)
     return sessions
 
 
 def test_room_is_made_for_the_next_returning_session_along_with_the_first() -> None:
-    crowd = Crowd()
-    sessions = away(crowd, "a", "b", "c")
-    idle = [crowd.ask(Session(name, "m", 1, "agent"), [50 + len(name)] * 2 * PAGE) for name in ("d", "ee")]
+    harness = Harness()
+    sessions = away(harness, "a", "b", "c")
+    idle = [harness.ask(Session(name, "m", 1, "agent"), [50 + len(name)] * 2 * PAGE) for name in ("d", "ee")]
     while any(session.request for session in idle):
-        crowd.step()
+        harness.step()
     for session in sessions:
-        crowd.go_on(session)
-    assert crowd.step() == []
-    residence = crowd.scheduler.residence("m")
+        harness.go_on(session)
+    assert harness.step() == []
+    residence = harness.scheduler.residence("m")
     assert all(map(residence.is_leaving, idle))
-    crowd.copy_all()
-    assert crowd.step() == []
+    harness.copy_all()
+    assert harness.step() == []
     assert [residence.is_arriving(session) for session in sessions] == [True, True, False]
     while any(session.request for session in sessions):
-        crowd.copy_all()
-        crowd.step()
+        harness.copy_all()
+        harness.step()
 
 
 def test_the_next_returning_session_gets_no_pages_that_are_free_for_the_first() -> None:
-    crowd = Crowd()
-    (large,), (small,) = away(crowd, "large", pages=4), away(crowd, "small", pages=1)
-    idle = crowd.ask(Session("idle", "m", 1, "agent"), [99] * 3 * PAGE)
+    harness = Harness()
+    (large,), (small,) = away(harness, "large", pages=4), away(harness, "small", pages=1)
+    idle = harness.ask(Session("idle", "m", 1, "agent"), [99] * 3 * PAGE)
     while idle.request is not None:
-        crowd.step()
-    crowd.go_on(large), crowd.go_on(small)
-    residence = crowd.scheduler.residence("m")
-    assert crowd.step() == [] and residence.is_leaving(idle) and not residence.is_arriving(small)
-    crowd.copy_all()
-    crowd.step()
+        harness.step()
+    harness.go_on(large), harness.go_on(small)
+    residence = harness.scheduler.residence("m")
+    assert harness.step() == [] and residence.is_leaving(idle) and not residence.is_arriving(small)
+    harness.copy_all()
+    harness.step()
     assert residence.is_arriving(large)
 
 
 def test_a_session_comes_back_by_copy_although_the_step_has_no_room_to_recompute_it() -> None:
     """The time of a step with only decoding rows has to be measured, so no other row may join it."""
-    crowd = Crowd()
+    harness = Harness()
     for _ in range(2):  # the time of chunks is known
-        crowd.scheduler._queues["m"].composer.times.note(1, 3, 0.01)
-    (back,) = away(crowd, "back")
-    decodes = crowd.ask(Session("decodes", "m", 1, "agent"), [60], max_tokens=6)
-    crowd.step()
-    crowd.go_on(back)
-    assert crowd.step() == [decodes]
-    assert crowd.scheduler.residence("m").is_arriving(back)
+        harness.scheduler._queues["m"].composer.times.note(1, 3, 0.01)
+    (back,) = away(harness, "back")
+    decodes = harness.ask(Session("decodes", "m", 1, "agent"), [60], max_tokens=6)
+    harness.step()
+    harness.go_on(back)
+    assert harness.step() == [decodes]
+    assert harness.scheduler.residence("m").is_arriving(back)
 
 
 def test_a_decoding_session_gets_its_next_page_from_the_last_in_line() -> None:
     """There are five pages, and each session grows to three."""
-    crowd = Crowd()
-    first, second = (crowd.ask(Session(name, "m", 1, "agent"), PROMPT[:PAGE], max_tokens=2 * PAGE + 1) for name in "ab")
+    harness = Harness()
+    first, second = (
+        harness.ask(Session(name, "m", 1, "agent"), PROMPT[:PAGE], max_tokens=2 * PAGE + 1) for name in "ab"
+    )
     held = set()
     while first.request is not None:
-        crowd.step()
-        crowd.scheduler.check_integrity()
-        held.add((crowd.kv.pages_held("a"), crowd.kv.pages_held("b")))
+        harness.step()
+        harness.scheduler.check_integrity()
+        held.add((harness.kv.pages_held("a"), harness.kv.pages_held("b")))
     assert (2, 2) in held and (3, 2) in held and max(held)[0] == 3 and second.request is not None
