@@ -39,7 +39,7 @@ class Header(NamedTuple):
     state: State
     payload: int  # bytes
     generation: int  # number of times that the object was granted
-    fingerprint: str  # sha256, in hex, of all that determines the payload's layout
+    fingerprint: str  # sha256, in hex, of all that decides the payload: see Checkpoint.fingerprint
     holds: Holding
     model: str
     state_dir: str  # the daemon's

@@ -66,7 +66,7 @@ class GenerateRun(SessionRun):
         self._late: LateText | None = None
         likeliest = request.prompt_logprobs
         self._scores = None if likeliest is None else PromptScores(len(prompt.tokens), self._first, likeliest)
-        self._is_over = False  # in the engine
+        self._is_over = False  # the engine has ended it
         self._held_by: set[str] = set()
         self._reason: FinishReason | None = None  # why it has ended, if only the engine's Finished is missing
         seed = request.sampling.seed

@@ -173,8 +173,8 @@ class Journal:
         return max(0, self._free - COPIES * gathered)
 
     def keep_small(self, free: int, reserve: int) -> None:
-        """Switches the file to a small size, at the cost of time, while less than the reserve is free and for SHORT_S
-        after."""
+        """Switches the file to a small size, at the cost of time, while less than the reserve is free, and for
+        at least SHORT_S."""
         file = self._file
         is_short = free < reserve or time.monotonic() < self._short_until
         if file is None or file.is_short == is_short:

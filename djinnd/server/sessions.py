@@ -76,7 +76,7 @@ class SessionRecord:
     charged: int = 0  # journal bytes that are charged to the tenant's ledger
     is_closed: bool = False
     breakpoints: BreakpointList = field(default_factory=BreakpointList)
-    due_from: int = FOREVER  # first position to be computed next; see Session in core
+    due_from: int = FOREVER  # the next call computes from here on at the latest; see core.Session
     woken_at: float = 0.0
     attached: set[Client] = field(default_factory=set)
     call: Call | None = None  # the call that uses the session
@@ -125,8 +125,8 @@ class SessionRecord:
 
     @property
     def fixed(self) -> int:
-        """Number of first tokens that cannot be cut, as their KV may have come from a client and cannot be computed
-        again. Tokens behind a breakpoint's hit were generated here."""
+        """Number of first tokens that cannot be edited: their KV may have come from a client, and cannot be computed
+        again. KV behind a breakpoint's hit was computed here."""
         if not self.salt:
             return 0
         last, hit = now(len(self.tokens)), self.breakpoints.hit
