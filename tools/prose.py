@@ -18,6 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN: tuple[str, ...] = (
     "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
     "djinnd/__main__.py",
     "djinnd/births.py",
     "djinnd/config",
