@@ -58,8 +58,7 @@ def _remedy(path: str, error: OSError) -> str:
         case errno.EACCES | errno.EPERM:
             return _membership(path)
         case errno.ENOENT | errno.ENOTDIR | errno.ECONNREFUSED:
-            elsewhere = f", or set ${ENVIRONMENT} to its socket" if path == SYSTEM_SOCKET else ""
-            return f"start it with `djinnd`{elsewhere}"
+            return "start it with `djinnd`"
         case errno.ENAMETOOLONG:
             return "choose a shorter one with `djinnd --socket`"
         case _:

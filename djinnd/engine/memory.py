@@ -20,7 +20,9 @@ ROWS_AT_HAND = 32  # rows for captures, and as many for held states, before more
 HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and for direct I/O
 
 # Automatic tiers: a multiple of the pool, but at most 1/_HOST_SHARE of the free memory, 1/_DISK_SHARE of the free disk.
-_HOST_POOLS, _HOST_SHARE = 2, 4
+# The host tier is reserved whole at load, so it is also at most a multiple of the weights (chosen): a small model whose
+# pool could fill half of the device does not take gigabytes of host memory before it has a session.
+_HOST_POOLS, _HOST_WEIGHTS, _HOST_SHARE = 2, 4, 4
 _DISK_POOLS, _DISK_SHARE = 4, 10
 _DISK_MOST = 0.75  # of the free disk, also if more was asked for
 
@@ -122,11 +124,14 @@ def slot_bytes(page_bytes: int) -> int:
     return -(-page_bytes // HOST_PAGE) * HOST_PAGE
 
 
-def tier_pages(page_bytes: int, pool_bytes: int, host: int | None, disk: int | None, room: HostRoom) -> TierPages:
-    """`pool_bytes`: of the device's pool. `host`, `disk`: bytes asked for; None: automatic. The disk tier gets at most
-    a share of the free disk, and each tier at most MAX_SLOTS pages."""
+def tier_pages(
+    page_bytes: int, pool_bytes: int, weight_bytes: int, host: int | None, disk: int | None, room: HostRoom
+) -> TierPages:
+    """`pool_bytes`: of the device's pool. `weight_bytes`: of the model. `host`, `disk`: bytes asked for; None:
+    automatic. The disk tier gets at most a share of the free disk, and each tier at most MAX_SLOTS pages."""
     if host is None:
-        host = min(_HOST_POOLS * pool_bytes, room.memory // _HOST_SHARE, room.shared // _HOST_SHARE)
+        wanted = min(_HOST_POOLS * pool_bytes, _HOST_WEIGHTS * weight_bytes)
+        host = min(wanted, room.memory // _HOST_SHARE, room.shared // _HOST_SHARE)
     if disk is None:
         disk = min(_DISK_POOLS * pool_bytes, room.disk // _DISK_SHARE)
     disk = min(disk, int(room.disk * _DISK_MOST))

@@ -69,7 +69,8 @@ class Tiers:
         name = fingerprint[:16]
         room = host_room(load.disk_folder, self._device.untouched_host_bytes)
         room = replace(room, disk=room.disk + allocated_bytes(load.disk_folder, name) if load.disk_folder else 0)
-        pages = tier_pages(plan.page_bytes, runner.pool_bytes, load.host_kv_bytes, load.disk_kv_bytes, room)
+        sizes = plan.page_bytes, runner.pool_bytes, runner.weights.store.nbytes
+        pages = tier_pages(*sizes, load.host_kv_bytes, load.disk_kv_bytes, room)
         paging = Paging(runner.kv)
         transfers = Transfers(self._device, paging, runner.page_bytes, runner.half_bytes)
         self._models[runner.name] = _Model(runner, paging, transfers)

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from djinn_client.address import PATH_LIMIT, SYSTEM_SOCKET, account, candidates, unreachable
+from djinn_client.address import PATH_LIMIT, account, candidates, unreachable
 from djinn_client.connection import connect
 from djinn_client.errors import ConnectionLost
 from djinn_client.steps import run
@@ -100,10 +100,3 @@ def test_a_socket_without_a_listener(directory: str) -> None:
 
 def test_account_of_a_path_through_a_file() -> None:
     assert account("/etc/passwd/s", failure(errno.ENOTDIR)) == "no daemon at /etc/passwd/s"
-
-
-def test_without_an_address_the_error_tells_how_to_give_one() -> None:
-    """The daemon may run, at a socket of its user's choice."""
-    assert unreachable([(SYSTEM_SOCKET, failure(errno.ENOENT))]).message == (
-        f"no daemon at {SYSTEM_SOCKET}: start it with `djinnd`, or set $DJINND_ADDRESS to its socket"
-    )

@@ -109,6 +109,7 @@ def test_the_workspace_has_room_for_the_widest_activations_and_all_logits() -> N
     assert workspace_bytes(SHAPE, 4096) > workspace
 
 
+WEIGHTS = 16 * GIB
 ROOM = HostRoom(memory=400 * GIB, shared=200 * GIB, disk=1000 * GIB)
 
 
@@ -117,7 +118,12 @@ def test_a_slot_begins_on_a_host_page() -> None:
 
 
 def test_automatic_tiers_are_multiples_of_the_pool() -> None:
-    assert tier_pages(PAGE, 10 * GIB, None, None, ROOM) == TierPages(20 * GIB // PAGE, 40 * GIB // PAGE)
+    assert tier_pages(PAGE, 10 * GIB, WEIGHTS, None, None, ROOM) == TierPages(20 * GIB // PAGE, 40 * GIB // PAGE)
+
+
+def test_a_small_model_takes_little_host_memory_by_itself() -> None:
+    assert tier_pages(PAGE, 10 * GIB, GIB // 4, None, 0, ROOM) == TierPages(GIB // PAGE, 0)
+    assert tier_pages(PAGE, 10 * GIB, GIB // 4, 30 * GIB, 0, ROOM) == TierPages(30 * GIB // PAGE, 0)
 
 
 @pytest.mark.parametrize(
@@ -132,21 +138,21 @@ def test_automatic_tiers_are_multiples_of_the_pool() -> None:
 )
 def test_automatic_tiers_leave_most_of_the_free_memory(room: dict[str, int], host: int, disk: int) -> None:
     wide = dataclasses.replace(ROOM, **room)
-    assert tier_pages(PAGE, 10 * GIB, None, None, wide) == TierPages(host // PAGE, disk // PAGE)
+    assert tier_pages(PAGE, 10 * GIB, WEIGHTS, None, None, wide) == TierPages(host // PAGE, disk // PAGE)
 
 
 def test_configured_tiers_have_the_configured_size() -> None:
     little = HostRoom(0, 0, 12 * PAGE + 100)
-    assert tier_pages(PAGE, 10 * GIB, 7 * PAGE, 9 * PAGE + 5, little) == TierPages(7, 9)
-    assert tier_pages(PAGE, 10 * GIB, 0, 0, ROOM) == TierPages(0, 0)
-    assert tier_pages(PAGE, 10 * GIB, PAGE - 1, None, ROOM) == TierPages(0, 40 * GIB // PAGE)
+    assert tier_pages(PAGE, 10 * GIB, WEIGHTS, 7 * PAGE, 9 * PAGE + 5, little) == TierPages(7, 9)
+    assert tier_pages(PAGE, 10 * GIB, WEIGHTS, 0, 0, ROOM) == TierPages(0, 0)
+    assert tier_pages(PAGE, 10 * GIB, WEIGHTS, PAGE - 1, None, ROOM) == TierPages(0, 40 * GIB // PAGE)
 
 
 def test_tiers_are_limited_by_the_free_disk_and_by_their_tables() -> None:
-    assert tier_pages(PAGE, 10 * GIB, 0, 2048 * GIB, ROOM) == TierPages(0, 750 * GIB // PAGE)
-    assert tier_pages(PAGE, 10 * GIB, 0, 2048 * GIB, HostRoom(0, 0, 0)) == TierPages(0, 0)
-    assert tier_pages(4096, GIB, 4096 * (MAX_SLOTS + 1), 1 << 60, ROOM) == TierPages(MAX_SLOTS, MAX_SLOTS)
+    assert tier_pages(PAGE, 10 * GIB, WEIGHTS, 0, 2048 * GIB, ROOM) == TierPages(0, 750 * GIB // PAGE)
+    assert tier_pages(PAGE, 10 * GIB, WEIGHTS, 0, 2048 * GIB, HostRoom(0, 0, 0)) == TierPages(0, 0)
+    assert tier_pages(4096, GIB, WEIGHTS, 4096 * (MAX_SLOTS + 1), 1 << 60, ROOM) == TierPages(MAX_SLOTS, MAX_SLOTS)
 
 
 def test_unaligned_pages_take_more_room_than_their_bytes() -> None:
-    assert tier_pages(5000, 0, 8192 * 10, 8192 * 3, ROOM) == TierPages(10, 3)
+    assert tier_pages(5000, 0, WEIGHTS, 8192 * 10, 8192 * 3, ROOM) == TierPages(10, 3)
