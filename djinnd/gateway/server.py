@@ -45,6 +45,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._answer,
+                interface="asgi3",
                 http=self._connection,
                 ws="none",
                 lifespan="off",
