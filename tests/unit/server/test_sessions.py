@@ -14,6 +14,7 @@ from djinn_client.points import Point
 from djinnd.config import Limits, Quota
 from djinnd.core.edits import Edit, Extent
 from djinnd.server.breakpoint_list import Breakpoint
+from djinnd.server.conversations import Kept
 from djinnd.server.edit_list import PART_BYTES
 from djinnd.server.journal import Journal
 from djinnd.server.journal_conversations import Conversed
@@ -91,6 +92,18 @@ def test_limits_of_a_user_and_of_all(table):
     sessions.close(first)
     sessions.open(FakeClient(3), "m", "agent")
     assert len(sessions) == 3
+
+
+def test_idle_kept_sessions_leave_places_for_others(table):
+    sessions, _ = table(sessions_per_user=3)
+    sessions.open(FakeClient(1), "m", "agent")
+    kept = sessions.open(FakeClient(1), "m", "agent", attached=False)
+    assert sessions.openable(1) == 1
+    sessions.keep(kept, Kept("", 0, b""))
+    assert sessions.openable(1) == 2 and sessions.idle_bytes(1) == SESSION_BYTES
+    with kept.in_use(FakeCall()):
+        assert sessions.openable(1) == 1 and sessions.idle_bytes(1) == 0
+    assert sessions.openable(2) == 3
 
 
 def test_quotas_apply_to_sessions_and_forks_of_their_users(table):
