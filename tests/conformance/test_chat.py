@@ -26,7 +26,12 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"enum": [1, 2]}},
+            "required": ["days"],
+            "additionalProperties": False,
+        },
     },
 }
 

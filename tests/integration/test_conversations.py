@@ -30,7 +30,7 @@ from tests.conftest import MODEL, DaemonStarter
 from tests.support.conversing import Program
 from tests.support.daemon import Daemon
 
-LIMITS = {"conversations_per_user": 4}
+LIMITS = {"conversations_per_user": 4, "sessions_per_user": 8}  # fewer than inputs of an embedding that run together
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from djinn_client import AsyncSession, GrammarRejected, Session
 from djinn_client.errors import InvalidRequest
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.chat_families import TOOLS
-from tests.support.daemon import Daemon, wait_for
+from tests.support.daemon import Daemon
 
 PERSON = {
     "type": "object",
@@ -176,14 +176,3 @@ def test_several_outputs_of_one_prompt_have_the_format(open_session: Callable[[]
         assert [choice.message.tool_calls[0].name for choice in calls.choices if choice.message] == ["weather"] * 2
         with pytest.raises(InvalidRequest, match="leave min_tokens out"):
             s.generate("Year: ", regex="[0-9]{4}", min_tokens=2)
-
-
-def test_the_cpu_time_of_grammars_is_charged(open_session: Callable[[], Session], chatty: Daemon) -> None:
-    with open_session() as s, chatty.client() as client:
-        s.generate("A person: ", response_format=AS_PERSON, max_tokens=200)
-
-        def used() -> int:
-            (own,) = client.quotas()
-            return next(each.used for each in own.resources if each.name == "grammar_seconds_per_minute")
-
-        wait_for(lambda: used() > 0)

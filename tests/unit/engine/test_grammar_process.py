@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from djinn_client.output_format import OutputFormat
 from djinnd.engine.grammar_process import GrammarProcess
 from djinnd.grammar_jobs import Begin, State, States, encode
-from djinnd.text.grammar import grammar_text
-from tests.support.serving import TINY
 
 
 @pytest.fixture
@@ -66,23 +61,3 @@ def test_an_answer_that_takes_too_long_is_a_failure(ends: tuple[GrammarProcess, 
     assert not process.failure
     process.check(1e12)
     assert "more than 10 s" in process.failure
-
-
-def test_its_cpu_time_is_counted_once() -> None:
-    tokenizer = os.open(TINY / "tokenizer.json", os.O_RDONLY)
-    process = GrammarProcess(tokenizer, [0], 4096, seconds=30.0, memory=1 << 30, is_table=False)
-    try:
-        process.ask(Begin(1, process.free.pop(), grammar_text(OutputFormat("json_object")), []), [1])
-        until = time.monotonic() + 30
-        heard = process.hear()
-        while not (heard.plain or heard.others or process.failure) and time.monotonic() < until:
-            select.select([process.fd], (), (), 1.0)
-            heard = process.hear()
-        assert not process.failure
-        first = process.take_seconds()
-        assert 0 < first < 30 and process.take_seconds() < first
-    finally:
-        process.kill()
-        process.wait()
-        os.close(tokenizer)
-    assert process.take_seconds() == 0
