@@ -44,7 +44,7 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
         wanted = f"it must be from 0 to {MAX_NEW_TOKENS}, or None: to the end of the context"
         raise InvalidRequest(f"max_tokens is {request.max_tokens}; {wanted}", field="max_tokens")
     if request.chat is not None and (request.prefix_space is not None or not request.skip_special_tokens):
-        told = "prefix_space and skip_special_tokens=False are for texts: a chat's template and format decide here"
+        told = "prefix_space and skip_special_tokens=False are for text prompts: a chat's template and format decide"
         raise InvalidRequest(told, field="chat")
     check_tokens([*request.sampling.logit_bias], model)
     _check_hints(request)
@@ -59,7 +59,7 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
     if lacking and (request.text is not None or request.chat is not None or request.stop):
         raise NoTokenizer(f"{model.name} takes no text, as {lacking}: give token ids, and no stop strings")
     if lacking and request.token_bytes:
-        raise NoTokenizer(f"nothing tells what tokens of {model.name} stand for, as {lacking}: leave token_bytes out")
+        raise NoTokenizer(f"the bytes of {model.name}'s tokens are unknown, as {lacking}: leave token_bytes out")
 
 
 def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, model: ModelInfo) -> int:
@@ -174,7 +174,7 @@ def public_tokens(request: PublishPrefix, session_tokens: int, page_size: int) -
     public = wanted - wanted % page_size
     if public <= 0:
         raise InvalidRequest(
-            f"{wanted:,} tokens are less than a page, and only full pages are shared: mark at least {page_size:,}",
+            f"{wanted:,} tokens are less than a page, and only full pages are shared: publish at least {page_size:,}",
             field="tokens",
             page_size=page_size,
         )
@@ -230,14 +230,14 @@ def check_scored(likeliest: int, prompt_tokens: int, may_stop: bool) -> None:
     """Checks a call with prompt_logprobs. `may_stop`: the call may reach a breakpoint of the session. Raises
     InvalidRequest."""
     if may_stop:
-        told = "a call with prompt_logprobs stops nowhere, and the session has breakpoints: remove them, or fork before"
+        told = "a call with prompt_logprobs cannot stop, and the session has breakpoints: remove them, or fork before"
         raise InvalidRequest(told, field="prompt_logprobs")
     token_bytes = 4 + 8 * likeliest
     if prompt_tokens * token_bytes > MAX_PROMPT_LOGPROBS_BYTES:
         raise InvalidRequest(
             f"the log probabilities of {prompt_tokens:,} tokens with the {likeliest} likeliest are "
             f"{prompt_tokens * token_bytes:,} bytes, the limit is {MAX_PROMPT_LOGPROBS_BYTES:,}: at most "
-            f"{MAX_PROMPT_LOGPROBS_BYTES // token_bytes:,} tokens a call; bring the prompt in parts",
+            f"{MAX_PROMPT_LOGPROBS_BYTES // token_bytes:,} tokens a call; send the prompt in parts",
             field="prompt_logprobs",
             bytes=prompt_tokens * token_bytes,
             limit=MAX_PROMPT_LOGPROBS_BYTES,
@@ -252,7 +252,7 @@ def _check_prompt_logprobs(request: Generate) -> None:
         told = f"prompt_logprobs is {likeliest}; it must be from 0 to {MAX_LOGPROBS}"
         raise InvalidRequest(told, field="prompt_logprobs")
     if request.capture:
-        told = "a call with prompt_logprobs captures nothing: capture the point `logits`, or make two calls"
+        told = "a call with prompt_logprobs cannot capture: capture the point `logits`, or make two calls"
         raise InvalidRequest(told, field="prompt_logprobs")
 
 

@@ -27,7 +27,7 @@ def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena
         if (session.grace is None) == (not session.attached and session.kept is None):
             yield f"session {session.id} has {len(session.attached)} connections and a wrong grace timer"
         if session.call is not None and session.call.whole not in session.call.client.calls.values():
-            yield f"session {session.id} is at work for a request that is over"
+            yield f"session {session.id} works for a request that has ended"
     by_user = Counter(client.user for client in connected)
     if clients.counted != by_user:
         yield f"connections by user are {dict(by_user)}, and {clients.counted} are counted"

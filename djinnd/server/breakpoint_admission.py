@@ -72,17 +72,17 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
     """The hit from which the call continues; None if it does not continue from one. Raises InvalidRequest."""
     if not request.resume:
         if request.hit is not None:
-            raise InvalidRequest("a call with a hit goes on from there: it needs resume", field="hit")
+            raise InvalidRequest("a call with a hit continues from it: it needs resume", field="hit")
         return None
     if request.capture:
         raise InvalidRequest(
-            "a call that goes on from a hit captures nothing: the hit has the activation where it stopped; capture in "
+            "a call that continues from a hit cannot capture: the hit has the activation where it stopped; capture in "
             "the next call, or on a fork",
             field="capture",
         )
     if request.text is not None or request.token_ids is not None or request.chat is not None:
         raise InvalidRequest(
-            "a call that goes on from a hit takes no prompt: resume without one, or generate with one, which begins "
+            "a call that continues from a hit takes no prompt: resume without one, or generate with one, which begins "
             "behind the hit's positions",
             field="resume",
         )
@@ -137,7 +137,7 @@ def stops_of(request: Generate, reach: Reach, breakpoints: BreakpointList, model
     if nbytes > MAX_CAPTURE_BYTES:
         raise InvalidRequest(
             f"{positions:,} positions that stop at a breakpoint are {nbytes:,} bytes of {model.dtype}; the limit is "
-            f"{MAX_CAPTURE_BYTES:,}: bring the prompt in parts",
+            f"{MAX_CAPTURE_BYTES:,}: send the prompt in parts",
             bytes=nbytes,
             limit=MAX_CAPTURE_BYTES,
         )
@@ -151,8 +151,8 @@ def _check_between_blocks(name: str, point: Point, model: PointMap) -> None:
     block = model.blocks - 1 if point.is_behind else point.block
     near = f"blocks.{block}.hook_resid_{'pre' if point.where == 'attn' else 'post'}"
     raise InvalidRequest(
-        f"{name} is not between two blocks, and a call stops between blocks only: the nearest is {near}; what is at "
-        f"{name} can be captured and patched",
+        f"{name} is not between two blocks, and a call stops between blocks only: the nearest is {near}; "
+        f"{name} itself can be captured and patched",
         field="point",
         nearest=near,
     )

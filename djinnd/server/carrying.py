@@ -99,6 +99,6 @@ class Carrying:
 def _guilty(run: SessionRun, error: DjinnError) -> EngineLost:
     return EngineLost(
         f"{run.deaths} engines have died with this request in their step, the last one because {error.message}: it is "
-        "not tried again; the session keeps what you were told",
+        "not tried again; the session keeps the tokens that you have received",
         deaths=run.deaths,
     )

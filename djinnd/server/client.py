@@ -120,7 +120,7 @@ class Call:
     def descriptor(self) -> int:
         """The memfd that came with the request. The call keeps it, and closes it at its end. Raises InvalidRequest."""
         if len(self.fds) != 1:
-            raise InvalidRequest(f"this request brings one descriptor; {len(self.fds)} came")
+            raise InvalidRequest(f"this request needs one descriptor; {len(self.fds)} came")
         expect_memfd(self.fds[0])
         return self.fds[0]
 
@@ -344,7 +344,7 @@ class Client:
 
     def _introduce(self, hello: Hello) -> None:
         if self._introduced:
-            self._fail(hello.id, ProtocolError("this connection has said Hello already"))
+            self._fail(hello.id, ProtocolError("this connection has already sent Hello"))
             return
         if hello.token:
             try:

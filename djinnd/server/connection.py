@@ -344,7 +344,7 @@ class Connection:
 
     def _too_late(self) -> None:
         self._deadline = None
-        self._break(ProtocolError(f"a frame was not whole {self._frame_seconds:g} s after its first byte"))
+        self._break(ProtocolError(f"a frame was not complete {self._frame_seconds:g} s after its first byte"))
 
     def _break(self, error: ProtocolError) -> None:
         self._stop_reading()

@@ -78,8 +78,8 @@ def check_room(edit: Edit, names: Sequence[str], edits: EditList, limits: Limits
     crowd, most = _crowd(edit, edits), limits.edits_per_position
     if crowd >= most:
         raise QuotaExceeded(
-            f"the session has {crowd:,} edits at one point whose positions begin before this one's end and end behind "
-            f"its beginning, and limits.edits_per_position is {most:,}: end some, or make one edit of several that add",
+            f"the session has {crowd:,} edits at one point within the range of this one's positions, and "
+            f"limits.edits_per_position is {most:,}: end some, or combine several that add",
             quota="edits_per_position",
             limit=most,
             used=crowd,
@@ -88,8 +88,8 @@ def check_room(edit: Edit, names: Sequence[str], edits: EditList, limits: Limits
     if used + needed > room:
         raise QuotaExceeded(
             f"the edit takes {needed:,} bytes and the session's others {used:,}; limits.edit_bytes_per_session is "
-            f"{room:,}: give fewer rows, bfloat16 instead of float32, or truncate the session to before edits that are "
-            "over",
+            f"{room:,}: give fewer rows, bfloat16 instead of float32, or truncate the session to before its ended "
+            "edits",
             quota="edit_bytes_per_session",
             limit=room,
             used=used,
@@ -127,8 +127,9 @@ def check_fit(edits: EditList, model: ModelInfo) -> None:
             needed = edit.rows * model.points.width_at(point) * ITEM_BYTES[edit.dtype]
             if point.block >= blocks or needed != len(edit.values):
                 raise InvalidRequest(
-                    f"edit {edit.number} of the session does not fit {model.name} any more, which has "
-                    f"{model.points.blocks} blocks of width {model.points.width:,}: go on with its tokens in a new one",
+                    f"edit {edit.number} of the session no longer fits {model.name}, which has "
+                    f"{model.points.blocks} blocks of width {model.points.width:,}: continue with its tokens in a new "
+                    "session",
                     edit=edit.number,
                 )
 
@@ -186,7 +187,8 @@ def _extents_of(request: AddEdit, tokens: int, fixed: int, model: ModelInfo) -> 
     if positions[0] < fixed:
         raise InvalidRequest(
             f"the KV of this session's beginning came from a client and cannot be computed again: position "
-            f"{positions[0]:,} cannot be edited, those from {fixed:,} on can; or begin anew with its tokens",
+            f"{positions[0]:,} cannot be edited, positions from {fixed:,} on can; or open a new session with its "
+            "tokens",
             field="positions",
             first=fixed,
         )

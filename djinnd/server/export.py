@@ -175,7 +175,7 @@ def _check(request: ImportSession, info: ModelInfo) -> None:
     if request.fingerprint not in ("", info.fingerprint):
         raise ModelMismatch(
             f"the session belongs to a model with the fingerprint {request.fingerprint[:64]}, {info.name} has "
-            f"{info.fingerprint}: load the model that it was saved with, or read its tokens and begin anew",
+            f"{info.fingerprint}: load the model that it was saved with, or open a new session with its tokens",
             saved=request.fingerprint[:64],
             model=info.fingerprint,
         )

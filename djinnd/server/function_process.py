@@ -112,7 +112,7 @@ class FunctionProcess(ConfinedProcess):
                 self._kill(error)
                 raise error from None
             except asyncio.CancelledError:
-                self._kill(FunctionNotFound("the call was given up, and the function was ended"))
+                self._kill(FunctionNotFound("the call was cancelled, and the function was ended"))
                 raise
             finally:
                 self._answer.cancel()

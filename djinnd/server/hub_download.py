@@ -21,7 +21,7 @@ def fetch(hub_id: str) -> str:
         return f"folder {huggingface_hub.snapshot_download(hub_id, allow_patterns=FILES)}"
     except Exception as error:  # network, licence, disk, name: the library's message says which
         offline = os.environ.get("HF_HUB_OFFLINE")
-        remedy = "HF_HUB_OFFLINE is set." if offline else "is the name right, and the hub within reach?"
+        remedy = "HF_HUB_OFFLINE is set." if offline else "check the name, and the connection to the hub."
         told = str(error)[:_MOST_TOLD]
         return f"error {hub_id} could not be fetched from the hub ({remedy} Or give the folder of a copy): {told}"
 

@@ -329,7 +329,7 @@ class Server:
         try:
             await asyncio.to_thread(self._read_config)
         except ConfigError as error:
-            raise InvalidRequest(f"the daemon goes on, as it could not start again: {error}") from error
+            raise InvalidRequest(f"the daemon was not restarted, as it could not start again: {error}") from error
         self._status.is_draining = True  # before the reply, so that the caller's next request sees it
         self._stopping.ask_restart(restart)
 

@@ -200,7 +200,7 @@ class SessionRecord:
 
     def expect_idle(self) -> None:
         if self.call is not None:
-            raise SessionBusy(f"session {self.id} is at work on another call: wait for it, or open a second session")
+            raise SessionBusy(f"session {self.id} is busy with another call: wait for it, or open a second session")
 
     @property
     def is_free(self) -> bool:
@@ -222,13 +222,13 @@ class SessionRecord:
         if self.is_lost:
             raise SessionLost(
                 f"session {self.id} had KV from a client, which was lost with the engine: read its tokens, and hand "
-                "the KV over again, or go on with the tokens in a new session",
+                "the KV over again, or continue with the tokens in a new session",
                 session=self.id,
             )
         if self.is_orphan:
             raise ModelNotFound(
-                f"{self.model} was a client's own and went with an earlier djinnd: read this session's tokens, and go "
-                "on with them in a new one",
+                f"{self.model} was shared by a client and was lost with an earlier djinnd: read this session's tokens, "
+                "and continue with them in a new session",
                 model=self.model,
             )
 

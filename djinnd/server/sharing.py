@@ -112,7 +112,7 @@ class Sharing:
             raise NotPermitted(f"you share {own:,} models, the limit of one user: close some", shared=own)
         name = request.model
         if name and not _NAME.fullmatch(name):
-            raise InvalidRequest(f"{name[:100]!r} is no name for a model: letters, digits, '.', '_' and '-'")
+            raise InvalidRequest(f"{name[:100]!r} is no valid model name: letters, digits, '.', '_' and '-'")
         if self._models.is_known(name) or any(share.model == name for share in self._shares.values()):
             raise InvalidRequest(f"there is a model {name} already: share yours under another name", field="model")
 

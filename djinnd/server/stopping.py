@@ -47,7 +47,7 @@ class Stopping:
             signal.raise_signal(signal.SIGTERM)
         elif self.restart is not None:
             self.restart = None
-            log.info("restart_given_up reason=the daemon is to stop")
+            log.info("restart_given_up reason=a stop was requested")
         else:
             (self.now if self.asked.is_set() else self.asked).set()
 

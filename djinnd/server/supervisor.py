@@ -181,7 +181,7 @@ class Supervisor:
         """The error for a call that has waited for limits.engine_wait."""
         waited, why = f"{self.limits.engine_wait:g}", f" since {self._last_death}" if self._last_death else ""
         if self.state != "lost":
-            return EngineLost(f"an engine is being started, for more than {waited} s now{why}: try again later")
+            return EngineLost(f"an engine has been starting for more than {waited} s{why}: try again later")
         left = max(0.0, self._next_start - asyncio.get_running_loop().time())
         return EngineLost(
             f"there has been no engine for more than {waited} s{why}: the next one is started in {left:.0f} s: try "

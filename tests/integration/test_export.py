@@ -181,7 +181,7 @@ def test_a_call_during_an_export_gets_session_busy(session: djinn.Session, daemo
             errors.append(error)
     thread.join()
     same.detach()
-    assert all("at work" in str(error) for error in errors)
+    assert all("busy with another call" in str(error) for error in errors)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

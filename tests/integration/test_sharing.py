@@ -270,7 +270,11 @@ def test_an_unloaded_model_does_not_come_back(daemon: Daemon, address: str) -> N
 def test_names_and_the_number_of_shares_are_checked(address: str) -> None:
     source = model()
     with djinn.share_model(source, name="mine", kv_bytes=KV, address=address):
-        for name, words in (("mine", "is a model mine already"), ("djinn-tiny", "already"), ("a/b", "no name")):
+        for name, words in (
+            ("mine", "is a model mine already"),
+            ("djinn-tiny", "already"),
+            ("a/b", "no valid model"),
+        ):
             with pytest.raises(djinn.InvalidRequest, match=words):
                 djinn.share_model(source, name=name, address=address)
         with djinn.share_model(source, kv_bytes=KV, address=address):

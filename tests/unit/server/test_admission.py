@@ -35,8 +35,8 @@ def test_valid_requests_pass(fields):
     [
         ({"text": "x", "token_ids": [1]}, "not as two of them"),
         ({"chat": ChatInput(b"[]"), "text": "x"}, "not as two of them"),
-        ({"chat": ChatInput(b"[]"), "skip_special_tokens": False}, "are for texts"),
-        ({"chat": ChatInput(b"[]"), "prefix_space": True}, "are for texts"),
+        ({"chat": ChatInput(b"[]"), "skip_special_tokens": False}, "are for text prompts"),
+        ({"chat": ChatInput(b"[]"), "prefix_space": True}, "are for text prompts"),
         ({"max_tokens": -5}, "max_tokens is -5"),
         ({"max_tokens": 1 << 40}, "max_tokens"),
         ({"logprobs": 21}, "logprobs is 21; it must be from 0 to 20"),

@@ -57,7 +57,7 @@ def test_consistent_tables_give_no_finding():
         (lambda w: setattr(w.detached, "grace", None), "session detached has 0 connections and a wrong grace timer"),
         (
             lambda w: setattr(w.idle, "call", SimpleNamespace(client=w.client, whole=None)),
-            "at work for a request that is over",
+            "works for a request that has ended",
         ),
         (lambda w: w.client.calls.update({1: object()}), "1 requests are under way, 0 are counted"),
         (lambda w: w.clients.counted.update({1000: 2}), "connections by user are {1000: 1}, and {1000: 2} are counted"),

@@ -148,7 +148,7 @@ def test_a_call_without_a_valid_hit_cannot_continue(tenant):
     tenant.stop_at(when="prefill")
     hit = call(tenant, 2, [8, 9]).hit
     assert "takes no prompt" in refusal(resume=True, prompt=[4])
-    assert "captures nothing" in refusal(resume=True, capture=["blocks.3"]), "even if it could not stop any more"
+    assert "cannot capture" in refusal(resume=True, capture=["blocks.3"]), "even if it could not stop any more"
     assert "needs resume" in refusal(hit=hit)
     assert "truncate it to 6" in refusal(resume=True, hit=HitInfo(**as_fields(hit) | {"end": 6}))
     for wrong in ({"first": 7}, {"first": -1}, {"block": BLOCKS + 1}, {"prompt_end": 8}):
@@ -303,7 +303,7 @@ def test_activations_of_a_prompt_that_exceed_the_limit(serve):
     request = Generate(id=1, session="s", max_tokens=4)
     most = (1 << 30) // (2 << 10)
     assert breakpoint_admission.stops_of(request, Reach(5, most + 5, most + 5, most + 8), listed, model)
-    with pytest.raises(InvalidRequest, match=rf"{most + 1:,} positions .* bring the prompt in parts"):
+    with pytest.raises(InvalidRequest, match=rf"{most + 1:,} positions .* send the prompt in parts"):
         breakpoint_admission.stops_of(request, Reach(4, most + 5, most + 5, most + 8), listed, model)
 
 

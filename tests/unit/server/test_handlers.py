@@ -152,7 +152,7 @@ def test_prompt_logprobs(session):
     [
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be from 0 to 20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1"),
-        ({"prompt_logprobs": 1, "capture": ["logits"]}, "captures nothing"),
+        ({"prompt_logprobs": 1, "capture": ["logits"]}, "cannot capture"),
     ],
 )
 def test_prompt_logprobs_that_cannot_be(wire, opened, fields, words):

@@ -21,7 +21,7 @@ def test_a_hub_id_is_fetched_without_pickles(monkeypatch, tmp_path):
     assert any(Path("model-00001-of-00002.safetensors").match(pattern) for pattern in asked["org/name"])
 
 
-@pytest.mark.parametrize(("offline", "words"), [("1", "HF_HUB_OFFLINE is set"), ("", "within reach")])
+@pytest.mark.parametrize(("offline", "words"), [("1", "HF_HUB_OFFLINE is set"), ("", "connection to the hub")])
 def test_a_hub_that_does_not_answer(monkeypatch, offline, words):
     def download(hub_id, allow_patterns):
         raise ConnectionError("no route")

@@ -251,7 +251,7 @@ def test_a_restored_session_of_a_shared_model_belongs_to_no_other_model(table):
         sessions.restore([kept("a", shared=True)], {}, {}, time.time())
         (session,) = sessions
         assert sessions.of_model("m") == []
-        with pytest.raises(ModelNotFound, match="m was a client's own and went"):
+        with pytest.raises(ModelNotFound, match="m was shared by a client and was lost"):
             session.expect_model()
         sessions.close(session)
         sessions.leave()
