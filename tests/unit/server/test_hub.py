@@ -50,7 +50,7 @@ def test_a_download_that_hangs_delays_no_other_and_is_killed(fetcher):
         models = hub.Hub(Limits(downloads_per_user=1))
         slow = asyncio.create_task(models.folder("org/slow", 1))
         await asyncio.sleep(0)
-        with pytest.raises(Busy, match="1 models"):
+        with pytest.raises(Busy, match="1 downloads"):
             await models.folder("org/slower", 1)
         assert await models.folder("org/fast", 2) == "/there"
         models.stop()
