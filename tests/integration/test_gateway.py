@@ -115,7 +115,7 @@ def test_a_wrong_field_is_named_with_its_fault(gateway, change, status, param):
 def test_bodies_and_paths_that_are_none(gateway):
     assert gateway.post("/v1/completions", b"{").status == 400
     assert gateway.post("/v1/completions", b"\xff\xfe").status == 400
-    assert gateway.post("/v1/completions", b"[" * 100_000).status == 400
+    assert gateway.post("/v1/completions", b"[" * 10_000).status == 400
     assert gateway.get("/nowhere").json["error"]["type"] == "not_found_error"
     refused = gateway.get("/v1/completions")
     assert (refused.status, refused.headers["allow"]) == (405, "POST")
