@@ -75,5 +75,5 @@ class ChatReply(ChatAnswer):
                     calls.append(ToolCallDelta(index, arguments=text))
                 case CallEnd():
                     self._has_called = True
-        self.add(content, ChatDelta(reasoning, calls))
+        self.add(content, ChatDelta(reasoning, calls) if reasoning or calls else None)
         return content

@@ -34,6 +34,8 @@ class Output:
         """Returns the events since the last call of this. Readers tell a text in many small parts, which are joined
         here once."""
         events, self._events = self._events, []
+        if len(events) < 2:
+            return events
         return [_joined([*group]) for _, group in groupby(events, _kind)]
 
     def content(self, text: str) -> None:
