@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from djinnd.server.vectors import Pooling, Vector
 
 AT_ONCE = 16  # inputs of one request that run together
+MOST_BYTES = 32 << 20  # of the vectors of one reply: half of what limits.connection_bytes_per_user allows by default
 POINT = "ln_final.hook_normalized"
 
 Prompt = str | list[int]
@@ -53,6 +54,7 @@ class Embedding:
             await self._models.ready(model.name, call.tell_loading, user=call.client.user)
         if model.info is None or model.info.points is None or not model.info.points.norm:
             raise InvalidRequest(f"{model.name} has no final norm whose output could be a vector", field="model")
+        call.reserve_window(_nbytes(len(inputs), model.info.points.width))
         pooling = request.pooling or model.source.pooling
         found = await self._all(call, model, inputs, pooling)
         vectors, width = await asyncio.to_thread(_joined, [each.vector for each in found], request.normalize)
@@ -115,6 +117,15 @@ def _inputs(request: Embed) -> Sequence[Prompt]:
     if not all(inputs):
         raise InvalidRequest(f"input {[bool(each) for each in inputs].index(False)} is empty", field="texts")
     return inputs
+
+
+def _nbytes(inputs: int, width: int) -> int:
+    """Bytes of the reply's vectors. Raises InvalidRequest where they are too many for one reply."""
+    nbytes = 4 * inputs * width
+    if nbytes > MOST_BYTES:
+        told = f"{inputs:,} vectors of {width:,} numbers are {nbytes:,} bytes, and a reply has at most {MOST_BYTES:,}"
+        raise InvalidRequest(f"{told}: send at most {MOST_BYTES // (4 * width):,} inputs at a time", field="texts")
+    return nbytes
 
 
 async def _vector(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:

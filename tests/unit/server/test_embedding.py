@@ -12,7 +12,7 @@ from djinn_client.bounds import pack
 from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import Embed
-from djinnd.server.embedding import POINT, _inputs, _pooled, _vector
+from djinnd.server.embedding import MOST_BYTES, POINT, _inputs, _nbytes, _pooled, _vector
 
 ROWS = np.array([[1.0, -2.0], [3.0, 0.5], [9.0, 9.0]], np.float32)  # the last is not the session's
 
@@ -77,3 +77,9 @@ def test_a_window_is_closed_although_its_call_is_cancelled_before_a_thread_is_fr
     asyncio.run(play())
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
+
+
+def test_more_vectors_than_a_reply_holds_are_refused_with_the_number_that_fits():
+    assert _nbytes(2048, 4096) == MOST_BYTES
+    with pytest.raises(InvalidRequest, match=r"2,048 vectors of 8,192 numbers .* send at most 1,024 inputs at a time"):
+        _nbytes(2048, 8192)
