@@ -75,22 +75,26 @@ class GenerateRun(SessionRun):
         )  # the same on each engine that has the run
         self.submit(engine)
         try:  # while the engine computes
-            is_late, chat = worker is not None, text.answer(request, prompt)
-            least = request.sampling.min_tokens
-            if chat is None:
-                rules = ReadingRules(request.stop, request.skip_special_tokens, least)
-            else:
-                rules = chat.rules if isinstance(chat, ChatReply) else ReadingRules([], least=least)
-            reader = text.reader(session.tokens, rules)
-            fields = (request, session.tokens, len(prompt.tokens), prompt.stop_tokens, reader, call.received)
-            naming = text.token_bytes if request.token_bytes else None
-            self._generation = Generation(*fields, is_late=is_late, token_bytes=naming, chat=chat)
-            if worker is not None:
-                context = session.tokens[-CONTEXT_TOKENS * 4 :]  # more than CONTEXT_TOKENS, as some have no text
-                self._late = LateText(worker, text.number, context, rules, _chat_reading(request, prompt), self)
+            self._begin_reading(prompt, text, worker)
         except BaseException as fault:
             self._blame(fault)
             self.cancel()
+
+    def _begin_reading(self, prompt: Prompt, text: ModelText, worker: TextWorker | None) -> None:
+        """Prepares the text of the tokens to come: how it is read, here or by the worker."""
+        request, tokens = self._request, self._session.tokens
+        chat, least = text.answer(request, prompt), request.sampling.min_tokens
+        if chat is None:
+            rules = ReadingRules(request.stop, request.skip_special_tokens, least)
+        else:
+            rules = chat.rules if isinstance(chat, ChatReply) else ReadingRules([], least=least)
+        reader = text.reader(tokens, rules)
+        fields = (request, tokens, len(prompt.tokens), prompt.stop_tokens, reader, self._call.received)
+        naming = text.token_bytes if request.token_bytes else None
+        self._generation = Generation(*fields, is_late=worker is not None, token_bytes=naming, chat=chat)
+        if worker is not None:
+            context = tokens[-CONTEXT_TOKENS * 4 :]  # more than CONTEXT_TOKENS, as some have no text
+            self._late = LateText(worker, text.number, context, rules, _chat_reading(request, prompt), self)
 
     def _send(self, engine: EngineClient, is_new: bool) -> int:
         """Sends the run to an engine. Tokens generated before the loss of an engine are part of the run. A run that has

@@ -26,6 +26,8 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"} | {text: text for text in "\\'\"/\n"}
 _CONSTANTS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 
+MAX_ITEMS = 4096  # of one list of calls, which is read at once: 20 ms of the server's loop
+
 T = TypeVar("T")
 Call = tuple[str, dict[str, Any]]
 
@@ -132,6 +134,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self._items = 0  # calls, arguments, and members of lists and dictionaries so far
 
     def space(self) -> None:
         found = self._match(_SPACE)
@@ -153,6 +156,9 @@ class _Reader:
         while not self.comes(end):
             if found:
                 self.expect(",")
+            self._items += 1
+            if self._items > MAX_ITEMS:
+                raise Malformed
             found.append(item())
         self.expect(end)
         return found

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from djinnd.text.replies import NAMES, CallBegin, CallEnd, Content, ReplyParser, reply_format
+from djinnd.text.replies.python_calls import MAX_ITEMS
 from djinnd.text.replies.source import MAX_HELD
 from tests.support.replies import BY_NAME, PARIS, SAMPLES, Call, Sample, read, says
 
@@ -111,3 +112,10 @@ def test_ids_of_mistral_have_nine_characters():
     parser = ReplyParser(reply_format("[TOOL_CALLS][ARGS]", {}), tools=BY_NAME)
     (begin, *_) = parser.feed("[TOOL_CALLS]now[ARGS]{}")
     assert isinstance(begin, CallBegin) and len(begin.id) == 9 and begin.id.isalnum()
+
+
+@pytest.mark.parametrize("count", [MAX_ITEMS - 2, MAX_ITEMS])
+def test_a_call_in_python_with_too_many_values_is_content(count: int):
+    text = f"[now(a=[{', '.join(['1'] * count)}])]"
+    (said,) = says(read(reply_format("", {}, "pythonic"), [text]))
+    assert isinstance(said, Content) == (count == MAX_ITEMS)
