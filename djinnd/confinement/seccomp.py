@@ -237,7 +237,7 @@ def install() -> None:
     filter = _Program(len(instructions), ctypes.cast(memory, ctypes.c_void_p))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "the kernel takes no seccomp filter")
+        raise OSError(ctypes.get_errno(), "the kernel refused the seccomp filter")
 
 
 class _Program(ctypes.Structure):

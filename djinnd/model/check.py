@@ -111,7 +111,7 @@ def _refuse_not_finite(model: PagedModel) -> None:
     family, tensor = model.skeleton.family, model.residency.not_finite()
     why = f"its activations overflow {model.dtype}" if tensor is None else f"NaN or infinity in tensor {tensor}"
     raise ModelRejected(
-        f"{family} fails the check at load: its logits are no numbers: {why}", family=family, tensor=tensor
+        f"{family} fails the check at load: its logits contain NaN: {why}", family=family, tensor=tensor
     )
 
 

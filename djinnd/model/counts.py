@@ -21,7 +21,7 @@ def check_counts(told: dict[str, Any]) -> None:
         largest = max(_numbers(value), default=0)
         if _COUNTS.search(name) and largest > MAX_COUNT:
             raise ModelRejected(
-                f"config.json: {name[:80]} is {largest:.6g}; at most {MAX_COUNT:,} are taken", field=name[:80]
+                f"config.json: {name[:80]} is {largest:.6g}; at most {MAX_COUNT:,} are supported", field=name[:80]
             )
         if isinstance(value, dict):
             check_counts(value)

@@ -24,7 +24,7 @@ def derived_bytes(model: nn.Module) -> int:
         family = model.config.model_type
         raise ModelRejected(
             f"config.json of this {family} makes {gib(total)} of tables (positions, masks) that are not in the "
-            f"checkpoint; at most {gib(MAX_DERIVED)}: lower its number of positions",
+            f"checkpoint; at most {gib(MAX_DERIVED)} are allowed: lower its number of positions",
             family=family,
             bytes=total,
             allowed=MAX_DERIVED,

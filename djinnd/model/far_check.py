@@ -89,7 +89,11 @@ def _check(model: PagedModel, rows: list[range], catching: _Catching) -> None:
             for got, want in zip(given.tensors, wanted.tensors, strict=True):
                 _compare(model, got[at], want, row, "attends")
             if given.options != wanted.options:
-                _refuse(model, row, f"block {index} wants attention with {wanted.options}, not {given.options}")
+                _refuse(
+                    model,
+                    row,
+                    f"block {index} calls attention with {wanted.options} behind a cache, {given.options} without",
+                )
             _check_mask(model, index, rules[index], given.options["window"], rows)
         model.residency.end(index)
 

@@ -148,10 +148,10 @@ class Loader:
         if self._stored != torch.bfloat16 or self.dtype != torch.bfloat16:
             stored, computed = (str(dtype).removeprefix("torch.") for dtype in (self._stored, self.dtype))
             what = stored if stored == computed else f"{stored}, computed in {computed}"
-            return f"the code is for bfloat16 weights, these are {what}"
+            return f"only bfloat16 weights can be packed, and these are {what}"
         units = max(len(buffer.layout.units) for buffer in self._buffers[:-1])
         if units > MAX_UNITS:
-            return f"they have {units} matrices, the code has room for {MAX_UNITS}"
+            return f"they have {units} matrices, and a packed block has at most {MAX_UNITS}"
         return ""
 
     @property
@@ -198,9 +198,9 @@ class Loader:
             need = error.data["needed"] + beside + self.rest_bytes
             total = budget or self.device.budget.total
             raise OutOfMemory(
-                f"{self.name} needs {at_least(need)} of device memory at the least, {gib(free)} of the budget of "
-                f"{gib(total)} is free: {gib(self.rest_bytes)} for embedding and head, {gib(beside)} for KV and "
-                f"workspace, and {error.message}",
+                f"{self.name} needs at least {at_least(need)} of device memory, and {gib(free)} of the budget of "
+                f"{gib(total)} is free: it needs {gib(self.rest_bytes)} for embedding and head, {gib(beside)} for KV "
+                f"and workspace, and {error.message}",
                 needed=need,
                 free=free,
                 budget=total,
@@ -360,12 +360,12 @@ def _check_depth(blocks: int, checkpoint: Checkpoint | None) -> None:
     Comes before the modules are built, because building takes time for each block."""
     if checkpoint is not None and blocks > len(checkpoint.tensors):
         raise ModelRejected(
-            f"config.json promises {blocks:,} blocks, the checkpoint has {len(checkpoint.tensors):,} tensors in all",
+            f"config.json says {blocks:,} blocks, but the checkpoint has only {len(checkpoint.tensors):,} tensors",
             blocks=blocks,
             tensors=len(checkpoint.tensors),
         )
     if blocks > MAX_BLOCKS:
-        raise ModelRejected(f"a model of {blocks:,} blocks is not taken; at most {MAX_BLOCKS:,}", blocks=blocks)
+        raise ModelRejected(f"the model has {blocks:,} blocks; djinnd loads at most {MAX_BLOCKS:,}", blocks=blocks)
 
 
 def compute_dtype(wanted: str, stored: torch.dtype, device: Device) -> torch.dtype:

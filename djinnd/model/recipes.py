@@ -95,7 +95,7 @@ class RecipeBook:
         if numbers < math.prod(shape):
             raise ModelRejected(
                 f"tensors of {name} cannot be merged: {len(stored)} of them, of shapes such as {list(stored[0])}, have "
-                f"{numbers:,} numbers in all, the model wants {list(shape)}",
+                f"{numbers:,} numbers in all, but the model needs {list(shape)}",
                 tensor=name,
             )
 
@@ -139,7 +139,7 @@ class RecipeBook:
         rows = [self._checkpoint.tensors[part[0]].shape[0] if part else 0 for part in parts]
         if any(len(part) != view.shape[0] for part in parts) or (len(parts) > 1 and sum(rows) != view.shape[1]):
             counts = " and ".join(str(len(part)) for part in parts)
-            told = f"tensors of {name} cannot be merged: there are {counts} for {list(view.shape)}"
+            told = f"tensors of {name} cannot be merged: there are {counts} of them for shape {list(view.shape)}"
             raise ModelRejected(told, tensor=name)
         row = 0
         for part, count in zip(parts, rows, strict=True):

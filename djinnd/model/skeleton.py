@@ -64,15 +64,15 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
         raise ModelRejected(f"config.json: {error}", family=family) from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ModelRejected(
-            f"{config.model_type} is no plain decoder (its configuration has no num_hidden_layers at the top): the "
-            "language models inside of multimodal checkpoints are not served",
+            f"{config.model_type} is not a plain decoder (config.json has no num_hidden_layers at the top); language "
+            "models inside of multimodal checkpoints are not supported",
             family=config.model_type,
         )
     fix_frequencies(config)
     set_switches(config)
     if getattr(config, "quantization_config", None):
         raise ModelRejected(
-            f"quantised checkpoints are not served; use the F32, F16 or BF16 one (this one is {_method(config)})",
+            f"quantised checkpoints are not supported (this one uses {_method(config)}); use an F32, F16 or BF16 one",
             family=config.model_type,
         )
     return config
@@ -126,7 +126,9 @@ class Skeleton:
         self.unused = _unused(model)
         tied = [name for first, others in self.tied.items() for name in (first, *others)]
         if any(name.startswith(tuple(self.prefixes)) for name in tied):
-            raise ModelRejected(f"{self.family} ties parameters of its blocks: not served yet", family=self.family)
+            raise ModelRejected(
+                f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
+            )
         self.adapter = Adapter(model)
         self.kv_shape = self._learn_kv_shape()
         layers = self.prefixes[0].removesuffix(".0.")
@@ -172,13 +174,11 @@ class Skeleton:
         except ModelRejected:
             raise
         except Exception as error:  # a family's forward may raise exceptions of any type
-            raise ModelRejected(
-                f"{self.family} cannot be driven block by block: {error!r}", family=self.family
-            ) from error
+            raise ModelRejected(f"{self.family} cannot be run block by block: {error!r}", family=self.family) from error
         shapes = {(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in wanted}
         if len(shapes) != 1 or any(key != value for _, key, value in shapes):
             raise ModelRejected(
-                f"{self.family} has blocks with different shapes of K and V {sorted(shapes)}: not served yet",
+                f"{self.family} has blocks with different shapes of K and V {sorted(shapes)}: not supported yet",
                 family=self.family,
             )
         kv_heads, head_dim, _ = shapes.pop()
@@ -187,14 +187,14 @@ class Skeleton:
     def _check_hidden(self, hidden: Tensor) -> None:
         if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):
             raise ModelRejected(
-                f"the blocks of {self.family} want more than one hidden state a token: {list(hidden.shape)}",
+                f"the blocks of {self.family} take more than one hidden state a token: {list(hidden.shape)}",
                 family=self.family,
             )
 
     def _attention_of(self, index: int, prologue: Prologue) -> Wanted:
         kind = self._kind(index)
         if kind not in _FULL and kind not in _SLIDING:
-            reason = f"block {index} of {self.family} is of a kind whose state djinnd cannot page: {kind}"
+            reason = f"block {index} of {self.family} is of a kind with state that djinnd cannot page: {kind}"
             raise ModelRejected(reason, family=self.family)
         try:
             self.adapter.run_block(index, prologue.hidden, prologue.arguments[index])
@@ -210,7 +210,7 @@ class Skeleton:
         if kind is not None and kind not in (_SLIDING if wanted.window else _FULL):
             unserved = f"{kind} by a mask"  # djinnd makes no masks
         if unserved:
-            reason = f"the attention of {self.family} wants what djinnd cannot give: {unserved}"
+            reason = f"the attention of {self.family} needs a feature that djinnd does not support: {unserved}"
             raise ModelRejected(reason, family=self.family)
         return wanted
 

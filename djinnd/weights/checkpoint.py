@@ -97,7 +97,7 @@ class Checkpoint:
         missing = [shard for shard in shards if shard not in self.files]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            told = f"{missing[0][:200]}{more} of the {len(shards)} files that {INDEX} names are not there"
+            told = f"{missing[0][:200]}{more} of the {len(shards)} files that {INDEX} names are missing"
             raise ModelRejected(told, file=missing[0][:200], missing=len(missing))
         tensors: dict[str, TensorInfo] = {}
         for info in (info for shard in shards for info in self._tensors_of(shard)):
@@ -105,7 +105,7 @@ class Checkpoint:
                 tensors.setdefault(info.name, info)
         for name, file in promised.items():
             if name not in tensors:
-                told = f"{INDEX} promises tensor {name[:200]} in {file}, which does not have it"
+                told = f"{INDEX} lists tensor {name[:200]} in {file}, which does not contain it"
                 raise ModelRejected(told, file=file, tensor=name)
         if len(tensors) > MAX_TENSORS:
             raise ModelRejected(f"the checkpoint has {len(tensors):,} tensors; at most {MAX_TENSORS:,} are read")
@@ -142,7 +142,7 @@ class Checkpoint:
         info = self.tensors[name]
         if info.stored not in DTYPES:
             raise ModelRejected(
-                f"{info.file}: tensor {name} is {info.stored}; djinnd takes F32, F16 and BF16 weights",
+                f"{info.file}: tensor {name} is {info.stored}; djinnd reads only F32, F16 and BF16 weights",
                 file=info.file,
                 tensor=name,
             )
@@ -210,7 +210,7 @@ class Checkpoint:
 
 
 def wrong_shape(name: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> ModelRejected:
-    told = f"{name} has shape {list(has)} in the checkpoint, the model wants {list(wanted)}"
+    told = f"{name} has shape {list(has)} in the checkpoint, but the model needs {list(wanted)}"
     return ModelRejected(told, tensor=name)
 
 
@@ -220,7 +220,7 @@ def _weight_map(files: ModelFiles) -> dict[str, str]:
     try:
         return _index.decode(data).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelRejected(f"{INDEX} names no file for each tensor: {error}", file=INDEX) from error
+        raise ModelRejected(f"{INDEX} does not name a file for each tensor: {error}", file=INDEX) from error
 
 
 def _read_config(files: ModelFiles) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def plan_places(
             return _upgraded(plan, free, pages_share)
     least = min(_peak(plan, staging) for plan in _candidates(sizes, wanted, placing, may_stream_more))
     raise OutOfMemory(
-        f"its blocks need {at_least(least)} of device memory at the least ({_described(sizes, wanted)}), "
+        f"its blocks need at least {at_least(least)} of device memory ({_described(sizes, wanted)}), and "
         f"{gib(max(free, 0))} is free for them: raise the budget, unload a model, ask for less KV memory, or let more "
         "blocks stream",
         needed=least,

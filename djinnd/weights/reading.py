@@ -113,8 +113,8 @@ class Patience:
         elif self._waited >= SECONDS:
             came = count - self._enough
             raise ModelRejected(
-                f"the checkpoint's files gave {came:,} bytes in {self._waited:.0f} s, and the load is given up: is the "
-                "disk or the network that they are on in order?",
+                f"the checkpoint's files gave {came:,} bytes in {self._waited:.0f} s, so the load was given up: check "
+                "the disk or the network that they are on",
                 bytes=came,
                 seconds=SECONDS,
             )

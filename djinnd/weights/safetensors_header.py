@@ -69,10 +69,10 @@ _entry = msgspec.json.Decoder(_Entry)
 def header_bytes(prefix: bytes, file_bytes: int) -> int:
     """N, the length of the JSON, from the file's first bytes. Raises BadHeader if it does not fit the file's size."""
     if len(prefix) < PREFIX:
-        raise BadHeader(f"it has {len(prefix)} bytes")
+        raise BadHeader(f"it has only {len(prefix)} bytes")
     (size,) = struct.unpack_from("<Q", prefix)
     if size > file_bytes - PREFIX:
-        raise BadHeader(f"its header would have {size:,} bytes, the file has {file_bytes:,}")
+        raise BadHeader(f"its header would have {size:,} bytes, but the file has {file_bytes:,}")
     if size > MAX_HEADER:
         raise BadHeader(f"its header has {size:,} bytes; at most {MAX_HEADER:,} are read")
     return int(size)
@@ -83,7 +83,7 @@ def parse_header(header: bytes, file_bytes: int) -> dict[str, Stored]:
     try:
         entries = _header.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadHeader(f"its header is no JSON object: {error}") from error
+        raise BadHeader(f"its header is not a JSON object: {error}") from error
     entries.pop("__metadata__", None)
     if len(entries) > MAX_TENSORS:
         raise BadHeader(f"it has {len(entries):,} tensors; at most {MAX_TENSORS:,} are read")
@@ -116,8 +116,8 @@ def _check_whole(tensors: dict[str, Stored], first: int, file_bytes: int) -> Non
     end = first
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if stored.start != end:
-            what = "lies over another tensor" if stored.start < end else "comes after bytes of no tensor"
+            what = "overlaps another tensor" if stored.start < end else "comes after bytes of no tensor"
             raise BadHeader(f"tensor {name[:80]} {what}", name)
         end += stored.nbytes
     if end != file_bytes:
-        raise BadHeader(f"it has {file_bytes:,} bytes, its header promises {end:,}")
+        raise BadHeader(f"it has {file_bytes:,} bytes, but its header describes {end:,}")

@@ -72,8 +72,8 @@ def _hand_to_attacker(folder: Path) -> None:
     [
         (djinn.load, "gpt-j", {"n_positions": 30_000_000}, r"MiB of tables .*; at most 256\.0 MiB"),
         (djinn.plan, "llama-2", {"num_hidden_layers": 10**9}, r"num_hidden_layers is 1e\+09; at most 65,536"),
-        (djinn.load, "llama-2", {"vocab_size": 1 << 30}, r"shape \[512, 64\] .* model wants \[1073741824, 64\]"),
-        (djinn.plan, "mixtral", {"intermediate_size": 1 << 24}, r"experts\S+ cannot be merged: .* the model wants"),
+        (djinn.load, "llama-2", {"vocab_size": 1 << 30}, r"shape \[512, 64\] .* model needs \[1073741824, 64\]"),
+        (djinn.plan, "mixtral", {"intermediate_size": 1 << 24}, r"experts\S+ cannot be merged: .* the model needs"),
     ],
     ids=["tables", "blocks", "vocabulary", "experts"],
 )

@@ -75,7 +75,7 @@ def test_a_model_streams_from_the_start_with_the_memory_that_its_refusal_names(s
     daemon = start_daemon(errors=["model_failed"])
     with daemon.client() as client:
         client.set_budget(1 << 20)
-        with pytest.raises(djinn.OutOfMemory, match="at the least") as told:
+        with pytest.raises(djinn.OutOfMemory, match="at least") as told:
             client.load(MODEL)
         client.set_budget(told.value.data["needed"])
         model = client.load(MODEL)

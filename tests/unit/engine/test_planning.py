@@ -108,7 +108,7 @@ def test_streaming_takes_longer_and_a_full_ring_shortens_the_first_token(folder:
 def test_a_plan_says_why_blocks_stay_plain(folder: Path) -> None:
     assert planned(folder, placing=Placing(packing=False)).notes == ["blocks stay plain: packing is off"]
     (note,) = planned(reduced_model("llama-2")).notes
-    assert "the code is for bfloat16 weights, these are float32" in note
+    assert "only bfloat16 weights can be packed, and these are float32" in note
     (note,) = planned(folder, dtype="float32").notes
     assert "these are bfloat16, computed in float32" in note
 

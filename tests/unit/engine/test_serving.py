@@ -51,7 +51,7 @@ def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
 def test_a_model_is_served_in_the_least_budget_that_its_refusal_names() -> None:
     """The budget is then full. One byte less is refused as before."""
     device = CpuDevice(1)
-    with pytest.raises(OutOfMemory, match=r"m needs .* of device memory at the least") as told:
+    with pytest.raises(OutOfMemory, match=r"m needs at least .* of device memory") as told:
         loaded(device)
     device.close()
     device = CpuDevice(told.value.data["needed"])
@@ -61,7 +61,7 @@ def test_a_model_is_served_in_the_least_budget_that_its_refusal_names() -> None:
     runner.release()
     device.close()
     device = CpuDevice(told.value.data["needed"] - 1)
-    with pytest.raises(OutOfMemory, match=r"m needs .* of device memory at the least"):
+    with pytest.raises(OutOfMemory, match=r"m needs at least .* of device memory"):
         loaded(device)
     device.close()
 

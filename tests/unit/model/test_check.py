@@ -112,14 +112,14 @@ def test_state_outside_of_the_pages_is_detected(device: CpuDevice, again: bool) 
 def test_logits_with_nan_are_refused(device: CpuDevice) -> None:
     model = model_of(device)
     model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
-    with pytest.raises(ModelRejected, match="its logits are no numbers: its activations overflow"):
+    with pytest.raises(ModelRejected, match="its logits contain NaN: its activations overflow"):
         check_all(model, device, PAGE, CONTEXT)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.norm.weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_with_nan_are_refused_by_name(
+def test_weights_with_nan_or_infinity_are_refused_by_name(
     device: CpuDevice, tmp_path: Path, name: str, value: float, dtype: torch.dtype
 ) -> None:
     def change(tensors: Tensors) -> None:
@@ -127,7 +127,7 @@ def test_weights_with_nan_are_refused_by_name(
         cast(tensors, dtype)
 
     model = model_of(device, altered(tmp_path, change=change), "auto" if dtype == torch.float32 else "bfloat16")
-    with pytest.raises(ModelRejected, match=rf"no numbers: NaN or infinity in tensor {name}") as told:
+    with pytest.raises(ModelRejected, match=rf"contain NaN: NaN or infinity in tensor {name}") as told:
         check_all(model, device, PAGE, CONTEXT)
     assert told.value.data["tensor"] == name
 

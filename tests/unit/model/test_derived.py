@@ -54,7 +54,9 @@ def test_computing_a_module_s_buffers_leaves_its_parameters_alone() -> None:
 )
 def test_huge_tables_are_refused_before_they_have_memory(config: PreTrainedConfig) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ModelRejected, match=r"makes .* GiB of tables .*; at most 256\.0 MiB: lower its number") as told:
+    with pytest.raises(
+        ModelRejected, match=r"makes .* GiB of tables .*; at most 256\.0 MiB are allowed: lower its number"
+    ) as told:
         Skeleton(build(config, torch.float32))
     assert told.value.data["bytes"] > told.value.data["allowed"] == MAX_DERIVED
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB

@@ -213,13 +213,13 @@ FALCON = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_at
         pytest.param(truncated, ModelRejected, r"model\.safetensors is damaged or cut short", id="truncated"),
         pytest.param(changed(lambda t: t.pop(UP)), ModelRejected, rf"lacks tensor {UP}", id="missing"),
         pytest.param(changed(as_integers), ModelRejected, rf"tensor {UP} is I32", id="integers"),
-        pytest.param(changed(transposed), ModelRejected, rf"{UP} has shape \[64, 160\].*wants \[160, 64\]", id="shape"),
+        pytest.param(changed(transposed), ModelRejected, rf"{UP} has shape \[64, 160\].*needs \[160, 64\]", id="shape"),
         pytest.param(
             changed(len, num_key_value_heads=1), ModelRejected, r"layers\.\d\.self_attn\.[kv]_proj\.weight", id="heads"
         ),
         pytest.param(changed(len, num_hidden_layers=5), ModelRejected, r"lacks tensor model\.layers\.4\.", id="blocks"),
         pytest.param(of_family(BLOOM), ModelRejected, "block 0 of bloom never called .* attention", id="bloom"),
-        pytest.param(of_family(FALCON), ModelRejected, "attention of falcon wants .*: alibi", id="falcon"),
+        pytest.param(of_family(FALCON), ModelRejected, "attention of falcon needs .*: alibi", id="falcon"),
     ],
 )
 def test_a_bad_checkpoint_is_refused_with_the_fault(
@@ -241,7 +241,7 @@ def test_blocks_that_do_not_fit_stream_and_a_budget_below_one_slot_is_refused(de
     plan = loader.plan(MEMORY - least(loader))
     assert (plan.count(Place.STREAMED), plan.slots) == (4, 1)
     needed = MEMORY + 1
-    message = r"m needs 1\.01 GiB of device memory at the least, 1\.00 GiB of the budget of 1\.00 GiB is free: .* KV"
+    message = r"m needs at least 1\.01 GiB of device memory, and 1\.00 GiB of the budget of 1\.00 GiB is free: .* KV"
     with pytest.raises(OutOfMemory, match=message) as told:
         loader.plan(needed - least(loader))
     assert told.value.data == {"needed": needed, "free": MEMORY, "budget": MEMORY}
@@ -275,7 +275,7 @@ def test_without_device_memory_no_host_memory_is_requested(device: CpuDevice) ->
     def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
         raise AssertionError("the host was asked for memory")
 
-    with pytest.raises(OutOfMemory, match=r"m needs .* at the least"):
+    with pytest.raises(OutOfMemory, match=r"m needs at least"):
         loader.run(arena, quiet, 0)
     device.budget.release("somebody else")
 
@@ -303,7 +303,7 @@ def test_an_exception_of_the_arena_ends_the_load(device: CpuDevice) -> None:
 
 def test_more_blocks_than_tensors_are_refused_before_a_module_is_built(tmp_path: Path, device: CpuDevice) -> None:
     folder = altered(tmp_path, config={"num_hidden_layers": 1000})
-    with pytest.raises(ModelRejected, match=r"promises 1,000 blocks, the checkpoint has \d+ tensors"):
+    with pytest.raises(ModelRejected, match=r"says 1,000 blocks, but the checkpoint has only \d+ tensors"):
         loader_of(folder, device, "auto")
 
 

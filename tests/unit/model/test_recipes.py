@@ -75,12 +75,12 @@ def test_a_tensor_of_integers_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "name", "shape", "message"),
     [
-        ("llama-2", "model.norm.weight", (65,), r"model\.norm\.weight has shape \[64\] .*, the model wants \[65\]"),
+        ("llama-2", "model.norm.weight", (65,), r"model\.norm\.weight has shape \[64\] .*, but the model needs \[65\]"),
         (
             "llama-2",
             "lm_head.weight",
             (64, 512),
-            r"lm_head\.weight has shape \[512, 64\] .*, the model wants \[64, 512\]",
+            r"lm_head\.weight has shape \[512, 64\] .*, but the model needs \[64, 512\]",
         ),
         (
             "mixtral",

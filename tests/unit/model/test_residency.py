@@ -87,7 +87,7 @@ def test_plain_blocks_are_not_unpacked(device: CpuDevice, folder: Path, dtype: s
     weights = load_weights(folder, device, dtype, placing=Placing(resident=2))
     plan = weights.residency.plan
     assert plan is not None and plan.scratch_bytes == 0 and plan.places == (P, S, P, S)
-    assert any("the code is for bfloat16 weights" in note for note in weights.notes)
+    assert any("only bfloat16 weights can be packed" in note for note in weights.notes)
     assert_as_in_the_checkpoint(weights, folder, passes=2)
     weights.release(device)
 

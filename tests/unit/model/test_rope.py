@@ -97,5 +97,5 @@ def test_a_family_with_its_own_code_for_the_choice_is_refused() -> None:
         rope_parameters=rope | {"original_max_position_embeddings": 256, "rope_theta": 1e4},
     )
     fix_frequencies(config)
-    with pytest.raises(ModelRejected, match="phimoe cannot be driven block by block"):
+    with pytest.raises(ModelRejected, match="phimoe cannot be run block by block"):
         Skeleton(build(config, torch.float32))

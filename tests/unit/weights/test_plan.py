@@ -145,7 +145,7 @@ def test_the_least_is_one_slot_and_scratch_and_a_byte_less_is_refused() -> None:
     assert least_bytes([BLOCK] * 8, Placing()) == 768 + 1024
     plan = places(BLOCK, 8, 768 + 1024)
     assert (plan.count(STREAMED), plan.slots) == (8, 1)
-    with pytest.raises(OutOfMemory, match=r"need .* at the least \(0 of 8 resident, the largest") as told:
+    with pytest.raises(OutOfMemory, match=r"need at least .* \(0 of 8 resident, the largest") as told:
         places(BLOCK, 8, 768 + 1023)
     assert told.value.data == {"needed": 768 + 1024, "free": 768 + 1023}
 

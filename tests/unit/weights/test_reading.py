@@ -45,7 +45,7 @@ def test_jobs_return_their_results_and_errors() -> None:
 def test_close_abandons_stuck_threads_and_cancels_waiting_jobs(stuck: threading.Event) -> None:
     readers = Readers(1)
     first, second = readers.submit(stuck.wait), readers.submit(lambda: None)
-    with pytest.raises(ModelRejected, match=r"gave 0 bytes in 0 s, and the load is given up"):
+    with pytest.raises(ModelRejected, match=r"gave 0 bytes in 0 s, so the load was given up"):
         Patience().result(first)
     readers.close()
     with pytest.raises(CancelledError):

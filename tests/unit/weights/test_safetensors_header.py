@@ -55,12 +55,12 @@ def test_an_unknown_dtype_is_passed_on() -> None:
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [
-        (b"", "no JSON object"),
-        (b"[]", "no JSON object"),
-        (b'{"a": ', "no JSON object"),
-        (b"[" * 200_000, "no JSON object"),
-        (b'{"a":' * 200_000, "no JSON object"),
-        (b'{"\xff": 1}', "no JSON object"),
+        (b"", "not a JSON object"),
+        (b"[]", "not a JSON object"),
+        (b'{"a": ', "not a JSON object"),
+        (b"[" * 200_000, "not a JSON object"),
+        (b'{"a":' * 200_000, "not a JSON object"),
+        (b'{"\xff": 1}', "not a JSON object"),
         ({"a": 1}, "entry of tensor a"),
         ({"a": {"dtype": "F32", "shape": [6]}}, "data_offsets"),
         ({"a": A | {"shape": [-1, 6]}, "b": B}, "entry of tensor a"),
@@ -73,10 +73,10 @@ def test_an_unknown_dtype_is_passed_on() -> None:
         ({"a": A | {"shape": [2**40, 2**40]}, "b": B}, "cannot have 24 bytes"),
         ({"a": A | {"shape": [1] * MAX_DIMENSIONS + [6]}, "b": B}, "has 17 dimensions"),
         ({"a": A | {"note": "x" * MAX_ENTRY}, "b": B}, "entry of tensor a has"),
-        ({"a": A}, "it has .* bytes, its header promises"),
+        ({"a": A}, "it has .* bytes, but its header describes"),
         ({"a": A, "b": B | {"data_offsets": [32, 40]}}, "tensor b comes after bytes of no tensor"),
-        ({"a": A, "b": B | {"data_offsets": [20, 28]}}, "tensor b lies over another"),
-        ({"a": A, "b": B, "c": B}, "tensor [bc] lies over another"),
+        ({"a": A, "b": B | {"data_offsets": [20, 28]}}, "tensor b overlaps another"),
+        ({"a": A, "b": B, "c": B}, "tensor [bc] overlaps another"),
         ({"b": B}, "tensor b comes after bytes of no tensor"),
     ],
 )
@@ -103,7 +103,7 @@ def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("prefix", [b"", b"\x01" * 7, struct.pack("<Q", 100), struct.pack("<Q", 2**64 - 1)])
 def test_a_header_length_beyond_the_file_is_refused(prefix: bytes) -> None:
-    with pytest.raises(BadHeader, match=r"it has \d bytes|would have .* bytes, the file has 107"):
+    with pytest.raises(BadHeader, match=r"it has only \d bytes|would have .* bytes, but the file has 107"):
         header_bytes(prefix, 107)
 
 
