@@ -1,4 +1,4 @@
-"""What is shipped around the code: the wheel, the units, the example configuration, the Makefile's first words."""
+"""The files that are shipped with the code: wheels, systemd units, example configuration, and the Makefile's checks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 class TestWheel:
-    """Of the daemon."""
+    """The wheel of the daemon."""
 
     @pytest.fixture(scope="class")
     @staticmethod
@@ -98,19 +98,20 @@ class TestClientWheel:
 
 
 class TestDependencies:
-    """What is imported is declared."""
+    """Every imported package is declared as a dependency."""
 
     def test_of_the_daemon(self) -> None:
-        """triton comes with every torch for CUDA, and only the kernels need it."""
+        """triton is not declared: only the kernels need it, and every CUDA build of torch brings it."""
         assert _imported("djinnd") <= _declared(PYPROJECT["project"]["dependencies"]) | {"triton", "djinn_client"}
 
     def test_of_the_client(self) -> None:
-        """torch and triton are imported where they are installed: to share a model, and to examine a machine."""
+        """torch and triton are not declared: the client imports them only if they are installed, to share a model or
+        to examine a machine."""
         project = CLIENT["project"]
         declared = _declared(project["dependencies"]).union(*map(_declared, project["optional-dependencies"].values()))
         assert _imported(*OF_THE_CLIENT) - {"torch", "triton"} <= declared
 
-    def test_what_both_need_may_be_of_the_same_versions(self) -> None:
+    def test_shared_dependencies_have_equal_versions(self) -> None:
         daemon, client = (set(project["project"]["dependencies"]) for project in (PYPROJECT, CLIENT))
         shared = _declared(daemon) & _declared(client)
         assert {line for line in daemon if _declared([line]) <= shared} == {
@@ -123,7 +124,7 @@ class TestDependencies:
 
 class TestLayers:
     def test_every_part_of_djinnd_has_its_layer(self) -> None:
-        """A new package that nobody put into the contract would be free to import what it likes."""
+        """A package that is missing in the contract could import anything."""
         contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
         layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
         named = {name.strip() for layer in layers for name in layer.split("|")}
@@ -137,7 +138,7 @@ class TestUnits:
     @pytest.fixture
     @staticmethod
     def folder(tmp_path: Path) -> Path:
-        """The units as they would stand when installed: systemd wants the program to be there."""
+        """The units as installed, with a program in its place, since systemd requires that it exists."""
         program = tmp_path / "djinnd"
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
@@ -171,7 +172,7 @@ class TestExampleConfiguration:
         assert load(self.EXAMPLE, {}, {}).config == msgspec.structs.replace(defaults, hub=False)
 
     def test_has_every_key_with_its_default(self, tmp_path: Path, defaults: Config) -> None:
-        """A line of text begins with `# `, one that can be switched on with `#` alone or deeper in."""
+        """A comment begins with `# `; a disabled setting begins with `#` alone, or is indented further."""
         uncommented = tmp_path / "djinnd.yaml"
         uncommented.write_text(re.sub(r"^#(?! \S|$)", "", self.EXAMPLE.read_text(), flags=re.MULTILINE))
         effective = load(uncommented, {}, {})
@@ -187,7 +188,7 @@ class TestExampleConfiguration:
 
 @needs_make
 class TestFirstWords:
-    """What `make` says on a machine that lacks something: one line with the remedy, and no environment is made."""
+    """On a machine that lacks a requirement, `make` prints one line with the remedy and makes no environment."""
 
     def make(self, folder: Path, python: str) -> str:
         target = folder / "venv" / "bin" / "python"
@@ -224,7 +225,7 @@ def _metadata(wheel: zipfile.ZipFile, name: str) -> Message:
 
 
 def _modules(*packages: str) -> set[str]:
-    """The files of the packages, as a wheel names them."""
+    """The files of the packages, with their names in a wheel."""
     files = {str(file.relative_to(ROOT)) for package in packages for file in (ROOT / package).rglob("*.py")}
     return {file.removeprefix("tools/") for file in files}
 
@@ -234,7 +235,7 @@ def _declared(requirements: Iterable[str]) -> set[str]:
 
 
 def _imported(*packages: str) -> set[str]:
-    """The distributions that the packages import, other than themselves and Python's own."""
+    """The distributions that the packages import, without themselves and the standard library."""
     names = {"yaml": "pyyaml"}
     imported = {name for package in packages for name in _imports(ROOT / package)}
     foreign = imported - {Path(package).name for package in packages} - sys.stdlib_module_names

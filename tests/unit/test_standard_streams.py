@@ -20,7 +20,7 @@ NULL = "/dev/null"
 
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-", "<&- >&- 2>&-", ""])
-def test_a_closed_descriptor_is_opened_on_nothing(closed: str) -> None:
+def test_a_closed_descriptor_is_opened_on_dev_null(closed: str) -> None:
     ours, theirs = os.pipe()
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", SCRIPT, str(theirs)]
     subprocess.run(
@@ -37,7 +37,7 @@ def test_a_closed_descriptor_is_opened_on_nothing(closed: str) -> None:
     assert told == repr(([NULL] * 3, [True] * 3, True, ""))
 
 
-def test_what_is_open_stays() -> None:
+def test_open_descriptors_are_not_replaced() -> None:
     script = SCRIPT.replace("names = ", "print('still here', flush=True); names = ")
     done = subprocess.run([sys.executable, "-c", script, "2"], input="", capture_output=True, text=True, check=True)
     assert done.stdout == "still here\n"

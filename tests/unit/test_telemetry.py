@@ -28,7 +28,7 @@ def test_an_event_is_one_line_of_words():
 
 
 @pytest.mark.parametrize("value", ["two words", "", 'a "quote"', "line\nbreak", "a=b"])
-def test_values_that_are_no_word_are_quoted_and_stay_on_the_line(value):
+def test_values_with_spaces_or_newlines_are_quoted_on_one_line(value):
     line = TextFormatter().format(record("failed reason=%s", value))
     assert "\n" not in line
     assert json.loads(line.split("reason=", 1)[1]) == value
@@ -51,7 +51,7 @@ def test_an_exception_stays_on_the_line_and_says_where_it_came_from(formatter):
     ("template", "args"),
     [("Some library's words: %s of %s\nhere", ("a", "b")), ("100%", ()), ("event name=%s %s", ("x", "y"))],
 )
-def test_messages_of_other_libraries_pass(template, args):
+def test_messages_of_other_libraries_are_not_changed(template, args):
     line = TextFormatter().format(record(template, *args))
     assert "\n" not in line
     assert line.endswith(" ".join((template % args if args else template).split()))

@@ -1,4 +1,4 @@
-"""What a process can do when the door is closed: each in a child of its own, without torch."""
+"""Confined processes: each test runs a child process, without torch, and checks its rights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tell(value):
 
 
 def closed(body: str, user: int = os.geteuid()) -> tuple[int, object]:
-    """The child's exit status, and what it has told."""
+    """Runs `body` in a confined child → its exit status, and the value that it passed to `tell`."""
     ours, theirs = os.pipe()
     script = CLOSED + textwrap.dedent(body)
     try:
@@ -63,11 +63,11 @@ def closed(body: str, user: int = os.geteuid()) -> tuple[int, object]:
         "ctypes.CDLL(None).syscall(ctypes.c_long(425), 8, None)",
     ],
 )
-def test_what_is_deadly(call: str) -> None:
+def test_forbidden_calls_kill_the_process(call: str) -> None:
     assert closed(f"{call}\ntell('alive')") == (-signal.SIGSYS, None)
 
 
-def test_what_is_refused_and_what_goes() -> None:
+def test_computing_is_allowed_and_files_and_large_memory_are_refused() -> None:
     status, told = closed(
         """
         def outcome(act):
@@ -121,7 +121,7 @@ def test_what_is_refused_and_what_goes() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount wherever it is")
 @pytest.mark.parametrize("user", [os.geteuid(), NOBODY])
-def test_what_it_may_not_read_has_no_name(user: int) -> None:
+def test_files_that_it_may_not_read_are_invisible(user: int) -> None:
     status, told = closed(
         """
         def outcome(act):
@@ -149,7 +149,7 @@ def test_what_it_may_not_read_has_no_name(user: int) -> None:
     }
 
 
-def test_abort_is_its_own_affair() -> None:
+def test_a_process_may_abort() -> None:
     assert closed("os.abort()") == (-signal.SIGABRT, None)
 
 
@@ -160,7 +160,7 @@ def test_root_becomes_the_tenant_or_nobody(principal: int) -> None:
     assert (status, told) == (0, [NOBODY] * 4)
 
 
-def test_one_thread_is_asked_for() -> None:
+def test_a_process_with_two_threads_cannot_be_confined() -> None:
     body = """
     import os, threading
     from djinnd.confinement import sandbox

@@ -1,4 +1,4 @@
-"""The loop of an intervention process, in this one: without a sandbox, with functions that behave."""
+"""The loop of an intervention process, run in the test's process without a sandbox."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HIT = HitInfo(breakpoint=1, point=AT, block=2, first=5, end=5 + ROWS, prompt_end
 
 
 class Line:
-    """The server's end."""
+    """The server's end of the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -39,7 +39,8 @@ class Line:
         return self.answer()
 
     def run(self, *numbers: int, dtype: torch.dtype = torch.float32, hit: HitInfo = HIT) -> Any:
-        """Each row has the number of its position. The last answer, and the edits before it."""
+        """Runs functions on an activation in which each row has the number of its position → the last answer, and the
+        edits before it."""
         values = torch.arange(hit.first, hit.end)[:, None].expand(-1, WIDTH).to(dtype).contiguous()
         data = values.view(torch.uint8).numpy().tobytes()
         captured = Captured(
@@ -83,7 +84,7 @@ def rows(edit: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_changed_comes_back_as_edits(line: Line, dtype: torch.dtype) -> None:
+def test_changes_come_back_as_edits(line: Line, dtype: torch.dtype) -> None:
     def change(activation: Tensor, context: Any) -> None:
         assert (context.point, context.layer, context.positions, context.when) == (
             "blocks.1",
@@ -101,7 +102,7 @@ def test_what_is_changed_comes_back_as_edits(line: Line, dtype: torch.dtype) -> 
     assert rows(edit) == [[12.0] * WIDTH, [14.0] * WIDTH]
 
 
-def test_several_one_after_another_and_one_that_looks_only(line: Line) -> None:
+def test_functions_run_one_after_another_and_may_only_read(line: Line) -> None:
     line.load(lambda activation, context: activation + 1, 1)
     line.load(lambda activation, context: activation * 10, 2)
     line.load(lambda activation, context: None, 3)
@@ -113,7 +114,7 @@ def test_several_one_after_another_and_one_that_looks_only(line: Line) -> None:
     assert rows(edit)[0] == [4.0] * WIDTH, "in the other one's place"
 
 
-def test_an_exception_says_what_and_where(line: Line) -> None:
+def test_an_exception_is_reported_with_its_place(line: Line) -> None:
     def fail(activation: Tensor, context: Any) -> None:
         torch.zeros(2) + torch.zeros(3)
 
@@ -147,14 +148,14 @@ def raising(error: BaseException) -> Callable[[Any, Any], None]:
         (ValueError("x" * 9999), "raised: ValueError: xxx"),
     ],
 )
-def test_whatever_is_raised_is_told(line: Line, error: BaseException, words: str) -> None:
+def test_every_kind_of_exception_is_reported(line: Line, error: BaseException, words: str) -> None:
     line.load(raising(error))
     failed, _ = line.run()
     assert (failed.code, words in failed.message, len(failed.message) < 3000) == ("function_failed", True, True)
     assert isinstance(line.run()[0], Failed), "and it goes on"
 
 
-def test_what_is_no_activation(line: Line) -> None:
+def test_a_result_of_another_shape_or_dtype_is_refused(line: Line) -> None:
     for wrong, words in (
         (lambda a: a[:, 1:], "the replacement is [1, 2, 4]"),
         (lambda a: a.double(), "the replacement is float64"),
@@ -165,13 +166,13 @@ def test_what_is_no_activation(line: Line) -> None:
         assert (failed.code, edits) == ("invalid_request", []) and words in failed.message
 
 
-def test_what_is_no_number_is_an_edit_as_any(line: Line) -> None:
+def test_infinity_is_returned_as_an_edit(line: Line) -> None:
     line.load(lambda activation, context: activation / 0)
     _, (edit,) = line.run()
     assert rows(edit) == [[math.inf] * WIDTH] * ROWS
 
 
-def test_what_is_no_function(line: Line) -> None:
+def test_objects_that_are_not_functions_are_refused(line: Line) -> None:
     failed = line.load(5)
     told = "a function was expected, not an object of type int"
     assert (failed.code, failed.message) == ("invalid_request", told)
@@ -180,7 +181,7 @@ def test_what_is_no_function(line: Line) -> None:
     assert failed.code == "function_failed" and "cannot be unpickled: " in failed.message
 
 
-def test_forgotten_ones_go(line: Line) -> None:
+def test_forgotten_functions_are_dropped(line: Line) -> None:
     class Noted:
         def __call__(self, activation: Any, context: Any) -> None:
             pass
@@ -190,7 +191,7 @@ def test_forgotten_ones_go(line: Line) -> None:
     assert line.load(lambda activation, context: None, 2) == Done()
 
 
-def test_a_rehearsal_leaves_nothing() -> None:
+def test_a_rehearsal_leaves_no_descriptors() -> None:
     before = os.listdir("/proc/self/fd")
     rehearse()
     assert len(os.listdir("/proc/self/fd")) == len(before)
