@@ -92,8 +92,8 @@ class EngineThread:
         self.socket.sendall(b"".join(messages.encode(message) for message in sent))
 
     def receive(self) -> FromEngine:
-        """The next message, except Alive, Stepping and Recomputed. Raises TimeoutError, or EOFError if the engine is
-        gone."""
+        """The next message, except Alive, GrammarTime, Stepping and Recomputed. Raises TimeoutError, or EOFError if the
+        engine is gone."""
         while True:
             while not self._incoming:
                 data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, 16)
@@ -106,7 +106,7 @@ class EngineThread:
                 self.started += [started.request for started in message.started]
             elif isinstance(message, messages.Recomputed):
                 self.recomputed.update(message.tokens)
-            elif not isinstance(message, messages.Alive):
+            elif not isinstance(message, messages.Alive | messages.GrammarTime):
                 return message
 
     def until(self, kind: type[M], *others: type) -> M:
