@@ -85,9 +85,9 @@ python tools/make_model.py tiny OUT --device {facts.device} {limit} --seed {reci
 |---|---|
 {table}
 
-The weights are those of the run's best validation. The loss is that of the shipped bf16 weights on the held-out files,
-read in windows of {recipe.row_tokens:,} tokens, each from an empty context. How far a run of
-so many `--seconds` gets depends on the machine; one of so many `--steps` sees the same batches and rates again.
+The weights are from the step with the best validation loss. The loss above is that of the shipped bf16 weights on the
+held-out files, read in windows of {recipe.row_tokens:,} tokens, each with an empty context. The result
+of a run with `--seconds` depends on the machine. A run with `--steps` repeats the same batches and learning rates.
 """
 
 
@@ -98,8 +98,8 @@ def _samples(facts: Facts) -> str:
 
 _USE_AND_LICENCE = """## What it is for
 
-Demonstrations, tests and benchmarks of djinnd. It is no coding assistant: what it writes is Python in form only. It
-follows no instructions, knows nothing, and may repeat passages of the text that it was trained on.
+Demonstrations, tests and benchmarks of djinnd. It is not a coding assistant: its text only looks like Python. It
+follows no instructions, has no knowledge, and may repeat passages of its training text.
 
 ## Licence
 
