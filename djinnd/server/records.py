@@ -137,12 +137,13 @@ class RecordTable:
             ledger.expect_room(JOURNAL_BYTES, nbytes)
         if (was := self._of.get(record.user, {}).get(record.record)) is not None:
             self._drop(was)
-        self._sessions.make_room(record.user, nbytes)
         for oldest in self._own(record.user):
+            self._sessions.make_room(record.user, nbytes)
             is_full = len(self._of.get(record.user, ())) >= self.limits.records_per_user
             if not is_full and ledger.has_room(JOURNAL_BYTES, nbytes):
                 break
             self._drop(oldest)
+        self._sessions.make_room(record.user, nbytes)
 
     def _drop(self, record: Recorded) -> None:
         own = self._of[record.user]

@@ -299,18 +299,24 @@ class SessionTable:
 
     def make_room(self, user: int, nbytes: int, sessions: int = 0) -> None:
         """Closes kept sessions of the user, the longest idle first, until its limits allow so many more journal bytes
-        and sessions, or no kept session is left."""
-        tenant = self._quotas.tenant(user, time.monotonic())
-        most = tenant.most_sessions(self.limits.sessions_per_user)
-        while (
-            not tenant.ledger.has_room(JOURNAL_BYTES, nbytes)
-            or (sessions and self.count(user) + sessions > most)
-            or (sessions and len(self) + sessions > self.limits.sessions)
-        ):
-            longest_idle = self.conversations.give_way(user)
-            if longest_idle is None:
+        and sessions. Closes none if all of them would not be enough."""
+        if self._has_room(user, nbytes, sessions):
+            return
+        idle = self.conversations.idle(user)
+        if not self._has_room(user, nbytes - self.idle_bytes(user), sessions - len(idle)):
+            return
+        for session in sorted(idle, key=lambda each: each.used):
+            self.close(session)
+            if self._has_room(user, nbytes, sessions):
                 return
-            self.close(longest_idle)
+
+    def _has_room(self, user: int, nbytes: int, sessions: int) -> bool:
+        """Whether the limits allow so many more journal bytes and sessions of the user."""
+        tenant = self._quotas.tenant(user, time.monotonic())
+        if not tenant.ledger.has_room(JOURNAL_BYTES, nbytes):
+            return False
+        most = tenant.most_sessions(self.limits.sessions_per_user)
+        return sessions <= 0 or (self.count(user) + sessions <= most and len(self) + sessions <= self.limits.sessions)
 
     def idle_bytes(self, user: int) -> int:
         """Journal bytes of the user's sessions that may give way."""

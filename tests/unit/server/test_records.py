@@ -103,6 +103,19 @@ def test_what_has_no_room_in_the_journal_pushes_out_kept_sessions_and_then_recor
     assert names(records) == ["b", "c"] and ledger.used(JOURNAL_BYTES) == used
 
 
+def test_sessions_and_records_give_way_together_where_neither_would_do():
+    room = 2 * SESSION_BYTES + 2 * RECORD_BYTES
+    sessions, records = table(journal_bytes_per_user=room)
+    session = opened(sessions, ())
+    kept = sessions.open(Client(), "m", "agent", attached=False)
+    sessions.keep(kept, sessions.conversations.choose(1, "m", "", []).kept)
+    for name in "ab":
+        keep(records, session, name, b"")
+    keep(records, session, "c", bytes(2 * RECORD_BYTES + SESSION_BYTES - RECORD_BYTES))
+    assert kept.is_closed and names(records) == ["c"]
+    assert sessions.tenant(1).ledger.used(JOURNAL_BYTES) == room
+
+
 def test_some_cannot_be_kept():
     sessions, records = table(record_bytes=10)
     session = opened(sessions)

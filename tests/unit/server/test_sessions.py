@@ -106,6 +106,20 @@ def test_idle_kept_sessions_leave_places_for_others(table):
     assert sessions.openable(2) == 3
 
 
+def test_kept_sessions_stay_where_their_end_would_not_make_room(table):
+    quotas = Quotas({}, lambda user: (), Limits(journal_bytes_per_user=3 * SESSION_BYTES))
+    sessions, closed = table(quotas)
+    sessions.open(FakeClient(1), "m", "agent")
+    for _ in range(2):
+        sessions.keep(sessions.open(FakeClient(1), "m", "agent", attached=False), Kept("", 0, b""))
+    sessions.make_room(1, 3 * SESSION_BYTES)
+    assert closed == []
+    sessions.make_room(1, SESSION_BYTES)
+    assert len(closed) == 1
+    sessions.make_room(1, 2 * SESSION_BYTES)
+    assert len(closed) == 2
+
+
 def test_quotas_apply_to_sessions_and_forks_of_their_users(table):
     rule = Quota(users=(1,), sessions=2, highest_class="agent")
     sessions, _ = table(Quotas({"few": rule}, lambda user: ()))
