@@ -42,6 +42,8 @@ Key = tuple[str, Holding]  # name of the model, kind of content
 
 @dataclass(slots=True)
 class _Object:
+    """One shared-memory object of this daemon."""
+
     name: str
     fd: int  # holds the owner's lock
     header: Header
@@ -56,6 +58,8 @@ class _Object:
 
 
 class Grant(NamedTuple):
+    """An object as an engine maps it: its name, and where its payload begins."""
+
     name: str
     offset: int
     complete: bool
@@ -218,12 +222,12 @@ class Arena:
         """Adopts an object if it is fit. Returns True if it, and the descriptor with the lock, now belong to this
         daemon."""
         data = os.pread(fd, HEADER_BYTES, 0)
-        if not data and _has_no_maker(name) and _lock(fd):
+        if not data and _is_creator_gone(name) and _lock(fd):
             _discard(name, "its daemon died before it wrote a header")
-        if not data.startswith(MAGIC) or self._is_for_another(data) or not _lock(fd):
+        if not data.startswith(MAGIC) or self._belongs_to_other(data) or not _lock(fd):
             return False
         data = os.pread(fd, HEADER_BYTES, 0)  # as its owner left it
-        if why := self._unfit(data, os.fstat(fd)):
+        if why := self._why_unfit(data, os.fstat(fd)):
             _discard(name, why)
             return False
         header = Header.unpack(data)
@@ -235,7 +239,7 @@ class Arena:
         )
         return True
 
-    def _is_for_another(self, data: bytes) -> bool:
+    def _belongs_to_other(self, data: bytes) -> bool:
         """True if the object belongs to another state directory that exists. The daemon there adopts or removes it.
         Checked before the lock is tried, because that daemon may be starting now."""
         with suppress(ValueError):
@@ -243,7 +247,7 @@ class Arena:
             return header.state_dir != self._state_dir and os.path.isdir(header.state_dir)
         return False
 
-    def _unfit(self, data: bytes, stat: os.stat_result) -> str:
+    def _why_unfit(self, data: bytes, stat: os.stat_result) -> str:
         """Why an object without an owner must not be adopted; empty if it may be."""
         try:
             header = Header.unpack(data)
@@ -272,7 +276,7 @@ def _lock(fd: int) -> bool:
     return os.fstat(fd).st_nlink > 0
 
 
-def _has_no_maker(name: str) -> bool:
+def _is_creator_gone(name: str) -> bool:
     """True if the process that has created the object, by the pid in its name, is gone."""
     pid = name.removeprefix(f"/{PREFIX}").partition("-")[0]
     return pid.isdecimal() and not os.path.exists(f"/proc/{pid}")

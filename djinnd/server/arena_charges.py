@@ -16,6 +16,8 @@ HOLDINGS: tuple[Holding, ...] = ("weights", "pages")
 
 
 class Charge(NamedTuple):
+    """The bytes of an object, and the ledger that they are charged to."""
+
     ledger: Ledger
     nbytes: int
 

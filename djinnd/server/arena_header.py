@@ -27,12 +27,16 @@ HEADER_BYTES = _HEADER.size
 
 
 class State(IntEnum):
+    """How far an object's payload is filled."""
+
     FILLING = 1
     COMPLETE = 2
     ASLEEP = 3  # complete; no engine had the model when its daemon last wrote the header
 
 
 class Header(NamedTuple):
+    """The fields of a header."""
+
     pid: int
     start_ticks: int
     version: int

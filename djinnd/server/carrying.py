@@ -51,7 +51,7 @@ class Carrying:
             try:
                 answer = run.cut_short()
             finally:
-                self._tell_length(run)
+                self._send_length(run)
             if answer is None:
                 raise
             return answer
@@ -63,12 +63,12 @@ class Carrying:
             if not isinstance(error, EngineLost):
                 raise error
             if run.deaths >= MOST_DEATHS:
-                raise _guilty(run, error)
+                raise _blamed_error(run, error)
             while not await self._rejoin(run):
                 pass
         except DjinnError:
             run.give_up()
-            self._tell_length(run)
+            self._send_length(run)
             raise
 
     async def _rejoin(self, run: SessionRun) -> bool:
@@ -90,13 +90,13 @@ class Carrying:
         assert model is not None or not run.session.is_servable
         return model.info.max_context if model is not None and model.info is not None else 0
 
-    def _tell_length(self, run: SessionRun) -> None:
+    def _send_length(self, run: SessionRun) -> None:
         """Sends the engine the session's length. An engine may have opened the session with more tokens while the run
         waited."""
         self._models.tell(run.session, Truncate(run.session.id, len(run.session.tokens)))
 
 
-def _guilty(run: SessionRun, error: DjinnError) -> EngineLost:
+def _blamed_error(run: SessionRun, error: DjinnError) -> EngineLost:
     return EngineLost(
         f"{run.deaths} engines have died with this request in their step, the last one because {error.message}: it is "
         "not tried again; the session keeps the tokens that you have received",

@@ -30,17 +30,17 @@ class Explaining:
 
     async def explain(self, call: Call, request: ExplainSession) -> Answer:
         session = self._sessions.lookup(request.session, call.client)
-        while (why := self._own(session)) is None:
+        while (why := self._own_answer(session)) is None:
             engine = self._models.engine_of(session)
             assert engine is not None
             try:
-                why = self._seen_by(call.client, await engine.call(Explain, session=session.id))
+                why = self._visible_to(call.client, await engine.call(Explain, session=session.id))
                 break
             except EngineLost:
                 continue  # the model now has no engine
         return Answer(WhyReply(id=call.id, why=replace(why, user_name=self._status.name_of(session.user))))
 
-    def _seen_by(self, client: Client, told: Explained) -> Why:
+    def _visible_to(self, client: Client, told: Explained) -> Why:
         """Adapts the engine's answer to the client: sessions of other users are only counted, except for
         administrators."""
         visible = {session.id for session in self._sessions.visible(client)}
@@ -48,7 +48,7 @@ class Explaining:
         others = len(told.ahead) - len(ahead)
         return Why(state=told.state, reason=told.reason, figures=told.figures, ahead=ahead, others_ahead=others)
 
-    def _own(self, session: SessionRecord) -> Why | None:
+    def _own_answer(self, session: SessionRecord) -> Why | None:
         """The server's own answer; None if the engine knows better."""
         try:
             session.expect_model()
@@ -71,7 +71,7 @@ class Explaining:
         return self._why(session, told, {"closed_in_s": round(left, 3)})
 
     def _without_engine(self, session: SessionRecord, model: Model | None) -> Why:
-        where, figures = self._place(model)
+        where, figures = self._model_state(model)
         if session.is_paused:
             told = f"it is paused until it is resumed, and {where}"
         elif session.call is None:
@@ -80,7 +80,7 @@ class Explaining:
             told = f"its call waits: {where}"
         return self._why(session, told, figures)
 
-    def _place(self, model: Model | None) -> tuple[str, Figures]:
+    def _model_state(self, model: Model | None) -> tuple[str, Figures]:
         """The state of a model that no engine has, as a phrase and figures."""
         if model is not None and model.state == "asleep":
             return "its model is asleep and has freed its device memory: the next call loads it", {}

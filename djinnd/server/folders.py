@@ -97,14 +97,14 @@ class Folders:
     async def _identify(self, folder: str, opened: Opened, client: Client) -> Model:
         """Finds or adds the model with these files. Owns the files from now on."""
         try:
-            configured = await self._configured_with(opened.marks)
-            model = self._with(opened.marks) or configured or self._left(folder, client.user)
+            configured = await self._configured_model_with(opened.marks)
+            model = self._model_with(opened.marks) or configured or self._model_without_files(folder, client.user)
             if model is None:
                 model = self._add(folder, opened, client)
             elif model.users is None or model.files is not None:
                 self.slow_files.let_go(client.user, opened.close)
             else:
-                self._give(model, opened, client)
+                self._give_files(model, opened, client)
         except BaseException:
             self.slow_files.let_go(client.user, opened.close)
             raise
@@ -113,14 +113,14 @@ class Folders:
             self._changed()
         return model
 
-    def _with(self, marks: Marks) -> Model | None:
+    def _model_with(self, marks: Marks) -> Model | None:
         for model in self._models.values():
             if model.share is None and model.marks is not None and are_same(model.marks, marks):
                 return model
         return None
 
-    async def _configured_with(self, marks: Marks) -> Model | None:
-        """The configured model with these files, if it is not loaded. `_with` finds loaded ones."""
+    async def _configured_model_with(self, marks: Marks) -> Model | None:
+        """The configured model with these files, if it is not loaded. `_model_with` finds loaded ones."""
         paths = {name: source.path for name, source in self._configured.items() if not is_hub_id(source.path)}
 
         def find() -> str | None:
@@ -129,7 +129,7 @@ class Folders:
         name = await self.slow_files.run(os.geteuid(), find)
         return None if name is None else self._models[name]
 
-    def _left(self, folder: str, user: int) -> Model | None:
+    def _model_without_files(self, folder: str, user: int) -> Model | None:
         """The model of that name that has lost its files, if only this user has sessions of it."""
         model = self._models.get(folder)
         if model is None or model.users is None or model.files is not None or model.changing is not None:
@@ -140,12 +140,12 @@ class Folders:
         name = folder if folder not in self._models else f"{folder}@{digest(opened.marks)}"
         model = Model.configured(name, config.Model(path=folder))
         model.users = set()
-        self._give(model, opened, client)
+        self._give_files(model, opened, client)
         self._models[name] = model
-        asyncio.get_running_loop().call_later(_UNUSED, self._look, model)
+        asyncio.get_running_loop().call_later(_UNUSED, self._drop_if_unused, model)
         return model
 
-    def _give(self, model: Model, opened: Opened, client: Client) -> None:
+    def _give_files(self, model: Model, opened: Opened, client: Client) -> None:
         """Gives the files to the model and charges the client's user for them. Raises QuotaExceeded."""
         ledger = client.tenant.ledger
         ledger.charge(MODEL_FILES, len(opened.marks))
@@ -153,7 +153,7 @@ class Folders:
             model.owner, model.users = client.user, set()
         model.files, model.marks, model.ledger = opened.files, opened.marks, ledger
 
-    def _look(self, model: Model) -> None:
+    def _drop_if_unused(self, model: Model) -> None:
         if model.state == "available" and model.changing is None and self._models.get(model.name) is model:
             self._unused(model)
 

@@ -242,7 +242,7 @@ class GenerateRun(SessionRun):
         if self._fault is None:
             super().lost(error, blamed)
         else:
-            self.failed(_told_of(self._fault))
+            self.failed(_client_error(self._fault))
 
     def completed(self, context: int) -> Answer | None:
         """Returns the answer if the run needs no other engine. A capture, or text that a worker still reads, needs the
@@ -263,7 +263,7 @@ class GenerateRun(SessionRun):
             if answer is not None:
                 return answer
         self._roll_back()
-        raise _told_of(self._fault)
+        raise _client_error(self._fault)
 
     def give_up(self) -> None:
         self._end_reading()
@@ -317,7 +317,7 @@ class GenerateRun(SessionRun):
         """The final reply; None if the run ends with an error."""
         reply = self._reply(message) if self._fault is None else None
         if reply is None:
-            self._undo(_told_of(self._fault))
+            self._undo(_client_error(self._fault))
             return None
         length = self._generation.length
         if message.length != length:
@@ -364,7 +364,7 @@ def _chat_reading(request: Generate, prompt: Prompt) -> ChatReading | None:
     return ChatReading(prompt.tail, tools, request.stop, chat.parallel_tools)
 
 
-def _told_of(fault: BaseException | None) -> DjinnError:
+def _client_error(fault: BaseException | None) -> DjinnError:
     """The client's error: an error of the text side is passed on; any other fault is the daemon's own."""
     if isinstance(fault, DjinnError):
         return fault

@@ -176,9 +176,9 @@ class InspectionProcess(ConfinedProcess):
         if message.lacking:
             log.warning("inspection_not_confined user=%d lacking=%s", self.user, message.lacking)
         self._began, self._cpu_began = time.monotonic(), cpu_seconds(self._pid) or 0.0
-        self._watch = asyncio.get_running_loop().call_later(self._limits.inspection_seconds, self._look)
+        self._watch = asyncio.get_running_loop().call_later(self._limits.inspection_seconds, self._check_time)
 
-    def _look(self) -> None:
+    def _check_time(self) -> None:
         """Kills the process if it has taken too long, else looks again when that can be the case."""
         seconds = self._limits.inspection_seconds
         used, wall = self._used(), time.monotonic() - self._began
@@ -188,7 +188,7 @@ class InspectionProcess(ConfinedProcess):
             self._kill(ModelRejected(f"{told} {limit}", limit=seconds))
             return
         rest = min(seconds - used, seconds * WALL - wall)
-        self._watch = asyncio.get_running_loop().call_later(max(rest, 0.05), self._look)
+        self._watch = asyncio.get_running_loop().call_later(max(rest, 0.05), self._check_time)
 
     def _used(self) -> float:
         """CPU seconds since it was ready."""

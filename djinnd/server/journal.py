@@ -329,7 +329,7 @@ class Journal:
         self._writing = _Group()
         self._groups.put([])
 
-    def _attempted(self, fault: str) -> None:
+    def _note_result(self, fault: str) -> None:
         if fault and not self._fault:
             log.error("journal_failed path=%s error=%s", self._file and self._file.path, fault)
         elif self._fault and not fault:
@@ -353,7 +353,7 @@ class Journal:
             if not fault:
                 unwritten = []
             if fault or failed:
-                self._loop.call_soon_threadsafe(self._attempted, fault)
+                self._loop.call_soon_threadsafe(self._note_result, fault)
             failed = bool(fault)
             if changes is None:
                 return

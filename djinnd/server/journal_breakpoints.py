@@ -18,11 +18,15 @@ TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"
 
 
 class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
+    """A breakpoint was added to the session."""
+
     session: str
     breakpoint: Breakpoint
 
 
 class BreakpointsEnded(msgspec.Struct, array_like=True, tag="breakpoints_ended", frozen=True):
+    """Breakpoints were removed from the session."""
+
     session: str
     numbers: list[int]
 

@@ -35,11 +35,15 @@ class Extended(msgspec.Struct, array_like=True, tag="extended", frozen=True):
 
 
 class Reclassified(msgspec.Struct, array_like=True, tag="reclassified", frozen=True):
+    """The session's scheduling class has changed."""
+
     session: str
     priority: Class
 
 
 class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
+    """The session was closed."""
+
     session: str
 
 
@@ -54,6 +58,8 @@ class Published(msgspec.Struct, array_like=True, tag="published", frozen=True):
 
 
 class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
+    """A public prefix was withdrawn."""
+
     prefix: str
 
 
@@ -74,6 +80,8 @@ Change = (
 
 @dataclass(slots=True)
 class _At:
+    """A change and its time."""
+
     at: float  # seconds since 1970
     change: Change
 

@@ -24,6 +24,8 @@ TABLES = """
 
 
 class Edited(msgspec.Struct, array_like=True, tag="edited", frozen=True):
+    """An edit was added to the session."""
+
     session: str
     edit: Edit
     names: Sequence[str]  # of its points, as the client gave them

@@ -32,6 +32,8 @@ class Recorded(msgspec.Struct, array_like=True, tag="recorded", frozen=True):
 
 
 class Unrecorded(msgspec.Struct, array_like=True, tag="unrecorded", frozen=True):
+    """The user's record of this name was dropped."""
+
     user: int
     record: str
 

@@ -28,26 +28,26 @@ class KeepAlive:
         """Starts watching a model, when it is ready or its keep_alive has changed."""
         self.end(model)
         if model.keep_alive and model.engine is not None:
-            self._look_in(model, model.keep_alive)
+            self._check_in(model, model.keep_alive)
 
     def end(self, model: Model) -> None:
         if model.next_look is not None:
             model.next_look.cancel()
             model.next_look = None
 
-    def _look_in(self, model: Model, seconds: float) -> None:
-        model.next_look = asyncio.get_running_loop().call_later(seconds, self._look, model)
+    def _check_in(self, model: Model, seconds: float) -> None:
+        model.next_look = asyncio.get_running_loop().call_later(seconds, self._check, model)
 
-    def _look(self, model: Model) -> None:
+    def _check(self, model: Model) -> None:
         model.next_look = None
         if model.engine is None:
             return  # watched again when it is ready
         sessions = self._sessions.of_model(model.name)
         rest = model.keep_alive - idle_seconds(model, sessions)
         if rest > 0:
-            self._look_in(model, rest)
+            self._check_in(model, rest)
         elif any(session.salt for session in sessions):
-            self._look_in(model, model.keep_alive)
+            self._check_in(model, model.keep_alive)
         else:
             self._sleep(model)
 

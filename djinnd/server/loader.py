@@ -91,7 +91,7 @@ class Loader:
         wakes = model.state == "asleep"
         model.state, model.error = "loading", ""
         model.changing = asyncio.create_task(self._load(model, wakes))
-        model.changing.add_done_callback(_seen)
+        model.changing.add_done_callback(_mark_error_seen)
 
     def sleep(self, model: Model) -> None:
         """Makes the engine free all device memory of a ready model without calls. Its sessions and its objects in the
@@ -100,7 +100,7 @@ class Loader:
         engine, model.engine, model.state = model.engine, None, "asleep"
         self._arena.rest(model.name)
         model.changing = asyncio.create_task(self._fall_asleep(model, engine))
-        model.changing.add_done_callback(_seen)
+        model.changing.add_done_callback(_mark_error_seen)
 
     async def unload(self, model: Model) -> None:
         """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
@@ -136,11 +136,11 @@ class Loader:
             files = await self._folders.files_of(model)
             configured = model.source if model.is_configured else None
             text = await self._texts.open(model.opener, model.name, files, configured, model.template)
-            await self._left_by_others()
+            await self._wait_for_leaving()
             if model.kv.host == 0:
                 await self._granting.remove(model.name, "pages")
             engine, loaded = await self._deaths.on_an_engine(
-                model, partial(self._check, model, files), partial(self._ask, model, files)
+                model, partial(self._check, model, files), partial(self._load_on, model, files)
             )
         except Exception as error:
             await self._load_failed(model, error, wakes)
@@ -170,7 +170,7 @@ class Loader:
             await self._inspector.check(model.opener, engine, files, **model.load_fields(files, model.placing))
             model.passed = files
 
-    async def _ask(self, model: Model, files: ModelFiles, engine: EngineClient) -> Loaded:
+    async def _load_on(self, model: Model, files: ModelFiles, engine: EngineClient) -> Loaded:
         fields = model.load_fields(files, model.placing) | model.kv.fields
         try:
             loaded: Loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
@@ -179,7 +179,7 @@ class Loader:
             raise
         return loaded
 
-    async def _left_by_others(self) -> None:
+    async def _wait_for_leaving(self) -> None:
         """Returns when models that sleep or unload have given back their device memory."""
         leaving = [model.changing for model in self._models if model.changing is not None and model.is_leaving]
         if leaving:
@@ -249,6 +249,6 @@ def open_in(engine: EngineClient, session: SessionRecord) -> None:
     )
 
 
-def _seen(change: asyncio.Task[None]) -> None:
+def _mark_error_seen(change: asyncio.Task[None]) -> None:
     if not change.cancelled():
         change.exception()  # the caller may have been cancelled: marks the error as seen

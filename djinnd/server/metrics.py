@@ -49,10 +49,12 @@ class Metrics:
             *(_of_engine(report) if report is not None else ()),
             *_of_latency(self._sessions.latency),
         ]
-        return generate_latest(_Told(metrics))
+        return generate_latest(_Collected(metrics))
 
 
-class _Told(Collector):
+class _Collected(Collector):
+    """Hands the collected metrics to prometheus_client."""
+
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
 

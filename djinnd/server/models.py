@@ -292,7 +292,7 @@ class Models:
             await model.join(on_loading, missed)
         finally:
             missed.cancel()
-            missed.add_done_callback(_seen)
+            missed.add_done_callback(_mark_error_seen)
 
     async def _engine_missed(self, name: str) -> None:
         """Returns never. Raises EngineLost when there was no engine for limits.engine_wait."""
@@ -517,6 +517,6 @@ def _release(model: Model) -> None:
     model.payer = None
 
 
-def _seen(task: asyncio.Task[None]) -> None:
+def _mark_error_seen(task: asyncio.Task[None]) -> None:
     if not task.cancelled():
         task.exception()  # no caller awaits it any more: marks the error as seen

@@ -152,7 +152,7 @@ class Server:
             config.admins,
             lambda *c: self._handlers.handle(*c),
             lambda *c: self._handlers.signal(*c),
-            self._gone,
+            self._client_gone,
             self._journal.after,
             lambda user: self._quotas.tenant(user, time.monotonic()),
             self._tokens,
@@ -207,7 +207,7 @@ class Server:
         log.info("djinnd_starting version=%s pid=%d socket=%s", __version__, os.getpid(), self.address)
         kept = self._journal.open()  # first: locks the state directory for this daemon
         self._tokens.start()
-        self._name_unknown_users()
+        self._warn_of_unknown_users()
         self._metrics.start()
         self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints, kept.now, kept.conversations)
         self._prefixes.restore(kept.prefixes)
@@ -275,9 +275,9 @@ class Server:
         self._models.set_tenants([tenant.limits for tenant in self._quotas])
         log.info("djinnd_reloaded changed=%s at_restart=%s", _differing(self._config, held), _differing(held, config))
         self._config = held
-        self._name_unknown_users()
+        self._warn_of_unknown_users()
 
-    def _name_unknown_users(self) -> None:
+    def _warn_of_unknown_users(self) -> None:
         """Logs a warning for each user of a quota that is neither a Unix user nor the name of a token. It may be a
         typing error, or the user may be added later."""
         for rule, quota in self._config.quotas.items():
@@ -377,7 +377,7 @@ class Server:
         self._models.session_closed(session)
         self._sharing.session_closed(session.model)
 
-    def _gone(self, client: Client) -> None:
+    def _client_gone(self, client: Client) -> None:
         self._sessions.detach(client)
         self._sharing.detach(client)
 

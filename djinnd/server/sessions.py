@@ -134,7 +134,7 @@ class SessionRecord:
 
     def add_edit(self, edit: Edit, names: Sequence[str]) -> None:
         self.edits.add(edit, names)
-        self._grew(nbytes_of(edit, names))
+        self._add_part_bytes(nbytes_of(edit, names))
         self.due_from = min(self.due_from, edit.first)
         if not self.salt:
             self.journal.edited(self.id, edit, names)
@@ -142,7 +142,7 @@ class SessionRecord:
     def inherit(self, parent: SessionRecord) -> None:
         """Copies the parent's edits and breakpoints to this session, a new fork."""
         self.edits, self.breakpoints, self.due_from = parent.edits.copy(), parent.breakpoints.copy(), parent.due_from
-        self._grew(parent.part_bytes)
+        self._add_part_bytes(parent.part_bytes)
         if not self.salt:
             for edit in self.edits.edits:
                 self.journal.edited(self.id, edit, self.edits.names[edit.number])
@@ -161,13 +161,13 @@ class SessionRecord:
         self.part_bytes = self.edits.nbytes + PART_BYTES * self.breakpoints.count
         self.charge_journal()
 
-    def _grew(self, nbytes: int) -> None:
+    def _add_part_bytes(self, nbytes: int) -> None:
         self.part_bytes += nbytes
         self.charge_journal()
 
     def add_breakpoint(self, breakpoint: Breakpoint) -> None:
         self.breakpoints.add(breakpoint)
-        self._grew(PART_BYTES * breakpoint.count)
+        self._add_part_bytes(PART_BYTES * breakpoint.count)
         if not self.salt:
             self.journal.broken(self.id, breakpoint)
 
@@ -394,7 +394,7 @@ class SessionTable:
             self._sessions[session.id] = session
             conversed = (conversations or {}).get(was.id)
             if conversed is None:
-                self._detached(session)
+                self._start_grace(session)
             else:
                 session.kept = kept_again(conversed.key, conversed.prompt, session.tokens)
                 self.conversations.add(session)
@@ -473,7 +473,7 @@ class SessionTable:
             if client in session.attached:
                 session.attached.remove(client)
                 if not session.attached:
-                    self._detached(session)
+                    self._start_grace(session)
                     users.add(session.user)
         for user in users:
             self._close_detached(user)
@@ -504,7 +504,7 @@ class SessionTable:
         log.info("session_closed session=%s user=%d tokens=%d", session.id, session.user, len(session.tokens))
         self._on_close(session)
 
-    def _detached(self, session: SessionRecord) -> None:
+    def _start_grace(self, session: SessionRecord) -> None:
         """Starts the grace time of a session without clients. A kept session has none: it needs no client."""
         if session.kept is not None:
             return

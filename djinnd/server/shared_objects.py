@@ -29,7 +29,7 @@ def own_objects(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
         for entry in entries:
             if entry.name.startswith(prefix):
                 with suppress(FileNotFoundError):
-                    why = _foreign(entry.stat(follow_symlinks=False))
+                    why = _why_foreign(entry.stat(follow_symlinks=False))
                     names += [entry.name] * (not why)
                     passed_over[why] += bool(why)
     for name in sorted(names):
@@ -44,7 +44,7 @@ def own_objects(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
             log.info("arena_passed_over objects=%d folder=%s reason=%s", count, folder, why)
 
 
-def _foreign(found: os.stat_result) -> str:
+def _why_foreign(found: os.stat_result) -> str:
     """Why the object does not belong to this daemon's user; empty if it does."""
     if found.st_uid != os.geteuid():
         return "another user's"
@@ -55,7 +55,7 @@ def _open(path: Path) -> int:
     """Opens an object. Raises OSError, also if the name now stands for another kind of file."""
     place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if why := _foreign(os.fstat(place)):
+        if why := _why_foreign(os.fstat(place)):
             raise OSError(0, why)
         return os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     finally:

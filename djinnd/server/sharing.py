@@ -209,9 +209,9 @@ class Sharing:
     def _retire(self, share: Share) -> None:
         """Begins to free an ended share, unless it has sessions or is being freed."""
         if share.leaving is None and not self._closing and not self._sessions.of_model(share.model):
-            share.leaving = asyncio.create_task(self._give_back(share))
+            share.leaving = asyncio.create_task(self._unload_and_release(share))
 
-    async def _give_back(self, share: Share) -> None:
+    async def _unload_and_release(self, share: Share) -> None:
         """Unloads the model and frees the share. No session uses the model, and none can be opened: see
         Models.ready."""
         try:

@@ -199,7 +199,7 @@ class Supervisor:
         cancelled. Raises the errors of `engine`, and OutOfMemory with the least budget that is possible."""
         change = asyncio.create_task(self._set_budget(await self.engine(), memory_bytes))
         self._changes.add(change)
-        change.add_done_callback(self._changed)
+        change.add_done_callback(self._budget_change_ended)
         return await asyncio.shield(change)
 
     async def settled(self) -> None:
@@ -215,7 +215,7 @@ class Supervisor:
         log.info("budget_set bytes=%d seconds=%.3f", changed.budget_bytes, changed.seconds)
         return changed
 
-    def _changed(self, change: asyncio.Task[BudgetSet]) -> None:
+    def _budget_change_ended(self, change: asyncio.Task[BudgetSet]) -> None:
         self._changes.discard(change)
         if not change.cancelled():
             change.exception()  # the caller may have been cancelled: marks the error as seen
