@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import djinn_client as djinn
-from djinn_client.bounds import pack
-from djinn_client.options import build
-from djinn_client.protocol import (
-    Conversation,
-    Done,
-    DropRecord,
-    Embed,
-    Embedded,
-    Generate,
-    Generated,
-    GetRecord,
-    KeepRecord,
-    ListRecords,
-    Record,
-    RecordKept,
-    Records,
-)
+from djinn_client.options import GenerateOptions, build
+from djinn_client.protocol import Conversation, Generate, Generated
 from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.conversing import Program
@@ -98,35 +84,31 @@ def restart_under(daemon: Daemon, *programs: Program) -> None:
         program.connection = Program(daemon.address).connection
 
 
-def vectors_of(reply: Embedded) -> np.ndarray:
-    return np.frombuffer(reply.vectors, np.float32).reshape(-1, reply.width)
-
-
-def test_embeddings_are_pooled_from_the_final_norm(talkative: Daemon, program: Program) -> None:
+def test_embeddings_are_pooled_from_the_final_norm(talkative: Daemon) -> None:
     texts = ["def fibonacci(n):", "import os", "x"] * 7  # more than run at once
     with djinn.Session(MODEL, address=talkative.address) as s:
         captured = s.capture("ln_final.hook_normalized").run(texts[0])
         rows = np.asarray(captured["ln_final.hook_normalized"], np.float32)[0]
         tokens = s.token_ids
-    mean = program.ask(build(Embed, model=MODEL, texts=texts, normalize=False), Embedded)
+    mean = djinn.embed(MODEL, texts, normalize=False, address=talkative.address)
     assert (len(mean.tokens), mean.tokens[0], mean.pooling) == (len(texts), len(tokens), "mean")
-    np.testing.assert_allclose(vectors_of(mean)[0], rows.mean(axis=0), atol=1e-5)
-    np.testing.assert_allclose(vectors_of(mean)[3], vectors_of(mean)[0], atol=1e-5)
-    last = program.ask(build(Embed, model=MODEL, packed=[pack(tokens)], pooling="last"), Embedded)
-    np.testing.assert_allclose(vectors_of(last)[0], rows[-1] / np.linalg.norm(rows[-1]), atol=1e-5)
+    np.testing.assert_allclose(np.asarray(mean)[0], rows.mean(axis=0), atol=1e-5)
+    np.testing.assert_allclose(np.asarray(mean)[3], np.asarray(mean)[0], atol=1e-5)
+    last = asyncio.run(djinn.embed_async(MODEL, [tokens], pooling="last", address=talkative.address))
+    np.testing.assert_allclose(np.asarray(last)[0], rows[-1] / np.linalg.norm(rows[-1]), atol=1e-5)
     with talkative.client() as client:
         assert [info for info in client.sessions() if info.state not in ("kept", "detached")] == []
         assert client.status(check=True).integrity == []
     with pytest.raises(djinn.PromptTooLong):
-        program.ask(build(Embed, model=MODEL, texts=["a", "b c " * 40000]), Embedded)
+        djinn.embed(MODEL, ["a", "b c " * 40000], address=talkative.address)
     with talkative.client() as client:
         assert client.status(check=True).integrity == []
 
 
 def test_a_record_can_be_continued_wherever_its_session_is(talkative: Daemon, program: Program) -> None:
     first = program.say(turn(3, size=40))
-    kept = program.ask(build(KeepRecord, session=first.session, body=b"mine", record="resp_1"), RecordKept)
-    assert kept.record == "resp_1"
+    with talkative.client() as client:
+        assert client.keep_record(first.session, b"mine", name="resp_1") == "resp_1"
     point, new = list(program.transcript), turn(4)
     onward = program.generate(new, after="resp_1")
     assert (onward.session, onward.usage.prompt_tokens) == (first.session, len(point) + len(new))
@@ -137,15 +119,30 @@ def test_a_record_can_be_continued_wherever_its_session_is(talkative: Daemon, pr
     assert branch.token_ids == program.generate([*point, *other], key="to compare").token_ids
     djinn.close(onward.session, address=talkative.address)
     restart_under(talkative, program)
-    record = program.ask(build(GetRecord, record="resp_1"), Record)
-    assert (record.body, record.session, record.length, record.model) == (b"mine", first.session, len(point), MODEL)
-    assert program.generate(new, after="resp_1").token_ids == onward.token_ids
-    assert [info.record for info in program.ask(build(ListRecords), Records).records] == ["resp_1"]
-    program.ask(build(DropRecord, record="resp_1"), Done)
-    with pytest.raises(djinn.NotFound, match="resp_1"):
-        program.generate(new, after="resp_1")
     with talkative.client() as client:
+        record = client.record("resp_1")
+        assert (record.body, record.session, record.length, record.model) == (b"mine", first.session, len(point), MODEL)
+        again = client.generate(MODEL, new, after="resp_1", max_tokens=8, ignore_eos=True)
+        assert again.token_ids == onward.token_ids
+        assert [info.record for info in client.records()] == ["resp_1"]
+        client.drop_record("resp_1")
+        with pytest.raises(djinn.NotFound, match="resp_1"):
+            program.generate(new, after="resp_1")
         assert client.status(check=True).integrity == []
+
+
+def test_a_session_of_the_caller_s_leaves_a_record(talkative: Daemon) -> None:
+    """A call goes on from it when the session is closed."""
+    options: GenerateOptions = {"max_tokens": 8, "ignore_eos": True}
+    with djinn.Session(MODEL, address=talkative.address) as s:
+        first = s.generate("def f(", **options)
+        name = s.keep_record()
+        onward = s.generate([7], **options)
+    reply = djinn.generate(MODEL, [7], after=name, address=talkative.address, **options)
+    assert reply.usage.prompt_tokens == first.usage.session_tokens + 1
+    assert reply.token_ids == onward.token_ids
+    with talkative.client() as client:
+        client.drop_record(name)
 
 
 def test_a_waiting_conversation_is_learnt_by_its_key(talkative: Daemon, program: Program) -> None:

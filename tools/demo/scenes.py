@@ -140,7 +140,10 @@ def _curl(url: str, body: str) -> Any:
     done = subprocess.run(["curl", "-sS", url, "-d", body], capture_output=True, text=True)
     if done.returncode != 0:
         raise DemoFailed(f"curl failed: {done.stderr.strip()}")
-    reply = json.loads(done.stdout)
+    try:
+        reply = json.loads(done.stdout)
+    except ValueError as error:
+        raise DemoFailed(f"{url} answered no JSON: {done.stdout!r}") from error
     if "error" in reply:
         raise DemoFailed(f"{url} answered: {reply['error']['message']}")
     return reply
