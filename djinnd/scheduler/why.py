@@ -41,7 +41,9 @@ def explain(
     if request is None:
         return _idle(session, residence.kv, now)
     if request.state is RequestState.HELD:
-        return Explanation("held", "its client has not read what it was sent: it goes on when that has been read")
+        if "client" in request.holders:
+            return Explanation("held", "its client has not read what it was sent: it goes on when that has been read")
+        return Explanation("held", "the next tokens that its format allows are being computed: it goes on with them")
     if session.touched == last_step and last_step and not residence.is_leaving(session):
         length = len(session.tokens)
         left = max(0, min(request.max_tokens - max(length - request.prompt_end, 0), limit - length))

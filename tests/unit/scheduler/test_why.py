@@ -62,6 +62,10 @@ def test_a_paused_or_held_session_says_how_it_goes_on() -> None:
     device.scheduler.hold(session.request.id)
     why = device.scheduler.why("s")
     assert why.state == "held" and "its client has not read" in why.reason
+    device.scheduler.hold(session.request.id, "grammar")
+    device.scheduler.release(session.request.id)
+    why = device.scheduler.why("s")
+    assert why.state == "held" and "its format allows" in why.reason
     device.scheduler.pause("s")
     why = device.scheduler.why("s")
     assert why.state == "paused" and "resume it" in why.reason
