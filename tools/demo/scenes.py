@@ -59,7 +59,8 @@ def paused(session: Session) -> None:
                 page.code("s.pause()")
                 moved = session.pause()
                 size, took = f"{moved.nbytes / 2**20:.1f} MiB", f"{moved.seconds * 1e3:.0f} ms"
-                page.note(f"{moved.pages} pages, {size}, went to the host in {took}.")
+                pages = "1 page" if moved.pages == 1 else f"{moved.pages} pages"
+                page.note(f"{pages}, {size}, went to the host in {took}.")
                 page.code("s.resume()")
                 session.resume()
     said.end()
@@ -73,6 +74,7 @@ def forked(session: Session, address: str) -> None:
             page.code(f"{name}.chat({question!r})")
             _ask(one, question)
         djinnctl("ps", address=address)
+        page.note("`kept` is the conversation over HTTP: it is ready for the program's next call.")
 
 
 def steered(model: str, address: str) -> None:

@@ -276,8 +276,13 @@ def freed(reply: BudgetReply, before: int) -> Renderable:
 
 
 def paused(session: str, reply: PauseReply) -> str:
-    moved = f"{reply.pages} pages, {size(reply.nbytes)}, are on {'disk' if reply.tier == 'disk' else 'the host'}"
-    return f"{session} is paused: {moved}; it took {interval(reply.seconds)}"
+    place = "disk" if reply.tier == "disk" else "the host"
+    return f"{session} is paused: {pages(reply)}, went to {place} in {interval(reply.seconds)}"
+
+
+def pages(reply: PauseReply) -> str:
+    """The pages that a pause has moved: `1 page, 5.6 MiB`."""
+    return f"{reply.pages} page{'' if reply.pages == 1 else 's'}, {size(reply.nbytes)}"
 
 
 def published(info: PrefixInfo) -> str:

@@ -665,7 +665,7 @@ def test_free_before_there_is_an_engine(daemon: ScriptedDaemon) -> None:
 
 def test_pause_and_resume(address: str) -> None:
     result = run("pause", "s-1", "--address", address)
-    assert result.stdout == "s-1 is paused: 15 pages, 60.0 MiB, are on the host; it took 12.3 ms\n"
+    assert result.stdout == "s-1 is paused: 15 pages, 60.0 MiB, went to the host in 12.3 ms\n"
     shown = json.loads(run("pause", "s-1", "--to", "disk", "--json", "--address", address).stdout)
     assert shown == {"tier": "disk", "pages": 15, "nbytes": 60 << 20, "seconds": 0.0123}
     assert run("resume", "s-1", "--address", address).stdout == "resumed s-1\n"

@@ -11,7 +11,7 @@ from djinnctl import explain
 from djinnctl.chat import transcript
 from djinnctl.chat.dialog import Dialog
 from djinnctl.chat.typed import QUOTES, Command
-from djinnctl.units import size
+from djinnctl.render import pages
 
 Say = Callable[[str], None]
 
@@ -91,7 +91,7 @@ def _switch(dialog: Dialog, argument: str, say: Say) -> None:
 
 def _pause(dialog: Dialog, argument: str, say: Say) -> None:
     moved = dialog.pause()
-    say(f"{moved.pages} pages, {size(moved.nbytes)}, have left the device; the next message brings them back")
+    say(f"{pages(moved)}, left the device; the next message brings it back")
 
 
 def _why(dialog: Dialog, argument: str, say: Say) -> None:

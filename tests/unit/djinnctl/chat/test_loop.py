@@ -227,7 +227,7 @@ def test_an_answer_that_is_cut_off_says_why_and_what_helps(talk: Callable[..., t
 
 def test_forks_and_pauses(talk: Callable[..., tuple[str, str]], dialog: Dialog, model: Model) -> None:
     _, err = talk("one", "/pause", "/fork", "two", "/switch 1", "three", "/switch 3", "/why", "/help")
-    assert "2 pages, 1.0 MiB, have left the device; the next message brings them back" in err
+    assert "2 pages, 1.0 MiB, left the device; the next message brings it back" in err
     assert "this is branch 2 now, session s-2; `/switch 1` goes back" in err
     assert "there is no branch 3: there are 1 to 2" in err
     assert "s-1 is idle: no call runs" in err
