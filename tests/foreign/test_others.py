@@ -42,7 +42,8 @@ def test_langchain(gateway):
     assert called.tool_calls[0]["name"] == "Verdict"
 
 
-def test_litellm(gateway):
+def test_litellm(gateway, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # its import fetches a table of prices otherwise
     import litellm
 
     for model in (f"openai/{MODEL}", f"hosted_vllm/{MODEL}"):
