@@ -297,13 +297,13 @@ class SessionTable:
     def tenant(self, user: int) -> Tenant:
         return self._quotas.tenant(user, time.monotonic())
 
-    def make_room(self, user: int, nbytes: int, sessions: int = 0) -> None:
+    def make_room(self, user: int, nbytes: int, sessions: int = 0, spared: SessionRecord | None = None) -> None:
         """Closes kept sessions of the user, the longest idle first, until its limits allow so many more journal bytes
-        and sessions. Closes none if all of them would not be enough."""
+        and sessions. Closes none if all of them would not be enough, and never the spared one."""
         if self._has_room(user, nbytes, sessions):
             return
-        idle = self.conversations.idle(user)
-        if not self._has_room(user, nbytes - self.idle_bytes(user), sessions - len(idle)):
+        idle = [session for session in self.conversations.idle(user) if session is not spared]
+        if not self._has_room(user, nbytes - sum(session.charged for session in idle), sessions - len(idle)):
             return
         for session in sorted(idle, key=lambda each: each.used):
             self.close(session)
@@ -438,10 +438,10 @@ class SessionTable:
         if parent.user != client.user:
             raise NotPermitted(f"session {parent.id} is another user's: only that user may fork it", session=parent.id)
         parent.used = time.monotonic()
-        self.make_room(parent.user, parent.journal_bytes + SESSION_BYTES, sessions=1)
-        if parent.is_closed:
-            raise SessionBusy(f"session {parent.id} was closed to make room for its fork: close others first")
-        self.expect_journal(parent.tenant, parent.journal_bytes)
+        nbytes = parent.journal_bytes + SESSION_BYTES
+        self.make_room(parent.user, nbytes, sessions=1, spared=parent)
+        self.expect_room(parent.user, priority or parent.priority)
+        self.expect_journal(parent.tenant, nbytes)
         session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
         session.changed()

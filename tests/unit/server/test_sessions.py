@@ -555,6 +555,17 @@ def test_kept_sessions_are_closed_to_make_room(table):
         sessions.open(FakeClient(1), "m", "agent")
 
 
+def test_a_kept_session_is_not_closed_to_make_room_for_its_fork(table):
+    sessions, closed = table(sessions_per_user=2)
+    parent, other = kept_session(sessions), kept_session(sessions)
+    parent.used, other.used = 1.0, 2.0
+    fork = sessions.fork(parent, FakeClient(1), None)
+    assert closed == [other] and fork.tokens == parent.tokens
+    with pytest.raises(NotPermitted):
+        sessions.fork(parent, FakeClient(1), None)
+    assert closed == [other]
+
+
 def test_busy_sessions_and_those_of_other_users_are_not_closed_to_make_room(table):
     sessions, closed = table(sessions_per_user=1, sessions=2)
     kept_session(sessions, user=2)
