@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,10 +41,12 @@ ENDLESS = 1700  # tokens: nearly the whole context, which takes seconds
 
 
 @pytest.fixture(scope="module")
-def roomy_daemon() -> Iterator[Daemon]:
-    """A daemon that has some models in other forms too: with most blocks streamed, and in bfloat16."""
+def roomy_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon that has some models in other forms too: with most blocks streamed, and in bfloat16. The model in
+    bfloat16 has a folder of its own, because one folder is one model."""
     models = {f"streamed {name}": {"path": str(reduced_model(name)), "resident": 1} for name in STREAMED}
-    half = {"path": str(reduced_model("llama-3.1")), "dtype": "bfloat16"}
+    folder = shutil.copytree(reduced_model("llama-3.1"), tmp_path_factory.mktemp("half") / "llama")
+    half = {"path": str(folder), "dtype": "bfloat16"}
     with DaemonStarter() as start:
         yield start({"models": models | {"half": half}})
 
