@@ -112,13 +112,13 @@ SITES = st.fixed_dictionaries(
 
 
 @given(site=SITES, events=st.lists(EVENTS, min_size=5, max_size=40), models=st.integers(1, 2))
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_sessions_do_not_starve_and_the_device_does_not_idle(site: dict, events: list[Event], models: int) -> None:  # type: ignore[type-arg]
     play(VirtualDevice(*MODELS[:models], **site), events, models)
 
 
 @given(site=SITES, events=st.lists(EVENTS, min_size=5, max_size=40), models=st.integers(1, 2))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_the_same_events_give_the_same_batches(site: dict, events: list[Event], models: int) -> None:  # type: ignore[type-arg]
     first, second = (VirtualDevice(*MODELS[:models], **site) for _ in range(2))
     play(first, events, models)
@@ -164,7 +164,7 @@ class Shared:
     curve=st.sampled_from([rising(0.05, 0.0), rising(0.04, 0.0005)]),
     models=st.integers(1, 2),
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_tenants_get_device_time_by_their_weights_however_many_sessions_they_have(
     weights: dict[int, float], sessions: list[int], prompts: list[int], curve: Curve, models: int
 ) -> None:
@@ -189,7 +189,7 @@ def test_tenants_get_device_time_by_their_weights_however_many_sessions_they_hav
     models=st.integers(1, 2),
     returns=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_a_tenant_that_comes_late_has_saved_up_little_and_neither_starves(
     weights: tuple[int, int], alone: float, curve: Curve, models: int, returns: bool
 ) -> None:
@@ -233,7 +233,7 @@ def test_a_tenant_that_wants_little_gets_it_at_once_and_saves_up_nothing() -> No
 
 
 @given(data=st.data(), step_s=st.sampled_from([0.01, 0.5]))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_a_batch_session_goes_on_under_endless_work_of_higher_classes(data: st.DataObject, step_s: float) -> None:
     """The batch session is on its own model or on another one, and clocks have any values."""
     device = VirtualDevice(*MODELS, seconds=rising(step_s, 0.0), max_rows=2, policy=Policy(ageing=1.0))

@@ -65,7 +65,3 @@ def test_code_and_tables_of_a_page_are_not_prose(tmp_path: Path, monkeypatch: py
     path = tmp_path / "page.md"
     path.write_text("# A page\n\n```\nwho is this\n```\n\n| who | nobody |\n\nWho reads this finds one fault.\n")
     assert [(finding.line, finding.fault) for finding in check_file(path)] == [(9, "a relative clause as the subject")]
-
-
-def test_the_places_that_are_clean_stay_clean() -> None:
-    assert [str(finding) for path in prose.files_of(list(prose.CLEAN)) for finding in check_file(path)] == []
