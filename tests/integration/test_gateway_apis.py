@@ -85,6 +85,22 @@ def test_a_chat_of_ollama_s_whole_and_streamed(gateway):
     assert last["done"] and last["eval_count"] == whole["eval_count"] == 8
 
 
+def test_ollama_s_empty_prompt_loads_a_model_and_with_a_lifetime_of_nothing_unloads_it():
+    with gateway_with_tools() as gateway:  # its own: the next load of the model has no chat template
+        assert gateway.post("/api/generate", {"model": MODEL}).json["done_reason"] == "load"
+        assert [model["name"] for model in gateway.get("/api/ps").json["models"]] == [MODEL]
+        answer = gateway.post("/api/generate", {"model": MODEL, "keep_alive": "0s"})
+        assert answer.json["done_reason"] == "unload" and gateway.get("/api/ps").json["models"] == []
+
+
+def test_fields_inside_others_that_have_no_effect_are_named(gateway):
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "citations": []}
+    answer = gateway.post("/v1/messages", MESSAGES | {"messages": [{"role": "user", "content": [block]}]})
+    assert answer.status == 200 and answer.headers["x-djinn-ignored"] == "messages.content.citations"
+    answer = gateway.post("/api/chat", CHAT | {"keep_alive": "5m", "messages": [ASK[0] | {"mood": 1}]})
+    assert answer.headers["x-djinn-ignored"] == "keep_alive, messages.mood"
+
+
 def test_refusals_have_each_api_s_shape(gateway):
     answer = gateway.post("/v1/messages", b"{")
     assert answer.status == 400 and answer.json["error"]["type"] == "invalid_request_error"

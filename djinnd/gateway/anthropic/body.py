@@ -36,6 +36,7 @@ class Block(msgspec.Struct):
     tool_use_id: str = ""
     content: str | list[Block] | None = None
     is_error: bool | None = None
+    cache_control: Any = None
 
 
 class Message(msgspec.Struct):
@@ -48,6 +49,7 @@ class Tool(msgspec.Struct):
     description: str = ""
     input_schema: dict[str, Any] | None = None
     type: str | None = None
+    cache_control: Any = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -72,7 +74,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class ChatFields(msgspec.Struct, kw_only=True):
-    """Fields of both calls. `cache_control` is accepted: the daemon keeps every prefix that it can."""
+    """Fields of both calls. `cache_control` is accepted everywhere: the daemon keeps every prefix that it can."""
 
     model: str
     messages: list[Message]

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, QueryParams
 from djinnd.gateway.daemon.link import Link
 from djinnd.gateway.daemon.pools import Pool
 from djinnd.gateway.entry.metrics import Metrics
+from djinnd.gateway.entry.unknown_fields import unknown_fields
 from djinnd.gateway.entry.values import count_values
 from djinnd.gateway.http.errors import ClientGone, HttpError, Problem
 
@@ -77,10 +78,9 @@ class HttpRequest:
         """The body as a struct. Fields that the struct lacks are noted as ignored. Raises HttpError."""
         self.hold(VALUE_BYTES * count_values(self.content))
         try:
-            sent = _keys.decode(self.content)
-            known = {field.encode_name for field in msgspec.structs.fields(kind)}
-            self.ignore(key for key in sent if key not in known)
-            return msgspec.json.decode(self.content, type=kind)
+            body = msgspec.json.decode(self.content, type=kind)
+            self.ignore(unknown_fields(body, _keys.decode(self.content)))
+            return body
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             told = str(error)[:MAX_TOLD]
             raise HttpError(400, f"the body is not as this call wants it: {told}", param=_at(told)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,9 @@ class Options(msgspec.Struct):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+_OPTIONS = frozenset(Options.__struct_fields__)
+
+
 class CallFunction(msgspec.Struct):
     name: str
     arguments: dict[str, Any] | str = {}
@@ -81,6 +85,14 @@ class CommonFields(msgspec.Struct, kw_only=True):
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     think: bool | str | None = None
+    keep_alive: float | str | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """True for a lifetime of nothing. Without a prompt it asks to unload the model: `ollama stop` sends it."""
+        return (
+            self.keep_alive is not None and re.fullmatch(r"[-+]?0+(\.0*)?(ms|s|m|h)?", str(self.keep_alive)) is not None
+        )
 
     @property
     def is_streamed(self) -> bool:
@@ -98,9 +110,10 @@ class CommonFields(msgspec.Struct, kw_only=True):
             raise HttpError(400, f"options: {error}", param="options") from error
 
     def ignored(self) -> Iterator[str]:
-        """Options that have no effect."""
-        known = {field.name for field in msgspec.structs.fields(Options)}
-        return (f"options.{name}" for name in self.options or {} if name not in known)
+        """Fields of a call with a prompt that have no effect."""
+        if self.keep_alive is not None:
+            yield "keep_alive"
+        yield from (f"options.{name}" for name in self.options or {} if name not in _OPTIONS)
 
     def generation(self, **prompt: Any) -> Generate:
         """Raises HttpError."""

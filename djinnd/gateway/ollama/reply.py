@@ -58,6 +58,10 @@ class Lines:
         """The answer to a request that only wants the model to be there."""
         return self._line("", "", []) | {"done": True, "done_reason": "load"}
 
+    def unloaded(self) -> dict[str, Any]:
+        """The answer to a request that wants the model's memory to be free."""
+        return self._line("", "", []) | {"done": True, "done_reason": "unload"}
+
     def _add(self, part: ToolCallDelta) -> None:
         if part.index == len(self._calls):
             self._calls.append(ToolCall(part.id, part.name, part.arguments))

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from djinn_client.protocol import (
     DescribeTokenizer,
+    Done,
     Embedded,
     Generate,
     Generated,
@@ -17,6 +18,7 @@ from djinn_client.protocol import (
     ModelInfo,
     ModelReply,
     TokenizerInfo,
+    UnloadModel,
 )
 from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.calls.finish import finish_reason
@@ -50,7 +52,7 @@ class Named(msgspec.Struct):
 async def chat(request: HttpRequest) -> Reply:
     body = request.body(ChatBody)
     if not body.messages:
-        return await _load(request, body, ollama_reply.Lines("chat", body.model))
+        return await _without_prompt(request, body, ollama_reply.Lines("chat", body.model))
     return await _answer(request, body, ollama_reply.Lines("chat", body.model), body.generation(chat=body.chat()))
 
 
@@ -60,7 +62,7 @@ async def complete(request: HttpRequest) -> Reply:
     body.expect_possible()
     lines = ollama_reply.Lines("generate", body.model)
     if not body.prompt:
-        return await _load(request, body, lines)
+        return await _without_prompt(request, body, lines)
     if body.raw or not (await _tokenizer(request, body.model_name)).has_chat:
         if body.system:
             request.ignore(["system"])
@@ -129,8 +131,12 @@ async def _events(
                 yield told
 
 
-async def _load(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines) -> Whole:
+async def _without_prompt(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines) -> Whole:
+    """Loads the model, or unloads it if its lifetime is to be nothing."""
     async with request.link() as link:
+        if body.unloads:
+            await link.call(UnloadModel(id=0, model=body.model_name), Done)
+            return json(lines.unloaded())
         await link.call(LoadModel(id=0, model=body.model_name), ModelReply)
     return json(lines.loaded())
 

@@ -7,11 +7,18 @@ import msgspec
 import pytest
 
 from djinnd.gateway.entry.request import MAX_IGNORED, HttpRequest
+from djinnd.gateway.entry.unknown_fields import MAX_OBJECTS
 from djinnd.gateway.http.errors import HttpError, problem_of
+
+
+class Content(msgspec.Struct):
+    text: str = ""
+    parts: list[Content] | None = None
 
 
 class Body(msgspec.Struct):
     model: str
+    content: str | list[Content] = ""
     arguments: dict[str, Any] | None = None
 
 
@@ -42,6 +49,23 @@ def test_a_body_s_unknown_fields_are_noted_up_to_a_bound():
     many.body(Body)
     many.ignore(["more"])
     assert len(many.ignored) == MAX_IGNORED
+
+
+def test_unknown_fields_inside_others_are_noted_with_the_path_to_them():
+    content = {"text": "a", "parts": [{"text": "b", "zebra": 1}, {"text": "c", "parts": [{"yak": {}}]}], "yak": 2}
+    request = request_of(msgspec.json.encode({"model": "m", "content": [content], "arguments": {"any": 1}}))
+    assert request.body(Body).content[0].parts[0].text == "b"
+    assert request.ignored == {"content.parts.zebra", "content.parts.parts.yak", "content.yak"}
+
+
+def test_a_body_of_many_objects_is_looked_into_up_to_a_bound():
+    parts = [{"text": "a"}] * MAX_OBJECTS + [{"zebra": 1}]
+    request = request_of(msgspec.json.encode({"model": "m", "content": parts}))
+    request.body(Body)
+    assert request.ignored == set()
+    request = request_of(msgspec.json.encode({"model": "m", "content": parts[1:]}))
+    request.body(Body)
+    assert request.ignored == {"content.zebra"}
 
 
 @pytest.mark.parametrize("depth", [900, 1_000, 10_000])

@@ -89,3 +89,21 @@ def test_a_prompt_with_a_suffix_is_refused():
 
 def test_options_without_effect_are_named():
     assert list(body(options={"num_ctx": 4096, "seed": 1}).ignored()) == ["options.num_ctx"]
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "unloads"),
+    [
+        (0, True),
+        (0.0, True),
+        ("0", True),
+        ("0s", True),
+        ("0.0h", True),
+        (5, False),
+        ("5m", False),
+        (-1, False),
+        (None, False),
+    ],
+)
+def test_a_lifetime_of_nothing_unloads_a_model(keep_alive, unloads):
+    assert ChatBody(model="m", keep_alive=keep_alive).unloads == unloads
