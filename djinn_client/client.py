@@ -41,7 +41,7 @@ class Session(InsideModel):
     `model` is loaded first if it is not loaded. `on_progress` is called with how far that has come; without it, a
     terminal shows a progress line when loading takes longer than a second. `address` is the path of the daemon's
     socket; None: $DJINND_ADDRESS, then the system's, then the user's. `priority` None is the highest class that the
-    caller may have. `token` is one of the daemon's tokens (docs/tokens.md); None: $DJINND_TOKEN. The `with` block
+    caller may have. `token` is one of the daemon's tokens (docs/guide/tokens.md); None: $DJINND_TOKEN. The `with` block
     closes the session.
 
     Ctrl-C in any call stops the work in the daemon within one step, and the session stays usable. Threads may share a

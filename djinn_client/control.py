@@ -160,9 +160,9 @@ class Client:
         **options: Unpack[ConversedOptions],
     ) -> Generated:
         """Generates behind a whole prompt, a text or token ids; the daemon chooses a session that has as much of it as
-        possible, computes the rest, and keeps the session for the next such call. docs/conversations.md says which
-        session it is and how long it is kept; the reply's `session` names it, for `attach`. The options are those of
-        `ConversedOptions`.
+        possible, computes the rest, and keeps the session for the next such call. The reply's `session` names
+        it, for `attach`; docs/guide/conversations.md says which session it is and how long it is kept. The options are
+        those of `ConversedOptions`.
 
         Raises what `Session` and `Session.generate` raise."""
         request = stateless.conversed(model, prompt, options)
@@ -192,7 +192,7 @@ class Client:
     ) -> Embeddings:
         """A vector for each of up to 2,048 texts, or rows of token ids: the mean of what the model's final norm gives
         for the input's tokens, or with `pooling="last"` the last row (None: as configured for the model); of length 1
-        unless `normalize` is False. docs/embeddings.md.
+        unless `normalize` is False. docs/guide/embeddings.md.
 
         Raises what `Session` raises, and PromptTooLong."""
         request = stateless.embed(model, inputs, pooling, normalize)
@@ -322,7 +322,8 @@ class Client:
     ) -> TokenAdded:
         """A token, for administrators; the reply's `token` is told this once. It stands for the Unix user `user`, or,
         if that is "", for a principal of this name. Connections with it use sessions of `highest_class` or below (None:
-        of any class that the principal may have), and it ends after `expires_s` seconds (0: never). docs/tokens.md.
+        of any class that the principal may have), and it ends after `expires_s` seconds (0: never). See
+        docs/guide/tokens.md.
 
         Raises InvalidRequest for a name that is taken or is none, QuotaExceeded, Retry where it cannot be written."""
         return self._call(

@@ -1,7 +1,8 @@
 """Conversations of programs that know no sessions: each call brings the whole transcript, the daemon finds the session.
 
 A stateless program sends all of its messages again with each call. The daemon keeps a session for each such
-conversation and goes on with it, so that a call computes only what is new in its prompt. See docs/conversations.md.
+conversation and goes on with it, so that a call computes only what is new in its prompt. See
+docs/guide/conversations.md.
 """
 
 from __future__ import annotations

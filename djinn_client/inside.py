@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class InsideModel:
-    """This part of `Session`. See docs/whitebox.md."""
+    """This part of `Session`. See docs/guide/whitebox.md."""
 
     _steps: SessionSteps
 
@@ -56,8 +56,8 @@ class InsideModel:
         in the order in which they were made.
 
         Raises InvalidRequest for a point that the model has not, a vector of another width, one with NaN or infinities
-        (which may only replace something: see docs/whitebox.md), or one that is larger than a call can carry (15 MiB);
-        SessionBusy, QuotaExceeded, Retry."""
+        (which may only replace something: see docs/guide/whitebox.md), or one that is larger than a call can carry
+        (15 MiB); SessionBusy, QuotaExceeded, Retry."""
         steps = whitebox.steer(self._steps, point, vector, op, scale, low, high, positions)
         return Edit(self._steps, run(steps), run)
 

@@ -346,7 +346,7 @@ class GetQuotas(Request, tag="quotas"):
 
 class PublishPrefix(Request, tag="publish_prefix"):
     """From now on the sessions of all users that begin with the first `tokens` tokens of this session (None: with all
-    of them) share their pages. Answered by PrefixPublished. For administrators: docs/sessions.md says what it
+    of them) share their pages. Answered by PrefixPublished. For administrators: docs/guide/sessions.md says what it
     reveals."""
 
     session: Name

@@ -7,7 +7,7 @@
          └───────────┴─────────┴─────────┴──────────────┴────────────────┴─────────────────────────────────────────────┘
 
 The header has the checksum of the pages. Checksums are XXH3-128: they find damage, not forgery. A user
-that loads a file with KV trusts its writer; the daemon keeps that KV from all other sessions: see docs/export.md.
+that loads a file with KV trusts its writer; the daemon keeps that KV from all other sessions: see docs/guide/export.md.
 """
 
 from __future__ import annotations

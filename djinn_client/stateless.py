@@ -1,6 +1,6 @@
 """Calls without a session of the caller's: each brings its whole prompt, and the daemon chooses the session.
 
-See docs/conversations.md for how it chooses, and docs/embeddings.md for vectors.
+See docs/guide/conversations.md for how it chooses, and docs/guide/embeddings.md for vectors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The schema of the configuration. The names are the keys of djinnd.yaml; docs/configuration.md explains them."""
+"""The schema of the configuration: the keys of djinnd.yaml, which docs/reference/configuration.md explains."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Quota(Struct, frozen=True):
 
 
 class Functions(Struct, frozen=True):
-    """Functions of clients that run in intervention processes: permitted users, and limits. See docs/whitebox.md."""
+    """Functions of clients in intervention processes: permitted users, and limits. See docs/guide/whitebox.md."""
 
     users: tuple[User, ...] = ()  # without users and groups, no functions run
     groups: tuple[Group, ...] = ()
@@ -232,7 +232,7 @@ class Functions(Struct, frozen=True):
 
 
 class Http(Struct, frozen=True):
-    """The gateway, a process of its own that serves HTTP. See docs/http.md."""
+    """The gateway, a process of its own that serves HTTP. See docs/reference/http.md."""
 
     listen: PathText = ""  # HOST:PORT; "": no TCP
     socket: PathText = ""  # the path of a Unix socket; "": none
@@ -264,7 +264,7 @@ class Http(Struct, frozen=True):
 
 
 class Scheduling(Struct, frozen=True):
-    """Settings of the scheduler. See docs/scheduling.md."""
+    """Settings of the scheduler. See docs/design/scheduling.md."""
 
     # The longest step allowed while other sessions decode, as a multiple of a decode step of one row.
     slowdown: Annotated[float, Meta(ge=1)] = 1.25

@@ -67,7 +67,7 @@ def _cors(http: Http) -> list[Middleware]:
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:
-    told = f"there is nothing at {request.scope['path'][:200]}: docs/http.md lists what there is"
+    told = f"there is nothing at {request.scope['path'][:200]}: docs/reference/http.md lists what there is"
     return _refusal(request, Problem(404, told))
 
 

@@ -28,7 +28,7 @@ async def version(request: HttpRequest) -> Whole:
 async def metrics(request: HttpRequest) -> Whole:
     """Only administrators may read them: the daemon's part names its users. Raises HttpError."""
     if not request.pool.is_admin:
-        raise HttpError(403, "metrics are for administrators: docs/http.md")
+        raise HttpError(403, "metrics are for administrators: docs/reference/http.md")
     async with request.link() as link:
         request.metrics.daemon(await link.call(GetStatus(id=0), StatusReply))
     return Whole(await request.metrics.text(), content_type=CONTENT_TYPE)

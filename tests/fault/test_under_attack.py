@@ -19,7 +19,7 @@ from tests.support.victim import Victim
 
 ATTACKERS = (23001, 23002)
 SECONDS = 30.0  # seconds that an attack may take; then its process is killed
-SERVER_MIB = 400  # most growth of the server under any attack: docs/security.md
+SERVER_MIB = 400  # most growth of the server under any attack: docs/design/security.md
 
 
 def peak_mib(pid: int) -> int:

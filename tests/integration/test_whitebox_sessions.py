@@ -222,7 +222,7 @@ def test_a_session_saved_with_its_kv(llama: Path, roomy_daemon: Daemon, tmp_path
         s.save(tmp_path / "edited")
     with djinn.load(tmp_path / "edited", address=roomy_daemon.address) as t:
         assert t.info.foreign_kv and t.edits() == []
-        # The last token's KV is computed again if nothing follows it: see docs/export.md.
+        # The last token's KV is computed again if nothing follows it: see docs/guide/export.md.
         over = Change(WHERE, ops.add(V, 3), end=len(tokens) - 1)
         assert go_on(t) == model.greedy(tokens, NEW, [over])
 

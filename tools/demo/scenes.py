@@ -100,8 +100,9 @@ djinnctl run {model}
 djinnctl ps"""
     )
     page.note(
-        "Any checkpoint's folder or hub id is a model: docs/models.md. Chats: docs/chat.md. HTTP: docs/http.md. Inside "
-        "the model: docs/whitebox.md. A service for everybody: docs/service.md."
+        "Any checkpoint's folder or hub id is a model: docs/guide/models.md. Chats: docs/guide/chat.md. "
+        "HTTP: docs/reference/http.md. Inside the model: docs/guide/whitebox.md."
+        " A service for everybody: docs/guide/service.md."
     )
 
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's stateful API. A response is a point of a conversation: docs/conversations.md."""
+"""`/v1/responses`: OpenAI's stateful API. A response is a point of a conversation: docs/guide/conversations.md."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 """The principals of requests: tokens, the principals that they stand for, and the names of principals.
-docs/tokens.md."""
+docs/guide/tokens.md."""

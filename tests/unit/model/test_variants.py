@@ -70,7 +70,7 @@ def longrope(frequencies: int, **more: Any) -> dict[str, Any]:
 
 
 VARIANTS: dict[str, PreTrainedConfig] = {
-    # families of docs/families.md
+    # families of docs/reference/families.md
     "falcon: heads of their own, one branch after the other": FalconConfig(
         **GPT, multi_query=False, parallel_attn=False, bias=True
     ),

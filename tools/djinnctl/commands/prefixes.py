@@ -23,7 +23,7 @@ def prefix() -> None:
 def publish(settings: Settings, session: str, tokens: int | None) -> None:
     """Make the beginning of SESSION public, as far as it fills pages.
 
-    Other users can find out that text, so it must not be secret: see docs/sessions.md.
+    Other users can find out that text, so it must not be secret: see docs/guide/sessions.md.
     """
     from djinnctl import render
 
