@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.daemon import ROOT, clean_environ, warm_python
 from tests.support.models import tiny_model
-from tools.bench.report import Report
+from tools.bench.harness.report import Report
 
 
 def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
@@ -26,7 +26,7 @@ def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
 @pytest.mark.long
 def test_paging_between_all_tiers(tmp_path: Path) -> None:
     small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=32")
-    shown, found = bench("kv", tmp_path / "kv.json", *small, f"--folder={tmp_path}")
+    shown, found = bench("paging.kv", tmp_path / "kv.json", *small, f"--folder={tmp_path}")
     assert "token of one on the host (copied)" in shown and "token of one computed anew (computed)" in shown
     assert found["tokens"] == 512 and found["session_bytes"] == 2 * found["page_bytes"]
     assert [one["computed"] for one in found["from_host"] + found["when_expected"]] == [1, 1]
@@ -44,7 +44,7 @@ def test_paging_between_all_tiers(tmp_path: Path) -> None:
 def test_more_sessions_than_fit_and_the_same_with_room(tmp_path: Path) -> None:
     work = ("--sessions=6", "--context=300", "--new=4", "--turns=1")
     sizes = ("--memory=512MiB", "--room=512MiB", "--kv=7MiB", "--host-kv=32MiB", "--disk-kv=32MiB")
-    shown, found = bench("oversubscribe", tmp_path / "found.json", *work, *sizes)
+    shown, found = bench("paging.oversubscribe", tmp_path / "found.json", *work, *sizes)
     assert "one after another" in shown and "all at once" in shown
     assert found["demand"]["kv_bytes"] > found["model"]["kv_bytes"] and found["groups"] == 1
     assert found["findings"] == []
@@ -73,7 +73,7 @@ def test_agents_that_wait_for_their_tools(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_continuing_a_session_beside_its_peers(tmp_path: Path) -> None:
-    shown, found = bench("resume", tmp_path / "found.json", "--memory=512MiB", "--tokens=256", "--rounds=1")
+    shown, found = bench("paging.resume", tmp_path / "found.json", "--memory=512MiB", "--tokens=256", "--rounds=1")
     assert "recompute" in shown and "expected" in shown
     (session,) = found["sessions"]
     assert session["same_token"] and session["copied"]

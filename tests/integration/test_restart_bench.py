@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.models import tiny_model
-from tools.bench.restart_sessions import Work, measure, summary
+from tools.bench.paging.restart_sessions import Work, measure, summary
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.daemon import ROOT, clean_environ, warm_python
 from tests.support.models import tiny_model
-from tools.bench.report import Report
+from tools.bench.harness.report import Report
 from tools.bench.stream.outcome import Results, Status
 from tools.bench.stream.served import Serving, measure
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import reduced_model
+from tools.bench.peers.whitebox_job import PEERS, Job, measure
 from tools.bench.stream.outcome import Status
-from tools.bench.white_peers import PEERS, Job, measure
 
 PROMPTS = [[5, 9, 33, 40, 7], [300, 20, 101, 7, 55]]
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from typing import Any
 
-from tools.bench import bus
+from tools.bench.harness import bus
 
 BYTES = 8 << 20
-_HERE, _BUS = "tests.support.short_copies", "tools.bench.bus"
+_HERE, _BUS = "tests.support.short_copies", "tools.bench.harness.bus"
 
 
 def main() -> None:

@@ -1,1 +1,1 @@
-"""Experiments: one file each, run as `python -m tools.bench.NAME`. They use the client like anybody else."""
+"""Benches, a room for each subject: `python -m tools.bench.ROOM.NAME`. They use the client like any other program."""

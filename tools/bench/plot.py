@@ -30,8 +30,8 @@ import click
 import msgspec
 
 from djinn_client.scheduling import Spread
-from tools.bench import agent_results as agents
-from tools.bench.report import Report
+from tools.bench.agents import results as agents
+from tools.bench.harness.report import Report
 from tools.bench.stream.outcome import Results, Status
 
 FORMATS = ("png", "svg")

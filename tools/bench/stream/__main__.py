@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from djinn_client.errors import DjinnError, InvalidRequest
-from tools.bench.report import Report, record, report, save
+from tools.bench.harness.report import Report, record, report, save
 from tools.bench.stream import checkpoint
 from tools.bench.stream.experiment import SERVED, Contender, Experiment, read
 from tools.bench.stream.outcome import Results

@@ -26,11 +26,11 @@ class Peer(NamedTuple):
 
 
 PEERS: dict[Contender, Peer] = {
-    "gpu-only": Peer("peer_transformers", "transformers", needs_cuda=False),
-    "accelerate": Peer("peer_accelerate", "accelerate"),
-    "diffusers": Peer("peer_diffusers", "diffusers"),
-    "deepspeed": Peer("peer_deepspeed", "deepspeed"),
-    "deepspeed-persistent": Peer("peer_deepspeed", "deepspeed", arguments=("persistent",)),
+    "gpu-only": Peer("transformers", "transformers", needs_cuda=False),
+    "accelerate": Peer("accelerate", "accelerate"),
+    "diffusers": Peer("diffusers", "diffusers"),
+    "deepspeed": Peer("deepspeed", "deepspeed"),
+    "deepspeed-persistent": Peer("deepspeed", "deepspeed", arguments=("persistent",)),
 }
 
 
@@ -52,7 +52,7 @@ def measure(contender: Contender, job: Job, folder: Path, limit_s: float) -> Out
 
 def run_apart(module: str, arguments: Sequence[str], said: Path, limit_s: float) -> str:
     """Runs a peer's process to its end. `said` receives what it says. → how it ended, should it leave no answer."""
-    command = [sys.executable, "-m", f"tools.bench.{module}", *arguments]
+    command = [sys.executable, "-m", f"tools.bench.peers.{module}", *arguments]
     with said.open("w") as log:
         try:
             ended = subprocess.run(

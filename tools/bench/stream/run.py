@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tools.bench.prompts import prompt
+from tools.bench.harness.prompts import prompt
 from tools.bench.stream import equality, peers, served
 from tools.bench.stream.checkpoint import Checkpoint
 from tools.bench.stream.equality import Logits
@@ -28,7 +28,7 @@ Keep = Callable[[Results], None]
 def measure_bus(device: str, pieces_mib: tuple[int, ...]) -> Results:
     """The results of an experiment that begins: what the machine can do, from a process of its own."""
     options = ["--json", f"--device={device}", f"--pieces-mib={','.join(map(str, pieces_mib))}"]
-    command = [sys.executable, "-m", "tools.bench.bus", *options]
+    command = [sys.executable, "-m", "tools.bench.harness.bus", *options]
     said = subprocess.run(command, cwd=peers.ROOT, stdout=subprocess.PIPE, check=True).stdout
     rates: dict[str, Any] = msgspec.json.decode(said)
     bus = {int(piece): rate for piece, rate in rates["bus"].items()}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import yaml
 
 import djinn_client as djinn
-from tools.bench.prompts import prompt
+from tools.bench.harness.prompts import prompt
 from tools.bench.stream.experiment import Shape, size
 from tools.bench.stream.outcome import Found, Outcome, Status
 from tools.bench.stream.sharer import Sharing, hand_over

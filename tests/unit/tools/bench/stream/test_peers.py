@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import reduced_model
-from tools.bench.peer import blocks_of, skeleton, weight_bytes
-from tools.bench.peer_accelerate import device_map
+from tools.bench.peers.accelerate import device_map
+from tools.bench.peers.peer import blocks_of, skeleton, weight_bytes
 from tools.bench.stream import peers
 from tools.bench.stream.outcome import Job, Status
 
@@ -51,7 +51,7 @@ def test_what_needs_cuda_is_skipped_without(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.PEERS, "deepspeed", peers.Peer("peer_deepspeed", "no_such_package"))
+    monkeypatch.setitem(peers.PEERS, "deepspeed", peers.Peer("deepspeed", "no_such_package"))
     outcome = peers.measure("deepspeed", job(tmp_path, tmp_path, "cuda:0"), tmp_path, limit_s=1)
     assert (outcome.status, outcome.note) == (Status.SKIPPED, "no_such_package is not installed")
 

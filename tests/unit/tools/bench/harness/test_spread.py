@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from djinn_client.scheduling import Spread
+from tools.bench.harness.spread import Median, median, spread
+
+
+def test_percentiles_are_exact() -> None:
+    found = spread([float(value) for value in range(101)])
+    assert (found.count, found.mean, found.p50, found.p90, found.p99, found.worst) == (101, 50.0, 50.0, 90.0, 99.0, 100)
+
+
+def test_their_order_does_not_matter_and_between_two_they_are_interpolated() -> None:
+    assert spread([3.0, 1.0]) == spread([1.0, 3.0])
+    assert spread([3.0, 1.0]).p90 == pytest.approx(2.8)
+
+
+def test_of_one_and_of_none() -> None:
+    assert spread([0.5]) == Spread(1, 0.5, 0.5, 0.5, 0.5, 0.5)
+    assert spread([]) == Spread()
+
+
+def test_a_median_is_as_sure_as_coins() -> None:
+    """Of 6 samples all lie on one side of the true median once in 32; of 20, so do 15 or more once in 24."""
+    assert median([3.0, 1.0, 6.0, 2.0, 5.0, 4.0]) == Median(3.5, 1.0, 6.0)
+    assert median([float(value) for value in range(20)]) == Median(9.5, 5.0, 14.0)
+    assert median([0.0, 1.0]) == Median(0.5, 0.0, 1.0)
+
+
+def test_the_true_median_is_in_the_interval_19_times_of_20() -> None:
+    chance = random.Random(0)
+    samples = [median([chance.expovariate(math.log(2)) for _ in range(45)]) for _ in range(2000)]
+    held = sum(each.low <= 1.0 <= each.high for each in samples) / len(samples)
+    assert 0.945 <= held <= 0.985, held

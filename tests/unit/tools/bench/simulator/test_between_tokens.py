@@ -1,0 +1,97 @@
+"""How much longer interactive sessions wait for a token because others are served beside them, on devices whose steps
+take exactly what a table says: what is left is what the scheduler decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from djinn_client.scheduling import Spread
+from djinnd.core.batch import Batch, Row
+from djinnd.model.graphs import CHUNK_TOKENS, DECODE_ROWS
+from tools.bench.harness.spread import spread
+from tools.bench.loads.load import Group, Load
+from tools.bench.simulator.engine import Machine, SimulatedEngine
+from tools.bench.simulator.load import simulate
+from tools.bench.simulator.machines import H200_13B
+
+BAR = 1.3  # times the undisturbed step
+ASKING = Group(
+    klass="interactive",
+    sessions=2,
+    context=(32, 64),
+    prompt=(16, 32),
+    answer=(24, 48),
+    calls=50,
+    pause_s=(0.2, 0.6),
+)
+BATCH = Group(klass="batch", sessions=8, context=(64, 128), answer=(100, 200))
+
+
+class Graphs(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rounds a step up to the shapes that CUDA captures: for rows of one token, and for all tokens of another step."""
+
+    def seconds(self, batch: Batch) -> tuple[float, float, float]:
+        rows, tokens = len(batch.rows), batch.tokens
+        kv = sum(row.end for row in batch.rows) * self.kv_token
+        if tokens == rows:
+            return 0.0080 + 1e-5 * next(shape for shape in DECODE_ROWS if shape >= rows), 0.0, kv
+        return 0.0090, 31e-6 * next(shape for shape in CHUNK_TOKENS if shape >= tokens), kv
+
+
+GRAPHS = Graphs(**msgspec.structs.asdict(H200_13B))
+STREAMED = msgspec.structs.replace(H200_13B, rows=((1, 0.5), (256, 0.52)))
+SHAKING = msgspec.structs.replace(H200_13B, jitter=(0.9, 0.95, 1.0, 1.0, 1.0, 1.05, 1.1))  # what is measured shakes
+PROCESSOR = msgspec.structs.replace(  # this project's tiny model on two cores: a second row costs nearly a whole step
+    H200_13B,
+    rows=((1, 0.00405), (2, 0.00725), (4, 0.00776), (8, 0.00818), (16, 0.00976)),
+    chunk=((0, 0.0), (31, 0.0036), (63, 0.0055), (127, 0.0096), (255, 0.021), (511, 0.043)),
+    max_tokens=512,
+)
+
+
+def disturbance(machine: Machine, seconds: float) -> Spread:
+    """Of each token between two: the step's time, by what the interactive rows of it that decode would take alone. When
+    it has been measured for a while how long steps take."""
+    engine = SimulatedEngine(machine)
+    found: list[float] = []
+
+    def ran(batch: Batch, took: float) -> None:
+        own = tuple(filter(_decodes, batch.rows))
+        if own and engine.now > seconds / 4:
+            found.extend([took / sum(machine.seconds(replace(batch, rows=own)))] * len(own))
+
+    engine.ran = ran
+    simulate(engine, Load(seconds=seconds, groups={"asking": ASKING, "batch": BATCH}))
+    return spread(found)
+
+
+def _decodes(row: Row) -> bool:
+    return row.session.klass == "interactive" and row.session.remaining == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "seconds"), [(H200_13B, 20.0), (GRAPHS, 20.0), (PROCESSOR, 20.0), (STREAMED, 400.0)]
+)
+def test_the_time_between_tokens_is_what_the_policy_says(machine: Machine, seconds: float) -> None:
+    found = disturbance(machine, seconds)
+    assert found.count > 500
+    assert found.p99 <= BAR
+
+
+def test_steps_that_take_now_more_and_now_less_are_learned_all_the_same() -> None:
+    plain, shaking = disturbance(H200_13B, 20.0), disturbance(SHAKING, 20.0)
+    assert shaking.p50 <= 1.1 * plain.p50
+    assert shaking.p99 <= 1.1 * BAR
+
+
+def test_the_first_steps_of_a_model_are_no_leap_in_the_dark() -> None:
+    """What takes longer than anything before it is tried in small pieces."""
+    engine = SimulatedEngine(H200_13B)
+    found: list[float] = []
+    engine.ran = lambda batch, took: found.append(took) if any(map(_decodes, batch.rows)) else None
+    long = msgspec.structs.replace(BATCH, context=(1000, 2000))
+    simulate(engine, Load(seconds=5.0, groups={"asking": ASKING, "batch": long}))
+    assert max(found) < 2 * min(found)

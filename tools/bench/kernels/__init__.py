@@ -1,0 +1,1 @@
+"""The bench of kernels: their times beside the limits of the device."""

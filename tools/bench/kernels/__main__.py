@@ -1,0 +1,97 @@
+"""How near the kernels come to what the device can do: decode to its memory, prefill to contiguous attention.
+
+    python -m tools.bench.kernels [--sweep] [--only KERNEL]… [--json FILE] [--record]
+
+Experiments use the client and not djinnd; this one times kernels and not calls, so it imports djinnd.model.kernels,
+what they are given, and nothing else of it. Needs CUDA. A measurement goes through all blocks of a page-major pool
+whose pages lie scattered, as a step does, in one captured graph: no time of the host is in it, and a block's KV is not
+in the cache from the round before. With --sweep the same cases run with other tiles and splits, which are compiled
+beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tools.bench.harness.report import record, report
+from tools.bench.kernels import attention
+from tools.bench.kernels import blocks as block
+from tools.bench.kernels.timing import CHOSEN, DTYPE, HEAD_DIM, PAGE_SIZE, Measured, copy_rate
+
+KERNELS = (
+    "decode",
+    "prefill",
+    "mixed",
+    "kv_write",
+    "rms_norm",
+    "rope",
+    "gated",
+    "matvec",
+    "few_rows",
+    "unpack",
+    "packed_product",
+)
+
+
+def show(console: Console, results: list[Measured]) -> None:
+    table = Table("kernel", "case", "variant", box=None, pad_edge=False)
+    for title in ("µs", "rate", "share"):
+        table.add_column(title, justify="right")
+    for r in results:
+        share = "" if r.share is None else f"{r.share:.0%}"
+        table.add_row(r.kernel, r.case, r.variant, f"{r.microseconds:.1f}", f"{r.rate:,.0f} {r.unit}", share)
+    console.print(table)
+
+
+def summary(ceiling: float, results: list[Measured]) -> str:
+    chosen = [r for r in results if r.variant == CHOSEN and r.share is not None and r.kernel in KERNELS[:3]]
+    return f"copy {ceiling:,.0f} GB/s; " + "; ".join(f"{r.kernel} {r.case}: {r.share:.0%}" for r in chosen)
+
+
+@click.command(help=__doc__.partition("\n")[0])
+@click.option("--sweep", is_flag=True, help="Other tiles and splits, too.")
+@click.option("--only", multiple=True, type=click.Choice(KERNELS), help="These kernels; again for more.")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Where to put the results.")
+@click.option("--record", "recorded", is_flag=True, help="Add them to docs/results.md.")
+def main(sweep: bool, only: tuple[str, ...], file: Path | None, recorded: bool) -> None:
+    if not torch.cuda.is_available():
+        raise click.ClickException("these kernels run on CUDA, and there is no CUDA device")
+    ceiling = copy_rate()
+    measure: dict[str, Callable[[], Iterator[Measured | None]]] = {
+        "decode": lambda: attention.measure_decode(ceiling, sweep),
+        "prefill": lambda: attention.measure_prefill(sweep),
+        "mixed": lambda: attention.measure_mixed(ceiling),
+        "kv_write": lambda: attention.measure_kv_write(ceiling),
+        "rms_norm": lambda: block.measure_rms_norm(ceiling),
+        "rope": lambda: block.measure_rope(ceiling),
+        "gated": lambda: block.measure_gated(ceiling),
+        "matvec": lambda: block.measure_matvec(ceiling),
+        "few_rows": lambda: block.measure_few_rows(ceiling, sweep),
+        "unpack": lambda: block.measure_unpack(ceiling),
+        "packed_product": lambda: block.measure_packed_product(ceiling, sweep),
+    }
+    console = Console(width=120)
+    console.print(f"copy: {ceiling:,.0f} GB/s read and written")
+    results: list[Measured] = []
+    for kernel in only or KERNELS:
+        found = [one for one in measure[kernel]() if one is not None]
+        show(console, found)
+        results += found
+    parameters = {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "dtype": str(DTYPE), "sweep": sweep}
+    measured = {"copy_gb_s": ceiling, "kernels": [asdict(r) for r in results]}
+    if file:
+        file.write_text(json.dumps(measured, indent=2))
+    if recorded:
+        record(report("kernels", parameters, measured, summary(ceiling, results)))
+
+
+if __name__ == "__main__":
+    main()

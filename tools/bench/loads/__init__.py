@@ -1,0 +1,1 @@
+"""Loads of many sessions, drawn before they run, and their figures."""

@@ -1,0 +1,219 @@
+"""What kv.py measures of a PagedModel: sessions that leave the device and come back, and their forks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import djinn_client as djinn
+from djinn_client.protocol import Span
+from tools.bench.harness.paged_model import PagedModel
+
+STEPS = 32  # of a session that decodes alone
+TRACE_S = 0.5  # beside what copying is expected to take
+
+
+class Copied(NamedTuple):
+    """Of one direction."""
+
+    nbytes: int
+    seconds: float  # as the daemon says, or as the client has waited
+    traced_bytes: int  # by copies in the trace; 0 where it has none
+    traced_seconds: float  # from the first one's start to the last one's end
+
+    @property
+    def rate(self) -> float:
+        return self.nbytes / self.seconds
+
+    @property
+    def traced_rate(self) -> float | None:
+        return self.traced_bytes / self.traced_seconds if self.traced_bytes else None
+
+
+class Woken(NamedTuple):
+    """A session that was asked for a token."""
+
+    seconds: float  # to the token, on the client's clock
+    nbytes: int  # of its KV
+    computed: int  # tokens: 1 where the KV was there or was copied
+
+
+# --- over the bus -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def traced(address: str, seconds: float) -> Iterator[Callable[[], list[Span]]]:
+    """What is called in the end gives the spans of so many seconds from the context's beginning."""
+    with djinn.Client(address) as client, ThreadPoolExecutor(1) as thread:
+        client.ping()
+        spans = thread.submit(client.trace, steps=100, seconds=seconds)
+        time.sleep(0.05)  # until the engine knows
+        yield lambda: spans.result().spans
+
+
+def copied(nbytes: int, seconds: float, spans: Sequence[Span], name: str) -> Copied:
+    """`name`: that the copies' spans begin with."""
+    ours = [span for span in spans if span.name.startswith(name)]
+    if not ours:
+        return Copied(nbytes, seconds, 0, 0.0)
+    began = min(span.start_us for span in ours)
+    ended = max(span.start_us + span.duration_us for span in ours)
+    return Copied(nbytes, seconds, sum(span.args["bytes"] for span in ours), (ended - began) / 1e6)
+
+
+def demote(model: PagedModel, expected_s: float) -> Copied:
+    """A fresh session is paused to the host: until it is found there."""
+    with model.session() as session, traced(model.address, TRACE_S + expected_s) as spans:
+        reply = session.pause("host")
+        return copied(reply.nbytes, reply.seconds, spans(), "demote")
+
+
+def promote(model: PagedModel, expected_s: float) -> Copied:
+    """A session that is on the host only is resumed: until it is on the device."""
+    with model.session() as session:
+        nbytes = session.pause("host").nbytes
+        model.overwrite()
+        with traced(model.address, TRACE_S + expected_s) as spans:
+            return copied(nbytes, _arrival(model, session), spans(), "promote")
+
+
+def exchange(model: PagedModel, expected_s: float) -> tuple[Copied, Copied]:
+    """One session comes (the second result) as another one leaves."""
+    with model.session() as comes:
+        nbytes = comes.pause("host").nbytes
+        model.overwrite()
+        tracing = traced(model.address, TRACE_S + 2 * expected_s)
+        with model.session() as leaves, ThreadPoolExecutor(1) as thread, tracing as spans:
+            leaving = thread.submit(leaves.pause, "host")
+            seconds = _arrival(model, comes)
+            reply, drawn = leaving.result(), spans()
+            down = copied(reply.nbytes, reply.seconds, drawn, "demote")
+            return down, copied(nbytes, seconds, drawn, "promote")
+
+
+def _arrival(model: PagedModel, session: djinn.Session) -> float:
+    began = time.perf_counter()
+    session.resume()
+    model.wait_until(session, lambda info: info.state == "idle" and info.pages > 0)
+    return time.perf_counter() - began
+
+
+# --- coming back ------------------------------------------------------------------------------------------------------
+
+
+def step_s(model: PagedModel) -> float:
+    """Of a session alone, with a context of `tokens`."""
+    with model.session() as session:
+        session.generate(max_tokens=2, ignore_eos=True)
+        times = [session.generate(max_tokens=STEPS // 4, ignore_eos=True).timings for _ in range(4)]
+        return statistics.median((t.total - t.first_token) / (STEPS // 4 - 1) for t in times)
+
+
+def token_of(model: PagedModel, session: djinn.Session) -> Woken:
+    """COMPUTE, and a call for one token."""
+    info = model.state(session)
+    held = max(info.host_pages + info.disk_pages, info.pages) * model.info.page_bytes
+    began = time.perf_counter()
+    session.signal("COMPUTE")
+    computed = session.generate(max_tokens=1, ignore_eos=True).usage.computed_tokens
+    return Woken(time.perf_counter() - began, held, computed)
+
+
+def stayed(model: PagedModel, rounds: int) -> list[Woken]:
+    """Asked again while all is on the device: what the call itself takes."""
+    with model.session() as session:
+        return [token_of(model, session) for _ in range(rounds)]
+
+
+def from_host(model: PagedModel, rounds: int) -> list[Woken]:
+    """The client says that it waits, its session leaves; then COMPUTE, and a call. It waits for another tool each time,
+    so that the daemon does not learn when it is expected."""
+    found = []
+    with model.session() as session:
+        for number in range(rounds):
+            session.signal("IO_WAIT", tool=f"round {number}")
+            model.wait_until(session, lambda info: info.pages == 0)
+            model.overwrite()
+            found.append(token_of(model, session))
+    return found
+
+
+def when_expected(model: PagedModel, rounds: int) -> list[Woken]:
+    """The same, and the client has said for how long."""
+    found = []
+    with model.session() as session:
+        began = time.perf_counter()
+        model.overwrite()
+        wait = 2 * (time.perf_counter() - began) + 0.5
+        for _ in range(rounds):
+            asked = time.perf_counter()
+            session.signal("IO_WAIT", expected_s=wait)
+            model.wait_until(session, lambda info: info.pages == 0)
+            model.overwrite()
+            time.sleep(max(0.0, wait - (time.perf_counter() - asked)))
+            found.append(token_of(model, session))
+    return found
+
+
+def from_disk(model: PagedModel, rounds: int) -> tuple[list[Copied], list[Woken]]:
+    """Sessions that are paused to disk, until they are there, and resumed by a call."""
+    down, up = [], []
+    for _ in range(rounds):
+        with model.session() as session:
+            reply = session.pause("disk")
+            down.append(Copied(reply.nbytes, reply.seconds, 0, 0.0))
+            model.overwrite()
+            began = time.perf_counter()
+            session.resume()
+            computed = session.generate(max_tokens=1, ignore_eos=True).usage.computed_tokens
+            up.append(Woken(time.perf_counter() - began, reply.nbytes, computed))
+    return down, up
+
+
+def recomputed(model: PagedModel, rounds: int) -> list[Woken]:
+    """Of a model without lower tiers: others need the pages, and what they held is gone."""
+    found = []
+    with model.session() as session:
+        for number in range(rounds):
+            session.signal("IO_WAIT", tool=f"round {number}")
+            with ExitStack() as others:
+                while model.state(session).pages:
+                    others.enter_context(model.session())
+            model.overwrite()
+            found.append(token_of(model, session))
+    return found
+
+
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+def forks(model: PagedModel, rounds: int, many: int) -> dict[str, Any]:
+    """Of a session whose last page is filled in part: the call, and the pages that it takes."""
+    with model.session() as session, ExitStack() as opened:
+        session.generate(max_tokens=8, ignore_eos=True)
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            fork = session.fork()
+            times.append(time.perf_counter() - began)
+            fork.close()
+        before = model.now().pages_used
+        with session.fork():
+            one = model.now().pages_used - before
+        began = time.perf_counter()
+        for _ in range(many):
+            opened.enter_context(session.fork())
+        all_s = time.perf_counter() - began
+        added = model.now().pages_used - before
+        return {
+            "seconds": times,
+            "pages_of_one": one,
+            "many": many,
+            "pages_of_many": added,
+            "many_s": all_s,
+            "session_pages": model.state(session).pages,
+        }

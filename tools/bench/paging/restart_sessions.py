@@ -1,0 +1,174 @@
+"""A restart of the daemon while many sessions are alive: how soon all can be attached to, what of their KV is still
+there, and whether they go on as if nothing had been.
+
+    python -m tools.bench.paging.restart_sessions CHECKPOINT [--sessions 50] [--context 2048] [--new 8] [--memory 80GiB]
+
+Each session gets a prompt, and a fork of it says what the session will say: one after another, so that every step has
+one row, and each token must be the same, but where KV is computed anew, which is a step of many rows, whose last bits
+are others. Then `djinnctl restart --warm`. All are attached to, and asked in the order in which they began, the worst
+there is where not all of them fit the device. Times count from the command on, and so include the old daemon's end; the
+new one's own is its uptime.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import djinn_client as djinn
+from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
+from tools.bench.harness.report import keep, report
+from tools.bench.paging.kv import allow_connections
+
+LIMIT_S = 120.0  # for the daemon to be there again
+
+
+class Work(NamedTuple):
+    sessions: int
+    context: int  # tokens of each prompt
+    new: int  # tokens that each is asked for afterwards
+
+
+class Left(NamedTuple):
+    """A session that nobody is attached to."""
+
+    id: str
+    tokens: list[int]  # that it will say
+
+
+class Clock:
+    """Since the command, and since the new daemon began."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._began = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+        self.uptime_s: dict[str, float] = {}
+
+    def await_successor(self) -> None:
+        """The old daemon answers until it ends."""
+        while (elapsed := time.perf_counter() - self._began) < LIMIT_S:
+            with suppress(djinn.ConnectionLost, djinn.ShuttingDown):
+                if djinn.status(address=self._address).uptime_s < elapsed:
+                    return
+            time.sleep(0.02)
+        raise click.ClickException(f"no other daemon {LIMIT_S:.0f} s after the command")
+
+    def note(self, what: str) -> None:
+        self.seconds[what] = time.perf_counter() - self._began
+        self.uptime_s[what] = djinn.status(address=self._address).uptime_s
+
+
+def measure(checkpoint: Path, device: str, memory: str, model: dict[str, str], work: Work) -> dict[str, Any]:
+    settings = model | {"disk_kv": "0"}  # the host keeps what is to be found again
+    with (
+        daemon_of(checkpoint, device, memory, settings, None) as address,
+        loaded(address, work.context, tiers=["host"]) as served,
+    ):
+        info = served.now()
+        say(f"{work.sessions} sessions; {info.pages:,} pages on the device, {info.host_pages:,} on the host")
+        left = [leave(served, work) for _ in range(work.sessions)]
+        figures = {name: getattr(info, name) for name in ("pages", "host_pages", "page_bytes", "page_size")}
+        on = djinn.status(address=address).devices[0].description
+        say("restarts")
+        return {"device": on, **figures, **restarted(address, left, work)}
+
+
+def leave(model: PagedModel, work: Work) -> Left:
+    session = djinn.Session(MODEL, address=model.address)
+    session.generate(model.prompt(work.context), max_tokens=1, ignore_eos=True)
+    with session.fork() as fork:
+        tokens = fork.generate(max_tokens=work.new, ignore_eos=True).token_ids
+    session.detach()
+    return Left(session.id, tokens)
+
+
+def restarted(address: str, left: Sequence[Left], work: Work) -> dict[str, Any]:
+    with djinn.Client(address) as client:
+        clock = Clock(address)
+        client.restart(warm=True)
+    clock.await_successor()
+    sessions = [djinn.attach(one.id, address=address) for one in left]
+    clock.note("all attached")
+    replies = []
+    for session in sessions:
+        replies.append(session.generate(max_tokens=work.new, ignore_eos=True))
+        if len(replies) == 1:
+            clock.note("the first went on")
+    clock.note("all went on")
+    for session in sessions:
+        session.close()
+    computed = [reply.usage.computed_tokens for reply in replies]  # before the first new one: the last has no KV yet
+    return {
+        "seconds": clock.seconds,
+        "uptime_s": clock.uptime_s,
+        "sessions": len(sessions),
+        "session_tokens": work.context + 1 + work.new,
+        "computed": computed,
+        "kept": sum(tokens == 1 for tokens in computed),
+        "same_tokens": sum(reply.token_ids == one.tokens for reply, one in zip(replies, left, strict=True)),
+    }
+
+
+def summary(found: dict[str, Any]) -> str:
+    times = ", ".join(
+        f"{what} {seconds:.2f} s (uptime {found['uptime_s'][what]:.2f} s)" for what, seconds in found["seconds"].items()
+    )
+    kv = found["sessions"] * -(-found["session_tokens"] // found["page_size"]) * found["page_bytes"]
+    return (
+        f"{found['sessions']} sessions, {kv / 1e9:.1f} GB of KV: {times}; {found['kept']} with all their KV, "
+        f"{found['same_tokens']} with the tokens as if never stopped"
+    )
+
+
+def say(status: str) -> None:
+    click.echo(f"restart_sessions: {status}", err=True)
+
+
+@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--device", default="auto", show_default=True)
+@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@click.option("--kv", help="Device memory for pages; by default the daemon's choice.")
+@click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
+@click.option("--sessions", default=50, show_default=True)
+@click.option("--context", default=2048, show_default=True, help="Tokens of each prompt.")
+@click.option("--new", default=8, show_default=True, help="Tokens that each is asked for afterwards.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
+@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+def main(
+    checkpoint: Path,
+    device: str,
+    memory: str,
+    kv: str | None,
+    host_kv: str | None,
+    path: Path | None,
+    recorded: bool,
+    **work: int,
+) -> None:
+    checkpoint = checkpoint.resolve()
+    sizes = {"kv": kv, "host_kv": host_kv}
+    model = {name: size for name, size in sizes.items() if size is not None}
+    allow_connections()
+    try:
+        found = measure(checkpoint, device, memory, model, Work(**work))
+    except djinn.DjinnError as error:
+        raise click.ClickException(error.message) from error
+    table = Table("since the command", "seconds", "the daemon's uptime then", title=checkpoint.name)
+    for what, seconds in found["seconds"].items():
+        table.add_row(what, f"{seconds:.2f}", f"{found['uptime_s'][what]:.2f}")
+    table.caption = summary(found)
+    Console().print(table)
+    parameters = {"model": checkpoint.name, "memory": memory, **model, **work}
+    keep(report("restart_sessions", parameters, found, summary(found)), path, recorded=recorded)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Others who stop inside a model, edit and go on: the job that they are given, what they answer, and their process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tools.bench.stream.outcome import Status
+from tools.bench.stream.peers import run_apart
+
+PEERS = ("hooks", "nnsight")
+LIMIT_S = 300.0
+
+
+class Job(msgspec.Struct, kw_only=True, frozen=True):
+    """Each prompt is run, what so many blocks have given for it is scaled, and it goes on to its last token."""
+
+    checkpoint: str
+    device: str  # "cuda:0", or "cpu"
+    dtype: str  # torch's name
+    prompts: list[list[int]]
+    blocks: list[int]
+    scale: float
+    tokens: int
+    answer: str  # file that receives the Answer, as JSON, whenever there is more of it
+
+
+class Edited(msgspec.Struct, kw_only=True):
+    """One figure a prompt."""
+
+    seconds: list[float]
+    tokens: list[list[int]]
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """Of one peer."""
+
+    status: Status
+    note: str = ""  # why not
+    edited: dict[int, Edited] = {}  # by blocks
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """As far as it has come."""
+
+    plain: list[list[int]] = []  # transformers' tokens, without an edit
+    peers: dict[str, Outcome] = {}
+
+
+def measure(job: Job, folder: Path) -> Answer:
+    """Of all peers. `folder` receives the job and what the process says."""
+    asked, said = folder / "job.json", folder / "peers.log"
+    asked.write_bytes(msgspec.json.encode(job))
+    end = run_apart("whitebox", (str(asked),), said, LIMIT_S)
+    there = Path(job.answer)
+    answer = msgspec.json.decode(there.read_bytes(), type=Answer) if there.exists() else Answer()
+    for name in PEERS:
+        answer.peers.setdefault(name, Outcome(status=Status.FAILED, note=end))
+    return answer

@@ -1,0 +1,1 @@
+"""Benches of calls: overhead of daemon and gateway, decoding, formats, fairness, forecasts."""

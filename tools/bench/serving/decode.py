@@ -1,0 +1,155 @@
+"""Decoding with all weights resident, through the daemon, beside transformers' generate in the same run.
+
+    python -m tools.bench.serving.decode CHECKPOINT [--sessions 1 --sessions 16] [--record]
+
+First token: a prompt of `--context` tokens in a fresh session, one new token. Decode: seconds between tokens once every
+session has its prompt, all of them generating at once. The limit is the time to read the weights once at the rate of
+the device's memory, measured in the same run (CUDA only). The logits of one prompt are compared with transformers', and
+as a yardstick transformers' SDPA with its own eager attention.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import djinn_client as djinn
+from tools.bench.harness.prompts import prompt
+from tools.bench.harness.report import keep, report
+from tools.bench.peers import transformers as peer_transformers
+from tools.private_daemon import PrivateDaemon
+
+FIRST_TOKEN_RUNS = 7
+
+
+def first_token_s(
+    address: str, model: str, context: int, vocab: int, pause_s: float = 0.0, seed: int = 0
+) -> list[float]:
+    """Of fresh sessions, one after another; the first warms up and does not count. `pause_s`: before each. `seed`: of
+    the first one's prompt, the next one's is one more; what has been read before would not be computed."""
+    times = []
+    for run in range(FIRST_TOKEN_RUNS + 1):
+        time.sleep(pause_s)
+        with djinn.Session(model, address=address) as session:
+            began = time.perf_counter()
+            session.generate(prompt(context, vocab, seed + run), max_tokens=1, ignore_eos=True)
+            times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+async def decode_s(address: str, model: str, sessions: int, context: int, tokens: int, vocab: int) -> float:
+    """Seconds of a step while so many sessions decode."""
+    opened = [await djinn.AsyncSession(model, address=address).open() for _ in range(sessions)]
+    try:
+        for seed, session in enumerate(opened):
+            await session.generate(prompt(context, vocab, seed), max_tokens=1, ignore_eos=True)
+        calls = [session.generate(max_tokens=tokens, ignore_eos=True) for session in opened]
+        timings = [done.timings for done in await asyncio.gather(*calls)]
+    finally:
+        for session in opened:
+            await session.close()
+    return max(t.total - t.first_token for t in timings) / (tokens - 1)
+
+
+def measure_daemon(checkpoint: Path, device: str, memory: str, work: dict[str, Any]) -> dict[str, Any]:
+    config = f"{{device: '{device}', memory: {memory}}}\n"
+    with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder, PrivateDaemon(Path(folder), config) as daemon:
+        daemon.wait_until_ready(_say)
+        model, address = str(checkpoint), daemon.address
+        began = time.perf_counter()
+        _say(f"loading {checkpoint.name}")
+        # Without a host tier: steps are slower while its memory is pinned, in the first seconds after a load.
+        info = djinn.load(model, host_kv_bytes=0, disk_kv_bytes=0, address=address)
+        loaded = time.perf_counter() - began
+        context, tokens = work["context"], work["tokens"]
+        _say(f"loaded in {loaded:.1f} s; measuring")
+        first = first_token_s(address, model, context, info.vocab)
+        steps = {
+            n: min(asyncio.run(decode_s(address, model, n, context, tokens, info.vocab)) for _ in range(3))
+            for n in work["sessions"]
+        }
+        with djinn.Session(model, address=address) as session:
+            logits = session.forward(prompt(context, info.vocab, 0))
+        status = djinn.status(address=address)
+    return {
+        "load_s": loaded,
+        "first_token_ms": statistics.median(first) * 1e3,
+        "step_ms": {n: seconds * 1e3 for n, seconds in steps.items()},
+        "logits": logits,
+        "weight_bytes": info.weight_bytes,
+        "dtype": info.dtype,
+        "vocab": info.vocab,
+        "used_bytes": status.devices[0].used_bytes,
+        "device": status.devices[0].description,
+    }
+
+
+def _say(status: str) -> None:
+    click.echo(f"decode: {status}", err=True)
+
+
+def table(found: dict[str, Any], peer: dict[str, Any], limit_ms: float | None) -> Table:
+    limit = "" if limit_ms is None else f"; reading the weights once takes {limit_ms:.2f} ms"
+    shown = Table("", "djinnd", "transformers", title="milliseconds", caption=f"on {found['device']}{limit}")
+    shown.add_row("first token", f"{found['first_token_ms']:.1f}", f"{peer['first_token_ms']:.1f}")
+    for sessions, step in found["step_ms"].items():
+        shown.add_row(f"step of {sessions}", f"{step:.2f}", f"{peer['step_ms'][sessions]:.2f}")
+    shown.add_row("logits, relative error", f"{peer['logit_error']:.2e}", f"{peer['own_logit_error']:.2e}")
+    return shown
+
+
+def summary(found: dict[str, Any], peer: dict[str, Any], limit_ms: float | None, context: int) -> str:
+    steps = (
+        f"{n} session{'s' * (n > 1)} {ms:.2f} ms a step (transformers {peer['step_ms'][n]:.1f})"
+        for n, ms in found["step_ms"].items()
+    )
+    limit = [] if limit_ms is None else [f"limit {limit_ms:.2f} ms"]
+    first = f"first token of {context} {found['first_token_ms']:.1f} ms (transformers {peer['first_token_ms']:.1f})"
+    own = f"transformers' own two attentions by {peer['own_logit_error']:.1e}"
+    error = f"logits differ by {peer['logit_error']:.1e} ({own})"
+    return ", ".join([first, *steps, *limit, error])
+
+
+@click.command(help=__doc__.split("\n\n", 1)[0])
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--device", default="auto", show_default=True)
+@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@click.option("--context", default=512, show_default=True, help="Tokens of each prompt.")
+@click.option("--tokens", default=65, show_default=True, help="Tokens that a session generates.")
+@click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
+@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+def main(
+    checkpoint: Path,
+    device: str,
+    memory: str,
+    context: int,
+    tokens: int,
+    sessions: tuple[int, ...],
+    path: Path | None,
+    recorded: bool,
+) -> None:
+    checkpoint = checkpoint.resolve()
+    work: dict[str, Any] = {"context": context, "tokens": tokens, "sessions": sessions}
+    found = measure_daemon(checkpoint, device, memory, work)
+    _say("transformers")
+    peer = peer_transformers.measure(checkpoint, found["dtype"], found.pop("logits"), prompt, work)
+    rate = peer.pop("memory_rate")
+    limit_ms = None if rate is None else found["weight_bytes"] / rate * 1e3
+    Console().print(table(found, peer, limit_ms))
+    parameters = {"model": checkpoint.name, "dtype": found["dtype"], "weights": "resident", **work}
+    results = {"djinnd": found, "transformers": peer, "limit_ms": limit_ms, "memory_bytes_per_s": rate}
+    result = report("decode", parameters, results, summary(found, peer, limit_ms, context))
+    keep(result, path, recorded=recorded)
+
+
+if __name__ == "__main__":
+    main()

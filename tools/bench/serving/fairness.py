@@ -1,0 +1,299 @@
+"""Who gets how much of a daemon, and who waits for whom: tenants, weights and classes beside each other.
+
+    python -m tools.bench.serving.fairness CHECKPOINT [--device cuda] [--memory 80GiB] [--only tenants --only weights]
+
+tenants      four equal ones, of whom one has 50 times the sessions: Jain's index of what they get, over 10 s windows
+weights      three of 1, 2 and 4
+interactive  sessions that ask now and then: alone, and beside a process whose batch sessions ask for all they can get
+idle         batch throughput: alone, and beside interactive sessions that say nothing
+ageing       a batch session, where interactive ones have all pages and never end: its longest time without a token
+
+Each is served by a daemon of its own. Tenants are users, so that `tenants` and `weights` need root. What is short there
+is the tokens of a step: each session asks for the KV of a prompt that nobody has seen, and forgets it, again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+import yaml
+from rich.console import Console
+
+import djinn_client as djinn
+from tools.bench.agents.daemons import without_text
+from tools.bench.harness.paged_model import LIMITS, MODEL, PATIENCE_S, QUIET_S
+from tools.bench.harness.report import keep, report
+from tools.bench.loads.course import WINDOW_S, Figures, Outcome, outcome
+from tools.bench.loads.live import expect_tenants, open_to_all, serve, user_of
+from tools.bench.loads.load import Group, Load
+from tools.bench.loads.named import ASKING, BULK
+from tools.bench.loads.process import LoadProcess
+from tools.bench.paging.kv import allow_connections
+from tools.bench.serving.fairness_results import Finding, Found, summary, table
+from tools.private_daemon import PrivateDaemon
+
+READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12, forgets=True)
+
+
+BESIDE_S = 2.0  # that those beside whom times are taken begin before, and go on for longer
+ENDLESS, ROOM = 16, 12  # interactive sessions, and how many the pool has room for
+ENDLESS_TOKENS = 256  # that each of them comes to; it begins with so many that the pool is never large enough for all
+
+
+class Sizes(NamedTuple):
+    seconds: float  # of each run
+    warm_s: float  # of one before it, in which a device compiles kernels and captures graphs
+    few: int  # sessions of a tenant
+    many: int  # of the one that has more
+    batch: int
+    asking: int
+    idle: int
+    ageing_s: float
+    rounds: int  # of what is compared in turns, as the machine's rate changes
+
+
+FULL = Sizes(seconds=60, warm_s=10, few=16, many=800, batch=32, asking=4, idle=50, ageing_s=5, rounds=4)
+SMOKE = Sizes(seconds=3, warm_s=0.5, few=6, many=300, batch=8, asking=2, idle=10, ageing_s=1, rounds=4)
+
+
+class Bench:
+    def __init__(self, checkpoint: Path, device: str, memory: str, sizes: Sizes) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._memory = memory
+        self._sizes = sizes
+        self.found = Found()
+
+    # --- the parts --------------------------------------------------------------------------------------------------
+
+    def tenants(self) -> None:
+        sizes = self._sizes
+        counts = {1: sizes.few, 2: sizes.few, 3: sizes.few, 4: sizes.many}
+        load = Load(seconds=max(sizes.seconds, WINDOW_S + 1), groups=_of_tenants(counts))
+        got = self._serve("tenants", load)
+        jain = got.jain
+        assert jain is not None
+        shares = ", ".join(f"{share:.3f}" for share in got.shares.values())
+        self._note("Jain's index, the worst window", jain.worst, ">= 0.97", jain.worst >= 0.97, f"shares {shares}")
+
+    def weights(self) -> None:
+        sizes = self._sizes
+        weights = {1: 1.0, 2: 2.0, 3: 4.0}
+        load = Load(
+            seconds=max(sizes.seconds, WINDOW_S + 1),
+            groups=_of_tenants(dict.fromkeys(weights, 4 * sizes.few)),
+            weights=weights,
+        )
+        got = self._serve("weights", load)
+        off = farthest_from_weights(got.shares, weights)
+        shares = ", ".join(f"{share:.3f}" for share in got.shares.values())
+        self._note("a share off its weight by", off, "<= 0.05", off <= 0.05, f"shares {shares}")
+
+    def interactive(self) -> None:
+        sizes = self._sizes
+        asking = msgspec.structs.replace(ASKING, sessions=sizes.asking)
+        batch = msgspec.structs.replace(BULK, sessions=sizes.batch)
+        load = Load(seconds=sizes.seconds, groups={"asking": asking})
+        alone = self._serve("asking alone", load)
+        others = Load(seconds=sizes.seconds + 2 * BESIDE_S, groups={"batch": batch})
+        beside = self._serve("asking beside", load, others)
+        idle, busy = alone.groups["asking"], beside.groups["asking"]
+        for name, before, after in (
+            ("p50", idle.first_token.p50, busy.first_token.p50),
+            ("p99", idle.first_token.p99, busy.first_token.p99),
+        ):
+            note = f"{before * 1e3:.1f} ms alone, {after * 1e3:.1f} ms beside {sizes.batch} batch sessions"
+            self._note(f"first token {name}, times idle", after / before, "<= 2", after <= 2 * before, note)
+        step, p99 = idle.between_tokens.p50, busy.between_tokens.p99
+        note = (
+            f"{step * 1e3:.2f} ms undisturbed, p50 {busy.between_tokens.p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms "
+            f"(alone {idle.between_tokens.p99 * 1e3:.2f} ms)"
+        )
+        self._note("between tokens p99, steps", p99 / step, "<= 1.3", p99 <= 1.3 * step, note)
+
+    def idle(self) -> None:
+        sizes = self._sizes
+        batch = msgspec.structs.replace(BULK, sessions=sizes.batch)
+        silent = Group(  # whose prompts are next to nothing to read: that would be work, and no presence
+            klass="interactive",
+            sessions=sizes.idle,
+            context=(1, 1),
+            answer=(1, 1),
+            calls=2,
+            pause_s=(1e6, 1e6),
+        )
+        runs = {"batch": Load(seconds=sizes.seconds, groups={"batch": batch})}
+        runs["batch beside idle"] = Load(seconds=sizes.seconds, groups={"batch": batch, "idle": silent})
+        losses = []
+        with self._daemon({}) as address:
+            self._warm_up(address, runs["batch"])
+            for number in range(sizes.rounds):
+                order = list(runs) if number % 2 else list(reversed(runs))  # neither is always the one after a pause
+                got = {name: self._run(address, name, runs[name]).groups["batch"] for name in order}
+                beside, alone = (got[name].between_tokens.count for name in ("batch beside idle", "batch"))
+                losses.append(1 - beside / alone)
+        lost = statistics.median(losses)
+        note = f"beside {sizes.idle} idle sessions, of {len(losses)} rounds {min(losses):.3f} to {max(losses):.3f}"
+        self._note("batch throughput lost", lost, "<= 0.02", lost <= 0.02, note)
+
+    def ageing(self) -> None:
+        sizes = self._sizes
+        groups = {
+            "endless": Group(klass="interactive", sessions=ENDLESS, context=(196, 200), answer=(48, 56)),
+            "batch": Group(klass="batch", sessions=1, context=(32, 64), answer=(150, 180)),
+        }
+        settings = {"scheduling": {"ageing": sizes.ageing_s}}
+        bound = (ENDLESS - ROOM + 1) * sizes.ageing_s  # see ageing.py: others without pages age, too
+        load = Load(seconds=max(sizes.seconds, 2 * bound), groups=groups)
+        with self._daemon(settings, sessions=ROOM) as address:
+            batch = self._run(address, "ageing", load).groups.get("batch")
+        longest = _longest_wait(batch, load.seconds)
+        note = f"of ageing {sizes.ageing_s:g} s, {batch.between_tokens.count if batch else 0} tokens"
+        self._note("longest without a token, s", longest, f"<= {bound:g}", longest <= bound, note)
+
+    # --- a daemon ---------------------------------------------------------------------------------------------------
+
+    def _serve(self, name: str, load: Load, beside: Load | None = None) -> Outcome:
+        """`beside`: what a process of its own asks for meanwhile."""
+        expect_tenants(load)
+        with self._daemon({"quotas": quotas(load.weights)}) as address:
+            both = load.groups | ({} if beside is None else beside.groups)
+            self._warm_up(address, msgspec.structs.replace(load, groups=both))
+            if beside is None:
+                return self._run(address, name, load)
+            with LoadProcess(address, MODEL, _vocab(address), beside) as process:
+                time.sleep(BESIDE_S)  # all of them have just begun to read their prompts
+                got = self._run(address, name, load)
+                self.found.outcomes[f"{name}, the others"] = outcome(process.course(), beside.weights)
+            return got
+
+    def _warm_up(self, address: str, load: Load) -> None:
+        """As the machine is whose users have asked for such before."""
+        asyncio.run(serve(address, MODEL, _vocab(address), msgspec.structs.replace(load, seconds=self._sizes.warm_s)))
+        with djinn.Client(address) as client:
+            deadline = time.monotonic() + PATIENCE_S
+            while any(model.host_pages_pinned < model.host_pages for model in client.models()):
+                if time.monotonic() > deadline:
+                    raise click.ClickException(f"the host's pages were not pinned after {PATIENCE_S:.0f} s")
+                time.sleep(0.05)
+            if client.status().devices[0].name != "cpu":
+                time.sleep(QUIET_S)
+
+    def _run(self, address: str, name: str, load: Load) -> Outcome:
+        click.echo(f"fairness: {name}", err=True)
+        first = 0 if load.seconds < 3 * WINDOW_S else 1  # at the beginning not everybody is there
+        got = outcome(asyncio.run(serve(address, MODEL, _vocab(address), load)), load.weights, first)
+        self.found.outcomes[name] = got
+        return got
+
+    @contextmanager
+    def _daemon(self, settings: Mapping[str, Any], sessions: int = 0) -> Iterator[str]:
+        """`sessions`: of ENDLESS_TOKENS, that the pool has room for; 0: as the daemon sees fit."""
+        with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
+            bare = without_text(self._checkpoint, Path(folder))
+            known = {"device": self._device, "memory": self._memory, "limits": LIMITS}
+            config = yaml.safe_dump({**known, **settings, "models": {MODEL: {"path": str(bare)}}})
+            own = Path(folder) / "daemon"
+            own.mkdir()
+            with PrivateDaemon(own, config) as daemon:
+                daemon.wait_until_ready()
+                Path(folder).chmod(0o755)
+                open_to_all(daemon.address)
+                info = djinn.load(MODEL, address=daemon.address)
+                if sessions:
+                    pages = sessions * -(-ENDLESS_TOKENS // info.page_size)
+                    djinn.unload(MODEL, address=daemon.address)
+                    djinn.load(MODEL, kv_bytes=pages * info.page_bytes, address=daemon.address)
+                yield daemon.address
+
+    def _note(self, name: str, figure: float, bar: str, met: bool, note: str) -> None:
+        self.found.findings.append(Finding(name=name, figure=figure, bar=bar, met=met, note=note))
+
+
+def _vocab(address: str) -> int:
+    with djinn.Client(address) as client:
+        return next(model.vocab for model in client.models() if model.name == MODEL)
+
+
+def _longest_wait(of: Figures | None, seconds: float) -> float:
+    """Without a token, of one session after another in so many seconds: what waits have ended do not explain is, at
+    worst, one that has not."""
+    if of is None:
+        return seconds
+    ended = of.first_token.mean * of.first_token.count + of.between_tokens.mean * of.between_tokens.count
+    return max(of.first_token.worst, of.between_tokens.worst, seconds - ended)
+
+
+def _of_tenants(sessions: Mapping[int, int]) -> dict[str, Group]:
+    return {
+        f"tenant {tenant}": msgspec.structs.replace(READING, sessions=count, tenants=(tenant,))
+        for tenant, count in sessions.items()
+    }
+
+
+def quotas(weights: Mapping[int, float]) -> dict[str, Any]:
+    """A rule for each tenant that has a weight."""
+    return {f"tenant-{tenant}": {"users": [user_of(tenant)], "weight": weight} for tenant, weight in weights.items()}
+
+
+def farthest_from_weights(shares: Mapping[int, float], weights: Mapping[int, float]) -> float:
+    """By how much of what it should be a tenant's share is off, at worst."""
+    total = sum(weights.values())
+    return max(abs(shares.get(tenant, 0.0) / (weight / total) - 1) for tenant, weight in weights.items())
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "tenants": Bench.tenants,
+    "weights": Bench.weights,
+    "interactive": Bench.interactive,
+    "idle": Bench.idle,
+    "ageing": Bench.ageing,
+}
+
+
+@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--device", default="auto", show_default=True)
+@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="Of the parts; by default all.")
+@click.option("--seconds", type=float, help="Of each run.")
+@click.option("--smoke", is_flag=True, help="Small figures.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
+@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+def main(
+    checkpoint: Path,
+    device: str,
+    memory: str,
+    only: tuple[str, ...],
+    seconds: float | None,
+    smoke: bool,
+    path: Path | None,
+    recorded: bool,
+) -> None:
+    sizes = SMOKE if smoke else FULL
+    if seconds:
+        sizes = sizes._replace(seconds=seconds)
+    allow_connections()
+    bench = Bench(checkpoint.resolve(), device, memory, sizes)
+    try:
+        for name in only or PARTS:
+            PARTS[name](bench)
+    except djinn.DjinnError as error:
+        raise click.ClickException(error.message) from error
+    Console(width=150).print(table(f"{checkpoint.name}, {sizes.seconds:g} s a run", bench.found))
+    parameters = {"model": checkpoint.name, "device": device, "memory": memory, **sizes._asdict()}
+    results = msgspec.to_builtins(bench.found)
+    keep(report("fairness", parameters, results, summary(bench.found)), path, recorded=recorded)
+
+
+if __name__ == "__main__":
+    main()

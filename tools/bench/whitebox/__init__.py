@@ -1,0 +1,1 @@
+"""Benches of captures, edits and breakpoints inside the model."""

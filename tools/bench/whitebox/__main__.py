@@ -1,0 +1,256 @@
+"""What looking inside the model costs: those who do it, and those who run beside them.
+
+    python -m tools.bench.whitebox [CHECKPOINT] [--others 32] [--steered 8] [--prompt 2048]
+
+edited    sessions decode in the same steps as others, and are steered: not at all, at one point between blocks, at all
+          of these, at one attention; the others' tokens a second are compared, in turns
+captured  a prompt is read with and without capturing what each block gives; what that takes longer, beside the time
+          that its bytes take over the bus
+calls     an edit made and ended, and a capture of a few tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+import djinn_client as djinn
+from djinn_client.protocol import ModelInfo
+from tools.bench.harness.bus import measured_apart
+from tools.bench.harness.paged_model import MODEL, daemon_of
+from tools.bench.harness.prompts import prompt
+from tools.bench.harness.report import ROOT, keep, report
+
+SHIPPED = ROOT / "djinnd" / "models" / "djinn-tiny"
+BESIDE_PROMPT = 32  # tokens of those that decode together
+CALL_PROMPT = 8  # tokens of a capture that is measured as a call
+WAYS = ("plain", "one point", "all blocks", "attention")
+
+
+class Captured(NamedTuple):
+    """Of one prompt; seconds are medians."""
+
+    points: int
+    nbytes: int
+    plain: float  # reading it
+    seconds: float  # with the capture, to the tensors
+
+
+class Calls(NamedTuple):
+    """Median seconds."""
+
+    edit: float  # made, and ended
+    generate: float  # one token more
+    capture: float  # of `CALL_PROMPT` tokens more, at one point
+
+
+def points_of(info: ModelInfo, way: str) -> list[str]:
+    middle = info.blocks // 2
+    match way:
+        case "one point":
+            return [f"blocks.{middle}.hook_resid_post"]
+        case "all blocks":
+            return ["blocks.*.hook_resid_post"]
+        case "attention":
+            return [f"blocks.{middle}.hook_attn_out"]
+        case _:
+            return []
+
+
+# --- beside others --------------------------------------------------------------------------------------------------
+
+
+async def others_rate(address: str, info: ModelInfo, way: str, others: int, steered: int, tokens: int) -> float:
+    """Tokens a second of the others, from the first one's start to the last one's end."""
+    count = others + steered
+    sessions = [await djinn.AsyncSession(MODEL, address=address).open() for _ in range(count)]
+    try:
+        points = points_of(info, way)
+        if points:
+            assert info.points is not None
+            vector = [1e-3] * info.points.width
+            await asyncio.gather(*(session.steer(points, vector) for session in sessions[others:]))
+        texts = [prompt(BESIDE_PROMPT, info.vocab, seed) for seed in range(count)]
+        began = time.perf_counter()
+        calls = [
+            asyncio.ensure_future(session.generate(text, max_tokens=tokens, ignore_eos=True))
+            for session, text in zip(sessions, texts, strict=True)
+        ]
+        await asyncio.gather(*calls[:others])
+        seconds = time.perf_counter() - began
+        await asyncio.gather(*calls[others:])
+        return others * tokens / seconds
+    finally:
+        await asyncio.gather(*(session.close() for session in sessions))
+
+
+def beside(
+    address: str, info: ModelInfo, others: int, steered: int, tokens: int, rounds: int
+) -> dict[str, dict[str, float]]:
+    """By way: the others' rate, and what of the plain one is lost, the median of each round's own. The first round
+    warms up."""
+    rates: list[dict[str, float]] = []
+    for number in range(rounds + 1):
+        turn = [WAYS[(number + k) % len(WAYS)] for k in range(len(WAYS))]
+        say(f"beside {others} others, round {number} of {rounds}")
+        rates.append({way: asyncio.run(others_rate(address, info, way, others, steered, tokens)) for way in turn})
+    rates = rates[1:]
+    return {
+        way: {
+            "rate": statistics.median(each[way] for each in rates),
+            "lost": statistics.median(1 - each[way] / each["plain"] for each in rates),
+        }
+        for way in WAYS
+    }
+
+
+# --- captures and calls ---------------------------------------------------------------------------------------------
+
+
+def captured(address: str, info: ModelInfo, way: str, tokens: int, rounds: int, seeds: Iterator[int]) -> Captured:
+    """Each time in a session of its own, with a prompt of its own: nothing of it is there already."""
+    plain, seconds, points, nbytes = [], [], 0, 0
+    for number in range(rounds + 1):
+        for capturing in (False, True) if number % 2 else (True, False):
+            with djinn.Session(MODEL, address=address) as session:
+                text = prompt(tokens, info.vocab, next(seeds))
+                began = time.perf_counter()
+                if not capturing:
+                    session.generate(text, max_tokens=1)
+                    plain.append(time.perf_counter() - began)
+                    continue
+                cache = session.capture(points_of(info, way)).run(text, max_tokens=1)
+                seconds.append(time.perf_counter() - began)
+                points, nbytes = len(cache), sum(tensor.nbytes for tensor in cache.values())
+    return Captured(points, nbytes, statistics.median(plain[1:]), statistics.median(seconds[1:]))
+
+
+def calls(address: str, info: ModelInfo, rounds: int) -> Calls:
+    assert info.points is not None
+    (point,), vector = points_of(info, "one point"), [1e-3] * info.points.width
+    edits, generated, captures = [], [], []
+    with djinn.Session(MODEL, address=address) as session:
+        session.generate(prompt(BESIDE_PROMPT, info.vocab, 0), max_tokens=1)
+        for number in range(rounds):
+            began = time.perf_counter()
+            session.steer(point, vector).remove()
+            edits.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            session.generate(max_tokens=1, ignore_eos=True)
+            generated.append(time.perf_counter() - began)
+            text = prompt(CALL_PROMPT, info.vocab, number)
+            began = time.perf_counter()
+            session.capture([point]).run(text)
+            captures.append(time.perf_counter() - began)
+            session.truncate(BESIDE_PROMPT)
+    return Calls(*map(statistics.median, (edits, generated, captures)))
+
+
+# --- what was found -------------------------------------------------------------------------------------------------
+
+
+def table(found: dict[str, Any]) -> Table:
+    shown = Table("way", "others' tokens/s", "lost", title=f"{found['name']} on {found['device']}")
+    for way, each in found["beside"].items():
+        shown.add_row(way, f"{each['rate']:,.0f}", f"{each['lost']:.1%}")
+    shown.caption = _told(found)
+    return shown
+
+
+def _told(found: dict[str, Any]) -> str:
+    costs, bus = Calls(**found["calls"]), found["bus"]
+    told = [
+        f"{one.nbytes / 1e6:,.0f} MB at {one.points} of the points of {found['prompt']:,} tokens: "
+        f"{one.seconds * 1e3:.1f} ms, {one.plain * 1e3:.1f} without (bus alone {one.nbytes / bus * 1e3:.1f} ms)"
+        for one in (Captured(**each) for each in found["captured"])
+    ]
+    told.append(
+        f"an edit made and ended {costs.edit * 1e3:.2f} ms, a token {costs.generate * 1e3:.2f} ms, a capture of "
+        f"{CALL_PROMPT} tokens {costs.capture * 1e3:.2f} ms"
+    )
+    return "; ".join(told)
+
+
+def summary(found: dict[str, Any]) -> str:
+    lost = (f"{way} {each['lost']:+.1%}" for way, each in found["beside"].items() if way != "plain")
+    return (
+        f"{found['steered']} sessions steered beside {found['others']}, of whose rate is lost: {', '.join(lost)}; "
+        + (_told(found))
+    )
+
+
+def say(status: str) -> None:
+    click.echo(f"whitebox: {status}", err=True)
+
+
+@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), default=SHIPPED)
+@click.option("--device", default="auto", show_default=True)
+@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@click.option("--others", default=32, show_default=True, help="Sessions that decode and are not touched.")
+@click.option("--steered", default=8, show_default=True, help="Sessions beside them.")
+@click.option("--tokens", default=128, show_default=True, help="That each of them generates.")
+@click.option("--prompt", "length", default=2048, show_default=True, help="Tokens of a prompt that is captured.")
+@click.option("--rounds", default=5, show_default=True, help="Measurements of each figure; the median counts.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
+@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+def main(
+    checkpoint: Path,
+    device: str,
+    memory: str,
+    others: int,
+    steered: int,
+    tokens: int,
+    length: int,
+    rounds: int,
+    path: Path | None,
+    recorded: bool,
+) -> None:
+    try:
+        found = measure(checkpoint.resolve(), device, memory, (others, steered, tokens), length, rounds)
+    except djinn.DjinnError as error:
+        raise click.ClickException(str(error)) from error
+    Console().print(table(found))
+    parameters = {"model": found["name"], "device": found["device"], "tokens": tokens, "rounds": rounds}
+    keep(report("whitebox", parameters, found, summary(found)), path, recorded=recorded)
+
+
+def measure(
+    checkpoint: Path, device: str, memory: str, crowd: tuple[int, int, int], length: int, rounds: int
+) -> dict[str, Any]:
+    """`crowd`: others, steered, and tokens that each generates."""
+    bus = measured_apart(device)
+    others, steered, tokens = crowd
+    with daemon_of(checkpoint, bus.device, memory, {}, None) as address:
+        info = djinn.load(MODEL, address=address)
+        length = min(length, info.max_context - 1)
+        found: dict[str, Any] = {
+            "name": checkpoint.name,
+            "device": djinn.status(address=address).devices[0].description,
+            "bus": bus.down or bus.up,
+            "prompt": length,
+            "others": others,
+            "steered": steered,
+        }
+        say("calls")
+        found["calls"] = calls(address, info, 20 * rounds)._asdict()
+        say("captures")
+        seeds = count()
+        found["captured"] = [
+            captured(address, info, way, length, rounds, seeds)._asdict() for way in ("one point", "all blocks")
+        ]
+        found["beside"] = beside(address, info, others, steered, tokens, rounds)
+    return found
+
+
+if __name__ == "__main__":
+    main()

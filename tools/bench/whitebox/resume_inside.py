@@ -1,0 +1,263 @@
+"""A session that has stopped inside the model goes on: how long until its next token, by the blocks that had run.
+
+    python -m tools.bench.whitebox.resume_inside CHECKPOINT [--memory 80GiB] [--tokens 2048] [--blocks 1,10,20,30,40]
+
+All positions of a prompt have stopped behind so many blocks.
+
+djinnd      the client says `resume`; which blocks are run then is counted in a trace of one more session
+recompute   a session that nobody has seen, with a prompt as long, all of whose blocks are run
+manual      transformers, and the KV of those blocks and what the last one gave are copied by hand to pinned memory and
+            back; the blocks behind are run
+hooks       transformers runs the model over all of the prompt, as who changes something in a hook does
+nnsight     its trace with an edit there, which runs all of it, too
+
+And behind half of the blocks, when the session's pages have left the device: they come back from the host first.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+import djinn_client as djinn
+from djinn_client.protocol import Span
+from tools.bench.harness.bus import ROOT, measured_apart
+from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
+from tools.bench.harness.report import keep, report
+from tools.bench.paging.kv_measures import traced
+
+LAYERS = (1, 10, 20, 30, 40)  # of 40: where the seeds' experiment stops
+BARS = {0.5: 0.55, 1.0: 0.1}  # of a recompute, by the share of blocks that had run
+PEERS = {"manual": "manual", "hooks": "recompute", "nnsight": "nnsight"}  # and what they have found is called
+TRACE_S = 0.5  # beside what going on takes
+SLACK_S = 0.002  # that pages may take to come back beside bytes / bus
+
+
+def depths(blocks: int, wanted: Sequence[int]) -> list[int]:
+    """How many blocks have run where sessions stop; without a wish as deep as the seeds' are in their model."""
+    if any(not 0 < depth <= blocks for depth in wanted):
+        raise click.BadParameter(f"the model has {blocks} blocks: 1 to {blocks} can have run", param_hint="--blocks")
+    return sorted(set(wanted) or {max(1, round(blocks * layer / LAYERS[-1])) for layer in LAYERS})
+
+
+# --- djinnd ---------------------------------------------------------------------------------------------------------
+
+
+def stopped(model: PagedModel, depth: int) -> djinn.Session:
+    session = djinn.Session(MODEL, address=model.address)
+    session.breakpoint(layer=depth - 1, when="prefill")
+    hit = session.run(model.prompt(model.tokens), max_tokens=1)
+    assert isinstance(hit, djinn.Hit) and hit.info.block == depth and len(hit.positions) == model.tokens, hit
+    return session
+
+
+def resumed(model: PagedModel, depth: int) -> dict[str, float]:
+    """Seconds: on the client's clock, and of these since the daemon has the call."""
+    with stopped(model, depth) as session:
+        began = time.perf_counter()
+        out = session.resume(max_tokens=1)
+        seconds = time.perf_counter() - began
+        assert isinstance(out, djinn.Generated), out
+        return {"seconds": seconds, "daemon": out.timings.total}
+
+
+def recomputed(model: PagedModel) -> dict[str, float]:
+    with djinn.Session(MODEL, address=model.address) as session:
+        text = model.prompt(model.tokens)
+        began = time.perf_counter()
+        out = session.generate(text, max_tokens=1)
+        seconds = time.perf_counter() - began
+        assert out.usage.computed_tokens == model.tokens, out.usage
+        return {"seconds": seconds, "daemon": out.timings.total}
+
+
+def leave(model: PagedModel, session: djinn.Session, tool: str) -> int:
+    """Its pages are on the host, and nowhere else. → bytes. `tool`: another one each time, so that the daemon does not
+    learn when it is expected."""
+    session.signal("IO_WAIT", tool=tool)
+    pages = model.wait_until(session, lambda info: info.pages == 0).host_pages
+    model.overwrite()
+    return pages * model.info.page_bytes
+
+
+def from_host(model: PagedModel, depth: int, number: int) -> dict[str, float]:
+    """As `resumed`, of a session whose pages are on the host."""
+    with stopped(model, depth) as session:
+        nbytes = leave(model, session, f"round {number}")
+        began = time.perf_counter()
+        out = session.resume(max_tokens=1)
+        seconds = time.perf_counter() - began
+        assert isinstance(out, djinn.Generated), out
+        return {"seconds": seconds, "nbytes": nbytes}
+
+
+def ran(model: PagedModel, depth: int, expected_s: float, *, away: bool = False) -> list[int]:
+    """How often each block is run when such a session goes on. `away`: from the host."""
+    with stopped(model, depth) as session:
+        if away:
+            leave(model, session, "a trace")
+        with traced(model.address, TRACE_S + 2 * expected_s) as spans:
+            session.resume(max_tokens=1)
+            return block_counts(spans(), model.info.blocks)
+
+
+def block_counts(spans: Sequence[Span], blocks: int) -> list[int]:
+    counts = Counter(span.name for span in spans if span.track == "compute")
+    return [counts[f"block {index}"] for index in range(blocks)]
+
+
+def only_behind(counts: Sequence[int], depth: int) -> bool:
+    """Whether the blocks behind have all been run, as often as each other, and no block before."""
+    behind = set(counts[depth:])
+    return not any(counts[:depth]) and len(behind) <= 1 and 0 not in behind
+
+
+def measure(
+    checkpoint: Path, device: str, memory: str, tokens: int, wanted: Sequence[int], rounds: int
+) -> dict[str, Any]:
+    bus = measured_apart(device)
+    with daemon_of(checkpoint, bus.device, memory, {}, None) as address, loaded(address, tokens) as model:
+        at = depths(model.info.blocks, wanted)
+        anew: list[dict[str, float]] = []
+        ours: dict[int, list[dict[str, float]]] = {depth: [] for depth in at}
+        for number in range(rounds + 1):  # the first one warms up
+            say(f"djinnd, round {number} of {rounds}")
+            anew.append(recomputed(model))
+            for depth in at:
+                ours[depth].append(resumed(model, depth))
+            if number == 0:
+                time.sleep(model.quiet_s)
+        say("djinnd, which blocks are run")
+        counts = {depth: ran(model, depth, anew[-1]["seconds"]) for depth in at}
+        info, length = model.info, model.tokens
+        on = djinn.status(address=address).devices[0].description
+        kv_bytes, half = model.pool_bytes(model.tokens, model.tokens), at[len(at) // 2]
+    with (
+        daemon_of(checkpoint, bus.device, memory, {"host_kv": f"{4 * kv_bytes / (1 << 20):.0f}MiB"}, None) as address,
+        loaded(address, tokens, kv_bytes, ("host",)) as model,
+    ):
+        say(f"djinnd, from the host, behind {half}")
+        stayed, back = [], []
+        for number in range(rounds + 1):
+            stayed.append(resumed(model, half))
+            back.append(from_host(model, half, number))
+        ran_back = ran(model, half, anew[-1]["seconds"], away=True)
+    say("transformers")
+    options = [f"--device={bus.device}", f"--dtype={info.dtype}", f"--tokens={length}", f"--rounds={rounds}"]
+    options.append(f"--blocks={','.join(map(str, at))}")
+    command = [sys.executable, "-m", "tools.bench.peers.resume", str(checkpoint), *options]
+    theirs = msgspec.json.decode(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    return {
+        "device": on,
+        "bus": bus.up,
+        "tokens": length,
+        "blocks": info.blocks,
+        "recompute": anew[1:],
+        "from_host": {"blocks": half, "stayed": stayed[1:], "back": back[1:], "ran": ran_back},
+        "stops": [{**one, "djinnd": ours[one["blocks"]][1:], "ran": counts[one["blocks"]]} for one in theirs],
+    }
+
+
+# --- what was found -------------------------------------------------------------------------------------------------
+
+
+def middle(measured: Sequence[dict[str, float]], what: str = "seconds") -> float:
+    return statistics.median(one[what] for one in measured)
+
+
+def share(found: dict[str, Any], stop: dict[str, Any]) -> str:
+    """Of a recompute, and the bar where there is one."""
+    bar = BARS.get(stop["blocks"] / found["blocks"])
+    return f"{middle(stop['djinnd']) / middle(found['recompute']):.2f}" + (f" (of {bar:.2f})" if bar else "")
+
+
+def run_behind(found: dict[str, Any], stop: dict[str, Any]) -> str:
+    """Which share of the blocks was run."""
+    if only_behind(stop["ran"], stop["blocks"]):
+        return f"{1 - stop['blocks'] / found['blocks']:.2f}"
+    return f"not those behind alone: {stop['ran']}"
+
+
+def came_back(found: dict[str, Any]) -> str:
+    """How much longer it took where its pages had left, beside what the bus takes for them."""
+    host = found["from_host"]
+    longer = middle(host["back"]) - middle(host["stayed"])
+    bar = middle(host["back"], "nbytes") / found["bus"] + SLACK_S
+    told = f"behind {host['blocks']} from the host {longer * 1e3:.1f} ms more (of {bar * 1e3:.1f} ms)"
+    return told if only_behind(host["ran"], host["blocks"]) else f"{told}, computed anew: {host['ran']}"
+
+
+def table(name: str, found: dict[str, Any]) -> Table:
+    title = f"{name} on {found['device']}, {found['tokens']:,} tokens: ms until the next token"
+    shown = Table("behind", "blocks run", "djinnd", "of it, daemon", "of a recompute", *PEERS, title=title)
+    shown.caption = f"recompute {middle(found['recompute']) * 1e3:.1f} ms; bus {found['bus'] / 1e9:.1f} GB/s"
+    shown.caption += f"; {came_back(found)}"
+    if note := found["stops"][0]["nnsight_note"]:
+        shown.caption += f"; nnsight skipped: {note}"
+    for stop in found["stops"]:
+        times = [middle(stop["djinnd"]), middle(stop["djinnd"], "daemon")]
+        ours = (f"{seconds * 1e3:.1f}" for seconds in times)
+        peers = (f"{statistics.median(stop[way]) * 1e3:.1f}" if stop[way] else "" for way in PEERS.values())
+        shown.add_row(f"{stop['blocks']}", run_behind(found, stop), *ours, share(found, stop), *peers)
+    return shown
+
+
+def summary(found: dict[str, Any]) -> str:
+    stops = (
+        f"behind {stop['blocks']} {middle(stop['djinnd']) * 1e3:.1f} ms, {share(found, stop)}, "
+        f"blocks run {run_behind(found, stop)}, "
+        + ", ".join(f"{way} {statistics.median(stop[of]) * 1e3:.1f} ms" for way, of in PEERS.items() if stop[of])
+        for stop in found["stops"]
+    )
+    return (
+        f"{found['tokens']:,} tokens, {found['blocks']} blocks, until the next token: recompute "
+        f"{middle(found['recompute']) * 1e3:.1f} ms; {'; '.join(stops)}; {came_back(found)}"
+    )
+
+
+def say(status: str) -> None:
+    click.echo(f"resume_inside: {status}", err=True)
+
+
+@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--device", default="auto", show_default=True)
+@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@click.option("--tokens", default=2048, show_default=True, help="Of a prompt.")
+@click.option("--blocks", default="", help="That have run where it stops; by default 1, 10, 20, 30, 40 of 40.")
+@click.option("--rounds", default=7, show_default=True, help="Measurements of each figure; the median counts.")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
+@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+def main(
+    checkpoint: Path,
+    device: str,
+    memory: str,
+    tokens: int,
+    blocks: str,
+    rounds: int,
+    path: Path | None,
+    recorded: bool,
+) -> None:
+    checkpoint, wanted = checkpoint.resolve(), [int(depth) for depth in blocks.split(",") if depth]
+    try:
+        found = measure(checkpoint, device, memory, tokens, wanted, rounds)
+    except djinn.DjinnError as error:
+        raise click.ClickException(error.message) from error
+    Console().print(table(checkpoint.name, found))
+    parameters = {"model": checkpoint.name, "memory": memory, "tokens": tokens, "rounds": rounds}
+    keep(report("resume_inside", parameters, found, summary(found)), path, recorded=recorded)
+
+
+if __name__ == "__main__":
+    main()
