@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo test test-long test-foreign fuzz cubins lint types layers check clean
+.PHONY: help demo test test-long test-foreign fuzz cubins lint types layers docs check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-foreign  the clients of other people's, against the HTTP gateway"
 	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"
 	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"
+	@echo "make docs     build the site of the documentation into build/docs; a broken link is an error"
 	@echo "make check    lint, types, layers and make test"
 	@echo "make clean    remove .venv and caches"
 
@@ -65,7 +66,11 @@ layers: $(VENV)/dev.stamp
 	@echo "==> layers"
 	@$(VENV)/bin/lint-imports
 
-check: lint types layers test
+docs: $(VENV)/docs.stamp
+	@echo "==> the site of the documentation, in build/docs"
+	@$(VENV)/bin/mkdocs build --strict --quiet
+
+check: lint types layers docs test
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -84,6 +89,11 @@ $(VENV)/dev.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 $(VENV)/foreign.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
 	@echo "==> installing other people's clients into $(VENV)"
 	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[foreign]' '$(TESTED)'
+	@touch $@
+
+$(VENV)/docs.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
+	@echo "==> installing MkDocs into $(VENV)"
+	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[docs]' '$(TESTED)'
 	@touch $@
 
 $(VENV)/fuzz.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)

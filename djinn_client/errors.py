@@ -3,19 +3,19 @@
     DjinnError
     ├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
     ├── ProtocolError           bytes that are not our protocol
-    │   ├── FrameTooLarge
-    │   └── VersionMismatch
+    │   ├── FrameTooLarge       a message is larger than one may be
+    │   └── VersionMismatch     client and daemon are of releases that do not understand each other
     ├── InvalidRequest          the caller's fault: change the call
-    │   ├── PromptTooLong
-    │   ├── TokenOutOfRange
-    │   ├── NoTokenizer
+    │   ├── PromptTooLong       prompt and output would exceed the model's context
+    │   ├── TokenOutOfRange     a token id is beyond the model's vocabulary
+    │   ├── NoTokenizer         the model has no tokenizer: send token ids
     │   ├── GrammarRejected     the output's format is wrong, cannot be met, or takes too much to follow
     │   ├── ModelMismatch       a saved session is of a model with other weights
     │   └── FileDamaged         a saved session's file is cut short or changed
-    ├── NotFound
+    ├── NotFound                no such thing, or not yours: the answer is the same
     │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
     │   ├── FunctionNotFound    the intervention process has it no more: intervene again
-    │   └── ModelNotFound
+    │   └── ModelNotFound       no model of this name, or not for this user
     │       └── FilesWanted     the client is to hand over the folder's open files, and does so by itself
     ├── NotAuthenticated        the token is unknown, expired or revoked: the answer is the same
     ├── NotPermitted            the caller may not do this
@@ -31,7 +31,7 @@
         ├── EngineLost          no engine came in time, or two died with this request in their step
         ├── Busy                more wait already than may: `retry_s` says when to try again
         ├── JournalUnavailable  sessions cannot be written to disk: nothing new begins
-        └── ShuttingDown
+        └── ShuttingDown        the daemon stops: connect again when it is back
 
 Each has a code, which travels on the wire, and a class, which is raised.
 """

@@ -23,6 +23,7 @@ CLEAN: tuple[str, ...] = (
     "djinn_client",
     "djinnd",
     "docs/guide",
+    "docs/index.md",
     "docs/reference",
     "docs/design",
     "docs/results.md",
@@ -47,7 +48,9 @@ CLEAN: tuple[str, ...] = (
     "tests/unit/weights",
     "tools/demo",
     "tools/djinnctl",
+    "tools/docs_site.py",
     "tools/prose.py",
+    "tools/reference_pages.py",
 )
 
 MOST_WORDS = 35  # of a sentence
