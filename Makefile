@@ -57,6 +57,7 @@ lint: $(VENV)/dev.stamp
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m tools.prose
+	@$(RUN) -m tools.results check
 
 types: $(VENV)/dev.stamp
 	@echo "==> types"

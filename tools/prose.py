@@ -45,12 +45,14 @@ CLEAN: tuple[str, ...] = (
     "tests/unit/test_packaging.py",
     "tests/unit/test_standard_streams.py",
     "tests/unit/test_telemetry.py",
+    "tests/unit/tools/results",
     "tests/unit/weights",
     "tools/demo",
     "tools/djinnctl",
     "tools/docs_site.py",
     "tools/prose.py",
     "tools/reference_pages.py",
+    "tools/results",
 )
 
 MOST_WORDS = 35  # of a sentence

@@ -29,7 +29,7 @@ STREAMING = [Place.STREAMED if index in STREAMED else Place.PLAIN for index in r
     [
         (PLAIN, RESIDENT, 1, 7.35e-3),
         (PLAIN, RESIDENT, 16, 10.07e-3),
-        (PLAIN, STREAMING, 1, 125.96e-3),  # this and the next: 20261122T012329-forecast.json
+        (PLAIN, STREAMING, 1, 125.96e-3),  # this and the next: an earlier run, in the log
         (PLAIN, STREAMING, 16, 125.95e-3),
         (PACKED, STREAMING, 1, 94.42e-3),
         (PACKED, STREAMING, 16, 94.52e-3),

@@ -1,7 +1,4 @@
-"""What an experiment found and where: as JSON, and as a row of docs/results.md.
-
-python -m tools.bench.harness.report FILE.json…     records results that were measured on another machine
-"""
+"""The report of an experiment, with the machine, the versions and the commit it belongs to."""
 
 from __future__ import annotations
 
@@ -11,40 +8,16 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from tools.results.raw import ROOT, Report, save
+from tools.results.table import add
 
-ROOT = Path(__file__).resolve().parents[3]
-TABLE = ROOT / "docs" / "results.md"
-FOLDER = ROOT / "docs" / "results"
+__all__ = ["ROOT", "Report", "keep", "record", "report", "save"]
+
 PACKAGES = ("torch", "transformers", "triton")
-
-
-class Report(msgspec.Struct, kw_only=True):
-    experiment: str
-    at: str  # UTC, to the second
-    commit: str
-    hardware: str
-    software: str
-    parameters: dict[str, Any]
-    results: dict[str, Any]
-    summary: str  # one line, for the table
-
-    @property
-    def name(self) -> str:
-        """One a run: the file's name without its ending."""
-        return f"{re.sub('[-:Z]', '', self.at)}-{self.experiment}"
-
-    @property
-    def row(self) -> str:
-        when = f"[{self.at[:10]}](results/{self.name}.json)"
-        return (
-            f"| {when} | `{self.commit}` | {self.experiment} | {self.hardware} | {self.software} | {self.summary} |\n"
-        )
 
 
 def report(experiment: str, parameters: dict[str, Any], results: dict[str, Any], summary: str) -> Report:
@@ -61,21 +34,13 @@ def report(experiment: str, parameters: dict[str, Any], results: dict[str, Any],
     )
 
 
-def save(result: Report, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-
-
 def record(result: Report) -> None:
-    """Into docs/results: the JSON file, and its row at the end of the table. Again does nothing."""
-    if result.row not in TABLE.read_text():
-        save(result, FOLDER / f"{result.name}.json")
-        with TABLE.open("a") as table:
-            table.write(result.row)
+    """Stores the run in docs/results and writes docs/results.md; an earlier run of the same experiment is deleted."""
+    add(result)
 
 
 def keep(result: Report, path: Path | None, *, recorded: bool) -> None:
-    """What a bench's `--json` and `--record` ask for."""
+    """Serves a bench's options `--json` and `--record`."""
     if path:
         save(result, path)
     if recorded:
@@ -83,8 +48,8 @@ def keep(result: Report, path: Path | None, *, recorded: bool) -> None:
 
 
 def commit() -> str:
-    """Of the working tree, with `+` where it has changes that are not committed. Outside of a checkout, what
-    $BENCH_COMMIT says, or "unknown"."""
+    """The working tree's commit, with `+` where it has changes that are not committed. Outside of a checkout it is
+    $BENCH_COMMIT, or "unknown"."""
     if shutil.which("git") is None:
         return os.environ.get("BENCH_COMMIT", "unknown")
     head, changes = (
@@ -126,8 +91,3 @@ def _gpus() -> list[str]:
 def _processor() -> str:
     found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return found[1] if found else platform.machine()
-
-
-if __name__ == "__main__":
-    for file in sys.argv[1:]:
-        record(msgspec.json.decode(Path(file).read_bytes(), type=Report))
