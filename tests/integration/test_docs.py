@@ -1,0 +1,98 @@
+"""The snippets of README and docs run, in the order of their page, on a daemon that has djinn-tiny.
+
+Snippets name models and blocks that a reader is likely to have; here they are djinn-tiny, with its eight blocks. A
+comment `<!-- test: CODE -->` before a snippet makes what the snippet takes for granted. `<!-- compiled only: WHY -->`
+marks a snippet that runs elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import djinn_client as djinn
+from djinnctl.cli import main as djinnctl
+from djinnd.__main__ import main as djinnd
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.chat_families import TOOLS
+from tests.support.daemon import Daemon
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "client/README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/*/*.md")))]
+MODELS = re.compile(r'"(Qwen/Qwen3-0.6B|qwen3-8b|llama|llama-2-13b)"')
+BLOCK = re.compile(r"(blocks\.|layers\.|layer=)(\d+)")
+PART = re.compile(r"<!-- (?P<mark>test|compiled only):\s(?P<told>.*?)\s-->|^```python\n(?P<code>.*?)^```", re.S | re.M)
+COMMAND = re.compile(r"^(?:\$ )?(?:/opt/djinnd/bin/)?((?:djinnctl|djinnd) .*?)(?: *[|>#&].*)?$", re.M)
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Daemon]:
+    """A daemon with a chat template for djinn-tiny."""
+    with DaemonStarter() as start:
+        running = start()
+        with running.client() as client:
+            client.load(MODEL, chat_template=TOOLS)
+        yield running
+
+
+def steps(page: str) -> Iterator[tuple[str, bool]]:
+    """Pieces of code at the lines that they have in the page, and whether a test runs them."""
+    text = (ROOT / page).read_text()
+    is_run = True
+    for part in PART.finditer(text):
+        if part["mark"] == "compiled only":
+            is_run = False
+            continue
+        group = "told" if part["mark"] else "code"
+        code = BLOCK.sub(lambda found: f"{found[1]}{int(found[2]) % 8}", MODELS.sub(f'"{MODEL}"', part[group]))
+        yield "\n" * text.count("\n", 0, part.start(group)) + code, is_run
+        is_run = True
+
+
+def brief(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same call with at most 16 tokens of output: without a bound, djinn-tiny fills its context."""
+    return lambda *args, **options: call(*args, **options | {"max_tokens": min(options.get("max_tokens", 16), 16)})
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
+def test_the_snippets_of_a_page_run(page: str, reader: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DJINND_ADDRESS", reader.address)
+    monkeypatch.chdir(tmp_path)
+    for owner, name in itertools.product((djinn, djinn.Session, djinn.Client), ("generate", "chat", "chat_stream")):
+        if hasattr(owner, name):
+            monkeypatch.setattr(owner, name, brief(getattr(owner, name)))
+    names: dict[str, object] = {"djinn": djinn}
+    for code, is_run in steps(page):
+        compiled = compile(code, page, "exec")
+        if is_run:
+            exec(compiled, names)
+    names.clear()
+    gc.collect()  # snippets leave sessions open: the warnings about these come here
+
+
+def commands(page: str) -> list[str]:
+    """Lines of listings that begin with one of our commands, as far as a pipe or a comment."""
+    listings = re.findall(r"^```\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+    return [line for listing in listings for line in COMMAND.findall(listing)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_the_commands_of_a_page_exist_with_their_options(page: str) -> None:
+    for line in commands(page):
+        name, *arguments = shlex.split(line)
+        command: click.Command = djinnctl if name == "djinnctl" else djinnd
+        context = command.make_context(name, list(arguments), resilient_parsing=False)
+        while isinstance(command, click.Group):
+            _, found, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+            assert found is not None, line
+            command = found
+            context = command.make_context(command.name, arguments, parent=context)
