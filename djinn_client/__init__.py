@@ -16,10 +16,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from djinn_client.breaking import Breakpoint
-from djinn_client.breakpoints import BreakpointInfo, HitInfo
-from djinn_client.cache import Cache
-from djinn_client.calls import (
+from djinn_client.admin.daemon_calls import Client
+from djinn_client.admin.embeddings import Embeddings
+from djinn_client.api.client import Session, attach, from_kv
+from djinn_client.api.functions import (
     chat,
     close,
     detokenize,
@@ -42,12 +42,7 @@ from djinn_client.calls import (
     unload,
     why,
 )
-from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
-from djinn_client.checkpoints import Checkpoint
-from djinn_client.client import Session, attach, from_kv
-from djinn_client.control import Client
-from djinn_client.edits import EditInfo
-from djinn_client.embeddings import Embeddings
+from djinn_client.arguments.options import ChatOptions, GenerateOptions, PlacingOptions
 from djinn_client.errors import (
     Busy,
     Cancelled,
@@ -82,12 +77,7 @@ from djinn_client.errors import (
     TokenOutOfRange,
     VersionMismatch,
 )
-from djinn_client.hits import Hit
-from djinn_client.interventions import Intervention, InterventionContext
-from djinn_client.kv import KV, KvWindow, kv_window
-from djinn_client.kv_layout import KvLayout
-from djinn_client.options import ChatOptions, GenerateOptions, PlacingOptions
-from djinn_client.placing import ModelPlan
+from djinn_client.handover.kv import KV, KvWindow, kv_window
 from djinn_client.protocol import (
     BudgetReply,
     DeviceInfo,
@@ -111,16 +101,26 @@ from djinn_client.protocol import (
     TraceReply,
     Usage,
 )
-from djinn_client.scheduling import Latency, QuotaUse, ResourceUse, Spread, Why
-from djinn_client.stream import Stream
+from djinn_client.protocol.fields.breakpoints import BreakpointInfo, HitInfo
+from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from djinn_client.protocol.fields.edits import EditInfo
+from djinn_client.protocol.fields.kv_layout import KvLayout
+from djinn_client.protocol.fields.placing import ModelPlan
+from djinn_client.protocol.fields.scheduling import Latency, QuotaUse, ResourceUse, Spread, Why
+from djinn_client.session.streaming import Stream
+from djinn_client.tensors.cache import Cache
+from djinn_client.tensors.checkpoints import Checkpoint
+from djinn_client.tensors.hits import Hit
 from djinn_client.version import __version__
-from djinn_client.whitebox import Capture, Edit
+from djinn_client.whitebox.breakpoint_calls import Breakpoint
+from djinn_client.whitebox.interventions import Intervention, InterventionContext
+from djinn_client.whitebox.probing import Capture, Edit
 
 if TYPE_CHECKING:
-    from djinn_client.aio import AsyncSession, AsyncStream, attach_async, from_kv_async
-    from djinn_client.aio_calls import chat_async, embed_async, generate_async
-    from djinn_client.sharing import ModelHandle, share_model
-    from djinn_client.tensors import as_torch
+    from djinn_client.api.aio import AsyncSession, AsyncStream, attach_async, from_kv_async
+    from djinn_client.api.aio_calls import chat_async, embed_async, generate_async
+    from djinn_client.handover.sharing import ModelHandle, share_model
+    from djinn_client.tensors.arrays import as_torch
 
 __all__ = [
     "KV",
@@ -245,16 +245,16 @@ __all__ = [
 ]
 
 _LATER = {
-    "ModelHandle": "djinn_client.sharing",
-    "share_model": "djinn_client.sharing",
-    "AsyncSession": "djinn_client.aio",
-    "AsyncStream": "djinn_client.aio",
-    "attach_async": "djinn_client.aio",
-    "from_kv_async": "djinn_client.aio",
-    "chat_async": "djinn_client.aio_calls",
-    "embed_async": "djinn_client.aio_calls",
-    "generate_async": "djinn_client.aio_calls",
-    "as_torch": "djinn_client.tensors",
+    "ModelHandle": "djinn_client.handover.sharing",
+    "share_model": "djinn_client.handover.sharing",
+    "AsyncSession": "djinn_client.api.aio",
+    "AsyncStream": "djinn_client.api.aio",
+    "attach_async": "djinn_client.api.aio",
+    "from_kv_async": "djinn_client.api.aio",
+    "chat_async": "djinn_client.api.aio_calls",
+    "embed_async": "djinn_client.api.aio_calls",
+    "generate_async": "djinn_client.api.aio_calls",
+    "as_torch": "djinn_client.tensors.arrays",
 }
 
 

@@ -60,9 +60,9 @@ def main(
         log.warning("variable_unknown name=%s", name)
     descriptors.allow_many()
 
+    from djinnd.server.handover.socket_path import StartError
+    from djinnd.server.handover.succession import succeed
     from djinnd.server.server import run  # a slow import, which --check-config does without
-    from djinnd.server.socket_path import StartError
-    from djinnd.server.succession import succeed
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

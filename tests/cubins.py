@@ -19,10 +19,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.attention import TritonAttention
-from djinnd.model.inputs import StepInputs
+from djinnd.model.attention.paged import TritonAttention
+from djinnd.model.check.rehearsal import EveryBound
 from djinnd.model.kernels.variants import Variant, compile_variant
-from djinnd.model.rehearsal import EveryBound
+from djinnd.model.step.inputs import StepInputs
 from tests.support.compiled import AMPERE, HOPPER, hopper
 
 LONGEST = 15.0  # seconds of one core

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from djinn_client.errors import InvalidRequest
-from djinn_client.placing import MAX_SLOTS, Placing, ring_bytes
-from djinn_client.scheduling import Class
+from djinn_client.protocol.fields.placing import MAX_SLOTS, Placing, ring_bytes
+from djinn_client.protocol.fields.scheduling import Class
 from djinnd.config.units import (
     MAX_COUNT,
     AutoSize,

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from djinn_client.edits import Op
-from djinn_client.image import Dtype
-from djinn_client.points import Point
+from djinn_client.protocol.fields.edits import Op
+from djinn_client.protocol.fields.image import Dtype
+from djinn_client.protocol.fields.points import Point
 
 if TYPE_CHECKING:
     import numpy as np

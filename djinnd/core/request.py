@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from djinn_client.points import Point
 from djinn_client.protocol import FinishReason, Sampling
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import FOREVER
 from djinnd.core.stops import Stop
 

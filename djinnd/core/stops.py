@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from djinn_client.points import Point
+from djinn_client.protocol.fields.points import Point
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from djinn_client.host_memory import anonymous_bytes, tightest
+from djinn_client.transport.host_memory import anonymous_bytes, tightest
 from djinnd.device.budget import MemoryBudget
 from djinnd.device.device import Device, Lane, Mark, Rates
 

@@ -9,7 +9,7 @@ import signal
 import click
 
 from djinn_client.errors import DjinnError
-from djinnd.engine.lifeline import tie_to
+from djinnd.engine.io.lifeline import tie_to
 from djinnd.telemetry import configure_logging
 
 # (tokens, rows) of one step: enough to keep the device busy, and few enough that other requests do not wait long.
@@ -43,9 +43,9 @@ def main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logging(log_level, log_format)
     from djinnd.device import open_device  # importing torch takes seconds, and the signal must be ignored before
-    from djinnd.engine.channel import Channel
     from djinnd.engine.engine import Engine
-    from djinnd.engine.kernel_compiler import kernel_compiler_for
+    from djinnd.engine.io.channel import Channel
+    from djinnd.engine.kernels.compiler import kernel_compiler_for
 
     log = logging.getLogger("djinnd.engine")
     channel = Channel(fd)

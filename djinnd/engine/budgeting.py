@@ -13,8 +13,8 @@ from functools import partial
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
 from djinnd.device.budget import at_least, gib
-from djinnd.engine.memory import MIN_TOKENS, kv_floor, pages_share, plan_kv, takes_all
-from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.memory.memory import MIN_TOKENS, kv_floor, pages_share, plan_kv, takes_all
+from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.weights.plan import Plan, fewest_streams, least_bytes, plan_places
 

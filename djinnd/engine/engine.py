@@ -19,20 +19,20 @@ from djinnd.core.batch import LATE, Batch, Row, recomputed
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
-from djinnd.engine.channel import Channel, ServerGone
 from djinnd.engine.collector import Collector
-from djinnd.engine.courses import Courses
-from djinnd.engine.figures import Figures
-from djinnd.engine.kernel_compiler import KernelCompiler
-from djinnd.engine.loading import LoadQueue
-from djinnd.engine.mailbox import Mailbox
-from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.dispatch import Mailbox
+from djinnd.engine.io.background import Courses
+from djinnd.engine.io.channel import Channel, ServerGone
+from djinnd.engine.kernels.compiler import KernelCompiler
+from djinnd.engine.load.loading import LoadQueue
 from djinnd.engine.models import Models
-from djinnd.engine.pauses import Pauses
+from djinnd.engine.paging.pauses import Pauses
+from djinnd.engine.paging.tiers import Tiers
+from djinnd.engine.report import Figures
 from djinnd.engine.requests import Requests
-from djinnd.engine.tiers import Tiers
+from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.tracing import Tracer
-from djinnd.model.sampler import Sampled
+from djinnd.model.sampling.sampler import Sampled
 from djinnd.scheduler.policy import LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Scheduler
 

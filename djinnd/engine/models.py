@@ -23,14 +23,14 @@ from djinnd import messages
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.budgeting import change_budget
-from djinnd.engine.channel import Channel
-from djinnd.engine.deliveries import Deliveries
-from djinnd.engine.figures import Figures
-from djinnd.engine.kernel_compiler import Compiling, KernelCompiler
-from djinnd.engine.loading import LoadQueue, LoadResult
-from djinnd.engine.model_runner import ModelRunner
-from djinnd.engine.serving import Preparation
-from djinnd.engine.tiers import Tiers
+from djinnd.engine.io.channel import Channel
+from djinnd.engine.kernels.compiler import Compiling, KernelCompiler
+from djinnd.engine.load.loading import LoadQueue, LoadResult
+from djinnd.engine.paging.tiers import Tiers
+from djinnd.engine.report import Figures
+from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.engine.run.prepare_model import Preparation
+from djinnd.engine.windows.deliveries import Deliveries
 from djinnd.scheduler.scheduler import Scheduler
 
 log = logging.getLogger("djinnd.engine")

@@ -5,7 +5,8 @@ process imports them once, and an engine is a fork of it. Each engine imports dj
 that is installed when it starts.
 
 Forking is safe because this process has one thread and has never opened a GPU: a CUDA context does not survive a fork.
-`unfit` checks both after the imports. djinnd/births.py has the messages, djinnd/server/nursery.py the other side.
+`unfit` checks both after the imports. djinnd/jobs/nursery.py has the messages, djinnd/server/engines/nursery.py the
+other side.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from djinnd import births
-from djinnd.births import MAX_PACKET, Bear, Born, Ended, FromNursery, Refused
-from djinnd.engine.lifeline import tie_to
+from djinnd.engine.io.lifeline import tie_to
+from djinnd.jobs import nursery as births
+from djinnd.jobs.nursery import MAX_PACKET, Bear, Born, Ended, FromNursery, Refused
 from djinnd.telemetry import configure_logging
 
 log = logging.getLogger("djinnd.engine")

@@ -21,14 +21,14 @@ from djinnd.core.edits import FOREVER, now
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
-from djinnd.engine.channel import Channel
-from djinnd.engine.courses import Courses
-from djinnd.engine.deliveries import Deliveries
-from djinnd.engine.export import Passages
-from djinnd.engine.guidance import Guidance
-from djinnd.engine.model_runner import ModelRunner
-from djinnd.engine.stop_captures import StopCaptures
-from djinnd.engine.tiers import Tiers
+from djinnd.engine.grammar.guidance import Guidance
+from djinnd.engine.io.background import Courses
+from djinnd.engine.io.channel import Channel
+from djinnd.engine.paging.tiers import Tiers
+from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.engine.windows.deliveries import Deliveries
+from djinnd.engine.windows.kv_transfers import Passages
+from djinnd.engine.windows.stop_captures import StopCaptures
 from djinnd.scheduler.scheduler import Scheduler
 
 

@@ -1,4 +1,5 @@
 """The intervention process: calls one tenant's functions outside of the engine, confined by the kernel.
 
-The server starts it (server/function_process.py) and never imports it. The messages are in djinnd/interventions.py.
+The server starts it (server/whitebox/function_process.py) and never imports it. The messages are in
+djinnd/jobs/sandbox.py.
 """

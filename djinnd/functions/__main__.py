@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 
-from djinnd import interventions
 from djinnd.confinement import sandbox
 from djinnd.confinement.child import begin
+from djinnd.jobs import sandbox as interventions
 
 
 def main() -> None:

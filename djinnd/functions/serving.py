@@ -16,17 +16,17 @@ import torch
 
 import djinn_client
 import djinnd
-from djinn_client import breaking
-from djinn_client.breakpoints import HitInfo
-from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.errors import InvalidRequest
-from djinn_client.hits import Hit
-from djinn_client.interventions import Function, apply
 from djinn_client.protocol import AddEdit, Generated, Timings, Usage
-from djinn_client.shm import new_window
-from djinnd import interventions
+from djinn_client.protocol.fields.breakpoints import HitInfo
+from djinn_client.protocol.fields.edits import Captured, CapturedPoint
+from djinn_client.tensors.hits import Hit
+from djinn_client.transport.shm import new_window
+from djinn_client.whitebox import breakpoint_calls as breaking
+from djinn_client.whitebox.interventions import Function, apply
 from djinnd.confinement.channel import Channel
-from djinnd.interventions import (
+from djinnd.jobs import sandbox as interventions
+from djinnd.jobs.sandbox import (
     MAX_FRAME,
     Changed,
     Done,

@@ -15,11 +15,11 @@ import msgspec
 import numpy as np
 from llguidance import LLTokenizer
 
-from djinnd import grammar_jobs
 from djinnd.confinement.channel import Channel
 from djinnd.confinement.sandbox import tie_to
-from djinnd.grammar_jobs import SLOTS, WORD, words_of
 from djinnd.grammars.serving import Serving
+from djinnd.jobs import grammar as grammar_jobs
+from djinnd.jobs.grammar import SLOTS, WORD, words_of
 from djinnd.text.grammar import TokenTable, open_tokenizer, tokenizer_of
 
 

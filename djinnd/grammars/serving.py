@@ -21,7 +21,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from djinn_client.errors import GrammarRejected
 from djinnd.confinement.channel import Channel
-from djinnd.grammar_jobs import WORD, Advance, Begin, End, State, States, ToProcess
+from djinnd.jobs.grammar import WORD, Advance, Begin, End, State, States, ToProcess
 from djinnd.text.grammar import compiled, expect_sound
 
 Masks = npt.NDArray[np.uint32]  # [runs, words]: a bit a token, 1 where it may follow

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from djinnd.kvcache.left_pages import Left
+from djinnd.kvcache.departed_pages import Left
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Moves, Transfer
 from djinnd.kvcache.page_pool import OutOfPages

@@ -1,4 +1,4 @@
-"""Messages to the child process that inspects a checkpoint before the engine reads it: see engine/inspection.py.
+"""Messages to the child process that inspects a checkpoint before the engine reads it: see engine/load/inspection.py.
 
     server ──Inspect, with the open files──► child ──Planned | ImageDescribed | Passed | Failed──► server
 

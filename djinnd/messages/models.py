@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from djinn_client.image import Dtype, Image
-from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import ModelInfo
+from djinn_client.protocol.fields.image import Dtype, Image
+from djinn_client.protocol.fields.placing import ModelPlan, Placing
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 

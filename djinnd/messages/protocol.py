@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from djinn_client.errors import ProtocolError
-from djinn_client.model_files import MAX_FILES
+from djinn_client.files.model_files import MAX_FILES
 from djinn_client.protocol import framed
 from djinnd.messages import arenas, engine, figures, inspections, models, runs, scheduling, sessions
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from djinn_client.image import Dtype
-from djinn_client.points import Point
 from djinn_client.protocol import FinishReason, Logprobs, Sampling
+from djinn_client.protocol.fields.image import Dtype
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.stops import Stop
 
 # --- server to engine -----------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@
      └────leave─────┘  └───release────┘
 
 A released request joins the line as a new one does, so a client that reads too slowly loses its place and delays no
-other session. The request of a paused session is held, too. composer.py decides which active sessions have a row;
-residence.py knows where their pages are.
+other session. The request of a paused session is held, too. batch_builder.py decides which active sessions have a row;
+kv_residency.py knows where their pages are.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from djinnd.core.stops import Stage
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
-from djinnd.scheduler.composer import Composer
-from djinnd.scheduler.device_quotas import Claim, DeviceQuotas
+from djinnd.scheduler.batch.batch_builder import Composer
 from djinnd.scheduler.policy import DEFAULT, SCARCE, Policy, eviction_order, has_gone_quiet
-from djinnd.scheduler.residence import Residence
-from djinnd.scheduler.shares import Shares
+from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
+from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation, explain
 
 WRITTEN_AT_ONCE = 16  # pages, in each call of `tend`

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
 from djinnd.core.session import Session
-from djinnd.scheduler.step_times import StepTimes
+from djinnd.scheduler.timing.step_times import StepTimes
 
 QUIET_S = 10.0  # Seconds without a word from its client, after which an idle session leaves the device.
 CROWDED_QUIET_S = 1.0  # the same while free pages are scarce

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from djinn_client.errors import SessionNotFound
-from djinn_client.points import Point
 from djinn_client.protocol import CLASSES, Class, FinishReason
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import Batch, Row
 from djinnd.core.edits import FOREVER, Edit, ended
 from djinnd.core.request import Request, RequestState
@@ -26,12 +26,12 @@ from djinnd.core.stops import next_stop
 from djinnd.kvcache.manager import KvManager, PageCopy
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
-from djinnd.scheduler.device_quotas import DeviceQuotas
+from djinnd.scheduler.apply_step import Outcome
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
-from djinnd.scheduler.outcome import Outcome
 from djinnd.scheduler.policy import DEFAULT, Policy
-from djinnd.scheduler.residence import Residence
-from djinnd.scheduler.shares import Shares
+from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.turns.device_quotas import DeviceQuotas
+from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation
 
 

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from djinnd.core.request import RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.residence.kv_residency import Residence
 
 MOST_AHEAD = 1000  # sessions listed
 

@@ -26,38 +26,38 @@ from djinn_client.errors import InvalidRequest, ShuttingDown
 from djinnd import __version__
 from djinnd.config import Config, ConfigError
 from djinnd.messages import Close
-from djinnd.server.arena import Arena
-from djinnd.server.client import Client
-from djinnd.server.clients import Clients
-from djinnd.server.engine_process import STOPPING
-from djinnd.server.functions import Functions
+from djinnd.server.arenas.arena import Arena
+from djinnd.server.checkpoints.inspection import Inspector
+from djinnd.server.engines.engine_process import STOPPING
+from djinnd.server.engines.nursery import NURSERY_FDS, Nursery
+from djinnd.server.engines.previous_engine import ENGINE_FD, LastEngine
+from djinnd.server.engines.router import Router
+from djinnd.server.engines.supervisor import Supervisor
 from djinnd.server.gateway_process import GatewayProcess
-from djinnd.server.handlers import Handlers
-from djinnd.server.inspection import Inspector
-from djinnd.server.journal import Journal
-from djinnd.server.last_engine import ENGINE_FD, LastEngine
-from djinnd.server.listener import Listener
-from djinnd.server.metrics import Metrics
-from djinnd.server.metrics_socket import MetricsSocket
-from djinnd.server.models import Models
-from djinnd.server.notify import Notifier
-from djinnd.server.nursery import NURSERY_FDS, Nursery
-from djinnd.server.prefixes import PrefixTable
+from djinnd.server.handover.notify import Notifier
+from djinnd.server.handover.python import python_module
+from djinnd.server.handover.socket_path import StartError, listen
+from djinnd.server.handover.stopping import Restart, Stopping
+from djinnd.server.handover.succession import Inherited, inherited
+from djinnd.server.journal.journal import Journal
+from djinnd.server.loading.models import Models
+from djinnd.server.loading.sharing import Sharing
 from djinnd.server.principals.names import groups_of, unix_name
 from djinnd.server.principals.tokens import Tokens
-from djinnd.server.python import python_module
-from djinnd.server.queueing import Queue
-from djinnd.server.quotas import Quotas
-from djinnd.server.records import RecordTable
-from djinnd.server.router import Router
-from djinnd.server.sessions import SessionRecord, SessionTable
-from djinnd.server.sharing import Sharing
-from djinnd.server.socket_path import StartError, listen
-from djinnd.server.status import Status
-from djinnd.server.stopping import Restart, Stopping
-from djinnd.server.succession import Inherited, inherited
-from djinnd.server.supervisor import Supervisor
-from djinnd.server.texts import Texts
+from djinnd.server.quotas.queueing import Queue
+from djinnd.server.quotas.quotas import Quotas
+from djinnd.server.requests.handlers import Handlers
+from djinnd.server.sessions.prefixes import PrefixTable
+from djinnd.server.sessions.records import RecordTable
+from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.status.metrics import Metrics
+from djinnd.server.status.metrics_socket import MetricsSocket
+from djinnd.server.status.status import Status
+from djinnd.server.text.texts import Texts
+from djinnd.server.whitebox.functions import Functions
+from djinnd.server.wire.client import Client
+from djinnd.server.wire.clients import Clients
+from djinnd.server.wire.listener import Listener
 
 log = logging.getLogger("djinnd.server")
 
@@ -424,7 +424,7 @@ def nursery_command(config: Config) -> list[str]:
 
 
 def inspect_command() -> list[str]:
-    return python_module("djinnd.engine.inspection")
+    return python_module("djinnd.engine.load.inspection")
 
 
 def _log_options(config: Config) -> list[str]:

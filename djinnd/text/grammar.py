@@ -12,7 +12,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from djinn_client.errors import GrammarRejected
-from djinn_client.output_format import OutputFormat
+from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.text.replies.grammar import JSON_OPTIONS
 
 # Limits of compiling a grammar and of computing a mask. With them, a mask takes 15 ms at the most as a rule.

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest, ModelRejected
-from djinn_client.model_files import MORE_TEMPLATES, SMALL_FILE, ModelFiles
+from djinn_client.files.model_files import MORE_TEMPLATES, SMALL_FILE, ModelFiles
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates, special_variables
 from djinnd.text.chat.templates import PROCESSOR_FILE, TEMPLATE_FILE, chat_templates
 from djinnd.text.detokenizer import Detokenizer

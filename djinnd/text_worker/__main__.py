@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from djinnd import text_jobs
 from djinnd.confinement.channel import Channel
 from djinnd.confinement.child import begin
+from djinnd.jobs import text as text_jobs
 from djinnd.text_worker.serving import Serving, rehearse
 
 

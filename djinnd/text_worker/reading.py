@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from djinn_client.errors import TextFailed
+from djinnd.jobs.text import Begin, ChatReading, Read, ReadText
 from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import ReadingRules
 from djinnd.text.vocabulary import Vocabulary
-from djinnd.text_jobs import Begin, ChatReading, Read, ReadText
 
 
 class Reading:

@@ -12,19 +12,12 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from djinn_client.chat import ChatInput
 from djinn_client.errors import GrammarRejected, InvalidRequest, ModelRejected, TextFailed
-from djinn_client.model_files import ModelFiles
+from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import OutputFormat
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.confinement.channel import Channel
-from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
-from djinnd.text.chat.reply import ChatReply
-from djinnd.text.encoder import TextRules
-from djinnd.text.grammar import compiled, expect_sound, grammar_text, table_of
-from djinnd.text.reader import expect_bounded
-from djinnd.text.replies import reply_format
-from djinnd.text.vocabulary import Vocabulary
-from djinnd.text_jobs import (
+from djinnd.jobs.text import (
     MAX_ANSWER,
     Answer,
     Begin,
@@ -47,6 +40,13 @@ from djinnd.text_jobs import (
     ToWorker,
     opened,
 )
+from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
+from djinnd.text.chat.reply import ChatReply
+from djinnd.text.encoder import TextRules
+from djinnd.text.grammar import compiled, expect_sound, grammar_text, table_of
+from djinnd.text.reader import expect_bounded
+from djinnd.text.replies import reply_format
+from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_worker.reading import Reading
 
 _MOST_TOLD = 2000  # characters of an error

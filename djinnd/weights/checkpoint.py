@@ -21,8 +21,8 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from djinn_client.errors import ModelNotFound, ModelRejected
-from djinn_client.model_files import ModelFiles
-from djinn_client.other_files import HEAD, what_instead, what_it_is
+from djinn_client.files.model_files import ModelFiles
+from djinn_client.files.other_files import HEAD, what_instead, what_it_is
 from djinnd.weights.safetensors_header import PREFIX, BadHeader, header_bytes, parse_header
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"

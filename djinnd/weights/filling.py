@@ -18,7 +18,7 @@ from torch import Tensor
 from xxhash import xxh3_128
 
 from djinn_client.errors import OutOfMemory
-from djinn_client.packed import PackedForm
+from djinn_client.handover.packed import PackedForm
 from djinnd.device import Device
 from djinnd.weights.checkpoint import PIECE
 from djinnd.weights.reading import Readers, Wait
@@ -37,8 +37,9 @@ def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Fu
 
     wait: returns the result of a read, or raises to give up; see reading.Patience.
 
-    Raises ModelRejected with the tensor at fault, djinn_client.packed.Unpackable, or an exception of `progress` or
-    `wait`. After that no other buffer is begun, and only a thread that hangs in a read might still write to the store.
+    Raises ModelRejected with the tensor at fault, djinn_client.handover.packed.Unpackable, or an exception of
+    `progress` or `wait`. After that no other buffer is begun, and only a thread that hangs in a read might still write
+    to the store.
     """
     done = 0
     under_way: deque[tuple[int, Tensor, list[Future[None]]]] = deque()

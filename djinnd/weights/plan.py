@@ -13,7 +13,7 @@ resident, some packed; as few streamed as possible. Streamed blocks are spread e
 engine works while the resident blocks between them compute.
 
 If a streamed block has stacked experts, only its trunk (the rest of the block) passes through the ring. The experts
-stay in host memory, and the experts that its router picks are fetched to scratch: see model/experts.py.
+stay in host memory, and the experts that its router picks are fetched to scratch: see model/family/experts.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from djinn_client.packed import PackedForm, Unit
+from djinn_client.handover.packed import PackedForm, Unit
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockSize, ExpertsSize
 

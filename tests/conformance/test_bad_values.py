@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import djinn_client as djinn
-from djinn_client.connection import Connection, connect
 from djinn_client.errors import DjinnError, InvalidRequest, PromptTooLong, TokenOutOfRange
 from djinn_client.protocol import Forward, Generate, Generated, Logits, Sampling, Truncate
-from djinn_client.steps import run
+from djinn_client.transport.connection import Connection, connect
+from djinn_client.transport.steps import run
 
 from .conftest import MODEL, OpenSession
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import djinn_client as djinn
-from djinn_client.connection import Connection, connect
-from djinn_client.model_files import ModelFiles
+from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Done, FilesHandedOver, HandOverFiles, Ping
-from djinn_client.steps import run
+from djinn_client.transport.connection import Connection, connect
+from djinn_client.transport.steps import run
 
 from .conftest import MODEL, Api
 

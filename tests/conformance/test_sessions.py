@@ -7,16 +7,16 @@ import asyncio
 import pytest
 
 import djinn_client as djinn
-from djinn_client.connection import connect
+from djinn_client.arguments.options import build
 from djinn_client.errors import (
     InvalidRequest,
     ModelNotFound,
     SessionBusy,
     SessionNotFound,
 )
-from djinn_client.options import build
 from djinn_client.protocol import CloseSession, Done, OpenSession, SessionOpened
-from djinn_client.steps import run
+from djinn_client.transport.connection import connect
+from djinn_client.transport.steps import run
 
 from .conftest import MODEL, Api
 from .conftest import OpenSession as Opener

@@ -22,7 +22,7 @@ import torch
 import djinn_client as djinn
 from djinn_client.errors import DjinnError, FunctionFailed, InvalidRequest, NotPermitted
 from djinn_client.protocol import AddEdit
-from djinnd.interventions import Changed, encode
+from djinnd.jobs.sandbox import Changed, encode
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
 from tests.support.confined import confined, intervention_processes

@@ -13,7 +13,7 @@ import djinn_client as djinn
 from djinn_client.protocol import Tier
 from djinnd.kvcache.page_file import ALIGNMENT
 from djinnd.kvcache.tier import COMPLETE, RECORD
-from djinnd.server.arena_header import HEADER_BYTES, Header
+from djinnd.server.arenas.header import HEADER_BYTES, Header
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import SHM
 from tests.support.lives import Lives

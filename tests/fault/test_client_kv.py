@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import djinn_client as djinn
-from djinn_client.connection import connect
-from djinn_client.kv import KvWindow
-from djinn_client.options import build
+from djinn_client.arguments.options import build
+from djinn_client.handover.kv import KvWindow
 from djinn_client.protocol import ImportSession, SessionOpened, encode
-from djinn_client.shm import FUTURE_WRITE, SEALS, new_window, seal_for_writers
-from djinn_client.steps import run
+from djinn_client.transport.connection import connect
+from djinn_client.transport.shm import FUTURE_WRITE, SEALS, new_window, seal_for_writers
+from djinn_client.transport.steps import run
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
 from tests.support.daemon import ROOT, Daemon, clean_environ, holdings, wait_for

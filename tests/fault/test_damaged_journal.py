@@ -12,8 +12,8 @@ import pytest
 import djinn_client as djinn
 from djinn_client import SessionNotFound
 from djinnctl.doctor import daemon as doctor
-from djinnd.server.journal_file import NAME
-from djinnd.server.journal_rows import MARK
+from djinnd.server.journal.file import NAME
+from djinnd.server.journal.rows import MARK
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon
 

@@ -18,7 +18,7 @@ import pytest
 
 import djinn_client as djinn
 from djinn_client import JournalUnavailable, SessionNotFound
-from djinnd.server.journal import RETRY
+from djinnd.server.journal.journal import RETRY
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon, wait_for
 

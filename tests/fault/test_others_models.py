@@ -15,9 +15,9 @@ import pytest
 
 import djinn_client as djinn
 from djinn_client import errors
-from djinn_client.exchange import close_all
-from djinn_client.model_files import ModelFiles
+from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Failure, FilesHandedOver, HandOverFiles, LoadModel, ModelReply, Progress, encode
+from djinn_client.transport.exchange import close_all
 from tests.support.other_user import as_user, only_root, open_to_all
 from tests.support.served import Served, Wire, wait_for
 from tests.support.serving import TINY

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig
 
 import djinn_client as djinn
-from djinn_client.image import Image
 from djinn_client.protocol import Failure, ModelReply, Progress, ShareDescribed, ShareModel, ShareWeights, encode
-from djinn_client.shm import IMAGE_SEALS
+from djinn_client.protocol.fields.image import Image
+from djinn_client.transport.shm import IMAGE_SEALS
 from tests.conftest import MODEL, DaemonStarter
 from tests.support import reference
 from tests.support.daemon import Daemon, descriptors_of, wait_for

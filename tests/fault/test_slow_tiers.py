@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from djinnd import messages
-from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.kvcache.page_file import Bytes, PageFile
 from tests.support import reference
 from tests.support.engine_thread import EngineThread

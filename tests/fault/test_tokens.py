@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import djinn_client as djinn
-from djinn_client.principals import number_of
 from djinn_client.protocol import (
     AddToken,
     Failure,
@@ -27,6 +26,7 @@ from djinn_client.protocol import (
     Welcome,
     encode,
 )
+from djinn_client.protocol.fields.principals import number_of
 from tests.support.served import Served, Wire, wait_for
 
 MODEL = "djinn-tiny"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import djinn_client
-from djinn_client.options import build
+from djinn_client.arguments.options import build
 from djinn_client.protocol import KeepRecord, RecordKept
 from djinnctl.restart import restart
 from tests.support.chat_families import TOOLS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from djinnd.server.arena_header import HEADER_BYTES, Header, State
+from djinnd.server.arenas.header import HEADER_BYTES, Header, State
 from tests.fuzz.target import Target
 
 
@@ -27,4 +27,4 @@ def check(data: bytes) -> None:
 
 seeds_first = next(seeds())
 
-TARGET = Target(("djinnd.server.arena_header",), seeds, check)
+TARGET = Target(("djinnd.server.arenas.header",), seeds, check)

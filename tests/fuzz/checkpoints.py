@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from djinn_client.errors import DjinnError
-from djinn_client.model_files import ModelFiles
+from djinn_client.files.model_files import ModelFiles
 from djinnd.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
 from djinnd.weights.safetensors_header import BITS, BadHeader, header_bytes, parse_header
 from tests.fuzz.messages import HOSTILE, Choices
@@ -77,4 +77,4 @@ def _open(choices: Choices, data: bytes) -> None:
             checkpoint.read(tensor)
 
 
-TARGET = Target(("djinnd.weights.safetensors_header", "djinn_client.model_files"), seeds, check)
+TARGET = Target(("djinnd.weights.safetensors_header", "djinn_client.files.model_files"), seeds, check)

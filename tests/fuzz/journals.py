@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from djinnd.server.journal_changes import Change, Extended, Opened
-from djinnd.server.journal_file import NAME, JournalFile
-from djinnd.server.socket_path import StartError
+from djinnd.server.handover.socket_path import StartError
+from djinnd.server.journal.changes import Change, Extended, Opened
+from djinnd.server.journal.file import NAME, JournalFile
 from tests.fuzz.target import Target
 
 FOLDER = Path(tempfile.mkdtemp(prefix="djinnd-fuzz-"))

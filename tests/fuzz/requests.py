@@ -34,4 +34,8 @@ def check(data: bytes) -> None:
         encode(message)
 
 
-TARGET = Target(("djinn_client.protocol", "djinn_client.sampling", "djinn_client.placing"), seeds, check)
+TARGET = Target(
+    ("djinn_client.protocol", "djinn_client.protocol.fields.sampling", "djinn_client.protocol.fields.placing"),
+    seeds,
+    check,
+)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from djinn_client import saved_session
 from djinn_client.errors import DjinnError
-from djinn_client.kv_layout import KvLayout
-from djinn_client.saved_session import SavedFile, SavedSession, checksum
+from djinn_client.handover import saved_session
+from djinn_client.handover.saved_session import SavedFile, SavedSession, checksum
+from djinn_client.protocol.fields.kv_layout import KvLayout
 from tests.fuzz.messages import Choices, hostile_message
 from tests.fuzz.target import Target
 
@@ -73,4 +73,4 @@ def _read(content: bytes) -> None:
     assert refused is None or os.fspath(path) in refused.message
 
 
-TARGET = Target(("djinn_client.saved_session", "djinn_client.kv_layout"), seeds, check)
+TARGET = Target(("djinn_client.handover.saved_session", "djinn_client.protocol.fields.kv_layout"), seeds, check)

@@ -10,8 +10,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinn_client.placing import Placing
-from djinn_client.points import Point
+from djinn_client.protocol.fields.placing import Placing
+from djinn_client.protocol.fields.points import Point
 from djinnd import messages
 from djinnd.core.edits import Extent
 from djinnd.core.stops import Stop

@@ -9,8 +9,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinnd.model.crossing import Inbox, send
-from djinnd.model.inputs import StepInputs
+from djinnd.model.copies.pinned_io import Inbox, send
+from djinnd.model.step.inputs import StepInputs
 from tests.support.cuda import cuda_device
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinn_client.packed import PackedForm
-from djinn_client.placing import Placing
+from djinn_client.handover.packed import PackedForm
+from djinn_client.protocol.fields.placing import Placing
 from djinnd.device.cuda import CudaDevice
 from djinnd.model.kernels import fetch_packed
 from djinnd.weights.plan import Place

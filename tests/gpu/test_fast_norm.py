@@ -13,7 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from djinnd.model.fast_norm import FusedRMSNorm, replace_norms
+from djinnd.model.fast.norm import FusedRMSNorm, replace_norms
 from tests.support.cuda import cuda_device
 from tests.support.loaded import load_weights
 from tests.support.models import reduced_model

@@ -16,9 +16,9 @@ if not torch.cuda.is_available():
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from djinnd.model.fast_linear import FEW, FastLinear, fast_linear, replace_linears
-from djinnd.model.fast_mlp import GatedMLP, replace_mlps
-from djinnd.model.fast_rope import NAME, FastRope, replace_rope
+from djinnd.model.fast.linear import FEW, FastLinear, fast_linear, replace_linears
+from djinnd.model.fast.mlp import GatedMLP, replace_mlps
+from djinnd.model.fast.rope import NAME, FastRope, replace_rope
 from djinnd.model.kernels.rope import rope
 from tests.support.cuda import cuda_device
 from tests.support.loaded import load_weights

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from djinnd.model.attention import PagedBatch, TorchAttention, TritonAttention, attention_for
+from djinnd.model.attention.paged import PagedBatch, TorchAttention, TritonAttention, attention_for
 from djinnd.model.kernels import MAX_QUERY, decode, kv_write, mixed, rms_norm
 from djinnd.model.kernels.scratch import Scratch
 from tests.support.paged import Scene, check, same_bytes

@@ -11,9 +11,9 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinn_client.placing import Placing
-from djinn_client.points import Point
-from djinnd.model.editing import CODES, EditRows, apply
+from djinn_client.protocol.fields.placing import Placing
+from djinn_client.protocol.fields.points import Point
+from djinnd.model.whitebox.editing import CODES, EditRows, apply
 from tests.support.graphed import Graphed, Rows, graphed_model, named, with_history
 from tests.support.paged import same_bytes
 from tests.support.probing import Change, Looking, all_points

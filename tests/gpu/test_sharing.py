@@ -13,11 +13,11 @@ if not torch.cuda.is_available():
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from djinn_client.image_filling import fill, seal
-from djinn_client.named_tensors import NamedTensors
-from djinn_client.placing import Placing
-from djinnd.engine.loading import map_image
-from djinnd.model.image import image_of
+from djinn_client.handover.image_filling import fill, seal
+from djinn_client.handover.named_tensors import NamedTensors
+from djinn_client.protocol.fields.placing import Placing
+from djinnd.engine.load.loading import map_image
+from djinnd.model.placing.image import image_of
 from tests.support.cuda import cuda_device
 from tests.support.models import reduced_model
 from tests.support.opened import loader_of

@@ -15,11 +15,11 @@ if not torch.cuda.is_available():
 
 from djinnd.core.batch import Batch
 from djinnd.core.session import Session
-from djinnd.engine import page_copies
-from djinnd.engine.host_pages import HostPages, object_bytes
-from djinnd.engine.transfers import Transfers
+from djinnd.engine.memory.host_pages import HostPages, object_bytes
+from djinnd.engine.paging import page_copies
+from djinnd.engine.paging.transfers import Transfers
 from djinnd.kvcache.page_file import PageFile
-from djinnd.model.sampler import Sampled
+from djinnd.model.sampling.sampler import Sampled
 from tests.support import reference
 from tests.support.cuda import cuda_device
 from tests.support.loaded import Served, random_prompt, small_pages

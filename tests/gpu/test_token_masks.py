@@ -9,8 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinnd.grammar_jobs import words_of
-from djinnd.model.token_masks import RowMasks, TokenMasks
+from djinnd.jobs.grammar import words_of
+from djinnd.model.sampling.token_masks import RowMasks, TokenMasks
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinnd.model.unowned import unowned
+from djinnd.model.copies.borrowed_tensor import unowned
 from tests.support.paged import same_bytes
 
 pytestmark = pytest.mark.gpu

@@ -11,11 +11,11 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinn_client.placing import Placing
-from djinn_client.points import Point
+from djinn_client.protocol.fields.placing import Placing
+from djinn_client.protocol.fields.points import Point
 from djinnd import messages
-from djinnd.model.graphs import Shape
-from djinnd.model.probe import Probe
+from djinnd.model.step.graphs import Shape
+from djinnd.model.whitebox.probe import Probe
 from tests.support import reference
 from tests.support.cuda import cuda_device
 from tests.support.hooked import Hooked

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import djinn_client as djinn
-from djinn_client.options import GenerateOptions, build
+from djinn_client.arguments.options import GenerateOptions, build
 from djinn_client.protocol import Conversation, Generate, Generated
 from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter

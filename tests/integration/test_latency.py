@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import djinn_client as djinn
-from djinn_client.scheduling import CLASSES, Class, Latency
+from djinn_client.protocol.fields.scheduling import CLASSES, Class, Latency
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
 

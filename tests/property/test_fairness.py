@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.request import Request
-from djinnd.scheduler.line import SEAT
 from djinnd.scheduler.policy import Policy
-from djinnd.scheduler.shares import LAG
+from djinnd.scheduler.turns.line import SEAT
+from djinnd.scheduler.turns.shares import LAG
 from tests.support.virtual import VirtualDevice, rising
 
 Curve = Callable[[int], float]

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from djinn_client.conversations import Conversation
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import Generate, encode
+from djinn_client.protocol.fields.conversations import Conversation
 from djinnd.gateway.anthropic.body import MessagesBody
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.ollama.body import ChatBody, GenerateBody

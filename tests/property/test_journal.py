@@ -12,12 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from djinn_client.points import Point
 from djinn_client.protocol import CLASSES, Class
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent, now
-from djinnd.server.edit_list import EditList
-from djinnd.server.journal import Journal
-from djinnd.server.journal_file import NAME, JournalFile
+from djinnd.server.journal.file import NAME, JournalFile
+from djinnd.server.journal.journal import Journal
+from djinnd.server.probe_lists.edit_list import EditList
 from tests.support.journalled import Session
 
 Told = tuple[list[int], str, EditList]

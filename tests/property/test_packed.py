@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinn_client.packed import CODES, PackedForm, Unpackable
+from djinn_client.handover.packed import CODES, PackedForm, Unpackable
 from tests.support.packed import form_of, packed, same_weights
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 300)), min_size=1, max_size=4)

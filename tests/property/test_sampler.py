@@ -11,7 +11,7 @@ from torch import Tensor
 
 from djinn_client.protocol import Sampling
 from djinnd.core.session import Session
-from djinnd.model.sampler import Sampler
+from djinnd.model.sampling.sampler import Sampler
 from tests.support.sampling import reference, wanting
 
 CPU = torch.device("cpu")

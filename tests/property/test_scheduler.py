@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinn_client.errors import OutOfMemory, PromptTooLong
-from djinn_client.points import Point
 from djinn_client.protocol import CLASSES, Class
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import Batch, Row
 from djinnd.core.edits import FOREVER, Edit, Extent, now
 from djinnd.core.request import Request, RequestState

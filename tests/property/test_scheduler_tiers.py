@@ -17,7 +17,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.moves import Move, Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.costs import Costs
+from djinnd.scheduler.residence.copy_or_recompute import Costs
 from tests.property.test_scheduler import (
     MODELS,
     NUM_BLOCKS,

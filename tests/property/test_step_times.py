@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnd.scheduler.step_times import Curve, StepTimes
+from djinnd.scheduler.timing.step_times import Curve, StepTimes
 
 SECONDS = st.floats(1e-4, 10.0)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinn_client.points import Point
+from djinn_client.protocol.fields.points import Point
 from djinnd import messages
 from djinnd.core.edits import FOREVER, Edit, Extent, cut, ended, now
-from djinnd.engine import memory
+from djinnd.engine.memory import memory
 from djinnd.kvcache import manager
-from djinnd.model.graphs import StepGraphs
+from djinnd.model.step.graphs import StepGraphs
 from tests.support import engine_thread
 from tests.support.descriptors import open_descriptors
 from tests.support.models import reduced_model
@@ -343,7 +343,7 @@ def engines() -> Iterator[tuple[Turnwise, WhiteBoxEngine]]:
     with pytest.MonkeyPatch.context() as patch, Turnwise() as engine, WhiteBoxEngine() as fresh:
         patch.setattr(manager, "PAGE_BYTES", 1)
         patch.setattr(memory, "MIN_TOKENS", CONTEXT)
-        patch.setattr("djinnd.engine.window.PIECE_BYTES", 8192)
+        patch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 8192)
         engine.loaded(FOLDER, kv_bytes=1, host_kv_bytes=HOST_BYTES)
         engine.send(engine.grant(engine.until(messages.NeedArena)))
         fresh.loaded(FOLDER)

@@ -21,7 +21,7 @@ from typing import Any
 import djinn_client as djinn
 from djinn_client.errors import DjinnError
 from djinn_client.protocol import HEADER, GetTokens, Hello, OpenSession, Ping, encode
-from djinn_client.requests import AddEdit, Generate
+from djinn_client.protocol.requests import AddEdit, Generate
 
 Attack = Callable[[str, Path], None]
 MODEL = "djinn-tiny"

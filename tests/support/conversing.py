@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Self, TypeVar
 
-from djinn_client.connection import Answer, Connection, connect
-from djinn_client.options import build
+from djinn_client.arguments.options import build
 from djinn_client.protocol import Conversation, Generate, Generated, Reply, Request, Sampling
-from djinn_client.steps import run
+from djinn_client.transport.connection import Answer, Connection, connect
+from djinn_client.transport.steps import run
 from tests.conftest import MODEL
 
 R = TypeVar("R", bound=Reply)

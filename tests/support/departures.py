@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from djinnd.scheduler.residence import Residence
+from djinnd.scheduler.residence.kv_residency import Residence
 from djinnd.scheduler.scheduler import Scheduler
 
 

@@ -27,15 +27,15 @@ from pathlib import Path
 import msgspec
 import posix_ipc
 
-from djinn_client.placing import ModelPlan, Placing
-from djinn_client.points import Point, PointMap
 from djinn_client.protocol import FrameDecoder, Logprobs, ModelInfo, Span
-from djinn_client.shm import new_window
+from djinn_client.protocol.fields.placing import ModelPlan, Placing
+from djinn_client.protocol.fields.points import Point, PointMap
+from djinn_client.transport.shm import new_window
 from djinnd import messages
 from djinnd.core.edits import FOREVER, Edit, cut, ended
 from djinnd.core.stops import Stop, next_stop
 from djinnd.messages import MAX_FRAME
-from djinnd.server.arena_header import HEADER_BYTES
+from djinnd.server.arenas.header import HEADER_BYTES
 
 BLOCKS = 8
 BLOCK_BYTES = 1 << 13

@@ -21,8 +21,8 @@ from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
 from djinnd import messages
 from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.channel import Channel
 from djinnd.engine.engine import Engine
+from djinnd.engine.io.channel import Channel
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
 from tests.support.loaded import MEMORY
 

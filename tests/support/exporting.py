@@ -6,10 +6,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from djinn_client.kv import KV, KvWindow, layout_of
-from djinn_client.kv_layout import KvLayout
+from djinn_client.handover.kv import KV, KvWindow, layout_of
 from djinn_client.protocol import ModelInfo
-from djinn_client.shm import map_window
+from djinn_client.protocol.fields.kv_layout import KvLayout
+from djinn_client.transport.shm import map_window
 from djinnd import messages
 from tests.support.engine_thread import EngineThread
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from djinn_client.packed import PackedForm
+from djinn_client.handover.packed import PackedForm
 from djinnd.model.kernels import fetch_packed, fetch_plain
 from tests.support.packed import form_of
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from djinn_client.placing import Placing
+from djinn_client.protocol.fields.placing import Placing
 from djinnd.device.cuda import CudaDevice
-from djinnd.model.graphs import Shape, StepGraphs
-from djinnd.model.loader import Weights
-from djinnd.model.paged_model import PagedModel
-from djinnd.model.probe import Probe
+from djinnd.model.placing.loader import Weights
+from djinnd.model.step.graphs import Shape, StepGraphs
+from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.whitebox.probe import Probe
 from tests.support.cuda import cuda_device
 from tests.support.loaded import InputRow, fill, load_weights, random_prompt
 from tests.support.models import reduced_model

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from djinnd.engine import nursery
-from djinnd.engine.lifeline import tie_to
+from djinnd.engine.io.lifeline import tie_to
 from tests.support import warm_command
 from tests.support.warm_python import NURSERY, ask_for_nursery
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from djinn_client.points import Point
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent
-from djinnd.model.loader import DTYPES
+from djinnd.model.placing.loader import DTYPES
 from tests.support import ops, torch_hooks
 from tests.support.torch_hooks import Change
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from djinnd.server.edit_list import EditList
+from djinnd.server.probe_lists.edit_list import EditList
 
 
 @dataclass

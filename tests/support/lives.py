@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from djinnd.server.checkpoints import known_models
+from djinnd.server.checkpoints.names import known_models
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon, wait_for
 

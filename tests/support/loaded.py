@@ -18,17 +18,17 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.loading import model_shape
-from djinnd.engine.memory import KvPlan, ModelShape
-from djinnd.engine.model_runner import ModelRunner, kv_label, workspace_label
-from djinnd.engine.planning import bytes_beside
-from djinnd.engine.serving import Preparation
+from djinnd.engine.load.loading import model_shape
+from djinnd.engine.load.planning import bytes_beside
+from djinnd.engine.memory.memory import KvPlan, ModelShape
+from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
+from djinnd.engine.run.prepare_model import Preparation
 from djinnd.messages import Load
-from djinnd.model.check import check_paging
-from djinnd.model.inputs import StepInputs
-from djinnd.model.loader import Weights
-from djinnd.model.paged_model import PagedModel
-from djinnd.model.sampler import Sampled
+from djinnd.model.check.equality import check_paging
+from djinnd.model.placing.loader import Weights
+from djinnd.model.sampling.sampler import Sampled
+from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.paged_model import PagedModel
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.opened import loader_of
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from djinn_client.model_files import ModelFiles
+from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Placing
 from djinnd.device import Device
-from djinnd.model.loader import Loader
-from djinnd.model.skeleton import make_config
+from djinnd.model.family.skeleton import make_config
+from djinnd.model.placing.loader import Loader
 from djinnd.weights.checkpoint import Checkpoint
 
 

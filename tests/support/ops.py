@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from djinn_client.edits import Op
+from djinn_client.protocol.fields.edits import Op
 
 Act = Callable[[Tensor], Tensor]  # [rows, width] → the same
 

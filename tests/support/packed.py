@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from djinn_client.packed import PackedForm, Unit
+from djinn_client.handover.packed import PackedForm, Unit
 
 ODD = [0.0, -0.0, 1e-40, -3e-39, 1e-20, 1.0, -3.0, 5e4, 3e38]  # outside any window of small weights
 

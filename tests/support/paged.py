@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from djinnd.model.attention import PagedAttention, PagedBatch
-from djinnd.model.visits import EXTENT, VISIT, fill_visits
+from djinnd.model.attention.paged import PagedAttention, PagedBatch
+from djinnd.model.attention.worklist import EXTENT, VISIT, fill_visits
 
 BLOCKS, BLOCK = 3, 1
 TOLERANCE = {  # relative and absolute; softmax weights are rounded to the type before the product with the values

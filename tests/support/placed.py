@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from djinnd.model.loader import Weights
-from djinnd.model.projections import Product, Projection, SharedProjection
+from djinnd.model.placing.loader import Weights
+from djinnd.model.placing.projections import Product, Projection, SharedProjection
 from djinnd.weights.plan import Place, Plan, _in_scratch
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
-from djinn_client.points import Point, PointMap
+from djinn_client.protocol.fields.points import Point, PointMap
 
 Change = Callable[[Tensor], None]  # changes [tokens, width] in place
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-from djinn_client.breakpoints import HitInfo
-from djinn_client.edits import Captured, CapturedPoint
-from djinn_client.points import PointMap
 from djinn_client.protocol import (
     AddEdit,
     CloseSession,
@@ -22,7 +19,10 @@ from djinn_client.protocol import (
     Timings,
     Usage,
 )
-from djinn_client.shm import new_window
+from djinn_client.protocol.fields.breakpoints import HitInfo
+from djinn_client.protocol.fields.edits import Captured, CapturedPoint
+from djinn_client.protocol.fields.points import PointMap
+from djinn_client.transport.shm import new_window
 from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 WIDTH, FIRST = 3, 4

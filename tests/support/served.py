@@ -27,9 +27,9 @@ import yaml
 from djinn_client import Client
 from djinn_client.protocol import HEADER, MAX_FDS, MAX_REPLY, FrameDecoder, Hello, ServerMessage, decode_reply, encode
 from djinnd.config import load
+from djinnd.server.handover.stopping import Stopping
+from djinnd.server.handover.succession import Inherited, succeed
 from djinnd.server.server import Server
-from djinnd.server.stopping import Stopping
-from djinnd.server.succession import Inherited, succeed
 from djinnd.telemetry import configure_logging
 from tests.support.engine import Script
 from tests.support.forked import Forked

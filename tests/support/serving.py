@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from djinn_client.protocol import OpenSession, SessionOpened
-from djinnd.server.checkpoints import known_models
+from djinnd.server.checkpoints.names import known_models
 from tests.support.engine import Script
 from tests.support.served import Served, Wire
 

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from djinn_client.breakpoints import BreakpointInfo
-from djinn_client.edits import Captured
 from djinn_client.protocol import (
     AddBreakpoint,
     AddEdit,
@@ -44,6 +42,8 @@ from djinn_client.protocol import (
     Sessions,
     Truncate,
 )
+from djinn_client.protocol.fields.breakpoints import BreakpointInfo
+from djinn_client.protocol.fields.edits import Captured
 from tests.support.engine import WIDTH, Script
 from tests.support.served import Served, Wire, wait_for
 

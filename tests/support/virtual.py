@@ -16,9 +16,7 @@ from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.ageing import ROWS
-from djinnd.scheduler.composer import Composer
-from djinnd.scheduler.kv_time import SLOPES, TELLING
+from djinnd.scheduler.batch.batch_builder import Composer
 from djinnd.scheduler.policy import (
     BUSY_STEPS,
     CROWDED_BY_LOWER,
@@ -32,7 +30,9 @@ from djinnd.scheduler.policy import (
     Policy,
 )
 from djinnd.scheduler.scheduler import Scheduler
-from djinnd.scheduler.step_times import StepTimes
+from djinnd.scheduler.timing.kv_time import SLOPES, TELLING
+from djinnd.scheduler.timing.step_times import StepTimes
+from djinnd.scheduler.turns.ageing import ROWS
 
 PAGE = 16  # tokens
 MAX_CONTEXT = 1 << 14

@@ -26,7 +26,7 @@ def ask_for_nursery(address: str, log: int) -> tuple[int, int, int]:
 
 def give_nursery(fds: list[int]) -> None:
     """Passes the nursery to the daemon that this process becomes next, as a predecessor would: see
-    djinnd/server/succession.py."""
+    djinnd/server/handover/succession.py."""
     for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5) for fd in fds], 3):
         os.dup2(fd, number)
     names = "djinnd-nursery:djinnd-nursery-process"

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from djinn_client.edits import Op
-from djinn_client.points import Point, PointMap
 from djinn_client.protocol import ModelInfo
+from djinn_client.protocol.fields.edits import Op
+from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd import messages
 from djinnd.core.edits import Edit, Extent, now
-from djinnd.model.loader import DTYPES
+from djinnd.model.placing.loader import DTYPES
 from tests.support.engine_thread import EngineThread
 from tests.support.hooked import Hooked
 from tests.support.loaded import random_prompt

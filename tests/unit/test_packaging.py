@@ -94,7 +94,7 @@ class TestClientWheel:
         """A link to a file outside the archive would be left dangling."""
         with tarfile.open(next(SdistBuilder(str(ROOT / "client")).build(directory=str(tmp_path)))) as sources:
             members = {member.name.partition("/")[2] for member in sources if member.isfile()}
-        assert {"pyproject.toml", "LICENSE", "README.md", "djinn_client/client.py", "djinnctl/cli.py"} <= members
+        assert {"pyproject.toml", "LICENSE", "README.md", "djinn_client/api/client.py", "djinnctl/cli.py"} <= members
 
 
 class TestDependencies:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.agents import results as agents
 from tools.bench.harness.report import Report
 from tools.bench.stream.outcome import Results, Status

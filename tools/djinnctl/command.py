@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from djinn_client import Client
-from djinn_client.address import candidates
+from djinn_client.transport.address import candidates
 
 if TYPE_CHECKING:
     from djinnctl.layout import Renderable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from djinn_client.pulled import UNFINISHED, is_hub_id
+from djinn_client.files.pulled import UNFINISHED, is_hub_id
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo

@@ -21,7 +21,7 @@ from djinn_client import (
     StatusReply,
 )
 from djinn_client.protocol import CLASSES, Reply
-from djinn_client.scheduling import Latency, Spread
+from djinn_client.protocol.fields.scheduling import Latency, Spread
 from djinnctl.layout import Group, Renderable, Span, line, new_table
 from djinnctl.units import count, duration, exact_size, interval, rate, size
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import click
 
-from djinn_client.connection import OnProgress
-from djinn_client.loading_line import loading_line
+from djinn_client.admin.loading_line import loading_line
+from djinn_client.transport.connection import OnProgress
 from djinnctl.layout import ELLIPSIS, Renderable, lines_of, shown
 from djinnctl.render import plain
 

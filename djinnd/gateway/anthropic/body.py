@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from starlette.datastructures import Headers
 
-from djinn_client.bounds import Whole
-from djinn_client.chat import FUNCTION, ChatInput
-from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Generate, Sampling
+from djinn_client.protocol.fields.bounds import Whole
+from djinn_client.protocol.fields.chat import FUNCTION, ChatInput
+from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.gateway.calls.arguments import arguments_text
 from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.http.errors import HttpError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from djinn_client.chat import ToolCallDelta
 from djinn_client.protocol import Generated, Piece
+from djinn_client.protocol.fields.chat import ToolCallDelta
 from djinnd.gateway.calls.arguments import arguments_of
 from djinnd.gateway.http.errors import Problem
 from djinnd.gateway.http.replies import encode, named_event

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from djinn_client.chat import ToolCall
+from djinn_client.protocol.fields.chat import ToolCall
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import math
 
 from starlette.datastructures import Headers
 
-from djinn_client.conversations import Conversation
-from djinn_client.scheduling import CLASSES, Class
+from djinn_client.protocol.fields.conversations import Conversation
+from djinn_client.protocol.fields.scheduling import CLASSES, Class
 from djinnd.gateway.http.errors import HttpError
 
 EXPECTED_WAIT = "x-djinn-expected-wait"  # seconds until the conversation's next call

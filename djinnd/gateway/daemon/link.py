@@ -7,10 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from djinn_client.aio_steps import run
-from djinn_client.connection import Connection
 from djinn_client.errors import DjinnError
-from djinn_client.exchange import close_all
 from djinn_client.protocol import (
     CloseSession,
     Done,
@@ -23,6 +20,9 @@ from djinn_client.protocol import (
     Request,
     SessionOpened,
 )
+from djinn_client.transport.aio_steps import run
+from djinn_client.transport.connection import Connection
+from djinn_client.transport.exchange import close_all
 
 R = TypeVar("R", bound=Reply)
 

@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from djinn_client.aio_steps import run
-from djinn_client.connection import Connection, connect
 from djinn_client.errors import NotAuthenticated
+from djinn_client.transport.aio_steps import run
+from djinn_client.transport.connection import Connection, connect
 from djinnd.gateway.daemon.link import Link
 from djinnd.gateway.http.errors import unauthorised
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from djinn_client.bounds import Whole
-from djinn_client.chat import ChatInput
-from djinn_client.output_format import OutputFormat
 from djinn_client.protocol import Embed, Generate, Sampling
+from djinn_client.protocol.fields.bounds import Whole
+from djinn_client.protocol.fields.chat import ChatInput
+from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.gateway.calls.arguments import arguments_text
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import encode

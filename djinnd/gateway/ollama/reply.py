@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from djinn_client.chat import ToolCall, ToolCallDelta
 from djinn_client.protocol import Generated, Piece
+from djinn_client.protocol.fields.chat import ToolCall, ToolCallDelta
 from djinnd.gateway.calls.arguments import arguments_of
 from djinnd.gateway.http.errors import Problem
 from djinnd.gateway.http.replies import encode, line

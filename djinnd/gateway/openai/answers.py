@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from msgspec.structs import replace
 
-from djinn_client.chat import ChatMessage, ToolCallDelta
 from djinn_client.protocol import Generated, Piece
+from djinn_client.protocol.fields.chat import ChatMessage, ToolCallDelta
 
 UNSET = msgspec.UNSET
 Unset = msgspec.UnsetType

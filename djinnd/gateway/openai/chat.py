@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from djinn_client.chat import FUNCTION, ChatInput, ChatMessage
-from djinn_client.conversations import Conversation
 from djinn_client.protocol import Generate, Generated, Usage
+from djinn_client.protocol.fields.chat import FUNCTION, ChatInput, ChatMessage
+from djinn_client.protocol.fields.conversations import Conversation
 from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.generating import Output, expect_few, generate_all, stream_all
 from djinnd.gateway.entry.request import ABSENT, HttpRequest, given

@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import msgspec
 
-from djinn_client.conversations import Conversation
 from djinn_client.protocol import Generated, Logprobs, Usage
+from djinn_client.protocol.fields.conversations import Conversation
 from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.generating import Output, expect_few, generate_all, stream_all
 from djinnd.gateway.entry.request import HttpRequest

@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from djinn_client.bounds import pack
 from djinn_client.protocol import Embed, Embedded
+from djinn_client.protocol.fields.bounds import pack
 from djinnd.gateway.calls.vectors import json_rows, rows_of
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Route

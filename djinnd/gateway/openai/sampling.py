@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from starlette.datastructures import Headers
 
-from djinn_client.conversations import Conversation
-from djinn_client.output_format import OutputFormat, output_format
 from djinn_client.protocol import Generate, Sampling
+from djinn_client.protocol.fields.conversations import Conversation
+from djinn_client.protocol.fields.output_format import OutputFormat, output_format
 from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.http.errors import HttpError
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from djinn_client.chat import ChatInput
 from djinn_client.protocol import (
     DescribeTokenizer,
     Detokenize,
@@ -17,6 +16,7 @@ from djinn_client.protocol import (
     Tokenized,
     TokenizerInfo,
 )
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.gateway.entry.request import ABSENT, HttpRequest, given
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError

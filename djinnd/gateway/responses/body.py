@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from djinn_client.chat import FUNCTION, ChatInput
-from djinn_client.conversations import Conversation
-from djinn_client.output_format import output_format
 from djinn_client.protocol import Generate, Sampling
+from djinn_client.protocol.fields.chat import FUNCTION, ChatInput
+from djinn_client.protocol.fields.conversations import Conversation
+from djinn_client.protocol.fields.output_format import output_format
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import encode
 from djinnd.gateway.responses.items import Message, Messages

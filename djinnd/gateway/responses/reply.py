@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from djinn_client.chat import ToolCallDelta
 from djinn_client.protocol import Generated, Piece
+from djinn_client.protocol.fields.chat import ToolCallDelta
 from djinnd.gateway.http.errors import Problem
 from djinnd.gateway.http.replies import named_event
 from djinnd.gateway.openai.errors import error as error_body

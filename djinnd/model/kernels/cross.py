@@ -1,4 +1,4 @@
-"""Copies a few kilobytes between pinned host memory and the device by a kernel: see model/crossing.py."""
+"""Copies a few kilobytes between pinned host memory and the device by a kernel: see model/copies/pinned_io.py."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from djinn_client.packed import FIRST_BASE, STRIPE, PackedForm
+from djinn_client.handover.packed import FIRST_BASE, STRIPE, PackedForm
 from djinnd.model.kernels.packed_code import decode, load_patches
 from djinnd.model.kernels.tile import INTERPRETED
 

@@ -2,8 +2,8 @@
 
 The number of rows of each kind changes from step to step, but the grid of a captured graph does not. So each kind has a
 fixed number of programs, no more than it can use and the device can hold. They take one piece of work after another,
-and find the work in `visits` and `extent` (djinnd/model/visits.py). A grid for all possible rows would have tens of
-thousands of programs without work, at some nanoseconds each.
+and find the work in `visits` and `extent` (djinnd/model/attention/worklist.py). A grid for all possible rows would have
+tens of thousands of programs without work, at some nanoseconds each.
 
 A chunk is bound by the matrix units and a decode row by memory, so both run side by side (as in POD-Attention: Kamath
 et al., 2025). A second kernel combines the pieces of either kind.

@@ -1,4 +1,4 @@
-"""Decodes packed weights in registers (djinn_client.packed has the format).
+"""Decodes packed weights in registers (djinn_client.handover.packed has the format).
 
 The assembly works on four weights at once. Its input is four bytes of sign and mantissa (`rest`) and four bytes of
 nibbles; the low half of such a byte is the code of one weight, the high half that of another. A 32-bit operation

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from djinn_client.packed import FIRST_BASE, GROUP, STRIPE, PackedForm, Unit
+from djinn_client.handover.packed import FIRST_BASE, GROUP, STRIPE, PackedForm, Unit
 from djinnd.model.kernels.packed_code import decode_middle, decode_wide, load_patches, window_scale
 from djinnd.model.kernels.scratch import processors
 from djinnd.model.kernels.tile import INTERPRETED, dot

@@ -30,13 +30,13 @@ UNSEEN = tl.constexpr(-1.0e30)
 
 
 class PagedRows(Protocol):
-    """Rows of a flattened batch over paged KV (djinnd.model.attention.PagedBatch)."""
+    """Rows of a flattened batch over paged KV (djinnd.model.attention.paged.PagedBatch)."""
 
     query_starts: Tensor  # int32 [rows + 1]
     kv_lengths: Tensor  # int32 [rows]
     page_table: Tensor  # int32 [rows, pages]
-    visits: Tensor  # int32 [rows, 4]: see djinnd/model/visits.py
-    extent: Tensor  # int32 [3]: see djinnd/model/visits.py
+    visits: Tensor  # int32 [rows, 4]: see djinnd/model/attention/worklist.py
+    extent: Tensor  # int32 [3]: see djinnd/model/attention/worklist.py
     max_query: int
     max_kv: int
 

@@ -1,7 +1,7 @@
 """Variant: a kernel for given types, constants, alignments and launch options, and how to compile it.
 
 Triton compiles a variant at its first launch, in the launching thread. That takes seconds, so djinnd describes the
-variant as text and compiles it in another process (djinnd/engine/kernel_process.py). The launch finds the result in
+variant as text and compiles it in another process (djinnd/engine/kernels/process.py). The launch finds the result in
 Triton's cache on disk. Compiling needs no device.
 """
 

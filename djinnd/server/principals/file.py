@@ -2,7 +2,7 @@
 
 Only the daemon's user may read it. It is replaced as a whole, so a crash leaves the old content or the new. A bit that
 the disk has changed could make a token stand for another user: so a file whose checksum is wrong is set aside, and no
-token of it is valid. Names keep their numbers all the same: see djinn_client/principals.py.
+token of it is valid. Names keep their numbers all the same: see djinn_client/protocol/fields/principals.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from djinnd.server.handover.socket_path import StartError
 from djinnd.server.principals.book import Content
-from djinnd.server.socket_path import StartError
-from djinnd.server.whole_file import replace_file, sync_folder
+from djinnd.server.system.whole_file import replace_file, sync_folder
 
 log = logging.getLogger("djinnd.server")
 

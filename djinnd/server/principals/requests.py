@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from djinn_client import protocol
 from djinn_client.protocol import Done, TokenAdded, TokensListed
-from djinnd.server.client import Answer, Call
-from djinnd.server.daemon_requests import expect_admin
 from djinnd.server.principals.tokens import Tokens
+from djinnd.server.requests.daemon import expect_admin
+from djinnd.server.wire.client import Answer, Call
 
 
 class TokenRequests:

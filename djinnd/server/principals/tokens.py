@@ -13,16 +13,16 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from djinn_client.errors import InvalidRequest, NotAuthenticated, Retry
-from djinn_client.infos import TokenInfo
-from djinn_client.principals import is_unix_user
-from djinn_client.requests import AddToken
-from djinn_client.scheduling import Class
+from djinn_client.protocol.fields.principals import is_unix_user
+from djinn_client.protocol.fields.scheduling import Class
+from djinn_client.protocol.infos import TokenInfo
+from djinn_client.protocol.requests import AddToken
 from djinnd.config import Limits
 from djinnd.config.units import MAX_SECONDS
-from djinnd.server.peers import nobody_in_particular
 from djinnd.server.principals.book import Content, Token, TokenBook, new_token
 from djinnd.server.principals.file import TokenFile
 from djinnd.server.principals.names import is_unix_name, uid_of, unix_name
+from djinnd.server.system.peers import nobody_in_particular
 
 log = logging.getLogger("djinnd.server")
 

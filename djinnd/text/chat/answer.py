@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 
 
 class ChatAnswer:

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.replies import Tools, tools_by_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

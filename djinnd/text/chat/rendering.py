@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jinja2
 from jinja2 import nodes
 
-from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat.control import ControlStrings, Span
 from djinnd.text.chat.conversation import Conversation, Tastes, read_conversation
 from djinnd.text.chat.environment import ENVIRONMENT

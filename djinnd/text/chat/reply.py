@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from djinn_client.chat import ChatDelta, ToolCallDelta
+from djinn_client.protocol.fields.chat import ChatDelta, ToolCallDelta
 from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.reader import ReadingRules
 from djinnd.text.replies import (

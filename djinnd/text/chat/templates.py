@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from djinn_client.errors import InvalidRequest, ModelRejected
-from djinn_client.model_files import MORE_TEMPLATES, ModelFiles
-from djinn_client.requests import MAX_TEMPLATE
+from djinn_client.files.model_files import MORE_TEMPLATES, ModelFiles
+from djinn_client.protocol.requests import MAX_TEMPLATE
 
 DEFAULT = "default"
 WITH_TOOLS = "tool_use"

@@ -25,6 +25,7 @@ from djinn_client.protocol import (
     Timings,
     Usage,
 )
+from djinn_client.transport.steps import run
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
 PATIENCE_S = 30
@@ -151,7 +152,7 @@ def test_a_call_in_which_it_forks_ends_there(daemon: ScriptedDaemon) -> None:
                 next(steps)
 
         in_child(act)
-        assert djinn.steps.run(steps).text == "ab"
+        assert run(steps).text == "ab"
 
 
 def test_a_session_that_is_opened_there_is_closed_there(daemon: ScriptedDaemon) -> None:

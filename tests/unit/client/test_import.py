@@ -37,8 +37,8 @@ def test_without_numpy_calls_that_return_numbers_say_what_to_install() -> None:
     """`None` in sys.modules makes an import fail as it does where the package is not installed."""
     modules_after(
         "sys.modules['numpy'] = None\n"
-        "import djinn_client.client\n"
-        "from djinn_client.values import values_of\n"
+        "import djinn_client.api.client\n"
+        "from djinn_client.tensors.values import values_of\n"
         "try: values_of([1.0, 2.0])\n"
         "except ImportError as error: assert \"pip install 'djinn-client[tensors]'\" in str(error)\n"
         "else: raise AssertionError"

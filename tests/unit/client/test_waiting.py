@@ -8,8 +8,8 @@ import threading
 import pytest
 
 import djinn_client as djinn
+from djinn_client.arguments.options import signal_message
 from djinn_client.errors import InvalidRequest, OutOfMemory, SessionBusy, SessionNotFound
-from djinn_client.options import signal_message
 from djinn_client.protocol import (
     AttachSession,
     CloseSession,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinn_client.placing import Placing
+from djinn_client.protocol.fields.placing import Placing
 from djinnd.config import Config, ConfigError, Functions, Quota, load
 from djinnd.config.sources import scalar_keys
 

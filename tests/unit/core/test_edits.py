@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinn_client.image import Dtype
-from djinn_client.points import Point
+from djinn_client.protocol.fields.image import Dtype
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import FOREVER, Edit, Extent, cut, ended, now
 
 POINT = Point("resid", 1)

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinn_client.points import Point
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent
 from djinnd.core.names import Names, names
 

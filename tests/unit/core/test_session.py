@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinn_client.points import Point
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent
 from djinnd.core.session import Session
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinn_client.points import Point
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.stops import Stage, Stop, next_stop
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
-from djinn_client.host_memory import Bound
+from djinn_client.transport.host_memory import Bound
 from djinnd.device import cpu
 from djinnd.device.cpu import CpuDevice
 

@@ -21,7 +21,6 @@ from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
 import djinn_client
-from djinn_client.placing import ModelPlan, Placing
 from djinn_client.protocol import (
     BudgetReply,
     CloseSession,
@@ -53,7 +52,8 @@ from djinn_client.protocol import (
     UnloadModel,
     WithdrawPrefix,
 )
-from djinn_client.scheduling import CLASSES, Latency, Spread
+from djinn_client.protocol.fields.placing import ModelPlan, Placing
+from djinn_client.protocol.fields.scheduling import CLASSES, Latency, Spread
 from djinnctl import top
 from djinnctl.cli import main
 from djinnctl.render import plain

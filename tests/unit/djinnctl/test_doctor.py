@@ -22,7 +22,7 @@ from djinnctl.cli import main
 from djinnctl.doctor import arena, daemon, gpu, memory, software
 from djinnctl.doctor.gpu import Cuda, Gpu
 from djinnctl.doctor.result import Result
-from djinnd.server.arena_header import VERSION, Header, State
+from djinnd.server.arenas.header import VERSION, Header, State
 from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 GIB = 1 << 30
@@ -324,7 +324,7 @@ def test_an_object_of_a_daemon_that_is_gone(tmp_path: Path, why: str) -> None:
 
 
 def whole_object(root: Path, pid: int, ticks: int, version: int = 4, state: int = 2, payload: int = 1000) -> Path:
-    """As djinnd/server/arena_header.py has it; 1,000 bytes of weights."""
+    """As djinnd/server/arenas/header.py has it; 1,000 bytes of weights."""
     fixed = struct.pack("<8sQQIIQQ64s", b"DJARENA1", pid, ticks, version, state, payload, 1, b"ab" * 32)
     path = root / "djinnd-weights"
     texts = b"weights".ljust(16, b"\0") + b"llama".ljust(1920, b"\0") + b"/var/lib/djinnd".ljust(2048, b"\0")

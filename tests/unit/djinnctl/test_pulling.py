@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from djinn_client.pulled import UNFINISHED
+from djinn_client.files.pulled import UNFINISHED
 from tests.support.stub_hub import StubHub, stub_hub
 
 WEIGHTS = os.urandom(12 << 20)  # the library writes pieces of 10 MiB

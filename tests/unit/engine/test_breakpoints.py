@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
-from djinn_client.placing import Placing
-from djinn_client.points import Point
+from djinn_client.protocol.fields.placing import Placing
+from djinn_client.protocol.fields.points import Point
 from djinnd import messages
 from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.stops import Stop
-from djinnd.engine.device_rows import DeviceRows
-from djinnd.engine.model_runner import ModelRunner
-from djinnd.model.graphs import StepGraphs
+from djinnd.engine.probes.device_rows import DeviceRows
+from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.model.step.graphs import StepGraphs
 from tests.support import reference
 from tests.support.hooked import Hooked
 from tests.support.models import FAMILIES, reduced_model

@@ -17,7 +17,7 @@ from djinnd import messages
 from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.budgeting import change_budget
-from djinnd.engine.model_runner import ModelRunner
+from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.weights.plan import Place
 from tests.support import reference
 from tests.support.checkpoints import altered, cast

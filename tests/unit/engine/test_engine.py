@@ -15,10 +15,10 @@ from djinn_client.protocol import Sampling
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine import serving as serving_module
-from djinnd.engine.model_runner import ModelRunner
-from djinnd.model.check import CHUNKS, SINGLES
-from djinnd.model.paged_model import PagedModel
+from djinnd.engine.run import prepare_model as serving_module
+from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.model.check.equality import CHUNKS, SINGLES
+from djinnd.model.step.paged_model import PagedModel
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support import reference
 from tests.support.besides import watched

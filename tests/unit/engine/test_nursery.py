@@ -41,7 +41,7 @@ def test_the_libraries_may_be_forked_and_cover_an_engine_s_imports() -> None:
 
 ORPHAN = """
 import atexit, os
-from djinnd.births import Bear
+from djinnd.jobs.nursery import Bear
 from djinnd.engine.nursery import Newborn
 atexit.register(print, "an interpreter's way out", flush=True)
 Newborn(Bear(["no.such.module"], {}, {}), 0, nursery=os.getpid()).grow_up()

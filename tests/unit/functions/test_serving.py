@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinn_client.breakpoints import HitInfo
-from djinn_client.edits import Captured, CapturedPoint
 from djinn_client.protocol import FrameDecoder
-from djinn_client.shm import new_window
+from djinn_client.protocol.fields.breakpoints import HitInfo
+from djinn_client.protocol.fields.edits import Captured, CapturedPoint
+from djinn_client.transport.shm import new_window
 from djinnd.functions.serving import Serving, channel_to_server, rehearse
-from djinnd.interventions import Changed, Done, Failed, Forget, Load, Run, decode_from_process, encode
+from djinnd.jobs.sandbox import Changed, Done, Failed, Forget, Load, Run, decode_from_process, encode
 
 WIDTH, ROWS, OFFSET = 4, 3, 64
 AT = "blocks.1.hook_resid_post"

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from llguidance import LLTokenizer
 
-from djinn_client.output_format import OutputFormat
-from djinnd.grammar_jobs import SLOTS, WORD, Advance, Begin, End, State, words_of
+from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.grammars.serving import Serving
+from djinnd.jobs.grammar import SLOTS, WORD, Advance, Begin, End, State, words_of
 from djinnd.text.grammar import compiled, grammar_text, open_tokenizer
 from tests.support.serving import TINY
 from tests.support.walks import END, tiny_tokenizer

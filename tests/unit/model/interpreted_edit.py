@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinnd.model.editing import CODES, EditRows, apply
 from djinnd.model.kernels import edit
 from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.whitebox.editing import CODES, EditRows, apply
 from tests.support.paged import same_bytes
 
 assert INTERPRETED

@@ -12,9 +12,9 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from djinnd.model.fast_linear import FastLinear, fast_linear, replace_linears
-from djinnd.model.fast_mlp import GatedMLP, replace_mlps
-from djinnd.model.fast_rope import NAME, FastRope, replace_rope
+from djinnd.model.fast.linear import FastLinear, fast_linear, replace_linears
+from djinnd.model.fast.mlp import GatedMLP, replace_mlps
+from djinnd.model.fast.rope import NAME, FastRope, replace_rope
 from djinnd.model.kernels.tile import INTERPRETED
 
 assert INTERPRETED

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from djinnd.model.attention import TritonAttention
+from djinnd.model.attention.paged import TritonAttention
 from djinnd.model.kernels import few_rows, kv_write, mixed, rms_norm
 from djinnd.model.kernels.block_tokens import block_tokens
 from djinnd.model.kernels.gate import gated

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.models.falcon import modeling_falcon
 from transformers.models.gptj import modeling_gptj
 
-from djinn_client.placing import Placing
+from djinn_client.protocol.fields.placing import Placing
 from djinnd.model.families import PATCHED
-from djinnd.model.hf_attention import NAME
+from djinnd.model.family.hf_attention import NAME
 from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import FAMILIES, reduced_model

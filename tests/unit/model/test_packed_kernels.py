@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from djinn_client.packed import Unit
+from djinn_client.handover.packed import Unit
 from djinnd.model.kernels.packed_product import MAX_SPLITS, product_tiles
 
 

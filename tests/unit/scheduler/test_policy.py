@@ -10,7 +10,6 @@ from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.scheduler.kv_time import SLOPES
 from djinnd.scheduler.policy import (
     BUSY_STEPS,
     INDULGENCE,
@@ -24,7 +23,8 @@ from djinnd.scheduler.policy import (
     eviction_order,
     is_spared,
 )
-from djinnd.scheduler.step_times import StepTimes
+from djinnd.scheduler.timing.kv_time import SLOPES
+from djinnd.scheduler.timing.step_times import StepTimes
 
 
 def session(name: str, remaining: int = 1, touched: int = 0, klass: Class = "batch") -> Session:

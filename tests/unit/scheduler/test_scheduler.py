@@ -5,16 +5,16 @@ from itertools import count
 import pytest
 
 from djinn_client.errors import OutOfMemory, PromptTooLong, SessionNotFound
-from djinn_client.points import Point
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import LATE, Batch
 from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.ageing import ROWS
 from djinnd.scheduler.model_queue import ModelLoad
 from djinnd.scheduler.policy import LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Load, Scheduler
+from djinnd.scheduler.turns.ageing import ROWS
 from tests.support.virtual import VirtualDevice, rising
 
 PAGE = 4  # tokens

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from djinn_client.points import Point
 from djinn_client.protocol import Class
+from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import Batch, blocks_of
 from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.request import Request
@@ -18,8 +18,8 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.costs import Costs
 from djinnd.scheduler.policy import Policy
+from djinnd.scheduler.residence.copy_or_recompute import Costs
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.departures import all_leave
 from tests.support.virtual import measured, rising

@@ -11,14 +11,14 @@ from pathlib import Path
 import posix_ipc
 import pytest
 
-from djinnd.server.arena import Arena
-from djinnd.server.arena_header import HEADER_BYTES, Header, State, start_ticks
+from djinnd.server.arenas.arena import Arena
+from djinnd.server.arenas.header import HEADER_BYTES, Header, State, start_ticks
 
 ROOT = Path(__file__).parents[3]
 FINGERPRINT = "ab" * 32
 OWNER = """
 import sys, time
-from djinnd.server.arena import Arena
+from djinnd.server.arenas.arena import Arena
 
 arena = Arena(sys.argv[1])
 for model in sys.argv[2:]:
@@ -109,7 +109,9 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
     ],
 )
 def test_useless_objects_are_removed_and_the_reason_is_logged(state, successor, caplog, monkeypatch, changes, why):
-    monkeypatch.setattr("djinnd.server.arena.PREFIX", f"adoption-{os.getpid()}-")  # any daemon that starts removes it
+    monkeypatch.setattr(
+        "djinnd.server.arenas.arena.PREFIX", f"adoption-{os.getpid()}-"
+    )  # any daemon that starts removes it
     name = left_by(state, **changes)
     with caplog.at_level("INFO"):
         assert successor.adopt() == []
@@ -119,7 +121,7 @@ def test_useless_objects_are_removed_and_the_reason_is_logged(state, successor, 
 
 def test_an_empty_object_of_a_dead_process_is_removed(successor, monkeypatch):
     """The object has no header, only the pid in its name. A living process may be about to write one."""
-    monkeypatch.setattr("djinnd.server.arena.PREFIX", prefix := f"adoption-{os.getpid()}-")
+    monkeypatch.setattr("djinnd.server.arenas.arena.PREFIX", prefix := f"adoption-{os.getpid()}-")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     names = [f"/{prefix}{pid}-abc-1" for pid in (ended.pid, os.getpid())]
@@ -243,7 +245,8 @@ def test_one_of_two_daemons_that_start_at_once_adopts_each_object(state):
     count = 20
     names = [left_by(state, model=f"m{number}") for number in range(count)]
     code = (
-        "import sys; from djinnd.server.arena import Arena; arena = Arena(sys.argv[1]); print('ready', flush=True);"
+        "import sys; from djinnd.server.arenas.arena import Arena; "
+        "arena = Arena(sys.argv[1]); print('ready', flush=True);"
         "input(); print(*arena.adopt(), flush=True); input(); arena.close()"
     )
     command = [sys.executable, "-c", code, str(state)]

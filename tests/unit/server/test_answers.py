@@ -12,10 +12,10 @@ import pytest
 from djinn_client import protocol
 from djinn_client.protocol import Failure, FrameDecoder, GetTokens, Hello, Ping, TokenIds
 from djinnd.config import Limits, Quota
-from djinnd.server.client import Answer, Call, Client
-from djinnd.server.clients import Clients
 from djinnd.server.principals.tokens import Tokens
-from djinnd.server.quotas import Rule, Tenant
+from djinnd.server.quotas.quotas import Rule, Tenant
+from djinnd.server.wire.client import Answer, Call, Client
+from djinnd.server.wire.clients import Clients
 from tests.support.descriptors import open_descriptors
 
 

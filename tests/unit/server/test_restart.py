@@ -117,7 +117,7 @@ def test_clients_attach_to_sessions_while_the_last_engine_ends(serve, folder):
         session.detach()
     assert daemon.stop() == 0
     code = (
-        "import os, subprocess, sys; from djinnd.server.last_engine import ENGINE_FD\n"
+        "import os, subprocess, sys; from djinnd.server.engines.previous_engine import ENGINE_FD\n"
         "sleeper = subprocess.Popen(['sleep', '3600']); pidfd = os.pidfd_open(sleeper.pid)\n"
         "os.dup2(pidfd, 3); os.set_inheritable(3, True); print(sleeper.pid, flush=True)\n"
         "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1', 'LISTEN_FDNAMES': ENGINE_FD}\n"
@@ -156,7 +156,7 @@ def test_a_daemon_that_is_stopped_meanwhile_leaves_no_last_engine(serve):
 def test_a_signal_after_all_is_left_for_a_successor_stops_the_successor(folder):
     daemon = Served(folder)
     code = (
-        "import os, pathlib, signal, sys; from djinnd.server.models import Models; close = Models.close\n"
+        "import os, pathlib, signal, sys; from djinnd.server.loading.models import Models; close = Models.close\n"
         "from tests.support.served import main\n"
         "async def closed(self, **how): await close(self, **how); os.kill(os.getpid(), signal.SIGTERM)\n"
         "Models.close = closed; main(*map(pathlib.Path, sys.argv[1:]))"
@@ -257,7 +257,7 @@ def test_a_signal_between_daemon_and_successor_reaches_the_successor(folder):
     daemon = Served(folder)
     code = (
         "import os, signal, sys; sys.argv = sys.argv[1:]\n"
-        "import djinnd.server.succession as succession\n"
+        "import djinnd.server.handover.succession as succession\n"
         "real = succession.succeed\n"
         "def late(given):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"

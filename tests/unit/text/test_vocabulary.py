@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from djinn_client.errors import InvalidRequest, ModelRejected
-from djinn_client.model_files import ModelFiles
+from djinn_client.files.model_files import ModelFiles
 from djinnd.text.encoder import TextRules
 from djinnd.text.vocabulary import Vocabulary
 from tests.support.serving import TINY

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import ModelRejected
-from djinn_client.packed import Unpackable
+from djinn_client.handover.packed import Unpackable
 from djinnd.device.cpu import CpuDevice
 from djinnd.weights.filling import READERS, Packer, fill
 from djinnd.weights.layout import Layout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinn_client.packed import Unpackable
+from djinn_client.handover.packed import Unpackable
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockSize, ExpertsSize
 from djinnd.weights.store import PAGE, Buffer, Routing, WeightStore

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgspec
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.agents.loop import Course
 from tools.bench.agents.plan import Work
 from tools.bench.harness.spread import spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from rich.table import Table
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.agents.figures import Figures
 from tools.bench.agents.peer import Batched
 from tools.bench.agents.plan import Work

@@ -8,7 +8,7 @@ from math import comb
 
 import msgspec
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 
 
 def spread(values: Sequence[float]) -> Spread:

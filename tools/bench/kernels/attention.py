@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from djinnd.model.attention.worklist import EXTENT, VISIT, fill_visits
 from djinnd.model.kernels import Scratch, Tiles, decode, kv_write, mixed
-from djinnd.model.visits import EXTENT, VISIT, fill_visits
 from tools.bench.kernels.timing import (
     CHOSEN,
     COLD,

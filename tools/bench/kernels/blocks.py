@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from djinn_client.packed import PackedForm, Unit
+from djinn_client.handover.packed import PackedForm, Unit
 from djinnd.model.kernels import few_rows, gated, matvec, packed_product, rms_norm, rope, unpack
 from djinnd.model.kernels.few_rows import RowTiles
 from djinnd.model.kernels.packed_product import ProductTiles

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.harness.spread import spread
 
 WINDOW_S = 10.0

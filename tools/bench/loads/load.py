@@ -18,7 +18,7 @@ import click
 import msgspec
 import yaml
 
-from djinn_client.scheduling import Class
+from djinn_client.protocol.fields.scheduling import Class
 
 Tells = Literal["none", "signals", "tool", "expected"]
 Tokens = tuple[int, int]  # from the least to the most, both included

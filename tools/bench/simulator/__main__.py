@@ -21,7 +21,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.harness.report import keep, report
 from tools.bench.loads.course import Outcome, outcome
 from tools.bench.loads.load import Load, read

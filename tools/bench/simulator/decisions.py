@@ -23,7 +23,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.harness.report import keep, report
 from tools.bench.harness.spread import spread
 from tools.bench.simulator.engine import Answer, Machine, SimulatedEngine

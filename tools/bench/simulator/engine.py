@@ -19,7 +19,7 @@ from itertools import count, cycle
 
 import msgspec
 
-from djinn_client.scheduling import Class
+from djinn_client.protocol.fields.scheduling import Class
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session

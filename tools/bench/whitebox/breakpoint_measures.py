@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 import djinn_client as djinn
-from djinn_client.kv_layout import ITEM_BYTES
 from djinn_client.protocol import ModelInfo
+from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from tools.bench.harness.paged_model import MODEL, PagedModel
 
 CONTEXT = 32  # tokens that a session has before

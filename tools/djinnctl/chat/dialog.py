@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from djinn_client import Generated, PauseReply, Session
-from djinn_client.messages import as_message
+from djinn_client.arguments.messages import as_message
 from djinn_client.protocol import Class
 from djinnctl.chat.settings import Settings
 from djinnctl.chat.terminal import Answer

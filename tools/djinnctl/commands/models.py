@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from djinn_client import Client
-from djinn_client.pulled import models_folder
+from djinn_client.files.pulled import models_folder
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
 from djinnctl.options import kv_option, placing_options, read_seconds, read_some_size, tier_options, watch_option
 

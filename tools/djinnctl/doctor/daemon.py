@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, suppress
 
-from djinn_client.address import candidates
-from djinn_client.connection import connect
+from djinn_client.arguments.options import build
 from djinn_client.errors import ConnectionLost, DjinnError
-from djinn_client.options import build
 from djinn_client.protocol import GetStatus, StatusReply
-from djinn_client.steps import run
+from djinn_client.transport.address import candidates
+from djinn_client.transport.connection import connect
+from djinn_client.transport.steps import run
 from djinnctl.doctor.result import Result, fail, ok, warn
 
 PATIENCE_S = 5.0

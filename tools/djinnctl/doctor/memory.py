@@ -8,7 +8,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from djinn_client.host_memory import Bound, tightest
+from djinn_client.transport.host_memory import Bound, tightest
 from djinnctl.doctor.result import Result, fail, ok, warn
 from djinnctl.units import size
 

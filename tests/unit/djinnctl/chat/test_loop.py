@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from djinn_client.chat import ChatDelta, ChatMessage
 from djinn_client.protocol import (
     Cancel,
     CloseSession,
@@ -32,7 +31,8 @@ from djinn_client.protocol import (
     Usage,
     WhyReply,
 )
-from djinn_client.scheduling import Why
+from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage
+from djinn_client.protocol.fields.scheduling import Why
 from djinnctl.chat import loop
 from djinnctl.chat.dialog import Dialog
 from djinnctl.chat.settings import Settings

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from starlette.datastructures import Headers
 
-from djinn_client.output_format import OutputFormat
+from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.gateway.anthropic.body import CountBody, MessagesBody
 from djinnd.gateway.http.errors import HttpError
 

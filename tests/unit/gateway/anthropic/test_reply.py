@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinn_client.protocol import Generated, Piece, Timings, Usage
+from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinnd.gateway.anthropic import reply as anthropic_reply
 from djinnd.gateway.http.errors import Problem
 

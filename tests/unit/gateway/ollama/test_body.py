@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from djinn_client.output_format import OutputFormat
+from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.ollama.body import ChatBody, GenerateBody
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinn_client.protocol import Generated, Piece, Timings, Usage
+from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinnd.gateway.http.errors import Problem
 from djinnd.gateway.ollama import reply as ollama_reply
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import msgspec
 
-from djinn_client.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinn_client.protocol import Piece
+from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
 from djinnd.gateway.openai.answers import answer_of, deltas_of
 
 

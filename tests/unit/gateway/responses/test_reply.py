@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from djinn_client.chat import ChatDelta, ToolCallDelta
 from djinn_client.protocol import Generated, Piece, Timings, Usage
+from djinn_client.protocol.fields.chat import ChatDelta, ToolCallDelta
 from djinnd.gateway.responses.body import Body
 from djinnd.gateway.responses.reply import Answer
 

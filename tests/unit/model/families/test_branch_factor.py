@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.model.test_skeleton import SMALL
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -16,10 +17,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from djinnd.model.adapter import find_blocks
 from djinnd.model.families import branch_factor
-from djinnd.model.skeleton import build
-from tests.unit.model.test_skeleton import SMALL
+from djinnd.model.family.adapter import find_blocks
+from djinnd.model.family.skeleton import build
 
 FACTOR = 0.22
 IDS = torch.tensor([[5, 9, 11, 2]])

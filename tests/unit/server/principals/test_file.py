@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from djinnd.server.handover.socket_path import StartError
 from djinnd.server.principals.book import Content, new_token
 from djinnd.server.principals.file import NAME, TokenFile
-from djinnd.server.socket_path import StartError
 
 CONTENT = Content([new_token("ci", None, "batch", 1.5, 2.5)[0], new_token("é", 1000, None, 1.0, None)[0]], ["old"])
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat.conversation import MAX_DEPTH, MAX_MESSAGES, Conversation, Tastes, read_conversation, read_tools
 
 PLAIN = Tastes.of("{% for m in messages %}{{ m.content }}{% endfor %}")

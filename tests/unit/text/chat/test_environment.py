@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat import rendering
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from djinn_client.chat import ChatInput
 from djinn_client.errors import InvalidRequest
+from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates, special_variables
 from djinnd.text.vocabulary import Vocabulary
 from tests.support.chat_families import FAMILIES

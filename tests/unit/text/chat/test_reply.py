@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from djinn_client.chat import ChatDelta, ChatMessage, ToolCall
+from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.replies import reply_format
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from djinn_client.errors import InvalidRequest, ModelRejected
-from djinn_client.model_files import ModelFiles
+from djinn_client.files.model_files import ModelFiles
 from djinnd.text.chat.templates import chat_templates, read_template, template_for
 
 

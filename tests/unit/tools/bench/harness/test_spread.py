@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.harness.spread import Median, median, spread
 
 

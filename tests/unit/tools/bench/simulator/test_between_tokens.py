@@ -8,9 +8,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from djinnd.core.batch import Batch, Row
-from djinnd.model.graphs import CHUNK_TOKENS, DECODE_ROWS
+from djinnd.model.step.graphs import CHUNK_TOKENS, DECODE_ROWS
 from tools.bench.harness.spread import spread
 from tools.bench.loads.load import Group, Load
 from tools.bench.simulator.engine import Machine, SimulatedEngine

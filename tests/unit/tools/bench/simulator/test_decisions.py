@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinn_client.scheduling import Spread
+from djinn_client.protocol.fields.scheduling import Spread
 from tools.bench.simulator.decisions import Case, Decision, growth, measure
 
 

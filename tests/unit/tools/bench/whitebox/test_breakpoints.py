@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from djinn_client.points import PointMap
 from djinn_client.protocol import ModelInfo
+from djinn_client.protocol.fields.points import PointMap
 from tools.bench.whitebox.breakpoint_measures import middle, to_read
 from tools.bench.whitebox.breakpoints import lines, summary
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from djinn_client.points import PointMap
 from djinn_client.protocol import ModelInfo
+from djinn_client.protocol.fields.points import PointMap
 from tools.bench.whitebox.__main__ import WAYS, Calls, Captured, points_of, summary
 
 POINTS = PointMap(blocks=8, width=64, vocab=512, layers="model.layers", attention="self_attn", mlp="mlp")

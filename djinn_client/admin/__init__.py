@@ -1,0 +1,1 @@
+"""Calls on the daemon itself, and calls for which it chooses the session."""

@@ -1,0 +1,376 @@
+"""Calls on the daemon itself: its models, sessions, quotas and tokens, and calls for which it chooses the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from djinn_client.admin import stateless
+from djinn_client.admin.embeddings import Embeddings
+from djinn_client.admin.loading_line import loading_line
+from djinn_client.admin.stateless import ConversedChatOptions, ConversedOptions
+from djinn_client.arguments import folders
+from djinn_client.arguments.messages import Message, chat_input
+from djinn_client.arguments.options import OfChats, PlacingOptions, build, placing_fields, token_ids
+from djinn_client.protocol import (
+    AddToken,
+    BudgetReply,
+    Class,
+    CloseSession,
+    DescribeTokenizer,
+    Detokenize,
+    Detokenized,
+    Done,
+    DropRecord,
+    Embedded,
+    ExplainSession,
+    Generated,
+    GetQuotas,
+    GetRecord,
+    GetStatus,
+    GetTrace,
+    KeepRecord,
+    ListModels,
+    ListPrefixes,
+    ListRecords,
+    ListSessions,
+    ListTokens,
+    LoadModel,
+    ModelInfo,
+    ModelReply,
+    Models,
+    PauseReply,
+    PauseSession,
+    Ping,
+    PlanModel,
+    PlanReply,
+    Prefixes,
+    PrefixInfo,
+    PrefixPublished,
+    PrefixWithdrawn,
+    PublishPrefix,
+    Quotas,
+    Record,
+    RecordInfo,
+    RecordKept,
+    Records,
+    Reply,
+    Request,
+    Restart,
+    ResumeSession,
+    RevokeToken,
+    SessionInfo,
+    Sessions,
+    SetBudget,
+    SetPriority,
+    StatusReply,
+    Tier,
+    TokenAdded,
+    TokenInfo,
+    Tokenize,
+    Tokenized,
+    TokenizerInfo,
+    TokensListed,
+    TraceReply,
+    UnloadModel,
+    Welcome,
+    WhyReply,
+    WithdrawPrefix,
+)
+from djinn_client.protocol.fields.placing import ModelPlan
+from djinn_client.protocol.fields.scheduling import QuotaUse, Why
+from djinn_client.transport.connection import Connection, OnProgress, connect
+from djinn_client.transport.steps import Steps, run
+
+if TYPE_CHECKING:
+    from typing import Self, Unpack
+
+R = TypeVar("R", bound=Reply)
+
+
+class Client:
+    """Such calls over one connection, which is kept from one to the next and made anew when it was lost. For one thread
+    at a time.
+
+    Every call raises ConnectionLost where no daemon answers, and the daemon's own error otherwise.
+    """
+
+    def __init__(self, address: str | None = None, *, token: str | None = None) -> None:
+        """`token`: see `Session`."""
+        self._address = address
+        self._token = token
+        self._connection: Connection | None = None
+
+    def ping(self) -> None:
+        """An empty call."""
+        self._call(build(Ping), Done)
+
+    def welcome(self) -> Welcome:
+        """The daemon's introduction: its version, and the caller's principal."""
+        return run(self._connected()).welcome
+
+    def status(self, *, check: bool = False) -> StatusReply:
+        """`check` audits the daemon's pools too; `integrity` then has what was found."""
+        return self._call(build(GetStatus, check=check), StatusReply)
+
+    def models(self) -> list[ModelInfo]:
+        return self._call(build(ListModels), Models).models
+
+    def points(self, model: str) -> list[str]:
+        """The places in the model where sessions may look and change, one name for each, in the order of computing; see
+        djinn_client.protocol.fields.points for the others. A model that is not loaded is loaded, for what it has is
+        known then."""
+        known = next((info.points for info in self.models() if info.name == folders.model_name(model)), None)
+        known = known or self.load(model).points
+        return [] if known is None else list(known.names())
+
+    def tokenize(
+        self,
+        model: str,
+        said: str | Iterable[Message],
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        **chat: Unpack[OfChats],
+    ) -> list[int]:
+        """The tokens of a text that starts a session, or of a chat (see Session.chat) up to where the answer begins.
+        `add_special` False: without those that the tokenizer puts around a text; `parse_special` False: control strings
+        in the text stay text. Loads the model if need be. Raises NoTokenizer, InvalidRequest, TextFailed."""
+        if isinstance(said, str):
+            request = build(Tokenize, model=folders.model_name(model), text=said, add_special=add_special)
+            request.parse_special = parse_special
+        else:
+            request = build(Tokenize, model=folders.model_name(model))
+            request.chat = chat_input(said, **chat)
+        return self._call(request, Tokenized).token_ids
+
+    def detokenize(self, model: str, tokens: Iterable[int]) -> str:
+        """The text of these tokens, special tokens included. Raises as `tokenize`."""
+        request = build(Detokenize, model=folders.model_name(model), token_ids=token_ids(tokens))
+        return self._call(request, Detokenized).text
+
+    def tokenizer(self, model: str) -> TokenizerInfo:
+        """A description of the model's tokenizer: whether it has text and a chat template, and its special tokens."""
+        return self._call(build(DescribeTokenizer, model=folders.model_name(model)), TokenizerInfo)
+
+    def generate(
+        self,
+        model: str,
+        prompt: str | Iterable[int],
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[ConversedOptions],
+    ) -> Generated:
+        """Generates behind a whole prompt, a text or token ids; the daemon chooses a session that has as much of it as
+        possible, computes the rest, and keeps the session for the next such call. The reply's `session` names
+        it, for `attach`; docs/guide/conversations.md says which session it is and how long it is kept. The options are
+        those of `ConversedOptions`.
+
+        Raises what `Session` and `Session.generate` raise."""
+        request = stateless.conversed(model, prompt, options)
+        return self._call_with_line(request, Generated, on_progress)
+
+    def chat(
+        self,
+        model: str,
+        said: str | Iterable[Message],
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[ConversedChatOptions],
+    ) -> Generated:
+        """Does for a chat what `generate` does for a prompt. A text is the chat's only message; a list of messages, in
+        OpenAI's form, is the whole chat. The options are those of `ConversedChatOptions`."""
+        request = stateless.conversed_chat(model, said, options)
+        return self._call_with_line(request, Generated, on_progress)
+
+    def embed(
+        self,
+        model: str,
+        inputs: str | Iterable[str | Iterable[int]],
+        *,
+        pooling: stateless.Pooling | None = None,
+        normalize: bool = True,
+        on_progress: OnProgress | None = None,
+    ) -> Embeddings:
+        """A vector for each of up to 2,048 texts, or rows of token ids: the mean of what the model's final norm gives
+        for the input's tokens, or with `pooling="last"` the last row (None: as configured for the model); of length 1
+        unless `normalize` is False. docs/guide/embeddings.md.
+
+        Raises what `Session` raises, and PromptTooLong."""
+        request = stateless.embed(model, inputs, pooling, normalize)
+        return Embeddings(self._call_with_line(request, Embedded, on_progress))
+
+    def keep_record(self, session: str, body: bytes = b"", *, name: str = "") -> str:
+        """Keeps the point at which an idle session of the caller's is, with the caller's own bytes, and returns the
+        record's name; "": the daemon makes one up. A record of the caller's with that name is replaced. A call with
+        `after=name` goes on from there, also when the session has gone on or is closed.
+
+        Raises SessionNotFound, SessionBusy, QuotaExceeded, and InvalidRequest for a session whose tokens do not tell
+        what follows: one with edits, breakpoints or a client's KV."""
+        return self._call(build(KeepRecord, session=session, body=body, record=name), RecordKept).record
+
+    def record(self, name: str) -> Record:
+        """The record, with its `body`. Raises NotFound."""
+        return self._call(build(GetRecord, record=name), Record)
+
+    def records(self) -> list[RecordInfo]:
+        """The caller's records, the oldest first."""
+        return self._call(build(ListRecords), Records).records
+
+    def drop_record(self, name: str) -> None:
+        """Raises NotFound."""
+        self._call(build(DropRecord, record=name), Done)
+
+    def sessions(self) -> list[SessionInfo]:
+        """The caller's sessions; every user's for an administrator."""
+        return self._call(build(ListSessions), Sessions).sessions
+
+    def quotas(self, *, all: bool = False) -> list[QuotaUse]:
+        """The caller's quotas and their use; with `all`, for administrators, those of every user that has a session."""
+        return self._call(build(GetQuotas, all=all), Quotas).quotas
+
+    def load(
+        self,
+        model: str,
+        *,
+        kv_bytes: int = 0,
+        host_kv_bytes: int | None = None,
+        disk_kv_bytes: int | None = None,
+        keep_alive_s: float | None = None,
+        chat_template: str = "",
+        on_progress: OnProgress | None = None,
+        **placing: Unpack[PlacingOptions],
+    ) -> ModelInfo:
+        """Returns when the model is ready. `kv_bytes` 0 leaves the size of its page pool to the daemon; so does None of
+        host memory and disk for pages that have left the device, and 0 gives them none. `placing`: see PlacingOptions;
+        a model that is loaded otherwise already is an InvalidRequest, one that does not fit so is OutOfMemory.
+
+        `keep_alive_s`: after so long without a call the model goes to sleep: it gives its device memory back until the
+        next call, and its sessions stay. 0: never; None: as configured. It may be changed of a model that is loaded,
+        too; where others have sessions of that, only by an administrator (NotPermitted).
+
+        `chat_template`: the text of a template for its chats, in the place of the checkpoint's."""
+        sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
+        wishes = {"keep_alive_s": keep_alive_s, "chat_template": chat_template, "placing": placing_fields(placing)}
+        request = build(LoadModel, model=folders.model_name(model), **wishes, **sizes)
+        return self._call_with_line(request, ModelReply, on_progress).model
+
+    def plan(
+        self, model: str, *, memory_bytes: int = 0, kv_bytes: int = 0, **placing: Unpack[PlacingOptions]
+    ) -> ModelPlan:
+        """The memory that loading the model would take, and how fast it would run, in a budget of `memory_bytes` of
+        device memory (0: the daemon's). Loads nothing, and frees nothing. `placing`: see PlacingOptions. Raises
+        OutOfMemory with the figure if nothing fits."""
+        fields = placing_fields(placing)
+        request = build(
+            PlanModel, model=folders.model_name(model), memory_bytes=memory_bytes, kv_bytes=kv_bytes, placing=fields
+        )
+        return self._call(request, PlanReply).plan
+
+    def set_budget(self, memory_bytes: int) -> BudgetReply:
+        """Gives the daemon so much device memory, for administrators, while sessions run: blocks that no longer fit
+        stream, and become resident again when there is more. Raises OutOfMemory, with the figure that it could go down
+        to, where that does not suffice; nothing has changed then."""
+        return self._call(build(SetBudget, memory_bytes=memory_bytes), BudgetReply)
+
+    def trace(self, *, steps: int = 4, seconds: float = 10.0) -> TraceReply:
+        """Records what the device does in its next `steps` steps (1 to 100), for administrators. Returns after these
+        steps, or after `seconds` (at most 60) with the steps so far. Raises Retry while another trace is recorded."""
+        return self._call(build(GetTrace, steps=steps, seconds=seconds), TraceReply)
+
+    def unload(self, model: str, *, force: bool = False) -> None:
+        """`force` closes the sessions that use the model; without it they are an error."""
+        self._call(build(UnloadModel, model=folders.model_name(model), force=force), Done)
+
+    def close_session(self, session: str) -> None:
+        """Raises SessionNotFound."""
+        self._call(build(CloseSession, session=session), Done)
+
+    def pause_session(self, session: str, tier: Tier = "host") -> PauseReply:
+        """Pauses a session of the caller, or of any user for an administrator. See Session.pause. Also raises
+        SessionNotFound."""
+        return self._call(build(PauseSession, session=session, tier=tier), PauseReply)
+
+    def resume_session(self, session: str) -> None:
+        """See Session.resume. Raises SessionNotFound."""
+        self._call(build(ResumeSession, session=session), Done)
+
+    def set_priority(self, session: str, priority: Class) -> None:
+        """Changes the class of a session of the caller, or of any user for an administrator. See Session.set_priority.
+        Also raises SessionNotFound."""
+        self._call(build(SetPriority, session=session, priority=priority), Done)
+
+    def why(self, session: str) -> Why:
+        """Why a session of the caller, or of any user for an administrator, runs or waits. See Session.why."""
+        return self._call(build(ExplainSession, session=session), WhyReply).why
+
+    def publish_prefix(self, session: str, tokens: int | None = None) -> PrefixInfo:
+        """Makes the first `tokens` tokens of a session public (None: all that it has), as far as they fill pages, for
+        administrators: from now on the sessions of all users that begin with them share their pages, until the prefix
+        is withdrawn. Raises InvalidRequest, with the page size, where they fill none; SessionNotFound, SessionBusy."""
+        return self._call(build(PublishPrefix, session=session, tokens=tokens), PrefixPublished).prefix
+
+    def prefixes(self) -> list[PrefixInfo]:
+        """The public prefixes of all models, for administrators."""
+        return self._call(build(ListPrefixes), Prefixes).prefixes
+
+    def withdraw_prefix(self, prefix: str) -> bool:
+        """For administrators. True: the model is loaded, and goes on sharing it until it is loaded the next time.
+        Raises NotFound."""
+        return self._call(build(WithdrawPrefix, prefix=prefix), PrefixWithdrawn).in_force
+
+    def add_token(
+        self, name: str, *, user: str = "", highest_class: Class | None = None, expires_s: float = 0.0
+    ) -> TokenAdded:
+        """A token, for administrators; the reply's `token` is told this once. It stands for the Unix user `user`, or,
+        if that is "", for a principal of this name. Connections with it use sessions of `highest_class` or below (None:
+        of any class that the principal may have), and it ends after `expires_s` seconds (0: never). See
+        docs/guide/tokens.md.
+
+        Raises InvalidRequest for a name that is taken or is none, QuotaExceeded, Retry where it cannot be written."""
+        return self._call(
+            build(AddToken, name=name, user=user, highest_class=highest_class, expires_s=expires_s), TokenAdded
+        )
+
+    def tokens(self) -> list[TokenInfo]:
+        """All tokens, for administrators."""
+        return self._call(build(ListTokens), TokensListed).tokens
+
+    def revoke_token(self, name: str) -> None:
+        """Ends the token and closes the connections with it, for administrators. Raises NotFound."""
+        self._call(build(RevokeToken, name=name), Done)
+
+    def restart(self, *, warm: bool = False) -> None:
+        """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models, and the
+        pages of sessions, in shared memory. Returns when it has begun to. Sessions survive it, for
+        limits.session_grace."""
+        self._call(build(Restart, warm=warm), Done)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> R:
+        return run(self._steps(request, expected, on_progress))
+
+    def _call_with_line(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> R:
+        """For calls that load a model: see `Session`."""
+        with loading_line(on_progress) as told:
+            return self._call(request, expected, told)
+
+    def _steps(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
+        connection = yield from self._connected()
+        if isinstance(request, folders.NamesModel):
+            return (yield from folders.call(connection, request, expected, on_progress)).message
+        return (yield from connection.call(request, expected, on_progress)).message
+
+    def _connected(self) -> Steps[Connection]:
+        if self._connection is None or self._connection.closed:
+            self._connection = yield from connect(self._address, self._token)
+        return self._connection

@@ -1,0 +1,1 @@
+"""The public interface: sessions and calls, blocking and for asyncio."""

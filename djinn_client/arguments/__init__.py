@@ -1,0 +1,1 @@
+"""The keyword arguments of calls, checked and made into requests."""

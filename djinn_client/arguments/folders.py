@@ -1,0 +1,111 @@
+"""Checkpoint folders that a caller names. The daemon opens no folder with more rights than the caller has: it asks for
+the files, and the caller's process opens them and hands them over.
+
+    LoadModel "/home/me/model" ──► FilesWanted
+    HandOverFiles, with the open files ──► FilesHandedOver: the model's name
+    LoadModel with that name ──► …
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from djinn_client.arguments.options import build
+from djinn_client.errors import FilesWanted
+from djinn_client.files.model_files import ModelFiles
+from djinn_client.files.pulled import pulled_folder
+from djinn_client.protocol import (
+    DescribeTokenizer,
+    Detokenize,
+    Embed,
+    FilesHandedOver,
+    Generate,
+    HandOverFiles,
+    ImportSession,
+    LoadModel,
+    OpenSession,
+    PlanModel,
+    Reply,
+    Tokenize,
+    UnloadModel,
+)
+from djinn_client.transport.connection import Answer, Connection, OnProgress
+from djinn_client.transport.steps import Steps
+
+R = TypeVar("R", bound=Reply)
+
+HasModel = (
+    OpenSession
+    | ImportSession
+    | LoadModel
+    | PlanModel
+    | UnloadModel
+    | Tokenize
+    | Detokenize
+    | DescribeTokenizer
+    | Embed
+)
+NamesModel = HasModel | Generate  # a Generate names its model in its conversation
+N = TypeVar("N", bound=NamesModel)
+_TRIES = 3  # another client may unload the model between two requests
+
+
+def model_name(model: Any) -> Any:
+    """The name that the daemon is told. A folder is named by its absolute path. A folder is what begins with `/`, `~`
+    or `.`, what has a slash and leads to a folder, even if it could be a hub id, and a hub id that `djinnctl pull` has
+    fetched. Everything else is sent as it is. Raises ModelNotFound for a hub id whose download broke off."""
+    if not isinstance(model, str | os.PathLike):
+        return model
+    name = os.fspath(model)
+    if name in (".", "..") or name.startswith(("/", "~", "./", "../")) or ("/" in name and os.path.isdir(name)):
+        return "/" + os.path.abspath(os.path.expanduser(name)).lstrip("/")
+    return pulled_folder(name) or name
+
+
+def call(
+    connection: Connection,
+    request: NamesModel,
+    expected: type[R],
+    on_progress: OnProgress | None = None,
+    fds: Sequence[int] = (),
+) -> Steps[Answer[R]]:
+    """Does what `connection.call` does, and hands over the files of the request's model if the daemon asks for them.
+    The request names the model as `model_name` says. Also raises ModelNotFound, ModelRejected or InvalidRequest for a
+    folder that this process cannot open."""
+    folder = _model_of(request)
+    for _ in range(_TRIES):
+        try:
+            return (yield from connection.call(request, expected, on_progress, fds))
+        except FilesWanted:
+            if not folder.startswith("/"):
+                raise
+        request = _with_model(request, (yield from _hand_over(connection, folder)))
+    return (yield from connection.call(request, expected, on_progress, fds))
+
+
+def _model_of(request: NamesModel) -> str:
+    if isinstance(request, Generate):
+        assert request.conversation is not None, "a Generate on a session names no model"
+        return request.conversation.model
+    return request.model
+
+
+def _with_model(request: N, model: str) -> N:
+    """The same request, which names the model so from now on."""
+    if isinstance(request, Generate):
+        assert request.conversation is not None
+        request.conversation = msgspec.structs.replace(request.conversation, model=model)
+    else:
+        request.model = model
+    return request
+
+
+def _hand_over(connection: Connection, folder: str) -> Steps[str]:
+    with ModelFiles.open(folder) as files:
+        request = build(HandOverFiles, folder=folder, names=list(files), others=files.others)
+        descriptors = [files.descriptor(name) for name in files]
+        return (yield from connection.call(request, FilesHandedOver, fds=descriptors)).message.model

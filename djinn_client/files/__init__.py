@@ -1,0 +1,1 @@
+"""The files of a checkpoint folder, opened with the rights of the process that names it."""

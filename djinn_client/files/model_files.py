@@ -1,0 +1,254 @@
+"""The files of one checkpoint, each opened once with the rights of the process that opens them.
+
+A path is a promise that its owner may break between two looks: the file may become a pipe, another file, or a shorter
+one. So each file is opened once, looked at through its descriptor, and read through that descriptor from then on. A
+descriptor also carries its opener's rights: a client that hands over open files proves that it may read them, and the
+daemon, whoever runs it, opens nothing on the client's behalf.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from djinn_client.errors import InvalidRequest, ModelNotFound, ModelRejected
+from djinn_client.files.other_files import HEAD, what_it_is
+
+MAX_FILES = 240  # descriptors of one hand-over: the kernel passes 253 with a message at the most
+MAX_NAMES = 4096  # entries of a folder that are looked at
+MAX_TEMPLATES = 32  # files in MORE_TEMPLATES
+MAX_OTHERS = 64  # names of other entries that are remembered
+SMALL_FILE = 64 << 20  # bytes of a file that is read whole, such as tokenizer.json
+
+_NAMED = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "chat_template.json",
+        "adapter_config.json",
+    }
+)
+MORE_TEMPLATES = "additional_chat_templates/"  # the one subfolder of a checkpoint that is read: its *.jinja files
+_ENDINGS = (".safetensors", ".safetensors.index.json")
+_NO_WAIT = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, a device or a lease does not block
+
+
+class ModelFiles:
+    """Name → descriptor. Owns the descriptors until `close`. Reads leave the descriptors' offsets alone, so that
+    several threads, and processes that were passed duplicates, may read at once.
+
+    `folder` is what the files' opener called their folder; it stands in messages and is never opened again. `others`
+    are names of entries of the folder that are no part of a checkpoint that djinnd reads: they explain a refusal."""
+
+    def __init__(self, folder: str, descriptors: Mapping[str, int], others: Sequence[str] = ()) -> None:
+        self.folder = folder
+        self.others = list(others)
+        self.bytes_read = 0  # so far, roughly where several threads read: a waiting load sees by it that reads go on
+        self._descriptors = dict(descriptors)
+
+    @classmethod
+    def open(cls, folder: str) -> Self:
+        """All files of `folder` that a checkpoint may have. Symbolic links are followed, as the hub's cache is made of
+        them: they lead no further than this process's own rights do.
+
+        Raises ModelNotFound where there is no such folder or this process may not look into it, InvalidRequest for a
+        file that is no regular one, and for more than MAX_FILES."""
+        try:
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            raise _no_folder(folder, error) from error
+        descriptors: dict[str, int] = {}
+        others: list[str] = []
+        try:
+            for name in sorted(_names(directory)):
+                if name not in _NAMED and not name.endswith(_ENDINGS) and not name.startswith(MORE_TEMPLATES):
+                    others += [name] * (len(others) < MAX_OTHERS)
+                    continue
+                if len(descriptors) == MAX_FILES:
+                    raise InvalidRequest(f"{folder} has more than {MAX_FILES} files of a checkpoint", limit=MAX_FILES)
+                with suppress(FileNotFoundError):  # a link that leads nowhere, or a file that has just gone
+                    descriptors[name] = _open_regular(folder, name, directory)
+        except BaseException:
+            _close(descriptors.values())
+            raise
+        finally:
+            os.close(directory)
+        return cls(folder, descriptors, others)
+
+    @classmethod
+    def handed_over(
+        cls, folder: str, names: Sequence[str], descriptors: Sequence[int], others: Sequence[str] = ()
+    ) -> Self:
+        """Files that a peer has opened and sent. Takes the descriptors, also where it raises InvalidRequest: for names
+        that are no file names, and for descriptors that are no regular files, or not open for reading. Only the latter
+        prove that the peer may read the file."""
+        try:
+            if len(names) != len(descriptors) or len(set(names)) != len(names):
+                raise InvalidRequest(f"{len(names)} names of files came with {len(descriptors)} descriptors")
+            for name, descriptor in zip(names, descriptors, strict=True):
+                part = name.removeprefix(MORE_TEMPLATES)
+                if part in ("", ".", "..") or "/" in part or "\0" in part or len(os.fsencode(name)) > 255:
+                    raise InvalidRequest(f"{name[:80]!r} is no name of a file")
+                _expect_readable(name, descriptor)
+                _expect_regular(folder, name, descriptor)
+        except BaseException:
+            _close(descriptors)
+            raise
+        return cls(folder, dict(zip(names, descriptors, strict=True)), others)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._descriptors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._descriptors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def descriptor(self, name: str) -> int:
+        """Stays this object's."""
+        return self._descriptors[name]
+
+    def stat(self, name: str) -> os.stat_result:
+        return os.fstat(self._descriptors[name])
+
+    def size(self, name: str) -> int:
+        """Bytes, at this moment."""
+        return self.stat(name).st_size
+
+    def read(self, name: str, limit: int = SMALL_FILE) -> bytes:
+        """The whole of a text file. Raises ModelRejected where it has more than `limit` bytes, is not there, cannot be
+        read, or is something else than its name says."""
+        if name not in self:
+            raise ModelRejected(f"{self.folder} has no {name}", file=name)
+        size = self.size(name)
+        if size > limit:
+            raise ModelRejected(f"{name} has {size:,} bytes; at most {limit:,} are read", file=name, limit=limit)
+        data = self.read_at(name, 0, size)
+        if data and (other := what_it_is(data[:HEAD])):
+            raise ModelRejected(f"{name} is {other}", file=name)
+        return data
+
+    def read_at(self, name: str, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from `offset`: fewer where the file ends. Raises ModelRejected on a read error."""
+        pieces: list[bytes] = []
+        try:
+            while count and (piece := os.pread(self._descriptors[name], min(count, 16 << 20), offset)):
+                pieces.append(piece)
+                self.bytes_read += len(piece)
+                offset, count = offset + len(piece), count - len(piece)
+        except OSError as error:
+            raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
+        return b"".join(pieces)
+
+    def read_into(self, name: str, offset: int, memory: memoryview) -> int:
+        """Fills `memory` from `offset`. → bytes read: fewer than it has where the file ends, as one that was cut does.
+        Raises ModelRejected where the file cannot be read."""
+        done = 0
+        try:
+            while done < len(memory) and (count := os.preadv(self._descriptors[name], [memory[done:]], offset + done)):
+                done += count
+                self.bytes_read += count
+        except OSError as error:
+            raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
+        return done
+
+    def duplicate(self) -> Self:
+        """The same open files with descriptors of their own. Raises OSError."""
+        copies: dict[str, int] = {}
+        try:
+            for name, descriptor in self._descriptors.items():
+                copies[name] = os.dup(descriptor)
+        except BaseException:
+            _close(copies.values())
+            raise
+        return type(self)(self.folder, copies, self.others)
+
+    def close(self) -> None:
+        """Does nothing the second time."""
+        descriptors, self._descriptors = self._descriptors, {}
+        _close(descriptors.values())
+
+
+def _names(directory: int) -> list[str]:
+    """Names of the folder's entries, and of its further templates. Names that cannot be printed are no checkpoint's."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for _, entry in zip(range(MAX_NAMES), entries, strict=False)]
+    if MORE_TEMPLATES.rstrip("/") in names:
+        names += _more_templates(directory)
+    return [name for name in names if name.isprintable()]
+
+
+def _more_templates(directory: int) -> list[str]:
+    """Names of the templates in MORE_TEMPLATES; none if this process may not look into that folder."""
+    try:
+        inner = os.open(MORE_TEMPLATES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return []
+    try:
+        with os.scandir(inner) as entries:
+            names = [entry.name for _, entry in zip(range(MAX_TEMPLATES), entries, strict=False)]
+    finally:
+        os.close(inner)
+    return [MORE_TEMPLATES + name for name in names if name.endswith(".jinja")]
+
+
+def _open_regular(folder: str, name: str, directory: int) -> int:
+    """Opens a regular file. It is first opened as a mere place in the file system, since opening a device may have
+    effects, such as starting a watchdog. Raises FileNotFoundError, ModelRejected, InvalidRequest."""
+    try:
+        place = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=directory)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ModelRejected(f"{name} cannot be opened: {error.strerror}", file=name) from error
+    try:
+        _expect_regular(folder, name, place)
+        return os.open(f"/proc/self/fd/{place}", _NO_WAIT)
+    except OSError as error:
+        raise ModelRejected(f"{name} cannot be opened: {error.strerror}", file=name) from error
+    finally:
+        os.close(place)
+
+
+def _expect_regular(folder: str, name: str, descriptor: int) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise InvalidRequest(f"{folder}/{name} is no regular file", file=name)
+
+
+def _expect_readable(name: str, descriptor: int) -> None:
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if flags & os.O_PATH or flags & os.O_ACCMODE not in (os.O_RDONLY, os.O_RDWR):
+        raise InvalidRequest(f"the descriptor of {name} is not open for reading", file=name)
+
+
+def _no_folder(folder: str, error: OSError | ValueError) -> ModelNotFound:
+    """The same for every folder into which this user may not look, whether it is there or not."""
+    if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError):
+        told = f"there is no such folder, or user {os.geteuid()} may not look into it"
+    else:
+        told = f"the folder cannot be opened: {getattr(error, 'strerror', error)}"
+    if folder.lower().endswith(".gguf"):  # known by its name alone
+        told += "; GGUF files are not served, but folders with safetensors"
+    return ModelNotFound(told, path=folder)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Hand-off of weights, KV and whole sessions between a program and the daemon."""

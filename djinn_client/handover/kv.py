@@ -1,0 +1,184 @@
+"""KV of a session in this process's memory: `Session.kv()` gives it, and `from_kv` hands it to the daemon.
+
+kv = s.kv()                                    one copy over the bus, into a window that is mapped here
+w = kv_window("djinn-tiny", tokens=n)          a window for KV that is computed here: filled in place
+s = from_kv("djinn-tiny", tokens, w)           …and uploaded by the daemon from the very memory
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from djinn_client.admin.daemon_calls import Client
+from djinn_client.errors import InvalidRequest, OutOfMemory, PromptTooLong, ProtocolError
+from djinn_client.protocol import ModelInfo, SessionExported
+from djinn_client.protocol.fields.kv_layout import KvLayout
+from djinn_client.tensors.arrays import fill, window_array
+from djinn_client.transport.shm import map_window, map_writable, new_window, seal_for_writers
+
+if TYPE_CHECKING:
+    from djinn_client.transport.connection import OnProgress
+
+
+class KV:
+    """KV of the first `length` tokens of a session, in the pages of the daemon's pool.
+
+    pages    [pages, blocks, 2, page_size, kv_heads, head_dim], row-major, K before V, in `layout.dtype`: a torch
+             tensor, or without torch a numpy array (bfloat16 then as uint16). Writable, and this process's own: what is
+             written changes no session. What is behind the last token of the last page is undefined.
+    tokens   the token ids that it is the KV of; None of a window that has not been handed over
+
+    Keys are as attention reads them: with the rotary embedding of their positions, where the model has one.
+    """
+
+    tokens: list[int] | None
+
+    def __init__(self, layout: KvLayout, length: int, memory: memoryview, tokens: list[int] | None) -> None:
+        self.layout = layout
+        self.length = length
+        self.tokens = tokens
+        self.memory = memory
+        self.pages = window_array(memory, layout.dtype, layout.shape(length))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens."""
+        return self.layout.page_size
+
+    def key(self, block: int) -> Any:
+        """[tokens, kv_heads, head_dim], gathered: a copy."""
+        return self._gather(block, 0)
+
+    def value(self, block: int) -> Any:
+        """[tokens, kv_heads, head_dim], gathered: a copy."""
+        return self._gather(block, 1)
+
+    def put(self, block: int, key: Any, value: Any) -> None:
+        """Writes the keys and the values of one block into the pages, each [tokens, kv_heads, head_dim] of any dtype
+        that converts. Raises InvalidRequest for another shape."""
+        full, rest = divmod(self.length, self.page_size)
+        shape = (self.length, self.layout.kv_heads, self.layout.head_dim)
+        for which, source in enumerate((key, value)):
+            if tuple(source.shape) != shape:
+                raise InvalidRequest(f"keys and values must be {list(shape)}, not {list(source.shape)}", field="kv")
+            pages = self.pages[:, block, which]
+            pages[:full] = source[: full * self.page_size].reshape(full, self.page_size, *shape[1:])
+            if rest:
+                pages[full, :rest] = source[full * self.page_size :]
+
+    def _gather(self, block: int, which: int) -> Any:
+        heads, width = self.layout.kv_heads, self.layout.head_dim
+        return self.pages[:, block, which].reshape(-1, heads, width)[: self.length]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.length:,} tokens: {self.layout}>"
+
+
+class KvWindow(KV):
+    """A window of this process, for KV that it computes: to be filled in place, then handed over by `from_kv`, once or
+    more often. The daemon reads it while `from_kv` runs, and not any more when that has returned."""
+
+    def __init__(self, layout: KvLayout, length: int) -> None:
+        """Raises OutOfMemory."""
+        nbytes = layout.nbytes(length)
+        try:
+            self.fd = new_window("djinn-kv", nbytes)
+        except (OSError, OverflowError) as error:
+            raise OutOfMemory(f"no memory for a window of {nbytes:,} bytes: {error}", needed=nbytes) from error
+        self._closer = weakref.finalize(self, os.close, self.fd)
+        super().__init__(layout, length, map_writable(self.fd, nbytes), None)
+        seal_for_writers(self.fd)
+
+    @property
+    def closed(self) -> bool:
+        return not self._closer.alive
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory goes with the last tensor over it."""
+        self._closer()
+
+
+def exported_kv(reply: SessionExported, fds: list[int]) -> KV:
+    """Maps the window that the daemon passed. Closes `fds`. Raises ProtocolError."""
+    try:
+        if reply.kv is None or len(fds) != 1:
+            raise ProtocolError(f"the KV of a session came with {len(fds)} file descriptors")
+        nbytes = reply.kv.nbytes(reply.kv_tokens)
+        return KV(reply.kv, reply.kv_tokens, map_window(fds[0], nbytes), reply.token_ids[: reply.kv_tokens])
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def layout_of(model: ModelInfo) -> KvLayout:
+    """The layout of a loaded model's KV."""
+    return KvLayout(model.dtype, model.blocks, model.page_size, model.kv_heads, model.head_dim)  # type: ignore[arg-type]
+
+
+def kv_window(
+    model: str, tokens: int, *, address: str | None = None, on_progress: OnProgress | None = None
+) -> KvWindow:
+    """An empty window for the KV of so many tokens of a model, which is loaded first if it is not there.
+
+    Raises InvalidRequest for no tokens, PromptTooLong for more than the model's context has, OutOfMemory, and what
+    loading raises."""
+    if tokens < 1:
+        raise InvalidRequest(f"a window for {tokens} tokens; it must be for 1 or more", field="tokens")
+    with Client(address) as client:
+        loaded = client.load(model, on_progress=on_progress)
+    if tokens > loaded.max_context:
+        raise PromptTooLong(
+            f"a window for {tokens:,} tokens; the context of {loaded.name} has {loaded.max_context:,}",
+            tokens=tokens,
+            max_context=loaded.max_context,
+        )
+    return KvWindow(layout_of(loaded), tokens)
+
+
+def window_with(
+    model: str, tokens: list[int], kv: Any, address: str | None, on_progress: OnProgress | None
+) -> KvWindow:
+    """`kv` in a window: it is one, or is copied into one. Raises InvalidRequest where it does not fit the tokens."""
+    if isinstance(kv, KvWindow):
+        _expect_open(kv)
+        window = kv
+    elif isinstance(kv, KV):
+        window = KvWindow(kv.layout, kv.length)
+        window.pages[:] = kv.pages
+    else:
+        window = kv_window(model, max(1, len(tokens)), address=address, on_progress=on_progress)
+        _copy_pages(window, kv)
+    if not 0 < window.length <= len(tokens):
+        raise InvalidRequest(
+            f"the window has the KV of {window.length:,} tokens, and {len(tokens):,} tokens came with it: every token "
+            "whose KV is handed over must be named",
+            field="tokens",
+        )
+    return window
+
+
+def _expect_open(window: KvWindow) -> None:
+    if window.closed:
+        raise InvalidRequest(
+            f"the window of {window.length:,} tokens was closed, so it cannot be handed over: close it behind from_kv, "
+            "or give its pages, which are copied then",
+            field="kv",
+        )
+
+
+def _copy_pages(window: KvWindow, pages: Any) -> None:
+    shape, dtype = tuple(window.pages.shape), window.pages.dtype
+    given = tuple(getattr(pages, "shape", ()))
+    if given != shape or _name(getattr(pages, "dtype", None)) != _name(dtype):
+        raise InvalidRequest(
+            f"the pages must be {_name(dtype)} {list(shape)} (pages, blocks, 2, page_size, kv_heads, head_dim), not "
+            f"{_name(getattr(pages, 'dtype', None))} {list(given)}",
+            field="kv",
+        )
+    fill(window.pages, pages)
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

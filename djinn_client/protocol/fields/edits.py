@@ -1,0 +1,43 @@
+"""Edits of activations, and the form of captured activations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from djinn_client.protocol.fields.bounds import MAX_LIST, Name, Whole
+
+Op = Literal["add", "scale", "project_out", "replace", "clamp"]
+
+
+class EditInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An edit of a session. `spans`: the positions that it changes, from the first up to and without the second; None:
+    and all that follow."""
+
+    id: int
+    points: list[str]
+    op: Op
+    scale: float = 1.0
+    low: float | None = None
+    high: float | None = None
+    spans: list[tuple[int, int | None]]
+    nbytes: int = 0  # of its values
+
+
+class CapturedPoint(msgspec.Struct, frozen=True, array_like=True):
+    name: Name  # as it was asked for; of a pattern with `*`, with the block in its place
+    width: Whole
+    offset: Whole  # bytes in the window, of its first position
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The window that comes with it has of each point `room` rows of the dtype, of which the first `positions` are
+    filled, with the session's positions from `first` on."""
+
+    dtype: Literal["float32", "bfloat16", "float16"]
+    first: Whole
+    positions: Whole
+    room: Whole
+    nbytes: Whole  # of the window
+    points: Annotated[list[CapturedPoint], msgspec.Meta(max_length=MAX_LIST)]

@@ -1,0 +1,105 @@
+"""Descriptions of what the daemon holds: sessions, models, devices, public prefixes, tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from djinn_client.protocol.fields.breakpoints import HitInfo
+from djinn_client.protocol.fields.points import PointMap
+from djinn_client.protocol.fields.scheduling import Class, Latency
+
+Tier = Literal["device", "host", "disk"]  # where a page is
+
+
+class SessionInfo(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    priority: Class
+    user: int
+    state: str  # idle, stopped, waiting, arriving, paused, queued, running, held, detached, kept
+    tokens: int
+    kv_tokens: int  # tokens whose KV is on the device
+    pages: int  # held on the device
+    host_pages: int = 0  # found on the host
+    disk_pages: int = 0
+    page_bytes: int = 0
+    age_s: float
+    idle_s: float
+    attached: int  # connections
+    edits: int = 0  # steering and patches
+    hit: HitInfo | None = None  # the breakpoint at which the last call has stopped
+    foreign_kv: bool = False  # a client has brought the KV of its beginning: see ImportSession
+    latency: Latency = Latency()  # of the calls so far
+    user_name: str = ""
+
+
+class ModelInfo(msgspec.Struct, kw_only=True):
+    name: str
+    path: str
+    fingerprint: str = ""  # of the weights and the configuration, the same on every machine
+    family: str = ""
+    state: str = ""  # available, loading, ready, asleep, failed, set aside
+    dtype: str = ""
+    parameters: int = 0
+    blocks: int = 0
+    blocks_plain: int = 0  # resident as in the checkpoint
+    blocks_packed: int = 0  # resident in the 12-bit code
+    blocks_streamed: int = 0
+    streamed_bytes: int = 0  # over the bus in one pass
+    ring_bytes: int = 0  # of device memory
+    scratch_bytes: int = 0  # of device memory, where packed blocks are decoded
+    vocab: int = 0
+    points: PointMap | None = None  # None: not loaded
+    max_context: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    page_size: int = 0  # tokens
+    page_bytes: int = 0
+    pages: int = 0
+    pages_used: int = 0
+    host_pages: int = 0  # room of the host tier
+    host_pages_used: int = 0
+    host_pages_pinned: int = 0  # so far: pinning all of a new tier takes some seconds
+    disk_pages: int = 0
+    disk_pages_used: int = 0
+    sessions: int = 0
+    idle_s: float = 0.0  # since the last call, of a model that is ready or asleep; 0 while a call runs
+    error: str = ""
+    notes: list[str] = []  # for people to read, such as why blocks stay plain
+
+
+class DeviceInfo(msgspec.Struct, kw_only=True):
+    name: str  # "cpu", "cuda:0"
+    description: str
+    budget_bytes: int
+    used_bytes: int
+    state: str  # starting, ready, lost
+    pid: int
+    restarts: int = 0
+    steps: int = 0
+    generated_tokens: int = 0
+
+
+class PrefixInfo(msgspec.Struct, kw_only=True):
+    id: str
+    model: str
+    tokens: int  # public ones, which fill pages
+    user: int  # the administrator who has published it
+    created: float  # seconds since 1970
+    user_name: str = ""
+
+
+class TokenInfo(msgspec.Struct, kw_only=True):
+    """Times are seconds since 1970."""
+
+    name: str
+    user: int  # the principal for whom it stands: see principals.py
+    user_name: str
+    highest_class: Class | None
+    created: float
+    expires: float | None  # None: never
+    used: float | None  # the last time that a connection began with it, to a minute; None: never

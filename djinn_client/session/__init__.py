@@ -1,0 +1,1 @@
+"""The calls of a session as steps, which the blocking and the asyncio client run."""

@@ -1,0 +1,1 @@
+"""The connection to the daemon: its address, its socket, frames in steps, and windows of shared memory."""

@@ -1,0 +1,1 @@
+"""Looking and changing inside the model, as steps: captures, edits, breakpoints, interventions."""

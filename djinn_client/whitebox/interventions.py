@@ -1,0 +1,205 @@
+"""Functions at points between two blocks: here, as a debugger's callback, or in the daemon's intervention process.
+
+A session with functions has breakpoints there. Each of its calls is made in parts (split_call.py): when a part has
+stopped, the functions see the activation, their changes become edits, and the next part goes on.
+
+    call ──► part ──► a hit ──► functions ──► edits ──► part ──► … ──► its end: one Generated
+               ▲                                 │
+               └─────────────────────────────────┘
+
+Functions in the daemon see the window of the hit, and their edits are made there. A function here writes to this
+process's copy of that window, so a point has functions of one kind only. The daemon does not keep functions: after its
+restart or the end of the intervention process, and for a fork, they are sent when they are next needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+
+from djinn_client.arguments.options import build
+from djinn_client.errors import DjinnError, FunctionNotFound, InvalidRequest, Retry
+from djinn_client.protocol import AddFunction, Done, EditAdded, Generate, Generated, RunFunctions
+from djinn_client.protocol.fields.breakpoints import HitInfo, When
+from djinn_client.tensors.hits import Hit
+from djinn_client.transport.connection import Answer, Connection
+from djinn_client.transport.exchange import close_all
+from djinn_client.transport.steps import Steps
+from djinn_client.whitebox import breakpoint_calls as breaking
+from djinn_client.whitebox.functions import PYTHON, code_of
+from djinn_client.whitebox.split_call import Parts, expect_parts_possible
+
+if TYPE_CHECKING:
+    from djinn_client.session.calls import SessionSteps
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class InterventionContext:
+    """Where a function is called.
+
+    point       as the intervention names it
+    layer       the block that has run last, counted from 0; None where none has
+    positions   the session's positions that the activation's rows are of, a range
+    when        "prefill": the positions that the call brings with its prompt, or without one the last one, at which it
+                chooses; "decode": one that it has generated
+    """
+
+    point: str
+    layer: int | None
+    positions: range
+    when: Literal["prefill", "decode"]
+
+
+Function: TypeAlias = Callable[[Any, InterventionContext], Any]
+
+
+class Intervention(Generic[T]):
+    """A handle of an intervention, of this session. A fork that is made here has it, too; its end there is another."""
+
+    def __init__(self, session: SessionSteps, id: int, run: Callable[[Steps[None]], T]) -> None:
+        self.id = id  # its breakpoint's
+        self._session = session
+        self._run = run
+
+    def remove(self) -> T:
+        """From now on calls pass the point by. Again does nothing. Raises SessionBusy."""
+        return self._run(remove(self._session, self.id))
+
+    def __repr__(self) -> str:
+        return f"<Intervention {self.id} of {self._session.info.id}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    id: int
+    point: str
+    block: int
+    when: When
+    function: Function
+    code: bytes | None  # None: it is called here
+
+    def is_at(self, hit: HitInfo) -> bool:
+        there = {"always": True, "prefill": hit.first < hit.prompt_end, "decode": hit.end > hit.prompt_end}
+        return self.block == hit.block and there[self.when]
+
+
+class Interventions:
+    """The interventions of one session, in the order in which they were made."""
+
+    def __init__(self, entries: tuple[_Entry, ...] = ()) -> None:
+        self._entries = entries
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def copy(self) -> Interventions:
+        """For a fork, which has the breakpoints."""
+        return Interventions(self._entries)
+
+    def add(self, entry: _Entry) -> None:
+        self._entries = (*self._entries, entry)
+
+    def remove(self, id: int) -> None:
+        self._entries = tuple(entry for entry in self._entries if entry.id != id)
+
+    def expect_kind(self, block: int, local: bool) -> None:
+        """Raises InvalidRequest where the functions before that block are of the other one."""
+        if any(entry.block == block and (entry.code is None) != local for entry in self._entries):
+            there, here = ("local=True", "one without") if not local else ("no local=True", "one with it")
+            raise InvalidRequest(
+                f"the session has a function at this point that was made with {there}, and {here} would not see what "
+                "that has changed: all of a point run in one place",
+                field="local",
+            )
+
+    def run(self, session: SessionSteps, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
+        """The whole call. It ends at a hit where there is no intervention, and where one has failed."""
+        if any(entry.when != "prefill" for entry in self._entries):
+            expect_parts_possible(request)
+        parts = Parts(request)
+        while True:
+            answer = yield from session.run_over(connection, parts.next(), Generated)
+            parts.add(answer.message)
+            if parts.ended:
+                close_all(answer.fds)
+                session.stopped_at(None)  # the daemon has it at the hit yet: no call minds
+                return Answer(parts.whole(), [])
+            at = answer.message.hit
+            here = [] if at is None else [entry for entry in self._entries if entry.is_at(at)]
+            if not here:
+                return Answer(parts.whole(), answer.fds)
+            if here[0].code is None:
+                yield from _run_here(session, connection, here, Hit(answer.message, answer.fds))
+            else:
+                yield from _run_there(session, connection, here, answer)
+
+
+def add(session: SessionSteps, point: str, function: Function, local: bool, when: When) -> Steps[int]:
+    """The intervention's id. Where it cannot be, its breakpoint goes."""
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise InvalidRequest(f"{function!r} is no plain function(activation, context)", field="function")
+    code = None if local else code_of(function)
+    id = yield from breaking.add(session, point, None, when, 1, None)
+    others = session.interventions or Interventions()
+    try:
+        points = yield from session.points()
+        if points is None:
+            raise Retry(f"{session.info.model} has just been unloaded: once more, and it is loaded again")
+        entry = _Entry(id, point, points.resolve(point)[point].block, when, function, code)
+        others.expect_kind(entry.block, local)
+        if code is not None:
+            yield from session.call(_sending(session, entry), Done)
+    except DjinnError:
+        with suppress(DjinnError):  # the caller must see the first error
+            yield from breaking.remove(session, id)
+        raise
+    others.add(entry)
+    session.interventions = others
+    return id
+
+
+def remove(session: SessionSteps, id: int) -> Steps[None]:
+    yield from breaking.remove(session, id)
+    if session.interventions is not None:
+        session.interventions.remove(id)
+
+
+def apply(function: Function, point: str, hit: Hit) -> None:
+    """Calls it with what has come to the hit. `point`: as the intervention names it. Raises what it raises."""
+    when: Literal["prefill", "decode"] = "prefill" if hit.info.first < hit.info.prompt_end else "decode"
+    returned = function(hit.activation, InterventionContext(point, hit.layer, hit.positions, when))
+    if returned is not None:
+        hit.activation = returned
+
+
+def _run_here(session: SessionSteps, connection: Connection, entries: Sequence[_Entry], hit: Hit) -> Steps[None]:
+    for entry in entries:
+        apply(entry.function, entry.point, hit)
+    for edit in breaking.replacing(session.info.id, hit, None, hit.changes(None)):
+        yield from connection.call(edit, EditAdded)
+
+
+def _run_there(
+    session: SessionSteps, connection: Connection, entries: Sequence[_Entry], stopped: Answer[Generated]
+) -> Steps[None]:
+    """Closes the descriptors that came with the hit."""
+    try:
+        ids, captured = [entry.id for entry in entries], stopped.message.captured
+        request = build(RunFunctions, session=session.info.id, breakpoints=ids, captured=captured)
+        try:
+            yield from connection.call(request, Done, fds=stopped.fds)
+        except FunctionNotFound:
+            for entry in entries:
+                yield from connection.call(_sending(session, entry), Done)
+            yield from connection.call(request, Done, fds=stopped.fds)
+    finally:
+        close_all(stopped.fds)
+
+
+def _sending(session: SessionSteps, entry: _Entry) -> AddFunction:
+    return build(AddFunction, session=session.info.id, breakpoint=entry.id, code=entry.code, python=PYTHON)

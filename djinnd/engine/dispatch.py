@@ -1,0 +1,97 @@
+"""Hands each message of the server to its handler, in the order in which the messages came.
+
+    channel ──► unheard ─┬─ between two steps: all messages, except a last part that can overlap with the next step
+                         └─ during a step: up to the first message that must wait for the step's end
+
+The device idles while messages are handled between two steps. A message takes up to one or two milliseconds when the
+caches have lost the code. During a step, only messages are handled that change nothing the step uses: neither its rows
+nor their state on the device. Such a message may make a session leave the device or come back. That is safe, because a
+session that gives up pages has no row in the step, and copies into free pages begin in a later turn, after the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from typing import Any
+
+from djinn_client.errors import SessionNotFound
+from djinnd import messages
+from djinnd.engine.io.channel import Channel
+from djinnd.engine.requests import Requests
+from djinnd.scheduler.scheduler import Scheduler
+
+
+class Mailbox:
+    """Owns the messages that have been received and not handled. Used by the engine's thread."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        scheduler: Scheduler,
+        requests: Requests,
+        handlers: Mapping[type, Callable[[Any], None]],
+    ) -> None:
+        """`handlers`: by type of message."""
+        self._channel = channel
+        self._scheduler = scheduler
+        self._requests = requests
+        self._handlers = handlers
+        self._received: deque[messages.ToEngine] = deque()
+        self._calls = 0  # Runs handled since the last `take_calls`
+
+    def receive(self, patience: float) -> bool:
+        """Waits up to `patience` seconds for a message, unless there is one. → True if there is one. Raises
+        ServerGone."""
+        self._received.extend(self._channel.receive(0.0 if self._received else patience))
+        return bool(self._received)
+
+    def hear(self, *, before_step: bool = False) -> None:
+        """Handles messages between two steps. With `before_step`, messages at the end of the queue that no running
+        request waits for stay there, because they can overlap with the next step."""
+        self._scheduler.tick(time.monotonic())
+        waits = sum(1 for _ in takewhile(self._can_wait, reversed(self._received))) if before_step else 0
+        while len(self._received) > waits:
+            self._handle(self._received.popleft())
+
+    def hear_beside(self) -> bool:
+        """Handles messages while a step runs, up to the first that must wait. → True if more may be handled. Raises
+        ServerGone."""
+        if not self._received and self.receive(0.0):
+            self._scheduler.tick(time.monotonic())
+        while self._received and self._may_be_heard_beside(self._received[0]):
+            self._handle(self._received.popleft())
+        return not self._received
+
+    def take_calls(self) -> int:
+        """The number of Runs handled since the last call."""
+        calls, self._calls = self._calls, 0
+        return calls
+
+    def _handle(self, message: messages.ToEngine) -> None:
+        self._calls += type(message) is messages.Run
+        self._handlers[type(message)](message)
+
+    def _can_wait(self, message: messages.ToEngine) -> bool:
+        """True for Pause and Resume of an idle session: no call waits for these pages, and the bookkeeping takes a
+        millisecond."""
+        return isinstance(message, messages.Pause | messages.Resume) and self._is_idle(message.session)
+
+    def _may_be_heard_beside(self, message: messages.ToEngine) -> bool:
+        match message:
+            case messages.Run():
+                return self._requests.is_plain(message)
+            case messages.Pause():
+                return self._is_idle(message.session)
+            case messages.Inquire():
+                return not message.check
+        return isinstance(message, messages.Signal | messages.Resume | messages.Open)
+
+    def _is_idle(self, session: str) -> bool:
+        """True if the session has no request. A session that does not exist has no row in the step either."""
+        try:
+            return self._scheduler.session(session).request is None
+        except SessionNotFound:
+            return True

@@ -1,0 +1,286 @@
+"""Requests whose output follows a grammar: which tokens may come next in each step, and which must.
+
+    Run with a grammar ─► Begin ─┬─────────────► state ──► mask ─► a token is chosen ─► Advance ─┐
+                                 │ the process     ▲                                             │ beside the
+                                 └ compiles it     └─────────────── the process ◄────────────────┘ next step
+
+Masks come while the device runs the step that needs them. A row whose mask is late gets no token: its request is held
+until the mask is there, and then its last token is run again. So a slow grammar delays other requests by PATIENCE at
+the most, now and then.
+
+Forced tokens, the only ones that can come next, are appended between two steps and run in one chunk. Until that is
+possible, steps choose them one after another, whatever the model says.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from djinn_client.errors import Busy, DjinnError, GrammarRejected, TextFailed
+from djinnd import messages
+from djinnd.core.batch import Row
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.engine.grammar.process import GrammarProcess
+from djinnd.engine.grammar.processes import GrammarProcesses
+from djinnd.engine.io.channel import Channel
+from djinnd.jobs.grammar import WORD, Advance, Begin, End, States
+from djinnd.model.sampling.sampler import Sampled
+from djinnd.model.sampling.token_masks import RowMasks
+from djinnd.scheduler.scheduler import Scheduler
+
+PATIENCE = 0.003  # seconds that a step may wait for masks, in all
+_LOOK_EVERY = 1.0  # seconds
+_HOLDER = "grammar"
+
+
+@dataclass(slots=True, eq=False)
+class Guided:
+    """A run and its state. `forced`: the only tokens that can come next. `is_plain`: they may be appended, since the
+    caller wants nothing of a step but its token."""
+
+    request: Request
+    session: Session
+    process: GrammarProcess
+    slot: int
+    is_plain: bool
+    asked: float = 0.0  # when the process was told the last token
+    is_held: bool = False
+    forced: list[int] = field(default_factory=list)
+    ended: bool = False  # the output ends behind `forced`
+    error: str = ""
+
+    @property
+    def may_go_on(self) -> bool:
+        return not self.error and (bool(self.forced) or not self.ended)
+
+    @property
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """[words]: a bit for each token, 1 where it may come next."""
+        row: npt.NDArray[np.uint32] = self.process.masks[self.slot]
+        if self.forced:
+            row = np.zeros_like(row)
+            row[self.forced[0] // WORD] = 1 << self.forced[0] % WORD
+        return row
+
+
+class Guidance:
+    """Holds outputs to grammars. Belongs to the engine's thread. Without grammar processes it costs a step nothing."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        channel: Channel,
+        limits: tuple[float, int],
+        fail: Callable[[Request, DjinnError], None],
+        finish: Callable[[Request | None], None],
+    ) -> None:
+        """`limits`: seconds and bytes of a process. `fail` and `finish` answer a request."""
+        self._scheduler = scheduler
+        self._channel = channel
+        self._fail = fail
+        self._finish = finish
+        self._runs: dict[int, Guided] = {}  # by request
+        self._processes = GrammarProcesses(channel, *limits)
+        # Numbers of requests.
+        self._due: set[int] = set()  # the process has not answered for the last token yet
+        self._slow: set[int] = set()  # their masks were late: the next time they are not waited for
+        self._late: set[int] = set()  # in this step
+        self._to_act: dict[int, Guided] = {}  # by request: runs for `_act`
+        self._looked = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    # --- requests begin and end -------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, request: Request, message: messages.Run, vocab: int) -> None:
+        """Starts to follow the request's grammar. Raises Busy or TextFailed where no process can be had."""
+        grammar = message.grammar
+        assert grammar is not None
+        process = self._processes.get((session.tenant, grammar.tokenizer), grammar, vocab)
+        if not process.free:
+            raise Busy("all masks of your grammars are in use: try again when a call has ended", retry_s=1.0)
+        is_plain = request.logprobs is None and not request.capture and not request.logits
+        run = Guided(request, session, process, process.free.pop(), is_plain)
+        self._runs[request.id] = run
+        self._due.add(request.id)
+        given = session.tokens[len(session.tokens) - message.given :] if message.given else []
+        process.ask(Begin(request.id, run.slot, grammar.text, given), [request.id])
+
+    def forget(self, request: Request) -> None:
+        """Called when the request has ended."""
+        run = self._runs.pop(request.id, None)
+        if run is None:
+            return
+        self._to_act.pop(request.id, None)
+        self._due.discard(request.id)
+        self._slow.discard(request.id)
+        process = run.process
+        process.forget(request.id)
+        process.free.append(run.slot)
+        process.idle_since = time.monotonic()
+        if not process.failure:
+            process.ask(End(request.id))
+
+    def close(self) -> None:
+        self._processes.close()
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Acts on the processes' answers. Called before a step is composed."""
+        if not self._processes:
+            return
+        self._hear()
+        if self._to_act:
+            self._act([*self._to_act.values()])
+        now = time.monotonic()
+        if now - self._looked > _LOOK_EVERY:
+            self._looked = now
+            for process in self._processes.look_after(now, {run.process for run in self._runs.values()}):
+                self._bury(process)
+
+    def _act(self, runs: Sequence[Guided]) -> None:
+        """Appends forced tokens and ends requests, where that can be done now. One message tells the server all
+        appended tokens, before it gets the replies of requests that they end."""
+        tokens: list[messages.Token] = []
+        ended: list[Request] = []
+        for run in runs:
+            if not run.error:
+                tokens += self._append(run, ended)
+        if tokens:
+            self._channel.send(messages.Stepped(tokens))
+        for request in ended:
+            self._finish(request)
+        for run in runs:
+            if run.request.id in self._to_act:
+                self._end(run)
+
+    def _append(self, run: Guided, ended: list[Request]) -> list[messages.Token]:
+        """Appends the run's forced tokens, and returns them. If the request ends with them, it is added to `ended`."""
+        request = run.request
+        if run.is_held and request.id not in self._due:
+            run.is_held = False
+            self._scheduler.release(request.id, _HOLDER)
+        if not (run.forced and run.is_plain and len(run.session.tokens) > request.prompt_end):
+            return []
+        appended, over = self._scheduler.force(request.id, run.forced)
+        del run.forced[: len(appended)]
+        if over is not None:
+            ended.append(over)
+        return [messages.Token(request.id, token) for token in appended]
+
+    def _end(self, run: Guided) -> None:
+        """Ends the request, if its grammar has failed or allows nothing more."""
+        request = run.request
+        if run.error:
+            self._fail(request, GrammarRejected(run.error, field="format"))
+        elif not run.forced:
+            del self._to_act[request.id]
+            if run.ended:
+                self._finish(self._scheduler.halt(request.id, len(run.session.tokens) - request.prompt_end))
+
+    def _hear(self) -> None:
+        for process in self._processes:
+            self._take(process.hear())
+            if process.failure:
+                self._bury(process)
+
+    def _take(self, heard: States) -> None:
+        """Notes answers. `_act` does the rest between two steps, since an answer may come in the midst of one."""
+        self._due.difference_update(heard.plain)
+        for state in heard.others:
+            run = self._runs[state.run]
+            self._due.discard(state.run)
+            run.forced, run.ended, run.error = state.forced, state.ended, state.error
+            self._to_act[state.run] = run
+        for number in self._slow.difference(self._due):
+            run = self._runs[number]
+            if run.is_held:
+                self._to_act[number] = run
+            if time.monotonic() - run.asked <= PATIENCE:
+                self._slow.discard(number)
+
+    def _bury(self, process: GrammarProcess) -> None:
+        """Fails the runs of a process that has failed. The next run gets another process."""
+        self._processes.retire(process)
+        error = TextFailed(f"{process.failure}; the calls that it served have ended: simplify the format, or try again")
+        for run in [run for run in self._runs.values() if run.process is process]:
+            self._fail(run.request, error)
+
+    # --- in a step --------------------------------------------------------------------------------------------------
+
+    def masks(self, rows: Sequence[Row], meanwhile: Callable[[], bool]) -> RowMasks | None:
+        """The masks of rows that follow a grammar, as far as they are there. All rows are about to get a token.
+        `meanwhile` does other work beside the device; it is called where masks have to be waited for."""
+        guided = [(index, run) for index, row in enumerate(rows) if (run := self._runs.get(row.request.id))]
+        if not guided:
+            return None
+        due = self._due.intersection([run.request.id for _, run in guided])
+        self._await(due - self._slow, meanwhile)
+        self._late = {n for _, run in guided if (n := run.request.id) in self._due or not run.may_go_on}
+        masked = [(index, run) for index, run in guided if run.request.id not in self._late]
+        return RowMasks([index for index, _ in masked], [run.mask for _, run in masked]) if masked else None
+
+    def _await(self, due: set[int], meanwhile: Callable[[], bool]) -> None:
+        """Waits for the masks of these requests, for PATIENCE at the most."""
+        self._listen(due)
+        if self._unheard(due):
+            meanwhile()
+        until = time.monotonic() + PATIENCE
+        while (due := self._unheard(due)) and (rest := until - time.monotonic()) > 0:
+            select.select({self._runs[number].process.fd for number in due}, (), (), rest)
+            self._listen(due)
+
+    def _unheard(self, due: set[int]) -> set[int]:
+        """The requests among `due` that may still get a mask."""
+        return {number for number in due & self._due if not self._runs[number].process.failure}
+
+    def _listen(self, due: set[int]) -> None:
+        for process in {self._runs[number].process for number in due}:
+            self._take(process.hear())
+
+    def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
+        """Notes in `sampled` the rows that get no token from this step, as their masks were late. The processes begin
+        to compute the masks that follow the other rows' tokens."""
+        late, advances = [], dict[GrammarProcess, list[tuple[int, int]]]()
+        unsound, now = set(sampled.unsound), time.monotonic()
+        for index, row in enumerate(rows):
+            number = row.request.id
+            run = self._runs.get(number)
+            if run is None or index in unsound:
+                continue
+            if number in self._late:
+                late.append(index)
+            elif run.forced and run.forced[0] != sampled.tokens[index]:
+                run.error = "the format demands a token that min_tokens or logit_bias rule out"
+                self._to_act[number] = run
+                late.append(index)
+            elif run.forced:
+                del run.forced[0]
+            else:
+                run.asked = now
+                advances.setdefault(run.process, []).append((number, sampled.tokens[index]))
+        for process, tokens in advances.items():
+            numbers = [number for number, _ in tokens]
+            process.ask(Advance(tokens), numbers)
+            self._due.update(numbers)
+        return replace(sampled, late=late) if late else sampled
+
+    def hold_back(self) -> None:
+        """Called after a step. A request whose mask was late gets no row until its mask is there. A slow request, which
+        was late the time before, is held already while its next mask is computed."""
+        self._slow |= self._late & self._due
+        self._late = set()
+        for number in self._slow & self._due:
+            run = self._runs[number]
+            if not run.is_held:
+                run.is_held = True
+                self._scheduler.hold(number, _HOLDER)

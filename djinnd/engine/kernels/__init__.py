@@ -1,0 +1,1 @@
+"""Compiles Triton kernels in a process of their own."""

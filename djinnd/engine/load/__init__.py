@@ -1,0 +1,1 @@
+"""Plans and carries out loads of models while others step."""

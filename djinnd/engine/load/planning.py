@@ -1,0 +1,85 @@
+"""Plans the load of a model: placement of its blocks, memory, and a forecast of its speed."""
+
+from __future__ import annotations
+
+from djinn_client.errors import OutOfMemory
+from djinn_client.protocol.fields.placing import ModelPlan
+from djinnd import messages
+from djinnd.device import Device
+from djinnd.engine.load.forecast import Forecast
+from djinnd.engine.memory.memory import ModelShape, kv_floor, pages_share, plan_kv, takes_all, workspace_bytes
+from djinnd.model.placing.loader import Loader
+from djinnd.weights.plan import Place
+from djinnd.weights.store import Buffer
+
+FIRST_TOKEN_TOKENS = 512
+SESSIONS = (1, 16)
+
+
+def bytes_beside(
+    loader: Loader, shape: ModelShape, kv_bytes: int, max_batch_tokens: int, budget: int, free: int
+) -> int:
+    """Bytes that KV and workspace take before blocks are placed. They include the share of the budget set aside for
+    pages, or only the least number of pages if the blocks cannot be placed otherwise."""
+    workspace = workspace_bytes(shape, max_batch_tokens)
+    welcome = workspace + kv_floor(shape, kv_bytes, budget)
+    try:
+        loader.plan(welcome, free, budget)
+    except OutOfMemory:
+        return workspace + kv_floor(shape, kv_bytes, 0)
+    return welcome
+
+
+def describe(
+    asked: messages.Plan, loader: Loader, shape: ModelShape, device: Device, max_batch_tokens: int
+) -> ModelPlan:
+    """Raises OutOfMemory with the figures. Assumes that nothing is loaded, so only the device's own reservation is
+    taken."""
+    budget = asked.memory_bytes or device.budget.total
+    workspace = workspace_bytes(shape, max_batch_tokens)
+    free = budget - device.reserved
+    beside = bytes_beside(loader, shape, asked.kv_bytes, max_batch_tokens, budget, free)
+    plan = loader.plan(beside, free, budget, pages_share(asked.kv_bytes))
+    left = free - workspace - loader.rest_bytes - plan.nbytes
+    greedy = takes_all(asked.placing, plan)
+    floor = kv_floor(shape, asked.kv_bytes, budget)
+    kv = plan_kv(shape, left, floor, asked.kv_bytes, asked.max_context, greedy)
+    parameters = round(sum(_used_by_a_row(buffer) for buffer in loader.store.buffers[:-1]))
+    rates = device.rates()
+    forecast = Forecast(plan, rates, parameters, shape.token_bytes)
+    return ModelPlan(
+        model=asked.model,
+        family=loader.skeleton.family,
+        dtype=str(loader.dtype).removeprefix("torch."),
+        budget_bytes=budget,
+        blocks=len(plan.places),
+        blocks_plain=plan.count(Place.PLAIN),
+        blocks_packed=plan.count(Place.PACKED),
+        blocks_streamed=plan.count(Place.STREAMED),
+        plain_block_bytes=max(size.plain for size in plan.sizes),
+        packed_block_bytes=max(size.packed or 0 for size in plan.sizes),
+        weight_bytes=sum(b.layout.nbytes(loader.store.dtype) for b in loader.store.buffers),
+        resident_bytes=plan.resident_bytes,
+        streamed_bytes=plan.streamed_bytes,
+        ring_bytes=plan.ring_bytes,
+        scratch_bytes=plan.scratch_bytes,
+        rest_bytes=loader.rest_bytes,
+        kv_bytes=kv.num_pages * kv.page_bytes,
+        workspace_bytes=workspace,
+        reserved_bytes=device.reserved,
+        host_bytes=loader.store.nbytes,
+        slots=plan.slots,
+        bus_bytes_per_s=rates.bus,
+        memory_bytes_per_s=rates.memory,
+        flops_per_s=rates.products,
+        first_token_s=forecast.first_token_s(FIRST_TOKEN_TOKENS),
+        first_token_tokens=FIRST_TOKEN_TOKENS,
+        step_s={sessions: forecast.step_s(sessions) for sessions in SESSIONS},
+        notes=[*loader.notes, *plan.notes],
+    )
+
+
+def _used_by_a_row(buffer: Buffer) -> float:
+    """The number of parameters that one row is multiplied with. Of experts, that is the share that a row picks."""
+    numel = sum(entry.numel for entry in buffer.layout.entries.values())
+    return numel * buffer.routing.picked / buffer.routing.count if buffer.routing else numel

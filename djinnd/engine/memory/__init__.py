@@ -1,0 +1,1 @@
+"""Divides device memory, host memory and disk among weights, workspace and pages."""

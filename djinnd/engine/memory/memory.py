@@ -1,0 +1,139 @@
+"""Divides the device budget for one model into weights, workspace of a step, and KV pages, and sizes the tiers below
+the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from djinn_client.protocol.fields.placing import Placing
+from djinnd.kvcache.manager import page_size_for
+from djinnd.kvcache.tier import MAX_SLOTS
+from djinnd.model.sampling.sampler import TEMPORARY_BYTES
+from djinnd.weights.plan import PAGES_SHARE, Place, Plan
+
+MIN_TOKENS = 512  # shorter sessions make a model not worth loading
+FULL_SESSIONS = 64  # automatic KV: never more pages than this many sessions of full length could use
+_SHARE = 0.5  # automatic KV: share of the budget that is left, so that a second model can still be loaded
+_FLOOR = 1 / 32  # automatic KV: share of the budget that is set aside before weights are placed
+LOGIT_ROWS = 256  # most rows of logits that exist at once
+ROWS_AT_HAND = 32  # rows for captures, and as many for held states, before more memory is allocated
+HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and for direct I/O
+
+# Automatic tiers: a multiple of the pool, but at most 1/_HOST_SHARE of the free memory, 1/_DISK_SHARE of the free disk.
+# The host tier is reserved whole at load, so it is also at most a multiple of the weights (chosen): a small model whose
+# pool could fill half of the device does not take gigabytes of host memory before it has a session.
+_HOST_POOLS, _HOST_WEIGHTS, _HOST_SHARE = 2, 4, 4
+_DISK_POOLS, _DISK_SHARE = 4, 10
+_DISK_MOST = 0.75  # of the free disk, also if more was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The properties of a model that determine its memory."""
+
+    num_blocks: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    widest: int  # the largest dimension of any projection
+    vocab: int
+    itemsize: int  # bytes of an element of KV and activations
+    max_positions: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV of one token in all blocks."""
+        return self.num_blocks * 2 * self.kv_heads * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """Size of a model's KV pool and its pages."""
+
+    page_size: int  # tokens
+    page_bytes: int
+    num_pages: int  # includes the scratch page
+    max_context: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Free bytes: host memory, shared memory, and disk for pages (0: no disk tier)."""
+
+    memory: int
+    shared: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierPages:
+    """The number of pages in each tier below the device; 0: no such tier."""
+
+    host: int
+    disk: int
+
+
+def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
+    """Activations of the largest step, captured and eager; rows at hand for captures and held states; the step's
+    logits, and the sampler's temporaries."""
+    activations = 2 * max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
+    activations += 2 * ROWS_AT_HAND * shape.width * shape.itemsize
+    return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 4) + TEMPORARY_BYTES
+
+
+def kv_floor(shape: ModelShape, wanted: int, budget: int) -> int:
+    """Bytes of pages that are set aside before weights are placed: the bytes asked for, or a small share of the
+    budget."""
+    size = page_size_for(shape.token_bytes)
+    pages = -(-min(MIN_TOKENS, shape.max_positions) // size) + 1
+    return max(wanted or int(budget * _FLOOR), pages * size * shape.token_bytes)
+
+
+def pages_share(wanted: int) -> float:
+    """The share for pages of the memory that packed blocks leave. 0 if a number of bytes was asked for, because those
+    are set aside already."""
+    return 0.0 if wanted else PAGES_SHARE
+
+
+def takes_all(placing: Placing, places: Plan) -> bool:
+    """True if the model's pages may take all memory that its blocks leave: not all blocks are plain, so no second model
+    would fit."""
+    return placing.resident is None and places.count(Place.PLAIN) < len(places.places)
+
+
+def plan_kv(shape: ModelShape, free: int, floor: int, wanted: int, max_context: int, takes_all: bool = False) -> KvPlan:
+    """`free`: bytes left when weights and workspace are placed. `wanted`: bytes asked for; 0: automatic.
+
+    Automatic takes half of `free`, or all of it with `takes_all`, but at least `floor` if that much is free.
+    """
+    size = page_size_for(shape.token_bytes)
+    page_bytes = size * shape.token_bytes
+    context = min(max_context or shape.max_positions, shape.max_positions)
+    least = -(-min(MIN_TOKENS, context) // size) + 1
+    if wanted:
+        pages = max(wanted // page_bytes, least)
+    else:
+        full = FULL_SESSIONS * -(-context // size) + 1
+        share = free if takes_all else int(free * _SHARE)
+        pages = max(min(max(share, min(floor, free)) // page_bytes, full), least)
+    return KvPlan(size, page_bytes, pages, min(context, (pages - 1) * size))
+
+
+def slot_bytes(page_bytes: int) -> int:
+    """Bytes of a page in host memory or in a file, with padding."""
+    return -(-page_bytes // HOST_PAGE) * HOST_PAGE
+
+
+def tier_pages(
+    page_bytes: int, pool_bytes: int, weight_bytes: int, host: int | None, disk: int | None, room: HostRoom
+) -> TierPages:
+    """`pool_bytes`: of the device's pool. `weight_bytes`: of the model. `host`, `disk`: bytes asked for; None:
+    automatic. The disk tier gets at most a share of the free disk, and each tier at most MAX_SLOTS pages."""
+    if host is None:
+        wanted = min(_HOST_POOLS * pool_bytes, _HOST_WEIGHTS * weight_bytes)
+        host = min(wanted, room.memory // _HOST_SHARE, room.shared // _HOST_SHARE)
+    if disk is None:
+        disk = min(_DISK_POOLS * pool_bytes, room.disk // _DISK_SHARE)
+    disk = min(disk, int(room.disk * _DISK_MOST))
+    size = slot_bytes(page_bytes)
+    return TierPages(min(host // size, MAX_SLOTS), min(disk // size, MAX_SLOTS))

@@ -1,0 +1,1 @@
+"""Copies KV pages between device, host and disk while steps run."""

@@ -1,0 +1,222 @@
+"""Copies one model's pages over the bus.
+
+Neighbouring pages that go to neighbouring slots are one copy. The limit of bytes in flight is high enough to keep the
+bus busy between two steps. If weights stream, it is low enough to leave the bus to the ring. Copies that no call waits
+for are held to a rate while other sessions decode (copy_queue.py).
+
+If the device is idle, a step is launched behind the last copies that its session waits for: see `follow`. The last
+pages then come in halves, so the step computes the first blocks while the KV of the others is still being copied:
+
+    lane UP   … pages whole │ first halves of the last pages │ second halves            │
+    compute                   (the step is launched)         │ blocks before the middle │ other blocks
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from djinnd.device import Device, Event, Lane, Mark
+from djinnd.engine.memory.host_pages import HostPages
+from djinnd.kvcache.copy_queue import CopyQueue
+from djinnd.kvcache.moves import Move, Moves, Transfer, Way
+
+PIECE_BYTES = 64 << 20  # most bytes of one copy
+# the same for copies held to a rate, so that each step beside them has about as many as any other
+HELD_BYTES = 16 << 20
+IN_FLIGHT = 512 << 20  # most bytes in a lane: ten milliseconds of PCIe 5
+IN_FLIGHT_BESIDE_RING = 64 << 20
+AHEAD_S = 0.004  # from a step's launch until it begins: 1.4 to 1.7 ms measured; with 3 ms here many copies were late
+HALF_BYTES = 2 << 20  # least bytes of a page's half: each half is a copy by itself
+_LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
+
+
+class _Copy(NamedTuple):
+    """A queued copy, or several in a row. A step that calls Device.catch_up for the rest may begin after `begins`,
+    which covers `nbytes`."""
+
+    event: Event
+    moves: list[Move]
+    begins: Event
+    nbytes: int
+
+
+class PageCopies:
+    """Queues copies of pages and reports their ends. Used by the engine's thread."""
+
+    def __init__(
+        self, device: Device, moves: Moves, host: HostPages, pool: Callable[[], Tensor], half_bytes: int
+    ) -> None:
+        """`pool`: the current pool, uint8 [pages, page_bytes] on the device. `half_bytes`: beginning of a page that a
+        step needs before it may start, see Device.expect."""
+        self._device = device
+        self._moves = moves
+        self._host = host
+        self._pool = pool
+        self._half_bytes = half_bytes
+        self._queued = {way: CopyQueue() for way in _LANES}
+        self._copies: dict[Way, deque[_Copy]] = {way: deque() for way in _LANES}
+        self._bytes = dict.fromkeys(_LANES, 0)  # in flight
+
+    @property
+    def has_queued(self) -> bool:
+        """True if copies wait to be queued."""
+        return any(self._queued.values())
+
+    @property
+    def piece_pages(self) -> int:
+        return PIECE_BYTES // self._host.page_bytes
+
+    @property
+    def next(self) -> Event | None:
+        """The next copy to end, of the lane with the smaller one; None if no copy is in flight."""
+        first = min((copies[0] for copies in self._copies.values() if copies), key=_size, default=None)
+        return None if first is None else first.event
+
+    def add(self, move: Move) -> None:
+        self._queued[move.way].add(move)
+
+    # --- they begin -------------------------------------------------------------------------------------------------
+
+    def begin(self, mark: Mark, rate: float, *, beside_ring: bool) -> None:
+        """Queues copies of added moves after `mark`, up to the limit in flight. `rate`: bytes a second each way for
+        moves that no call waits for. `beside_ring`: weights stream."""
+        most = IN_FLIGHT_BESIDE_RING if beside_ring else IN_FLIGHT
+        pool, now = self._pool(), time.monotonic()
+        moves = self._moves
+        have_hurried, moves.has_hurried = moves.has_hurried, False
+        have_dropped, moves.has_dropped = moves.has_dropped, False
+        for way, queue in self._queued.items():
+            if have_dropped:
+                queue.drop()
+            if have_hurried:
+                queue.hurry()
+            queue.pace(rate, now)
+            alone = way is Way.PROMOTE and rate == math.inf and not beside_ring
+            halved = self._pages_in_halves() if alone else 0
+            while (queued := queue.next) and self._bytes[way] < most and self._host.is_ready(_slot(queued[0])):
+                if len(queued) <= halved and self._is_awaited(queued):
+                    run, copy = list(queued), self._copy_in_halves
+                    queued.clear()
+                else:
+                    whole = len(queued) - halved if len(queued) > halved else len(queued)
+                    nbytes = HELD_BYTES if queue.holds(queued) else PIECE_BYTES
+                    run, copy = self._run_of(queued, whole, nbytes), self._copy
+                nbytes = len(run) * self._host.page_bytes
+                queue.began(queued, run, nbytes)
+                self._copies[way].append(copy(way, run, pool, mark))
+                self._bytes[way] += nbytes
+
+    def _pages_in_halves(self) -> int:
+        """The number of last pages to copy in halves: their first halves take as long as launching a step."""
+        return int(self._ahead_bytes / self._half_bytes) if self._half_bytes >= HALF_BYTES else 0
+
+    @property
+    def _ahead_bytes(self) -> float:
+        return self._device.rates().bus * AHEAD_S
+
+    def _is_awaited(self, queued: deque[Move]) -> bool:
+        """True if these moves, with the moves in flight, are the last that a call's transfer waits for."""
+        awaited = [transfer for transfer in queued[-1].on_landing if transfer.is_urgent]
+        if not awaited or not all(self._host.is_ready(move.source) for move in queued):
+            return False
+        in_flight = [move for copy in self._unfollowed() for move in copy.moves]
+        landing = Counter(transfer for move in (*in_flight, *queued) for transfer in move.on_landing)
+        return any(landing[transfer] == transfer.missing for transfer in awaited)
+
+    def _run_of(self, queued: deque[Move], pages: int, nbytes: int) -> list[Move]:
+        """Takes the first move and the moves after it that are its neighbours in both places: at most `pages`, and at
+        most `nbytes` together."""
+        moves = [queued.popleft()]
+        most = min(pages, nbytes // self._host.page_bytes) if self._host.is_dense else 1
+        while queued and len(moves) < most:
+            last, move = moves[-1], queued[0]
+            slot = _slot(move)
+            if (move.source, move.target) != (last.source + 1, last.target + 1) or slot % self._host.piece_slots == 0:
+                break
+            moves.append(queued.popleft())
+        return moves
+
+    def _copy(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
+        first, count = moves[0], len(moves)
+        slots = self._host.slots(_slot(first), count)
+        if way is Way.DEMOTE:
+            target, source = slots, pool[first.source : first.source + count]
+        else:
+            target, source = pool[first.target : first.target + count], slots
+        event = self._device.copy(target, source, after, f"{way.value} {count}", _LANES[way])
+        return _Copy(event, moves, event, slots.numel())
+
+    def _copy_in_halves(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
+        """To the device, first halves before second halves. Each page is a copy by itself, because the halves of
+        neighbours are not contiguous."""
+        ends, events = [(pool[move.target], self._host.slot(move.source)) for move in moves], list[Event]()
+        for which, half in (("first", slice(self._half_bytes)), ("second", slice(self._half_bytes, None))):
+            name = f"{way.value} {which} half"
+            events += [self._device.copy(page[half], slot[half], after, name, _LANES[way]) for page, slot in ends]
+        return _Copy(events[-1], moves, events[len(moves) - 1], len(moves) * self._half_bytes)
+
+    # --- they end ---------------------------------------------------------------------------------------------------
+
+    def end(self) -> list[tuple[list[Move], str]]:
+        """The moves of copies that have ended, each with its error or "". Does not block."""
+        over = []
+        for way, copies in self._copies.items():
+            while copies and (outcome := self._outcome(copies[0].event)) is not None:
+                moves = copies.popleft().moves
+                self._bytes[way] -= len(moves) * self._host.page_bytes
+                over.append((moves, outcome))
+        return over
+
+    def _outcome(self, event: Event) -> str | None:
+        """The copy's error, "" if it succeeded, None while it is under way."""
+        try:
+            return "" if event.has_passed() else None
+        except Exception as error:
+            self._device.synchronize()  # raises again if the error is permanent, and so ends the engine
+            return repr(error)
+
+    def follow(self) -> list[Move]:
+        """See Transfers.follow. → the moves that are done as far as work queued from now on is concerned."""
+        copies = self._last()
+        try:
+            for copy in copies:
+                copy.begins.order()
+                if copy.begins is not copy.event:
+                    self._device.expect(copy.event)
+        except Exception:
+            return []  # `end` reports it
+        return [move for copy in copies for move in copy.moves]
+
+    def _last(self) -> list[_Copy]:
+        """The next copies to the device, up to the first that completes a transfer. Empty if they take longer than
+        AHEAD_S: a step is not launched so early."""
+        copies = self._unfollowed()
+        if not copies:
+            return []
+        soon = self._ahead_bytes
+        landing: Counter[Transfer] = Counter()
+        for index, copy in enumerate(copies, 1):
+            soon -= copy.nbytes
+            if soon < 0:
+                break
+            landing.update(transfer for move in copy.moves for transfer in move.on_landing)
+            if any(transfer.missing == number for transfer, number in landing.items()):
+                return copies[:index]
+        return []
+
+    def _unfollowed(self) -> list[_Copy]:
+        return [copy for copy in self._copies[Way.PROMOTE] if not copy.moves[0].is_followed]
+
+
+def _slot(move: Move) -> int:
+    return move.target if move.way is Way.DEMOTE else move.source
+
+
+def _size(copy: _Copy) -> int:
+    return len(copy.moves)

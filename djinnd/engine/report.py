@@ -1,0 +1,80 @@
+"""Reports of an engine: steps and tokens so far, memory of its models and sessions, and the findings of an audit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from djinn_client.protocol import ModelInfo
+from djinnd import messages
+from djinnd.device import Device
+from djinnd.engine.paging.tiers import Tiers
+from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.scheduler.scheduler import Scheduler
+
+
+class Audited(Protocol):
+    def check_integrity(self) -> None: ...
+
+
+class Figures:
+    """`runners`, by model, and `under_way`, the numbers of running requests, are live views."""
+
+    def __init__(
+        self,
+        device: Device,
+        scheduler: Scheduler,
+        tiers: Tiers,
+        runners: Mapping[str, ModelRunner],
+        under_way: Collection[int],
+    ) -> None:
+        self.steps = 0
+        self.generated = 0  # tokens
+        self._device = device
+        self._scheduler = scheduler
+        self._tiers = tiers
+        self._runners = runners
+        self._under_way = under_way
+
+    def report(self, message: messages.Inquire) -> messages.Report:
+        load, now = self._scheduler.load(), time.monotonic()
+        budget = self._device.budget
+        return messages.Report(
+            request=message.request,
+            budget_bytes=budget.total,
+            used_bytes=budget.used,
+            steps=self.steps,
+            generated_tokens=self.generated,
+            running=load.running + load.held,
+            queued=load.queued,
+            models=[self.info(runner) for runner in self._runners.values()],
+            sessions=[self._tiers.use_of(session, now) for session in self._scheduler.sessions()],
+            tenants=self._tiers.uses_of_tenants(),
+            findings=self._audit() if message.check else [],
+        )
+
+    def info(self, runner: ModelRunner) -> ModelInfo:
+        info = runner.info()
+        self._tiers.fill(info)
+        return info
+
+    def _audit(self) -> list[str]:
+        findings = []
+        audited: dict[str, Audited] = {"scheduler": self._scheduler, "budget": self._device.budget}
+        audited |= {f"edits of {runner.name}": runner.edits for runner in self._runners.values()}
+        audited |= {f"held rows of {runner.name}": runner.held for runner in self._runners.values()}
+        for name, part in audited.items():
+            try:
+                part.check_integrity()
+            except AssertionError as error:
+                findings.append(f"{name}: {error}")
+        windows = {request for runner in self._runners.values() for request in runner.windows}
+        if stray := windows.difference(self._under_way):
+            findings.append(f"engine: windows of ended requests {sorted(stray)}")
+        for session in self._scheduler.sessions():
+            stage = session.stage if session.left_stage is None else session.left_stage.stage
+            waits = stage is not None and stage.first > 0
+            if waits and not self._runners[session.model].held.holds(session):
+                findings.append(f"engine: session {session.id} waits in mid-model, and its rows are not held")
+        return findings

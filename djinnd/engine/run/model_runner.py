@@ -1,0 +1,414 @@
+"""Runs a batch on one model: rows in, sampled tokens out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from djinn_client.protocol import ModelInfo
+from djinnd.core.batch import Batch, blocks_of
+from djinnd.core.edits import Edit
+from djinnd.core.request import Request
+from djinnd.device import Device
+from djinnd.device.cuda import CudaDevice
+from djinnd.engine.memory.memory import KvPlan, ModelShape, workspace_bytes
+from djinnd.engine.probes.captures import Captures
+from djinnd.engine.probes.edit_table import EditTable
+from djinnd.engine.probes.parked_states import HeldRows
+from djinnd.engine.probes.partial_rows import through
+from djinnd.engine.probes.step_probe import Part, Touched
+from djinnd.engine.run.batch_inputs import Rows, compose, in_order, told_positions
+from djinnd.engine.run.logit_rows import Picks
+from djinnd.engine.run.logits_window import LogitsWindow
+from djinnd.engine.run.prompt_scores import PromptScores
+from djinnd.kvcache.manager import KvManager
+from djinnd.messages import Load
+from djinnd.model.placing.loader import Weights
+from djinnd.model.sampling.sampler import Sampled, Sampler
+from djinnd.model.sampling.token_masks import RowMasks
+from djinnd.model.step.graphs import Shape, StepGraphs
+from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.whitebox.probe import Probe
+from djinnd.weights.plan import Place, Plan
+
+log = logging.getLogger("djinnd.engine")
+
+FindMasks = Callable[[Rows, Callable[[], bool]], RowMasks | None]
+
+_PAGES_AT_ONCE = 32  # pages of one piece when a pool is resized: so many exist twice
+
+
+class ModelRunner:
+    """Owns the device memory of one served model: weights, KV pool, CUDA graphs, sampler. Owns its block tables too."""
+
+    def __init__(
+        self,
+        load: Load,
+        weights: Weights,
+        model: PagedModel,
+        shape: ModelShape,
+        plan: KvPlan,
+        device: Device,
+        max_tokens: int,
+        max_rows: int,
+    ) -> None:
+        self.name = weights.name
+        self.load = load
+        self.weights = weights
+        self.model = model
+        self.shape = shape
+        self.plan = plan
+        self.device = device
+        self.max_tokens = max_tokens
+        self._limits = (max_tokens, max_rows)
+        self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
+        with device.computing():
+            self.sampler = Sampler(model.vocab, device.torch_device)
+        self.windows: dict[int, LogitsWindow] = {}  # by request: the logits of forward passes that run
+        self.scores = PromptScores()
+        points = model.skeleton.points
+        self.edits = EditTable(device, self.name, points.width, points.vocab)
+        self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
+        self.held = HeldRows(device, self.name, points.width, model.dtype)
+        self._touched: Touched | None = None  # the last batch that edits or captures may have touched
+        self._is_eager = False
+        self.graphs = self._new_graphs()
+        self._ran: Shape | None = None  # shape of the last step, until `settle`
+        self._inputs: StepInputs | None = None  # inputs of the last pass; the device may still read them
+
+    def _new_graphs(self) -> StepGraphs | None:
+        if self._is_eager or not isinstance(self.device, CudaDevice):
+            return None
+        return StepGraphs(
+            self.model, self.device, *self._limits, self.kv.pages_for(self.plan.max_context), self.plan.max_context
+        )
+
+    def run_without_graphs(self) -> None:
+        """Drops the graphs for good: a step of this model needs code that cannot be captured."""
+        self.graphs = None
+        self._is_eager = True
+
+    def compile(self) -> Iterator[None]:
+        """Loads the kernels that steps use, before a request waits for one; see StepGraphs.compile."""
+        if (graphs := self.graphs) is not None:
+            parts = (True for _ in graphs.compile())
+            while self._attempt(graphs, partial(next, parts, False)):
+                yield
+
+    def prepare(self) -> bool:
+        """Captures one graph that later steps may use, in about a tenth of a second. → False if there is none left."""
+        return self.graphs is not None and self._attempt(self.graphs, self.graphs.capture_next)
+
+    def _attempt(self, graphs: StepGraphs, capture: Callable[[], object]) -> bool:
+        """Calls `capture`. A family whose forward pass cannot be captured runs eagerly from then on. → True if it did
+        something."""
+        try:
+            return bool(capture())
+        except torch.OutOfMemoryError as error:
+            log.warning("graphs_full model=%s error=%s", self.name, error)
+            graphs.stop_capturing()
+        except RuntimeError as error:
+            self.device.synchronize()  # raises again if the error is permanent
+            log.warning("graphs_off model=%s error=%s", self.name, error)
+            self.graphs = None
+        self.recover()
+        return False
+
+    def page_bytes(self) -> Tensor:
+        """A view of the current pool as uint8 [pages, page_bytes]."""
+        return self.model.pool.flatten(1).view(torch.uint8)
+
+    @property
+    def half_bytes(self) -> int:
+        """Bytes of a page, from its beginning, that hold the KV of the blocks before Residency.half."""
+        return self.model.pool[0, : self.weights.residency.half].nbytes
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.plan.num_pages * self.plan.page_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the device's budget that the model takes."""
+        touched = self.edits.nbytes + self.captures.nbytes + self.held.nbytes
+        return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0]) + touched
+
+    def move(self, places: Plan, num_pages: int) -> None:
+        """Between two steps: moves blocks to their places, and pages in use into a pool of `num_pages`, which counts
+        the scratch page. Parts that shrink go first, to make room."""
+        residency = self.weights.residency
+        self.graphs = None  # graphs hold addresses, and memory
+        self.device.synchronize()
+        residency.make_room(places)
+        if num_pages != self.plan.num_pages:
+            self._resize_pool(num_pages)
+        residency.move(places)
+        self.graphs = self._new_graphs()
+
+    @torch.inference_mode()
+    def _resize_pool(self, num_pages: int) -> None:
+        moved = self.kv.resize(num_pages)
+        device = self.model.pool.device
+        old, new = (torch.tensor(list(pages), dtype=torch.long, device=device) for pages in (moved, moved.values()))
+        shape = (num_pages, *self.model.pool.shape[1:])
+        fits = num_pages * self.plan.page_bytes <= self.device.budget.free
+        if fits:
+            kept = self.model.pool
+        else:  # by way of the host
+            kept, old = self.model.pool.index_select(0, old).cpu(), torch.arange(len(moved))
+            self.model.use_pool(self.model.pool[:0].clone())
+            self.device.release(kv_label(self.name))
+            self.device.trim()
+        pool = self.device.allocate(f"new {kv_label(self.name)}", shape, self.model.dtype, zero=True)
+        for some, there in zip(old.split(_PAGES_AT_ONCE), new.split(_PAGES_AT_ONCE), strict=True):
+            pool.index_copy_(0, there, kept.index_select(0, some).to(pool.device))
+        self.device.synchronize()
+        self.model.use_pool(pool)
+        del kept
+        if fits:
+            self.device.release(kv_label(self.name))
+        self.device.trim()
+        self.device.budget.rename(f"new {kv_label(self.name)}", kv_label(self.name))
+        self.plan = replace(self.plan, num_pages=num_pages)
+
+    def recover(self) -> None:
+        """Resets the model after a step that failed."""
+        self.scores.clear()
+        self.model.residency.restart()
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Between two steps: copies a whole page, in order with the work that the device still has."""
+        with self.device.computing():
+            self.model.copy_page(source, target)
+
+    @torch.inference_mode()
+    def run(
+        self, batch: Batch, meanwhile: Callable[[], bool] = lambda: False, masks: FindMasks | None = None
+    ) -> Sampled:
+        """Runs one step: samples a token for every row that samples, in the order of the rows, and writes the logits of
+        forward passes to their windows.
+
+        `meanwhile`: called while the device works, and again as long as it returns True. `masks`: finds the grammar
+        masks of rows that sample; None: no request has a grammar.
+        """
+        self._ran = None
+        with self.device.computing(late=True):
+            stale = self.kv.take_stale()
+            if stale:
+                self.device.catch_up()  # a copy into a page that has changed hands must not land after the zeros
+                self.model.zero_pages(stale)
+            touched = self._touch(batch) if self.edits or self._captures_in(batch) else None
+            rows, logits = self._passes(batch.rows, touched)
+            self.device.catch_up()  # all rows may have ended before the block where a full pass catches up
+            if logits is None:
+                return Sampled([], [], [])
+            sampling = [row for row in rows if row.samples]
+            masked = None
+            if masks is not None:
+                with self.device.span("compute", "masks"):  # for as long as the device has to wait for them
+                    masked = masks(sampling, meanwhile)
+            sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masked)
+            self._inputs = None  # the device has read them
+            return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
+
+    def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:
+        """Sets the session's edits from the next step on. Raises OutOfMemory if their values have no room, and then the
+        session has none."""
+        if self.edits.of(session) != edits:
+            self._touched = None  # the values that it refers to may move or go
+            self.edits.set(session, edits)
+
+    def _captures_in(self, batch: Batch) -> bool:
+        """True if a request of the batch captures. Requests that have ended can still be in `captures`, while their
+        rows are copied out."""
+        return bool(self.captures) and any(row.request.id in self.captures for row in batch.rows)
+
+    def _touch(self, batch: Batch) -> Touched:
+        touched, self._touched = self._touched, None
+        if touched is None or not touched.lasts(batch):
+            touched = Touched(self.device, batch, self.edits, self.captures)
+        if not self.captures:  # captured rows move when others' captures come or go
+            self._touched = touched
+        return touched
+
+    def _passes(self, rows: Rows, touched: Touched | None) -> tuple[Rows, Tensor | None]:
+        """Runs the batch. → the rows in the order of the passes, and the logits of rows that sample, or None.
+
+        Rows that need more than a graph gives run eagerly. They get a pass of their own, so that the other rows keep
+        the graph. If weights stream, all rows run eagerly together, because each pass over the blocks costs the bus.
+        """
+        whole = None if touched is None else touched.part(range(len(rows)))
+        if self.graphs is None:
+            return rows, self._mixed(rows, whole)
+        behind = frozenset[int]() if touched is None else touched.behind
+        apart = [i for i, row in enumerate(rows) if i in behind or (row.request.tells and told_positions(row))]
+        if not apart:
+            return rows, self._replay(rows, whole)
+        if len(apart) == len(rows) or self.model.residency.streams:
+            return rows, self._mixed(rows, whole)
+        others = sorted(set(range(len(rows))).difference(apart))
+        first, last = (None if touched is None else touched.part(some) for some in (others, apart))
+        order = [rows[index] for index in (*others, *apart)]
+        given = [self._replay(order[: len(others)], first), self._mixed(order[len(others) :], last)]
+        logits = [some for some in given if some is not None]
+        return order, torch.cat(logits) if logits else None
+
+    def _replay(self, rows: Rows, part: Part | None) -> Tensor | None:
+        """Replays a graph for these rows. None of them is edited or captured after the last block. → the logits of
+        rows that sample, or None."""
+        graphs = self.graphs
+        assert graphs is not None
+        counts = [row.count for row in rows]
+        shape = graphs.fitting(sum(counts), len(rows), max(counts))
+        if shape is None:
+            return self._mixed(rows, part)
+        inputs = graphs.inputs(shape)
+        self._compose(inputs, rows)
+        sampling = [end - 1 for row, end in zip(rows, accumulate(counts), strict=True) if row.samples]
+        inputs.host["picks"][: len(sampling)] = sampling
+        inputs.pad(sum(counts), len(rows), len(sampling))
+        probe = self._probe(inputs, rows, part)
+        blocks = blocks_of(rows)
+        if len(blocks) == self.model.num_blocks:
+            self._ran = shape
+        return graphs.run(shape, len(sampling), probe, blocks)
+
+    def settle(self) -> None:
+        """After a step, when its results have been sent: captures a graph for the step's shape, if that pays."""
+        graphs, shape, self._ran = self.graphs, self._ran, None
+        if graphs is not None and shape is not None and graphs.wants(shape):
+            self._attempt(graphs, lambda: graphs.capture(shape))
+
+    def _mixed(self, rows: Rows, part: Part | None) -> Tensor | None:
+        """Runs these rows eagerly. → the logits of rows that sample, or None."""
+        counts = [row.count for row in rows]
+        inputs = StepInputs(self.device, sum(counts), len(rows), max(self.kv.pages_held(r.session.id) for r in rows))
+        self._compose(inputs, rows)
+        ends = list(accumulate(counts))
+        sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        told = [at + end - row.end for row, end in zip(rows, ends, strict=True) for at in told_positions(row)]
+        seen = [] if part is None else part.seen_behind(sampling)
+        picks = Picks(self.model, inputs, part, [*sampling, *told, *seen])
+        probe = self._probe(inputs, rows, part)
+        inputs.send()
+        picks.hidden = self.model.forward(
+            inputs,
+            max_query=max(counts),
+            max_kv=max(row.end for row in rows),
+            fresh=all(row.start == 0 for row in rows),
+            probe=probe,
+            blocks=blocks_of(rows),
+        )
+        logits = picks.logits(0, len(sampling)) if sampling else None
+        self._tell_logits(picks, len(sampling), rows)
+        for _ in picks.pieces(len(sampling) + len(told), len(seen)):
+            pass  # the probe reads them
+        return logits
+
+    def _probe(self, inputs: StepInputs, rows: Rows, part: Part | None) -> Probe | None:
+        """The probe of a pass's prologue and blocks. `inputs` have been filled for the pass."""
+        probe = None if part is None else part.probe()
+        if not self.held and not self.captures:  # a row that will wait is captured, one that has waited is held
+            return probe
+        return through(self.device, inputs, self.held, rows, self.model.num_blocks, probe)
+
+    def _tell_logits(self, picks: Picks, first: int, rows: Rows) -> None:
+        """Writes the logits from pick `first` on to the windows of forward passes, and scores the prompts that
+        want it."""
+        for row in rows:
+            positions = told_positions(row)
+            if not positions:
+                continue
+            pieces = picks.pieces(first, len(positions))
+            if row.request.logits:
+                position = positions.start - row.request.first
+                for logits in pieces:
+                    self.windows[row.request.id].write(position, logits)
+                    position += len(logits)
+            else:
+                self.scores.add(row, positions, pieces)
+            first += len(positions)
+
+    def _compose(self, inputs: StepInputs, rows: Rows) -> None:
+        """Fills `inputs`. If the host has not read the last pass's results (chunks of a long prompt), it first waits
+        until the device has taken the last inputs, which may be the same buffers. So the host is at most one pass
+        ahead."""
+        if self._inputs is not None:
+            self._inputs.wait()
+        self._inputs = inputs
+        compose(inputs, rows, self.kv.page_table([row.session.id for row in rows]), self.plan.page_size)
+
+    def open_window(self, request: Request) -> None:
+        """Raises OSError or OutOfMemory if the host has no memory for the logits."""
+        self.windows[request.id] = LogitsWindow(request.prompt_end - request.first, self.model.vocab)
+
+    def forget(self, request: Request) -> LogitsWindow | None:
+        """Drops the state of a request that has ended. → its window, if it had one; the caller owns it."""
+        self.sampler.forget(request)
+        return self.windows.pop(request.id, None)
+
+    def release(self) -> None:
+        """Gives the device memory back. The runner must not be used afterwards."""
+        for window in self.windows.values():
+            window.close()
+        self.graphs = None
+        self._touched = None
+        self.edits.release()
+        self.captures.release()
+        self.held.release()
+        labels = [kv_label(self.name), workspace_label(self.name)]
+        self.weights.release(self.device)
+        for label in labels:
+            self.device.release(label)
+
+    @property
+    def places(self) -> Plan:
+        plan = self.weights.residency.plan
+        assert plan is not None
+        return plan
+
+    def info(self) -> ModelInfo:
+        kv, places = self.kv, self.places
+        return ModelInfo(
+            name=self.name,
+            path=self.load.path,
+            family=self.model.skeleton.family,
+            state="ready",
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            parameters=self.weights.parameters,
+            blocks=self.model.num_blocks,
+            vocab=self.model.vocab,
+            points=self.model.skeleton.points,
+            max_context=self.plan.max_context,
+            weight_bytes=self.weights.nbytes,
+            blocks_plain=places.count(Place.PLAIN),
+            blocks_packed=places.count(Place.PACKED),
+            blocks_streamed=places.count(Place.STREAMED),
+            streamed_bytes=places.streamed_bytes,
+            ring_bytes=places.ring_bytes,
+            scratch_bytes=places.scratch_bytes,
+            notes=[*self.weights.notes, *places.notes],
+            kv_bytes=self.plan.num_pages * self.plan.page_bytes,
+            fingerprint=self.weights.identity,
+            kv_heads=int(self.model.pool.shape[-2]),
+            head_dim=int(self.model.pool.shape[-1]),
+            page_size=self.plan.page_size,
+            page_bytes=self.plan.page_bytes,
+            pages=kv.pool.capacity,
+            pages_used=kv.pool.used,
+        )
+
+
+def kv_label(name: str) -> str:
+    return f"KV pages of {name}"
+
+
+def workspace_label(name: str) -> str:
+    return f"workspace of {name}"

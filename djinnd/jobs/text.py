@@ -1,0 +1,241 @@
+"""Messages between the server and a text worker, in the frames of djinn_client.protocol.
+
+    server ──Open, with the open files──► worker ──Opened | Failed──► server
+           ──Encode─────────────────────►        ──Encoded | TooMany | Failed──►
+           ──EncodeChat─────────────────►        ──Encoded | TooMany | Failed──►
+           ──Decode─────────────────────►        ──Decoded | Failed──►
+           ──CheckGrammar───────────────►        ──GrammarChecked | Failed──►
+           ──Begin, then Read as tokens come──►  ──for each Read: ReadText | Failed──►
+           ──Name───────────────────────►        ──Named | Failed──►
+           ──End, Forget──►
+
+The first message of the worker is Ready. It answers in the order of the questions. A tenant's file may have taken the
+worker over, so the server trusts its messages no more than messages of clients.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from djinn_client.protocol import decoded, framed
+from djinn_client.protocol.fields.chat import ChatDelta, ChatInput
+from djinnd.text.encoder import TextRules
+from djinnd.text.vocabulary import Vocabulary
+
+MAX_QUESTION = 256 << 20  # bytes; a request's text is bounded by limits.request_bytes
+MAX_ANSWER = 8 << 20  # bytes; the largest have the tokens of a prompt, or the text of READ_TOKENS tokens
+MAX_TEMPLATES = 64 << 10  # characters of chat templates that are searched for the format of answers
+READ_TOKENS = 1024  # most tokens of one Read
+
+# --- server to worker -----------------------------------------------------------------------------------------------
+
+
+class Open(msgspec.Struct, tag="open"):
+    """Opens a model. Descriptors of its files come with this message; the worker reads and closes them."""
+
+    model: int
+    name: str  # for error messages
+    files: list[str]  # names, in the order of the descriptors
+    most: int  # most bytes of tokenizer.json
+    template: str = ""  # chat template that replaces the checkpoint's
+
+
+class Forget(msgspec.Struct, tag="forget"):
+    """Drops a model. Its readings go on. Has no answer."""
+
+    model: int
+
+
+class Encode(msgspec.Struct, tag="encode"):
+    """Encodes a request's prompt and stop strings."""
+
+    model: int
+    text: str | None  # None: the prompt came as tokens
+    rules: TextRules
+    most: int  # most tokens of the prompt
+    stops: list[str]
+    skip_special: bool
+
+
+class EncodeChat(msgspec.Struct, tag="encode_chat"):
+    """Encodes a chat request's messages and stop strings."""
+
+    model: int
+    chat: ChatInput
+    most: int  # most tokens of the prompt
+    stops: list[str]
+    skip_special: bool
+
+
+class Decode(msgspec.Struct, tag="decode"):
+    """Decodes tokens to one text or, if `spelled`, to the vocabulary's spelling of each token."""
+
+    model: int
+    tokens: list[int]
+    spelled: bool = False
+
+
+class CheckGrammar(msgspec.Struct, tag="check_grammar"):
+    """Asks if the model's tokens can produce the grammar. `wants_table`: the answer includes the token table."""
+
+    model: int
+    grammar: str
+    wants_table: bool
+
+
+class ChatReading(msgspec.Struct):
+    """How to read an answer of a chat."""
+
+    tail: str  # end of the prompt's text
+    tools: bytes  # the functions that the answer may call
+    stops: list[str]
+    parallel: bool  # False: the answer ends with its first call
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    """Begins a reading: the text of tokens that follow `context`. With `chat`, it is the answer of a chat. `stops`,
+    `skip_special` and `least` are fields of ReadingRules."""
+
+    reading: int
+    model: int
+    context: list[int]
+    stops: list[str]
+    skip_special: bool
+    least: int = 0
+    chat: ChatReading | None = None
+
+
+class Read(msgspec.Struct, tag="read"):
+    """Reads the next tokens."""
+
+    reading: int
+    tokens: list[int]
+    last: bool  # these are the last tokens, and the reading ends
+    named: list[int] = []  # tokens for which the answer has the bytes
+
+
+class Name(msgspec.Struct, tag="name"):
+    """Asks for the bytes of tokens."""
+
+    model: int
+    tokens: bytes  # 32 bits each, little-endian; a token may occur many times
+
+
+class End(msgspec.Struct, tag="end"):
+    """Ends a reading early. Has no answer."""
+
+    reading: int
+
+
+# --- worker to server -----------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The worker has confined itself as far as the machine permits."""
+
+    lacking: str = ""  # the feature of the sandbox that this machine lacks; "" if none
+
+
+class Opened(msgspec.Struct, tag="opened"):
+    """The model's vocabulary and chat templates."""
+
+    has_text: bool  # False: the model has no tokenizer
+    eos: list[int]
+    turn_ends: list[int] = []  # tokens that end an answer of a chat
+    bos_token: str = ""
+    eos_token: str = ""
+    has_chat: bool = False
+    template: str = ""  # template of chats without tools
+    templates: str = ""  # all templates, up to MAX_TEMPLATES characters
+
+
+class Encoded(msgspec.Struct, tag="encoded"):
+    """Answers Encode and EncodeChat."""
+
+    tokens: list[int]
+    stop_tokens: list[int]  # special tokens among the stop strings
+    tail: str = ""  # end of a chat's text
+
+
+class Decoded(msgspec.Struct, tag="decoded"):
+    """One text, or one for each token."""
+
+    texts: list[str]
+
+
+class TooMany(msgspec.Struct, tag="too_many"):
+    """The prompt has `tokens` tokens, which are too many."""
+
+    tokens: int
+
+
+class GrammarChecked(msgspec.Struct, tag="grammar_checked"):
+    """The model's tokens can produce the grammar."""
+
+    table: bytes = b""  # djinnd.text.grammar.TokenTable as msgpack, if it was asked for
+
+
+class ReadText(msgspec.Struct, tag="read_text"):
+    """The text of a Read's tokens."""
+
+    text: str  # for an answer of a chat: its content
+    stopped_after: int | None = None  # tokens of this Read up to the one that ended the output, and the reading
+    token_bytes: dict[int, bytes] = {}
+    delta: ChatDelta | None = None  # reasoning and tool calls of an answer of a chat
+    stopped_by: str = ""  # the stop string that ended the output
+
+    @property
+    def characters(self) -> int:
+        """Number of characters in text, reasoning and tool calls."""
+        if self.delta is None:
+            return len(self.text)
+        calls = sum(1 + len(call.id) + len(call.name) + len(call.arguments) for call in self.delta.tool_calls)
+        return len(self.text) + len(self.delta.reasoning) + calls
+
+
+class Named(msgspec.Struct, tag="named"):
+    """The bytes of the tokens of a Name."""
+
+    token_bytes: dict[int, bytes]
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The question failed. The worker goes on."""
+
+    code: Literal["model_rejected", "text_failed", "invalid_request", "grammar_rejected"]
+    message: str
+
+
+def opened(vocabulary: Vocabulary) -> Opened:
+    """The answer to Open for a vocabulary."""
+    if not vocabulary.has_text:
+        return Opened(has_text=False, eos=sorted(vocabulary.eos))
+    assert vocabulary.chats is not None
+    bos, eos = vocabulary.named
+    ends, template = sorted(vocabulary.turn_ends), vocabulary.chats.default
+    joined = vocabulary.chats.joined[:MAX_TEMPLATES]
+    return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined)
+
+
+ToWorker = Open | Forget | Encode | EncodeChat | CheckGrammar | Decode | Begin | Read | End | Name
+Answer = Opened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | Named | Failed
+FromWorker = Ready | Answer
+
+_encode = msgspec.msgpack.Encoder().encode
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker, fds: int = 0) -> bytes:
+    return framed(_encode(message), fds)
+
+
+def decode_to_worker(payload: bytes) -> ToWorker:
+    return decoded(_to_worker, payload)
+
+
+def decode_from_worker(payload: bytes) -> FromWorker:
+    """Raises ProtocolError."""
+    return decoded(_from_worker, payload)

@@ -1,0 +1,1 @@
+"""Attention over paged KV, and the worklist that its kernels read."""

@@ -1,0 +1,144 @@
+"""The check at load: verifies that a model runs correctly block by block over pages.
+
+A family that ignores the attention interface, or that keeps state outside of it, would give wrong answers without an
+error. Three things must hold with the weights that will be served:
+
+    djinnd's attention ran exactly once in each block;
+    a prompt in one pass gives the same logits as the prompt in chunks and single steps;
+    far positions are computed as transformers computes them (far_positions.py).
+
+Chunks and steps use the bound on KV length that captured graphs use: the longest context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from djinn_client.errors import ModelRejected
+from djinnd.device import Device
+from djinnd.model.check.far_positions import check_far_positions
+from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.whitebox.editing import warm_up
+
+CHUNKS = (13, 16)  # tokens of a chunk without history, and of one with history
+SINGLES = 11  # single steps after the chunks
+FEW_SINGLES = 3  # single steps if each streams the model over the bus, or an earlier engine has checked these weights
+# Allowed ‖a - b‖ / ‖b‖ of logits, which two roundings of the same arithmetic may reach; a wrong path shows 0.1 to 1.
+# The median over the single steps counts, since an expert router may choose differently at a near tie for some token.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_DEPTH = 16  # blocks up to which the tolerance holds; rounding adds up: 80 blocks of random bfloat16 weights show 0.13
+
+
+def tolerance(dtype: torch.dtype, blocks: int) -> float:
+    """Allowed relative error of the logits; grows with the square root of the depth."""
+    return _TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / _DEPTH))
+
+
+def check_paging(
+    model: PagedModel,
+    device: Device,
+    page_size: int,
+    max_context: int,
+    *,
+    again: bool = False,
+) -> Iterator[None]:
+    """Runs the check in parts of one forward pass each; the caller may step other models between two parts.
+
+    Uses the pool's first pages, which no session may have yet, and leaves them zeroed. `again`: an earlier engine has
+    checked these weights. Raises ModelRejected.
+    """
+    family = model.skeleton.family
+    count = sum(CHUNKS) + (FEW_SINGLES if model.residency.streams or again else SINGLES)
+    pages = np.arange(1, 2 + count // page_size, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(0, model.vocab, count)
+    for paged in model.paged:
+        paged.calls = 0
+
+    def run(start: int, count: int) -> Tensor:
+        most = max_context if start else count
+        return _run(model, device, tokens[start : start + count], start, pages, page_size, most)
+
+    try:
+        whole = run(0, count)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as fault:  # a family's forward may raise exceptions of any type
+        raise ModelRejected(f"{family} fails the check at load: {fault!r}", family=family) from fault
+    if bool(whole.isnan().any()):
+        _refuse_not_finite(model)
+    calls = {paged.calls for paged in model.paged}
+    if calls != {1}:
+        raise ModelRejected(
+            f"{family} fails the check at load: attention ran {sorted(calls)} times in its blocks, not once",
+            family=family,
+        )
+    yield
+    start = 0
+    for chunk in CHUNKS:
+        run(start, chunk)
+        start += chunk
+        yield
+    steps = []
+    for position in range(start, count):
+        steps.append(run(position, 1))
+        yield
+    singles = torch.cat(steps)
+    model.zero_pages(pages.tolist())
+    with device.computing():
+        for width in (model.skeleton.points.width, model.vocab):
+            warm_up(width, model.dtype, model.pool.device)
+    error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
+    allowed = tolerance(model.dtype, model.num_blocks)
+    if not error < allowed:
+        raise ModelRejected(
+            f"{family} fails the check at load: the logits of a prompt in one pass and token by token differ by "
+            f"{error:.2g} of their norm; {allowed:.2g} is allowed",
+            family=family,
+            error=error,
+        )
+    yield
+    check_far_positions(model, device, max_context)
+
+
+def _refuse_not_finite(model: PagedModel) -> None:
+    family, tensor = model.skeleton.family, model.residency.not_finite()
+    why = f"its activations overflow {model.dtype}" if tensor is None else f"NaN or infinity in tensor {tensor}"
+    raise ModelRejected(
+        f"{family} fails the check at load: its logits contain NaN: {why}", family=family, tensor=tensor
+    )
+
+
+def _run(
+    model: PagedModel,
+    device: Device,
+    tokens: npt.NDArray[np.int64],
+    start: int,
+    pages: npt.NDArray[np.int32],
+    page_size: int,
+    max_kv: int,
+) -> Tensor:
+    """Runs `tokens` at positions from `start` → logits [tokens, vocab], float32."""
+    count = len(tokens)
+    inputs = StepInputs(device, count, 1, len(pages))
+    positions = np.arange(start, start + count)
+    host = inputs.host
+    host["ids"][:] = tokens
+    host["positions"][:] = positions
+    host["slots"][:] = pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
+    host["picks"][:] = np.arange(count)
+    host["starts"][:] = (0, count)
+    host["lengths"][:] = start + count
+    host["table"][:] = pages
+    with device.computing(), torch.inference_mode():
+        inputs.send()
+        hidden = model.forward(inputs, max_query=count, max_kv=max_kv, fresh=start == 0)
+        logits = model.logits(hidden, inputs.picks(count)).float()
+        device.synchronize()
+    return logits

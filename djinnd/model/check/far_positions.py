@@ -1,0 +1,166 @@
+"""Part of the check at load: verifies positions that no short prompt reaches.
+
+A family may compute differently from some position on, and may take the position from an argument that djinnd does not
+pass. So two things are checked at each boundary that the configuration suggests (boundaries.py):
+
+    attention gets the same queries, keys and values as when transformers runs the family after so many tokens;
+    each block's mask equals the window that attention is called with.
+
+This needs no KV: attention itself does not run, and one block of each kind is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from djinn_client.errors import ModelRejected
+from djinnd.device import Device
+from djinnd.model.attention.paged import PagedAttention, PagedBatch
+from djinnd.model.family.adapter import Prologue
+from djinnd.model.family.boundaries import boundaries
+from djinnd.model.family.own_forward import Rule, prologue_after
+from djinnd.model.step.paged_model import PagedModel
+
+# Allowed ‖ours - theirs‖ / ‖theirs‖ of a token's query, key or value: the same arithmetic in batches of two sizes.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+_BESIDE = 2  # tokens before a boundary that are checked with it
+
+
+@dataclass(slots=True)
+class _Given:
+    """The arguments of attention in one run of a block."""
+
+    tensors: list[Tensor] = field(default_factory=list)  # k, v, q: [tokens, heads, head_dim]
+    options: dict[str, Any] = field(default_factory=dict)  # scale, window, softcap
+
+
+class _Catching(PagedAttention):
+    """Replaces attention: keeps its arguments, and returns each token's own query."""
+
+    def __init__(self) -> None:
+        self.given = _Given()
+
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        self.given.tensors = [k.clone(), v.clone()]
+
+    def attend(self, q: Tensor, *_: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        self.given.tensors.append(q.clone())
+        self.given.options = options
+        return q.contiguous()
+
+    def take(self) -> _Given:
+        given, self.given = self.given, _Given()
+        return given
+
+
+@torch.inference_mode()
+def check_far_positions(model: PagedModel, device: Device, max_context: int) -> None:
+    """Checks the boundaries up to `max_context`. The model must have run before. Raises ModelRejected."""
+    looked_at = boundaries(model.skeleton.config.to_dict(), max_context)
+    rows = [range(max(0, end - _BESIDE - 1), min(end + 1, max_context)) for end in looked_at]
+    usual, model.context.kernels = model.context.kernels, (catching := _Catching())
+    model.residency.tokens.real = None  # all tokens are real
+    try:
+        with device.computing():
+            _check(model, rows, catching)
+            device.synchronize()
+    finally:
+        model.context.kernels = usual
+
+
+def _check(model: PagedModel, rows: list[range], catching: _Catching) -> None:
+    positions = torch.tensor([[position for row in rows for position in row]], device=model.pool.device)
+    ids = positions * 7919 % model.vocab
+    ours = model.adapter.prologue(ids, positions)
+    starts = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
+    spans = [slice(start, start + len(row)) for start, row in zip(starts, rows, strict=False)]
+    theirs = [prologue_after(model.adapter, ids[:, at], row.start) for at, row in zip(spans, rows, strict=True)]
+    for (own, _), at, row in zip(theirs, spans, rows, strict=True):
+        _compare(model, ours.hidden[0, at], own.hidden[0], row, "embeds")
+    for index in _one_of_each_kind(model):
+        given = _run(model, index, ours, catching)
+        for (own, rules), at, row in zip(theirs, spans, rows, strict=True):
+            wanted = _run(model, index, own, catching)
+            for got, want in zip(given.tensors, wanted.tensors, strict=True):
+                _compare(model, got[at], want, row, "attends")
+            if given.options != wanted.options:
+                _refuse(
+                    model,
+                    row,
+                    f"block {index} calls attention with {wanted.options} behind a cache, {given.options} without",
+                )
+            _check_mask(model, index, rules[index], given.options["window"], rows)
+        model.residency.end(index)
+
+
+def _run(model: PagedModel, index: int, prologue: Prologue, catching: _Catching) -> _Given:
+    model.run_block(index, prologue.hidden.clone(), prologue.arguments[index])
+    return catching.take()
+
+
+def _one_of_each_kind(model: PagedModel) -> Iterator[int]:
+    """One pass over the model that yields one block of each kind; the caller calls `residency.end` for it. Blocks are
+    of the same kind if they differ only in their weights."""
+    seen: set[object] = set()
+    for index, block in enumerate(model.adapter.blocks):
+        kind = _kind(block)
+        if kind in seen:
+            model.residency.pass_over(range(index, index + 1))
+            continue
+        seen.add(kind)
+        model.residency.begin(index)
+        yield index
+
+
+def _kind(block: nn.Module) -> object:
+    """Everything of a block that a forward can branch on: its modules and their plain attributes."""
+    return tuple(
+        (path, type(module), tuple(sorted((k, str(v)) for k, v in vars(module).items() if _is_plain(k, v))))
+        for path, module in block.named_modules()
+    )
+
+
+def _is_plain(name: str, value: object) -> bool:
+    return isinstance(value, bool | int | float | str) and name != "layer_idx"
+
+
+def _compare(model: PagedModel, ours: Tensor, theirs: Tensor, row: range, does: str) -> None:
+    """Compares tokens whose numbers are finite; a few rows of an embedding may hold NaN. Raises ModelRejected."""
+    ours, theirs = ours.flatten(1).float(), theirs.flatten(1).float()
+    norms = theirs.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+    errors = ((ours - theirs).norm(dim=1) / norms)[theirs.isfinite().all(dim=1)]
+    if not len(errors):
+        return
+    error, allowed = errors.max().item(), _TOLERANCE[model.dtype]
+    if not error <= allowed:
+        told = f"it {does} differently with positions than with a cache, by {error:.2g} of the norm"
+        _refuse(model, row, f"{told}; {allowed:.2g} is allowed")
+
+
+def _check_mask(model: PagedModel, index: int, rule: Rule | None, window: int, rows: list[range]) -> None:
+    """Compares the family's mask with causality and `window`, for queries and keys at the boundaries and at the ends of
+    their windows. Raises ModelRejected."""
+    if rule is None:
+        return
+    reached = {position for row in rows for position in row}
+    at = sorted({0} | reached | {p - window + end for p in reached for end in (0, 1) if window and p >= window})
+    places = torch.tensor(at, device=model.pool.device)
+    zero, query, key = torch.zeros_like(places[:1]), places[:, None], places[None, :]
+    seen = (key <= query) & ((key > query - window) if window else True)
+    wrong = (rule(zero, zero, query, key) != seen).nonzero().tolist()
+    if wrong:
+        q, k = (at[place] for place in wrong[0])
+        row = range(q, q + 1)
+        _refuse(model, row, f"the mask of block {index} and a window of {window} tokens differ about token {k}")
+
+
+def _refuse(model: PagedModel, row: range, why: str) -> None:
+    family, position = model.skeleton.family, row.stop - 1
+    raise ModelRejected(
+        f"{family} fails the check at load, near position {position:,}: {why}", family=family, position=position
+    )

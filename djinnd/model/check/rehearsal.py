@@ -1,0 +1,106 @@
+"""Rehearsal: lists the kernels that a model needs, so that they are compiled before a request waits for them.
+
+The rehearsal runs a few passes over some blocks with empty rows. A launch of a kernel that is not compiled is noted and
+skipped. So types, strides and constants are those of the model's own modules over its own memory. Attention's kernels
+also differ with the bounds of a batch, so each call of attention is repeated with all bounds that lead to another
+kernel.
+
+A skipped kernel leaves its output unchanged. That is safe because no index comes from such an output: inputs are zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from djinnd.device import Device
+from djinnd.model.attention.paged import PagedAttention, PagedBatch, TritonAttention
+from djinnd.model.copies.pinned_io import Inbox
+from djinnd.model.kernels import MAX_QUERY
+from djinnd.model.kernels.launches import launches
+from djinnd.model.kernels.variants import Variant
+from djinnd.model.sampling import token_masks
+from djinnd.model.step.graphs import CHUNK_TOKENS, KINDS
+from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.whitebox import editing
+
+log = logging.getLogger("djinnd.engine")
+
+_TOKENS = (1, 8, 16)  # the most rows of each kernel for products of few rows
+_KV_BOUNDS = (64, 256, 512, 1024, 2048)  # above each of them, keys may be divided among more programs
+
+
+def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int) -> list[Variant]:
+    """Kernels that are not in Triton's cache, for steps of up to `max_tokens` tokens and sessions of up to `max_kv`
+    tokens. Call it between steps."""
+    with launches.listing() as listed:
+        own = model.context.kernels
+        model.context.kernels = EveryBound(own)
+        try:
+            for tokens in (max_tokens, *(few for few in _TOKENS if few < max_tokens)):
+                _run_empty(model, device, tokens, max_kv)
+            with device.computing():
+                for width in (model.skeleton.points.width, model.vocab):
+                    editing.warm_up(width, model.dtype, model.pool.device)
+                token_masks.warm_up(model.vocab, model.dtype, model.pool.device)
+                Inbox().read(torch.zeros(1, dtype=torch.int64, device=model.pool.device), lambda: False)
+        except Exception as fault:  # the check at load reports the fault of the model
+            log.warning("kernels_not_listed family=%s error=%r", model.skeleton.family, fault)
+            model.residency.restart()
+        finally:
+            model.context.kernels = own
+            model.zero_pages([0])
+    return [*listed]
+
+
+def _run_empty(model: PagedModel, device: Device, tokens: int, max_kv: int) -> None:
+    inputs = StepInputs(device, tokens, 1, 1)
+    inputs.clear()
+    blocks = range(min(KINDS, model.num_blocks))
+    with device.computing(), torch.inference_mode():
+        inputs.send()
+        hidden = model.forward(inputs, max_query=tokens, max_kv=max_kv, fresh=False, blocks=blocks)
+        model.logits(hidden, inputs.picks(min(tokens, max(_TOKENS))))
+        device.synchronize()
+
+
+class EveryBound(PagedAttention):
+    """Calls attention with all bounds of a batch that may lead to other kernels. It does so for the first call of each
+    kind, which has the most tokens."""
+
+    def __init__(self, own: PagedAttention) -> None:
+        self._own = own
+        self._seen: set[object] = set()
+
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        self._own.write(k, v, keys, values, batch)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, **options: Any
+    ) -> Tensor:
+        given = (keys, values)
+        kind = (q.dtype, bool(options.get("window")), bool(options.get("softcap")), options.get("sinks") is None)
+        if kind not in self._seen:
+            self._seen.add(kind)
+            apart = TritonAttention(q.device)  # scratch memory of its own, freed afterwards: these bounds are not real
+            for tokens, bounds in _bounds(len(q), batch):
+                apart.attend(q[:tokens], k[:tokens], v[:tokens], *given, bounds, **options)
+        return self._own.attend(q, k, v, *given, batch, **options)
+
+
+def _bounds(most: int, batch: PagedBatch) -> Iterator[tuple[int, PagedBatch]]:
+    """→ pairs: a number of tokens, up to `most`, and the batch with the bounds to try."""
+    lengths = [*(bound for bound in _KV_BOUNDS if bound < batch.max_kv), batch.max_kv]
+    for max_kv in lengths:
+        for queries in range(1, min(most, MAX_QUERY) + 1):
+            yield queries, replace(batch, max_query=queries, max_kv=max_kv)
+        for tokens in sorted({MAX_QUERY + 1, most, *CHUNK_TOKENS}):
+            if MAX_QUERY < tokens <= most:
+                for queries in {MAX_QUERY + 1, tokens}:
+                    yield tokens, replace(batch, max_query=queries, max_kv=max_kv)

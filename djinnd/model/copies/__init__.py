@@ -1,0 +1,1 @@
+"""Small copies between host and device in every step, without a synchronisation."""

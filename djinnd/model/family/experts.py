@@ -1,0 +1,197 @@
+"""Experts on demand: fetches only the stacked experts that a batch's router has chosen.
+
+    host memory, pinned (streamed)  ─┐  after the router: the chosen experts,
+    device memory (packed)          ─┴──► unpacked on the way ──► scratch, at their own places ──► the family's module
+
+The family's module has its [experts, …] parameters over the scratch buffer, and reads only the chosen ones. The places
+of the others hold leftovers of other blocks.
+
+The fetch runs on the compute stream between the router and the experts. The choice is not known earlier, so no
+computation hides the fetch. A decode step of one row moves `picked` of `count` experts; a prefill that needs all of
+them moves as many bytes as the ring would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from djinn_client.handover.packed import GROUP, PackedForm
+from djinnd.weights.layout import Layout
+from djinnd.weights.plan import are_fetched
+from djinnd.weights.store import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stacked experts of a block. They are parameters of one module, which is called with hidden states, the
+    chosen experts and their weights."""
+
+    names: tuple[str, ...]  # of its [experts, …, …] parameters, relative to the block
+    routing: Routing
+
+
+class _Called(Exception):
+    def __init__(self, picked: Tensor) -> None:
+        self.picked = picked
+
+
+@torch.inference_mode()
+def find_stack(block: nn.Module, width: int) -> Stack | None:
+    """The stacked experts of a block on the meta device whose hidden states have `width`.
+
+    None if the block has none, if a row picks all of them, or if they are called in an unknown way. The number of
+    experts that a row picks is learnt by running the parent module until it calls them.
+    """
+    stacks = {path: own for path, module in block.named_modules() if (own := _stacked(module))}
+    if len(stacks) != 1:
+        return None
+    ((path, parameters),) = stacks.items()
+    experts, owner = block.get_submodule(path), block.get_submodule(path.rpartition(".")[0])
+    count = len(next(iter(parameters.values())))
+    if any(len(p) != count or p.numel() % (GROUP * count) for p in parameters.values()):
+        return None  # an expert must be a whole number of packing groups, to be unpacked alone
+
+    def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Called(_picked(args, kwargs))
+
+    with experts.register_forward_pre_hook(called, with_kwargs=True):
+        try:
+            owner(torch.empty(1, 2, width, device="meta"))
+        except _Called as call:
+            picked = call.picked.shape[-1]
+        except Exception:  # a family's forward may raise exceptions of any type
+            return None
+        else:
+            return None
+    if not are_fetched(count, picked):
+        return None
+    return Stack(tuple(f"{path}.{name}" for name in parameters), Routing(count, picked))
+
+
+def _stacked(module: nn.Module) -> dict[str, Tensor]:
+    """The module's three-dimensional parameters: [experts, …, …]."""
+    return {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
+
+
+def _picked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The experts that each row picks, int64 [rows, picked]: the only integer tensor among the arguments."""
+    integers = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_floating_point()]
+    if len(integers) != 1 or integers[0].dim() != 2:
+        raise TypeError("the arguments of the experts have no single [rows, picked] tensor of integers")
+    return integers[0]
+
+
+@dataclass(slots=True)
+class StepTokens:
+    """The token count of the running step, shared by all blocks of a model."""
+
+    real: Tensor | None = None  # int32 [1] on the device: tokens before the padding; None: no token is padding
+
+
+class Experts:
+    """The stacked experts of one packed or streamed block. A hook on the experts' module fetches the chosen ones into
+    scratch before each call."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        layout: Layout,
+        form: PackedForm | None,
+        routing: Routing,
+        tokens: StepTokens,
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.form = form
+        self._module = block.get_submodule(next(iter(layout.entries)).rpartition(".")[0])
+        self._routing = routing
+        self._tokens = tokens
+        self._picked = torch.zeros(routing.count, dtype=torch.int32, device=device)
+        self._fetches = torch.zeros(routing.count, dtype=torch.int64, device=device)  # of each expert, since `bind`
+        self._source: Tensor | None = None
+        self._scratch: Tensor | None = None
+        self._hook: RemovableHandle | None = None
+
+    def bind(self, source: Tensor, scratch: Tensor) -> None:
+        """Sets the memory to fetch from and to.
+
+        source: all experts of the block, in packed form if there is one, in pinned host memory or on the device.
+        scratch: flat, in the compute dtype; the module reads the fetched experts there.
+        """
+        self.unbind()
+        self._source, self._scratch = source, scratch
+        self._fetches.zero_()
+        self._hook = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def unbind(self) -> None:
+        """Stops fetching. The module then has plain parameters, or must not run."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._source = self._scratch = None
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        picked = _picked(args, kwargs)
+        wanted = self._of_real_tokens(picked)
+        self.fetch(wanted)
+        args = tuple(wanted if argument is picked else argument for argument in args)
+        return args, {name: wanted if argument is picked else argument for name, argument in kwargs.items()}
+
+    def _of_real_tokens(self, picked: Tensor) -> Tensor:
+        """Gives padding tokens the choice of the first token, so that no expert is fetched for them."""
+        real = self._tokens.real
+        if real is None:
+            return picked
+        rows = torch.arange(len(picked), device=picked.device).unsqueeze(1)
+        return torch.where(rows < real, picked, picked[:1])
+
+    def fetch(self, picked: Tensor) -> None:
+        """Queues the fetch of the experts in `picked`, int64 on the device. A captured graph may hold this call: a
+        replay fetches the experts that are picked at that time."""
+        source, scratch = self._source, self._scratch
+        assert source is not None and scratch is not None
+        self._picked.zero_().index_fill_(0, picked.reshape(-1), 1)
+        self._fetches += self._picked
+        if scratch.device.type == "cuda":
+            self._fetch_by_kernel(source, scratch)
+        else:
+            self._fetch_by_copies(source, scratch)
+
+    def _fetch_by_kernel(self, source: Tensor, scratch: Tensor) -> None:
+        from djinnd.model.kernels import fetch_packed, fetch_plain  # needs Triton, of CUDA builds of torch
+
+        if self.form is not None:
+            fetch_packed(self._picked, self.form, source, scratch)
+            return
+        for stack, out in zip(self._stacks(source), self._stacks(scratch), strict=True):
+            fetch_plain(self._picked, stack, out)
+
+    def _fetch_by_copies(self, source: Tensor, scratch: Tensor) -> None:
+        picked = self._picked.nonzero().squeeze(1).tolist()
+        if self.form is not None:
+            for number, out in enumerate(self._stacks(scratch)):
+                rows = self.form.units[number].rows // self._routing.count
+                for expert in picked:
+                    self.form.unpack_rows(source, number, expert * rows, rows, out[expert].view(-1))
+            return
+        for stack, out in zip(self._stacks(source), self._stacks(scratch), strict=True):
+            for expert in picked:
+                out[expert].copy_(stack[expert])
+
+    def _stacks(self, memory: Tensor) -> list[Tensor]:
+        """Views [experts, …] of each parameter, in the order of the layout, which is also the order of the form's
+        units."""
+        return list(self.layout.views(memory).values())
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes fetched since `bind`, without the patches of the packed form. Waits for the device."""
+        assert self._source is not None
+        expert = self.layout.numel // self._routing.count
+        return int(self._fetches.sum()) * (expert * 3 // 2 if self.form else expert * self._source.itemsize)

@@ -1,0 +1,114 @@
+"""Connects transformers' attention modules to paged KV.
+
+Transformers calls the function registered under `_attn_implementation` with q, k and v of the new tokens.
+`paged_attention` finds the block's views of the pool on the module (`module.paged`, set at load), writes k and v to the
+pages, and attends over the pages. No mask function is registered under this name, so transformers builds no masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from djinnd.model.attention.paged import PagedAttention, PagedBatch
+
+NAME = "djinn"
+
+_KNOWN_TENSORS = {"position_ids", "cache_position"}  # arguments that repeat what the page table says
+
+
+@dataclass(slots=True)
+class AttentionContext:
+    """The attention kernels and the running step's batch, shared by all blocks of a model."""
+
+    kernels: PagedAttention
+    batch: PagedBatch | None = None
+
+
+@dataclass(slots=True)
+class BlockKV:
+    """One block's keys and values in the device pool: [pages, page_size, kv_heads, head_dim], strided views."""
+
+    context: AttentionContext
+    keys: Tensor
+    values: Tensor
+    calls: int = field(default=0)  # the check at load requires exactly one a step
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The shape and options with which a family's module calls attention."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int  # 0: none
+    unserved: str  # arguments that paged attention does not support; "": none
+
+
+class NoPages(Exception):
+    """Raised by `paged_attention` if the module has no pages yet. `wanted` describes the call."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__("attention was called before there were pages")
+        self.wanted = wanted
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] → [1, tokens, heads, head_dim].
+
+    Signature and names are transformers' attention interface.
+    """
+    paged: BlockKV | None = getattr(module, "paged", None)
+    if paged is None:
+        unserved = _unserved(module, attention_mask, kwargs)
+        raise NoPages(Wanted(key.shape[1], key.shape[3], value.shape[3], sliding_window or 0, unserved))
+    assert attention_mask is None and dropout == 0.0
+    batch = paged.context.batch
+    assert batch is not None
+    paged.calls += 1
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    kernels = paged.context.kernels
+    kernels.write(k, v, paged.keys, paged.values, batch)
+    out = kernels.attend(
+        q,
+        k,
+        v,
+        paged.keys,
+        paged.values,
+        batch,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out.unsqueeze(0), None
+
+
+def _unserved(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> str:
+    """Names the features of a call beyond causal attention, with or without a window; "" if there are none."""
+    unknown = [name for name, value in arguments.items() if isinstance(value, Tensor) and name not in _KNOWN_TENSORS]
+    if mask is not None:
+        unknown.append("a mask of its own")
+    if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unknown.append("attention to later tokens")
+    return ", ".join(unknown)
+
+
+def install() -> None:
+    AttentionInterface.register(NAME, paged_attention)

@@ -1,0 +1,259 @@
+"""Skeleton: the family's own modules on the meta device, and the names, shapes and layouts learnt from them.
+
+A parameter has no memory until `bind` gives it a view of its block's buffer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from djinn_client.errors import ModelRejected
+from djinnd.model.families import ADAPTED, PATCHED
+from djinnd.model.family import hf_attention
+from djinnd.model.family.adapter import Adapter, Prologue, find_blocks
+from djinnd.model.family.counts import check_counts
+from djinnd.model.family.derived import derived_bytes
+from djinnd.model.family.experts import find_stack
+from djinnd.model.family.hf_attention import NoPages, Wanted
+from djinnd.model.family.point_map import learn_points
+from djinnd.model.family.rope import fix_frequencies
+from djinnd.model.family.switches import set_switches
+from djinnd.weights.layout import Layout
+
+# Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`.
+_FULL = ("full_attention", "attention", None)
+_SLIDING = ("sliding_attention", None)
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Shape of one token's key, and of its value, in one block."""
+
+    kv_heads: int
+    head_dim: int
+
+
+def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
+    """Makes the transformers configuration from the contents of config.json.
+
+    Does what AutoConfig does; AutoConfig itself would open files. Code in a checkpoint is never run.
+
+    Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve.
+    """
+    values = deepcopy(dict(told))
+    check_counts(values)
+    if values.get("model_type") == "mistral" and "layer_types" in values:
+        values["model_type"] = "ministral"
+    family = values.get("model_type")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        known = f"transformers {transformers.__version__} has no model of this kind"
+        raise ModelRejected(f"config.json: model_type is {str(family)[:80]!r}; {known}", family=str(family)[:80])
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(values)
+    except Exception as error:  # transformers raises exceptions of many types for a faulty configuration
+        raise ModelRejected(f"config.json: {error}", family=family) from error
+    if not isinstance(getattr(config, "num_hidden_layers", None), int):
+        raise ModelRejected(
+            f"{config.model_type} is not a plain decoder (config.json has no num_hidden_layers at the top); language "
+            "models inside of multimodal checkpoints are not supported",
+            family=config.model_type,
+        )
+    fix_frequencies(config)
+    set_switches(config)
+    if getattr(config, "quantization_config", None):
+        raise ModelRejected(
+            f"quantised checkpoints are not supported (this one uses {_method(config)}); use an F32, F16 or BF16 one",
+            family=config.model_type,
+        )
+    return config
+
+
+def _method(config: PreTrainedConfig) -> str:
+    """The configuration's name for its quantisation method."""
+    told = config.quantization_config
+    told = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
+    return str(told)[:80]
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The family's CausalLM on the meta device, with djinnd's attention. Raises ModelRejected with the family's
+    name."""
+    hf_attention.install()
+    PATCHED.get(config.model_type, lambda: None)()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hf_attention.NAME)
+    except Exception as error:  # families raise KeyError, ValueError, ImportError …
+        if error.args == (hf_attention.NAME,):  # the family looks attention up in a table of its own
+            raise _past_the_interface(config) from error
+        raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
+    model.eval()
+    model.tie_weights()
+    if config.model_type in ADAPTED:
+        ADAPTED[config.model_type](find_blocks(model))
+    return model
+
+
+def _past_the_interface(config: PreTrainedConfig) -> ModelRejected:
+    return ModelRejected(
+        f"{config.model_type} does not use transformers' attention interface, so djinnd cannot page its KV",
+        family=config.model_type,
+    )
+
+
+class Skeleton:
+    """A model that `build` made, without weights. Takes the blocks out of the model (see Adapter), and has the layout
+    of every buffer, the KV shape, the points and the expert stacks."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self.family: str = model.config.model_type
+        self.derived_bytes = derived_bytes(model)
+        self.names = _parameter_shapes(model)
+        self.prefixes = _block_prefixes(model)
+        self.tied = _tied(model)
+        self.unused = _unused(model)
+        tied = [name for first, others in self.tied.items() for name in (first, *others)]
+        if any(name.startswith(tuple(self.prefixes)) for name in tied):
+            raise ModelRejected(
+                f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
+            )
+        self.adapter = Adapter(model)
+        self.kv_shape = self._learn_kv_shape()
+        layers = self.prefixes[0].removesuffix(".0.")
+        self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))
+        self.stacks = [find_stack(block, self.config.hidden_size) for block in self.adapter.blocks]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.adapter.blocks)
+
+    def block_names(self, index: int) -> list[str]:
+        """Full names of the parameters of block `index`."""
+        prefix = self.prefixes[index]
+        return [name for name in self.names if name.startswith(prefix)]
+
+    def rest_names(self) -> list[str]:
+        prefixes = tuple(self.prefixes)
+        return [name for name in self.names if not name.startswith(prefixes)]
+
+    def block_layout(self, index: int) -> Layout:
+        """Layout of a block's parameters, without stacked experts, which are fetched on demand."""
+        stack, cut = self.stacks[index], len(self.prefixes[index])
+        shapes = {name[cut:]: self.names[name] for name in self.block_names(index)}
+        return Layout((name, shape) for name, shape in shapes.items() if stack is None or name not in stack.names)
+
+    def experts_layout(self, index: int) -> Layout:
+        """Layout of the stacked experts of a block that has them."""
+        stack, prefix = self.stacks[index], self.prefixes[index]
+        assert stack is not None
+        return Layout((name, self.names[prefix + name]) for name in stack.names)
+
+    def rest_layout(self) -> Layout:
+        return Layout((name, self.names[name]) for name in self.rest_names())
+
+    @torch.inference_mode()
+    def _learn_kv_shape(self) -> KVShape:
+        """Runs each block on the meta device up to its call of attention, which carries the shapes of K and V."""
+        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        try:
+            prologue = self.adapter.prologue(ids, ids)
+            self._check_hidden(prologue.hidden)
+            wanted = [self._attention_of(index, prologue) for index in range(self.num_blocks)]
+        except ModelRejected:
+            raise
+        except Exception as error:  # a family's forward may raise exceptions of any type
+            raise ModelRejected(f"{self.family} cannot be run block by block: {error!r}", family=self.family) from error
+        shapes = {(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in wanted}
+        if len(shapes) != 1 or any(key != value for _, key, value in shapes):
+            raise ModelRejected(
+                f"{self.family} has blocks with different shapes of K and V {sorted(shapes)}: not supported yet",
+                family=self.family,
+            )
+        kv_heads, head_dim, _ = shapes.pop()
+        return KVShape(kv_heads, head_dim)
+
+    def _check_hidden(self, hidden: Tensor) -> None:
+        if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):
+            raise ModelRejected(
+                f"the blocks of {self.family} take more than one hidden state a token: {list(hidden.shape)}",
+                family=self.family,
+            )
+
+    def _attention_of(self, index: int, prologue: Prologue) -> Wanted:
+        kind = self._kind(index)
+        if kind not in _FULL and kind not in _SLIDING:
+            reason = f"block {index} of {self.family} is of a kind with state that djinnd cannot page: {kind}"
+            raise ModelRejected(reason, family=self.family)
+        try:
+            self.adapter.run_block(index, prologue.hidden, prologue.arguments[index])
+        except NoPages as call:
+            wanted = call.wanted
+        else:
+            reason = (
+                f"block {index} of {self.family} never called transformers' attention interface, so djinnd cannot page "
+                "its KV"
+            )
+            raise ModelRejected(reason, family=self.family)
+        unserved = wanted.unserved
+        if kind is not None and kind not in (_SLIDING if wanted.window else _FULL):
+            unserved = f"{kind} by a mask"  # djinnd makes no masks
+        if unserved:
+            reason = f"the attention of {self.family} needs a feature that djinnd does not support: {unserved}"
+            raise ModelRejected(reason, family=self.family)
+        return wanted
+
+    def _kind(self, index: int) -> str | None:
+        """The kind of block `index` in the family's configuration; None if the configuration names no kinds."""
+        kinds = getattr(self.config, "layer_types", None)
+        return str(kinds[index]) if kinds else None
+
+
+def _tied(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter that has several names: the first name → the other names."""
+    by_identity: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_identity.setdefault(id(parameter), []).append(name)
+    return {names[0]: names[1:] for names in by_identity.values() if len(names) > 1}
+
+
+def _unused(model: PreTrainedModel) -> list[str]:
+    """Patterns of tensor names that a checkpoint of the family may have and that are ignored."""
+    derived = [name for name, _ in model.named_buffers() if name not in model.state_dict()]
+    return [*(f"^{re.escape(name)}$" for name in derived), *(model._keys_to_ignore_on_load_unexpected or ())]
+
+
+def _parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors that a checkpoint must have: parameters and persistent buffers."""
+    kept = set(model.state_dict().keys())
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in kept}
+    return shapes
+
+
+def _block_prefixes(model: nn.Module) -> list[str]:
+    blocks = find_blocks(model)
+    prefix = next(name for name, module in model.named_modules() if module is blocks)
+    return [f"{prefix}.{index}." for index in range(len(blocks))]
+
+
+def bind(module: nn.Module, views: dict[str, Tensor]) -> None:
+    """Replaces each named parameter or persistent buffer by its view. Copies nothing."""
+    for name, view in views.items():
+        owner_name, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = nn.Parameter(view, requires_grad=False)
+        else:
+            owner._buffers[leaf] = view

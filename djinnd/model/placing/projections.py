@@ -1,0 +1,171 @@
+"""Products: the matrix products of a block, wherever its weights are.
+
+The weights of q, k and v are adjacent in a block's buffer, so they are one matrix without a copy; so are gate and up.
+The family's attention still calls three modules. The first call computes all three products, and the others take their
+parts of the result.
+
+The modules are replaced once. `Product.bind` gives them their weights, again each time the block moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from djinn_client.handover.packed import PackedForm
+from djinnd.model.fast.linear import fast_linear
+from djinnd.weights.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A unit (matrix) of a packed block on the device, which products of few rows read in packed form."""
+
+    form: PackedForm
+    unit: int
+    memory: Tensor  # uint8, the packed block
+
+
+class Product:
+    """y = x Wᵀ + b, [..., in] → [..., out], for one unit of a block's layout."""
+
+    def __init__(self, unit: tuple[str, ...], biases: tuple[str, ...]) -> None:
+        """unit, biases: names in the layout. `biases` may be empty."""
+        self.unit = unit
+        self.biases = biases
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._packed: PackedWeight | None = None
+
+    def bind(self, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> None:
+        """Sets the weights. weight: [out, in]. With `packed`, up to PACKED_ROWS rows use `packed`, and `weight` holds
+        the weights only when more rows are computed."""
+        self._weight, self._bias, self._packed = weight, bias, packed
+
+    def described(self, *shape: int) -> Described:
+        """Shape, dtype and device of a part of the weight or of the bias."""
+        assert self._weight is not None
+        return Described(torch.Size(shape), self._weight.dtype, self._weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self._weight is not None
+        packed = self._packed
+        if packed is not None and x.numel() // x.shape[-1] <= PACKED_ROWS:
+            from djinnd.model.kernels import packed_product  # needs Triton, which comes with CUDA builds of torch
+
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            y = packed_product(packed.form, packed.unit, packed.memory, rows).view(*x.shape[:-1], -1)
+            return y if self._bias is None else y + self._bias
+        return fast_linear(x, self._weight, self._bias)
+
+
+PACKED_ROWS = 8  # most rows for which a product on the packed form is faster; measured, see docs/log.md
+
+
+class SharedProduct:
+    """A product whose result is divided among several modules. The first module's call computes it, and the last
+    module's call drops it."""
+
+    def __init__(self, product: Product, sizes: list[int]) -> None:
+        self._product = product
+        self._sizes = sizes
+        self._input: Tensor | None = None
+        self._parts: list[Tensor | None] = [None] * len(sizes)
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        part = self._parts[index]
+        if x is not self._input or part is None:
+            self._input = x
+            self._parts = list(self._product(x).split(self._sizes, dim=-1))
+            part = self._parts[index]
+            assert part is not None
+        self._parts[index] = None
+        if not any(p is not None for p in self._parts):
+            self._input = None
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Shape, dtype and device of a parameter, which some forwards read. It is not a tensor, so a forward that computes
+    with it, instead of calling the product, fails."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _InPlaceOfLinear(nn.Module):
+    """Replaces a Linear. Has the attributes that forwards read, and no parameters."""
+
+    def __init__(self, linear: nn.Linear, product: Product) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._has_bias = linear.bias is not None
+        self._bound = product
+
+    @property
+    def weight(self) -> Described:
+        return self._bound.described(self.out_features, self.in_features)
+
+    @property
+    def bias(self) -> Described | None:
+        return self._bound.described(self.out_features) if self._has_bias else None
+
+
+class Projection(_InPlaceOfLinear):
+    """Replaces a Linear that has a product of its own."""
+
+    def __init__(self, linear: nn.Linear, product: Product) -> None:
+        super().__init__(linear, product)
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+
+class SharedProjection(_InPlaceOfLinear):
+    """Replaces one of several Linears that share a product: [..., in] → [..., out of this member], a view of the shared
+    result."""
+
+    def __init__(self, linear: nn.Linear, product: Product, shared: SharedProduct, index: int) -> None:
+        super().__init__(linear, product)
+        self.product = shared
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product.part(self.index, x)
+
+
+def install_products(block: nn.Module, layout: Layout) -> list[Product]:
+    """Replaces the plain Linear modules of `block` by products over the layout's units. Other modules keep their
+    parameters."""
+    products = []
+    for unit in layout.units:
+        if not all(name.endswith(".weight") for name in unit):
+            continue
+        paths = [name.removesuffix(".weight") for name in unit]
+        members = [member for path in paths if type(member := block.get_submodule(path)) is nn.Linear]
+        if len(members) < len(paths):
+            continue
+        biases = tuple(f"{path}.bias" for path in paths)
+        has_bias = [member.bias is not None for member in members]
+        if any(has_bias) and not (len(unit) == 1 or (all(has_bias) and biases in layout.runs)):
+            continue
+        product = Product(unit, biases if any(has_bias) else ())
+        products.append(product)
+        if len(unit) == 1:
+            _put(block, paths[0], Projection(members[0], product))
+            continue
+        shared = SharedProduct(product, [layout.entries[name].shape[0] for name in unit])
+        for index, path in enumerate(paths):
+            _put(block, path, SharedProjection(members[index], product, shared, index))
+    return products
+
+
+def _put(block: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(block.get_submodule(parent), leaf, module)

@@ -1,0 +1,245 @@
+"""StepGraphs: CUDA graphs of a step. Each shape of batch has one for inputs and prologue, one a block, one for the
+epilogue.
+
+The host needs longer to launch a block's kernels one by one than the device needs to run them, for one token as for a
+chunk of 512. There is a graph for each block instead of one for the model because streaming, breakpoints and steering
+act between blocks. A replay costs the host 2.8 µs, so all replays of a step cost little more than one would.
+
+    decode    1 token a row                         1, 2, 3, 4, 8 … 256 rows
+    chunk     any rows, with or without history     16 … 2,048 tokens, up to 16, 64 or all rows
+
+Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
+memory pool, and any later graph may overwrite the results of an earlier one. So a step replays the graphs of its shape
+in order, all of them or a range of blocks, and only `logits` is read afterwards.
+
+Between the replays of two blocks, a probe may read and change the hidden states (model/whitebox/probe.py). A block with
+a point inside it runs eagerly, and its result is copied to where its graph would write it. The host launches it while
+the device still runs the blocks before it. The epilogue runs eagerly for the points behind the blocks.
+
+A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`). Its
+kernels are compiled in advance, before a request waits for them (`compile`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from djinn_client.protocol.fields.points import Point
+from djinnd.device.cuda import CudaDevice
+from djinnd.model.copies.borrowed_tensor import unowned
+from djinnd.model.family.adapter import Prologue
+from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.whitebox.probe import Probe, look, looks_behind, looks_inside
+
+DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+CHUNK_ROWS = (16, 64)
+ROWS_IN_ADVANCE = 64  # shapes of more rows are captured only when a batch needs them
+KINDS = 6  # the first so many blocks include all kinds of a family: Gemma 3 has five with a window before one without
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    tokens: int
+    rows: int
+    max_query: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """The graphs of one shape, and the tensors that they share or that are read after the step."""
+
+    graphs: list[torch.cuda.CUDAGraph]  # prologue, one a block, epilogue
+    prologue: Prologue
+    resid: list[Tensor]  # hidden states at resid 0 … N; from 1 on unowned: the pool may reuse their memory
+    logits: Tensor
+
+
+class StepGraphs:
+    """Owns the graphs of one model, their inputs, and the memory pool that they share."""
+
+    def __init__(
+        self,
+        model: PagedModel,
+        device: CudaDevice,
+        max_tokens: int,
+        max_rows: int,
+        width: int,
+        max_kv: int,
+    ) -> None:
+        """width, max_kv: most pages and tokens of a row, for as long as the graphs live."""
+        self._model = model
+        self._device = device
+        self._width = width
+        self._max_kv = max_kv
+        self._decode = [Shape(rows, rows, 1) for rows in _up_to(DECODE_ROWS, max_rows)]
+        self._chunks = [
+            [Shape(tokens, min(rows, tokens), tokens) for tokens in _up_to(CHUNK_TOKENS, max_tokens)]
+            for rows in _up_to(CHUNK_ROWS, max_rows)
+        ]
+        self._inputs: dict[Shape, StepInputs] = {}
+        self._captured: dict[Shape, _Captured] = {}
+        self._is_full = False
+        self._memory = torch.cuda.graph_pool_handle()
+        shapes = dict.fromkeys(shape for shapes in (self._decode, *self._chunks) for shape in shapes)
+        # Captured from the end of the list: first the largest, so that the others reuse its memory, then from small to
+        # large, since small ones are needed first.
+        *smaller, largest = sorted((s for s in shapes if s.rows <= ROWS_IN_ADVANCE), key=lambda shape: shape.tokens)
+        self._in_advance = [*reversed(smaller), largest]
+
+    def fitting(self, tokens: int, rows: int, longest: int) -> Shape | None:
+        """The smallest shape that holds the batch; None if none does. `longest`: tokens of its longest row."""
+        if longest == 1:
+            candidates = self._decode
+        else:
+            candidates = next((shapes for shapes in self._chunks if rows <= shapes[-1].rows), [])
+        at = bisect_left(candidates, tokens, key=lambda shape: shape.tokens)
+        return candidates[at] if at < len(candidates) else None
+
+    def inputs(self, shape: Shape) -> StepInputs:
+        """The inputs of a shape, which the caller fills before `run`."""
+        if shape not in self._inputs:
+            self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width)
+        return self._inputs[shape]
+
+    def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
+        """Sends the filled inputs of the shape and runs the step → logits [picks, vocab], or None if `picks` is 0.
+
+        Replays graphs if the shape has been captured, and runs eagerly otherwise. `blocks` and `probe`: as in
+        PagedModel.forward. The logits are valid until the next step. The caller may fill the inputs again after it has
+        read a result that depends on the logits or, without logits, after `StepInputs.wait`.
+        """
+        blocks = range(self._model.num_blocks) if blocks is None else blocks
+        assert not picks or blocks.stop == self._model.num_blocks, "logits need a step through the last block"
+        captured, residency = self._captured.get(shape), self._model.residency
+        inputs = self.inputs(shape)
+        if captured is None:
+            inputs.send()
+            return self._run_eagerly(shape, picks, probe, blocks)
+        prologue, *graphs, epilogue = captured.graphs
+        inputs.seal()
+        with self._device.span("compute", "prologue"):
+            prologue.replay()
+        if not picks:
+            inputs.sent()
+        if blocks.start:
+            captured.resid[blocks.start].copy_(captured.resid[0])
+        residency.pass_over(range(blocks.start))
+        if probe is not None:
+            look(probe, Point("resid", blocks.start), captured.resid[blocks.start])
+        device = self._device
+        if residency.streams or device.is_behind or device.trace is not None or probe is not None:
+            for index in blocks:
+                residency.begin(index)
+                if probe is not None and looks_inside(probe, index):
+                    self._attend(shape)
+                    given = captured.resid[index], captured.prologue.arguments[index]
+                    captured.resid[index + 1].copy_(self._model.run_block(index, *given, probe))
+                else:
+                    graphs[index].replay()
+                residency.end(index)
+                if probe is not None:
+                    look(probe, Point("resid", index + 1), captured.resid[index + 1])
+        else:
+            for graph in graphs[blocks.start : blocks.stop]:
+                graph.replay()
+        residency.pass_over(range(blocks.stop, len(graphs)))
+        if not picks:
+            return None
+        if probe is not None and looks_behind(probe):
+            return self._model.logits(captured.resid[-1], inputs.picks(shape.rows), probe)[:picks]
+        with self._device.span("compute", "epilogue"):
+            epilogue.replay()
+        return captured.logits[:picks]
+
+    def _run_eagerly(
+        self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None
+    ) -> Tensor | None:
+        model, inputs = self._model, self.inputs(shape)
+        hidden = model.forward(
+            inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe, blocks=blocks
+        )
+        return model.logits(hidden, inputs.picks(shape.rows), probe)[:picks] if picks else None
+
+    def _attend(self, shape: Shape) -> None:
+        self._model.attend(self.inputs(shape), max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
+
+    def wants(self, shape: Shape) -> bool:
+        """Returns True if the shape has no graphs yet and memory allows more. Asked after a step of the shape."""
+        return shape not in self._captured and not self._is_full
+
+    def stop_capturing(self) -> None:
+        """Stops capturing because there is no memory for more. Shapes without graphs run eagerly."""
+        self._is_full = True
+
+    def compile(self) -> Iterator[None]:
+        """Compiles the kernels of each shape that is captured in advance, by running the first KINDS blocks.
+
+        A kernel that this machine has not compiled before takes a second and a half. The caller may step other models
+        between two shapes. Does nothing for a model that streams.
+        """
+        if not self._model.residency.streams:
+            for shape in self._in_advance:
+                self._run_empty(shape, 0, range(min(KINDS, self._model.num_blocks)))
+                yield
+            self._device.synchronize()
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Captures one shape in advance, in about 0.1 s. Returns False if none is left.
+
+        Captures nothing for a model that streams, because the step before a capture would wait for the bus.
+        """
+        while self._in_advance and not self._is_full and not self._model.residency.streams:
+            shape = self._in_advance.pop()
+            if shape not in self._captured:
+                self._run_empty(shape, shape.rows)
+                self.capture(shape)
+                return True
+        return False
+
+    def _run_empty(self, shape: Shape, picks: int, blocks: range | None = None) -> None:
+        inputs = self.inputs(shape)
+        inputs.wait()
+        inputs.pad(0, 0, 0)
+        with self._device.computing(), torch.inference_mode():
+            inputs.send()
+            self._run_eagerly(shape, picks, blocks=blocks)
+
+    @torch.inference_mode()
+    def capture(self, shape: Shape) -> None:
+        """Captures the graphs of a shape. The shape must have run just before, so that its kernels are compiled and its
+        libraries initialised."""
+        model, adapter, inputs = self._model, self._model.adapter, self.inputs(shape)
+        self._device.synchronize()
+        self._attend(shape)
+        graphs: list[torch.cuda.CUDAGraph] = []
+        with self._record(graphs):
+            inputs.cross()
+            prologue = adapter.prologue(inputs.ids, inputs.positions)
+        hidden = prologue.hidden
+        resid = [hidden]
+        for index, arguments in enumerate(prologue.arguments):
+            with self._record(graphs):
+                hidden = model.run_block(index, hidden, arguments)
+            resid.append(unowned(hidden))
+        with self._record(graphs):
+            logits = adapter.epilogue(hidden.index_select(1, inputs.picks(shape.rows)))
+        self._captured[shape] = _Captured(graphs, prologue, resid, logits)
+
+    def _record(self, graphs: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:
+        graphs.append(torch.cuda.CUDAGraph())
+        # thread_local: another thread may allocate and pin memory meanwhile, to load a model.
+        return torch.cuda.graph(
+            graphs[-1], pool=self._memory, stream=self._device.compute_stream, capture_error_mode="thread_local"
+        )
+
+
+def _up_to(sizes: tuple[int, ...], largest: int) -> list[int]:
+    return [size for size in sizes if size < largest] + [largest]

@@ -1,0 +1,156 @@
+"""StepInputs: the inputs of one step, copied to the device in one piece.
+
+Staging memory (host, pinned) and device memory have the same layout. Each array is aligned to 16 bytes, which kernels
+are compiled for:
+
+    │ words i64 [1] │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [max(T, R)] │ starts i32 [R+1] │ …
+
+    … │ lengths i32 [R] │ visits i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
+
+T: tokens, R: rows, W: pages of the widest row. A captured graph keeps the addresses, so its inputs are allocated once
+and padded. The page table is by far the largest array, and only its used rows are sent: `words` is the number of 64-bit
+words to send. Because the count is in the data, a captured graph can send too, and the host launches one kernel less
+while the device waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from djinnd.device import Device
+from djinnd.model.attention.paged import PagedBatch
+from djinnd.model.attention.worklist import EXTENT, VISIT, fill_visits
+from djinnd.model.copies.pinned_io import send_counted
+
+_ALIGNMENT = 16
+Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
+
+
+class StepInputs:
+    """Owns the host and device memory of a step's inputs, for up to `tokens` tokens, `rows` rows, `width` pages a row.
+
+    The caller fills `host`, then calls `send`, or `seal` and `cross` apart, and `wait` before it fills `host` again.
+    """
+
+    def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
+        self.tokens, self.rows, self.width = tokens, rows, width
+        shapes: dict[str, tuple[tuple[int, ...], type]] = {
+            "words": ((1,), np.int64),
+            "ids": ((tokens,), np.int64),
+            "positions": ((tokens,), np.int64),
+            "slots": ((tokens,), np.int64),
+            "picks": ((max(tokens, rows),), np.int64),
+            "starts": ((rows + 1,), np.int32),
+            "lengths": ((rows,), np.int32),
+            "visits": ((rows, VISIT), np.int32),
+            "extent": ((EXTENT,), np.int32),
+            "table": ((rows, width), np.int32),
+        }
+        nbytes = sum(_padded(shape, kind) for shape, kind in shapes.values())
+        self._staging = device.staging(nbytes)
+        self._device_bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
+        self._taken = torch.cuda.Event() if self._device_bytes.is_cuda else None
+        host = self._staging.numpy()
+        self.host: dict[str, Array] = {}
+        self._views: dict[str, Tensor] = {}
+        offset = 0
+        for name, (shape, kind) in shapes.items():
+            size = math.prod(shape) * np.dtype(kind).itemsize
+            self.host[name] = host[offset : offset + size].view(kind).reshape(shape)
+            torch_kind = torch.int64 if kind is np.int64 else torch.int32
+            self._views[name] = self._device_bytes[offset : offset + size].view(torch_kind).view(shape)
+            offset += _padded(shape, kind)
+        self._table_row = width * np.dtype(np.int32).itemsize
+        self._table_at = nbytes - _padded((rows, width), np.int32)
+
+    def clear(self) -> None:
+        """Sets both sides to zero: rows without tokens, and tokens that belong to no row."""
+        self._staging.zero_()
+        self._device_bytes.zero_()
+
+    def send(self) -> None:
+        """Queues the copy on the current stream. Until `wait` has returned, the caller leaves the host side unchanged
+        and keeps this object."""
+        self.seal()
+        self.cross()
+        self.sent()
+
+    def seal(self) -> None:
+        """Completes a filled host side: computes `visits` and `extent`, and the number of words to send."""
+        host = self.host
+        rows = fill_visits(host["starts"], host["lengths"], host["visits"], host["extent"])
+        used = self._table_at + -(-rows * self._table_row // _ALIGNMENT) * _ALIGNMENT
+        host["words"][0] = used // 8
+
+    def cross(self) -> None:
+        """Queues the copy of a sealed host side. A graph that captured this call copies the contents of the host side
+        at the time of the replay."""
+        send_counted(self._device_bytes, self._staging)
+
+    def sent(self) -> None:
+        """Records the event that `wait` waits for. Not needed if the caller reads results of the step, since that waits
+        for the device anyway."""
+        if self._taken is not None:
+            self._taken.record()
+
+    def wait(self) -> None:
+        """Waits until the device has the last inputs, which it takes at the start of their step. The host side may then
+        be filled again."""
+        if self._taken is not None:
+            self._taken.synchronize()
+
+    @property
+    def ids(self) -> Tensor:
+        return self._views["ids"].unsqueeze(0)
+
+    @property
+    def positions(self) -> Tensor:
+        return self._views["positions"].unsqueeze(0)
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [tokens]: slots to which attention writes the tokens' keys and values. Kernels read it as they run."""
+        return self._views["slots"]
+
+    @property
+    def real(self) -> Tensor:
+        """int32 [1]: number of tokens that belong to rows. The tokens behind them are padding."""
+        return self._views["starts"][-1:]
+
+    def picks(self, count: int) -> Tensor:
+        """int64 [count]: indices of the tokens that need logits."""
+        return self._views["picks"][:count]
+
+    def paged_batch(self, *, max_query: int, max_kv: int, fresh: bool) -> PagedBatch:
+        return PagedBatch(
+            query_starts=self._views["starts"],
+            kv_lengths=self._views["lengths"],
+            page_table=self._views["table"],
+            visits=self._views["visits"],
+            extent=self._views["extent"],
+            slots=self.slots,
+            max_query=max_query,
+            max_kv=max_kv,
+            fresh=fresh,
+        )
+
+    def pad(self, tokens: int, rows: int, picks: int) -> None:
+        """Fills the host side behind the first `tokens`, `rows` and `picks` with padding: tokens of no row, with slots
+        in the scratch page, and rows without tokens."""
+        host = self.host
+        if tokens < self.tokens:
+            for name in ("ids", "positions", "slots"):
+                host[name][tokens:] = 0
+        if picks < max(self.tokens, self.rows):
+            host["picks"][picks:] = 0
+        host["starts"][rows:] = tokens
+        host["lengths"][rows:] = 0
+
+
+def _padded(shape: tuple[int, ...], kind: type) -> int:
+    return -(-math.prod(shape) * np.dtype(kind).itemsize // _ALIGNMENT) * _ALIGNMENT

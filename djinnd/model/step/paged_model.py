@@ -1,0 +1,134 @@
+"""PagedModel: a loaded model with its KV pool, and the forward pass that runs it block by block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from djinn_client.protocol.fields.points import Point
+from djinnd.model.attention.paged import attention_for
+from djinnd.model.copies.upload import upload
+from djinnd.model.family.hf_attention import AttentionContext, BlockKV
+from djinnd.model.family.skeleton import Skeleton
+from djinnd.model.placing.weight_placement import Residency
+from djinnd.model.step.inputs import StepInputs
+from djinnd.model.whitebox.probe import Probe, look, looks_inside, watching
+
+
+class PagedModel:
+    """A model that is ready to run. Its modules are bound to device buffers, and its attention reads and writes pages.
+
+    Owns the KV pool [pages, blocks, 2, page_size, kv_heads, head_dim]. The pool is page-major: a page's keys and values
+    of all blocks are contiguous. Page 0 is the scratch page: the KV of padding tokens is written there.
+    """
+
+    def __init__(self, skeleton: Skeleton, residency: Residency, dtype: torch.dtype, pool: Tensor) -> None:
+        self.skeleton = skeleton
+        self.adapter = skeleton.adapter
+        self.residency = residency
+        self.device = residency.device
+        self.dtype = dtype
+        self.context = AttentionContext(attention_for(pool.device))
+        self.use_pool(pool)
+
+    def use_pool(self, pool: Tensor) -> None:
+        """Points the attention of every block at `pool`. Graphs that were captured over an earlier pool are invalid."""
+        self.pool = pool
+        self.paged = [BlockKV(self.context, pool[:, i, 0], pool[:, i, 1]) for i in range(self.num_blocks)]
+        for block, paged in zip(self.adapter.blocks, self.paged, strict=True):
+            for module in block.modules():
+                if hasattr(module, "layer_idx"):
+                    module.paged = paged  # type: ignore[assignment]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.adapter.blocks)
+
+    @property
+    def vocab(self) -> int:
+        return int(self.skeleton.config.vocab_size)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        inputs: StepInputs,
+        *,
+        max_query: int,
+        max_kv: int,
+        fresh: bool,
+        probe: Probe | None = None,
+        blocks: range | None = None,
+    ) -> Tensor:
+        """Runs the batch in `inputs` through `blocks` (default: all) → hidden states [1, tokens, width].
+
+        The first block of `blocks` gets the output of the prologue, even if it is not block 0; `probe` may replace it.
+        `probe` is called at its points in these blocks. `logits` calls it at norm and logits.
+        """
+        blocks = range(self.num_blocks) if blocks is None else blocks
+        self.attend(inputs, max_query=max_query, max_kv=max_kv, fresh=fresh)
+        with self.device.span("compute", "prologue"):
+            prologue = self.adapter.prologue(inputs.ids, inputs.positions)
+        hidden = prologue.hidden
+        self.residency.pass_over(range(blocks.start))
+        if probe is not None:
+            look(probe, Point("resid", blocks.start), hidden)
+        for index in blocks:
+            self.residency.begin(index)
+            within = probe if probe is not None and looks_inside(probe, index) else None
+            hidden = self.run_block(index, hidden, prologue.arguments[index], within)
+            self.residency.end(index)
+            if probe is not None:
+                look(probe, Point("resid", index + 1), hidden)
+        self.residency.pass_over(range(blocks.stop, self.num_blocks))
+        return hidden
+
+    def attend(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> None:
+        """Sets the batch of `inputs` for the blocks that run next: attention reads its pages, and only its real tokens
+        choose the experts to fetch."""
+        self.residency.tokens.real = inputs.real
+        self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
+
+    def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:
+        """Unpacks the block if its form needs that, and computes it. A captured graph holds exactly this call.
+        `probe` is called at the block's attn and mlp points."""
+        self.residency.prepare(index, hidden.shape[1])
+        if probe is None:
+            return self.adapter.run_block(index, hidden, arguments)
+        with watching(probe, self._points_in(index)):
+            return self.adapter.run_block(index, hidden, arguments)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, picks: Tensor, probe: Probe | None = None) -> Tensor:
+        """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of the picked tokens. `probe` is called
+        at the norm and logits points."""
+        picked = hidden.index_select(1, picks)
+        with self.device.span("compute", "epilogue"):
+            if probe is None:
+                return self.adapter.epilogue(picked)
+            with watching(probe, self._points_behind()):
+                logits = self.adapter.epilogue(picked)
+            look(probe, Point("logits"), logits.unsqueeze(0))
+            return logits
+
+    def _points_in(self, index: int) -> dict[Point, nn.Module]:
+        """The block's modules at the attn and mlp points. They are looked up by path each time, because faster modules
+        replace them when the model is placed on its device."""
+        block, points = self.adapter.blocks[index], self.skeleton.points
+        paths = {Point("attn", index): points.attention, Point("mlp", index): points.mlp}
+        return {point: block.get_submodule(path) for point, path in paths.items() if path}
+
+    def _points_behind(self) -> dict[Point, nn.Module]:
+        norm = self.skeleton.points.norm
+        return {Point("norm"): self.adapter.model.get_submodule(norm)} if norm else {}
+
+    @torch.inference_mode()
+    def zero_pages(self, pages: list[int]) -> None:
+        """Clears pages before another tenant may use them."""
+        words = self.pool.flatten(1).view(torch.int64)  # the widest dtype: fewest elements to write
+        words.index_fill_(0, upload(pages, torch.int64, words.device), 0)
+
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> None:
+        self.pool[target].copy_(self.pool[source])

@@ -1,0 +1,1 @@
+"""The interface by which edits and captures reach activations during a step."""

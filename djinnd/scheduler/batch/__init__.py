@@ -1,0 +1,1 @@
+"""Builds the batch of a step: rows, chunks, pages, and the blocks that each row passes."""

@@ -1,0 +1,1 @@
+"""Predicts how long steps take, from measured ones."""

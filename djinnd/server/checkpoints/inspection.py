@@ -1,0 +1,211 @@
+"""Inspections: checks checkpoints that no administrator has configured in a confined child process of their user.
+
+    configured model    Plan, Load ──────────────────────────────────► engine
+    any other           Inspect ──► child ──passed──► Plan's answer, or Load ──► engine
+
+So a checkpoint that takes too much time or memory takes it from the child of the user that brought it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from djinn_client.errors import DjinnError, ModelRejected, ProtocolError, from_code
+from djinn_client.files.model_files import ModelFiles
+from djinn_client.protocol import decoded, framed
+from djinn_client.protocol.fields.image import Image
+from djinn_client.protocol.fields.placing import ModelPlan
+from djinnd.config import Limits
+from djinnd.confinement.cpu import cpu_seconds
+from djinnd.messages import DescribeDevice, DescribeImage, DeviceDescribed, Failed, ImageDescribed, Plan, Planned
+from djinnd.messages.inspections import Confined, Inspect, Passed
+from djinnd.server.engines.confined_process import ConfinedProcess, sparse_environ
+from djinnd.server.engines.engine_client import EngineClient
+from djinnd.server.engines.engine_process import Process
+from djinnd.server.engines.nursery import Nursery
+from djinnd.server.models.opened import duplicates
+
+log = logging.getLogger("djinnd.server")
+
+PLACES = 4  # inspections at once, each of another user
+WALL = 6  # an inspection may take so many times its CPU seconds by the clock: other processes may have the CPU
+_MAX_FRAME = 16 << 20  # bytes, both ways: the layout of a large model's image
+_MOST_TOLD = 4000  # characters of an error's text
+
+Answer = Planned | ImageDescribed | Passed | Failed
+A = TypeVar("A", Planned, ImageDescribed, Passed)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Confined | Answer] = msgspec.msgpack.Decoder(Confined | Answer)
+
+
+class Inspector:
+    """Runs inspections. `command` is a `python -m …` that inspects; empty: all checkpoints pass. `charge(user,
+    seconds)` charges the user for CPU time; `expect_time(user)` raises QuotaExceeded if the user has used too much."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        nursery: Nursery,
+        limits: Limits,
+        charge: Callable[[int, float], None],
+        expect_time: Callable[[int], None],
+    ) -> None:
+        self.limits = limits
+        self._command = command
+        self._nursery = nursery
+        self._charge = charge
+        self._expect_time = expect_time
+        self._turns: dict[int, asyncio.Lock] = {}  # by user
+        self._places = asyncio.Semaphore(PLACES)
+        self._processes: set[InspectionProcess] = set()
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self._command)
+
+    async def plan(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> ModelPlan:
+        """Plans a load; `fields` are those of messages.Plan. Raises the checkpoint's fault, OutOfMemory,
+        QuotaExceeded."""
+        return (await self._inspect(user, engine, opened, Plan(0, **fields), True, Planned)).plan
+
+    async def describe(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> Image:
+        """Describes the layout of the weights; `fields` are those of messages.DescribeImage. Raises as `plan` does."""
+        return (await self._inspect(user, engine, opened, DescribeImage(0, **fields), False, ImageDescribed)).image
+
+    async def check(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> None:
+        """Checks that an engine may build the model; `fields` are those of messages.Plan. Raises as `plan` does."""
+        await self._inspect(user, engine, opened, Plan(0, **fields), False, Passed)
+
+    async def close(self) -> None:
+        """Kills all inspections, and returns when they are gone."""
+        for process in list(self._processes):
+            await process.end()
+
+    async def _inspect(
+        self,
+        user: int,
+        engine: EngineClient,
+        opened: ModelFiles,
+        job: Plan | DescribeImage,
+        is_plan: bool,
+        wanted: type[A],
+    ) -> A:
+        async with self._turns.setdefault(user, asyncio.Lock()), self._places:
+            self._expect_time(user)
+            described: DeviceDescribed = await engine.call(DescribeDevice, model=job.model)
+            process = InspectionProcess(
+                self._command,
+                self._nursery,
+                user,
+                self.limits,
+                lambda seconds: self._charge(user, seconds),
+                self._processes.discard,
+            )
+            self._processes.add(process)
+            try:
+                job.files = list(opened)
+                answer = await process.ask(Inspect(job, described.figures, is_plan), duplicates(opened))
+            finally:
+                process.kill()
+        if isinstance(answer, Failed):
+            raise from_code(answer.code, answer.message[:_MOST_TOLD], answer.data)
+        if not isinstance(answer, wanted):
+            raise ModelRejected(f"{job.model}: the inspection gave the wrong kind of answer")
+        return answer
+
+
+class InspectionProcess(ConfinedProcess):
+    """The child process of one inspection: one question, one answer."""
+
+    _event = "inspection"
+    _name = "the inspection"
+    _doer = "the inspection"
+    _error = ModelRejected
+    _start = 120.0  # without the nursery it imports torch
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        nursery: Nursery,
+        user: int,
+        limits: Limits,
+        charge: Callable[[float], None],
+        on_end: Callable[[InspectionProcess], None],
+    ) -> None:
+        self._nursery = nursery
+        self._limits = limits
+        self._charge = charge
+        self._on_end = on_end
+        self._began = self._cpu_began = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        super().__init__(command, sparse_environ(), user, limits.inspection_memory, _MAX_FRAME, _MAX_FRAME)
+
+    async def ask(self, question: Inspect, fds: Sequence[int]) -> Answer:
+        """Sends the question and returns the answer. The descriptors belong to the connection, which closes them.
+        Raises ModelRejected if the process has ended."""
+        self._connection.send(framed(_encode(question), len(fds)), fds)
+        return await self._answer
+
+    def kill(self) -> None:
+        self._kill(ModelRejected("the inspection is over"))
+
+    def frame(self, payload: bytes, fds: list[int]) -> None:
+        try:
+            message = decoded(_decoder, payload)
+        except ProtocolError as error:
+            return self.broken(error)
+        if isinstance(message, Confined):
+            self._started(message)
+        elif not self._answer.done():
+            self._answer.set_result(message)
+
+    async def _spawn(self, command: Sequence[str], environ: Mapping[str, str], theirs: Any) -> Process:
+        born = await self._nursery.bear(command, theirs, self._start, environ)
+        return born or await super()._spawn(command, environ, theirs)
+
+    def _started(self, message: Confined) -> None:
+        self._is_ready = True
+        if message.lacking:
+            log.warning("inspection_not_confined user=%d lacking=%s", self.user, message.lacking)
+        self._began, self._cpu_began = time.monotonic(), cpu_seconds(self._pid) or 0.0
+        self._watch = asyncio.get_running_loop().call_later(self._limits.inspection_seconds, self._check_time)
+
+    def _check_time(self) -> None:
+        """Kills the process if it has taken too long, else looks again when that can be the case."""
+        seconds = self._limits.inspection_seconds
+        used, wall = self._used(), time.monotonic() - self._began
+        if used >= seconds or wall >= seconds * WALL:
+            told = f"inspecting the checkpoint took {used:.1f} s of CPU time, {wall:.1f} s by the clock: at most"
+            limit = f"{seconds:g} s (limits.inspection_seconds), and {WALL} times that by the clock"
+            self._kill(ModelRejected(f"{told} {limit}", limit=seconds))
+            return
+        rest = min(seconds - used, seconds * WALL - wall)
+        self._watch = asyncio.get_running_loop().call_later(max(rest, 0.05), self._check_time)
+
+    def _used(self) -> float:
+        """CPU seconds since it was ready."""
+        now = cpu_seconds(self._pid) if self._is_ready else None
+        return 0.0 if now is None else now - self._cpu_began
+
+    def _over(self, error: DjinnError) -> None:
+        self._charge(self._used())
+        if self._watch is not None:
+            self._watch.cancel()
+        self._on_end(self)
+        if not self._answer.done():
+            self._answer.set_exception(error)
+            self._answer.exception()  # a future without a waiter: marks the error as seen
+
+    def _account(self, status: int) -> str:
+        told = super()._account(status)
+        if self._is_ready and status < 0:
+            told += f". It may take {self._limits.inspection_memory:,} bytes (limits.inspection_memory)"
+        return told

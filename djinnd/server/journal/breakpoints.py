@@ -1,0 +1,80 @@
+"""The breakpoints of sessions in the journal's file: their changes, and a table.
+
+They are few and small, so one row holds all breakpoints of a session, and is rewritten at each change.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+
+from djinn_client.protocol.fields.breakpoints import HitInfo
+from djinnd.server.journal.fold import SessionFold
+from djinnd.server.journal.rows import BREAKPOINT, Row
+from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList
+
+TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"
+
+
+class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
+    """A breakpoint was added to the session."""
+
+    session: str
+    breakpoint: Breakpoint
+
+
+class BreakpointsEnded(msgspec.Struct, array_like=True, tag="breakpoints_ended", frozen=True):
+    """Breakpoints were removed from the session."""
+
+    session: str
+    numbers: list[int]
+
+
+class Stopped(msgspec.Struct, array_like=True, tag="stopped", frozen=True):
+    """The session's last call has stopped at this hit. None: a later call has continued from it, or the session was
+    cut."""
+
+    session: str
+    hit: HitInfo | None
+
+
+BreakpointChange = Broken | BreakpointsEnded | Stopped
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(BreakpointList)
+
+
+def read_breakpoints(db: sqlite3.Connection, session: str | None = None) -> dict[str, BreakpointList]:
+    """Reads breakpoints by session: of one session, or of all that ever had any. Raises DamagedRow."""
+    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", Row())
+    return {name: _decoder.decode(encoded) for name, encoded in BREAKPOINT.read(db, where, values)}
+
+
+class BreakpointFold(SessionFold[BreakpointList]):
+    """Applies one fold's changes to the breakpoints of the sessions that they concern."""
+
+    _tables = ("breakpoint",)
+
+    def apply(self, change: BreakpointChange) -> None:
+        if not self._exists(change.session):
+            return
+        breakpoints = self._of(change.session)
+        match change:
+            case Broken(_, breakpoint):
+                breakpoints.add(breakpoint)
+            case BreakpointsEnded(_, numbers):
+                breakpoints.end(numbers)
+            case Stopped(_, hit):
+                breakpoints.hit = hit
+
+    def write(self) -> None:
+        """Writes the changed rows, in the fold's transaction."""
+        self._forget_closed()
+        rows = [BREAKPOINT.sealed(session, _encoder.encode(breakpoints)) for session, breakpoints in self._are.items()]
+        self._db.executemany(BREAKPOINT.insert, rows)
+
+    def _of(self, session: str) -> BreakpointList:
+        if session not in self._are:
+            self._are[session] = read_breakpoints(self._db, session).get(session, BreakpointList())
+        return self._are[session]

@@ -1,0 +1,41 @@
+"""The sessions that the daemon keeps for programs that know none, in the journal's file: see conversations.py."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+
+from djinnd.server.journal.fold import SessionFold
+from djinnd.server.journal.rows import CONVERSATION
+
+TABLES = "CREATE TABLE conversation (session TEXT PRIMARY KEY, key TEXT, prompt INTEGER, checksum BLOB);"
+
+
+class Conversed(msgspec.Struct, array_like=True, tag="conversed", frozen=True):
+    """The session is kept under this key ("": none); the last prompt had so many tokens."""
+
+    session: str
+    key: str
+    prompt: int
+
+
+def read_conversations(db: sqlite3.Connection) -> dict[str, Conversed]:
+    """By session. Raises DamagedRow."""
+    return {row[0]: Conversed(*row) for row in CONVERSATION.read(db)}
+
+
+class ConversationFold(SessionFold[Conversed]):
+    """Applies one fold's changes to the sessions that are kept."""
+
+    _tables = ("conversation",)
+
+    def apply(self, change: Conversed) -> None:
+        if self._exists(change.session):
+            self._are[change.session] = change
+
+    def write(self) -> None:
+        """In the fold's transaction."""
+        self._forget_closed()
+        rows = [CONVERSATION.sealed(each.session, each.key, each.prompt) for each in self._are.values()]
+        self._db.executemany(CONVERSATION.insert, rows)

@@ -1,0 +1,365 @@
+"""The journal's file: `journal.db` in the state directory, an SQLite database that one daemon has for its whole life.
+
+    change       the changes since the last fold, one row per commit
+    session      the sessions as of the last fold
+    conversation   sessions that the daemon keeps for conversations: see conversations.py
+    edit, edit_count   edits of sessions: see edits.py
+    breakpoint   breakpoints of sessions: see breakpoints.py
+    prefix       public prefixes
+    record       records: see records.py
+    mark         the time of the last fold, and the number of its last change
+
+A commit is one row at the end of `change`, for any number of changes of any number of sessions. So a step of sixty
+sessions costs one page of the write-ahead log; a row for each session would cost sixty pages. A fold brings the rows of
+`change` into the other tables and removes them, in one transaction. It runs at start, at a clean stop, and whenever
+`change` has grown to FOLD_BYTES. Until then the unfolded changes are in memory too, merged (changes.py). A
+commit is a write to memory and takes 0.05 ms; slower work is done by `tidy`.
+
+Committed changes survive the death of the process. The log is not synchronised at each commit (synchronous=NORMAL): a
+power cut or a crash of the kernel may lose the last commits, but neither the file nor the order. Each row has a
+checksum (rows.py); damaged sessions are left out at start (database.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from djinn_client.protocol import Class
+from djinnd.server.handover.socket_path import StartError
+from djinnd.server.journal import breakpoints as journal_breakpoints
+from djinnd.server.journal import conversations as journal_conversations
+from djinnd.server.journal import edits as journal_edits
+from djinnd.server.journal import records as journal_records
+from djinnd.server.journal.breakpoints import BreakpointFold, BreakpointsEnded, Broken, Stopped
+from djinnd.server.journal.changes import (
+    Change,
+    Closed,
+    Extended,
+    Opened,
+    Published,
+    Reclassified,
+    Unfolded,
+    Withdrawn,
+)
+from djinnd.server.journal.clock import JournalClock, resumed
+from djinnd.server.journal.conversations import ConversationFold, Conversed
+from djinnd.server.journal.database import damaged_files, open_database
+from djinnd.server.journal.edits import Edited, EditFold, EditsCut, EditsEnded
+from djinnd.server.journal.examination import Examined, changes_in
+from djinnd.server.journal.records import Recorded, RecordFold, Unrecorded
+from djinnd.server.journal.rows import CHANGE, MARK, PARTS, PREFIX, SESSION, Row
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList
+from djinnd.server.probe_lists.edit_list import EditList
+
+NAME = "journal.db"
+FOLD_BYTES = 2 << 20  # a fold takes 0.1 to 0.2 ms for each session that has changed, during which all messages wait
+LOG_BYTES = 16 << 20  # of the write-ahead log; then it is copied into the file, and both are synchronised
+SHORT_FOLD_BYTES, SHORT_LOG_BYTES = 64 << 10, 1 << 20  # when the disk is nearly full
+
+_TOKEN = "I"  # array type of a session's tokens in its blob: uint32
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True)
+class KeptSession:
+    """A session in the journal. Times are the journal's (clock.py); `used` is the time of the last change of
+    its tokens. `parts`: number of rows of its edits, breakpoints and conversation."""
+
+    id: str
+    user: int
+    model: str
+    shared: bool
+    priority: Class
+    created: float
+    used: float
+    tokens: array[int]
+    parts: int = 0
+
+
+class JournalFile:
+    """The open file. Used by one thread at a time. After opening, errors are sqlite3.Error."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises StartError if another daemon has the folder, a later version has written there, or it cannot be
+        written. Then it stays as it is."""
+        self.path = Path(folder, NAME)
+        self._log = Path(folder, f"{NAME}-wal")
+        self._log_left = 0  # bytes of the log after the last checkpoint
+        self.is_short = False  # the disk is nearly full: the log is kept short
+        self._reusable = 0  # bytes of free pages in the file
+        self._freed = 0  # bytes of the file that the next fold will free
+        self._unfolded = Unfolded()
+        self._unfolded_bytes = 0
+        self._fold_left = 0  # bytes that the last fold, which failed, has left to fold
+        self._db, found = open_database(self.path)
+        self._damaged_files = damaged_files(self.path.parent)
+        try:
+            self._resume(found)
+        except BaseException as error:
+            self._db.close()
+            if isinstance(error, (sqlite3.Error, msgspec.DecodeError, ValueError)):
+                raise StartError(f"{self.path} cannot be used: {error}") from error
+            raise
+
+    def _resume(self, found: Examined) -> None:
+        self._number, last = found.folded or 0, None
+        for row in CHANGE.read(self._db, "ORDER BY number"):
+            self._number, last, _ = row
+            self._unfolded.add(last, changes_in(row))
+        if last is None and found.mark is None:
+            (last,) = self._db.execute("SELECT max(used) FROM session").fetchone()
+        self.clock = JournalClock(resumed(found.mark, last, time.time()))
+        self.fold()
+        self._count_reusable()
+
+    @property
+    def damaged_files(self) -> list[Path]:
+        """Files that earlier damage has left and that still exist."""
+        return [path for path in self._damaged_files if path.exists()]
+
+    def sessions(self) -> list[KeptSession]:
+        """The sessions as of the last fold."""
+        return [_kept(*row) for row in SESSION.read(self._db, "ORDER BY created")]
+
+    def prefixes(self) -> list[Published]:
+        """The public prefixes as of the last fold."""
+        return [
+            Published(name, model, user, created, array(_TOKEN, tokens).tolist())
+            for name, model, user, created, tokens in PREFIX.read(self._db, "ORDER BY created")
+        ]
+
+    def edits(self) -> dict[str, EditList]:
+        """The edits by session, as of the last fold."""
+        return journal_edits.read_edits(self._db)
+
+    def breakpoints(self) -> dict[str, BreakpointList]:
+        """The breakpoints by session, as of the last fold."""
+        return journal_breakpoints.read_breakpoints(self._db)
+
+    def conversations(self) -> dict[str, Conversed]:
+        """The conversations by session, as of the last fold."""
+        return journal_conversations.read_conversations(self._db)
+
+    def records(self) -> list[Recorded]:
+        """The records as of the last fold, the oldest first."""
+        return list(journal_records.read_records(self._db))
+
+    def append(self, changes: Sequence[Change]) -> None:
+        """Commits the changes, all or none."""
+        encoded, at = _encoder.encode(changes), self.clock.now()
+        self._db.execute(CHANGE.insert, CHANGE.sealed(self._number + 1, at, encoded))
+        self._number += 1
+        self._unfolded.add(at, changes)
+        self._unfolded_bytes += len(encoded)
+
+    def freed(self, nbytes: int) -> None:
+        """Notes bytes that a change frees, which is appended or about to be."""
+        self._freed += nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free for the copies (space.py) of changes to come.
+
+        Two copies go to the log, which needs free disk. Two go to the file, which also has room in its free pages; the
+        content of the log and the unfolded changes go there first.
+        """
+        status = os.statvfs(self.path.parent)
+        disk = status.f_bavail * status.f_frsize
+        file = disk + self._reusable + self._freed - self._log_bytes - 2 * self._unfolded_bytes
+        return max(0, min(2 * (disk - self._unfolded_bytes), file))
+
+    @property
+    def wants_tidying(self) -> bool:
+        return self._is_full or self._is_long
+
+    def tidy(self) -> None:
+        """Folds and checkpoints as far as necessary. Raises ValueError, see `fold`. After a failure it is tried again
+        when as much has come again."""
+        if self.is_short and self._is_long:  # makes room for the fold
+            with suppress(sqlite3.Error):
+                self.empty_log()
+        try:
+            if self._is_full:
+                self.fold()
+        finally:
+            if self._is_long:
+                self.empty_log()
+
+    def empty_log(self) -> None:
+        """Copies the log into the file, and frees its room on the disk."""
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            self._log_left = self._log_bytes
+
+    @property
+    def _is_full(self) -> bool:
+        return self._to_fold >= self._fold_left + (SHORT_FOLD_BYTES if self.is_short else FOLD_BYTES)
+
+    @property
+    def _to_fold(self) -> int:
+        """Bytes to fold. While the disk is nearly full, bytes that a fold would free count too."""
+        return self._unfolded_bytes + (self._freed if self.is_short else 0)
+
+    @property
+    def _is_long(self) -> bool:
+        return self._log_bytes >= self._log_left + (SHORT_LOG_BYTES if self.is_short else LOG_BYTES)
+
+    @property
+    def _log_bytes(self) -> int:
+        try:
+            return os.stat(self._log).st_size
+        except OSError:  # another program has removed it
+            return 0
+
+    def fold(self) -> None:
+        """Folds all changes into the tables. Raises ValueError if a change does not fit its session."""
+        self._fold_left, freed = self._to_fold, self._freed
+        if not self._unfolded:
+            return
+        images: dict[str, KeptSession | None] = {}
+        prefixes: dict[str, Published | None] = {}
+
+        def exists(session: str) -> bool:
+            return self._image(session, images) is not None
+
+        edits, breakpoints = EditFold(self._db, exists), BreakpointFold(self._db, exists)
+        conversations, records = ConversationFold(self._db, exists), RecordFold(self._db)
+        for at, change in self._unfolded:
+            self._apply(change, at, images, prefixes, edits, breakpoints, conversations, records)
+        gone = [(name,) for name, image in images.items() if image is None]
+        withdrawn = [(name,) for name, prefix in prefixes.items() if prefix is None]
+        published = [_prefix_row(prefix) for prefix in prefixes.values() if prefix is not None]
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.executemany("DELETE FROM session WHERE id = ?", gone)
+            edits.write()
+            breakpoints.write()
+            conversations.write()
+            records.write()
+            for name in edits.touched | breakpoints.touched | conversations.touched:
+                if (image := images[name]) is not None:
+                    image.parts = self._count_parts(name)
+            kept = [_row(image) for image in images.values() if image is not None]
+            self._db.executemany(SESSION.insert, kept)
+            self._db.executemany("DELETE FROM prefix WHERE id = ?", withdrawn)
+            self._db.executemany(PREFIX.insert, published)
+            self._db.execute("DELETE FROM change")
+            self._write_mark()
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        self._unfolded.clear()
+        self._fold_left = self._unfolded_bytes = 0
+        self._freed -= freed
+        self._count_reusable()
+
+    def _count_reusable(self) -> None:
+        ((pages,),), ((nbytes,),) = (self._db.execute(f"PRAGMA {name}") for name in ("freelist_count", "page_size"))
+        self._reusable = pages * nbytes
+
+    def leave(self) -> None:
+        """Called at a clean stop, before `close`: folds all changes and stores the time."""
+        self.fold()
+        self._write_mark()
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _write_mark(self) -> None:
+        self._db.execute(MARK.insert, MARK.sealed(0, self._number, *self.clock.mark()))
+
+    def _apply(
+        self,
+        change: Change,
+        at: float,
+        images: dict[str, KeptSession | None],
+        prefixes: dict[str, Published | None],
+        edits: EditFold,
+        breakpoints: BreakpointFold,
+        conversations: ConversationFold,
+        records: RecordFold,
+    ) -> None:
+        match change:
+            case Opened(session, user, model, shared, priority, created):
+                images[session] = KeptSession(session, user, model, shared, priority, created, at, array(_TOKEN))
+            case Reclassified(session, priority):
+                image = self._image(session, images)
+                if image is not None:
+                    image.priority = priority
+            case Closed(session):
+                images[session] = None
+                edits.closed(session)
+                breakpoints.closed(session)
+                conversations.closed(session)
+            case Conversed():
+                conversations.apply(change)
+            case Edited() | EditsEnded() | EditsCut():
+                edits.apply(change)
+            case Broken() | BreakpointsEnded() | Stopped():
+                breakpoints.apply(change)
+            case Recorded() | Unrecorded():
+                records.apply(change)
+            case Published(prefix):
+                prefixes[prefix] = change
+            case Withdrawn(prefix):
+                prefixes[prefix] = None
+            case Extended(session, start, tokens):
+                image = self._image(session, images)
+                if image is None:
+                    return  # a token of a call that the close has cancelled
+                if len(image.tokens) < start:
+                    raise ValueError(f"session {session} has {len(image.tokens)} tokens, a change begins at {start}")
+                del image.tokens[start:]
+                image.tokens.extend(tokens)
+                image.used = at
+
+    def _image(self, session: str, images: dict[str, KeptSession | None]) -> KeptSession | None:
+        if session not in images:
+            images[session] = self._read(session)
+        return images[session]
+
+    def _read(self, session: str) -> KeptSession | None:
+        return next((_kept(*row) for row in SESSION.read(self._db, "WHERE id = ?", (session,))), None)
+
+    def _count_parts(self, session: str) -> int:
+        counts = (f"SELECT count(*) FROM {part.name} WHERE session = ?" for part in PARTS)
+        return sum(self._db.execute(count, (session,)).fetchone()[0] for count in counts)
+
+
+def _kept(
+    name: str,
+    user: int,
+    model: str,
+    shared: int,
+    priority: Class,
+    created: float,
+    used: float,
+    tokens: bytes,
+    parts: int,
+) -> KeptSession:
+    return KeptSession(name, user, model, bool(shared), priority, created, used, array(_TOKEN, tokens), parts)
+
+
+def _row(image: KeptSession) -> Row:
+    return SESSION.sealed(
+        *(image.id, image.user, image.model, int(image.shared), image.priority),
+        *(float(image.created), image.used, image.tokens.tobytes(), image.parts),
+    )
+
+
+def _prefix_row(prefix: Published) -> Row:
+    tokens = array(_TOKEN, prefix.tokens).tobytes()
+    return PREFIX.sealed(prefix.prefix, prefix.model, prefix.user, float(prefix.created), tokens)

@@ -1,0 +1,1 @@
+"""Loads, shares and unloads models, and grants engines the memory for them."""

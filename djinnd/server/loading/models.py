@@ -1,0 +1,523 @@
+"""The models that the daemon knows, who may use each, and where each one is.
+
+    available ──load──► loading ──► ready ──engine lost──► loading …
+        ▲                  │          └─no call for its keep_alive─► asleep ──call──► loading …
+        │                  ├─error─► failed ──load──► loading …
+        │                  └─two engines died─► set aside ──djinnctl load──► loading …
+        └──────── unload ── of a model that is ready, failed, asleep or set aside
+
+Requests for a model that is not ready share one load (see loader.py) and receive its progress. Each session of a ready
+model is open on its engine. This is how sessions come back after the loss of an engine, and when a model wakes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from djinn_client.errors import DjinnError, ModelNotFound, ModelRejected
+from djinn_client.files.pulled import pulled_folder
+from djinn_client.protocol import HandOverFiles, ModelInfo
+from djinn_client.protocol.fields.placing import ModelPlan, Placing
+from djinnd import config
+from djinnd.messages import (
+    ArenaFilled,
+    GrammarTime,
+    HostReleased,
+    Loading,
+    NeedArena,
+    Recomputed,
+    TenantLimits,
+    ToEngine,
+)
+from djinnd.server.admission import admission
+from djinnd.server.admission import edits as edit_admission
+from djinnd.server.arenas.arena import Arena
+from djinnd.server.checkpoints.folders import Folders
+from djinnd.server.checkpoints.inspection import Inspector
+from djinnd.server.checkpoints.names import is_hub_id, known_models, model_named
+from djinnd.server.checkpoints.records import ModelRecords, Record
+from djinnd.server.engines.blame import MOST_DEATHS, Suspect
+from djinnd.server.engines.engine_client import EngineClient
+from djinnd.server.loading.arena_requests import Granting
+from djinnd.server.loading.loader import Loader
+from djinnd.server.loading.user_deaths import UserDeaths
+from djinnd.server.models.keep_alive import idle_seconds
+from djinnd.server.models.kv_sizes import AS_CONFIGURED, KvSizes
+from djinnd.server.models.model import Model as Model
+from djinnd.server.models.model import OnLoading as OnLoading
+from djinnd.server.models.share import Share
+from djinnd.server.quotas.ledger import MODELS, Ledger
+from djinnd.server.sessions.prefixes import PrefixTable
+from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.text.texts import Texts
+from djinnd.server.wire.client import Client
+
+log = logging.getLogger("djinnd.server")
+
+
+class Models:
+    """The table of models. Owns their arena, and receives from the engines, as their Owner, the messages about models.
+    `page_folder`: see Loader."""
+
+    def __init__(
+        self,
+        configured: Mapping[str, config.Model],
+        sessions: SessionTable,
+        arena: Arena,
+        engine_for: Callable[[str], Awaitable[EngineClient]],
+        next_engine: Callable[[str], Awaitable[EngineClient]],
+        page_folder: Path,
+        prefixes: PrefixTable,
+        limits: config.Limits,
+        texts: Texts,
+        inspector: Inspector,
+        hub: bool,
+        state_dir: str,
+        is_admin: Callable[[int], bool],
+        ledger_of: Callable[[int], Ledger],
+    ) -> None:
+        """`hub`: clients may name hub ids. `is_admin` tells if a user is an administrator."""
+        self._known = known_models(configured)
+        self._models = {
+            name: Model.configured(name, source, is_configured=True) for name, source in self._known.items()
+        }
+        self._sessions = sessions
+        self._engine_for = engine_for
+        self._prefixes = prefixes
+        self._texts = texts
+        self._arena = arena
+        self._granting = Granting(arena)
+        self._has_hub = hub
+        self._ledger_of = ledger_of
+        self._records = ModelRecords(state_dir, self._record)
+        self._folders = Folders(
+            self._models, self._known, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
+        )
+        self._is_admin = is_admin
+        self._user_deaths = UserDeaths(limits)
+        self._loader = Loader(
+            self,
+            sessions,
+            prefixes,
+            arena,
+            self._granting,
+            engine_for,
+            next_engine,
+            page_folder,
+            self._folders,
+            texts,
+            inspector,
+            self._user_deaths,
+            self._forget_unless_used,
+        )
+        self._closing = False
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(list(self._models.values()))
+
+    def follow(self, limits: config.Limits) -> None:
+        """Applies new limits."""
+        self._folders.follow(limits)
+        self._user_deaths.limits = limits
+
+    def find(self, name: str) -> Model:
+        """Finds a model by its name. A hub id becomes a known model when a client loads it. Raises ModelNotFound."""
+        if name in self._models:
+            return self._models[name]
+        return Model.configured(name, model_named(name, self._known, self._has_hub), is_configured=name in self._known)
+
+    async def named(self, name: str, client: Client) -> Model:
+        """Finds the model that a client names. If it names a folder, the folder is opened, here or by the client (see
+        Folders). For the daemon's own user, a hub id that `djinnctl pull` has fetched stands for its folder: native
+        clients find the folder themselves, HTTP clients cannot. Raises ModelNotFound, FilesWanted, InvalidRequest,
+        Retry."""
+        if name.startswith("/") and name not in self._known:
+            return await self._folders.named(name, client)
+        if client.user == os.geteuid() and not self.is_known(name) and is_hub_id(name):
+            pulled = await self._folders.slow_files.run(client.user, partial(pulled_folder, name))
+            if pulled is not None:
+                return await self._folders.named(pulled, client)
+        model = self.find_visible(name, client)
+        if name not in self._models:
+            model.owner = client.user
+        return model
+
+    async def hand_over(self, client: Client, request: HandOverFiles, fds: list[int]) -> Model:
+        """Takes the open files of a client's checkpoint. See Folders.take."""
+        return await self._folders.take(client, request.folder, request.names, request.others, fds)
+
+    def engine_of(self, session: SessionRecord) -> EngineClient | None:
+        """The engine on which the session is open, or None."""
+        model = self.model_of(session)
+        return None if model is None else model.engine
+
+    def tell(self, session: SessionRecord, message: ToEngine) -> None:
+        """Sends a message about a session to its engine. Without an engine nothing is sent: the next engine receives
+        the session's state when it opens the session."""
+        engine = self.engine_of(session)
+        if engine is not None:
+            engine.send(message)
+
+    def model_of(self, session: SessionRecord) -> Model | None:
+        return self._models.get(session.model) if session.is_servable else None
+
+    def is_known(self, name: str) -> bool:
+        return name in self._models or name in self._known
+
+    def is_configured(self, model: Model) -> bool:
+        return model.name in self._known
+
+    def find_open(self, name: str, client: Client) -> Model:
+        """Finds a model for a new session. Raises ModelNotFound, also if the client may not use the model or its owner
+        has withdrawn it."""
+        model = self.find_visible(name, client)
+        expect_open(model)
+        return model
+
+    def find_visible(self, name: str, client: Client) -> Model:
+        """Finds a model by its name. Raises ModelNotFound, also if the client may not see the model."""
+        model = self.find(name)
+        if not model.is_open_to(client):
+            return Model.configured(name, model_named(name, self._known, self._has_hub))  # raises ModelNotFound
+        return model
+
+    def visible(self, client: Client) -> list[Model]:
+        return [model for model in self if model.is_open_to(client)]
+
+    def preload(self, adopted: Iterable[str] = ()) -> None:
+        """At startup: loads the models that the configuration preloads, and the models of `adopted`, for which an
+        earlier daemon has left weights or pages in the arena. An adopted model that was asleep stays asleep."""
+        adopted = list(adopted)
+        self._restore(adopted)
+        for name in adopted:
+            try:
+                model = self._models[name] = self.find(name)
+            except ModelNotFound as error:
+                log.info("arena_removed model=%s reason=%s", name, error.message)
+                self._arena.remove(name)
+                continue
+            self._adopt_charges(model)
+            if self._arena.is_asleep(name):
+                model.state = "asleep"
+            else:
+                self._load(model)
+        for model in self:
+            if model.source.preload and model.state == "available":
+                self._load(model)
+
+    def _restore(self, adopted: list[str]) -> None:
+        """Restores what an earlier daemon knew of models that still have sessions or arena objects."""
+        sessions = [session for session in self._sessions if session.is_servable]
+        used = {*adopted, *(session.model for session in sessions)}
+        for record in self._records.read():
+            if record.name not in used:
+                continue
+            if record.users is None:
+                with suppress(ModelNotFound):  # the configuration may have changed meanwhile
+                    model = self._models[record.name] = self.find(record.name)
+                    model.template = record.template
+            elif record.name not in self._known:
+                model = self._models[record.name] = Model.configured(record.name, config.Model(path=record.folder))
+                model.owner, model.users, model.marks = record.owner, set(record.users), record.files
+                model.template = record.template
+        for session in sessions:
+            if session.model.startswith("/") and session.model not in self._models:  # left by a daemon without records
+                model = Model.configured(session.model, config.Model(path=session.model))
+                self._models[session.model] = model
+                model.owner, model.users = session.user, {session.user}
+
+    async def ready(
+        self,
+        name: str,
+        on_loading: OnLoading = lambda _: None,
+        kv: KvSizes = AS_CONFIGURED,
+        placing: Placing | None = None,
+        keep_alive: float | None = None,
+        user: int | None = None,
+        template: str = "",
+    ) -> EngineClient:
+        """Returns the engine that has the model; loads the model first if necessary.
+
+        `kv`, `placing`, `keep_alive` and `template` override the configuration for this load. A model of the hub that
+        was not known before belongs to `user`. Raises ModelNotFound, the errors of a load, and EngineLost if there is
+        no engine for limits.engine_wait.
+
+        After an engine's death, requests wait while configured models are loaded again one by one (`trials`). If a
+        request had killed the new engine during such a load, the model would be blamed and set aside.
+
+        The engine is alive and has the model until the caller next awaits.
+        """
+        while (model := self.find(name)).engine is None or self._loader.trials:
+            if model.engine is not None:
+                await self._trials_ended()
+                continue
+            if not self._sessions.of_model(name):
+                expect_open(model)
+            if model.state == "set aside":
+                raise ModelRejected(model.error)
+            if name not in self._models:
+                model.owner = user
+            if model.changing is None:
+                self._charge(model)
+                model.kv = kv.over(model.kv)
+                model.placing = model.placed(placing)
+                model.keep_alive = model.keep_alive if keep_alive is None else keep_alive
+                if template and template != model.template:
+                    model.template = template
+                    self._records.changed()
+                self._load(model)
+            await self._join(model, on_loading)
+        model.used = time.monotonic()
+        return model.engine
+
+    async def _trials_ended(self) -> None:
+        """Waits until no configured model is on trial. Raises EngineLost if there was no engine for
+        limits.engine_wait."""
+        for model in list(self._loader.trials):
+            try:
+                await self._join(model, lambda _: None)
+            except DjinnError:
+                if model in self._loader.trials:  # the load has not failed: there is no engine
+                    raise
+
+    async def _join(self, model: Model, on_loading: OnLoading) -> None:
+        missed = asyncio.create_task(self._engine_missed(model.name))
+        try:
+            await model.join(on_loading, missed)
+        finally:
+            missed.cancel()
+            missed.add_done_callback(_mark_error_seen)
+
+    async def _engine_missed(self, name: str) -> None:
+        """Returns never. Raises EngineLost when there was no engine for limits.engine_wait."""
+        while True:
+            engine = await self._engine_for(name)
+            await asyncio.wait([engine.lost])
+
+    def try_again(self, model: Model) -> None:
+        """Makes a model that is set aside available for one more load. One more death sets it aside again."""
+        assert model.state == "set aside"
+        model.state, model.load_deaths = "available", MOST_DEATHS - 1
+
+    def set_keep_alive(self, model: Model, seconds: float) -> None:
+        """Sets the idle time after which a model sleeps. The model is loaded, being loaded, or asleep."""
+        model.keep_alive = seconds
+        self._loader.keep_alive.begin(model)
+
+    async def once_ready(self, session: SessionRecord) -> Model:
+        """Returns the session's model, after it has been ready once. For a session of an earlier daemon this loads the
+        model and checks that the session's tokens and edits fit it. Raises SessionLost, ModelNotFound, TokenOutOfRange,
+        InvalidRequest, and the errors of a load."""
+        session.expect_model()
+        if self.find(session.model).info is None:
+            await self.ready(session.model)
+        model = self.find(session.model)
+        if session.is_restored:
+            admission.check_tokens(session.tokens, model.described[0])
+            edit_admission.check_fit(session.edits, model.described[0])
+            session.is_restored = False
+        return model
+
+    def idle_seconds(self, model: Model) -> float:
+        """Seconds since the model's last call, if it is loaded or asleep; else 0."""
+        if model.state not in ("ready", "asleep"):
+            return 0.0
+        return idle_seconds(model, self._sessions.of_model(model.name))
+
+    @contextmanager
+    def in_use(self, session: SessionRecord) -> Iterator[None]:
+        """Keeps the model awake during the block, for work on an open session that is not a call."""
+        model = self._models[session.model]
+        model.in_use += 1
+        try:
+            yield
+        finally:
+            model.in_use -= 1
+            model.used = time.monotonic()
+
+    def session_closed(self, session: SessionRecord) -> None:
+        """Remembers when the closed session had its last call, for the model's keep-alive."""
+        model = self._models.get(session.model)
+        if model is not None:
+            last = session.used if session.call is None else time.monotonic()
+            model.used = max(model.used, last)
+
+    async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
+        """Computes what loading the model would take. 0 and None stand for the configured values and the device's own
+        budget. Raises ModelNotFound, and the engine's refusals."""
+        try:
+            return await self._loader.plan(model, memory_bytes, kv_bytes, placing)
+        finally:
+            if model.state == "available" and model.changing is None:
+                self._forget_unless_used(model)
+
+    async def unload(self, model: Model) -> None:
+        """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
+        await self._loader.unload(model)
+
+    def add_shared(self, share: Share) -> Model:
+        """Adds the model that a client shares. It is known until `drop`."""
+        source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
+        model = self._models[share.model] = Model.configured(share.model, source)
+        model.placing, model.share, model.owner = share.placing, share, share.user
+        return model
+
+    async def drop(self, share: Share) -> None:
+        """Unloads and forgets a share's model, if it is known. The share has ended and has no sessions."""
+        model = self._models.get(share.model)
+        if model is None or model.share is not share:
+            return
+        while model.changing is not None:
+            with suppress(Exception):  # reported to the request that began the load
+                await asyncio.shield(model.changing)
+        try:
+            await self.unload(model)
+        finally:
+            del self._models[share.model]
+            _release(model)
+            self._prefixes.forget_shared(share.model)
+
+    def stop(self) -> None:
+        """Ends all loads; none begins after this."""
+        self._closing = True
+        self._loader.stop()
+
+    async def close(self, keep_blocks: bool = False) -> None:
+        """Called after `stop`, when the engine is gone. Returns when the arena is empty, or is left to the next
+        daemon."""
+        await self._loader.close()
+        await self._granting.close(keep_blocks)
+        await self._records.close()
+
+    def set_tenants(self, limits: Collection[TenantLimits]) -> None:
+        """Sends the tenants' limits to each engine that has a model."""
+        for engine in {model.engine for model in self if model.engine is not None}:
+            engine.set_tenants(limits)
+
+    # --- messages from engines: see supervisor.Owner ------------------------------------------------------------------
+
+    def engine_lost(self, suspects: Collection[Suspect]) -> bool:
+        """Loads each model that was ready again on the next engine; its sessions follow. Returns True if models of one
+        user are to blame for the engine's death."""
+        user = self._blamed_user(suspects)
+        if user is not None:
+            self._user_deaths.count(user, time.monotonic())
+            log.error("user_killed_engine user=%d models=%s", user, sorted({each.model for each in suspects}))
+        for model in self:
+            if model.engine is not None:
+                for session in self._sessions.of_model(model.name):
+                    session.is_lost = bool(session.salt)
+                model.engine = None
+                if not self._closing:
+                    self._load(model)
+        return user is not None
+
+    def _blamed_user(self, suspects: Collection[Suspect]) -> int | None:
+        """The user to whom the death is charged. None if only configured models, several users or an administrator are
+        to blame."""
+        models = [self._models.get(each.model) for each in suspects]
+        if all(model is None or model.is_configured for model in models):
+            return None
+        loaders = [None if model is None or model.is_configured else model.owner for model in models]
+        users = {loader if each.user is None else each.user for each, loader in zip(suspects, loaders, strict=True)}
+        user = users.pop()
+        return None if users or user is None or self._is_admin(user) else user
+
+    def described(self, infos: Iterable[ModelInfo]) -> None:
+        """Stores the new descriptions of models after the engine has moved their blocks."""
+        for info in infos:
+            model = self._models.get(info.name)
+            if model is not None and model.engine is not None:
+                model.info = info
+
+    def loading(self, message: Loading) -> None:
+        model = self._models.get(message.model)
+        if model is not None:
+            model.progress = message
+            for listener in model.listeners:
+                listener(message)
+
+    def need_arena(self, engine: EngineClient, message: NeedArena) -> None:
+        self._granting.need(engine, message, self._models.get(message.model))
+
+    def arena_filled(self, message: ArenaFilled) -> None:
+        self._granting.filled(message)
+
+    def recomputed(self, message: Recomputed) -> None:
+        for tenant, tokens in message.tokens.items():
+            self._sessions.recomputed(tenant, tokens)
+
+    def grammar_time(self, message: GrammarTime) -> None:
+        for tenant, seconds in message.seconds.items():
+            self._texts.grammar_time.charge(tenant, seconds)
+
+    def host_released(self, message: HostReleased) -> None:
+        self._granting.released(message)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def payer_of(self, user: int | None) -> Ledger | None:
+        """The ledger that is charged for this user's models. None for administrators and for configured models."""
+        return None if user is None or self._is_admin(user) else self._ledger_of(user)
+
+    def _charge(self, model: Model) -> None:
+        """Charges the model to its owner before the load; it counts until it is forgotten. Raises QuotaExceeded."""
+        payer = self.payer_of(model.owner)
+        if payer is not model.payer:
+            if payer is not None:
+                payer.charge(MODELS)
+            _release(model)
+            model.payer = payer
+
+    def _adopt_charges(self, model: Model) -> None:
+        """Charges an adopted model to its owner even beyond the limits, because its memory is already in use."""
+        payer = self.payer_of(model.owner)
+        if payer is not None:
+            payer.add(MODELS, 1)
+            model.payer = payer
+            self._granting.adopted(model.name, payer)
+
+    def _load(self, model: Model) -> None:
+        self._models[model.name] = model
+        self._loader.load(model)
+
+    def _forget_unless_used(self, model: Model) -> None:
+        """Drops settings that differ from the configuration, and forgets a model that users brought, unless it still
+        has sessions or is shared."""
+        if self._sessions.of_model(model.name) or model.share is not None:
+            return
+        had_template = bool(model.template)
+        model.forget_wishes()
+        if model.name not in self._known:
+            self._models.pop(model.name, None)
+            _release(model)
+            self._folders.close(model)
+        if had_template or model.name not in self._known:
+            self._records.changed()
+
+    def _record(self) -> list[Record]:
+        return [Record.of(model) for model in self if model.users is not None or (model.template and not model.share)]
+
+
+def expect_open(model: Model) -> None:
+    """Raises ModelNotFound if the client that shares the model has withdrawn it: no new session may use it."""
+    if model.share is not None and model.share.ended:
+        raise ModelNotFound(f"{model.name} is no longer shared: its client has withdrawn it")
+
+
+def _release(model: Model) -> None:
+    if model.payer is not None:
+        model.payer.release(MODELS)
+    model.payer = None
+
+
+def _mark_error_seen(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()  # no caller awaits it any more: marks the error as seen

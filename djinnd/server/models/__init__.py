@@ -1,0 +1,1 @@
+"""The values and states of one model, as the server knows it."""

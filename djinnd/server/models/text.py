@@ -1,0 +1,107 @@
+"""The text side of one loaded model: its tokenizer, its chat template and its format of answers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple
+
+from djinn_client.files.model_files import ModelFiles
+from djinn_client.protocol import Generate
+from djinnd.jobs.text import MAX_TEMPLATES, Opened, opened
+from djinnd.text.chat.answer import ChatAnswer
+from djinnd.text.chat.reply import ChatReply
+from djinnd.text.reader import ReadingRules, TextReader
+from djinnd.text.replies import ReplyFormat, Tools, reply_format
+from djinnd.text.replies.detection import AUTO
+from djinnd.text.token_bytes import TokenBytes
+from djinnd.text.vocabulary import Vocabulary, lacking
+
+_numbers = itertools.count(1)
+
+
+class Prompt(NamedTuple):
+    """A prompt in tokens. `stop_tokens`: the special tokens among the stop strings. For a chat, `tail` is the end of
+    its text, and `tools` are the tools that the answer may call."""
+
+    tokens: list[int]
+    stop_tokens: frozenset[int] = frozenset()
+    tail: str = ""
+    tools: Tools = MappingProxyType({})
+
+
+class ModelText:
+    """The text side of one loaded model.
+
+    - `files`: the model's open files; the model closes them.
+    - `vocabulary`: the tokenizer of a configured model. None: only text workers read the files.
+    - `template`: a chat template that replaces the checkpoint's.
+    - `told`: the description of the files, from the vocabulary or from a text worker.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: ModelFiles,
+        vocabulary: Vocabulary | None = None,
+        template: str = "",
+        configured_format: str = AUTO,
+    ) -> None:
+        self.number = next(_numbers)
+        self.name = name
+        self.files = files
+        self.vocabulary = vocabulary
+        self.template = template
+        self._configured_format = configured_format
+        self.told = Opened(False, []) if vocabulary is None else opened(vocabulary)
+
+    @property
+    def lacking(self) -> str:
+        """Why the model takes no text; empty if it takes text."""
+        return "" if self.told.has_text else lacking(self.files)
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """The tokens that end an output."""
+        return frozenset(self.told.eos)
+
+    @property
+    def turn_ends(self) -> frozenset[int]:
+        """The tokens that end an answer of a chat."""
+        return frozenset(self.told.turn_ends)
+
+    def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader | None:
+        """A detokenizer for tokens that follow `context`; None if a text worker detokenises, or nothing does."""
+        return None if self.vocabulary is None else self.vocabulary.reader(context, *rules)
+
+    @cached_property
+    def reply_format(self) -> ReplyFormat:
+        """How the model writes answers. For a model that is not configured it is used only to force calls: a text
+        worker parses the answers, by the checkpoint's response template if it has one."""
+        if self.vocabulary is not None:
+            return self.vocabulary.reply_format(self._configured_format)
+        return reply_format(self.told.templates[:MAX_TEMPLATES], {})
+
+    def answer(self, request: Generate, prompt: Prompt) -> ChatAnswer | None:
+        """Reads the answer of a chat; None for other requests. Text workers read the answers of models that are not
+        configured."""
+        chat = request.chat
+        if chat is None or self.is_read_by_workers:
+            return None if chat is None else ChatAnswer()
+        return ChatReply(self.reply_format, prompt.tail, prompt.tools, request.stop, parallel=chat.parallel_tools)
+
+    @property
+    def token_bytes(self) -> TokenBytes | None:
+        """Maps tokens to their bytes; None if a text worker does that."""
+        return None if self.vocabulary is None or self.lacking else self.vocabulary.token_bytes
+
+    @property
+    def is_read_by_workers(self) -> bool:
+        return self.vocabulary is None and not self.lacking
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for users of the model."""
+        return [] if self.eos else ["the checkpoint names no end token (eos): outputs end by max_tokens or a stop"]

@@ -1,0 +1,153 @@
+"""The session of a call whose program knows no sessions: found, cut to what the prompt has of it, and kept afterwards.
+
+Which session that is, conversations.py decides. Here it is done, in the session table and in the engine. Nothing is
+awaited between the choice and the call's `in_use`, so that no two calls get the same session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from djinn_client.errors import InvalidRequest
+from djinn_client.protocol import CLASSES, Class, Generate, Generated
+from djinn_client.protocol.fields.conversations import Conversation
+from djinn_client.protocol.fields.signals import MAX_TOOL_NAME
+from djinnd.messages import SetClass, Signal, Truncate
+from djinnd.server.admission import edits as edit_admission
+from djinnd.server.loading.loader import open_in
+from djinnd.server.loading.models import Models, expect_open
+from djinnd.server.models.model import Model
+from djinnd.server.sessions.common_prefix import common_prefix
+from djinnd.server.sessions.conversations import kept_again
+from djinnd.server.sessions.records import RecordTable, tokens_of
+from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.wire.client import Answer, Call
+
+
+class Taken(NamedTuple):
+    """The session, and how many of its first tokens the prompt begins with; the others are to be cut."""
+
+    session: SessionRecord
+    kept: int
+
+
+class Conversing:
+    def __init__(self, sessions: SessionTable, models: Models, records: RecordTable) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._records = records
+
+    async def model(self, call: Call, conversation: Conversation) -> Model:
+        """Finds the conversation's model, and loads it if need be. Raises as for a session that is opened."""
+        conversation.validate()
+        call.client.tenant.expect_class(call.client.class_for(conversation.priority))
+        model = await self._models.named(conversation.model, call.client)
+        expect_open(model)
+        if model.info is None:
+            await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        return self._models.find_open(model.name, call.client)
+
+    def before(self, call: Call, request: Generate, conversation: Conversation, model: Model) -> list[int]:
+        """Returns the tokens before a text or token prompt: the tokens of the record that the call goes on from. None
+        stand before a chat, which brings all messages. Raises NotFound, InvalidRequest."""
+        if not conversation.after:
+            return []
+        record = self._records.of_model(call.client.user, conversation.after, model.name)
+        if request.chat is not None:
+            return []
+        if not record.tokens:
+            told = f"record {conversation.after} has no tokens: go on from it with a chat of all its messages"
+            raise InvalidRequest(told, field="conversation.after")
+        return tokens_of(record)
+
+    @contextmanager
+    def session(
+        self, call: Call, conversation: Conversation, model: Model, prompt: list[int], is_scored: bool
+    ) -> Iterator[Taken]:
+        """Puts a session in use by the call. The model is ready. `is_scored`: the call wants log probabilities of the
+        whole prompt, so all of it is computed. Raises as for a session that is opened."""
+        sessions = self._sessions
+        at = self._at_record(call, conversation) if conversation.after else None
+        chosen, kept = sessions.conversations.choose(call.client.user, model.name, conversation.key, prompt, at)
+        session = chosen or self._open(call, conversation, model)
+        try:
+            with session.in_use(call):
+                sessions.keep(session, kept)
+                with self._kept_as_it_is_left(session):
+                    self._reclassify(call, session, conversation)
+                    common = common_prefix(session.tokens, prompt)
+                    self._expect_fit(session, model, common)
+                    yield Taken(session, 0 if is_scored else common)
+        finally:
+            has_ended = model.share is not None and model.share.ended
+            if has_ended or not session.tokens:
+                sessions.close(session)
+
+    @contextmanager
+    def _kept_as_it_is_left(self, session: SessionRecord) -> Iterator[None]:
+        """Describes the session anew after a failure, which may leave fewer tokens than the prompt. So the next call,
+        often a repetition, finds the session."""
+        try:
+            yield
+        except BaseException:
+            if session.kept is not None and not session.is_closed:
+                self._sessions.keep(session, kept_again(session.kept.key, session.kept.prompt, session.tokens))
+            raise
+
+    def told(self, session: SessionRecord, conversation: Conversation, prompt: int, answer: Answer) -> Answer:
+        """Completes the reply of a call that has ended: it names the session, and counts all tokens of the prompt."""
+        reply = answer.message
+        assert isinstance(reply, Generated)
+        reply.session = session.id
+        reply.usage = msgspec.structs.replace(reply.usage, prompt_tokens=prompt)
+        self._wait(session, conversation, reply)
+        return answer
+
+    def _at_record(self, call: Call, conversation: Conversation) -> SessionRecord | None:
+        """The kept session that the record was made of, if it still is at that very point."""
+        record = self._records.find(call.client.user, conversation.after)
+        session = self._sessions.get(record.origin)
+        if session is None or session.kept is None or not session.is_free:
+            return None
+        return session if session.tokens == tokens_of(record) else None
+
+    def _open(self, call: Call, conversation: Conversation, model: Model) -> SessionRecord:
+        priority = call.client.class_for(conversation.priority)
+        is_shared = model.share is not None
+        session = self._sessions.open(call.client, model.name, priority, shared=is_shared, attached=False)
+        if model.engine is not None:
+            open_in(model.engine, session)
+        return session
+
+    def _reclassify(self, call: Call, session: SessionRecord, conversation: Conversation) -> None:
+        """Sets the session's class: the class that the call asks for, or else the class it had, if the caller may use
+        it."""
+        highest = call.client.class_for(conversation.priority)
+        kept: Class = max(session.priority, highest, key=CLASSES.index)
+        priority = conversation.priority or kept
+        if priority != session.priority:
+            self._sessions.set_class(session, priority)
+            self._models.tell(session, SetClass(session.id, session.priority))
+
+    def _expect_fit(self, session: SessionRecord, model: Model, kept: int) -> None:
+        """Checks a session that an earlier daemon has left, perhaps with another checkpoint: it keeps the prompt's
+        tokens only. Raises InvalidRequest for edits that do not fit."""
+        if session.is_restored:
+            edit_admission.check_fit(session.edits, model.described[0])
+            session.cut(kept)
+            self._models.tell(session, Truncate(session.id, kept))
+            session.is_restored = False
+
+    def _wait(self, session: SessionRecord, conversation: Conversation, reply: Generated) -> None:
+        """Lets the session's pages leave the device if its next call comes later: the caller says so, or has functions
+        to call first. The wait is learnt by the key, or else by the function."""
+        calls = [] if reply.message is None else reply.message.tool_calls
+        if not conversation.expected_wait_s and not calls:
+            return
+        learnt = f"key {conversation.key}" if conversation.key else f"function {calls[0].name}" if calls else ""
+        session.woken_at = 0.0
+        self._models.tell(session, Signal(session.id, True, conversation.expected_wait_s, learnt[:MAX_TOOL_NAME]))

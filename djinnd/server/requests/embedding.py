@@ -1,0 +1,147 @@
+"""Vectors of texts: the mean, or the last row, of the final norm's output for their tokens.
+
+Each input is run in a session of its own that captures the final norm's output (see captures.py), and is closed then;
+the sessions of one request run together: AT_ONCE of them, or as many as the user may open. Rows are added up in a
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from djinn_client.errors import Cancelled, InvalidRequest, ProtocolError
+from djinn_client.protocol import Embed, Embedded, Generate, Generated
+from djinn_client.protocol.fields.bounds import unpack
+from djinn_client.protocol.fields.edits import Captured
+from djinnd.server.loading.loader import open_in
+from djinnd.server.loading.models import Models, expect_open
+from djinnd.server.models.model import Model
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.wire.client import Answer, Call
+
+if TYPE_CHECKING:
+    from djinnd.server.requests.vectors import Pooling, Vector
+
+AT_ONCE = 16  # inputs of one request that run together
+MOST_BYTES = 32 << 20  # of the vectors of one reply: half of what limits.connection_bytes_per_user allows by default
+POINT = "ln_final.hook_normalized"
+
+Prompt = str | list[int]
+
+
+class _Input(NamedTuple):
+    vector: Vector
+    tokens: int
+
+
+class Embedding:
+    """Answers Embed requests. `generate` runs a call on a session, as for a client."""
+
+    def __init__(
+        self, sessions: SessionTable, models: Models, generate: Callable[[Call, Generate], Awaitable[Answer]]
+    ) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._generate = generate
+
+    async def embed(self, call: Call, request: Embed) -> Answer:
+        inputs = _inputs(request)
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
+        if model.info is None:
+            await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        if model.info is None or model.info.points is None or not model.info.points.norm:
+            raise InvalidRequest(f"{model.name} has no final norm whose output could be a vector", field="model")
+        call.reserve_window(_nbytes(len(inputs), model.info.points.width))
+        pooling = request.pooling or model.source.pooling
+        found = await self._all(call, model, inputs, pooling)
+        vectors, width = await asyncio.to_thread(_joined, [each.vector for each in found], request.normalize)
+        tokens = [each.tokens for each in found]
+        return Answer(Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling))
+
+    async def _all(self, call: Call, model: Model, inputs: Sequence[Prompt], pooling: Pooling) -> list[_Input]:
+        """Runs all inputs. If one fails, or the call is cancelled, the others end within a step."""
+        at_once = max(1, min(AT_ONCE, self._sessions.openable(call.client.user)))
+        room, parts = asyncio.Semaphore(at_once), dict[asyncio.Task[Any], Call]()
+
+        async def run(prompt: Prompt) -> _Input:
+            async with room:
+                part = call.part()
+                parts[part.task] = part
+                return await self._run(part, model, prompt, pooling)
+
+        tasks = [asyncio.create_task(run(prompt)) for prompt in inputs]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                if not task.done():
+                    parts.get(task, task).cancel()
+            await asyncio.wait(tasks)
+        failed = [error for task in tasks if not task.cancelled() and (error := task.exception())]
+        if failed:
+            raise min(failed, key=lambda error: isinstance(error, Cancelled))  # the cause before the cancelled ones
+        return [task.result() for task in tasks]
+
+    async def _run(self, call: Call, model: Model, prompt: Prompt, pooling: Pooling) -> _Input:
+        engine = await self._models.ready(model.name)
+        self._models.find_open(model.name, call.client)  # its share may have ended meanwhile
+        priority, is_shared = call.client.class_for(None), model.share is not None
+        session = self._sessions.open(call.client, model.name, priority, shared=is_shared)
+        open_in(engine, session)
+        text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        request = Generate(
+            id=call.id, session=session.id, text=text, token_ids=token_ids, max_tokens=0, capture=[POINT]
+        )
+        try:
+            reply, fds = await self._generate(call, request)
+            assert isinstance(reply, Generated)
+            if reply.captured is None:
+                raise Cancelled("the request was cancelled")
+            return _Input(await _vector(fds, reply.captured, pooling), reply.usage.prompt_tokens)
+        finally:
+            call.release_window()
+            self._sessions.close(session)
+
+
+def _inputs(request: Embed) -> Sequence[Prompt]:
+    """Raises InvalidRequest."""
+    try:
+        inputs: list[Prompt] = [*request.texts, *map(unpack, request.packed)]
+    except ProtocolError as error:
+        raise InvalidRequest(error.message, field="packed") from error
+    if not inputs or (request.texts and request.packed):
+        raise InvalidRequest("give the inputs as texts or as token ids, and at least one", field="texts")
+    if not all(inputs):
+        raise InvalidRequest(f"input {[bool(each) for each in inputs].index(False)} is empty", field="texts")
+    return inputs
+
+
+def _nbytes(inputs: int, width: int) -> int:
+    """Bytes of the reply's vectors. Raises InvalidRequest where they are too many for one reply."""
+    nbytes = 4 * inputs * width
+    if nbytes > MOST_BYTES:
+        told = f"{inputs:,} vectors of {width:,} numbers are {nbytes:,} bytes, and a reply has at most {MOST_BYTES:,}"
+        raise InvalidRequest(f"{told}: send at most {MOST_BYTES // (4 * width):,} inputs at a time", field="texts")
+    return nbytes
+
+
+async def _vector(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
+    """Made in a thread, which closes the window. A caller that is cancelled before the thread begins does not stop
+    it."""
+    return await asyncio.shield(asyncio.to_thread(_pooled, fds, captured, pooling))
+
+
+def _pooled(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
+    """The first call imports numpy, which takes a tenth of a second."""
+    from djinnd.server.requests.vectors import pooled
+
+    return pooled(fds, captured, pooling)
+
+
+def _joined(vectors: Sequence[Vector], normalize: bool) -> tuple[bytes, int]:
+    from djinnd.server.requests.vectors import joined
+
+    return joined(vectors, normalize)

@@ -1,0 +1,200 @@
+"""Handlers that export and import sessions: their tokens, and their KV in windows, which the engine copies.
+
+The daemon cannot check what tokens a client's KV belongs to. So the session gets a salt of its own, and no other
+session finds its pages. It is not in the journal, and is lost with its engine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ModelMismatch
+from djinn_client.protocol import ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
+from djinn_client.protocol.fields.kv_layout import KvLayout
+from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
+from djinnd.server.admission import admission
+from djinnd.server.engines.engine_client import EngineClient
+from djinnd.server.loading.loader import open_in
+from djinnd.server.loading.models import Models, expect_open
+from djinnd.server.runs.carrying import Carrying
+from djinnd.server.runs.runs import SessionRun
+from djinnd.server.sessions.sessions import TOKEN_BYTES, SessionRecord, SessionTable
+from djinnd.server.status.status import Status
+from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.handed_over import open_window
+
+SALT_BYTES = 16
+
+
+class Exporting:
+    """The requests about export and import. Nothing is awaited between finding the engine and sending to it: see
+    handlers.py."""
+
+    def __init__(self, sessions: SessionTable, models: Models, status: Status, carrying: Carrying) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._status = status
+        self._carrying = carrying
+
+    async def export(self, call: Call, request: ExportSession) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        call.client.expect_class(session.priority)
+        with session.in_use(call):
+            info, _ = (await self._models.once_ready(session)).described
+            reply = SessionExported(id=call.id, token_ids=list(session.tokens), fingerprint=info.fingerprint)
+            if not request.kv:
+                return Answer(reply)
+            if not session.tokens:
+                raise InvalidRequest("the session is empty: it has no KV")
+            session.tenant.expect_tokens(call.received)
+            engine = await self._models.ready(session.model)
+            session.expect_model()
+            reply.kv = _layout_of(info)
+            call.reserve_window(reply.kv.nbytes(len(session.tokens)))
+            return await self._carrying.answer(call, ExportRun(call, session, engine, reply))
+
+    async def import_(self, call: Call, request: ImportSession) -> Answer:
+        window = call.descriptor if request.kv is not None or call.fds else None
+        if (request.kv is not None) != (window is not None):
+            raise InvalidRequest("KV comes with the descriptor of a window, and a window only with KV", field="kv")
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
+        priority = call.client.class_for(request.priority)
+        tenant = self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
+        if request.kv is None:
+            self._sessions.expect_journal(tenant, TOKEN_BYTES * len(request.token_ids))
+        uncomputed = len(request.token_ids) - (request.kv_tokens if request.kv is not None else 0)
+        if uncomputed > 0:
+            tenant.expect_tokens(call.received)
+        engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        model = self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
+        info, _ = model.described
+        _check(request, info)
+        salt = b"" if window is None else secrets.token_bytes(SALT_BYTES)
+        ours = -1
+        if window is not None and request.kv is not None:
+            ours = open_window(window, request.kv.nbytes(request.kv_tokens), "the KV", for_good=False)
+        try:
+            session = self._sessions.open(call.client, model.name, priority, model.share is not None, salt)
+        except BaseException:
+            if ours >= 0:
+                os.close(ours)
+            raise
+        session.tokens = request.token_ids
+        session.changed()
+        session.charge_journal()
+        if ours < 0:
+            open_in(engine, session)
+            return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+        with session.in_use(call):
+            engine.set_tenants([tenant.limits])
+            run = ImportRun(call, session, engine, self._sessions, request.kv_tokens, ours)
+            call.client.started(call, run)
+            await run.done
+        return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+
+
+class ExportRun(SessionRun):
+    """Exports a session's KV. `reply` lacks only the fields that the engine will give. If it is cancelled while KV is
+    still being computed, it ends with Cancelled; while KV is being copied, it completes."""
+
+    def __init__(self, call: Call, session: SessionRecord, engine: EngineClient, reply: SessionExported) -> None:
+        super().__init__(call, session)
+        self._reply = reply
+        self.submit(engine)
+        self._started = True
+
+    def _send(self, engine: EngineClient, is_new: bool) -> int:
+        return engine.run(self, ExportKv, session=self._session.id)
+
+    def exported(self, message: KvExported, fd: int) -> None:
+        self._reply.kv_tokens = message.tokens
+        self.done.set_result(Answer(self._reply, [fd]))
+
+
+class ImportRun(SessionRun):
+    """Imports a session's KV. Owns the window's descriptor. If it fails, the session is closed."""
+
+    def __init__(
+        self,
+        call: Call,
+        session: SessionRecord,
+        engine: EngineClient,
+        sessions: SessionTable,
+        kv_tokens: int,
+        window: int,
+    ) -> None:
+        super().__init__(call, session)
+        self._sessions = sessions
+        self._kv_tokens = kv_tokens
+        self._window = window
+        self._cancelled = False
+        self.submit(engine)
+        self._started = True
+
+    def _send(self, engine: EngineClient, is_new: bool) -> int:
+        session = self._session
+        return engine.run(
+            self,
+            ImportKv,
+            [self._window],
+            session=session.id,
+            model=session.model,
+            tenant=session.user,
+            priority=session.priority,
+            tokens=session.tokens,
+            kv_tokens=self._kv_tokens,
+            salt=session.salt,
+        )
+
+    def cancel(self) -> None:
+        """Remembers the cancellation. The copy goes on to its end, which is near."""
+        self._cancelled = True
+
+    def hold(self, held: bool) -> None:
+        self._held = held
+
+    def finished(self, message: Finished) -> None:
+        if self._cancelled:
+            self.failed(Cancelled("the request was cancelled"))
+        else:
+            self.done.set_result(Answer(SessionExported(id=0, token_ids=[], fingerprint="")))
+
+    def failed(self, error: DjinnError) -> None:
+        self.done.set_exception(error)
+        self._sessions.close(self._session)
+
+    def lost(self, error: DjinnError, blamed: bool) -> None:
+        """Fails, because the window is lost with the engine and its KV cannot be computed again."""
+        self.failed(error)
+
+
+def _check(request: ImportSession, info: ModelInfo) -> None:
+    """Checks that the session fits the model. Raises ModelMismatch, InvalidRequest, TokenOutOfRange, PromptTooLong."""
+    if request.fingerprint not in ("", info.fingerprint):
+        raise ModelMismatch(
+            f"the session belongs to a model with the fingerprint {request.fingerprint[:64]}, {info.name} has "
+            f"{info.fingerprint}: load the model that it was saved with, or open a new session with its tokens",
+            saved=request.fingerprint[:64],
+            model=info.fingerprint,
+        )
+    if request.token_ids:
+        admission.check_prompt(request.token_ids, 0, info, room=0)
+    if request.kv is None:
+        return
+    if not 0 < request.kv_tokens <= len(request.token_ids):
+        raise InvalidRequest(
+            f"KV of {request.kv_tokens:,} tokens came with {len(request.token_ids):,} tokens: every token whose KV is "
+            "handed over must be named",
+            field="kv_tokens",
+        )
+    if request.kv != _layout_of(info):
+        raise InvalidRequest(
+            f"{info.name} has {_layout_of(info)}; the given KV has {request.kv}: hand over the tokens only",
+            field="kv",
+        )
+
+
+def _layout_of(info: ModelInfo) -> KvLayout:
+    return KvLayout(info.dtype, info.blocks, info.page_size, info.kv_heads, info.head_dim)  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""Handlers of requests about models: to list, plan, load and unload them, and to share them.
+
+The handlers check that the client may make the request and that its values are valid. models.py and sharing.py do the
+work.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from msgspec.structs import replace
+
+from djinn_client import protocol
+from djinn_client.errors import InvalidRequest, NotPermitted, Retry
+from djinn_client.protocol import Done, FilesHandedOver, ModelReply, PlanReply, ShareDescribed
+from djinnd.server.admission import admission
+from djinnd.server.loading.models import Model, Models, expect_open
+from djinnd.server.loading.sharing import Sharing
+from djinnd.server.models.kv_sizes import KvSizes
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.status.status import Status
+from djinnd.server.wire.client import Answer, Call, Client
+
+_WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s", "chat_template")  # in a LoadModel
+_SECOND_CHANCE = 600.0  # seconds until a user that is no administrator may load a model again that was set aside
+
+
+class ModelRequests:
+    """The requests about models."""
+
+    def __init__(self, sessions: SessionTable, models: Models, sharing: Sharing, status: Status) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._sharing = sharing
+        self._status = status
+
+    async def list_models(self, call: Call, request: protocol.ListModels) -> Answer:
+        return Answer(
+            protocol.Models(id=call.id, models=await self._status.model_infos(self._models.visible(call.client)))
+        )
+
+    async def load(self, call: Call, request: protocol.LoadModel) -> Answer:
+        admission.check_load(request)
+        kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
+        if not model.is_of(call.client):
+            return await self._load_as_it_is(call, request, model)
+        call.client.tenant.expect_tiers(request.host_kv_bytes, request.disk_kv_bytes)
+        if model.state in ("loading", "ready", "asleep"):
+            loaded = f"{model.name} is {'being loaded' if model.state == 'loading' else 'loaded'} already"
+            if kv.over(model.kv) != model.kv:
+                raise InvalidRequest(f"{loaded}: unload it first, to give it other KV memory")
+            if request.placing not in (None, model.placing):
+                raise InvalidRequest(f"{loaded}: unload it first, to place its blocks otherwise")
+            if request.chat_template not in ("", model.template):
+                raise InvalidRequest(f"{loaded}: unload it first, to give it another chat template")
+            if request.keep_alive_s not in (None, model.keep_alive):
+                self._expect_own(model, call.client)
+                self._models.set_keep_alive(model, request.keep_alive_s)
+        if model.state == "set aside":
+            self._expect_second_chance(model, call.client)
+            self._models.try_again(model)
+        user = call.client.user
+        wishes = (kv, request.placing, request.keep_alive_s, user, request.chat_template)
+        await self._models.ready(model.name, call.tell_loading, *wishes)
+        model = self._models.find(model.name)
+        return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+
+    async def _load_as_it_is(self, call: Call, request: protocol.LoadModel, model: Model) -> Answer:
+        """Loads the model as configured, for a client that may use it but not choose its settings. The reply says which
+        settings were ignored."""
+        await self._models.ready(model.name, call.tell_loading)
+        model = self._models.find_visible(model.name, call.client)
+        wishes = [name for name in _WISHES if getattr(request, name) not in (0, None, "")]
+        if not wishes:
+            return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+        info = await self._status.complete_info(model)
+        note = f"{', '.join(wishes)}: ignored, as only {_deciders(model)} may set that"
+        return Answer(ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note])))
+
+    async def plan(self, call: Call, request: protocol.PlanModel) -> Answer:
+        admission.check_plan(request)
+        model = await self._models.named(request.model, call.client)
+        plan = await self._models.plan(model, request.memory_bytes, request.kv_bytes, request.placing)
+        return Answer(PlanReply(id=call.id, plan=plan))
+
+    async def unload(self, call: Call, request: protocol.UnloadModel) -> Answer:
+        model = await self._models.named(request.model, call.client)
+        self._expect_own(model, call.client)
+        sessions = self._sessions.of_model(model.name)
+        used = sum(session.kept is None or session.call is not None for session in sessions)
+        if used and not request.force:
+            raise InvalidRequest(f"{used} sessions use {model.name}: close them, or unload it with force")
+        for session in sessions:
+            self._sessions.close(session)
+        if model.share is not None:
+            await self._sharing.withdraw(model.share)
+        else:
+            await self._models.unload(model)
+        return Answer(Done(id=call.id))
+
+    def _expect_own(self, model: Model, client: Client) -> None:
+        """Raises NotPermitted if the model does not belong to the client, or other users have sessions of it."""
+        if not model.is_of(client):
+            raise NotPermitted(f"{model.name} is not yours: only {_deciders(model)} may do that")
+        if not client.is_admin and any(s.user != client.user for s in self._sessions.of_model(model.name)):
+            raise NotPermitted(f"other users have sessions of {model.name}: only an administrator may do that")
+
+    async def hand_over_files(self, call: Call, request: protocol.HandOverFiles) -> Answer:
+        model = await self._models.hand_over(call.client, request, call.take_descriptors())
+        return Answer(FilesHandedOver(id=call.id, model=model.name))
+
+    def _expect_second_chance(self, model: Model, client: Client) -> None:
+        """Checks that the client may load a model that is set aside. Raises NotPermitted, and Retry if its user has
+        tried that recently."""
+        if client.is_admin:
+            return
+        self._expect_own(model, client)
+        if self._models.is_configured(model):
+            raise NotPermitted(f"{model.error} (only an administrator may do that with a model of the configuration)")
+        left = model.failed_at + _SECOND_CHANCE - time.monotonic()
+        if left > 0:
+            told = f"{model.error} (an administrator may do that at once, others in {left:.0f} s)"
+            raise Retry(told, retry_s=round(left, 3))
+
+    # --- shares -------------------------------------------------------------------------------------------------------
+
+    async def share_model(self, call: Call, request: protocol.ShareModel) -> Answer:
+        admission.check_share(request)
+        self._sharing.check(call.client, request)
+        share, image = await self._sharing.describe(call.client, request, os.dup(call.descriptor))
+        return Answer(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
+
+    async def share_weights(self, call: Call, request: protocol.ShareWeights) -> Answer:
+        model = await self._sharing.accept(call.client, request.share, call.descriptor, call.tell_loading)
+        return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+
+    async def end_share(self, call: Call, request: protocol.EndShare) -> Answer:
+        await self._sharing.end(call.client, request.share)
+        return Answer(Done(id=call.id))
+
+
+def _deciders(model: Model) -> str:
+    return "administrators" if model.is_configured else "its owner or an administrator"

@@ -1,0 +1,116 @@
+"""Handlers of requests about sessions: to open, fork, close, cut, pause and list them, and to change their class.
+
+Nothing is awaited between finding the engine and sending to it, so that session, model and engine are still as they
+were found. A session without an engine is changed in the table only: the next engine receives its state when it opens
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from djinn_client import protocol
+from djinn_client.errors import DjinnError, EngineLost
+from djinn_client.protocol import Done, PauseReply, SessionOpened, Sessions, TokenIds
+from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, Truncate
+from djinnd.server.admission import admission
+from djinnd.server.loading.loader import open_in
+from djinnd.server.loading.models import Models, expect_open
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.status.status import Status
+from djinnd.server.wire.client import Answer, Call
+
+log = logging.getLogger("djinnd.server")
+
+
+class SessionRequests:
+    """The requests about sessions."""
+
+    def __init__(self, sessions: SessionTable, models: Models, status: Status) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._status = status
+
+    async def open(self, call: Call, request: protocol.OpenSession) -> Answer:
+        model = await self._models.named(request.model, call.client)
+        expect_open(model)
+        priority = call.client.class_for(request.priority)
+        self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
+        engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
+        session = self._sessions.open(call.client, model.name, priority, shared=model.share is not None)
+        open_in(engine, session)
+        return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+
+    async def attach(self, call: Call, request: protocol.AttachSession) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        self._sessions.attach(session, call.client)
+        return Answer(SessionOpened(id=call.id, session=(await self._status.session_infos([session]))[0]))
+
+    async def fork(self, call: Call, request: protocol.ForkSession) -> Answer:
+        parent = self._sessions.lookup(request.session, call.client)
+        parent.expect_model()
+        engine = self._models.find_open(parent.model, call.client).engine
+        priority = request.priority or parent.priority
+        call.client.expect_class(priority)
+        session = self._sessions.fork(parent, call.client, priority)
+        if engine is not None:
+            engine.send(Fork(session.id, parent.id, session.priority))
+        return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+
+    async def close(self, call: Call, request: protocol.CloseSession) -> Answer:
+        self._sessions.close(self._sessions.lookup(request.session, call.client))
+        return Answer(Done(id=call.id))
+
+    async def truncate(self, call: Call, request: protocol.Truncate) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        session.expect_idle()
+        admission.check_truncate(request.length, len(session.tokens))
+        if request.length < len(session.tokens):
+            session.cut(request.length)
+            self._models.tell(session, Truncate(session.id, request.length))
+        return Answer(Done(id=call.id))
+
+    async def pause(self, call: Call, request: protocol.PauseSession) -> Answer:
+        """Pauses a session, also during a call. Without an engine, or if it is lost meanwhile, the next engine opens
+        the session as paused."""
+        admission.check_pause(request)
+        session = self._sessions.lookup(request.session, call.client)
+        engine, paused = self._models.engine_of(session), Paused(0, pages=0, nbytes=0, seconds=0.0)
+        was_paused, session.is_paused = session.is_paused, True
+        try:
+            if engine is not None:
+                with self._models.in_use(session):
+                    paused = await engine.call(Pause, session=session.id, tier=request.tier)
+        except EngineLost:
+            pass
+        except DjinnError:
+            session.is_paused = was_paused and session.is_paused  # it may have been resumed meanwhile
+            raise
+        log.info("session_paused session=%s tier=%s pages=%d", session.id, request.tier, paused.pages)
+        return Answer(
+            PauseReply(id=call.id, tier=request.tier, pages=paused.pages, nbytes=paused.nbytes, seconds=paused.seconds)
+        )
+
+    async def resume(self, call: Call, request: protocol.ResumeSession) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        session.is_paused = False
+        session.latency.interrupted()
+        self._models.tell(session, Resume(session.id))
+        log.info("session_resumed session=%s", session.id)
+        return Answer(Done(id=call.id))
+
+    async def set_priority(self, call: Call, request: protocol.SetPriority) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        call.client.expect_class(request.priority)
+        self._sessions.set_class(session, request.priority)
+        self._models.tell(session, SetClass(session.id, session.priority))
+        return Answer(Done(id=call.id))
+
+    async def get_tokens(self, call: Call, request: protocol.GetTokens) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        return Answer(TokenIds(id=call.id, token_ids=session.tokens))
+
+    async def list_sessions(self, call: Call, request: protocol.ListSessions) -> Answer:
+        visible = self._sessions.visible(call.client)
+        return Answer(Sessions(id=call.id, sessions=await self._status.session_infos(visible)))

@@ -1,0 +1,160 @@
+"""Chooses the session of a call whose program knows no sessions and sends the whole transcript each time.
+
+    a key that an earlier call had   that call's session; if it is busy, a new session without a key
+    no key, or a new one             no key: the idle session without a key that begins like the prompt for longest
+                                     neither: a new session, kept under the key
+
+A session without a key is a candidate if the prompt has all of the session's last prompt but its last TAIL tokens. To
+find candidates, the prompt is hashed once, with a stop at each length that a candidate has; tokens are compared only
+where the hashes are equal. Sessions that the daemon keeps for this are *kept*. They give way, the longest idle first.
+Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from xxhash import xxh3_128
+
+from djinnd.server.sessions.common_prefix import common_prefix
+
+# A template may end a prompt with tokens that the transcript does not have later, such as Qwen's empty block of
+# thoughts, which is 4 tokens long. A short prompt has nothing that it could do without.
+TAIL = 4
+_LEAST = 16
+COMPARED = 8  # candidates, at most, whose tokens are compared with the prompt
+
+
+@dataclass(slots=True, frozen=True)
+class Kept:
+    """A description of a kept session. `prompt`: how many of its tokens were its last prompt; `digest`: the hash of the
+    tokens that the next prompt must begin with."""
+
+    key: str = ""
+    prompt: int = 0
+    digest: bytes = b""
+
+
+class KeptSession(Protocol):
+    id: str
+    user: int
+    model: str
+    tokens: list[int]
+    used: float
+    kept: Kept | None
+
+    @property
+    def is_free(self) -> bool:
+        """No call works on it, and one may."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Its output follows from its tokens alone."""
+
+
+S = TypeVar("S", bound=KeptSession)
+
+
+class Choice(NamedTuple, Generic[S]):
+    """The session to go on with (None: a new one), and its description from now on."""
+
+    session: S | None
+    kept: Kept
+
+
+def settled(prompt: int) -> int:
+    """Counts the first tokens of such a prompt that the conversation's next prompt has, too."""
+    return prompt if prompt < _LEAST else prompt - TAIL
+
+
+def digests(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, bytes]:
+    """The hash of the first `length` tokens, for each of these lengths that there are tokens for."""
+    hashed, found, at = xxh3_128(), {}, 0
+    data = memoryview(array("I", tokens))
+    for length in sorted(set(lengths)):
+        if length > len(data):
+            break
+        hashed.update(data[at:length])
+        found[length], at = hashed.digest(), length
+    return found
+
+
+def kept_again(key: str, prompt: int, tokens: Sequence[int]) -> Kept:
+    """Describes a session by its own tokens. After a restart or a failed call it may have fewer than the prompt."""
+    prompt = min(prompt, len(tokens))
+    return Kept(key, prompt, b"" if key else digests(tokens, [settled(prompt)])[settled(prompt)])
+
+
+class Conversations(Generic[S]):
+    """The kept sessions of all users. Each is here from `add` until `remove`."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, dict[str, S]] = {}  # by user, and by the session's id
+        self._keyed: dict[tuple[int, str, str], S] = {}  # by user, model and key
+
+    def __iter__(self) -> Iterator[S]:
+        return (session for own in self._of.values() for session in own.values())
+
+    def count(self, user: int) -> int:
+        return len(self._of.get(user, ()))
+
+    def choose(self, user: int, model: str, key: str, prompt: Sequence[int], at: S | None = None) -> Choice[S]:
+        """Chooses for a call with this prompt. `at`: a free session at the very point from which the call goes on."""
+        if at is not None and at.kept is not None:
+            return Choice(at, kept_again(at.kept.key, len(prompt), prompt))
+        if key:
+            session = self._keyed.get((user, model, key))
+            is_busy = session is not None and not session.is_free
+            if not is_busy:
+                return Choice(session, Kept(key, len(prompt)))
+        candidates = [] if key else list(self._candidates(user, model))
+        end = settled(len(prompt))
+        found = digests(prompt, [end, *(settled(kept.prompt) for _, kept in candidates)])
+        alike = [each for each in candidates if found.get(settled(each[1].prompt)) == each[1].digest]
+        return Choice(_longest(alike, prompt), Kept("", len(prompt), found[end]))
+
+    def add(self, session: S) -> None:
+        """Adds a session whose `kept` is set. A key finds the first session that has it."""
+        assert session.kept is not None
+        self._of.setdefault(session.user, {})[session.id] = session
+        if session.kept.key:
+            self._keyed.setdefault((session.user, session.model, session.kept.key), session)
+
+    def remove(self, session: S) -> None:
+        """Removes a session, if it is here."""
+        own = self._of.get(session.user, {})
+        if own.pop(session.id, None) is None or session.kept is None:
+            return
+        if not own:
+            del self._of[session.user]
+        name = session.user, session.model, session.kept.key
+        if self._keyed.get(name) is session:
+            del self._keyed[name]
+
+    def idle(self, user: int) -> list[S]:
+        """The user's sessions that may give way."""
+        return [session for session in self._of.get(user, {}).values() if session.is_free]
+
+    def give_way(self, user: int) -> S | None:
+        """The user's session that has been idle for longest."""
+        return min(self.idle(user), key=lambda session: session.used, default=None)
+
+    def _candidates(self, user: int, model: str) -> Iterator[tuple[S, Kept]]:
+        for session in self._of.get(user, {}).values():
+            kept = session.kept
+            if kept is not None and not kept.key and session.model == model and session.is_free and session.is_plain:
+                yield session, kept
+
+
+def _longest(alike: list[tuple[S, Kept]], prompt: Sequence[int]) -> S | None:
+    """Picks the session that begins like the prompt for longest, among sessions whose hashes say that they do."""
+    alike.sort(key=lambda each: (each[1].prompt, each[0].used), reverse=True)
+    best, most = None, 0
+    for session, kept in alike[:COMPARED]:
+        common = common_prefix(session.tokens, prompt)
+        if common >= min(settled(kept.prompt), len(prompt) - 1) and common > most:
+            best, most = session, common
+    return best

@@ -1,0 +1,1 @@
+"""Status, metrics, and the audit of the server's tables."""

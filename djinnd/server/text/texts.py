@@ -1,0 +1,325 @@
+"""Where the text of models becomes tokens, and tokens become text.
+
+    model          short text      longer text            long text              tokens
+    configured     the loop        a thread of a few      the text worker        the loop
+    any other      the principal's text worker, for everything
+
+A configured model's files are the administrator's, and its tokenizer is trusted with the loop's time for what is short.
+Texts that cannot fit are refused before anything is done with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from djinn_client.errors import DjinnError, InvalidRequest, PromptTooLong, QuotaExceeded, TextFailed
+from djinn_client.files.model_files import ModelFiles
+from djinn_client.protocol import Generate
+from djinn_client.protocol.fields.chat import ChatInput
+from djinnd import config
+from djinnd.config import Limits
+from djinnd.jobs.text import (
+    CheckGrammar,
+    Decode,
+    Decoded,
+    Encode,
+    EncodeChat,
+    Encoded,
+    GrammarChecked,
+    Name,
+    Named,
+    Open,
+    Opened,
+    TooMany,
+)
+from djinnd.server.engines.confined_process import sparse_environ
+from djinnd.server.handover.python import python_module
+from djinnd.server.handover.stopping import leave_signals_to_the_loop
+from djinnd.server.models.text import ModelText, Prompt
+from djinnd.server.quotas.cpu_time import CpuTime
+from djinnd.server.text.text_worker import MOST_MODELS, Question, Reply, TextWorker
+from djinnd.text.chat.conversation import read_tools
+from djinnd.text.chat.templates import read_template
+from djinnd.text.encoder import TextRules
+from djinnd.text.end_tokens import MAX_END_TOKENS
+from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, text_files
+
+SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
+SHORT_CHAT = 1 << 10  # bytes of messages and tools: half a millisecond, with the template
+LONG_CHAT = 32 << 10  # bytes: a template and its filters hold the interpreter's lock for some milliseconds
+SHORT_TOKENS = 512  # to be made text: a millisecond on the loop
+LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
+LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which cannot be stopped
+_THREADS = 2
+_IDLE = 60.0  # seconds without a question, after which a worker ends
+_COMMAND = python_module("djinnd.text_worker")
+
+T = TypeVar("T")
+
+
+class Texts:
+    """Owns the text workers, one a principal at the most, and the threads for configured models' texts."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.time = CpuTime("text_seconds_per_minute", "text workers and inspections", limits.text_seconds_per_minute)
+        self.grammar_time = CpuTime(
+            "grammar_seconds_per_minute", "outputs with a format", limits.grammar_seconds_per_minute
+        )
+        self._workers: dict[int, TextWorker] = {}  # by user; they take questions
+        self._ending: set[TextWorker] = set()  # they take no more questions, and still exist
+        self._turns: dict[tuple[int, str], asyncio.Lock] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, "djinn-text", leave_signals_to_the_loop)
+        self._sweep: asyncio.TimerHandle | None = None
+
+    async def open(
+        self, user: int, name: str, files: ModelFiles, configured: config.Model | None, template: str = ""
+    ) -> ModelText:
+        """Opens the text side of a model that is being loaded, for `user`. `files` stay the model's. `configured`: its
+        section of the configuration. `template`, or else the configuration's, replaces the checkpoint's for chats.
+        Raises ModelRejected, TextFailed, QuotaExceeded."""
+        if configured is not None:
+            loop = asyncio.get_running_loop()
+            if configured.chat_template and not template:
+                template = await loop.run_in_executor(self._threads, read_template, configured.chat_template)
+            vocabulary = await loop.run_in_executor(self._threads, _read, name, files, template)
+            return ModelText(name, files, vocabulary, template, configured.reply_format)
+        text = ModelText(name, files, template=template)
+        weakref.finalize(text, self._forget, text.number)
+        async with self._turn(user, "worker"):
+            self.time.expect(user)
+            worker = self.worker(user)
+            told = await self._ask(worker, *_opening(text, self.limits))
+        assert isinstance(told, Opened)
+        if len({*told.eos, *told.turn_ends}) > MAX_END_TOKENS + 1:
+            raise TextFailed("the text worker has told more end tokens than any model has")
+        text.told = told
+        worker.models[text.number] = None
+        return text
+
+    async def prepare(self, text: ModelText, user: int, request: Generate, starts: bool, room: int) -> Prompt:
+        """Prepares the prompt of a request without a chat. `room`: tokens that fit. Raises PromptTooLong,
+        InvalidRequest, TextFailed, QuotaExceeded."""
+        given = request.token_ids or []
+        if request.text is None and not request.stop:
+            return Prompt(given)
+        rules = TextRules(starts, request.parse_special, request.prefix_space)
+        vocabulary, prompt = text.vocabulary, request.text or ""
+        if vocabulary is not None:
+            stop_tokens = vocabulary.stop_tokens(request.stop, request.skip_special_tokens)
+            if request.text is None:
+                return Prompt(given, stop_tokens)
+            _expect_fits(text.name, vocabulary, prompt, room)
+            if len(prompt) <= SHORT_TEXT:
+                return Prompt(vocabulary.encode(prompt, rules), stop_tokens)
+            if len(prompt) <= LONG_TEXT:
+                return Prompt(await self.in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens)
+        question = Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
+        prepared = await self._encoded(text, user, question)
+        return prepared._replace(tokens=given) if request.text is None else prepared
+
+    async def prepare_chat(
+        self, text: ModelText, user: int, chat: ChatInput, stops: Sequence[str], room: int
+    ) -> Prompt:
+        """Prepares all tokens of a chat, up to the answer. Raises as `prepare`, and InvalidRequest with the template's
+        own words."""
+        vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
+        if vocabulary is None or size > LONG_CHAT:
+            question = EncodeChat(text.number, chat, room, list(stops), False)
+            prompt = await self._encoded(text, user, question)
+        else:
+            encode = partial(vocabulary.encode_chat, chat)
+            encoded = encode() if size <= SHORT_CHAT else await self.in_thread(user, encode)
+            prompt = Prompt(encoded.tokens, vocabulary.stop_tokens(stops, skip_special=False), encoded.tail)
+        if not chat.tools or chat.tool_choice == "none":
+            return prompt
+        read = partial(read_tools, chat.tools)
+        return prompt._replace(tools=read() if len(chat.tools) <= SHORT_CHAT else await self.in_thread(user, read))
+
+    async def texts_of(self, text: ModelText, user: int, tokens: list[int], spelled: bool) -> list[str]:
+        """One text of the tokens, or, `spelled`, each as the vocabulary has it. Raises TextFailed, QuotaExceeded."""
+        vocabulary = text.vocabulary
+        if vocabulary is None or len(tokens) > LONG_TOKENS:
+            answer = await self._ask_one(text, user, Decode(text.number, tokens, spelled))
+            assert isinstance(answer, Decoded)
+            return answer.texts
+        decode = partial(vocabulary.texts, tokens, spelled)
+        return decode() if len(tokens) <= SHORT_TOKENS else await self.in_thread(user, decode)
+
+    async def in_thread(self, user: int, act: Callable[[], T]) -> T:
+        async with self._turn(user, "thread"):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+
+    async def _encoded(self, text: ModelText, user: int, question: Encode | EncodeChat) -> Prompt:
+        answer = await self._ask_one(text, user, question)
+        if isinstance(answer, TooMany):
+            raise _too_long(text.name, f"has {answer.tokens:,} tokens", question.most)
+        assert isinstance(answer, Encoded)
+        return Prompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
+
+    async def _ask_one(self, text: ModelText, user: int, question: Question) -> Reply:
+        """Asks the user's worker, when it is the user's turn."""
+        async with self._turn(user, "worker"):
+            self.time.expect(user)
+            return await self._ask(self.worker_with(text, user), question)
+
+    async def name(self, text: ModelText, user: int, tokens: bytes) -> dict[int, bytes]:
+        """Returns the bytes of tokens: 32 bits each, little-endian; each may be there many times. Raises TextFailed,
+        QuotaExceeded."""
+        if (naming := text.token_bytes) is not None:
+            async with self._turn(user, "thread"):
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, lambda: naming.of({*memoryview(tokens).cast("i")}))
+        async with self._turn(user, "worker"):
+            self.time.expect(user)
+            answer = await self._ask(self.worker_with(text, user), Name(text.number, tokens))
+        assert isinstance(answer, Named)
+        return answer.token_bytes
+
+    async def check(self, text: ModelText, user: int, question: CheckGrammar) -> GrammarChecked:
+        """Checks a grammar in the user's text worker, for configured models, too. Raises GrammarRejected, TextFailed,
+        QuotaExceeded."""
+        async with self._turn(user, "worker"):
+            self.time.expect(user)
+            answer = await self._ask(self.worker_with(text, user), question)
+        assert isinstance(answer, GrammarChecked)
+        return answer
+
+    def follow(self, limits: Limits) -> None:
+        """Applies limits to workers that start from now on, and to CPU time."""
+        self.limits = limits
+        self.time.follow(limits.text_seconds_per_minute)
+        self.grammar_time.follow(limits.grammar_seconds_per_minute)
+
+    def reading_worker(self, text: ModelText, user: int) -> TextWorker | None:
+        """The user's worker for the text of a run; None where the server reads it. Raises QuotaExceeded."""
+        if not text.is_read_by_workers:
+            return None
+        self.time.expect(user)
+        return self.worker_with(text, user)
+
+    def worker(self, user: int) -> TextWorker:
+        """The user's, which is started if need be. Raises QuotaExceeded where there are too many."""
+        worker = self._workers.get(user)
+        if worker is None:
+            if len(self._workers) >= self.limits.text_workers:
+                told = f"the daemon has {len(self._workers)} text workers, its limit (limits.text_workers): try again"
+                raise QuotaExceeded(told, quota="text_workers", limit=self.limits.text_workers)
+            limits, charge = self.limits, partial(self.time.charge, user)
+            fields = (user, limits.text_memory, limits.text_seconds, charge, self._ended)
+            worker = self._workers[user] = TextWorker(_COMMAND, sparse_environ(), *fields)
+            self._sweep_later()
+        return worker
+
+    def worker_with(self, text: ModelText, user: int) -> TextWorker:
+        """The user's, which has the model's tokenizer, or is about to have it. Raises QuotaExceeded."""
+        worker = self.worker(user)
+        if text.number not in worker.models:
+            while len(worker.models) >= MOST_MODELS:
+                worker.forget(next(iter(worker.models)))
+            question, fds = _opening(text, self.limits)
+            worker.models[text.number] = None
+            worker.ask(question, lambda answer: _opened(worker, text.number, answer), fds)
+        worker.models.move_to_end(text.number)
+        return worker
+
+    async def close(self) -> None:
+        """Kills all workers at once. Returns when none is left."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for worker in [*self._workers.values(), *self._ending]:
+            await worker.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _forget(self, model: int) -> None:
+        for worker in self._workers.values():
+            worker.forget(model)
+
+    async def _ask(self, worker: TextWorker, question: Question, fds: Sequence[int] = ()) -> Reply:
+        """Asks a worker. Raises the error that it answers with. If the caller stops waiting, the job goes on within its
+        limits."""
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+
+        def then(answer: Reply | DjinnError) -> None:
+            if future.done():  # cancelled
+                return
+            if isinstance(answer, DjinnError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        worker.ask(question, then, fds)
+        return await future
+
+    def _turn(self, user: int, where: str) -> asyncio.Lock:
+        """One text of a user at a time, in a thread and in its worker: the next one waits here."""
+        return self._turns.setdefault((user, where), asyncio.Lock())
+
+    def _ended(self, worker: TextWorker) -> None:
+        del self._workers[worker.user]
+        self._ending.add(worker)
+        worker.gone.add_done_callback(lambda _: self._ending.discard(worker))
+
+    def _sweep_later(self) -> None:
+        if self._sweep is None:
+            self._sweep = asyncio.get_running_loop().call_later(_IDLE / 2, self._end_idle)
+
+    def _end_idle(self) -> None:
+        """Ends workers that were not asked anything for a while, or that have no model any more."""
+        self._sweep = None
+        now = time.monotonic()
+        for worker in list(self._workers.values()):
+            if worker.is_idle and (now - worker.used > _IDLE or not worker.models):
+                worker.kill()
+        if self._workers:
+            self._sweep_later()
+
+
+def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:
+    """Reads a vocabulary, and computes the properties that take a look at all of its tokens. Blocks."""
+    vocabulary = Vocabulary.read(name, files, template=template)
+    if vocabulary.has_text:
+        vocabulary.characters_per_token  # noqa: B018
+    if vocabulary.chats:
+        with suppress(InvalidRequest):  # which the first chat is told
+            vocabulary.chats.compile()
+    return vocabulary
+
+
+def _expect_fits(name: str, vocabulary: Vocabulary, prompt: str, room: int) -> None:
+    """Raises PromptTooLong for a text that has too many tokens, whatever they are."""
+    if len(prompt) <= SHORT_TEXT:
+        return
+    characters = vocabulary.characters_per_token
+    if characters is not None and len(prompt) > room * characters:
+        raise _too_long(name, f"has {len(prompt):,} characters, and no token stands for more than {characters}", room)
+
+
+def _too_long(name: str, what: str, room: int) -> PromptTooLong:
+    return PromptTooLong(
+        f"the prompt {what}; in {name} there is room for {room:,} tokens: truncate the session, or shorten the prompt",
+        max_context=room,
+    )
+
+
+def _opening(text: ModelText, limits: Limits) -> tuple[Open, list[int]]:
+    """Raises TextFailed where the model has been unloaded meanwhile."""
+    names = text_files(text.files)
+    if not names:
+        raise TextFailed(f"{text.name} has been unloaded: load it again")
+    fds = [os.dup(text.files.descriptor(name)) for name in names]
+    return Open(text.number, text.name, names, limits.tokenizer_bytes, text.template), fds
+
+
+def _opened(worker: TextWorker, model: int, answer: Reply | DjinnError) -> None:
+    """Where it failed, the question that follows finds no tokenizer, and the next one opens it again."""
+    if isinstance(answer, DjinnError):
+        worker.models.pop(model, None)

@@ -1,0 +1,1 @@
+"""Requests that look inside a model: edits, breakpoints, and functions of clients."""

@@ -1,0 +1,52 @@
+"""Handlers that add, end and list breakpoints of sessions. The session and the journal store them. Each call brings the
+engine the breakpoints that it may reach: see breakpoint_list.py."""
+
+from __future__ import annotations
+
+import logging
+
+from djinn_client import protocol
+from djinn_client.protocol import BreakpointAdded, Breakpoints, Done
+from djinnd.server.admission import breakpoints as breakpoint_admission
+from djinnd.server.loading.models import Models
+from djinnd.server.probe_lists.edit_list import PART_BYTES
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.whitebox.functions import Functions
+from djinnd.server.wire.client import Answer, Call
+
+log = logging.getLogger("djinnd.server")
+
+
+class Breaking:
+    """The requests about breakpoints."""
+
+    def __init__(self, sessions: SessionTable, models: Models, functions: Functions) -> None:
+        self._sessions = sessions
+        self._models = models
+        self._functions = functions
+
+    async def add(self, call: Call, request: protocol.AddBreakpoint) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        with session.in_use(call):
+            info, _ = (await self._models.once_ready(session)).described
+            added = breakpoint_admission.breakpoint_of(request, session.breakpoints, info)
+            breakpoint_admission.check_room(added, session.breakpoints, self._sessions.limits)
+            if not session.salt:
+                self._sessions.expect_journal(session.tenant, PART_BYTES * added.count)
+            session.add_breakpoint(added)
+        log.debug("breakpoint_added session=%s breakpoint=%d block=%d", session.id, added.number, added.block)
+        return Answer(BreakpointAdded(id=call.id, breakpoint=added.number))
+
+    async def end(self, call: Call, request: protocol.EndBreakpoints) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        session.expect_idle()
+        numbers = breakpoint_admission.numbers_to_end(request, session.breakpoints)
+        if numbers:
+            session.end_breakpoints(numbers)
+            self._functions.breakpoints_ended(session, numbers)
+        return Answer(Done(id=call.id))
+
+    async def list_breakpoints(self, call: Call, request: protocol.ListBreakpoints) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        infos = [each.info for each in session.breakpoints.breakpoints]
+        return Answer(Breakpoints(id=call.id, breakpoints=infos))

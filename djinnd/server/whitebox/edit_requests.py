@@ -1,0 +1,68 @@
+"""Handlers that add, end and list edits of the activations of sessions.
+
+An edit belongs to its session, as tokens do: the session and the journal store it, and the session's engine is told. If
+no engine has the model, the next engine receives the edits when it opens the session.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from djinn_client import protocol
+from djinn_client.protocol import Done, EditAdded, Edits
+from djinnd.core.edits import now
+from djinnd.messages import AddEdit, EndEdits
+from djinnd.server.admission import edits as edit_admission
+from djinnd.server.loading.models import Models
+from djinnd.server.probe_lists.edit_list import nbytes_of
+from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.wire.client import Answer, Call
+
+log = logging.getLogger("djinnd.server")
+
+
+class Editing:
+    """The requests about edits. Nothing is awaited between finding the engine and sending to it: see handlers.py."""
+
+    def __init__(self, sessions: SessionTable, models: Models) -> None:
+        self._sessions = sessions
+        self._models = models
+
+    async def add(self, call: Call, request: protocol.AddEdit) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        with session.in_use(call):
+            return Answer(EditAdded(id=call.id, edit=await self.admit(session, request)))
+
+    async def admit(self, session: SessionRecord, request: protocol.AddEdit) -> int:
+        """Adds an edit to a session that the caller has in use, and returns its number. Ignores the session that the
+        request names. Raises InvalidRequest, QuotaExceeded, and the errors of getting the model ready."""
+        edit_admission.check_form(request)
+        info, _ = (await self._models.once_ready(session)).described
+        edit = edit_admission.edit_of(request, session.edits, len(session.tokens), session.fixed, info)
+        names = list(dict.fromkeys(request.points))
+        replaced = session.edits.replaced_by(edit)
+        edit_admission.check_room(edit, names, session.edits.without(replaced), self._sessions.limits)
+        if not session.salt:
+            self._sessions.expect_journal(session.tenant, nbytes_of(edit, names))
+        session.add_edit(edit, names)
+        self._models.tell(session, AddEdit(session.id, edit))
+        if replaced:  # from its first position on, and so completely
+            session.end_edits(replaced, edit.first)
+            self._models.tell(session, EndEdits(session.id, replaced, edit.first))
+        log.debug("edit_added session=%s edit=%d op=%s points=%d", session.id, edit.number, edit.op, len(edit.points))
+        return edit.number
+
+    async def end(self, call: Call, request: protocol.EndEdits) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        session.expect_idle()
+        numbers = edit_admission.numbers_to_end(request, session.edits)
+        if numbers:
+            at = now(len(session.tokens))
+            session.end_edits(numbers, at)
+            self._models.tell(session, EndEdits(session.id, numbers, at))
+            log.debug("edits_ended session=%s edits=%d at=%d", session.id, len(numbers), at)
+        return Answer(Done(id=call.id))
+
+    async def list_edits(self, call: Call, request: protocol.ListEdits) -> Answer:
+        session = self._sessions.lookup(request.session, call.client)
+        return Answer(Edits(id=call.id, edits=session.edits.infos()))

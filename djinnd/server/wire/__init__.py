@@ -1,0 +1,1 @@
+"""Connections to clients: frames and descriptors, the requests under way on each, and shared windows."""

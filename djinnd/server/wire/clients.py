@@ -1,0 +1,158 @@
+"""All connected clients, and their shared state: see client.Desk."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any
+
+from djinn_client.errors import NotPermitted, QuotaExceeded
+from djinn_client.protocol import Failure, Request, Signal, encode
+from djinnd.config import Limits
+from djinnd.server.principals.tokens import Bearer, Tokens
+from djinnd.server.quotas.quotas import Tenant
+from djinnd.server.system.closer import Closer
+from djinnd.server.system.peers import UNKNOWN, Peer, nobody_in_particular
+from djinnd.server.wire.client import Answer, Call, Client
+from djinnd.server.wire.traffic import Traffic
+from djinnd.server.wire.windows import Windows
+
+log = logging.getLogger("djinnd.server")
+
+Handle = Callable[[Call, Request], Coroutine[Any, Any, Answer]]
+
+
+class Clients:
+    """The table of connected clients, with the accounts of their users."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        admins: Collection[int],
+        handle: Handle,
+        signal: Callable[[Client, Signal], None],
+        on_gone: Callable[[Client], None],
+        after: Callable[..., None],
+        tenant_of: Callable[[int], Tenant],
+        tokens: Tokens,
+    ) -> None:
+        """`limits` may be replaced. `after`: see Journal."""
+        self.limits = limits
+        self.handle = handle
+        self.signal = signal
+        self.after = after
+        self.tenant_of = tenant_of
+        self.unfinished = 0
+        self.idle = asyncio.Event()  # set while no request is unfinished
+        self.idle.set()
+        self.set_admins(admins)
+        self._tokens = tokens
+        self._nobody = nobody_in_particular()
+        self._closer = Closer()
+        self._traffic: dict[int, Traffic] = {}  # by user; never removed, as messages may outlive the connections
+        self._windows: dict[int, Windows] = {}  # by user; never removed either
+        self._on_gone = on_gone
+        self._clients: set[Client] = set()
+        self._connections: Counter[int] = Counter()  # by user
+        self._fewer = asyncio.Event()  # set when a client disconnects
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(list(self._clients))
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def set_admins(self, admins: Collection[int]) -> None:
+        """Sets the administrators' uids. root and the daemon's own uid always belong to them."""
+        self._admins = {0, os.geteuid(), *admins}
+
+    def is_admin(self, user: int) -> bool:
+        return user in self._admins
+
+    def accept(self, sock: socket.socket) -> None:
+        """Accepts a connection, or closes it: if its user has the most connections allowed, or if the kernel cannot map
+        its user."""
+        user = Peer.of(sock).user
+        if user == self._nobody:
+            self._refuse(sock, user)
+        elif self._connections[user] >= self.limits.connections_per_user:
+            log.warning("too_many_connections user=%d limit=%d", user, self.limits.connections_per_user)
+            self.traffic_of(user).hang_up(sock)
+        else:
+            self._connections[user] += 1
+            self._clients.add(Client(sock, self))
+
+    def authenticate(self, client: Client, token: str) -> Bearer:
+        """Finds the bearer of a token and counts the client's connection for that principal from now on. Raises
+        NotAuthenticated, QuotaExceeded."""
+        bearer = self._tokens.authenticate(token)
+        limit, used = self.limits.connections_per_user, self._connections[bearer.user]
+        if bearer.user != client.user and used >= limit:
+            told = f"you have {used:,} connections, and limits.connections_per_user is {limit:,}: close some"
+            raise QuotaExceeded(told, quota="connections", rule="", limit=limit, used=used)
+        self._connections[client.user] -= 1
+        self._connections[bearer.user] += 1
+        return bearer
+
+    def name_of(self, user: int) -> str:
+        return self._tokens.name_of(user)
+
+    def _refuse(self, sock: socket.socket, user: int) -> None:
+        log.warning("unmapped_user user=%d", user)
+        with suppress(OSError):
+            sock.setblocking(False)
+            sock.send(encode(Failure(id=0, code=NotPermitted.code, message=UNKNOWN)), socket.MSG_NOSIGNAL)
+        self.traffic_of(user).hang_up(sock)
+
+    def traffic_of(self, user: int) -> Traffic:
+        traffic = self._traffic.get(user)
+        if traffic is None:
+            traffic = self._traffic[user] = Traffic(self.tenant_of(user).ledger, self._closer.lane())
+        return traffic
+
+    def windows_of(self, user: int) -> Windows:
+        windows = self._windows.get(user)
+        if windows is None:
+            windows = self._windows[user] = Windows(self.tenant_of(user).ledger, self._closer.lane())
+        return windows
+
+    @property
+    def counted(self) -> dict[int, int]:
+        """Number of connections by user, as limits.connections_per_user counts them."""
+        return dict(+self._connections)
+
+    @property
+    def windows(self) -> int:
+        """Number of windows that clients keep, as far as the server knows."""
+        return sum(map(len, self._windows.values()))
+
+    def begun(self) -> None:
+        self.unfinished += 1
+        self.idle.clear()
+
+    def ended(self) -> None:
+        self.unfinished -= 1
+        if not self.unfinished:
+            self.idle.set()
+
+    def gone(self, client: Client) -> None:
+        self._clients.discard(client)
+        self._connections[client.user] -= 1
+        self._on_gone(client)
+        self._fewer.set()
+
+    async def close(self, at_once: bool) -> None:
+        """Closes all connections, and returns when they are gone: at once, or after each client has read all its
+        replies or the time for that is over."""
+        for client in self:
+            client.close(at_once)
+        while self._clients:
+            self._fewer.clear()
+            await self._fewer.wait()
+        for windows in self._windows.values():
+            windows.close()

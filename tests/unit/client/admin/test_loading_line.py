@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import io
+import sys
+import threading
+
+import pytest
+
+from djinn_client.admin.loading_line import LoadingLine, line_of, loading_line
+from djinn_client.protocol import Progress
+
+READING = Progress(id=1, model="llama", stage="reading", done=6 << 30, total=24 << 30)
+CHECKING = Progress(id=1, model="llama", stage="checking")
+
+
+class Terminal(io.StringIO):
+    """A terminal that says when something was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        self.drawn.set()
+
+
+def test_a_line() -> None:
+    assert line_of(READING, 80) == f"llama: reading {'━' * 6}{'─' * 18} 6.0 of 24.0 GiB"
+    assert line_of(CHECKING, 80) == "llama: checking"
+    assert len(line_of(READING, 20)) == 19
+
+
+def test_a_short_load_shows_nothing() -> None:
+    terminal = Terminal()
+    line = LoadingLine(terminal)
+    line(READING)
+    line.close()
+    assert terminal.getvalue() == ""
+
+
+def test_a_long_load_is_shown_and_wiped_away() -> None:
+    terminal = Terminal()
+    line = LoadingLine(terminal, patience_s=0.01)
+    line(READING)
+    assert terminal.drawn.wait(30)
+    line(CHECKING)
+    line.close()
+    line._draw()  # a timer that fires late
+    _, first, second, wiped = terminal.getvalue().split("\r\x1b[K")
+    assert first.startswith("llama: reading ━")
+    assert second == "llama: checking"
+    assert wiped == ""
+
+
+def test_where_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with loading_line(None) as told:
+        assert told is None, "it is no terminal"
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with loading_line(None) as told:
+        assert isinstance(told, LoadingLine)
+    seen: list[Progress] = []
+    with loading_line(seen.append) as told:
+        assert told == seen.append, "the caller shows it"
+    monkeypatch.setenv("TERM", "dumb")
+    with loading_line(None) as told:
+        assert told is None

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from djinn_client.errors import ModelRejected
+from djinnd.device.cpu import CpuDevice
+from djinnd.model.attention.paged import PagedBatch, TorchAttention
+from djinnd.model.check.equality import CHUNKS, SINGLES
+from djinnd.model.step.paged_model import PagedModel
+from tests.support.checkpoints import Tensors, altered, cast
+from tests.support.loaded import MEMORY, check_all, load_weights
+from tests.support.models import FAMILIES, reduced_model
+
+PAGE = 16
+CONTEXT = 512
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(MEMORY)
+    yield device
+    device.close()
+
+
+def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "auto") -> PagedModel:
+    folder = reduced_model(family) if isinstance(family, str) else family
+    weights = load_weights(folder, device, dtype)
+    kv, pages = weights.skeleton.kv_shape, 2 + (sum(CHUNKS) + SINGLES) // PAGE
+    pool = torch.zeros(pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
+    return PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_paged_attention_pass_and_leave_the_pages_zeroed(device: CpuDevice, family: str) -> None:
+    model = model_of(device, family)
+    check_all(model, device, PAGE, CONTEXT)
+    assert not bool(model.pool[1:].any())
+    assert {paged.calls for paged in model.paged} != {0}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_in_half_precision_passes(device: CpuDevice, dtype: str) -> None:
+    check_all(model_of(device, "llama-2", dtype), device, PAGE, CONTEXT)
+
+
+class Forgetful(TorchAttention):
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        pass
+
+
+def test_keys_that_do_not_reach_the_pages_are_detected(device: CpuDevice) -> None:
+    model = model_of(device)
+    model.context.kernels = Forgetful()
+    with pytest.raises(ModelRejected, match=r"llama fails the check at load: the logits of .* differ") as told:
+        check_all(model, device, PAGE, CONTEXT)
+    assert told.value.data["family"] == "llama" and told.value.data["error"] > 0.01
+
+
+class Repeated(nn.Module):
+    """Runs its attention a given number of times."""
+
+    def __init__(self, attention: nn.Module, times: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.times = times
+
+    def forward(self, hidden_states: Tensor, **arguments: Any) -> Any:
+        out = torch.zeros_like(hidden_states), None
+        for _ in range(self.times):
+            out = self.attention(hidden_states=hidden_states, **arguments)
+        return out
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_attention_that_does_not_run_once_a_block_is_detected(device: CpuDevice, times: int) -> None:
+    model = model_of(device)
+    block = model.adapter.blocks[2]
+    block.self_attn = Repeated(block.self_attn, times)
+    ran = sorted({1, times})
+    with pytest.raises(ModelRejected, match=rf"attention ran \[{ran[0]}, {ran[1]}\] times in its blocks, not once"):
+        check_all(model, device, PAGE, CONTEXT)
+
+
+class Remembering(nn.Module):
+    """Keeps state from call to call, outside of the pages."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.mlp(x) * self.calls  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_state_outside_of_the_pages_is_detected(device: CpuDevice, again: bool) -> None:
+    model = model_of(device)
+    model.adapter.blocks[1].mlp = Remembering(model.adapter.blocks[1].mlp)
+    with pytest.raises(ModelRejected, match="differ by"):
+        check_all(model, device, PAGE, CONTEXT, again=again)
+
+
+def test_logits_with_nan_are_refused(device: CpuDevice) -> None:
+    model = model_of(device)
+    model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
+    with pytest.raises(ModelRejected, match="its logits contain NaN: its activations overflow"):
+        check_all(model, device, PAGE, CONTEXT)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_with_nan_or_infinity_are_refused_by_name(
+    device: CpuDevice, tmp_path: Path, name: str, value: float, dtype: torch.dtype
+) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[name].view(-1)[5] = value
+        cast(tensors, dtype)
+
+    model = model_of(device, altered(tmp_path, change=change), "auto" if dtype == torch.float32 else "bfloat16")
+    with pytest.raises(ModelRejected, match=rf"contain NaN: NaN or infinity in tensor {name}") as told:
+        check_all(model, device, PAGE, CONTEXT)
+    assert told.value.data["tensor"] == name
+
+
+class Stumbling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise IndexError("an expert too many")
+
+
+def test_an_exception_of_a_forward_is_reported_with_the_family(device: CpuDevice) -> None:
+    model = model_of(device, "mixtral")
+    model.adapter.blocks[3].mlp = Stumbling()
+    with pytest.raises(ModelRejected, match=r"mixtral fails the check at load: IndexError\('an expert too many'\)"):
+        check_all(model, device, PAGE, CONTEXT)

@@ -1,0 +1,101 @@
+"""The list of kernels is complete: it has all kernels that steps of a model launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from djinnd.device.cpu import CpuDevice
+from djinnd.model.attention.paged import TritonAttention
+from djinnd.model.check.rehearsal import list_kernels
+from djinnd.model.kernels.launches import Launches
+from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.kernels.variants import Variant
+from djinnd.model.step.graphs import CHUNK_TOKENS, DECODE_ROWS
+from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.paged_model import PagedModel
+from tests.support.compiled import hopper
+from tests.support.loaded import MEMORY, load_weights
+from tests.support.models import reduced_model
+
+pytestmark = [
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="launches would run"),
+]
+MAX_TOKENS, MAX_KV = 512, 4096
+
+
+@pytest.fixture
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("djinnd.model.kernels.scratch.processors", lambda device: 132)
+    with hopper() as launches:
+        yield launches
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    device = CpuDevice(MEMORY)
+    yield device
+    device.close()
+
+
+def model_of(family: str, device: CpuDevice) -> PagedModel:
+    """A model with the attention of a GPU."""
+    weights = load_weights(reduced_model(family), device)
+    kv = weights.skeleton.kv_shape
+    pool = torch.zeros(2, weights.skeleton.num_blocks, 2, 16, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
+    model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    model.context.kernels = TritonAttention(torch.device("cpu"))
+    return model
+
+
+def step(model: PagedModel, device: CpuDevice, tokens: int, rows: int, max_query: int, max_kv: int) -> None:
+    inputs = StepInputs(device, tokens, rows, 1)
+    inputs.clear()
+    with device.computing(), torch.inference_mode():
+        model.forward(inputs, max_query=max_query, max_kv=max_kv, fresh=False)
+
+
+@pytest.mark.parametrize("family", ["llama-2", "gemma-2", "gpt-oss"])
+def test_steps_launch_only_listed_kernels(family: str, launches: Launches, device: CpuDevice) -> None:
+    model = model_of(family, device)
+    listed = set(list_kernels(model, device, MAX_TOKENS, MAX_KV))
+    with launches.listing() as launched:
+        for max_kv in (16, 300, 1500, MAX_KV):
+            for rows in DECODE_ROWS[::3]:
+                step(model, device, rows, rows, 1, max_kv)
+            for tokens in [*CHUNK_TOKENS[:9:2], 9, MAX_TOKENS]:
+                for queries in {2, 5, 8, 9, tokens}:
+                    step(model, device, tokens, min(tokens, 4), queries, max_kv)
+    assert set(launched) <= listed
+    names = {variant.name for variant in listed}
+    assert names == {"kv_write_kernel", "decode_kernel", "combine_kernel", "mixed_kernel", "combine_mixed_kernel"}
+
+
+def windows(listed: list[Variant]) -> set[bool]:
+    return {"WINDOW=True" in str(variant) for variant in listed if variant.name == "decode_kernel"}
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("llama-2", {False}), ("gemma-2", {False, True})])
+def test_kernels_of_each_kind_of_block_are_listed(
+    family: str, kinds: set[bool], launches: Launches, device: CpuDevice
+) -> None:
+    assert windows(list_kernels(model_of(family, device), device, MAX_TOKENS, MAX_KV)) == kinds
+
+
+def test_after_a_failure_there_is_a_list_and_attention_is_restored(launches: Launches, device: CpuDevice) -> None:
+    model = model_of("llama-2", device)
+    own = model.context.kernels
+
+    def fails(*args: object, **arguments: object) -> None:
+        raise ValueError("of the family")
+
+    model.adapter.blocks[1].forward = fails  # type: ignore[method-assign]
+    assert list_kernels(model, device, MAX_TOKENS, MAX_KV)
+    assert model.context.kernels is own

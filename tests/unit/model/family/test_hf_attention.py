@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from djinnd.model.attention.paged import PagedAttention, PagedBatch, TorchAttention
+from djinnd.model.family.hf_attention import AttentionContext, BlockKV, NoPages, Wanted, paged_attention
+from tests.support.paged import Scene
+
+
+class Recorded(TorchAttention):
+    """Keeps the options of its calls."""
+
+    options: dict[str, Any]
+
+    def attend(self, *args: Any, **options: Any) -> Tensor:
+        self.options = options
+        return super().attend(*args, **options)
+
+
+def as_transformers(x: Tensor) -> Tensor:
+    """[tokens, heads, head_dim] → [1, heads, tokens, head_dim]"""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def module_over(scene: Scene, kernels: PagedAttention, batch: PagedBatch | None) -> nn.Module:
+    module = nn.Module()
+    module.paged = BlockKV(AttentionContext(kernels, batch), scene.keys, scene.values)  # type: ignore[assignment]
+    return module
+
+
+@pytest.fixture
+def scene() -> Scene:
+    torch.manual_seed(0)
+    return Scene([1, 5, 3], [20, 5, 40], group=2)
+
+
+def test_attention_writes_to_pages_and_attends_over_them(scene: Scene) -> None:
+    module = module_over(scene, TorchAttention(), scene.batch())
+    written = scene.written()
+    out, weights = paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, scaling=0.125)
+    assert weights is None and out.shape == (1, scene.tokens, 4, 64)
+    torch.testing.assert_close(out[0].double(), scene.reference(written, scale=0.125), rtol=1e-5, atol=1e-5)
+    assert module.paged.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        ({}, {"scale": 0.125, "window": 0, "softcap": 0.0, "sinks": None}),
+        (
+            {"scaling": 0.5, "sliding_window": 7, "softcap": 3.0},
+            {"scale": 0.5, "window": 7, "softcap": 3.0, "sinks": None},
+        ),
+        ({"sliding_window": None, "softcap": None, "scaling": None, "position_ids": torch.zeros(1)}, {"scale": 0.125}),
+    ],
+    ids=["none", "all", "nothing in particular"],
+)
+def test_options_have_the_meaning_of_transformers(scene: Scene, given: dict[str, Any], options: dict[str, Any]) -> None:
+    kernels = Recorded()
+    module = module_over(scene, kernels, scene.batch())
+    paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, **given)
+    assert kernels.options.items() >= options.items()
+
+
+def test_sinks_are_passed_on(scene: Scene) -> None:
+    sinks = torch.randn(4)
+    module = module_over(scene, TorchAttention(), scene.batch())
+    written = scene.written()
+    out, _ = paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, s_aux=sinks)
+    reference = scene.reference(written, scale=0.125, sinks=sinks)
+    torch.testing.assert_close(out[0].double(), reference, rtol=1e-5, atol=1e-5)
+
+
+def wanted_by(module: nn.Module, mask: Tensor | None = None, **arguments: Any) -> Wanted:
+    q, k, v = torch.zeros(1, 8, 3, 16), torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 12)
+    with pytest.raises(NoPages) as call:
+        paged_attention(module, q, k, v, mask, **arguments)
+    return call.value.wanted
+
+
+def test_without_pages_the_wanted_shape_is_raised() -> None:
+    harmless = {"position_ids": torch.zeros(1), "cache_position": torch.zeros(1), "output_attentions": False}
+    assert wanted_by(nn.Module(), **harmless) == Wanted(2, key_dim=16, value_dim=12, window=0, unserved="")
+    assert wanted_by(nn.Module(), sliding_window=64).window == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unserved"),
+    [
+        ({"mask": torch.zeros(1)}, "a mask of its own"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"indices": torch.zeros(1), "is_causal": False}, "indices, attention to later tokens"),
+    ],
+    ids=str,
+)
+def test_unsupported_arguments_are_named(arguments: dict[str, Any], unserved: str) -> None:
+    assert wanted_by(nn.Module(), **arguments).unserved == unserved
+
+
+def test_a_module_that_is_not_causal_is_detected() -> None:
+    module = nn.Module()
+    module.is_causal = False  # type: ignore[assignment]
+    assert wanted_by(module).unserved == "attention to later tokens"

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BloomConfig,
+    DeepseekV3Config,
+    DogeConfig,
+    FalconConfig,
+    Gemma3Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GPTNeoConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    MambaConfig,
+    MiniMaxConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
+
+from djinn_client.errors import ModelRejected
+from djinnd.model.family.skeleton import Skeleton, bind, build
+from tests.support.models import FAMILIES, reduced_model
+from tests.support.opened import read_config
+from tools.checkpoints.shapes import SHAPES, config_of
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+}
+GEMMA_3N: dict[str, Any] = {
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "activation_sparsity_pattern": [0.0, 0.0],
+}
+
+
+def skeleton_of(config: PreTrainedConfig) -> Skeleton:
+    return Skeleton(build(config, torch.float32))
+
+
+# --- configurations -------------------------------------------------------------------------------------------------
+
+
+def config_folder(tmp_path: Path, **entries: Any) -> Path:
+    config = json.loads((reduced_model("llama-2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | entries))
+    return tmp_path
+
+
+def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRejected, match=r"config\.json: .*borogove"):
+        read_config(config_folder(tmp_path, model_type="borogove"))
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "configuration_own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass OwnConfig: pass\n")
+    config_folder(tmp_path, model_type="own", auto_map={"AutoConfig": "configuration_own.OwnConfig"})
+    with pytest.raises(ModelRejected, match=r"config\.json"):
+        read_config(tmp_path)
+    assert not ran.exists()
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ModelRejected, match="quantised checkpoints are not supported"):
+        read_config(folder)
+
+
+def test_gpt_oss_as_it_is_published_is_refused(tmp_path: Path) -> None:
+    config = config_of("gpt-oss-20b", dtype="bfloat16") | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRejected, match=r"quantised checkpoints are not supported .*; use an F32, F16 or BF16 one"):
+        read_config(tmp_path)
+
+
+def test_a_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
+    Gemma3Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelRejected, match="gemma3 is not a plain decoder") as told:
+        read_config(tmp_path)
+    assert told.value.data == {"family": "gemma3"}
+
+
+# --- families that cannot be served ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+            "block 0 of bloom never called .* attention interface",
+        ),
+        (FalconConfig(**SMALL, alibi=True), "attention of falcon needs .*: alibi"),
+        (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "gpt_neo does not use .* interface"),
+        (
+            MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+            "block 0 of mamba .* cannot page",
+        ),
+        (Qwen3NextConfig(**SMALL, num_experts=2), "block 0 of qwen3_next .* cannot page: linear_attention"),
+        (
+            Gemma4TextConfig(**SMALL, layer_types=GEMMA_3N["layer_types"]),
+            "gemma4_text has blocks with different shapes",
+        ),
+        (
+            JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1),
+            "block 0 of jamba .* cannot page",
+        ),
+        (MiniMaxConfig(**SMALL), "block 1 of minimax is of a kind with state that .* cannot page: linear_attention"),
+        (BertConfig(**SMALL), "attention of bert needs .*: attention to later tokens"),
+        (DogeConfig(**SMALL, num_key_value_heads=2), "attention of doge needs .*: a mask of its own"),
+        (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "block 0 of lfm2 is of a kind .*: conv"),
+        (DeepseekV3Config(**SMALL), "deepseek_v3 has blocks with different shapes of K and V"),
+        (
+            Gemma3nTextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_kv_shared_layers=0, **GEMMA_3N),
+            r"gemma3n_text take more than one hidden state a token: \[4, 1, 2, 32\]",
+        ),
+        (
+            Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=64),
+            "block 0 of llama4_text is of a kind .*: chunked_attention",
+        ),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_families_that_would_give_wrong_answers_are_refused_by_name(config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(ModelRejected, match=reason) as told:
+        skeleton_of(config)
+    assert told.value.data == {"family": config.model_type}
+
+
+def test_a_window_that_only_a_mask_would_enforce_is_refused() -> None:
+    """Every block of Mistral asks for the window, whatever kind `layer_types` gives it."""
+    config = MistralConfig(**SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    with pytest.raises(ModelRejected, match=r"attention of mistral needs .*: full_attention by a mask"):
+        skeleton_of(config)
+
+
+# --- learnt properties ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=FAMILIES)
+def config(request: pytest.FixtureRequest) -> PreTrainedConfig:
+    return read_config(reduced_model(request.param))
+
+
+def test_a_skeleton_has_no_memory(config: PreTrainedConfig) -> None:
+    model = build(config, torch.bfloat16)
+    Skeleton(model)
+    assert {parameter.device.type for parameter in model.parameters()} <= {"meta"}
+
+
+def test_blocks_and_rest_together_have_every_parameter(config: PreTrainedConfig) -> None:
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config)
+    skeleton = skeleton_of(config)
+    assert skeleton.num_blocks == config.num_hidden_layers
+    named = [name for index in range(skeleton.num_blocks) for name in skeleton.block_names(index)]
+    named += skeleton.rest_names()
+    assert sorted(named) == sorted(name for name, _ in whole.named_parameters())
+    entries = [
+        (prefix + entry.name, entry.shape)
+        for prefix, layout in [
+            *((prefix, skeleton.block_layout(index)) for index, prefix in enumerate(skeleton.prefixes)),
+            *((skeleton.prefixes[i], skeleton.experts_layout(i)) for i, stack in enumerate(skeleton.stacks) if stack),
+            ("", skeleton.rest_layout()),
+        ]
+        for entry in layout.entries.values()
+    ]
+    assert dict(entries) == {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+
+
+def test_the_shape_of_kv_is_the_attention_s_own(config: PreTrainedConfig) -> None:
+    heads = config.num_attention_heads
+    skeleton = skeleton_of(config)
+    if config.model_type == "falcon":
+        kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
+    else:
+        kv_heads = getattr(config, "num_key_value_heads", heads)
+    assert skeleton.kv_shape.kv_heads == kv_heads
+    assert skeleton.kv_shape.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
+def test_blocks_of_one_family_have_one_layout(config: PreTrainedConfig) -> None:
+    skeleton = skeleton_of(config)
+    layouts = [skeleton.block_layout(index) for index in range(skeleton.num_blocks)]
+    dense = getattr(config, "mlp_only_layers", [])
+    assert all(layout == layouts[0] for index, layout in enumerate(layouts) if index not in dense)
+
+
+@pytest.mark.parametrize(
+    ("changed", "dense"),
+    [({"mlp_only_layers": [1]}, {1}), ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {0, 2, 3})],
+)
+def test_dense_blocks_among_experts_have_layouts_of_their_own(changed: dict[str, Any], dense: set[int]) -> None:
+    config = AutoConfig.from_pretrained(reduced_model("qwen3-moe"), **changed)
+    skeleton = skeleton_of(config)
+    for index in range(4):
+        entries = skeleton.block_layout(index).entries
+        assert ("mlp.up_proj.weight" in entries, skeleton.stacks[index] is None) == (index in dense, index in dense)
+        assert "mlp.experts.gate_up_proj" not in entries
+    sizes = {index: skeleton.block_layout(index).nbytes(torch.float32) for index in range(4)}
+    assert len({sizes[index] for index in dense}) == 1
+    assert len(set(sizes.values())) == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_make_model_can_be_driven(shape: str) -> None:
+    """Has the full size but two blocks; on the meta device that takes no memory."""
+    entries = config_of(shape, dtype="bfloat16", blocks=2)
+    skeleton = skeleton_of(AutoConfig.for_model(entries.pop("model_type"), **entries))
+    assert skeleton.num_blocks == 2
+
+
+def test_tied_parameters_are_one_with_two_names() -> None:
+    assert skeleton_of(read_config(reduced_model("gpt2"))).tied == {"transformer.wte.weight": ["lm_head.weight"]}
+    assert skeleton_of(read_config(reduced_model("llama-2"))).tied == {}
+    word_embeddings = "transformer.word_embeddings.weight"
+    assert skeleton_of(read_config(reduced_model("falcon-7b"))).tied == {word_embeddings: ["lm_head.weight"]}
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_bind_gives_views_and_no_copies() -> None:
+    config = AutoConfig.from_pretrained(reduced_model("llama-2"))
+    skeleton = skeleton_of(config)
+    layout = skeleton.block_layout(0)
+    buffer = torch.zeros(layout.numel)
+    block = skeleton.adapter.blocks[0]
+    bind(block, layout.views(buffer))
+    buffer.fill_(3)
+    for name, parameter in block.named_parameters():
+        assert bool((parameter == 3).all()), name
+        assert not parameter.requires_grad

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from djinn_client.protocol import Generate, Generated, Timings, Usage
+from djinnd.server.requests.notes import WANTS_CHAT, notes_on
+
+
+def told(text: str | None = "What is the capital of France?", has_chat: bool = True, token: int = 2, **reply: Any):
+    fields: dict[str, Any] = {"finish_reason": "stop", "usage": Usage(generated_tokens=1)} | reply
+    given = Generated(id=1, text="", token_ids=[], timings=Timings(), **fields)
+    return notes_on(Generate(id=1, session="s", text=text), given, [5, token], {2, 3}, has_chat)
+
+
+def test_a_text_that_a_chat_model_ends_at_once() -> None:
+    assert told() == [WANTS_CHAT]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"has_chat": False},
+        {"text": None},
+        {"token": 7},
+        {"usage": Usage(generated_tokens=2)},
+        {"finish_reason": "length"},
+    ],
+    ids=str,
+)
+def test_nothing_is_said_of_any_other_reply(other: dict[str, Any]) -> None:
+    assert told(**other) == []
