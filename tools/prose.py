@@ -26,6 +26,7 @@ CLEAN: tuple[str, ...] = (
     "docs/index.md",
     "docs/reference",
     "docs/design",
+    "docs/log",
     "docs/results.md",
     "README.md",
     "tests/fault",

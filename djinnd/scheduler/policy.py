@@ -19,7 +19,7 @@ SCARCE = 0.1  # Free pages are scarce if they are a smaller share of the pool th
 BRIEF = 128  # Prompt tokens left: sessions with more are scheduled after the others of their class and tenant.
 # Prompt tokens, of one or several prompts, that a step takes in any case beside sessions of the same class that decode.
 # Beside seven rows of a 13B model, an H200 takes 0.2 ms more for 9 tokens and 1.2 ms more for 57. Smaller parts would
-# spread each prompt over more steps, and the p99 time between tokens would hardly improve (docs/log.md).
+# spread each prompt over more steps, and the p99 time between tokens would hardly improve (docs/log).
 LEAST_CHUNK = 64
 # For LATELY_S seconds after a session of a class had a request, the next request of that class may come at any time,
 # and a step cannot be interrupted. Until then, a step of lower classes takes at most as long as BUSY_STEPS steps of one

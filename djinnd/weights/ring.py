@@ -18,7 +18,7 @@ from torch import Tensor
 
 from djinnd.device import Device, Event, Mark
 
-PIECE = 128 << 20  # bytes of one copy: 16 MiB lose 1 %, 512 gain 0.3 (docs/log.md)
+PIECE = 128 << 20  # bytes of one copy: 16 MiB lose 1 %, 512 gain 0.3 (docs/log)
 
 
 @dataclass(frozen=True, slots=True)

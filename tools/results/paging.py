@@ -41,7 +41,10 @@ def kv(result: Report) -> str:
         (
             f"{gb(found['session_bytes'])} to the host at {gb_a_second(found['demote']['traced_rate'])} and back at "
             f"{gb_a_second(found['promote']['traced_rate'])}, the copies alone (bus {gb_a_second(bus['down'])} and "
-            f"{gb_a_second(bus['up'])}); to disk {gb_a_second(found['to_disk']['rate'])}",
+            f"{gb_a_second(bus['up'])}); as one leaves while another comes "
+            f"{gb_a_second(found['exchange_down']['traced_rate'])} and "
+            f"{gb_a_second(found['exchange_up']['traced_rate'])} (bus {gb_a_second(bus['both'])}); "
+            f"to disk {gb_a_second(found['to_disk']['rate'])} (alone {gb_a_second(bus['disk']['write'])})",
             f"next token: stayed {ms(seconds_of(found['stayed']))}, "
             f"from the host {ms(seconds_of(found['from_host']))}, "
             f"the same when its return was announced {ms(seconds_of(found['when_expected']))}, "

@@ -109,9 +109,11 @@ def ipc(result: Report) -> str:
 def _throughput(item: tuple[str, dict[str, Any]]) -> str:
     sessions, found = item
     lost, streamed = found["daemon_lost"], found["streamed_lost"]
+    shares = [percent(found[name]) for name in ("server_share", "streamed_share") if name in found]
+    processor = f"; the server's processor time is {' and '.join(shares)} of the engine's" if shares else ""
     return (
         f"sessions: {sessions}; the engine by itself {found['direct']:,.0f} tokens/s, "
-        f"through the daemon {_change(lost)}, streamed {_change(streamed)}"
+        f"through the daemon {_change(lost)}, streamed {_change(streamed)}{processor}"
     )
 
 
@@ -120,5 +122,10 @@ def _change(lost: dict[str, float]) -> str:
 
 
 def restart(result: Report) -> str:
-    told = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.results["seconds"].items())
+    uptime = result.results["uptime_s"]
+    times = result.results["seconds"].items()
+    told = "; ".join(
+        f"{name} {seconds:.1f} s after the command, {uptime[name]:.1f} s after the process began"
+        for name, seconds in times
+    )
     return f"{told}; {gb(result.results['arena_bytes'])} of weights in shared memory, the same token each time"

@@ -17,7 +17,7 @@ A tree with a `+` had changes that were not committed. Models have random weight
 Times are medians unless a row says otherwise.
 
 A bench that runs with `--record` replaces its row, and `python -m tools.results add FILE.json` adds a run from another
-machine. Earlier runs are in git's history; [the log](log.md) tells what was learned from them.
+machine. Earlier runs are in git's history; [the log](log/README.md) tells what was learned from them.
 
 | date and tree | machine | what was measured, and how | djinnd | others in the same run |
 |---|---|---|---|---|

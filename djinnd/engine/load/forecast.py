@@ -13,7 +13,7 @@ from djinnd.device import Rates
 from djinnd.model.placing.projections import PACKED_ROWS
 from djinnd.weights.plan import BlockSize, Place, Plan
 
-# The part of each measured rate that our steps reach, on an H200 with a 13B model: docs/log.md.
+# The part of each measured rate that our steps reach, on an H200 with a 13B model: docs/log.
 _READING_ONE = 1.08  # of memory: a product with one row only reads, while the measured copy also writes
 _READING_MORE = 1.0
 _READING_PACKED_ONE = 0.97

@@ -19,7 +19,7 @@ from djinnd.kvcache.checksum import checksum
 from djinnd.kvcache.moves import Move
 
 # One thread can keep up with a bus if a core reads 30 GB/s; slower cores or memory need several. More than four slowed
-# steps down (docs/log.md).
+# steps down (docs/log).
 THREADS = max(2, min(4, (os.cpu_count() or 2) // 2))
 
 Bytes = npt.NDArray[np.uint8]

@@ -2,7 +2,7 @@
 
 A copy engine cannot do this, because only the device knows which experts are picked, and the host would have to wait
 for it. A kernel can, because pinned host memory has an address on the device. Its loads reach 92 % of the bus bandwidth
-of copies (docs/log.md). The grid is fixed, so a captured graph may hold it: a program of an expert that is not picked
+of copies (docs/log). The grid is fixed, so a captured graph may hold it: a program of an expert that is not picked
 returns at once.
 
 `picked` is int32 [experts], not 0 for experts to fetch. The contents of a buffer cannot make a kernel read outside of

@@ -3,7 +3,7 @@ would be too slow.
 
 A program computes some rows of W times all of X, which comes from the caches. A token's sums do not depend on the other
 tokens: they are equal to the bit for any 1 to 8 tokens, and for any 9 to 16. On an H200 the products of a block of
-Llama-2-13B take 5 to 8 % longer than one token's by `matvec`; cuBLAS takes 11 to 15 % longer (docs/log.md).
+Llama-2-13B take 5 to 8 % longer than one token's by `matvec`; cuBLAS takes 11 to 15 % longer (docs/log).
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs

@@ -2,7 +2,7 @@
 
 A program computes one row of W, with few warps that keep several 16-byte loads in flight each. There are enough
 programs that some start while others add up. On an H200 a long enough launch reads W at 4.1 to 4.4 TB/s; cuBLAS's
-choice for one row reads it at 3.4 to 4.0 TB/s (docs/log.md).
+choice for one row reads it at 3.4 to 4.0 TB/s (docs/log).
 """
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs

@@ -61,7 +61,7 @@ class Product:
         return fast_linear(x, self._weight, self._bias)
 
 
-PACKED_ROWS = 8  # most rows for which a product on the packed form is faster; measured, see docs/log.md
+PACKED_ROWS = 8  # most rows for which a product on the packed form is faster; measured, see docs/log
 
 
 class SharedProduct:

@@ -46,7 +46,7 @@ def test_step_times_are_within_a_tenth(size: BlockSize, places: list[Place], ses
     [
         (PLAIN, RESIDENT, 22.48e-3),
         (PACKED, ALL_PACKED, 34.41e-3),
-        (PLAIN, STREAMING, 94.2e-3),  # docs/log.md, "Does the ring keep the bus full?"
+        (PLAIN, STREAMING, 94.2e-3),  # docs/log, "Does the ring keep the bus full?"
         (PACKED, STREAMING, 74.79e-3),
     ],
 )
