@@ -24,7 +24,8 @@ PAGES = {
     "errors": ROOT / "docs/reference/errors.md",
     "metrics": ROOT / "docs/reference/metrics.md",
 }
-PACKAGES = ("djinn_client", "djinnd", "tools/djinnctl", "tools/bench", "tools/checkpoints", "tools/demo")
+TOOLS = ("djinnctl", "bench", "checkpoints", "demo", "results")
+PACKAGES = ("djinn_client", "djinnd", *(f"tools/{name}" for name in TOOLS))
 
 
 def tree() -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from tools.results.experiments import EXPERIMENTS, Experiment, experiment_of
 from tools.results.raw import FOLDER, Report, read_all, save
 
-MOST_ROWS = 40
 HEAD = """# Results
 
 This page is generated from the raw files in `docs/results` by `python -m tools.results`: one row for each experiment,

@@ -10,8 +10,9 @@ import pytest
 
 from tools.results.experiments import EXPERIMENTS
 from tools.results.raw import FOLDER, Report, read_all
-from tools.results.table import MOST_ROWS, add, latest, page, table_of
+from tools.results.table import add, latest, page, table_of
 
+MOST_ROWS = 40
 GPU = "NVIDIA H200 with driver 580.1, Intel Xeon, 16 cores, 126 GiB"
 
 
