@@ -65,6 +65,7 @@ def write(folder: Path = FOLDER) -> None:
 
 def add(result: Report, folder: Path = FOLDER) -> None:
     """Stores the run, deletes the runs that it supersedes, and writes the page anew."""
+    row(result)  # fails before anything is changed, if the figures do not fit the words
     save(result, folder / f"{result.name}.json")
     kept = {each.name for each in latest(read_all(folder))}
     for path in folder.glob("*.json"):

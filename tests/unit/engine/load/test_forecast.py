@@ -1,4 +1,4 @@
-"""Forecasts compared with measurements: docs/results/20261122T043732-forecast.json, a Llama-2-13B on an H200."""
+"""Forecasts compared with measurements: a Llama-2-13B on an H200, 2026-11-22 (docs/results.md)."""
 
 from __future__ import annotations
 
