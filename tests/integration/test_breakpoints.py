@@ -19,7 +19,7 @@ from tests.support.daemon import Daemon, holdings, wait_for
 from tests.support.edited import BLOCKS, WIDTH, assert_close, go_on, prompt_of, vector
 from tests.support.models import reduced_model
 from tests.support.torch_hooks import Change, Hooked
-from tools.bench.paging.kv_measures import traced
+from tools.bench.harness.trace import traced
 from tools.bench.whitebox.resume_inside import block_counts
 
 FAMILIES = ("gpt2", "gemma-2")  # unit/engine/test_breakpoints.py stops each at each boundary

@@ -27,17 +27,16 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
-from rich.console import Console
 
-import djinn_client as djinn
-from tools.bench.agents.daemons import Setting, say, warm_up, with_room, with_tiers, without_text
+from tools.bench.agents.daemons import Setting, warm_up, with_room, with_tiers
 from tools.bench.agents.peer import BatchingJob, batched
 from tools.bench.agents.plan import Work
 from tools.bench.agents.results import WIDTH, Results, summary, tables
 from tools.bench.agents.sessions import Way
+from tools.bench.harness import command
 from tools.bench.harness.bus import measured_apart
-from tools.bench.harness.report import keep, report
-from tools.bench.paging.kv import allow_connections
+from tools.bench.harness.command import Result, given, say
+from tools.bench.harness.paged_model import without_text
 
 SMOKE: dict[str, Any] = {  # with djinn-tiny, on two cores, in two minutes
     "memory": "512MiB",
@@ -140,14 +139,14 @@ def preset(context: click.Context, option: click.Parameter, chosen: bool) -> Non
         context.default_map = SMOKE
 
 
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@command.bench("agents", __doc__, width=WIDTH)
+@command.checkpoint
 @click.option("--smoke", is_flag=True, is_eager=True, expose_value=False, callback=preset, help="Small figures.")
-@click.option("--device", default="auto", show_default=True)
+@command.device
 @click.option("--memory", default="80GiB", show_default=True, help="Budget of the daemon.")
 @click.option("--kv", help="Device memory for pages; by default all that the weights leave.")
-@click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
-@click.option("--disk-kv", help="Disk for pages, likewise.")
+@command.host_kv
+@command.disk_kv
 @click.option("--keep-host/--no-keep-host", default=True, help="The weights stay in host memory, too.  [default: yes]")
 @click.option("--paging", type=float, help="The daemon's scheduling.paging; by default its choice.")
 @click.option("--crowd", "crowds", multiple=True, default=["80x2048", "200x1024"], show_default=True)
@@ -165,9 +164,7 @@ def preset(context: click.Context, option: click.Parameter, chosen: bool) -> Non
 @click.option("--peer-seconds", default=600.0, show_default=True, help="After which each of its runs is broken off.")
 @click.option("--peer-host-gib", type=float, help="Its host memory for KV; by default as much as the daemon has.")
 @click.option("--seed", default=0, show_default=True, help="Of the tools' times and the arrivals.")
-@click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="For the daemon's state.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+@command.folder
 def main(
     checkpoint: Path,
     device: str,
@@ -188,29 +185,16 @@ def main(
     peer_seconds: float,
     peer_host_gib: float | None,
     folder: Path | None,
-    path: Path | None,
-    recorded: bool,
     **each: Any,
-) -> None:
-    checkpoint = checkpoint.resolve()
-    given = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv, "keep_host": keep_host}
-    model = {name: value for name, value in given.items() if value is not None}
-    scheduling = {} if paging is None else {"paging": paging}
+) -> Result:
+    model, scheduling = given(kv=kv, host_kv=host_kv, disk_kv=disk_kv, keep_host=keep_host), given(paging=paging)
     setting = Setting(device, memory, model, folder, scheduling)
     works = works_of(crowds, arrivals, context, rate, time_scale, each)
     asked = Peer(peer_seconds, None if peer_host_gib is None else int(peer_host_gib * 2**30)) if peer else None
-    allow_connections()
-    try:
-        found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, asked)
-    except djinn.DjinnError as error:
-        raise click.ClickException(error.message) from error
-    console = Console()
-    console.width = max(console.width, WIDTH)
-    for table in tables(checkpoint.name, found):
-        console.print(table)
+    found = measure(checkpoint, setting, works, ways_of(ways), reference_memory, asked)
     parameters: dict[str, Any] = {"model": checkpoint.name, "memory": memory, **model, **scheduling}
     parameters |= {"time_scale": time_scale, "reference_memory": reference_memory, "seed": each["seed"]}
-    keep(report("agents", parameters, msgspec.to_builtins(found), summary(found)), path, recorded=recorded)
+    return Result(parameters, msgspec.to_builtins(found), summary(found), tables(checkpoint.name, found))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from tools.bench.agents.plan import Work
 from tools.bench.agents.results import Results, Tried
 from tools.bench.agents.sessions import Sessions, Way
 from tools.bench.harness.bus import Rates
+from tools.bench.harness.command import say
 from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
 from tools.bench.harness.usage import PERIOD_S, Usage
 
 TIERS: tuple[Tier, ...] = ("host", "disk")
-FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 DESCRIPTORS = 64  # of this process, beside a connection for each agent
 SPARE_BYTES = 64 << 20  # of device memory, for what a plan rounds
 ALONE = 6  # answers of one agent
@@ -41,16 +41,6 @@ class Setting(NamedTuple):
     model: dict[str, str | bool]  # kv, host_kv, disk_kv, keep_host
     folder: Path | None
     scheduling: dict[str, float]  # paging
-
-
-def without_text(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint in links, but for its tokenizer."""
-    bare = folder / checkpoint.name
-    bare.mkdir()
-    for pattern in FILES:
-        for file in checkpoint.glob(pattern):
-            (bare / file.name).symlink_to(file.resolve())
-    return bare
 
 
 def own_daemon(checkpoint: Path, of: Setting) -> AbstractContextManager[str]:
@@ -144,7 +134,3 @@ def alone(work: Work) -> Work:
 def warm_up(work: Work) -> Work:
     """Steps of many sizes, so that whoever is first has no disadvantage."""
     return msgspec.structs.replace(work, agents=min(WARM, work.agents), loops=2, tool_s=(0.0, 0.2), rate=0.0)
-
-
-def say(status: str) -> None:
-    click.echo(f"agents: {status}", err=True)

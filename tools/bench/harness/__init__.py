@@ -1,1 +1,1 @@
-"""What every bench shares: reports, prompts, percentiles, a daemon with a pool of known size, rates of the bus."""
+"""What benches share: the command line, private daemons, measurements in turns, reports, rates of the bus."""

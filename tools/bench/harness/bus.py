@@ -8,12 +8,9 @@ On the CPU, where the device's memory is the host's, both are copies from memory
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,7 +18,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
+from tools.bench.harness.apart import output_of
+
 LARGE = (128, 512)  # MiB of a copy, where larger ones gain nothing: the ceiling is theirs
 COPIES = 7  # of which the first does not count
 
@@ -43,8 +41,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 def measured_apart(device: str, *options: str) -> Rates:
     """By a process of its own, so that this one holds none of the device's memory. `options`: the command's."""
-    command = [sys.executable, "-m", "tools.bench.harness.bus", "--json", f"--device={device}", *options]
-    said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    said = output_of("harness.bus", "--json", f"--device={device}", *options)
     return msgspec.json.decode(said, type=Rates, strict=False)
 
 

@@ -6,46 +6,44 @@ bench that wants a session to come back from a lower tier has to have all of the
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import click
-import yaml
-
 import djinn_client as djinn
 from djinn_client.protocol import Tier
+from tools.bench.harness.daemon import private_daemon
 from tools.bench.harness.prompts import prompt
-from tools.private_daemon import DaemonFailed, PrivateDaemon
 
 MODEL = "m"
+FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 PATIENCE_S = 300.0
 QUIET_S = 2.0  # in which a daemon on a GPU captures the graphs that steps have asked for
 SPARE = 64  # tokens that a session gets beside its context
 LIMITS = {"sessions": 8192, "sessions_per_user": 8192, "connections_per_user": 8192}
 
 
-@contextmanager
+def without_text(checkpoint: Path, folder: Path) -> Path:
+    """The checkpoint in links, but for its tokenizer."""
+    bare = folder / checkpoint.name
+    bare.mkdir()
+    for pattern in FILES:
+        for file in checkpoint.glob(pattern):
+            (bare / file.name).symlink_to(file.resolve())
+    return bare
+
+
 def daemon_of(
     checkpoint: Path, device: str, memory: str, settings: Mapping[str, Any], folder: Path | None, **others: Any
-) -> Iterator[str]:
+) -> AbstractContextManager[str]:
     """The address of a daemon that knows the model `MODEL`, with these settings, and has not loaded it. Its state is
     below `folder`; None: where temporary files are. `others`: what else its configuration says."""
     model = {"path": str(checkpoint), **settings}
-    config = yaml.safe_dump({"device": device, "memory": memory, "limits": LIMITS, "models": {MODEL: model}, **others})
-    with tempfile.TemporaryDirectory(prefix="djinnd-bench-", dir=folder) as own:
-        daemon = PrivateDaemon(Path(own), config)
-        try:
-            with daemon:
-                daemon.wait_until_ready()
-                yield daemon.address
-        except (djinn.DjinnError, DaemonFailed):
-            click.echo(daemon.last_words(), err=True)
-            raise
+    config = {"device": device, "memory": memory, "limits": LIMITS, "models": {MODEL: model}, **others}
+    return private_daemon(config, folder)
 
 
 class PagedModel:

@@ -11,17 +11,16 @@ beforehand.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from tools.bench.harness.report import record, report
+from tools.bench.harness import command
+from tools.bench.harness.command import Result
 from tools.bench.kernels import attention
 from tools.bench.kernels import blocks as block
 from tools.bench.kernels.timing import CHOSEN, DTYPE, HEAD_DIM, PAGE_SIZE, Measured, copy_rate
@@ -56,12 +55,10 @@ def summary(ceiling: float, results: list[Measured]) -> str:
     return f"copy {ceiling:,.0f} GB/s; " + "; ".join(f"{r.kernel} {r.case}: {r.share:.0%}" for r in chosen)
 
 
-@click.command(help=__doc__.partition("\n")[0])
+@command.bench("kernels", __doc__)
 @click.option("--sweep", is_flag=True, help="Other tiles and splits, too.")
 @click.option("--only", multiple=True, type=click.Choice(KERNELS), help="These kernels; again for more.")
-@click.option("--json", "file", type=click.Path(path_type=Path), help="Where to put the results.")
-@click.option("--record", "recorded", is_flag=True, help="Add them to docs/results.md.")
-def main(sweep: bool, only: tuple[str, ...], file: Path | None, recorded: bool) -> None:
+def main(sweep: bool, only: tuple[str, ...]) -> Result:
     if not torch.cuda.is_available():
         raise click.ClickException("these kernels run on CUDA, and there is no CUDA device")
     ceiling = copy_rate()
@@ -87,10 +84,7 @@ def main(sweep: bool, only: tuple[str, ...], file: Path | None, recorded: bool) 
         results += found
     parameters = {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "dtype": str(DTYPE), "sweep": sweep}
     measured = {"copy_gb_s": ceiling, "kernels": [asdict(r) for r in results]}
-    if file:
-        file.write_text(json.dumps(measured, indent=2))
-    if recorded:
-        record(report("kernels", parameters, measured, summary(ceiling, results)))
+    return Result(parameters, measured, summary(ceiling, results))
 
 
 if __name__ == "__main__":

@@ -9,27 +9,25 @@ two without tiers, where KV is computed anew.
 
 from __future__ import annotations
 
-import resource
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-import djinn_client as djinn
+from tools.bench.harness import command
 from tools.bench.harness.bus import Rates, measured_apart
+from tools.bench.harness.command import Result, given, say
+from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import PagedModel, daemon_of, loaded
-from tools.bench.harness.report import keep, report
 from tools.bench.paging import beside
 from tools.bench.paging import kv_measures as measures
 from tools.bench.paging.disk import disk_rates
 from tools.bench.paging.kv_measures import Copied
 
 SLACK_S = 0.002  # that a wake-up may take beside bytes / ceiling and a step
-ROUNDS = 7
 FORKS = 21
 
 
@@ -68,7 +66,7 @@ def measure(
         say("the disk")
         pieces = max(64, found["session_bytes"] // pages["page_bytes"])
         disk = disk_rates(Path(address).parent, pages["page_bytes"], pieces)
-        on = djinn.status(address=address).devices[0].description
+        on = device_name(address)
     return {
         "device": on,
         "tokens": tokens,
@@ -208,33 +206,17 @@ def table(name: str, found: dict[str, Any]) -> Table:
     return shown
 
 
-def say(status: str) -> None:
-    click.echo(f"kv: {status}", err=True)
-
-
-def allow_connections() -> None:
-    """As many descriptors as this process may have: each session has a connection."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
-@click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
-@click.option("--disk-kv", help="Disk for pages, likewise.")
+@command.bench("kv", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
+@command.host_kv
+@command.disk_kv
 @click.option("--tokens", default=2048, show_default=True, help="Of a session, or as many as the model takes.")
 @click.option("--forks", default=1000, show_default=True)
-@click.option("--steps", default=512, show_default=True, help="Of those that decode beside, in each round.")
-@click.option("--rounds", default=ROUNDS, show_default=True, help="Measurements of each figure; the median counts.")
-@click.option(
-    "--folder",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where the daemon's state is, on the disk that is measured; by default with temporary files.",
-)
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+@click.option("--steps", default=512, show_default=True, help="Of the sessions that decode beside, in each round.")
+@command.rounds(7)
+@command.folder
 def main(
     checkpoint: Path,
     device: str,
@@ -242,20 +224,12 @@ def main(
     host_kv: str | None,
     disk_kv: str | None,
     folder: Path | None,
-    path: Path | None,
-    recorded: bool,
     **work: int,
-) -> None:
-    checkpoint, sizes = checkpoint.resolve(), {"host_kv": host_kv, "disk_kv": disk_kv}
-    tiers = {name: size for name, size in sizes.items() if size is not None}
-    allow_connections()
-    try:
-        found = measure(checkpoint, device, memory, tiers, folder, work)
-    except djinn.DjinnError as error:
-        raise click.ClickException(error.message) from error
-    Console().print(table(checkpoint.name, found))
-    result = report("kv", {"model": checkpoint.name, "memory": memory, **tiers, **work}, found, summary(found))
-    keep(result, path, recorded=recorded)
+) -> Result:
+    tiers = given(host_kv=host_kv, disk_kv=disk_kv)
+    found = measure(checkpoint, device, memory, tiers, folder, work)
+    parameters = {"model": checkpoint.name, "memory": memory, **tiers, **work}
+    return Result(parameters, found, summary(found), [table(checkpoint.name, found)])
 
 
 if __name__ == "__main__":

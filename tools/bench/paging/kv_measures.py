@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import djinn_client as djinn
 from djinn_client.protocol import Span
 from tools.bench.harness.paged_model import PagedModel
+from tools.bench.harness.trace import traced
 
 STEPS = 32  # of a session that decodes alone
 TRACE_S = 0.5  # beside what copying is expected to take
@@ -43,16 +44,6 @@ class Woken(NamedTuple):
 
 
 # --- over the bus -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def traced(address: str, seconds: float) -> Iterator[Callable[[], list[Span]]]:
-    """What is called in the end gives the spans of so many seconds from the context's beginning."""
-    with djinn.Client(address) as client, ThreadPoolExecutor(1) as thread:
-        client.ping()
-        spans = thread.submit(client.trace, steps=100, seconds=seconds)
-        time.sleep(0.05)  # until the engine knows
-        yield lambda: spans.result().spans
 
 
 def copied(nbytes: int, seconds: float, spans: Sequence[Span], name: str) -> Copied:

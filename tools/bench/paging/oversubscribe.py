@@ -26,16 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
 from djinn_client.protocol import Tier
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, given, say
 from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
-from tools.bench.harness.report import keep, report
 from tools.bench.harness.usage import Usage
 from tools.bench.paging.crowd import Answers, Work, ask
-from tools.bench.paging.kv import allow_connections
 
 GIB = 1 << 30
 SHORT = 16  # tokens of those that nobody measures
@@ -180,27 +179,21 @@ def summary(found: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def say(status: str) -> None:
-    click.echo(f"oversubscribe: {status}", err=True)
-
-
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
-@click.option("--kv", help="Device memory for pages; by default the daemon's choice.")
-@click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
-@click.option("--disk-kv", help="Disk for pages, likewise.")
-@click.option("--room", default="0", show_default=True, help="Budget of the daemon that is to have room for all.")
+@command.bench("oversubscribe", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
+@command.kv
+@command.host_kv
+@command.disk_kv
+@click.option("--room", default="0", show_default=True, help="Budget of the daemon with room for all sessions.")
 @click.option("--sessions", default=50, show_default=True)
 @click.option("--context", default=2048, show_default=True, help="Tokens of each prompt.")
-@click.option("--new", default=50, show_default=True, help="Tokens that a session is asked for in a turn.")
+@click.option("--new", default=50, show_default=True, help="Tokens that a session generates in a turn.")
 @click.option("--turns", default=2, show_default=True, help="After the prompt.")
-@click.option("--ahead", default=0, show_default=True, help="So many sessions before its turn, one says COMPUTE.")
+@click.option("--ahead", default=0, show_default=True, help="So many sessions before its turn, a session says COMPUTE.")
 @click.option("--sequential", is_flag=True, help="One after another only.")
-@click.option("--folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="For the daemon's state.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+@command.folder
 def main(
     checkpoint: Path,
     device: str,
@@ -210,21 +203,12 @@ def main(
     disk_kv: str | None,
     room: str,
     folder: Path | None,
-    path: Path | None,
-    recorded: bool,
     **work: Any,
-) -> None:
-    checkpoint = checkpoint.resolve()
-    sizes = {"kv": kv, "host_kv": host_kv, "disk_kv": disk_kv}
-    short = Setting(device, memory, {name: size for name, size in sizes.items() if size is not None})
-    allow_connections()
-    try:
-        found = measure(checkpoint, short, Setting(device, room, {}), folder, Work(**work))
-    except djinn.DjinnError as error:
-        raise click.ClickException(error.message) from error
-    Console().print(table(checkpoint.name, found))
+) -> Result:
+    short = Setting(device, memory, given(kv=kv, host_kv=host_kv, disk_kv=disk_kv))
+    found = measure(checkpoint, short, Setting(device, room, {}), folder, Work(**work))
     parameters = {"model": checkpoint.name, "memory": memory, **short.model, "room": room, **work}
-    keep(report("oversubscribe", parameters, found, summary(found)), path, recorded=recorded)
+    return Result(parameters, found, summary(found), [table(checkpoint.name, found)])
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
+from tools.bench.harness import command
+from tools.bench.harness.command import Result
 from tools.bench.harness.prompts import prompt
-from tools.bench.harness.report import keep, report
 from tools.private_daemon import PrivateDaemon
 
 LIMIT_S = 300.0
@@ -87,27 +86,22 @@ def measure(checkpoint: Path, device: str, memory: str) -> dict[str, Any]:
     }
 
 
-@click.command(help=__doc__.split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(checkpoint: Path, device: str, memory: str, path: Path | None, recorded: bool) -> None:
-    checkpoint = checkpoint.resolve()
-    os.sync()  # whoever has just made it has left most of it to be written, which the journal would wait behind
+@command.bench("restart", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
+def main(checkpoint: Path, device: str, memory: str) -> Result:
+    os.sync()  # a checkpoint that has just been made is mostly unwritten, and the journal would wait behind it
     found = measure(checkpoint, device, memory)
     table = Table("start", "seconds to the first token", "the daemon's uptime then", title=checkpoint.name)
     for name, seconds in found["seconds"].items():
         table.add_row(name, f"{seconds:.2f}", f"{found['uptime_s'][name]:.2f}")
-    Console().print(table)
     each = ", ".join(
         f"{name} {seconds:.2f} s (uptime {found['uptime_s'][name]:.2f} s)" for name, seconds in found["seconds"].items()
     )
     token = "the same token" if found["same_token"] else "DIFFERENT TOKENS"
     summary = f"start to first token: {each}; {found['arena_bytes'] / 1e9:.1f} GB in shared memory; {token}"
-    result = report("restart", {"model": checkpoint.name, "memory": memory, "context": CONTEXT}, found, summary)
-    keep(result, path, recorded=recorded)
+    return Result({"model": checkpoint.name, "memory": memory, "context": CONTEXT}, found, summary, [table])
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, given, say
+from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
-from tools.bench.harness.report import keep, report
-from tools.bench.paging.kv import allow_connections
 
 LIMIT_S = 120.0  # for the daemon to be there again
 
@@ -76,7 +76,7 @@ def measure(checkpoint: Path, device: str, memory: str, model: dict[str, str], w
         say(f"{work.sessions} sessions; {info.pages:,} pages on the device, {info.host_pages:,} on the host")
         left = [leave(served, work) for _ in range(work.sessions)]
         figures = {name: getattr(info, name) for name in ("pages", "host_pages", "page_bytes", "page_size")}
-        on = djinn.status(address=address).devices[0].description
+        on = device_name(address)
         say("restarts")
         return {"device": on, **figures, **restarted(address, left, work)}
 
@@ -128,46 +128,24 @@ def summary(found: dict[str, Any]) -> str:
     )
 
 
-def say(status: str) -> None:
-    click.echo(f"restart_sessions: {status}", err=True)
-
-
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
-@click.option("--kv", help="Device memory for pages; by default the daemon's choice.")
-@click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
+@command.bench("restart_sessions", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
+@command.kv
+@command.host_kv
 @click.option("--sessions", default=50, show_default=True)
 @click.option("--context", default=2048, show_default=True, help="Tokens of each prompt.")
-@click.option("--new", default=8, show_default=True, help="Tokens that each is asked for afterwards.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: Path,
-    device: str,
-    memory: str,
-    kv: str | None,
-    host_kv: str | None,
-    path: Path | None,
-    recorded: bool,
-    **work: int,
-) -> None:
-    checkpoint = checkpoint.resolve()
-    sizes = {"kv": kv, "host_kv": host_kv}
-    model = {name: size for name, size in sizes.items() if size is not None}
-    allow_connections()
-    try:
-        found = measure(checkpoint, device, memory, model, Work(**work))
-    except djinn.DjinnError as error:
-        raise click.ClickException(error.message) from error
+@click.option("--new", default=8, show_default=True, help="Tokens that each session generates afterwards.")
+def main(checkpoint: Path, device: str, memory: str, kv: str | None, host_kv: str | None, **work: int) -> Result:
+    model = given(kv=kv, host_kv=host_kv)
+    found = measure(checkpoint, device, memory, model, Work(**work))
     table = Table("since the command", "seconds", "the daemon's uptime then", title=checkpoint.name)
     for what, seconds in found["seconds"].items():
         table.add_row(what, f"{seconds:.2f}", f"{found['uptime_s'][what]:.2f}")
     table.caption = summary(found)
-    Console().print(table)
     parameters = {"model": checkpoint.name, "memory": memory, **model, **work}
-    keep(report("restart_sessions", parameters, found, summary(found)), path, recorded=recorded)
+    return Result(parameters, found, summary(found), [table])
 
 
 if __name__ == "__main__":

@@ -13,21 +13,20 @@ Here sessions stop between tokens; whitebox/resume_inside.py measures sessions t
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
-import djinn_client as djinn
-from tools.bench.harness.bus import ROOT, measured_apart
+from tools.bench.harness import command
+from tools.bench.harness.apart import output_of
+from tools.bench.harness.bus import measured_apart
+from tools.bench.harness.command import Result, given, say
+from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import SPARE, daemon_of, loaded
-from tools.bench.harness.report import keep, report
 from tools.bench.paging import kv_measures as measures
 
 WAYS = ("recompute", "manual", "djinnd", "expected")
@@ -38,7 +37,7 @@ def measure(
 ) -> dict[str, Any]:
     bus = measured_apart(device)
     ours: dict[int, dict[str, Any]] = {}
-    with daemon_of(checkpoint, bus.device, memory, {} if host_kv is None else {"host_kv": host_kv}, None) as address:
+    with daemon_of(checkpoint, bus.device, memory, given(host_kv=host_kv), None) as address:
         with loaded(address, max(tokens)) as model:
             lengths = sorted({min(length, model.info.max_context - SPARE) for length in tokens})
             kv_bytes = model.pool_bytes(lengths[-1], lengths[-1])
@@ -54,11 +53,10 @@ def measure(
                     "djinnd": [one.seconds for one in woken],
                     "expected": [one.seconds for one in expected],
                 }
-        on = djinn.status(address=address).devices[0].description
+        on = device_name(address)
     say("transformers")
     options = [f"--device={bus.device}", f"--dtype={dtype}", f"--tokens={','.join(map(str, lengths))}"]
-    command = [sys.executable, "-m", "tools.bench.peers.resume", str(checkpoint), *options, f"--rounds={rounds}"]
-    theirs = msgspec.json.decode(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    theirs = msgspec.json.decode(output_of("peers.resume", str(checkpoint), *options, f"--rounds={rounds}"))
     return {
         "device": on,
         "bus": bus.up,
@@ -81,37 +79,18 @@ def summary(found: dict[str, Any]) -> str:
     return f"{last['tokens']:,} tokens, {last['nbytes'] / 1e9:.2f} GB of KV, until the next token: {times}"
 
 
-def say(status: str) -> None:
-    click.echo(f"resume: {status}", err=True)
-
-
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
-@click.option("--host-kv", help="Host memory for pages; by default the daemon's choice.")
+@command.bench("resume", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
+@command.host_kv
 @click.option("--tokens", default="128,512,1024,2048", show_default=True, help="Of a session.")
-@click.option("--rounds", default=7, show_default=True, help="Measurements of each figure; the median counts.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: Path,
-    device: str,
-    memory: str,
-    host_kv: str | None,
-    tokens: str,
-    rounds: int,
-    path: Path | None,
-    recorded: bool,
-) -> None:
-    checkpoint, lengths = checkpoint.resolve(), [int(length) for length in tokens.split(",")]
-    try:
-        found = measure(checkpoint, device, memory, host_kv, lengths, rounds)
-    except djinn.DjinnError as error:
-        raise click.ClickException(error.message) from error
-    Console().print(table(checkpoint.name, found))
+@command.rounds(7)
+def main(checkpoint: Path, device: str, memory: str, host_kv: str | None, tokens: str, rounds: int) -> Result:
+    lengths = [int(length) for length in tokens.split(",")]
+    found = measure(checkpoint, device, memory, host_kv, lengths, rounds)
     parameters = {"model": checkpoint.name, "memory": memory, "host_kv": host_kv, "tokens": lengths, "rounds": rounds}
-    keep(report("resume", parameters, found, summary(found)), path, recorded=recorded)
+    return Result(parameters, found, summary(found), [table(checkpoint.name, found)])
 
 
 if __name__ == "__main__":

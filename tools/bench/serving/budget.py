@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from djinn_client.protocol import ModelInfo
+from tools.bench.harness import command
+from tools.bench.harness.command import Result
 from tools.bench.harness.prompts import prompt
-from tools.bench.harness.report import keep, report
 from tools.bench.serving.direct_engine import DirectEngine
 from tools.bench.stream.memory import DeviceMemory, nvml_meter
 
@@ -57,34 +57,27 @@ def _told(change: BudgetSet) -> dict[str, Any]:
     }
 
 
-@click.command(help=__doc__.split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
+@command.bench("budget", __doc__)
+@command.checkpoint
+@command.device
 @click.option("--memory", default=40.0, show_default=True, help="Budget, in GiB.")
-@click.option("--less", default=20.0, show_default=True, help="What it is lowered to, in GiB.")
+@click.option("--less", default=20.0, show_default=True, help="The lower budget, in GiB.")
 @click.option("--sessions", default=16, show_default=True)
 @click.option("--context", default=32, show_default=True, help="Tokens of each prompt.")
 @click.option("--tokens", default=48, show_default=True, help="Tokens that a session generates.")
 @click.option("--vocab", default=32000, show_default=True, help="Prompts are drawn from so many tokens.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: Path, device: str, memory: float, less: float, path: Path | None, recorded: bool, **work: int
-) -> None:
-    found = measure(checkpoint.resolve(), device, int(memory * GIB), int(less * GIB), work)
+def main(checkpoint: Path, device: str, memory: float, less: float, **work: int) -> Result:
+    found = measure(checkpoint, device, int(memory * GIB), int(less * GIB), work)
     table = Table("budget", "in use", "blocks", "seconds", title=f"{checkpoint.name}, {work['sessions']} sessions")
     for change in found["changes"]:
         budget, used = (f"{change[name] / GIB:.2f} GiB" for name in ("budget_bytes", "used_bytes"))
         table.add_row(budget, used, change["places"], f"{change['seconds']:.2f}")
-    Console().print(table)
     same = f"{found['sessions_with_the_same_tokens']} of {work['sessions']} sessions have the same tokens"
-    click.echo(same)
     down, up = (change["seconds"] for change in found["changes"])
     summary = (
         f"{memory:g} to {less:g} GiB in {down:.2f} s and back in {up:.2f} s under {work['sessions']} sessions: {same}"
     )
-    result = report("budget", {"model": checkpoint.name, "memory": memory, "less": less, **work}, found, summary)
-    keep(result, path, recorded=recorded)
+    return Result({"model": checkpoint.name, "memory": memory, "less": less, **work}, found, summary, [table, same])
 
 
 if __name__ == "__main__":

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import private_daemon
 from tools.bench.harness.prompts import prompt
-from tools.bench.harness.report import keep, report
 from tools.bench.peers import transformers as peer_transformers
-from tools.private_daemon import PrivateDaemon
 
 FIRST_TOKEN_RUNS = 7
 
@@ -60,17 +59,15 @@ async def decode_s(address: str, model: str, sessions: int, context: int, tokens
 
 
 def measure_daemon(checkpoint: Path, device: str, memory: str, work: dict[str, Any]) -> dict[str, Any]:
-    config = f"{{device: '{device}', memory: {memory}}}\n"
-    with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder, PrivateDaemon(Path(folder), config) as daemon:
-        daemon.wait_until_ready(_say)
-        model, address = str(checkpoint), daemon.address
+    with private_daemon({"device": device, "memory": memory}) as address:
+        model = str(checkpoint)
         began = time.perf_counter()
-        _say(f"loading {checkpoint.name}")
+        say(f"loading {checkpoint.name}")
         # Without a host tier: steps are slower while its memory is pinned, in the first seconds after a load.
         info = djinn.load(model, host_kv_bytes=0, disk_kv_bytes=0, address=address)
         loaded = time.perf_counter() - began
         context, tokens = work["context"], work["tokens"]
-        _say(f"loaded in {loaded:.1f} s; measuring")
+        say(f"loaded in {loaded:.1f} s; measuring")
         first = first_token_s(address, model, context, info.vocab)
         steps = {
             n: min(asyncio.run(decode_s(address, model, n, context, tokens, info.vocab)) for _ in range(3))
@@ -90,10 +87,6 @@ def measure_daemon(checkpoint: Path, device: str, memory: str, work: dict[str, A
         "used_bytes": status.devices[0].used_bytes,
         "device": status.devices[0].description,
     }
-
-
-def _say(status: str) -> None:
-    click.echo(f"decode: {status}", err=True)
 
 
 def table(found: dict[str, Any], peer: dict[str, Any], limit_ms: float | None) -> Table:
@@ -118,37 +111,23 @@ def summary(found: dict[str, Any], peer: dict[str, Any], limit_ms: float | None,
     return ", ".join([first, *steps, *limit, error])
 
 
-@click.command(help=__doc__.split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@command.bench("decode", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
 @click.option("--context", default=512, show_default=True, help="Tokens of each prompt.")
 @click.option("--tokens", default=65, show_default=True, help="Tokens that a session generates.")
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: Path,
-    device: str,
-    memory: str,
-    context: int,
-    tokens: int,
-    sessions: tuple[int, ...],
-    path: Path | None,
-    recorded: bool,
-) -> None:
-    checkpoint = checkpoint.resolve()
-    work: dict[str, Any] = {"context": context, "tokens": tokens, "sessions": sessions}
+def main(checkpoint: Path, device: str, memory: str, **work: Any) -> Result:
     found = measure_daemon(checkpoint, device, memory, work)
-    _say("transformers")
+    say("transformers")
     peer = peer_transformers.measure(checkpoint, found["dtype"], found.pop("logits"), prompt, work)
     rate = peer.pop("memory_rate")
     limit_ms = None if rate is None else found["weight_bytes"] / rate * 1e3
-    Console().print(table(found, peer, limit_ms))
     parameters = {"model": checkpoint.name, "dtype": found["dtype"], "weights": "resident", **work}
     results = {"djinnd": found, "transformers": peer, "limit_ms": limit_ms, "memory_bytes_per_s": rate}
-    result = report("decode", parameters, results, summary(found, peer, limit_ms, context))
-    keep(result, path, recorded=recorded)
+    told = summary(found, peer, limit_ms, work["context"])
+    return Result(parameters, results, told, [table(found, peer, limit_ms)])
 
 
 if __name__ == "__main__":

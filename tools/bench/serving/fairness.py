@@ -20,26 +20,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import msgspec
-import yaml
-from rich.console import Console
 
 import djinn_client as djinn
-from tools.bench.agents.daemons import without_text
-from tools.bench.harness.paged_model import LIMITS, MODEL, PATIENCE_S, QUIET_S
-from tools.bench.harness.report import keep, report
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import private_daemon
+from tools.bench.harness.paged_model import LIMITS, MODEL, PATIENCE_S, QUIET_S, without_text
+from tools.bench.harness.turns import in_turns
 from tools.bench.loads.course import WINDOW_S, Figures, Outcome, outcome
 from tools.bench.loads.live import expect_tenants, open_to_all, serve, user_of
 from tools.bench.loads.load import Group, Load
 from tools.bench.loads.named import ASKING, BULK
 from tools.bench.loads.process import LoadProcess
-from tools.bench.paging.kv import allow_connections
 from tools.bench.serving.fairness_results import Finding, Found, summary, table
-from tools.private_daemon import PrivateDaemon
 
 READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12, forgets=True)
 
@@ -133,14 +132,11 @@ class Bench:
         )
         runs = {"batch": Load(seconds=sizes.seconds, groups={"batch": batch})}
         runs["batch beside idle"] = Load(seconds=sizes.seconds, groups={"batch": batch, "idle": silent})
-        losses = []
         with self._daemon({}) as address:
             self._warm_up(address, runs["batch"])
-            for number in range(sizes.rounds):
-                order = list(runs) if number % 2 else list(reversed(runs))  # neither is always the one after a pause
-                got = {name: self._run(address, name, runs[name]).groups["batch"] for name in order}
-                beside, alone = (got[name].between_tokens.count for name in ("batch beside idle", "batch"))
-                losses.append(1 - beside / alone)
+            got = in_turns({name: partial(self._run, address, name, load) for name, load in runs.items()}, sizes.rounds)
+        counts = ([one.groups["batch"].between_tokens.count for one in each] for each in got.values())
+        losses = [1 - beside / alone for alone, beside in zip(*counts, strict=True)]
         lost = statistics.median(losses)
         note = f"beside {sizes.idle} idle sessions, of {len(losses)} rounds {min(losses):.3f} to {max(losses):.3f}"
         self._note("batch throughput lost", lost, "<= 0.02", lost <= 0.02, note)
@@ -189,7 +185,7 @@ class Bench:
                 time.sleep(QUIET_S)
 
     def _run(self, address: str, name: str, load: Load) -> Outcome:
-        click.echo(f"fairness: {name}", err=True)
+        say(name)
         first = 0 if load.seconds < 3 * WINDOW_S else 1  # at the beginning not everybody is there
         got = outcome(asyncio.run(serve(address, MODEL, _vocab(address), load)), load.weights, first)
         self.found.outcomes[name] = got
@@ -201,19 +197,16 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
             bare = without_text(self._checkpoint, Path(folder))
             known = {"device": self._device, "memory": self._memory, "limits": LIMITS}
-            config = yaml.safe_dump({**known, **settings, "models": {MODEL: {"path": str(bare)}}})
-            own = Path(folder) / "daemon"
-            own.mkdir()
-            with PrivateDaemon(own, config) as daemon:
-                daemon.wait_until_ready()
+            config = {**known, **settings, "models": {MODEL: {"path": str(bare)}}}
+            with private_daemon(config, Path(folder)) as address:
                 Path(folder).chmod(0o755)
-                open_to_all(daemon.address)
-                info = djinn.load(MODEL, address=daemon.address)
+                open_to_all(address)
+                info = djinn.load(MODEL, address=address)
                 if sessions:
                     pages = sessions * -(-ENDLESS_TOKENS // info.page_size)
-                    djinn.unload(MODEL, address=daemon.address)
-                    djinn.load(MODEL, kv_bytes=pages * info.page_bytes, address=daemon.address)
-                yield daemon.address
+                    djinn.unload(MODEL, address=address)
+                    djinn.load(MODEL, kv_bytes=pages * info.page_bytes, address=address)
+                yield address
 
     def _note(self, name: str, figure: float, bar: str, met: bool, note: str) -> None:
         self.found.findings.append(Finding(name=name, figure=figure, bar=bar, met=met, note=note))
@@ -260,39 +253,25 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@command.bench("fairness", __doc__, width=150)
+@command.checkpoint
+@command.device
+@command.memory
 @click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="Of the parts; by default all.")
 @click.option("--seconds", type=float, help="Of each run.")
 @click.option("--smoke", is_flag=True, help="Small figures.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
 def main(
-    checkpoint: Path,
-    device: str,
-    memory: str,
-    only: tuple[str, ...],
-    seconds: float | None,
-    smoke: bool,
-    path: Path | None,
-    recorded: bool,
-) -> None:
+    checkpoint: Path, device: str, memory: str, only: tuple[str, ...], seconds: float | None, smoke: bool
+) -> Result:
     sizes = SMOKE if smoke else FULL
     if seconds:
         sizes = sizes._replace(seconds=seconds)
-    allow_connections()
-    bench = Bench(checkpoint.resolve(), device, memory, sizes)
-    try:
-        for name in only or PARTS:
-            PARTS[name](bench)
-    except djinn.DjinnError as error:
-        raise click.ClickException(error.message) from error
-    Console(width=150).print(table(f"{checkpoint.name}, {sizes.seconds:g} s a run", bench.found))
+    bench = Bench(checkpoint, device, memory, sizes)
+    for name in only or PARTS:
+        PARTS[name](bench)
     parameters = {"model": checkpoint.name, "device": device, "memory": memory, **sizes._asdict()}
-    results = msgspec.to_builtins(bench.found)
-    keep(report("fairness", parameters, results, summary(bench.found)), path, recorded=recorded)
+    shown = table(f"{checkpoint.name}, {sizes.seconds:g} s a run", bench.found)
+    return Result(parameters, msgspec.to_builtins(bench.found), summary(bench.found), [shown])
 
 
 if __name__ == "__main__":

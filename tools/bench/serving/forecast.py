@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
+from tools.bench.harness import command
 from tools.bench.harness.bus import measured_apart
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import MODEL, QUIET_S, daemon_of
-from tools.bench.harness.report import keep, report
 from tools.bench.serving.decode import FIRST_TOKEN_RUNS, decode_s, first_token_s
 from tools.bench.stream.experiment import size
 from tools.bench.stream.memory import DeviceMemory, nvml_meter
@@ -136,29 +137,25 @@ def summary(places: dict[str, dict[str, Any]], bus: float) -> str:
     return f"bus {bus / 1e9:.1f} GB/s; " + "; ".join(said)
 
 
-@click.command(help=__doc__.split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
+@command.bench("forecast", __doc__)
+@command.checkpoint
+@command.device
 @click.option("--place", "places", type=Place(), multiple=True, required=True, help=Place.__doc__)
-@click.option("--tokens", default=33, show_default=True, help="That a session generates.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: Path, device: str, places: tuple[dict[str, Any], ...], tokens: int, path: Path | None, recorded: bool
-) -> None:
+@click.option("--tokens", default=33, show_default=True, help="Tokens that a session generates.")
+def main(checkpoint: Path, device: str, places: tuple[dict[str, Any], ...], tokens: int) -> Result:
     bus = measured_apart(device)
     found: dict[str, dict[str, Any]] = {}
     most = str(max(place["memory_bytes"] for place in places))
     # Without a host tier: steps are slower while its memory is pinned, in the first seconds after a load.
-    with daemon_of(checkpoint.resolve(), bus.device, most, {"host_kv": 0, "disk_kv": 0}, None) as address:
+    with daemon_of(checkpoint, bus.device, most, {"host_kv": 0, "disk_kv": 0}, None) as address:
         for place in places:
             found[_name(place)] = measure(address, place, tokens)
-            click.echo(f"forecast: {_name(place)}: {found[_name(place)]}", err=True)
-        description = djinn.status(address=address).devices[0].description
-    Console().print(table(f"{checkpoint.name} on {description}", found, bus.up))
-    results = {"device": description, "bus_bytes_per_s": bus.up, "places": found}
+            say(f"{_name(place)}: {found[_name(place)]}")
+        on = device_name(address)
+    results = {"device": on, "bus_bytes_per_s": bus.up, "places": found}
     parameters = {"model": checkpoint.name, "places": list(places), "tokens": tokens}
-    keep(report("forecast", parameters, results, summary(found, bus.up)), path, recorded=recorded)
+    shown = table(f"{checkpoint.name} on {on}", found, bus.up)
+    return Result(parameters, results, summary(found, bus.up), [shown])
 
 
 if __name__ == "__main__":

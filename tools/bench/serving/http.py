@@ -1,9 +1,9 @@
 """What HTTP costs over the native client, on the same machine, and what idle streams cost the gateway.
 
-    python -m tools.bench.serving.http
+    python -m tools.bench.serving.http [--device DEVICE] [--streams 16] [--idle 1000] [--record]
 
-The model is djinn-tiny, whose steps are short, so that the cost shows. Native and HTTP runs alternate; medians count.
-Idle streams wait for a stand-in that takes each request and never answers, so that only the gateway is measured.
+The model is djinn-tiny: its steps are short, so the cost shows. Native and HTTP runs alternate, and medians count. Idle
+streams wait for a stand-in that takes each request and never answers, so that only the gateway is measured.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,25 +19,28 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import click
+from rich.table import Table
 
 from djinn_client import AsyncSession
 from djinn_client.protocol import FrameDecoder, Hello, Welcome, decode_request, encode
-from tools.private_daemon import PrivateDaemon
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import device_name, private_daemon
+from tools.bench.harness.turns import in_turns
+from tools.bench.harness.usage import resident_bytes
 
 MODEL = "djinn-tiny"
 PROMPT = "def fibonacci("
 TOKENS = 128
-ROUNDS = 7
-STREAMS = 16
-IDLE = 1000
-CONFIG = "device: cpu\nmemory: 1GiB\n"
 LIMITS = "http: {loopback_without_token: true, requests_per_token: 2048, ping_seconds: 1s}\n"
 
 
 class Run(NamedTuple):
-    first_s: float  # to the first token, median of the streams
-    tokens_per_s: float  # of all streams
+    first_s: float  # to the first token, the median of the streams
+    tokens_per_s: float  # of all streams together
 
 
 async def native(address: str, streams: int) -> Run:
@@ -80,56 +81,55 @@ async def _together(one: Callable[[], Awaitable[float]], streams: int) -> Run:
 
 @contextmanager
 def gateway(folder: Path, daemon: str) -> Iterator[tuple[str, int]]:
-    """Its socket and its pid."""
-    path, file = str(folder / "http.sock"), folder / "gateway.yaml"
+    """Runs a gateway of the daemon. Gives its socket and its pid."""
+    path, file, log = str(folder / "http.sock"), folder / "gateway.yaml", folder / "gateway.log"
     file.write_text(LIMITS + f"state_dir: {folder}\n")
     options = [f"--config={file}", f"--socket={daemon}", f"--listen={path}"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "djinnd.gateway", *options], stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        log.open("w") as said,
+        subprocess.Popen([sys.executable, "-m", "djinnd.gateway", *options], stderr=said) as process,
+    ):
         try:
-            assert process.stderr is not None
-            while "gateway_ready" not in (line := process.stderr.readline()):
-                assert line, "the gateway ended"
-            asyncio.get_running_loop().run_in_executor(
-                None, process.stderr.read
-            )  # so that its log never fills the pipe
+            while "gateway_ready" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.02)
             yield path, process.pid
         finally:
             process.terminate()
 
 
-async def compare(address: str, path: str, streams: int) -> tuple[Run, Run]:
-    """Medians of native runs and of runs over HTTP."""
-    runs: tuple[list[Run], list[Run]] = [], []
-    for _ in range(ROUNDS):
-        runs[0].append(await native(address, streams))
-        runs[1].append(await over_http(path, streams))
-    return tuple(Run(*map(statistics.median, zip(*each, strict=True))) for each in runs)  # type: ignore[return-value]
+def compare(address: str, path: str, streams: int, rounds: int) -> dict[str, Run]:
+    """Medians of native runs and of runs over HTTP, after a run of each that warms up."""
+    ways = {
+        "native": lambda: asyncio.run(native(address, streams)),
+        "http": lambda: asyncio.run(over_http(path, streams)),
+    }
+    found = in_turns(ways, 1 + rounds)
+    return {way: Run(*map(statistics.median, zip(*runs[1:], strict=True))) for way, runs in found.items()}
 
 
-async def idle(folder: Path) -> tuple[float, float]:
-    """MiB of the gateway before and with IDLE streams."""
-    silent = await asyncio.start_unix_server(_greet, str(folder / "silent.sock"), backlog=IDLE)
+async def idle(folder: Path, streams: int) -> dict[str, float]:
+    """MiB that the gateway has without streams, and with so many that wait."""
+    silent = await asyncio.start_unix_server(_greet, str(folder / "silent.sock"), backlog=streams)
     async with silent:
         with gateway(folder, str(folder / "silent.sock")) as (path, pid):
-            before = _resident(pid)
+            before = resident_bytes(pid)
             chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
-            writers = []
-            for _ in range(IDLE):
+            connections = []
+            for _ in range(streams):
                 reader, writer = await asyncio.open_unix_connection(path)
                 writer.write(_request(chat))
-                writers.append((reader, writer))
-            for reader, _ in writers:
+                connections.append((reader, writer))
+            for reader, _ in connections:
                 await reader.readuntil(b": ping")
-            after = _resident(pid)
-            for _, writer in writers:
+            waiting = resident_bytes(pid)
+            for _, writer in connections:
                 writer.close()
-    return before, after
+    return {"none": before / (1 << 20), "waiting": waiting / (1 << 20)}
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A daemon that says Welcome, and nothing more."""
+    """Stands in for a daemon: says Welcome, and then nothing."""
     decoder = FrameDecoder(1 << 20)
     with suppress(asyncio.CancelledError):  # at the bench's end
         while data := await reader.read(65536):
@@ -146,31 +146,55 @@ def _request(body: dict[str, object]) -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def _told(plain: float, http: float, factor: float = 1.0) -> str:
-    return f"{factor * plain:.1f} native, {factor * http:.1f} over HTTP"
-
-
-def _resident(pid: int) -> float:
-    found = re.search(r"VmRSS:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
-
-
-async def main() -> None:
+def measure(device: str, memory: str, streams: int, waiting: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="djinnd-", dir="/tmp") as name:
         folder = Path(name)
-        with PrivateDaemon(folder, CONFIG) as daemon:
-            await asyncio.to_thread(daemon.wait_until_ready)
-            with gateway(folder, daemon.address) as (path, _):
-                await compare(daemon.address, path, 1)  # the model is loaded, and code is warm
-                for streams in (1, STREAMS):
-                    plain, http = await compare(daemon.address, path, streams)
-                    print(f"{streams:3} streams, first token: {_told(plain.first_s, http.first_s, 1e3)} ms")
-                    print(f"{streams:3} streams: {_told(plain.tokens_per_s, http.tokens_per_s)} tokens/s")
-        before, after = await idle(folder)
-        print(f"{IDLE} idle streams: {after:.0f} MiB of the gateway, {before:.0f} MiB before")
+        with private_daemon({"device": device, "memory": memory}, folder) as address:
+            with gateway(folder, address) as (path, _):
+                found = {}
+                for count in sorted({1, streams}):
+                    say(f"{count} streams")
+                    found[count] = {way: run._asdict() for way, run in compare(address, path, count, rounds).items()}
+            on = device_name(address)
+        say(f"{waiting} idle streams")
+        return {"device": on, "streams": found, "idle_mib": asyncio.run(idle(folder, waiting))}
+
+
+def table(found: dict[str, Any]) -> Table:
+    shown = Table("streams", "", "native", "HTTP", title=f"{MODEL} on {found['device']}")
+    for streams, ways in found["streams"].items():
+        first, rate = ([ways[way][figure] for way in ("native", "http")] for figure in Run._fields)
+        shown.add_row(str(streams), "first token", *(f"{seconds * 1e3:.1f} ms" for seconds in first))
+        shown.add_row("", "tokens/s", *(f"{tokens:,.1f}" for tokens in rate))
+    return shown
+
+
+def summary(found: dict[str, Any], waiting: int) -> str:
+    told = []
+    for streams, ways in found["streams"].items():
+        plain, http = (Run(**ways[way]) for way in ("native", "http"))
+        told.append(
+            f"{streams} stream{'s' * (streams > 1)}: first token {plain.first_s * 1e3:.1f} ms native, "
+            f"{http.first_s * 1e3:.1f} over HTTP, tokens/s {plain.tokens_per_s:,.1f} and {http.tokens_per_s:,.1f}"
+        )
+    idle = found["idle_mib"]
+    told.append(f"{waiting} idle streams: {idle['waiting']:.0f} MiB of the gateway, {idle['none']:.0f} MiB before")
+    return "; ".join(told)
+
+
+@command.bench("http", __doc__)
+@command.device
+@click.option("--memory", default="1GiB", show_default=True, help="Budget of the daemon.")
+@click.option("--streams", default=16, show_default=True, help="Streams at once, beside one alone.")
+@click.option("--idle", "waiting", default=1000, show_default=True, help="Streams that wait.")
+@command.rounds(7)
+def main(device: str, memory: str, streams: int, waiting: int, rounds: int) -> Result:
+    found = measure(device, memory, streams, waiting, rounds)
+    shown, told = table(found), summary(found, waiting)
+    shown.caption = told.rpartition("; ")[2]
+    parameters = {"model": MODEL, "streams": streams, "idle": waiting, "tokens": TOKENS, "rounds": rounds}
+    return Result(parameters, found, told, [shown])
 
 
 if __name__ == "__main__":
-    socket.setdefaulttimeout(60)
-    asyncio.run(main())
+    main()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,15 +22,15 @@ from typing import Any, NamedTuple
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
 import djinn_client as djinn
-from tools.bench.harness.report import keep, report
+from tools.bench.harness import command
+from tools.bench.harness.command import Result
+from tools.bench.harness.daemon import device_name, private_daemon
 from tools.bench.harness.spread import Median, median
 from tools.bench.serving.direct_engine import DirectEngine
-from tools.private_daemon import PrivateDaemon
 
 PROMPT = 'def fibonacci(n):\n    """The first n Fibonacci numbers."""\n    numbers = [0, 1]\n'
 
@@ -188,14 +187,12 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
 @contextmanager
 def both(model: str, device: str, memory: str) -> Iterator[tuple[str, DirectEngine, Path]]:
     """A daemon's address and an engine, each with the model loaded and the same budget; and the model's folder."""
-    config = f"{{device: '{device}', memory: {memory}}}\n"
-    with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder, PrivateDaemon(Path(folder), config) as daemon:
-        daemon.wait_until_ready()
-        info = djinn.load(model, address=daemon.address)
-        budget = djinn.status(address=daemon.address).devices[0].budget_bytes
+    with private_daemon({"device": device, "memory": memory}) as address:
+        info = djinn.load(model, address=address)
+        budget = djinn.status(address=address).devices[0].budget_bytes
         with DirectEngine(device, budget) as engine:
             engine.load(model, info.path)
-            yield daemon.address, engine, Path(info.path)
+            yield address, engine, Path(info.path)
 
 
 def _told(costs: Costs) -> str:
@@ -235,37 +232,25 @@ def summary(costs: Costs, found: dict[int, Throughput]) -> str:
     return "; ".join([_told(costs), *rates])
 
 
-@click.command(help=__doc__.split("\n\n", 1)[0])
+@command.bench("ipc", __doc__)
 @click.option("--model", default="djinn-tiny", show_default=True)
-@click.option("--device", default="auto", show_default=True)
+@command.device
 @click.option("--memory", default="2GiB", show_default=True, help="Budget of the daemon, and as much for the engine.")
 @click.option("--calls", default=5000, show_default=True, help="Empty calls, and signals.")
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
-@click.option("--tokens", default=64, show_default=True, help="A session generates.")
+@click.option("--tokens", default=64, show_default=True, help="Tokens that a session generates.")
 @click.option("--rounds", default=40, show_default=True, help="Of four turns.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
 def main(
-    model: str,
-    device: str,
-    memory: str,
-    calls: int,
-    sessions: tuple[int, ...],
-    tokens: int,
-    rounds: int,
-    path: Path | None,
-    recorded: bool,
-) -> None:
+    model: str, device: str, memory: str, calls: int, sessions: tuple[int, ...], tokens: int, rounds: int
+) -> Result:
     with both(model, device, memory) as (address, engine, folder):
         prompt = prompt_of(folder)
         costs = Costs(round_trips(address, calls), signals(address, model, prompt, calls))
         found = {n: throughput(address, model, engine, Workload(prompt, n, tokens), rounds) for n in sessions}
-        on = djinn.status(address=address).devices[0].description
-    Console().print(table(costs, found))
+        on = device_name(address)
     parameters = {"model": model, "device": on, "calls": calls, "tokens": tokens, "rounds": rounds}
     results: dict[str, Any] = costs._asdict() | {"sessions": found}
-    result = report("ipc", parameters, results, summary(costs, found))
-    keep(result, path, recorded=recorded)
+    return Result(parameters, results, summary(costs, found), [table(costs, found)])
 
 
 if __name__ == "__main__":

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-import tempfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
-from tools.bench.harness.report import keep, report
-from tools.bench.paging.kv_measures import traced
-from tools.private_daemon import PrivateDaemon
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import device_name, private_daemon
+from tools.bench.harness.trace import traced
+from tools.bench.harness.turns import in_turns
 
 RECORDS = {
     "type": "array",
@@ -85,20 +86,19 @@ def steps(address: str, model: str, sessions: int, options: dict[str, Any]) -> d
 
 
 def measure(model: str, device: str, memory: str, sessions: int, tokens: int, rounds: int) -> dict[str, Any]:
-    config = f"{{device: '{device}', memory: {memory}}}\n"
-    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder, PrivateDaemon(Path(folder), config) as daemon:
-        daemon.wait_until_ready(_say)
+    with private_daemon({"device": device, "memory": memory}) as address:
         # Without a host tier: steps are slower while its memory is pinned, in the first seconds after a load.
-        info = djinn.load(model, host_kv_bytes=0, disk_kv_bytes=0, address=daemon.address)
-        for options in KINDS.values():  # a process starts, graphs are captured
-            asyncio.run(tokens_per_s(daemon.address, info.name, sessions, 16, options))
-        for number in range(rounds):
-            for kind, options in KINDS.items():
-                rates[kind].append(asyncio.run(tokens_per_s(daemon.address, info.name, sessions, tokens, options)))
-            _say(", ".join(f"{kind} {found[-1]:.0f}" for kind, found in rates.items()) + f" (round {number + 1})")
-        traces = {kind: steps(daemon.address, info.name, sessions, options) for kind, options in KINDS.items()}
-        description = djinn.status(address=daemon.address).devices[0].description
+        info = djinn.load(model, host_kv_bytes=0, disk_kv_bytes=0, address=address)
+
+        def rate(kind: str, tokens: int = tokens) -> float:
+            return asyncio.run(tokens_per_s(address, info.name, sessions, tokens, KINDS[kind]))
+
+        for kind in KINDS:  # a process starts, graphs are captured
+            rate(kind, 16)
+        turns = {kind: partial(rate, kind) for kind in KINDS}
+        rates = in_turns(turns, rounds, lambda number: say(f"round {number} of {rounds}"))
+        traces = {kind: steps(address, info.name, sessions, options) for kind, options in KINDS.items()}
+        description = device_name(address)
     medians = {kind: statistics.median(found) for kind, found in rates.items()}
     ratios = {
         kind: statistics.median(one / free for one, free in zip(found, rates["free"], strict=True))
@@ -117,36 +117,20 @@ def table(found: dict[str, Any]) -> Table:
     return shown
 
 
-def _say(status: str) -> None:
-    click.echo(f"structured: {status}", err=True)
-
-
-@click.command(help=__doc__.split("\n\n", 1)[0])
+@command.bench("structured", __doc__)
 @click.argument("checkpoint", default="djinn-tiny")
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@command.device
+@command.memory
 @click.option("--sessions", default=16, show_default=True)
 @click.option("--tokens", default=128, show_default=True, help="Tokens that a session generates in a round.")
-@click.option("--rounds", default=7, show_default=True)
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: str,
-    device: str,
-    memory: str,
-    sessions: int,
-    tokens: int,
-    rounds: int,
-    path: Path | None,
-    recorded: bool,
-) -> None:
+@command.rounds(7)
+def main(checkpoint: str, device: str, memory: str, sessions: int, tokens: int, rounds: int) -> Result:
     model = str(Path(checkpoint).resolve()) if Path(checkpoint).is_dir() else checkpoint
     found = measure(model, device, memory, sessions, tokens, rounds)
-    Console().print(table(found))
     parameters = {"model": Path(checkpoint).name, "sessions": sessions, "tokens": tokens, "rounds": rounds}
     ratios = ", ".join(f"{kind} {ratio:.3f}" for kind, ratio in found["ratio"].items() if kind != "free")
     summary = f"tokens/s of {sessions} sessions, free {found['tokens_per_s']['free']:,.0f}; of that: {ratios}"
-    keep(report("structured", parameters, found, summary), path, recorded=recorded)
+    return Result(parameters, found, summary, [table(found)])
 
 
 if __name__ == "__main__":

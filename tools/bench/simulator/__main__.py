@@ -18,11 +18,11 @@ from pathlib import Path
 import click
 import msgspec
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from djinn_client.protocol.fields.scheduling import Spread
-from tools.bench.harness.report import keep, report
+from tools.bench.harness import command
+from tools.bench.harness.command import Result
 from tools.bench.loads.course import Outcome, outcome
 from tools.bench.loads.load import Load, read
 from tools.bench.loads.named import LOADS
@@ -119,16 +119,14 @@ def machine_of(path: Path | None) -> Machine:
         raise click.BadParameter(f"{path}: {error}") from error
 
 
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
+@command.bench("simulate", __doc__, width=150)
 @click.argument("name", metavar="LOAD", default="mix")
 @click.option("--machine", "machine_file", type=click.Path(exists=True, path_type=Path), help="By default an H200.")
 @click.option("--seconds", type=float, help="Instead of the load's.")
-@click.option("--check", "checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--check", "checkpoint", type=command.FOLDER)
 @click.option("--device", default="cpu", show_default=True, help="Of --check.")
 @click.option("--kv", default="32MiB", show_default=True, help="Of --check: pages on the device; 64MiB: for all.")
 @click.option("--smoke", is_flag=True, help="A minute of the load.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
 def main(
     name: str,
     machine_file: Path | None,
@@ -137,35 +135,28 @@ def main(
     device: str,
     kv: str,
     smoke: bool,
-    path: Path | None,
-    recorded: bool,
-) -> None:
-    console = Console(width=150)
+) -> Result:
     if checkpoint is not None:
-        checked = check(checkpoint.resolve(), device, seconds or (10.0 if smoke else 30.0), kv)
-        _show(console, checked)
+        checked = check(checkpoint, device, seconds or (10.0 if smoke else 30.0), kv)
         parameters = {"model": checkpoint.name, "kv": kv, "load": msgspec.to_builtins(checked.load)}
-        keep(
-            report("simulate-check", parameters, msgspec.to_builtins(checked), checked.summary), path, recorded=recorded
-        )
-        return
+        results = msgspec.to_builtins(checked)
+        return Result(parameters, results, checked.summary, [compared(checked)], "simulate-check")
     load, machine = load_of(name), machine_of(machine_file)
     if seconds or smoke:
         load = msgspec.structs.replace(load, seconds=seconds or SMOKE_S)
     found = run(machine, load)
-    console.print(table(f"{name} on {machine.name}", found.outcome))
-    console.print(told(found))
     parameters = {"load": msgspec.to_builtins(load), "machine": msgspec.to_builtins(machine)}
-    results = msgspec.to_builtins(found)
-    keep(report("simulate", parameters, results, summary(name, found)), path, recorded=recorded)
+    shown = table(f"{name} on {machine.name}", found.outcome)
+    shown.caption = told(found)
+    return Result(parameters, msgspec.to_builtins(found), summary(name, found), [shown])
 
 
-def _show(console: Console, checked: Checked) -> None:
+def compared(checked: Checked) -> Table:
     shown = Table("figure", "daemon", "simulator", "simulator / daemon")
     for row in checked.compared:
         shown.add_row(row.name, f"{row.daemon:.4g}", f"{row.simulator:.4g}", f"{row.ratio:.3f}")
-    console.print(shown)
-    console.print(checked.summary)
+    shown.caption = checked.summary
+    return shown
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import msgspec
 
-from tools.bench.agents.daemons import without_text
-from tools.bench.harness.paged_model import MODEL, daemon_of, loaded
+from tools.bench.harness.command import say
+from tools.bench.harness.paged_model import MODEL, daemon_of, loaded, without_text
 from tools.bench.loads.course import Outcome, outcome, pooled
 from tools.bench.loads.live import serve
 from tools.bench.loads.load import Group, Load
@@ -99,15 +98,15 @@ def check(checkpoint: Path, device: str, seconds: float, kv: str) -> Checked:
             daemon_of(bare, device, BUDGET, {"kv": kv, **SETTINGS}, None, scheduling=scheduling) as address,
             loaded(address, CONTEXT, 0, ["host"]) as model,
         ):
-            _say(f"{USED_S:.0f} s in a daemon, so that it has been used")
+            say(f"{USED_S:.0f} s in a daemon, so that it has been used")
             asyncio.run(serve(address, MODEL, model.info.vocab, before))
             measured: list[Ways] = []
             steps: list[Step] = []
             courses = []
             for number, one in enumerate(rounds):
-                _say(f"measuring the ways to the device, {number + 1} of {ROUNDS}")
+                say(f"measuring the ways to the device, {number + 1} of {ROUNDS}")
                 measured.append(asyncio.run(ways(model)))
-                _say(f"{seconds:.0f} s in a daemon")
+                say(f"{seconds:.0f} s in a daemon")
                 with TracedSteps(address) as traced:
                     courses.append(asyncio.run(serve(address, MODEL, model.info.vocab, one)))
                 steps += traced.steps
@@ -133,7 +132,3 @@ def compared(daemon: Outcome, simulator: Outcome) -> Iterator[Compared]:
                     yield Compared(
                         f"{name}: {told} {percentile}", getattr(real, percentile), getattr(virtual, percentile)
                     )
-
-
-def _say(status: str) -> None:
-    click.echo(f"simulate: {status}", err=True)

@@ -15,16 +15,15 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from djinn_client.protocol.fields.scheduling import Spread
-from tools.bench.harness.report import keep, report
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, say
 from tools.bench.harness.spread import spread
 from tools.bench.simulator.engine import Answer, Machine, SimulatedEngine
 
@@ -171,30 +170,22 @@ def summary(found: Sequence[Decision]) -> str:
     return "; ".join([*told, f"growth at worst {growth(found):.2f} times n log n"])
 
 
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
+@command.bench("decisions", __doc__)
 @click.option("--sessions", multiple=True, default=(100, 300, 1000, 3000, 10000), show_default=True)
 @click.option("--tenants", multiple=True, default=(1, 40), show_default=True)
-@click.option("--steps", default=300, show_default=True, help="That are measured of each.")
+@click.option("--steps", default=300, show_default=True, help="Steps that are measured of each.")
 @click.option("--smoke", is_flag=True, help="1,000 sessions, a few steps.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    sessions: tuple[int, ...], tenants: tuple[int, ...], steps: int, smoke: bool, path: Path | None, recorded: bool
-) -> None:
+def main(sessions: tuple[int, ...], tenants: tuple[int, ...], steps: int, smoke: bool) -> Result:
     if smoke:
         sessions, steps = (100, 1000), 60
     cases = [Case(n, k, shortage) for shortage in (False, True) for k in tenants for n in sessions]
     found = []
     for case in cases:
-        click.echo(f"decisions: {case.sessions:,} sessions, {case.tenants} tenants", err=True)
+        say(f"{case.sessions:,} sessions, {case.tenants} tenants")
         found.append(measure(case, steps))
-    console = Console()
-    console.print(table(found))
-    console.print(summary(found))
     parameters: dict[str, Any] = {"max_rows": MAX_ROWS, "max_tokens": MAX_TOKENS, "steps": steps}
-    keep(
-        report("decisions", parameters, {"cases": msgspec.to_builtins(found)}, summary(found)), path, recorded=recorded
-    )
+    told = summary(found)
+    return Result(parameters, {"cases": msgspec.to_builtins(found)}, told, [table(found), told])
 
 
 if __name__ == "__main__":

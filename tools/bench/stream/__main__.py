@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from djinn_client.errors import DjinnError, InvalidRequest
+from tools.bench.harness.command import say
 from tools.bench.harness.report import Report, record, report, save
 from tools.bench.stream import checkpoint
 from tools.bench.stream.experiment import SERVED, Contender, Experiment, read
@@ -103,10 +104,6 @@ def measure(experiment: Experiment, folder: Path | None, pieces: tuple[int, ...]
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table(experiment.name, results))
     return reported(results)
-
-
-def say(status: str) -> None:
-    click.echo(f"stream: {status}", err=True)
 
 
 if __name__ == "__main__":

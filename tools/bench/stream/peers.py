@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from tools.bench.harness.report import ROOT
 from tools.bench.stream.experiment import Contender
 from tools.bench.stream.outcome import Job, Outcome, Status
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class Peer(NamedTuple):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from tools.bench.harness.bus import measured_apart
 from tools.bench.harness.prompts import prompt
 from tools.bench.stream import equality, peers, served
 from tools.bench.stream.checkpoint import Checkpoint
@@ -27,12 +25,8 @@ Keep = Callable[[Results], None]
 
 def measure_bus(device: str, pieces_mib: tuple[int, ...]) -> Results:
     """The results of an experiment that begins: what the machine can do, from a process of its own."""
-    options = ["--json", f"--device={device}", f"--pieces-mib={','.join(map(str, pieces_mib))}"]
-    command = [sys.executable, "-m", "tools.bench.harness.bus", *options]
-    said = subprocess.run(command, cwd=peers.ROOT, stdout=subprocess.PIPE, check=True).stdout
-    rates: dict[str, Any] = msgspec.json.decode(said)
-    bus = {int(piece): rate for piece, rate in rates["bus"].items()}
-    return Results(device=rates["device"], bus=bus, memory_rate=rates["memory"])
+    rates = measured_apart(device, f"--pieces-mib={','.join(map(str, pieces_mib))}")
+    return Results(device=rates.device, bus=rates.bus, memory_rate=rates.memory)
 
 
 class Run:

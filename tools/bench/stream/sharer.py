@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 import djinn_client as djinn
-from tools.bench.stream import peers
+from tools.bench.harness.report import ROOT
 from tools.bench.stream.experiment import Shape
 
 
@@ -32,7 +32,7 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
 def hand_over(sharing: Sharing) -> None:
     """Raises DjinnError where it has not come to that; the process has said why."""
     command = [sys.executable, "-m", "tools.bench.stream.sharer", msgspec.json.encode(sharing).decode()]
-    if subprocess.run(command, cwd=peers.ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
+    if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
         raise djinn.DjinnError(f"the client that was to hand over {sharing.shape.shape} has failed")
 
 

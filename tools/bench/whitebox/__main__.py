@@ -15,22 +15,24 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
 from djinn_client.protocol import ModelInfo
+from tools.bench.harness import command
 from tools.bench.harness.bus import measured_apart
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import MODEL, daemon_of
 from tools.bench.harness.prompts import prompt
-from tools.bench.harness.report import ROOT, keep, report
+from tools.bench.harness.turns import in_turns
 
-SHIPPED = ROOT / "djinnd" / "models" / "djinn-tiny"
 BESIDE_PROMPT = 32  # tokens of those that decode together
 CALL_PROMPT = 8  # tokens of a capture that is measured as a call
 WAYS = ("plain", "one point", "all blocks", "attention")
@@ -98,16 +100,18 @@ def beside(
 ) -> dict[str, dict[str, float]]:
     """By way: the others' rate, and what of the plain one is lost, the median of each round's own. The first round
     warms up."""
-    rates: list[dict[str, float]] = []
-    for number in range(rounds + 1):
-        turn = [WAYS[(number + k) % len(WAYS)] for k in range(len(WAYS))]
-        say(f"beside {others} others, round {number} of {rounds}")
-        rates.append({way: asyncio.run(others_rate(address, info, way, others, steered, tokens)) for way in turn})
-    rates = rates[1:]
+
+    def rate(way: str) -> float:
+        return asyncio.run(others_rate(address, info, way, others, steered, tokens))
+
+    say(f"beside {others} others, {rounds} rounds")
+    rates = in_turns({way: partial(rate, way) for way in WAYS}, 1 + rounds)
     return {
         way: {
-            "rate": statistics.median(each[way] for each in rates),
-            "lost": statistics.median(1 - each[way] / each["plain"] for each in rates),
+            "rate": statistics.median(rates[way][1:]),
+            "lost": statistics.median(
+                1 - one / plain for one, plain in list(zip(rates[way], rates["plain"], strict=True))[1:]
+            ),
         }
         for way in WAYS
     }
@@ -188,42 +192,6 @@ def summary(found: dict[str, Any]) -> str:
     )
 
 
-def say(status: str) -> None:
-    click.echo(f"whitebox: {status}", err=True)
-
-
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), default=SHIPPED)
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
-@click.option("--others", default=32, show_default=True, help="Sessions that decode and are not touched.")
-@click.option("--steered", default=8, show_default=True, help="Sessions beside them.")
-@click.option("--tokens", default=128, show_default=True, help="That each of them generates.")
-@click.option("--prompt", "length", default=2048, show_default=True, help="Tokens of a prompt that is captured.")
-@click.option("--rounds", default=5, show_default=True, help="Measurements of each figure; the median counts.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: Path,
-    device: str,
-    memory: str,
-    others: int,
-    steered: int,
-    tokens: int,
-    length: int,
-    rounds: int,
-    path: Path | None,
-    recorded: bool,
-) -> None:
-    try:
-        found = measure(checkpoint.resolve(), device, memory, (others, steered, tokens), length, rounds)
-    except djinn.DjinnError as error:
-        raise click.ClickException(str(error)) from error
-    Console().print(table(found))
-    parameters = {"model": found["name"], "device": found["device"], "tokens": tokens, "rounds": rounds}
-    keep(report("whitebox", parameters, found, summary(found)), path, recorded=recorded)
-
-
 def measure(
     checkpoint: Path, device: str, memory: str, crowd: tuple[int, int, int], length: int, rounds: int
 ) -> dict[str, Any]:
@@ -235,7 +203,7 @@ def measure(
         length = min(length, info.max_context - 1)
         found: dict[str, Any] = {
             "name": checkpoint.name,
-            "device": djinn.status(address=address).devices[0].description,
+            "device": device_name(address),
             "bus": bus.down or bus.up,
             "prompt": length,
             "others": others,
@@ -250,6 +218,23 @@ def measure(
         ]
         found["beside"] = beside(address, info, others, steered, tokens, rounds)
     return found
+
+
+@command.bench("whitebox", __doc__)
+@command.checkpoint_or_tiny
+@command.device
+@command.memory
+@click.option("--others", default=32, show_default=True, help="Sessions that decode and are not touched.")
+@click.option("--steered", default=8, show_default=True, help="Sessions beside them.")
+@click.option("--tokens", default=128, show_default=True, help="Tokens that each of them generates.")
+@click.option("--prompt", "length", default=2048, show_default=True, help="Tokens of a prompt that is captured.")
+@command.rounds(5)
+def main(
+    checkpoint: Path, device: str, memory: str, others: int, steered: int, tokens: int, length: int, rounds: int
+) -> Result:
+    found = measure(checkpoint, device, memory, (others, steered, tokens), length, rounds)
+    parameters = {"model": found["name"], "device": found["device"], "tokens": tokens, "rounds": rounds}
+    return Result(parameters, found, summary(found), [table(found)])
 
 
 if __name__ == "__main__":

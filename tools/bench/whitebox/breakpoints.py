@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-import djinn_client as djinn
+from tools.bench.harness import command
 from tools.bench.harness.bus import measured_apart
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import daemon_of, loaded
-from tools.bench.harness.report import ROOT, keep, report
 from tools.bench.harness.spread import spread
 from tools.bench.whitebox import breakpoint_measures as measures
-
-SHIPPED = ROOT / "djinnd" / "models" / "djinn-tiny"
 
 
 class Line(NamedTuple):
@@ -79,17 +77,13 @@ def table(found: dict[str, Any]) -> Table:
     return shown
 
 
-def say(status: str) -> None:
-    click.echo(f"breakpoints: {status}", err=True)
-
-
 def measure(checkpoint: Path, device: str, memory: str, work: dict[str, int]) -> dict[str, Any]:
     """`work`: calls, others, tokens, read_mb, rounds."""
     device = measured_apart(device).device
     with daemon_of(checkpoint, device, memory, {}, None) as address, loaded(address, measures.CONTEXT) as model:
         found: dict[str, Any] = {
             "name": checkpoint.name,
-            "device": djinn.status(address=address).devices[0].description,
+            "device": device_name(address),
             "others": work["others"],
         }
         say("stopping")
@@ -103,25 +97,19 @@ def measure(checkpoint: Path, device: str, memory: str, work: dict[str, int]) ->
     return found
 
 
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), default=SHIPPED)
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@command.bench("breakpoints", __doc__)
+@command.checkpoint_or_tiny
+@command.device
+@command.memory
 @click.option("--calls", default=200, show_default=True, help="Of each kind.")
 @click.option("--others", default=32, show_default=True, help="Sessions that decode.")
-@click.option("--tokens", default=64, show_default=True, help="That each of them generates in a round.")
-@click.option("--read-mb", default=64, show_default=True, help="Bytes of what is read, in millions.")
-@click.option("--rounds", default=15, show_default=True, help="Of reading, and beside others; the median counts.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(checkpoint: Path, device: str, memory: str, path: Path | None, recorded: bool, **work: int) -> None:
-    try:
-        found = measure(checkpoint.resolve(), device, memory, work)
-    except djinn.DjinnError as error:
-        raise click.ClickException(str(error)) from error
-    Console().print(table(found))
+@click.option("--tokens", default=64, show_default=True, help="Tokens that each of them generates in a round.")
+@click.option("--read-mb", default=64, show_default=True, help="Millions of bytes that are read.")
+@command.rounds(15)
+def main(checkpoint: Path, device: str, memory: str, **work: int) -> Result:
+    found = measure(checkpoint, device, memory, work)
     parameters = {"model": found["name"], "device": found["device"], **work}
-    keep(report("breakpoints", parameters, found, summary(found)), path, recorded=recorded)
+    return Result(parameters, found, summary(found), [table(found)])
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ And behind half of the blocks, when the session's pages have left the device: th
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,15 +25,17 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
 from djinn_client.protocol import Span
-from tools.bench.harness.bus import ROOT, measured_apart
+from tools.bench.harness import command
+from tools.bench.harness.apart import output_of
+from tools.bench.harness.bus import measured_apart
+from tools.bench.harness.command import Result, say
+from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
-from tools.bench.harness.report import keep, report
-from tools.bench.paging.kv_measures import traced
+from tools.bench.harness.trace import traced
 
 LAYERS = (1, 10, 20, 30, 40)  # of 40: where the seeds' experiment stops
 BARS = {0.5: 0.55, 1.0: 0.1}  # of a recompute, by the share of blocks that had run
@@ -141,7 +141,7 @@ def measure(
         say("djinnd, which blocks are run")
         counts = {depth: ran(model, depth, anew[-1]["seconds"]) for depth in at}
         info, length = model.info, model.tokens
-        on = djinn.status(address=address).devices[0].description
+        on = device_name(address)
         kv_bytes, half = model.pool_bytes(model.tokens, model.tokens), at[len(at) // 2]
     with (
         daemon_of(checkpoint, bus.device, memory, {"host_kv": f"{4 * kv_bytes / (1 << 20):.0f}MiB"}, None) as address,
@@ -156,8 +156,7 @@ def measure(
     say("transformers")
     options = [f"--device={bus.device}", f"--dtype={info.dtype}", f"--tokens={length}", f"--rounds={rounds}"]
     options.append(f"--blocks={','.join(map(str, at))}")
-    command = [sys.executable, "-m", "tools.bench.peers.resume", str(checkpoint), *options]
-    theirs = msgspec.json.decode(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    theirs = msgspec.json.decode(output_of("peers.resume", str(checkpoint), *options))
     return {
         "device": on,
         "bus": bus.up,
@@ -226,37 +225,18 @@ def summary(found: dict[str, Any]) -> str:
     )
 
 
-def say(status: str) -> None:
-    click.echo(f"resume_inside: {status}", err=True)
-
-
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@command.bench("resume_inside", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
 @click.option("--tokens", default=2048, show_default=True, help="Of a prompt.")
-@click.option("--blocks", default="", help="That have run where it stops; by default 1, 10, 20, 30, 40 of 40.")
-@click.option("--rounds", default=7, show_default=True, help="Measurements of each figure; the median counts.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoint: Path,
-    device: str,
-    memory: str,
-    tokens: int,
-    blocks: str,
-    rounds: int,
-    path: Path | None,
-    recorded: bool,
-) -> None:
-    checkpoint, wanted = checkpoint.resolve(), [int(depth) for depth in blocks.split(",") if depth]
-    try:
-        found = measure(checkpoint, device, memory, tokens, wanted, rounds)
-    except djinn.DjinnError as error:
-        raise click.ClickException(error.message) from error
-    Console().print(table(checkpoint.name, found))
+@click.option("--blocks", default="", help="Blocks that have run at a stop; by default 1, 10, 20, 30, 40 of 40.")
+@command.rounds(7)
+def main(checkpoint: Path, device: str, memory: str, tokens: int, blocks: str, rounds: int) -> Result:
+    wanted = [int(depth) for depth in blocks.split(",") if depth]
+    found = measure(checkpoint, device, memory, tokens, wanted, rounds)
     parameters = {"model": checkpoint.name, "memory": memory, "tokens": tokens, "rounds": rounds}
-    keep(report("resume_inside", parameters, found, summary(found)), path, recorded=recorded)
+    return Result(parameters, found, summary(found), [table(checkpoint.name, found)])
 
 
 if __name__ == "__main__":

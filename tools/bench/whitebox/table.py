@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 import djinn_client as djinn
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, say
 from tools.bench.harness.paged_model import PagedModel, daemon_of, loaded
-from tools.bench.harness.report import keep, report
 from tools.bench.harness.spread import Median, median
 from tools.bench.peers import whitebox_job as white_peers
 from tools.bench.stream.outcome import Status
@@ -237,40 +238,21 @@ def _summary(found: dict[str, Any]) -> str:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def say(status: str) -> None:
-    click.echo(f"white_table: {status}", err=True)
-
-
-@click.command(help=(__doc__ or "").split("\n\n", 1)[0])
-@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--device", default="auto", show_default=True)
-@click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+@command.bench("white_table", __doc__)
+@click.argument("checkpoints", nargs=-1, required=True, type=command.FOLDER)
+@command.device
+@command.memory
 @click.option("--prompts", type=click.IntRange(1), default=3, show_default=True, help="Of each kind of run.")
-@click.option("--tokens", type=click.IntRange(2), default=8, show_default=True, help="Generated after each.")
-@click.option("--scales", default="0.9,0.5,2", show_default=True, help="By which activations are scaled.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
-def main(
-    checkpoints: tuple[Path, ...],
-    device: str,
-    memory: str,
-    prompts: int,
-    tokens: int,
-    scales: str,
-    path: Path | None,
-    recorded: bool,
-) -> None:
+@click.option("--tokens", type=click.IntRange(2), default=8, show_default=True, help="Tokens generated after each.")
+@click.option("--scales", default="0.9,0.5,2", show_default=True, help="Factors that activations are scaled by.")
+def main(checkpoints: tuple[Path, ...], device: str, memory: str, prompts: int, tokens: int, scales: str) -> Result:
     work = Work(prompts, tokens, [float(scale) for scale in scales.split(",")])
     found: dict[str, dict[str, Any]] = {}
     for checkpoint in checkpoints:
-        name = checkpoint.resolve().name
-        try:
-            found[name] = measure(checkpoint.resolve(), device, memory, work)
-        except djinn.DjinnError as error:
-            raise click.ClickException(error.message) from error
+        name = checkpoint.name
+        found[name] = measure(checkpoint, device, memory, work)
         Console().print(stops_table(name, found[name]), steering_table(found[name]), peers_table(found[name]))
-    parameters = {"models": list(found), "memory": memory, **work._asdict()}
-    keep(report("white_table", parameters, found, summary(found)), path, recorded=recorded)
+    return Result({"models": list(found), "memory": memory, **work._asdict()}, found, summary(found))
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import pytest
 
 from djinn_client import ModelInfo
 from tools.bench.agents.__main__ import crowd_of, ways_of, works_of
-from tools.bench.agents.daemons import alone, expect_room, warm_up, without_text
+from tools.bench.agents.daemons import alone, expect_room, warm_up
 from tools.bench.agents.figures import WORST, Late, alive, anew, figures, latest
 from tools.bench.agents.loop import Answer, Course, Refused, Run, Turn
 from tools.bench.agents.peer import Batched
 from tools.bench.agents.plan import TOOLS, Wait, Work, drawn
 from tools.bench.agents.results import PEER, REFERENCE, Results, Tried, summary, tables
 from tools.bench.agents.sessions import Way
+from tools.bench.harness.paged_model import without_text
 from tools.bench.harness.usage import Traffic
 from tools.bench.plot import by_agents, rates
 from tools.bench.stream.outcome import Status
