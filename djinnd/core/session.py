@@ -20,7 +20,7 @@ class Session:
     id: str
     model: str
     tenant: int
-    klass: Class
+    priority: Class
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     request: Request | None = None

@@ -10,15 +10,15 @@ from djinnd.core.stops import Stage, Stop
 from djinnd.scheduler.model_queue import ModelQueue
 
 
-class Outcome:
-    """The outcome of one step of a model."""
+class StepResults:
+    """Applies the results of one step of a model."""
 
     def __init__(self, queue: ModelQueue) -> None:
         self._queue = queue
-        self._advance = queue.residence.advance
+        self._advance = queue.residency.advance
         self._limits: dict[int, int] = {}  # longest session in tokens, by tenant
 
-    def of(self, row: Row, token: int | None) -> FinishReason | None:
+    def apply(self, row: Row, token: int | None) -> FinishReason | None:
         """Applies one row. `token` is the token that the step sampled for it, if it samples and its logits were finite.
         Returns the reason for which its request ends with this, if it does.
 

@@ -4,7 +4,7 @@
      ▲              │  ▲              │
      └────leave─────┘  └───release────┘
 
-A released request joins the line as a new one does, so a client that reads too slowly loses its place and delays no
+A released request joins the queue as a new one does, so a client that reads too slowly loses its place and delays no
 other session. The request of a paused session is held, too. batch_builder.py decides which active sessions have a row;
 kv_residency.py knows where their pages are.
 """
@@ -21,9 +21,9 @@ from djinnd.core.stops import Stage
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
-from djinnd.scheduler.batch.batch_builder import Composer
+from djinnd.scheduler.batch.batch_builder import BatchBuilder
 from djinnd.scheduler.policy import DEFAULT, SCARCE, Policy, eviction_order, has_gone_quiet
-from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation, explain
@@ -59,12 +59,14 @@ class ModelQueue:
         assert max_context <= kv.max_context
         self.name = name
         self.kv = kv
-        self.residence = Residence(paging or Paging(kv))
+        self.residency = KvResidency(paging or Paging(kv))
         self.max_context = max_context
         self.num_blocks = num_blocks
         self.sessions: dict[str, Session] = {}
         self._quotas = quotas or DeviceQuotas()
-        self.composer = Composer(self.residence, num_blocks, shares or Shares(), self._quotas, policy, self._evictable)
+        self.batch_builder = BatchBuilder(
+            self.residency, num_blocks, shares or Shares(), self._quotas, policy, self._evictable
+        )
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
         self.awaited: dict[str, Session] = {}  # sessions whose pages should be fetched and cannot be yet
@@ -87,7 +89,7 @@ class ModelQueue:
         for victim in list(self._evictable()):
             if self.kv.pool.used <= pages:
                 return
-            self.residence.leave(victim, forced=True)
+            self.residency.leave(victim, forced=True)
             settle()
 
     def secure(self, session: Session) -> bool:
@@ -95,34 +97,34 @@ class ModelQueue:
         Other sessions are evicted for them. Returns False if the pages are not free yet. Raises the errors of
         `check_fits`."""
         self.check_fits(session.tenant, len(session.tokens))
-        if not self._quotas.make_way(session, self.residence, self._evictable):
+        if not self._quotas.make_way(session, self.residency, self._evictable):
             return False
-        return self.residence.secure(session, self._evictable())
+        return self.residency.secure(session, self._evictable())
 
     # --- for the sake of a tenant's sessions on other models: see device_quotas.py ----------------------------------
 
     @property
     def pages_move(self) -> bool:
         """True if a page of this model is being copied or is about to be."""
-        return self.residence.anything_moves
+        return self.residency.anything_moves
 
     def claim(self, tenant: int) -> Claim | None:
-        """See Composer.claim."""
-        return self.composer.claim(tenant)
+        """See BatchBuilder.claim."""
+        return self.batch_builder.claim(tenant)
 
     def leaves(self, tenant: int) -> bool:
         """True if pages of the tenant are leaving the device."""
-        return self.residence.leaves(tenant)
+        return self.residency.leaves(tenant)
 
     def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
         """See Holder.retire."""
-        residence, kv = self.residence, self.kv
+        residency, kv = self.residency, self.kv
         given = 0
         for session in self._evictable():
             pages = kv.own_pages(session.id, tenant) if session.tenant == tenant else 0
-            if not pages or residence.is_arriving(session) or (session.id in self.active and not active):
+            if not pages or residency.is_arriving(session) or (session.id in self.active and not active):
                 continue
-            residence.leave(session, forced=True)
+            residency.leave(session, forced=True)
             given += pages * kv.page_bytes
             if given >= nbytes:
                 break
@@ -132,7 +134,7 @@ class ModelQueue:
         """Yields the sessions that may be evicted, first victim first; lazily, because most callers need none. `order`:
         the active sessions in serving order, if the caller knows it."""
         idle = [self.sessions[name] for name in self.kv.sessions if name not in self.active and name not in self.held]
-        order = self.composer.in_order(0.0) if order is None else order
+        order = self.batch_builder.in_order(0.0) if order is None else order
         yield from eviction_order(idle, self.held.values(), list(order))
 
     def check_fits(self, tenant: int, length: int) -> None:
@@ -175,20 +177,20 @@ class ModelQueue:
         session.waits, session.called, session.wakes_at, session.quiet_since = False, False, 0.0, None
         if session.paused:
             self.held[session.id] = session
-            self.residence.leave(session)
+            self.residency.leave(session)
         else:
             self._line_up(session, now)
 
     def _line_up(self, session: Session, now: float) -> None:
         self.active[session.id] = session
-        self.composer.join(session, now)
-        self.residence.stay(session)
-        self.residence.hurry(session)
+        self.batch_builder.join(session, now)
+        self.residency.stay(session)
+        self.residency.hurry(session)
 
     def hold(self, session: Session) -> None:
         if session.id in self.active:
             self.held[session.id] = self.active.pop(session.id)
-            self.composer.leave(session)
+            self.batch_builder.leave(session)
 
     def release(self, session: Session, now: float = 0.0) -> None:
         """Moves a held session back to the active ones, unless it is paused or its request is held for another
@@ -197,38 +199,38 @@ class ModelQueue:
         if not session.paused and request is not None and request.runnable:
             self._line_up(self.held.pop(session.id), now)
 
-    def set_class(self, session: Session, klass: Class) -> None:
+    def set_class(self, session: Session, priority: Class) -> None:
         if session.id in self.active:
-            self.composer.set_class(session, klass)
+            self.batch_builder.set_class(session, priority)
         else:
-            session.klass = klass
+            session.priority = priority
 
     def leave(self, session: Session) -> None:
         """Removes a session whose request has ended. Pages without KV are freed, unless the session is parked at a
         breakpoint."""
         (self.held if session.id in self.held else self.active).pop(session.id)
-        self.composer.leave(session)
+        self.batch_builder.leave(session)
         if session.stage is None:
             self.rewind(session, session.computed)
         self._leave_device(session)
 
     def rewind(self, session: Session, computed: int) -> None:
-        """See Residence.rewind."""
-        self.residence.rewind(session, computed)
+        """See KvResidency.rewind."""
+        self.residency.rewind(session, computed)
 
     def drop_stage(self, session: Session) -> None:
         """See Scheduler.drop_stage. If the session was leaving the device, it begins to leave again without the
         stage."""
-        self.residence.elsewhere.lose_stage(session)
+        self.residency.lower_tiers.lose_stage(session)
         if session.stage is not None:
             self.rewind(session, session.computed)
             if session.request is None or session.paused:
                 self._leave_device(session)
 
     def revise(self, session: Session, first: int) -> None:
-        """See Residence.revise; for a session without a request. If it was leaving the device, it begins to leave
+        """See KvResidency.revise; for a session without a request. If it was leaving the device, it begins to leave
         again."""
-        self.residence.revise(session, first)
+        self.residency.revise(session, first)
         self._leave_device(session)
 
     # --- what clients say -------------------------------------------------------------------------------------------
@@ -243,26 +245,26 @@ class ModelQueue:
         """Moves an idle session's pages off the device: at once if it is paused; soon if it waits, provided that the
         host has room."""
         if session.paused:
-            self.residence.leave(session)
+            self.residency.leave(session)
         elif session.waits:
-            self.residence.leave_soon(session)
+            self.residency.leave_soon(session)
 
     def wake(self, session: Session) -> None:
         """Marks the session as about to get a request, and brings its pages back."""
         session.called, session.waits, session.wakes_at, session.quiet_since = True, False, 0.0, None
         if session.request is None and not session.paused:
-            self.residence.stay(session)
-            self.residence.hurry(session)
+            self.residency.stay(session)
+            self.residency.hurry(session)
             self._fetch(session)
 
     def _fetch(self, session: Session) -> None:
         """Brings an idle session's pages back, evicting waiting sessions for them. If that is not possible yet, the
         session is kept in `awaited`."""
-        if self.residence.is_moving(session) or session.stage is not None or self._is_fetched(session):
+        if self.residency.is_moving(session) or session.stage is not None or self._is_fetched(session):
             return
         self.awaited[session.id] = session
         if session.called:
-            self.residence.paging.moves.hurry_all()
+            self.residency.paging.moves.hurry_all()
 
     def _is_fetched(self, session: Session) -> bool:
         """Begins to bring the session's pages back. Returns False if that has to be tried again after some copy has
@@ -275,16 +277,16 @@ class ModelQueue:
         pages = self.kv.pages_for(len(session.tokens))
         excess = self._quotas.excess(session, self.kv, pages)
         if excess > 0:
-            if not self.residence.give_way(excess, session.tenant, waiting):
+            if not self.residency.give_way(excess, session.tenant, waiting):
                 return True
             if self._quotas.excess(session, self.kv, pages) > 0:  # their pages are still being copied
                 return False
-        return self.residence.prefetch(session, waiting)
+        return self.residency.prefetch(session, waiting)
 
     def over(self, transfers: Iterable[Transfer]) -> None:
         """See Scheduler.over."""
         for transfer in transfers:
-            self.residence.over(transfer)
+            self.residency.over(transfer)
         awaited, self.awaited = self.awaited, {}
         for session in awaited.values():
             is_idle = self.sessions.get(session.id) is session and session.request is None
@@ -296,7 +298,7 @@ class ModelQueue:
         they can be found on the host, if there is one."""
         session.paused = True
         self.hold(session)
-        return self.residence.leave(session, sealed=True)
+        return self.residency.leave(session, sealed=True)
 
     def resume(self, session: Session, now: float = 0.0) -> None:
         """Ends a pause and brings the session's pages back. Without a request, the copy takes low priority until the
@@ -306,7 +308,7 @@ class ModelQueue:
             self.release(session, now)
         else:
             session.waits, session.wakes_at, session.quiet_since = False, 0.0, None
-            self.residence.stay(session)
+            self.residency.stay(session)
             self._fetch(session)
 
     def tend(self, now: float) -> None:
@@ -318,7 +320,7 @@ class ModelQueue:
         - Sessions whose wait is expected to be over come back.
         - The oldest host pages are written to disk.
         """
-        self.residence.now = now
+        self.residency.now = now
         self.over([])
         due, staying = [], []
         for session in self.sessions.values():
@@ -327,9 +329,9 @@ class ModelQueue:
             if session.waits:
                 if session.wakes_at and now >= session.wakes_at:
                     due.append(session)
-                elif session.id in self.kv.sessions and not self.residence.is_moving(session):
+                elif session.id in self.kv.sessions and not self.residency.is_moving(session):
                     staying.append(session)
-            elif session.called or (session.id in self.kv.sessions and not self.residence.is_moving(session)):
+            elif session.called or (session.id in self.kv.sessions and not self.residency.is_moving(session)):
                 free = self.kv.pool.free / self.kv.pool.capacity
                 if session.quiet_since is None:
                     session.quiet_since = now
@@ -338,17 +340,17 @@ class ModelQueue:
         self._make_spare_room(staying)
         for session in sorted(due, key=lambda session: session.wakes_at):
             self.wake(session)
-        self.residence.paging.write_out_oldest(WRITTEN_AT_ONCE)
+        self.residency.paging.write_out_oldest(WRITTEN_AT_ONCE)
 
     def _go_quiet(self, session: Session, now: float) -> None:
         if session.called:
             session.called = False
-            self.residence.expect(session, 0.0)
-        if session.id not in self.kv.sessions or self.residence.is_moving(session):
+            self.residency.expect(session, 0.0)
+        if session.id not in self.kv.sessions or self.residency.is_moving(session):
             session.quiet_since = None
         else:
             session.quiet_since = now
-            self.residence.leave_soon(session)
+            self.residency.leave_soon(session)
 
     def _make_spare_room(self, waiting: list[Session]) -> None:
         """Evicts waiting sessions while pages are scarce, so that a session that comes back need not wait for room."""
@@ -357,11 +359,11 @@ class ModelQueue:
             if missing <= 0:
                 return
             missing -= self.kv.pages_held(session.id)
-            self.residence.leave_soon(session)
+            self.residency.leave_soon(session)
 
     def why(self, session: Session, now: float) -> Explanation:
-        order, limit = self.composer.in_order(now), self.limit_of(session.tenant)
-        return explain(session, self.residence, order, self.composer.served, now, limit)
+        order, limit = self.batch_builder.in_order(now), self.limit_of(session.tenant)
+        return explain(session, self.residency, order, self.batch_builder.served, now, limit)
 
     def load(self) -> ModelLoad:
         kv_tokens = sum(session.computed for session in self.sessions.values())
@@ -369,10 +371,10 @@ class ModelQueue:
 
     def check_integrity(self) -> None:
         """Asserts that sessions, requests, block tables and pool agree."""
-        self.residence.check_integrity()
+        self.residency.check_integrity()
         strangers = self.kv.sessions - self.sessions.keys()
         assert not strangers, f"{sorted(strangers)} hold pages of {self.name} and are not its sessions"
-        gone = self.residence.to_leave.keys() - self.sessions.keys()
+        gone = self.residency.to_leave.keys() - self.sessions.keys()
         assert not gone, f"{sorted(gone)} are marked to leave the device and are no sessions of {self.name}"
         busy = {id: session.request for id, session in self.sessions.items() if session.request}
         active = {id for id, request in busy.items() if request.runnable and not self.sessions[id].paused}
@@ -381,7 +383,7 @@ class ModelQueue:
         )
         held = busy.keys() - active
         assert self.held.keys() == held, f"held sessions of {self.name} differ: {sorted(held ^ self.held.keys())}"
-        self.composer.check_integrity(self.active)
+        self.batch_builder.check_integrity(self.active)
         tenants: dict[int, int] = {}  # tenant of each page
         for session in self.sessions.values():
             self._check_session(session)
@@ -401,7 +403,7 @@ class ModelQueue:
             assert session.stage is None and session.left_stage.length == length, (
                 f"session {name} has a stage on and off the device, or another length than when it left"
             )
-        left = self.residence.elsewhere.left.get(name)
+        left = self.residency.lower_tiers.left.get(name)
         staged = left is not None and left.staged > 0
         assert staged == (session.left_stage is not None), f"session {name}: {session.left_stage}, and {left}"
         pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
@@ -409,7 +411,7 @@ class ModelQueue:
             assert self.kv.may_write(page), (
                 f"session {name} would write into page {page}, which other sessions hold or can find"
             )
-        if self.residence.is_arriving(session):
+        if self.residency.is_arriving(session):
             assert pages >= least, f"session {name} arrives with {pages} pages for {computed} tokens"
             return
         if request is None:
@@ -430,7 +432,7 @@ class ModelQueue:
         assert self.kv.pages_held(name) == self.kv.pages_for(length), (
             f"session {name} has a stage without all of its pages"
         )
-        assert not self.residence.is_arriving(session), f"session {name} has a stage and is arriving"
+        assert not self.residency.is_arriving(session), f"session {name} has a stage and is arriving"
         assert session.computed <= stage.done < length, (
             f"session {name}: {stage}, {session.computed} of {length} tokens"
         )

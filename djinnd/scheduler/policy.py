@@ -63,7 +63,7 @@ DEFAULT = Policy()
 
 def is_spared(row: Row) -> bool:
     """True if the row decodes and the time between its session's tokens is protected."""
-    return row.count == 1 and row.session.klass != CLASSES[-1] and not row.session.bulk
+    return row.count == 1 and row.session.priority != CLASSES[-1] and not row.session.bulk
 
 
 def has_gone_quiet(seconds: float, free: float, *, called: bool = False) -> bool:
@@ -91,7 +91,7 @@ def eviction_order(idle: Iterable[Session], held: Iterable[Session], order: list
 def _worth(session: Session) -> tuple[bool, bool, bool, int, float, int]:
     """Sort key of an idle session: the lowest is evicted first. KV that a client imported goes last, because it cannot
     be recomputed."""
-    rank = -CLASSES.index(session.klass)  # the lowest class is the last of them
+    rank = -CLASSES.index(session.priority)  # the lowest class is the last of them
     given = bool(session.foreign_tokens)
     return given, not session.waits, session.called, rank, -session.wakes_at, session.touched
 
@@ -165,20 +165,20 @@ class Room:
         self._klass = CLASSES[0]
         self._enter(CLASSES[0])
 
-    def _enter(self, klass: Class) -> None:
+    def _enter(self, priority: Class) -> None:
         """Begins a class, and computes the longest step that its rows and its chunks may make."""
         self._leave()
-        self._klass = klass
+        self._klass = priority
         decoders, kv_decoders = self._decoders, self._kv_decoders
         longest = self._longest(decoders, kv_decoders, CROWDED_BY_LOWER) if decoders else self._reading()
         self._spared = min(self._spared, longest)
-        self._limit = self._until_free(klass) if self._spared == math.inf else self._spared
-        own = min(self._protected[klass], self._rows, self._tokens)
+        self._limit = self._until_free(priority) if self._spared == math.inf else self._spared
+        own = min(self._protected[priority], self._rows, self._tokens)
         self._chunk_limit = self._limit
         if own:
-            kv_decoders += own * self._kv_read(klass).usual
+            kv_decoders += own * self._kv_read(priority).usual
             longest = self._longest(decoders + own, kv_decoders, CROWDED_SLOWDOWN)
-            self._chunk_limit = min(self._limit, longest * self._indulgence(klass))
+            self._chunk_limit = min(self._limit, longest * self._indulgence(priority))
         self._owed = LEAST_CHUNK if own and self._limit > 0 else 0
         self._measure()
 
@@ -189,10 +189,10 @@ class Room:
         self._kv_decoders += (self._decoders - self._decoders_before) * kv.usual
         self._before, self._decoders_before = decoding, self._decoders
 
-    def _kv_read(self, klass: Class) -> KvRead:
+    def _kv_read(self, priority: Class) -> KvRead:
         """KV read by sessions of the class. The usual length counts only up to the current one, so that short sessions
         that follow long ones get no more protection than they need."""
-        kv = self._kv.get(klass, KvRead())
+        kv = self._kv.get(priority, KvRead())
         return KvRead(kv.now, min(kv.now, kv.usual))
 
     def _longest(self, decoders: int, kv: float, crowded: float) -> float:
@@ -203,22 +203,22 @@ class Room:
             return 0.0
         return self._longest_of(self._times.predict(1, kv=kv / decoders), self._times.predict(decoders, kv=kv), crowded)
 
-    def _indulgence(self, klass: Class) -> float:
+    def _indulgence(self, priority: Class) -> float:
         """The factor by which steps of the class may take longer because a session with prompt tokens left has
         waited."""
-        if klass == CLASSES[0]:
+        if priority == CLASSES[0]:
             return 1.0
-        return min(max(1.0, self._waited.get(klass, 0.0) / PATIENCE_S), INDULGENCE)
+        return min(max(1.0, self._waited.get(priority, 0.0) / PATIENCE_S), INDULGENCE)
 
     def _reading(self) -> float:
         """The longest step in seconds for the sake of the prompts that are being read, if no session decodes."""
         alone = self._times.predict(self._readers, self._read) if self._readers else 0.0
         return self._longest_of(alone, alone, 1.0)
 
-    def _until_free(self, klass: Class) -> float:
+    def _until_free(self, priority: Class) -> float:
         """The longest step of this class in seconds, for the sake of higher classes that have no row but may get a
         request at any moment."""
-        if not any(CLASSES.index(higher) < CLASSES.index(klass) for higher in self._lately):
+        if not any(CLASSES.index(higher) < CLASSES.index(priority) for higher in self._lately):
             return math.inf
         row, least = self._times.predict(1), self._times.predict(1, LEAST_CHUNK - 1)
         return max(BUSY_STEPS * row, least, self._policy.between_tokens) if least else math.inf
@@ -256,38 +256,38 @@ class Room:
     def is_full(self) -> bool:
         return not (self._rows and self._tokens)
 
-    def share(self, klass: Class, remaining: int) -> int:
+    def share(self, priority: Class, remaining: int) -> int:
         """How many of a session's `remaining` tokens this step has room for; 0 if none."""
-        if klass != self._klass:
-            self._enter(klass)
+        if priority != self._klass:
+            self._enter(priority)
         if self.is_full:
             return 0
         if remaining == 1:
             return int(self._taken < self._most_rows)
         # The first session considered gets a token, even if sessions that decode would fill the step.
         spared = 0 if self._taken else 1
-        reserved = min(self._decoding[klass], self._rows - spared, self._tokens - spared)
+        reserved = min(self._decoding[priority], self._rows - spared, self._tokens - spared)
         if reserved == self._rows:
             return 0
         least = int(not self._taken and not self._owed and self._spared == math.inf)
         return max(min(remaining, self._tokens - reserved, max(self._chunk, least)), 0)
 
-    def ones(self, klass: Class) -> int:
+    def ones(self, priority: Class) -> int:
         """How many rows of one token this step has room for."""
-        if klass != self._klass:
-            self._enter(klass)
+        if priority != self._klass:
+            self._enter(priority)
         return max(min(self._most_rows - self._taken, self._rows, self._tokens), 0)
 
-    def take_ones(self, klass: Class, count: int, shielding: int) -> None:
+    def take_ones(self, priority: Class, count: int, shielding: int) -> None:
         """Takes `count` rows of one token, of which `shielding` belong to protected sessions."""
         if not count:
             return
         self._taken += count
         self._tokens -= count
         self._rows -= count
-        if klass != CLASSES[-1]:
+        if priority != CLASSES[-1]:
             self._decoders += shielding
-        self._decoding[klass] -= count
+        self._decoding[priority] -= count
 
     def take(self, remaining: int, count: int, *, shields: bool) -> None:
         """Takes a row of `count` tokens, after `share` was asked for a session with `remaining` tokens. `shields`: the

@@ -26,10 +26,10 @@ from djinnd.core.stops import next_stop
 from djinnd.kvcache.manager import KvManager, PageCopy
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
-from djinnd.scheduler.apply_step import Outcome
+from djinnd.scheduler.apply_step import StepResults
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
 from djinnd.scheduler.policy import DEFAULT, Policy
-from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.turns.device_quotas import DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation
@@ -106,19 +106,19 @@ class Scheduler:
         self._queues[session.model].sessions[session.id] = session
         self._sessions[session.id] = session
 
-    def fork(self, parent_id: str, child_id: str, klass: Class) -> PageCopy | None:
+    def fork(self, parent_id: str, child_id: str, priority: Class) -> PageCopy | None:
         """Opens a session with the tokens and the KV of `parent_id`, which must be idle. Returns the copy of a page
         that has to be made before the next step, if there is one. Raises SessionNotFound."""
         parent = self.session(parent_id)
         assert parent.request is None, f"session {parent_id} is forked while request {parent.request.id} runs"
-        child = Session(child_id, parent.model, parent.tenant, klass, list(parent.tokens))
+        child = Session(child_id, parent.model, parent.tenant, priority, list(parent.tokens))
         child.touched, child.given = parent.touched, parent.given
         child.salt, child.foreign_tokens = parent.salt, parent.foreign_tokens
         child.edits, child.due_from = parent.edits, parent.due_from
         self.open(child)
-        residence = self._queues[parent.model].residence
-        if residence.is_arriving(parent):
-            residence.revise(parent, len(parent.tokens))
+        residency = self._queues[parent.model].residency
+        if residency.is_arriving(parent):
+            residency.revise(parent, len(parent.tokens))
         child.left_at = parent.left_at
         kv = self._queues[child.model].kv
         may_copy = self._quotas.has_room(child.tenant, kv) or child.foreign_tokens > 0
@@ -145,7 +145,7 @@ class Scheduler:
         session = self.session(session_id)
         request = self._finish(session, "cancelled") if session.request else None
         queue = self._queues[session.model]
-        queue.residence.close(session)
+        queue.residency.close(session)
         del queue.sessions[session_id], self._sessions[session_id]
         return request
 
@@ -199,11 +199,11 @@ class Scheduler:
         session.foreign_tokens = min(session.foreign_tokens, first)
         self._queues[session.model].revise(session, first)
 
-    def set_class(self, session_id: str, klass: Class) -> None:
+    def set_class(self, session_id: str, priority: Class) -> None:
         """Sets the class of a session and of its request. No effect if the session is closed."""
         session = self._sessions.get(session_id)
-        if session is not None and session.klass != klass:
-            self._queues[session.model].set_class(session, klass)
+        if session is not None and session.priority != priority:
+            self._queues[session.model].set_class(session, priority)
 
     def why(self, session_id: str) -> Explanation:
         """Explains why the session runs or what it waits for. Raises SessionNotFound."""
@@ -213,7 +213,7 @@ class Scheduler:
     def set_policy(self, policy: Policy) -> None:
         self.policy = policy
         for queue in self._queues.values():
-            queue.composer.set_policy(policy)
+            queue.batch_builder.set_policy(policy)
 
     def set_tenant(self, tenant: int, weight: float, device_kv: int | None) -> None:
         """`weight` sets the tenant's share of device time within each class. `device_kv` is the number of bytes of
@@ -251,7 +251,7 @@ class Scheduler:
             again = min(again, stop.position)
         left = session.left_stage
         if left is not None and (left.stage.first != request.resume_block or left.computed > again):
-            queue.residence.elsewhere.lose_stage(session)
+            queue.residency.lower_tiers.lose_stage(session)
         if session.computed > again:
             queue.rewind(session, again)
         if again < request.first:
@@ -297,7 +297,7 @@ class Scheduler:
                 self._queues[session.model].hold(session)
 
     def release(self, request_id: int, holder: str = "client") -> None:
-        """Removes a holder. A request without holders joins the line again, behind the others. No effect if it is not
+        """Removes a holder. A request without holders joins the queue again, behind the others. No effect if it is not
         held."""
         if request_id in self._in_progress:
             session, request = self._in_progress[request_id]
@@ -315,12 +315,12 @@ class Scheduler:
         """
         session, request = self._in_progress[request_id]
         queue = self._queues[session.model]
-        if session.id not in queue.active or queue.residence.is_moving(session):
+        if session.id not in queue.active or queue.residency.is_moving(session):
             return [], None
         appended: list[int] = []
         for token in tokens:
             appended.append(token)
-            reason = Outcome(queue).append(session, request, token)
+            reason = StepResults(queue).append(session, request, token)
             if reason is not None:
                 return appended, self._finish(session, reason)
         return appended, None
@@ -345,7 +345,7 @@ class Scheduler:
         """
         session = self._sessions.get(session_id)
         if session is not None and session.waits and not session.wakes_at:
-            self._queues[session.model].residence.expect(session, until)
+            self._queues[session.model].residency.expect(session, until)
 
     def wake(self, session_id: str) -> None:
         """Notes that the session's client is about to send a request."""
@@ -375,7 +375,7 @@ class Scheduler:
     def depart(self) -> bool:
         """Lets one idle session of each model leave the device, if it was marked to leave and the host has room for its
         pages. May be called while a step runs. Returns True if more sessions are marked."""
-        more = [queue.residence.depart() for queue in self._queues.values()]
+        more = [queue.residency.depart() for queue in self._queues.values()]
         return any(more)
 
     def over(self, model: str, transfers: Iterable[Transfer]) -> None:
@@ -389,8 +389,8 @@ class Scheduler:
         ran = {row.session.id for row in self._ran}
         return all(queue.active.keys() <= ran and not queue.awaited for queue in self._queues.values())
 
-    def residence(self, model: str) -> Residence:
-        return self._queues[model].residence
+    def residency(self, model: str) -> KvResidency:
+        return self._queues[model].residency
 
     def _finish(self, session: Session, reason: FinishReason | None) -> Request:
         request = session.request
@@ -411,12 +411,12 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """Composes the next step from the sessions of one model: the most urgent model that has rows. Returns None if
         nothing can run now."""
-        composers = {name: queue.composer for name, queue in self._queues.items()}
-        for klass in CLASSES:
-            self._shares.catch_up(klass, set().union(*[some.tenants(klass) for some in composers.values()]))
-        urgencies = [(urgency, name) for name, some in composers.items() if (urgency := some.urgency(self._now))]
+        builders = {name: queue.batch_builder for name, queue in self._queues.items()}
+        for priority in CLASSES:
+            self._shares.catch_up(priority, set().union(*[some.tenants(priority) for some in builders.values()]))
+        urgencies = [(urgency, name) for name, some in builders.items() if (urgency := some.urgency(self._now))]
         for _, name in sorted(urgencies):
-            rows = composers[name].compose(self._step + 1, self.max_batch_tokens, self.max_rows, self._now)
+            rows = builders[name].compose(self._step + 1, self.max_batch_tokens, self.max_rows, self._now)
             if rows:
                 self._step += 1
                 return Batch(name, rows, self._step)
@@ -426,7 +426,7 @@ class Scheduler:
         """Applies the results of a step and returns the requests that it ended.
 
         `batch` is the last one composed. `next_tokens` has one token for each of its rows that samples, in order, or
-        None if none could be sampled. `seconds` is the step's time on the device (0: see Composer.ran).
+        None if none could be sampled. `seconds` is the step's time on the device (0: see BatchBuilder.ran).
         """
         assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
         sampling = sum([row.samples for row in batch.rows])
@@ -436,12 +436,12 @@ class Scheduler:
         queue = self._queues.get(batch.model)
         if queue is None:  # the model was unloaded while the step ran, so all requests of the step have ended
             return []
-        queue.composer.ran(batch.rows, seconds)
+        queue.batch_builder.ran(batch.rows, seconds)
         tokens = iter(next_tokens)
-        brought = Outcome(queue).of
+        apply = StepResults(queue).apply
         finished = []
         for row in batch.rows:
-            reason = brought(row, next(tokens) if row.samples else None)
+            reason = apply(row, next(tokens) if row.samples else None)
             if reason is not None:
                 finished.append(self._finish(row.session, reason))
         return finished

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from djinnd.core.request import RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.residency.kv_residency import KvResidency
 
 MOST_AHEAD = 1000  # sessions listed
 
@@ -29,26 +29,26 @@ class Explanation:
 
 
 def explain(
-    session: Session, residence: Residence, order: Iterable[Session], last_step: int, now: float, limit: int
+    session: Session, residency: KvResidency, order: Iterable[Session], last_step: int, now: float, limit: int
 ) -> Explanation:
     """`order`: the model's active sessions in serving order. `last_step`: number of the model's last step. `limit`:
     tokens that the session can reach."""
     request = session.request
     if session.paused:
         return Explanation("paused", "it is paused: resume it")
-    if residence.is_arriving(session):
-        return _arriving(session, residence.kv)
+    if residency.is_arriving(session):
+        return _arriving(session, residency.kv)
     if request is None:
-        return _idle(session, residence.kv, now)
+        return _idle(session, residency.kv, now)
     if request.state is RequestState.HELD:
         if "client" in request.holders:
             return Explanation("held", "its client has not read what it was sent: it goes on when that has been read")
         return Explanation("held", "the next tokens that its format allows are being computed: it goes on with them")
-    if session.touched == last_step and last_step and not residence.is_leaving(session):
+    if session.touched == last_step and last_step and not residency.is_leaving(session):
         length = len(session.tokens)
         left = max(0, min(request.max_tokens - max(length - request.prompt_end, 0), limit - length))
         return Explanation("running", "it had a row in the model's last step", {"step": last_step, "tokens_left": left})
-    return _passed_over(session, residence, order, now)
+    return _passed_over(session, residency, order, now)
 
 
 def _arriving(session: Session, kv: KvManager) -> Explanation:
@@ -78,8 +78,8 @@ def _idle(session: Session, kv: KvManager, now: float) -> Explanation:
     return Explanation("waiting", f"its client said that it waits for something else: {back}; {here}", figures)
 
 
-def _passed_over(session: Session, residence: Residence, order: Iterable[Session], now: float) -> Explanation:
-    kv = residence.kv
+def _passed_over(session: Session, residency: KvResidency, order: Iterable[Session], now: float) -> Explanation:
+    kv = residency.kv
     before = takewhile(lambda other: other is not session, order)
     ahead = [other.id for other in islice(before, MOST_AHEAD)]
     waited = now - session.row_at
@@ -89,7 +89,7 @@ def _passed_over(session: Session, residence: Residence, order: Iterable[Session
     assert request is not None
     if request.deadline < math.inf:
         figures["deadline_in_s"] = round(request.deadline - now, 3)
-    if session.passed_over == PAGES or residence.is_leaving(session):
+    if session.passed_over == PAGES or residency.is_leaving(session):
         needed = kv.pages_for(len(session.tokens)) - kv.pages_held(session.id)
         free, capacity = kv.pool.free, kv.pool.capacity
         figures |= {"pages_needed": needed, "pages_free": free, "pages": capacity}

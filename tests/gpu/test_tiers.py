@@ -40,8 +40,8 @@ class Tiered:
         self.served = served
         runner = served.runner
         self.page_bytes = runner.page_bytes().shape[1]
-        self.residence = served.scheduler.residence("m")
-        self.transfers = Transfers(served.device, self.residence.paging, runner.page_bytes, runner.half_bytes)
+        self.residency = served.scheduler.residency("m")
+        self.transfers = Transfers(served.device, self.residency.paging, runner.page_bytes, runner.half_bytes)
         memory = torch.frombuffer(mmap.mmap(-1, object_bytes(SLOTS, self.page_bytes)), dtype=torch.uint8)
         pages = HostPages(memory, self.page_bytes, served.device)
         self.transfers.attach_host(pages)
@@ -64,7 +64,7 @@ class Tiered:
             def beside() -> bool:
                 self.transfers.begin_copies()
                 self.served.scheduler.over("m", self.transfers.end())
-                return self.residence.paging.is_busy
+                return self.residency.paging.is_busy
 
             self.served.complete(batch, self.served.runner.run(batch, beside))
             self.served.scheduler.over("m", [])
@@ -77,15 +77,15 @@ class Tiered:
     def away(self, session: Session, tier: str) -> None:
         """Pauses the session while others run, until its pages are in `tier`."""
         self.served.scheduler.pause(session.id)
-        while self.residence.paging.is_busy:
+        while self.residency.paging.is_busy:
             self.turn()
-        keys = self.residence.elsewhere.keys(session)
+        keys = self.residency.lower_tiers.keys(session)
         if tier == "disk":
-            self.residence.paging.write_out(session.id, keys)
-            while self.residence.paging.is_busy:
+            self.residency.paging.write_out(session.id, keys)
+            while self.residency.paging.is_busy:
                 self.turn()
-            self.residence.paging.forget_on_host(keys)
-        host, disk = self.residence.paging.count(keys)
+            self.residency.paging.forget_on_host(keys)
+        host, disk = self.residency.paging.count(keys)
         assert (disk if tier == "disk" else host) == len(keys) and session.computed == 0
 
     def overwrite(self) -> None:

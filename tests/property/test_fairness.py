@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from djinnd.scheduler.turns.line import SEAT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.request import Request
 from djinnd.scheduler.policy import Policy
-from djinnd.scheduler.turns.line import SEAT
 from djinnd.scheduler.turns.shares import LAG
 from tests.support.virtual import VirtualDevice, rising
 
@@ -33,7 +33,7 @@ class Event:
     after: int
     kind: str
     who: int
-    klass: Class
+    priority: Class
     tenant: int
     prompt: int
     max_tokens: int
@@ -46,7 +46,7 @@ EVENTS = st.builds(
     after=st.integers(0, 120),
     kind=st.sampled_from(["open"] * 6 + ["ask", "class", "hold", "close"]),
     who=st.integers(0, 30),
-    klass=st.sampled_from(CLASSES),
+    priority=st.sampled_from(CLASSES),
     tenant=st.integers(1, 4),
     prompt=st.sampled_from([1, 1, 7, 40, 200]),
     max_tokens=st.sampled_from([1, 10, 100, 1000]),
@@ -72,7 +72,13 @@ def happen(device: VirtualDevice, event: Event, models: int, held: dict[Request,
         name = f"s{step}-{len(sessions)}-{len(device.rows)}"
         model = MODELS[event.who % models]
         session = device.open(
-            name, event.klass, event.tenant, event.prompt, event.max_tokens, model, deadline=device.now + event.deadline
+            name,
+            event.priority,
+            event.tenant,
+            event.prompt,
+            event.max_tokens,
+            model,
+            deadline=device.now + event.deadline,
         )
         session.bulk = event.bulk
         return
@@ -83,7 +89,7 @@ def happen(device: VirtualDevice, event: Event, models: int, held: dict[Request,
     if event.kind == "ask" and request is None:
         device.ask(session, event.prompt, event.max_tokens)
     elif event.kind == "class":
-        device.scheduler.set_class(session.id, event.klass)
+        device.scheduler.set_class(session.id, event.priority)
     elif event.kind == "hold" and request is not None and request not in held:
         device.scheduler.hold(request.id)
         held[request] = step + 10
@@ -238,8 +244,8 @@ def test_a_batch_session_goes_on_under_endless_work_of_higher_classes(data: st.D
     """The batch session is on its own model or on another one, and clocks have any values."""
     device = VirtualDevice(*MODELS, seconds=rising(step_s, 0.0), max_rows=2, policy=Policy(ageing=1.0))
     for number in range(data.draw(st.integers(1, 6))):
-        klass, model = data.draw(st.sampled_from(CLASSES[:2])), data.draw(st.sampled_from(MODELS))
-        device.open(f"high-{number}", klass, tenant=data.draw(st.integers(1, 3)), model=model)
+        priority, model = data.draw(st.sampled_from(CLASSES[:2])), data.draw(st.sampled_from(MODELS))
+        device.open(f"high-{number}", priority, tenant=data.draw(st.integers(1, 3)), model=model)
     for number in range(data.draw(st.integers(1, 3))):
         device.open(f"batch-{number}", "batch", tenant=4, model=data.draw(st.sampled_from(MODELS)))
     device.scheduler._shares.charge(data.draw(st.sampled_from(CLASSES)), 4, 1000.0)

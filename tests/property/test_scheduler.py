@@ -146,24 +146,24 @@ class Places:
         queue, kv, line = machine.scheduler._queues[model], machine.kv[model], machine.lines[model]
         self.count = len(line)
         self.any_stops = any(s.call and (s.call.stops or s.call.resumes) for s in line)
-        self.aged = queue.composer._ageing.first(machine.now)
-        if self.aged is not None and queue.residence.is_moving(self.aged):
+        self.aged = queue.batch_builder._ageing.first(machine.now)
+        if self.aged is not None and queue.residency.is_moving(self.aged):
             self.aged = None
         own: dict[tuple[int, int], list[tuple[Session, int]]] = {}
         sessions = [shadow.session for shadow in line]
-        if queue.composer.is_short(machine.scheduler._step + 1):  # sessions that hold pages go first
+        if queue.batch_builder.is_short(machine.scheduler._step + 1):  # sessions that hold pages go first
             sessions.sort(key=lambda session: session.id not in kv.sessions)
         for session in sessions:
-            account = CLASSES.index(session.klass), session.tenant
+            account = CLASSES.index(session.priority), session.tenant
             own.setdefault(account, []).append((session, session.remaining))
         self.own = list(own.values())
-        self.apart = {session for session, _ in queue.composer._awaiting_own_step.values()}
+        self.apart = {session for session, _ in queue.batch_builder._awaiting_own_step.values()}
         self.read = any(
             session.given < session.touched and kv.fits(session.id, len(session.tokens)) for session in sessions
         )
-        best = min(klass for klass, _ in own)
+        best = min(priority for priority, _ in own)
         self.rank = best if self.aged is None else -1
-        self.firsts = {sessions[0][0] for (klass, _), sessions in own.items() if klass == best}
+        self.firsts = {sessions[0][0] for (priority, _), sessions in own.items() if priority == best}
         if self.aged is not None:
             self.firsts = {self.aged}
 
@@ -191,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, NUM_BLOCKS)
-            measured(self.scheduler._queues[name].composer.times, partial(seconds_of, name))
+            measured(self.scheduler._queues[name].batch_builder.times, partial(seconds_of, name))
         self.device: dict[str, dict[int, dict[int, Written]]] = {name: {} for name in MODELS}  # slot, block
         # the block before which it waits, by session and position
         self.waiting: dict[tuple[str, int], tuple[int, Written | None]] = {}
@@ -227,10 +227,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.shadows) < 10)
     @rule(who=WHO, tokens=st.lists(TOKENS, max_size=3))
     def open(self, who: tuple[str, int, Class], tokens: list[int]) -> None:
-        model, tenant, klass = who
+        model, tenant, priority = who
         if len(tokens) > self.limit(model):
             return
-        session = Session(f"s{next(self.ids)}", model, tenant, klass, tokens=list(tokens))
+        session = Session(f"s{next(self.ids)}", model, tenant, priority, tokens=list(tokens))
         self.scheduler.open(session)
         self.shadows[session.id] = Shadow(session, tokens)
 
@@ -253,7 +253,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     if copy.source * kv.page_size + offset in memory:
                         memory[slot] = dict(memory[copy.source * kv.page_size + offset])
             session = self.scheduler.session(name)
-            assert (session.model, session.tenant, session.klass) == (model, parent.session.tenant, "batch")
+            assert (session.model, session.tenant, session.priority) == (model, parent.session.tenant, "batch")
             lost = parent.session.computed - session.computed
             assert 0 <= lost < kv.page_size and (lost == 0 or not free)
             changes = {number: replace(change) for number, change in parent.changes.items()}
@@ -438,18 +438,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             call.held = False
             self.lines[shadow.session.model].append(shadow)
 
-    @rule(data=st.data(), klass=st.sampled_from(CLASSES))
-    def set_class(self, data: st.DataObject, klass: Class) -> None:
+    @rule(data=st.data(), priority=st.sampled_from(CLASSES))
+    def set_class(self, data: st.DataObject, priority: Class) -> None:
         """The session becomes the last of its new class."""
         shadow = self.draw_shadow(data)
         if shadow is None:
             return
         line = self.lines[shadow.session.model]
-        if shadow in line and shadow.session.klass != klass:
+        if shadow in line and shadow.session.priority != priority:
             line.remove(shadow)
             line.append(shadow)
-        self.scheduler.set_class(shadow.session.id, klass)
-        assert shadow.session.klass == klass
+        self.scheduler.set_class(shadow.session.id, priority)
+        assert shadow.session.priority == priority
 
     @rule(tenant=st.integers(0, 2), weight=st.sampled_from([0.1, 1.0, 10.0]))
     def set_tenant(self, tenant: int, weight: float) -> None:
@@ -542,8 +542,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if places.any_stops:
             self.check_who_was_left_out(batch, served)
             return
-        residence = self.scheduler.residence(batch.model)
-        is_lost = residence.paging.host is None or any(map(residence.loses_by_leaving, served))  # or the host is full
+        residency = self.scheduler.residency(batch.model)
+        is_lost = residency.paging.host is None or any(map(residency.loses_by_leaving, served))  # or the host is full
         waits = is_lost and places.read and all(session.passed_over == PAGES for session in places.firsts)
         assert waits or served & (places.firsts | places.apart), "the first of the order does not go on"
         if not self.has_pages_for_all(batch.model):
@@ -561,7 +561,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_who_was_left_out(self, batch: Batch, served: set[Session]) -> None:
         """While there is room, no session is left out, unless room was kept for one that waits for a step of its
         own."""
-        apart = self.scheduler._queues[batch.model].composer._awaiting_own_step
+        apart = self.scheduler._queues[batch.model].batch_builder._awaiting_own_step
         if self.has_pages_for_all(batch.model) and not self.is_full(batch) and not apart:
             assert len(served) == len(self.lines[batch.model]), "there is room, and a session was left out"
 

@@ -17,7 +17,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.moves import Move, Way
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.residence.copy_or_recompute import Costs
+from djinnd.scheduler.residency.copy_or_recompute import Costs
 from tests.property.test_scheduler import (
     MODELS,
     NUM_BLOCKS,
@@ -135,7 +135,7 @@ class TiersMachine(SchedulerMachine):
         self.failing = failing
         self.copiers: dict[str, Copier] = {}
         for name in MODELS:
-            paging = self.scheduler.residence(name).paging
+            paging = self.scheduler.residency(name).paging
             paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
             if disk:
                 paging.use_disk(Tier(bytearray(Tier.table_bytes(disk)), disk))
@@ -190,8 +190,8 @@ class TiersMachine(SchedulerMachine):
     @rule(who=WHO)
     def open_paused(self, who: tuple[str, int, Class]) -> None:
         if len(self.shadows) < 10:
-            model, tenant, klass = who
-            session = Session(f"s{next(self.ids)}", model, tenant, klass, tokens=[QUIET])
+            model, tenant, priority = who
+            session = Session(f"s{next(self.ids)}", model, tenant, priority, tokens=[QUIET])
             session.paused = True
             self.scheduler.open(session)
             self.shadows[session.id] = Shadow(session, [QUIET])
@@ -259,7 +259,7 @@ class TiersMachine(SchedulerMachine):
 
     @rule(model=st.sampled_from(MODELS), bus=st.sampled_from([0.0, 1e6, 1e12]), prefill=st.sampled_from([0.0, 10.0]))
     def measure(self, model: str, bus: float, prefill: float) -> None:
-        self.scheduler.residence(model).elsewhere.costs = Costs(bus, bus / 2, prefill)
+        self.scheduler.residency(model).lower_tiers.costs = Costs(bus, bus / 2, prefill)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -350,9 +350,9 @@ class TiersMachine(SchedulerMachine):
     @invariant()
     def who_is_paused_holds_nothing_that_does_not_move(self) -> None:
         for shadow in self.shadows.values():
-            session, residence = shadow.session, self.scheduler.residence(shadow.session.model)
+            session, residency = shadow.session, self.scheduler.residency(shadow.session.model)
             if session.paused and self.kv[session.model].pages_held(session.id):
-                assert residence.is_leaving(session), f"{session.id} is paused, and stays on the device"
+                assert residency.is_leaving(session), f"{session.id} is paused, and stays on the device"
 
     def teardown(self) -> None:
         """No session starves, and closing the sessions frees every page."""

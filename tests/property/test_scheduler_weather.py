@@ -113,7 +113,7 @@ class Day:
         self.scheduler.add_model(name, kv, kv.max_context, NUM_BLOCKS, paging)
         self.copiers[name] = Copier(paging, self.random)
         if self.happens(0.3):  # otherwise step times have to be learned
-            measured(self.scheduler._queues[name].composer.times, self.seconds)
+            measured(self.scheduler._queues[name].batch_builder.times, self.seconds)
 
     def happens(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -266,12 +266,12 @@ class Day:
             assert moves or not waits, "no session runs, and nothing is being copied"
             return
         assert batch.tokens <= self.scheduler.max_batch_tokens and len(batch.rows) <= self.scheduler.max_rows
-        residence = self.scheduler.residence(batch.model)
+        residency = self.scheduler.residency(batch.model)
         for row in batch.rows:
             name = row.session.id
             assert not row.session.paused and row.request.runnable, f"{name} is held or paused, and has a row"
-            assert not residence.is_moving(row.session), f"{name} moves, and has a row"
-            assert residence.kv.fits(name, row.end), f"{name} lacks pages for its row"
+            assert not residency.is_moving(row.session), f"{name} moves, and has a row"
+            assert residency.kv.fits(name, row.end), f"{name} lacks pages for its row"
 
 
 @pytest.mark.parametrize("seed", DAYS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.scheduler import Scheduler
 
 
-def all_leave(idle: Scheduler | Residence) -> None:
+def all_leave(idle: Scheduler | KvResidency) -> None:
     while idle.depart():
         pass

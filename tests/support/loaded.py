@@ -131,8 +131,8 @@ class Served:
         for holder in holders:
             kv.drop(holder)
 
-    def open(self, tenant: int = 0, klass: Class = "agent") -> Session:
-        session = Session(f"s{next(self._numbers)}", "m", tenant, klass)
+    def open(self, tenant: int = 0, priority: Class = "agent") -> Session:
+        session = Session(f"s{next(self._numbers)}", "m", tenant, priority)
         self.scheduler.open(session)
         return session
 

@@ -33,7 +33,7 @@ def wanting(
         stop_tokens=frozenset(stop_tokens),
         logprobs=logprobs,
     )
-    return Session(str(number), "model", tenant=0, klass="batch", tokens=[*prompt, *output], request=request)
+    return Session(str(number), "model", tenant=0, priority="batch", tokens=[*prompt, *output], request=request)
 
 
 def splitmix64(state: int, n: int) -> int:

@@ -16,7 +16,7 @@ from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.batch.batch_builder import Composer
+from djinnd.scheduler.batch.batch_builder import BatchBuilder
 from djinnd.scheduler.policy import (
     BUSY_STEPS,
     CROWDED_BY_LOWER,
@@ -88,9 +88,9 @@ class VirtualDevice:
         self.kv = {name: KvManager(pages + 1, PAGE, 1 << 20, MAX_CONTEXT) for name in models or ("m",)}
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, num_blocks=2)
-            measured(self.composer(name).times, seconds)
+            measured(self.batch_builder(name).times, seconds)
             if kv_s:
-                measured_kv(self.composer(name).times, seconds(1), kv_s)
+                measured_kv(self.batch_builder(name).times, seconds(1), kv_s)
         for tenant, weight in (weights or {}).items():
             self.scheduler.set_tenant(tenant, weight, None)
         self.now = 0.0
@@ -101,8 +101,8 @@ class VirtualDevice:
         self._due: dict[str, float] = {}  # time by which a session must have its next row
         self._ids = count(1)
 
-    def composer(self, model: str = "m") -> Composer:
-        return self.scheduler._queues[model].composer
+    def batch_builder(self, model: str = "m") -> BatchBuilder:
+        return self.scheduler._queues[model].batch_builder
 
     def active(self, model: str = "m") -> list[Session]:
         return list(self.scheduler._queues[model].active.values())
@@ -110,7 +110,7 @@ class VirtualDevice:
     def open(
         self,
         name: str,
-        klass: Class = "agent",
+        priority: Class = "agent",
         tenant: int = 1,
         prompt: int = 1,
         max_tokens: int = FOREVER,
@@ -118,7 +118,7 @@ class VirtualDevice:
         **more: object,
     ) -> Session:
         """Opens a session with a request for a prompt that no other session has."""
-        session = Session(name, model, tenant, klass)
+        session = Session(name, model, tenant, priority)
         self.scheduler.open(session)
         self.ask(session, prompt, max_tokens, **more)
         return session
@@ -144,11 +144,11 @@ class VirtualDevice:
 
     def step(self) -> Batch | None:
         self.scheduler.tick(self.now)
-        aged = {name: self.composer(name)._ageing.first(self.now) for name in self.kv}
+        aged = {name: self.batch_builder(name)._ageing.first(self.now) for name in self.kv}
         pages_are_short = {name: kv.pool.free < self._pages_to_come(name) for name, kv in self.kv.items()}
         remaining = {session.id: session.remaining for session in self.scheduler.sessions()}
         for name in self.kv:
-            self.called_at.update({(name, s.klass): self.now for s in self.active(name) if not s.bulk})
+            self.called_at.update({(name, s.priority): self.now for s in self.active(name) if not s.bulk})
         waited = {name: self._waited(name) for name in self.kv}
         batch = self.scheduler.next_batch()
         if batch is None:
@@ -165,8 +165,8 @@ class VirtualDevice:
         """By class: the longest time that a session with prompt tokens left has had no row."""
         waited: dict[Class, float] = dict.fromkeys(CLASSES, 0.0)
         for session in self.active(model):
-            if session.remaining > 1 and not self.scheduler.residence(model).is_moving(session):
-                waited[session.klass] = max(waited[session.klass], self.now - session.row_at)
+            if session.remaining > 1 and not self.scheduler.residency(model).is_moving(session):
+                waited[session.priority] = max(waited[session.priority], self.now - session.row_at)
         return waited
 
     def _pages_to_come(self, model: str) -> int:
@@ -180,7 +180,7 @@ class VirtualDevice:
         each = (self.seconds(len(batch.rows)) + reading) / len(batch.rows)
         extra = (seconds - each * len(batch.rows)) / max(batch.tokens - len(batch.rows), 1)
         for row in batch.rows:
-            self.used[row.session.klass, row.session.tenant] += each + (row.count - 1) * extra
+            self.used[row.session.priority, row.session.tenant] += each + (row.count - 1) * extra
             self.rows[row.session.id] += 1
             self._waits(row.session)
         for session in self.active(batch.model):
@@ -224,12 +224,12 @@ class Step:
         self.batch = batch
         self.waited = waited  # see VirtualDevice._waited
         self.remaining = remaining  # tokens by session, before the step was composed
-        self.times: StepTimes = device.composer(batch.model).times
-        self.kv = device.composer(batch.model)._kv_read
+        self.times: StepTimes = device.batch_builder(batch.model).times
+        self.kv = device.batch_builder(batch.model)._kv_read
         self.reads_kv = bool(device.kv_s)
         self.policy = device.scheduler.policy
-        calls = ((klass, at) for (name, klass), at in device.called_at.items() if name == batch.model)
-        self.lately = {klass for klass, at in calls if device.now - at < LATELY_S}
+        calls = ((priority, at) for (name, priority), at in device.called_at.items() if name == batch.model)
+        self.lately = {priority for priority, at in calls if device.now - at < LATELY_S}
         self.limits = (device.scheduler.max_batch_tokens, device.scheduler.max_rows)
         served = {row.session for row in batch.rows}
         self.left_out = [session for session in device.active(batch.model) if session not in served]
@@ -237,43 +237,43 @@ class Step:
         self.aged = [row for row in batch.rows if row.session is aged]
 
     def of(self, *classes: Class) -> list[Row]:
-        return [row for row in self.rows if row.session.klass in classes]
+        return [row for row in self.rows if row.session.priority in classes]
 
     def reads(self, row: Row) -> bool:
         return self.remaining[row.session.id] > 1
 
     def takes(self, rows: Sequence[Row], *, kv: bool = True) -> float:
         """Seconds of a step with these rows, if each reads its class's average KV, or none."""
-        tokens = sum(self.reading(row.session.klass).now for row in rows if not self.reads(row)) if kv else 0.0
+        tokens = sum(self.reading(row.session.priority).now for row in rows if not self.reads(row)) if kv else 0.0
         return self.times.predict(len(rows), sum(row.count - 1 for row in rows), tokens) if rows else 0.0
 
-    def reading(self, klass: Class) -> KvRead:
-        return self.kv.get(klass, KvRead())
+    def reading(self, priority: Class) -> KvRead:
+        return self.kv.get(priority, KvRead())
 
-    def protected(self, klass: Class) -> int:
+    def protected(self, priority: Class) -> int:
         """The number of the class's sessions that decode and must not be slowed down."""
         here = [row.session for row in self.rows] + self.left_out
-        return sum(s.klass == klass and not s.bulk and self.remaining[s.id] == 1 for s in here)
+        return sum(s.priority == priority and not s.bulk and self.remaining[s.id] == 1 for s in here)
 
     def allowed(self, *classes: Class, own: int = 0) -> float:
         """Seconds that a step may take for the sake of these classes' decode rows, and of `own` decode rows of the next
         class. Without decode rows: for the sake of the rows in prefill."""
         shielded = [row for row in self.of(*classes) if not row.session.bulk]
-        decode = [row.session.klass for row in shielded if not self.reads(row)] + own * [CLASSES[len(classes)]]
-        kv = sum(self.reading(klass).usual for klass in decode)
+        decode = [row.session.priority for row in shielded if not self.reads(row)] + own * [CLASSES[len(classes)]]
+        kv = sum(self.reading(priority).usual for priority in decode)
         alone = self.times.predict(len(decode), kv=kv) if decode else self.takes(shielded, kv=False)
         slowdown, usual = self.policy.slowdown, self.times.predict(1, kv=kv / len(decode)) if decode else alone
         crowded = min(slowdown, CROWDED_SLOWDOWN if own else CROWDED_BY_LOWER)
         longest = max(slowdown * usual, crowded * alone, self.policy.between_tokens)
         return longest + 1e-9 if alone else math.inf
 
-    def indulgence(self, klass: Class) -> float:
+    def indulgence(self, priority: Class) -> float:
         """The factor by which decode rows wait longer for waiting prompts of their own class."""
-        return min(max(1.0, self.waited[klass] / PATIENCE_S), INDULGENCE) if klass != "interactive" else 1.0
+        return min(max(1.0, self.waited[priority] / PATIENCE_S), INDULGENCE) if priority != "interactive" else 1.0
 
-    def until_free(self, klass: Class) -> float:
+    def until_free(self, priority: Class) -> float:
         """Seconds for which rows of the class may use the device while higher classes have none."""
-        above = CLASSES[: CLASSES.index(klass)]
+        above = CLASSES[: CLASSES.index(priority)]
         if self.lately.isdisjoint(above) or not all(row.session.bulk for row in self.of(*above)):
             return math.inf
         least = self.times.predict(1, LEAST_CHUNK - 1)
@@ -281,20 +281,20 @@ class Step:
 
     def check_protection(self) -> None:
         took = self.takes(self.batch.rows)
-        highest = min((row.session.klass for row in self.rows), key=CLASSES.index, default=CLASSES[0])
+        highest = min((row.session.priority for row in self.rows), key=CLASSES.index, default=CLASSES[0])
         first = self.of(highest)  # rows that join them are held to the slowdown, see below
         is_least = sum(row.count for row in first) == 1  # a session has a token in any case
         assert is_least or self.takes(first) <= self.until_free(highest), (
             "a call of a higher class would find the device taken"
         )
-        for place, klass in enumerate(CLASSES[:-1]):
+        for place, priority in enumerate(CLASSES[:-1]):
             above, below = CLASSES[: place + 1], CLASSES[place + 1 :]
-            assert not self.of(*below) or took <= self.allowed(*above), f"{klass}: lower classes"
-            own = self.protected(klass)
-            chunks = sum(row.count for row in self.of(klass) if self.reads(row))
-            may = self.allowed(*above[:-1], own=own) * self.indulgence(klass) if own else math.inf
+            assert not self.of(*below) or took <= self.allowed(*above), f"{priority}: lower classes"
+            own = self.protected(priority)
+            chunks = sum(row.count for row in self.of(priority) if self.reads(row))
+            may = self.allowed(*above[:-1], own=own) * self.indulgence(priority) if own else math.inf
             through = self.takes([*self.aged, *self.of(*above)])
-            assert chunks <= LEAST_CHUNK or through <= may, f"{klass}: its own prompts"
+            assert chunks <= LEAST_CHUNK or through <= may, f"{priority}: its own prompts"
 
     def check_left_out(self) -> None:
         """For steps in which pages are not short."""
@@ -302,16 +302,16 @@ class Step:
             return
         rows, further = len(self.batch.rows), self.batch.tokens - len(self.batch.rows)
         for session in self.left_out:
-            above = CLASSES[: CLASSES.index(session.klass)]
+            above = CLASSES[: CLASSES.index(session.priority)]
             may = min((self.allowed(*above[: end + 1]) for end in range(len(above))), default=math.inf)
-            may = min(may, self.until_free(session.klass))
-            own = self.protected(session.klass) if session.klass != CLASSES[-1] else 0
+            may = min(may, self.until_free(session.priority))
+            own = self.protected(session.priority) if session.priority != CLASSES[-1] else 0
             reads = self.remaining[session.id] > 1
             if reads and self.reads_kv:
                 continue  # room was kept for the average KV of decoding sessions that have not been considered yet
             if reads and own:
-                may = min(may, self.allowed(*above, own=own) * self.indulgence(session.klass))
-            kv = sum(self.reading(row.session.klass).now for row in self.batch.rows if not self.reads(row))
-            kv += 0.0 if reads else self.reading(session.klass).now
+                may = min(may, self.allowed(*above, own=own) * self.indulgence(session.priority))
+            kv = sum(self.reading(row.session.priority).now for row in self.batch.rows if not self.reads(row))
+            kv += 0.0 if reads else self.reading(session.priority).now
             with_it = self.times.predict(rows + 1, further + reads, kv)
             assert with_it >= may - 1e-6, f"{session.id} is left out though there is room"

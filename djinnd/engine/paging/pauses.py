@@ -53,7 +53,7 @@ class Pauses:
         try:
             session = self._scheduler.session(message.session)
             pause = _Pause(message, session, session.paused, time.monotonic())
-            if self._scheduler.residence(session.model).paging.is_coming:
+            if self._scheduler.residency(session.model).paging.is_coming:
                 self._scheduler.pause(session.id)
             else:
                 self._leave(pause)
@@ -64,7 +64,7 @@ class Pauses:
 
     def _expect_tier(self, model: str, tier: Tier) -> None:
         """Raises OutOfMemory if the model has no such tier."""
-        paging, notes = self._scheduler.residence(model).paging, self._runners[model].weights.notes
+        paging, notes = self._scheduler.residency(model).paging, self._runners[model].weights.notes
         if paging.host is None or (tier == "disk" and paging.disk is None):
             why = next((note for note in notes if note.startswith(NO_PAGES)), "it is configured with none")
             raise OutOfMemory(f"{model} has no pages on the {tier} tier to pause a session to: {why}", tier=tier)
@@ -91,21 +91,21 @@ class Pauses:
             raise SessionNotFound(f"session {session.id} was closed", session=session.id)
         if not session.paused:
             raise Retry(f"session {session.id} was resumed before it had paused")
-        residence = self._scheduler.residence(session.model)
+        residency = self._scheduler.residency(session.model)
         if not pause.is_leaving:
-            if residence.paging.is_coming:
+            if residency.paging.is_coming:
                 return None
             self._leave(pause)
         if pause.leaving is not None and not pause.leaving.is_over:
             return None
-        keys = residence.elsewhere.keys(session)
-        if residence.paging.are_on_their_way(keys):  # other sessions with the same prefix may wait for the same pages
+        keys = residency.lower_tiers.keys(session)
+        if residency.paging.are_on_their_way(keys):  # other sessions with the same prefix may wait for the same pages
             return None
-        if asked.tier == "disk" and not self._is_on_disk(pause, residence.paging, keys):
+        if asked.tier == "disk" and not self._is_on_disk(pause, residency.paging, keys):
             return None
-        host, disk = residence.paging.count(keys)
+        host, disk = residency.paging.count(keys)
         pages = disk if asked.tier == "disk" else host
-        return messages.Paused(asked.request, pages, pages * residence.kv.page_bytes, time.monotonic() - pause.began)
+        return messages.Paused(asked.request, pages, pages * residency.kv.page_bytes, time.monotonic() - pause.began)
 
     def _leave(self, pause: _Pause) -> None:
         """Starts to move the session's pages. Raises OutOfMemory if the model has no such tier."""

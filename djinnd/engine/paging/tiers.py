@@ -94,12 +94,12 @@ class Tiers:
     def retire(self, name: str, then: Callable[[], None]) -> None:
         """Closes all sessions of the model, which are idle, and moves their pages to the host while other models step.
         `then` is called between two steps, when no copy of the model is in flight."""
-        residence = self._scheduler.residence(name)
+        residency = self._scheduler.residency(name)
         for session in [session for session in self._scheduler.sessions() if session.model == name]:
             self._scheduler.drop_stage(session.id)
-            transfer = residence.leave(session, sealed=True)
+            transfer = residency.leave(session, sealed=True)
             if transfer is not None:  # a load may be waiting for it
-                residence.paging.moves.hurry(transfer)
+                residency.paging.moves.hurry(transfer)
             ended = self._scheduler.close(session.id)  # the copies go on, because their pages are protected
             assert ended is None, f"{name} retires while request {ended.id} runs"
         self._retiring[name] = then
@@ -120,7 +120,7 @@ class Tiers:
             model.runner.weights.notes.append(f"{NO_PAGES} the host: {result.why}")
         else:
             model.transfers.attach_host(result.pages, self._on_host)
-            self._scheduler.residence(result.model).elsewhere.costs.bus = self._device.rates().bus
+            self._scheduler.residency(result.model).lower_tiers.costs.bus = self._device.rates().bus
             if result.file is not None:
                 model.transfers.attach_disk(result.file, self._on_disk)
             elif result.why_no_file:
@@ -143,7 +143,7 @@ class Tiers:
                     model.transfers.note_asked()
                 else:
                     self._scheduler.over(name, model.transfers.turn())
-                self._scheduler.residence(name).elsewhere.costs.disk = model.transfers.disk_rate
+                self._scheduler.residency(name).lower_tiers.costs.disk = model.transfers.disk_rate
         if not can_wait:
             self._pauses.turn()
         for name in [name for name in self._retiring if not self._models[name].paging.is_busy]:
@@ -220,7 +220,7 @@ class Tiers:
 
     def note_prefill(self, model: str, tokens: int, seconds: float) -> None:
         """Updates the measured speed of prefill, which decides whether pages are worth copying."""
-        costs, seen = self._scheduler.residence(model).elsewhere.costs, tokens / seconds
+        costs, seen = self._scheduler.residency(model).lower_tiers.costs, tokens / seconds
         costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
 
     def keep(self) -> None:
@@ -229,7 +229,7 @@ class Tiers:
         began = time.monotonic()
         for session in list(self._scheduler.sessions()):
             self._scheduler.drop_stage(session.id)  # the next engine does not have the rows that wait inside the model
-            self._scheduler.residence(session.model).leave(session, sealed=True)
+            self._scheduler.residency(session.model).leave(session, sealed=True)
         for name in self._models:
             self.settle(name)
         log.info("pages_kept seconds=%.3f", time.monotonic() - began)
@@ -263,12 +263,12 @@ class Tiers:
             self._scheduler.wait(session.id, back_at(now, expected, copying))
 
     def _pages_held(self, session: Session) -> int:
-        return self._scheduler.residence(session.model).kv.pages_held(session.id)
+        return self._scheduler.residency(session.model).kv.pages_held(session.id)
 
     def _seconds_to_copy(self, session: Session) -> float:
         """For the session's pages between host and device: pages that it holds, or that it held when it left."""
-        residence = self._scheduler.residence(session.model)
-        kv, bus = residence.kv, residence.elsewhere.costs.bus
+        residency = self._scheduler.residency(session.model)
+        kv, bus = residency.kv, residency.lower_tiers.costs.bus
         pages = self._pages_held(session) or kv.pages_for(min(session.left_at, len(session.tokens)))
         return pages * kv.page_bytes / bus if bus else 0.0
 
@@ -293,13 +293,13 @@ class Tiers:
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def use_of(self, session: Session, now: float) -> messages.SessionUse:
-        residence, paging = self._scheduler.residence(session.model), self._models[session.model].paging
-        host, disk = paging.count(residence.elsewhere.keys_not_held(session))
+        residency, paging = self._scheduler.residency(session.model), self._models[session.model].paging
+        host, disk = paging.count(residency.lower_tiers.keys_not_held(session))
         return messages.SessionUse(
             session.id,
-            _state(session, arrives=residence.is_arriving(session)),
+            _state(session, arrives=residency.is_arriving(session)),
             session.computed,
-            residence.kv.pages_held(session.id),
+            residency.kv.pages_held(session.id),
             host,
             disk,
             now - session.quiet_since if session.quiet_since is not None else 0.0,

@@ -126,7 +126,7 @@ class Passages:
             pages = memory.view(dtype).view(shape)
             for first, count in window.pieces():
                 present = self._present(session.id)
-                if present.computed < tokens or self._scheduler.residence(present.model).is_leaving(present):
+                if present.computed < tokens or self._scheduler.residency(present.model).is_leaving(present):
                     raise Retry("other sessions needed the pages of this one while its KV came: try again")
                 window.queue(
                     (runner.model.pool[page : page + number], pages[at : at + number])
@@ -153,7 +153,7 @@ class Passages:
             with self._device.computing():
                 runner.model.zero_pages(stale)
         session.foreign_tokens = tokens
-        self._scheduler.residence(session.model).advance(session, tokens)  # its pages get keys, as in any session
+        self._scheduler.residency(session.model).advance(session, tokens)  # its pages get keys, as in any session
         session.touched = max(other.touched for other in self._scheduler.sessions())
 
     def _present(self, session_id: str) -> Session:
@@ -163,9 +163,9 @@ class Passages:
     def _fill_up(self, request: int, session: Session) -> Course:
         """Returns when the KV of all tokens is on the device, copied from a lower tier or computed. Raises the error of
         the request that computes it."""
-        residence = self._scheduler.residence(session.model)
+        residency = self._scheduler.residency(session.model)
         self._scheduler.wake(session.id)
-        while residence.is_moving(self._present(session.id)):
+        while residency.is_moving(self._present(session.id)):
             yield None
         if session.remaining == 0:
             return

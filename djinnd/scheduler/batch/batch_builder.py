@@ -13,14 +13,14 @@ from itertools import chain
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
 from djinnd.core.session import Session
-from djinnd.scheduler.batch.step_builder import Composition, Decoders
+from djinnd.scheduler.batch.step_builder import Decoders, StepBuilder
 from djinnd.scheduler.batch.step_pages import Evictable, Order, StepPages
 from djinnd.scheduler.policy import BRIEF, LATELY_S, KvRead, Policy, Room
-from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.timing.step_times import StepTimes
 from djinnd.scheduler.turns.ageing import Ageing
 from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
-from djinnd.scheduler.turns.line import Line
+from djinnd.scheduler.turns.run_queue import RunQueue
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import QUOTA
 
@@ -30,14 +30,14 @@ USUALLY = 256  # Steps over which a class's usual KV length is averaged.
 Account = tuple[Class, int]  # a class, and a tenant in it
 
 
-class Composer:
+class BatchBuilder:
     """Composes the steps of one model. `shares` and `quotas` are shared by all models of the device. `evictable` takes
     the active sessions in serving order and returns sessions in eviction order, of which the active ones are last and
     reversed."""
 
     def __init__(
         self,
-        residence: Residence,
+        residency: KvResidency,
         num_blocks: int,
         shares: Shares,
         quotas: DeviceQuotas,
@@ -46,14 +46,14 @@ class Composer:
     ) -> None:
         self.times = StepTimes()
         self.served = 0  # number of this model's last step
-        self._residence = residence
-        self._kv = residence.kv
+        self._residency = residency
+        self._kv = residency.kv
         self._num_blocks = num_blocks
         self._shares = shares
         self._quotas = quotas
         self._policy = policy
         self._evictable = evictable
-        self._line = Line()
+        self._run_queue = RunQueue()
         self._ageing = Ageing(policy.ageing)
         # by class: when a step was last composed while a session of the class that is not in bulk mode had a request
         self._last_request_at: dict[Class, float] = {}
@@ -72,20 +72,20 @@ class Composer:
 
     def join(self, session: Session, now: float) -> None:
         session.passed_over = ""
-        self._line.join(session, self._latest_start(session))
+        self._run_queue.join(session, self._latest_start(session))
         self._ageing.joined(session, now)
 
     def leave(self, session: Session) -> None:
-        """Removes the session from the line. No effect if it is not in line."""
-        self._line.leave(session)
+        """Removes the session from the queue. No effect if it is not in the queue."""
+        self._run_queue.leave(session)
         self._ageing.left(session)
         self._awaiting_own_step.pop(session.id, None)
 
-    def set_class(self, session: Session, klass: Class) -> None:
-        """The session joins the line of its new class as the last."""
-        self._line.leave(session)
-        session.klass = klass
-        self._line.join(session, self._latest_start(session))
+    def set_class(self, session: Session, priority: Class) -> None:
+        """The session joins the queue of its new class as the last."""
+        self._run_queue.leave(session)
+        session.priority = priority
+        self._run_queue.join(session, self._latest_start(session))
 
     def is_short(self, step: int) -> bool:
         """True if pages count as short: for SHORT_STEPS steps after a session was refused pages, or got those of
@@ -98,7 +98,7 @@ class Composer:
 
     def _by_class(self, now: float) -> Order:
         row_s = self.times.predict(1) or ROW_S
-        return self._line.in_order(self._shares, row_s, self._seated, self._lengthy, self._ageing.first(now))
+        return self._run_queue.in_order(self._shares, row_s, self._seated, self._lengthy, self._ageing.first(now))
 
     def _latest_start(self, session: Session) -> float:
         """The time from which the session has to be in every step to meet its deadline."""
@@ -107,9 +107,9 @@ class Composer:
         missing = (request.expected_tokens or request.max_tokens) - (len(session.tokens) - request.prompt_end)
         return request.deadline - max(missing, 1) * self.times.predict(1, kv=len(session.tokens))
 
-    def tenants(self, klass: Class) -> Collection[int]:
+    def tenants(self, priority: Class) -> Collection[int]:
         """Tenants with an active session of the class."""
-        return self._line.tenants(klass)
+        return self._run_queue.tenants(priority)
 
     def claim(self, tenant: int) -> Claim | None:
         """The rank of the tenant's foremost session here. Claims order a tenant's sessions across models. None if it
@@ -117,7 +117,7 @@ class Composer:
         aged = self._ageing.chosen
         if aged is not None and aged.tenant == tenant:
             return -1, _number(aged)
-        own = self._line.foremost_of(tenant)
+        own = self._run_queue.highest_of(tenant)
         return None if own is None else (own[0], min(map(_number, own[1])))
 
     def urgency(self, now: float) -> tuple[int, float, int] | None:
@@ -128,11 +128,11 @@ class Composer:
         Sessions whose pages are moving do not count.
         """
         aged = self._ageing.first(now)
-        if aged is not None and not self._residence.is_moving(aged):
+        if aged is not None and not self._residency.is_moving(aged):
             return -1, 0.0, self.served
-        is_moving = self._residence.is_moving if self._residence.sessions_move else None
-        for rank, klass in enumerate(CLASSES):
-            clocks = [self._shares.clock(klass, tenant) for tenant in self._line.tenants(klass, is_moving)]
+        is_moving = self._residency.is_moving if self._residency.sessions_move else None
+        for rank, priority in enumerate(CLASSES):
+            clocks = [self._shares.clock(priority, tenant) for tenant in self._run_queue.tenants(priority, is_moving)]
             if clocks:
                 return rank, min(clocks), self.served
         return None
@@ -149,7 +149,7 @@ class Composer:
         order, turn, room = self._by_class(now), self._next_own_step(), (max_tokens, max_rows)
         first, made, pages = self._composed(step, order, turn, decoders, room, now)
         if self._is_stuck(first, made):  # room was kept for sessions that decode, and these cannot get pages
-            decoders = {klass: set(filter(self._holds_its_pages, some)) for klass, some in self._survey().items()}
+            decoders = {priority: set(filter(self._holds_its_pages, some)) for priority, some in self._survey().items()}
             first, made, pages = self._composed(step, order, turn, decoders, room, now)
             # it waits for pages of its tenant on another model
             waits_elsewhere = first is not None and first.passed_over == QUOTA
@@ -174,21 +174,21 @@ class Composer:
         decoders: Decoders,
         most: tuple[int, int],
         now: float,
-    ) -> tuple[Session | None, Composition, StepPages]:
+    ) -> tuple[Session | None, StepBuilder, StepPages]:
         """Composes the step with room kept for `decoders`, and at most `most` = (tokens, rows). Returns the session
         that was considered first."""
-        pages = StepPages(self._residence, self._quotas, self._evictable, self._line, order, turn[0])
+        pages = StepPages(self._residency, self._quotas, self._evictable, self._run_queue, order, turn[0])
         room, aged = self._room(decoders, *most, now), self._ageing.first(now)
-        made = Composition(step, order, decoders, room, pages, self.times, self._num_blocks, aged, turn)
+        made = StepBuilder(step, order, decoders, room, pages, self.times, self._num_blocks, aged, turn)
         first = made.compose()
         pages.close()
         return first, made, pages
 
-    def _is_stuck(self, first: Session | None, made: Composition) -> bool:
+    def _is_stuck(self, first: Session | None, made: StepBuilder) -> bool:
         """True if no session has a row, and no copy is under way that could change that."""
         if made.rows or first is None:
             return False
-        return not (self._quotas.pages_move or self._residence.anything_moves)
+        return not (self._quotas.pages_move or self._residency.anything_moves)
 
     def _aged_reader(self, step: int) -> Session | None:
         """The session that ageing has put first, if pages are short and it reads a prompt whose KV would be lost if the
@@ -196,7 +196,7 @@ class Composer:
         aged = self._ageing.chosen
         if aged is None or aged.remaining == 1 or not self.is_short(step):
             return None
-        return aged if self._residence.loses_by_leaving(aged) else None
+        return aged if self._residency.loses_by_leaving(aged) else None
 
     def _holds_its_pages(self, session: Session) -> bool:
         return self._kv.fits(session.id, len(session.tokens))
@@ -204,14 +204,14 @@ class Composer:
     def _survey(self) -> Decoders:
         """Returns the sessions that decode and can have a row. Also notes how much KV these read, which of the others
         have much to read, and how long one of those has had no row."""
-        is_moving = self._residence.is_moving if self._residence.sessions_move else None
-        decoders: Decoders = {klass: set() for klass in CLASSES}
+        is_moving = self._residency.is_moving if self._residency.sessions_move else None
+        decoders: Decoders = {priority: set() for priority in CLASSES}
         self._lengthy, self._waiting_since = set(), {}
-        for klass, some in decoders.items():
+        for priority, some in decoders.items():
             since, kv = math.inf, 0
-            for session in self._line.of(klass):
+            for session in self._run_queue.of(priority):
                 stage, tokens = session.stage, session.tokens
-                # This is session.remaining, inlined: it runs in every step for every session in line.
+                # This is session.remaining, inlined: it runs in every step for every session in the queue.
                 length = len(tokens)
                 remaining = length - (session.computed if stage is None else stage.done)
                 if remaining == 1:
@@ -224,25 +224,25 @@ class Composer:
                     self._lengthy.add(session.id)
                 if session.row_at < since and (is_moving is None or not is_moving(session)):
                     since = session.row_at
-            self._waiting_since[klass] = since
+            self._waiting_since[priority] = since
             if some:
-                self._note_kv(klass, kv / len(some))
+                self._note_kv(priority, kv / len(some))
         return decoders
 
-    def _note_kv(self, klass: Class, now: float) -> None:
-        usual = self._kv_read[klass].usual if klass in self._kv_read else now
-        self._kv_read[klass] = KvRead(now, usual + (now - usual) / USUALLY)
+    def _note_kv(self, priority: Class, now: float) -> None:
+        usual = self._kv_read[priority].usual if priority in self._kv_read else now
+        self._kv_read[priority] = KvRead(now, usual + (now - usual) / USUALLY)
 
     def _next_own_step(self) -> tuple[Session | None, int]:
         """The session whose turn it is to have a step of its own, and its tokens. It must hold its pages, so that it
         can run. If the step has no room for it, it comes after the others."""
         for session, count in self._awaiting_own_step.values():
-            if self._holds_its_pages(session) and not self._residence.is_moving(session):
+            if self._holds_its_pages(session) and not self._residency.is_moving(session):
                 del self._awaiting_own_step[session.id]
                 return session, count
         return None, 0
 
-    def _update_own_steps(self, made: Composition) -> None:
+    def _update_own_steps(self, made: StepBuilder) -> None:
         """Adds the sessions that were left out for a step of their own; removes those that have a row now."""
         for session, count in made.apart:
             self._awaiting_own_step.setdefault(session.id, (session, count))
@@ -252,14 +252,14 @@ class Composer:
 
     def _room(self, decoders: Decoders, max_tokens: int, max_rows: int, now: float) -> Room:
         """The room of a step before any session is considered."""
-        decoding = {klass: len(some) for klass, some in decoders.items()}
-        protected = {klass: sum([not session.bulk for session in some]) for klass, some in decoders.items()}
+        decoding = {priority: len(some) for priority, some in decoders.items()}
+        protected = {priority: sum([not session.bulk for session in some]) for priority, some in decoders.items()}
         protected[CLASSES[-1]] = 0
-        for klass in CLASSES[:-1]:
-            if any(not session.bulk for session in self._line.of(klass)):
-                self._last_request_at[klass] = now
-        waited = {klass: max(now - since, 0.0) for klass, since in self._waiting_since.items()}
-        lately = [klass for klass, at in self._last_request_at.items() if now - at < LATELY_S]
+        for priority in CLASSES[:-1]:
+            if any(not session.bulk for session in self._run_queue.of(priority)):
+                self._last_request_at[priority] = now
+        waited = {priority: max(now - since, 0.0) for priority, since in self._waiting_since.items()}
+        lately = [priority for priority, at in self._last_request_at.items() if now - at < LATELY_S]
         return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately, waited, self._kv_read)
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
@@ -272,7 +272,7 @@ class Composer:
         shares = self._shares
         if not seconds or shares.owes:
             for row in rows:
-                shares.defer(row.session.klass, row.session.tenant, row.count)
+                shares.defer(row.session.priority, row.session.tenant, row.count)
             if seconds:
                 shares.settle(seconds)
             return
@@ -284,18 +284,18 @@ class Composer:
         alone = seconds * len(rows) / (len(rows) + further)
         alike = min(seconds, self.times.predict(len(rows), kv=kv) or alone) if further else seconds
         a_row, a_token = alike / len(rows), (seconds - alike) / max(further, 1)
-        by_account: Counter[Account] = Counter([(row.session.klass, row.session.tenant) for row in rows])
+        by_account: Counter[Account] = Counter([(row.session.priority, row.session.tenant) for row in rows])
         charges = {account: count * a_row for account, count in by_account.items()}
         for row in chunks:
-            charges[row.session.klass, row.session.tenant] += (row.count - 1) * a_token
-        for (klass, tenant), charge in charges.items():
-            shares.charge(klass, tenant, charge)
+            charges[row.session.priority, row.session.tenant] += (row.count - 1) * a_token
+        for (priority, tenant), charge in charges.items():
+            shares.charge(priority, tenant, charge)
 
     def check_integrity(self, active: dict[str, Session]) -> None:
-        self._line.check_integrity(active)
-        assert {s.id for s in self._ageing} == active.keys(), "the line and the sessions of Ageing differ"
+        self._run_queue.check_integrity(active)
+        assert {s.id for s in self._ageing} == active.keys(), "the queue and the sessions of Ageing differ"
         assert self._awaiting_own_step.keys() <= active.keys(), (
-            "a session waits for a step of its own and is not in line"
+            "a session waits for a step of its own and is not in the queue"
         )
 
 

@@ -16,8 +16,8 @@ from djinnd.core.stops import next_stop
 from djinnd.scheduler.timing.step_times import StepTimes
 
 
-class Way(NamedTuple):
-    """The way of a session's next row through the blocks: it starts before block `first` and stops before block `last`,
+class BlockRange(NamedTuple):
+    """The blocks that a session's next row passes. It starts before block `first` and stops before block `last`,
     with positions before `end`. A row that does not stop has the number of blocks plus one as `last`."""
 
     first: int
@@ -25,26 +25,26 @@ class Way(NamedTuple):
     end: int
 
 
-def whole_way(num_blocks: int) -> Way:
-    """The way of a row through all blocks."""
-    return Way(0, num_blocks + 1, FOREVER)
+def whole_range(num_blocks: int) -> BlockRange:
+    """The range of a row that passes all blocks."""
+    return BlockRange(0, num_blocks + 1, FOREVER)
 
 
-def way_of(session: Session, whole: Way) -> Way:
-    """The way of the session's next row. Positions from a stop's `position` on stop there; earlier positions pass all
-    blocks."""
+def range_of(session: Session, whole: BlockRange) -> BlockRange:
+    """The blocks that the session's next row passes. Positions from a stop's `position` on stop there; earlier ones
+    pass all blocks."""
     request, stage = session.request, session.stage
     assert request is not None
     end = len(session.tokens)
     first, last = (whole.first, whole.last) if stage is None else (stage.first, stage.last)
     if last == whole.last and (stop := next_stop(request.stops, end)) is not None:
         if stop.position <= session.computed:
-            return Way(first, stop.block, end)
+            return BlockRange(first, stop.block, end)
         end = stop.position
-    return Way(first, last, end)
+    return BlockRange(first, last, end)
 
 
-class Company:
+class StepBlocks:
     """The rows that a step has so far. Their totals are computed when they are asked for."""
 
     def __init__(self, rows: Sequence[Row], times: StepTimes, num_blocks: int) -> None:
@@ -57,14 +57,14 @@ class Company:
         self._further = 0  # tokens beyond one each
         self._kv = 0  # tokens of KV that rows of one token read
 
-    def is_slower_with(self, way: Way, count: int) -> bool:
+    def is_slower_with(self, passed: BlockRange, count: int) -> bool:
         """True if a further row of `count` tokens takes less time in a step of its own."""
         rows = len(self._rows)
         if not rows:
             return False
         self._count()
         blocks, further = self._blocks, self._further
-        first, last = way.first, min(way.last, self._num_blocks)
+        first, last = passed.first, min(passed.last, self._num_blocks)
         both = _joined(blocks, first, last)
         if (first, last) == (blocks.start, blocks.stop) or (count == 1 and both == blocks) or not further + count - 1:
             return False

@@ -10,7 +10,7 @@ from djinnd.core.batch import Row
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
-from djinnd.scheduler.batch.block_range import Company, Way, way_of, whole_way
+from djinnd.scheduler.batch.block_range import BlockRange, StepBlocks, range_of, whole_range
 from djinnd.scheduler.batch.step_pages import Order, StepPages, Test
 from djinnd.scheduler.policy import LEAST_CHUNK, Room
 from djinnd.scheduler.timing.step_times import StepTimes
@@ -20,8 +20,8 @@ _RUNNING = RequestState.RUNNING  # A global, because it is looked up for every r
 Decoders = dict[Class, set[Session]]  # sessions that need one token, by class
 
 
-class Composition:
-    """Composes one step. No session's place in line changes meanwhile."""
+class StepBuilder:
+    """Composes one step. No session's place in the queue changes meanwhile."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class Composition:
         self._room = room
         self._pages = pages
         self._page_size = pages.kv.page_size
-        self._company = Company(self.rows, times, num_blocks)
+        self._step_blocks = StepBlocks(self.rows, times, num_blocks)
         self._num_blocks = num_blocks
-        self._whole = whole_way(num_blocks)
+        self._whole = whole_range(num_blocks)
         self._aged = aged
         self._turn, self._turn_tokens = turn
         self._closed: set[Class] = set()  # classes of which no further session can have a row
@@ -74,8 +74,8 @@ class Composition:
         once. All others go through `_ask`.
         """
         room, pages, rows, num_blocks, page_size = self._room, self._pages, self.rows, self._num_blocks, self._page_size
-        step, turn, klass = self._step, self._turn, sessions[0].klass
-        decodes_no_more = self._decoders[klass].discard
+        step, turn, priority = self._step, self._turn, sessions[0].priority
+        decodes_no_more = self._decoders[priority].discard
         is_part, moves_now = self._has_partial_rows, pages.moves
         # how many rows of one token there is room for; 0: `_ask` the first (the aged session is alone in its list)
         ones = 0
@@ -95,27 +95,27 @@ class Composition:
                 or (moves_now is not None and moves_now(session))
                 or (start % page_size == 0 and not pages.grow(session))  # otherwise it holds the page
             ):
-                room.take_ones(klass, taken, shielding)
+                room.take_ones(priority, taken, shielding)
                 taken = shielding = 0
                 if room.is_full:
                     return
                 self._ask(session)
-                if klass in self._closed:
+                if priority in self._closed:
                     return
-                ones, is_part, moves_now = room.ones(klass), self._has_partial_rows, pages.moves
+                ones, is_part, moves_now = room.ones(priority), self._has_partial_rows, pages.moves
                 continue
             decodes_no_more(session)
             taken += 1
             shielding += not session.bulk
             session.touched, session.passed_over = step, ""
             rows.append(Row(session, request, start, 1, 0, num_blocks, request.max_tokens > 0, None))
-        room.take_ones(klass, taken, shielding)
+        room.take_ones(priority, taken, shielding)
 
     def _ask(self, session: Session) -> None:
         """Considers a session that may need pages, a chunk, or a part of the blocks."""
         remaining = session.remaining
         if remaining == 1:
-            self._decoders[session.klass].discard(session)
+            self._decoders[session.priority].discard(session)
         count = self._share(session, remaining)
         if count == 0:
             self._pages.bring_back(session, remaining)
@@ -125,7 +125,7 @@ class Composition:
 
     def _share(self, session: Session, remaining: int) -> int:
         """How many of its tokens the step has room for."""
-        count = self._room.share(session.klass, remaining)
+        count = self._room.share(session.priority, remaining)
         if session is self._aged:
             count = min(count, LEAST_CHUNK)
         if session is self._turn:
@@ -136,47 +136,47 @@ class Composition:
         """Notes that there is no room for the session. If it came in its own turn, the class may be closed for the
         others."""
         session.passed_over = ROOM
-        if session is not self._aged and session is not self._turn and self._is_closed(session.klass):
-            self._closed.add(session.klass)
+        if session is not self._aged and session is not self._turn and self._is_closed(session.priority):
+            self._closed.add(session.priority)
 
-    def _is_closed(self, klass: Class) -> bool:
+    def _is_closed(self, priority: Class) -> bool:
         """True if no further session of the current class can have a row: there is no room for a chunk, and every
         session that decodes has been considered or has given up its pages."""
-        left = self._decoders[klass]
-        if (left and not self._pages.are_taken) or self._room.share(klass, 2):
+        left = self._decoders[priority]
+        if (left and not self._pages.are_taken) or self._room.share(priority, 2):
             return False
         return all(map(self._pages.are_given_up_by, left))
 
     def _give_row(self, session: Session, remaining: int, count: int) -> None:
         """Gives the session a row of at most `count` tokens, unless a step of its own takes less time. `remaining` is
         as of when it was considered."""
-        way, request = self._whole, session.request
+        blocks, request = self._whole, session.request
         if remaining > 1:  # fewer are left if pages with its KV were found meanwhile
             count = min(count, session.remaining)
         if session.stage is not None or (request is not None and request.stops):
-            way, self._has_partial_rows = way_of(session, way), True
-            count = min(count, way.end - session.next_position)
+            blocks, self._has_partial_rows = range_of(session, blocks), True
+            count = min(count, blocks.end - session.next_position)
         if session.edits and count > 1:
             count = session.together(session.next_position, count)
-        if self._has_partial_rows and self._company.is_slower_with(way, count):
+        if self._has_partial_rows and self._step_blocks.is_slower_with(blocks, count):
             self.apart.append((session, count))
             session.passed_over = ROOM
             return
         self._room.take(remaining, count, shields=not session.bulk and session is not self._aged)
-        self.rows.append(self._row(session, way, count))
+        self.rows.append(self._row(session, blocks, count))
 
-    def _row(self, session: Session, way: Way, count: int) -> Row:
-        request, last = self._start(session), way.last
+    def _row(self, session: Session, blocks: BlockRange, count: int) -> Row:
+        request, last = self._start(session), blocks.last
         start, stage = session.next_position, session.stage
         if last > self._num_blocks:
             last, samples = self._num_blocks, request.max_tokens > 0 and start + count == len(session.tokens)
         else:
             samples = False
         if stage is not None:
-            stage.last = way.last
-        elif way.last <= self._num_blocks:
-            stage = session.stage = Stage(way.first, last, start)
-        return Row(session, request, start, count, way.first, last, samples, stage)
+            stage.last = blocks.last
+        elif blocks.last <= self._num_blocks:
+            stage = session.stage = Stage(blocks.first, last, start)
+        return Row(session, request, start, count, blocks.first, last, samples, stage)
 
     def _start(self, session: Session) -> Request:
         """Marks the session as having a row in this step, and returns its request."""

@@ -60,7 +60,7 @@ class Ageing:
 
     @property
     def chosen(self) -> Session | None:
-        """The result of the last call of `first`, unless that session has left the line."""
+        """The result of the last call of `first`, unless that session has left the queue."""
         return self._first
 
     def __iter__(self) -> Iterator[Session]:

@@ -1,7 +1,7 @@
 """Limits the bytes of pages that each tenant may hold on the device, over all models.
 
-At its quota, a tenant's sessions evict each other. On the same model, a session evicts sessions behind it in line. On
-other models, it evicts idle sessions and those with a slow client.
+At its quota, a tenant's sessions evict each other. On the same model, a session evicts sessions behind it in the
+queue. On other models, it evicts idle sessions and those with a slow client.
 
 That may not be enough if the tenant's sessions run on several models. Then one model leads: the model of the tenant's
 foremost session, by class and then by age. The tenant's sessions on other models are evicted for it, and the bytes that
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.why import QUOTA
 
 Claim = tuple[int, int]  # rank of a class, and a request's number; the lower claim comes first
@@ -120,18 +120,18 @@ class DeviceQuotas:
         others = held - kv.own_pages(session.id, session.tenant) * kv.page_bytes
         return max(-(-min(over, others) // kv.page_bytes), int(read))
 
-    def make_way(self, session: Session, residence: Residence, candidates: Callable[[], Iterable[Session]]) -> bool:
+    def make_way(self, session: Session, residency: KvResidency, candidates: Callable[[], Iterable[Session]]) -> bool:
         """Returns True if the session's tenant may hold pages for all of its tokens. Otherwise evicts other sessions of
         the tenant: the first of `candidates`, or sessions on other models. Returns False if their pages are not free
         yet."""
-        kv, tenant = residence.kv, session.tenant
+        kv, tenant = residency.kv, session.tenant
         if not self.has_limit(tenant):
             return True
         pages = kv.pages_for(len(session.tokens))
         if pages > kv.pages_held(session.id) and self._another_leads(tenant, kv):
             return False
         while (excess := self.excess(session, kv, pages)) > 0:
-            gave_way = residence.give_way(excess, tenant, candidates())
+            gave_way = residency.give_way(excess, tenant, candidates())
             gave_way = gave_way or self._retire_elsewhere(session, kv, excess * kv.page_bytes)
             if not gave_way or any(holder.leaves(tenant) for holder in self._holders.values()):
                 return False

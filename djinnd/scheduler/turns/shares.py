@@ -24,8 +24,8 @@ class Shares:
     """The clocks of all tenants, over all models of a device."""
 
     def __init__(self) -> None:
-        self._clocks: dict[Class, defaultdict[int, float]] = {klass: defaultdict(float) for klass in CLASSES}
-        self._before: dict[Class, defaultdict[int, float]] = {klass: defaultdict(float) for klass in CLASSES}
+        self._clocks: dict[Class, defaultdict[int, float]] = {priority: defaultdict(float) for priority in CLASSES}
+        self._before: dict[Class, defaultdict[int, float]] = {priority: defaultdict(float) for priority in CLASSES}
         self._weights: dict[int, float] = {}
         self._unwaited: Counter[tuple[Class, int]] = Counter()  # tokens of steps whose time was not measured
 
@@ -36,37 +36,37 @@ class Shares:
     def weight(self, tenant: int) -> float:
         return self._weights.get(tenant, 1.0)
 
-    def clock(self, klass: Class, tenant: int) -> float:
-        return self._clocks[klass][tenant]
+    def clock(self, priority: Class, tenant: int) -> float:
+        return self._clocks[priority][tenant]
 
-    def charge(self, klass: Class, tenant: int, seconds: float) -> None:
+    def charge(self, priority: Class, tenant: int, seconds: float) -> None:
         """Charges the tenant for a step."""
-        self._before[klass][tenant] = self._clocks[klass][tenant]
-        self._clocks[klass][tenant] += seconds / self.weight(tenant)
+        self._before[priority][tenant] = self._clocks[priority][tenant]
+        self._clocks[priority][tenant] += seconds / self.weight(tenant)
 
     @property
     def owes(self) -> bool:
         """True if steps have run whose time was not measured."""
         return bool(self._unwaited)
 
-    def defer(self, klass: Class, tenant: int, tokens: int) -> None:
+    def defer(self, priority: Class, tenant: int, tokens: int) -> None:
         """Notes tokens of a step whose time was not measured."""
-        self._unwaited[klass, tenant] += tokens
+        self._unwaited[priority, tenant] += tokens
 
     def settle(self, seconds: float) -> None:
         """Divides `seconds` among all deferred tokens, of whichever model, because the device runs one step at a
         time."""
         a_token = seconds / self._unwaited.total()
-        for (klass, tenant), tokens in self._unwaited.items():
-            self.charge(klass, tenant, tokens * a_token)
+        for (priority, tenant), tokens in self._unwaited.items():
+            self.charge(priority, tenant, tokens * a_token)
         self._unwaited.clear()
 
-    def catch_up(self, klass: Class, tenants: Collection[int]) -> None:
+    def catch_up(self, priority: Class, tenants: Collection[int]) -> None:
         """Moves forward the clocks of those of these tenants that are further behind than LAG allows. All of them have
         work, on whichever model."""
         if len(tenants) < 2:
             return
-        clocks, before = self._clocks[klass], self._before[klass]
+        clocks, before = self._clocks[priority], self._before[priority]
         least = max([before[tenant] - LAG / self.weight(tenant) for tenant in tenants])
         for tenant in tenants:
             clocks[tenant] = max(clocks[tenant], least)

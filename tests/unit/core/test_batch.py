@@ -6,7 +6,7 @@ from djinnd.core.batch import Batch, Row, recomputed
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 
-SESSION = Session("s", "m", tenant=1000, klass="agent", tokens=list(range(10)))
+SESSION = Session("s", "m", tenant=1000, priority="agent", tokens=list(range(10)))
 REQUEST = Request(id=1, first=0, prompt_end=10, max_tokens=1)
 
 

@@ -8,7 +8,7 @@ from djinnd.core.session import Session
 
 
 def session_of(tokens: list[int], computed: int) -> Session:
-    return Session("s", "m", tenant=1000, klass="interactive", tokens=tokens, computed=computed)
+    return Session("s", "m", tenant=1000, priority="interactive", tokens=tokens, computed=computed)
 
 
 def test_remaining_counts_the_tokens_without_kv() -> None:

@@ -69,8 +69,8 @@ def prompts(count: int, longest: int) -> list[list[int]]:
     return [random_prompt(chance.randint(1, longest), VOCAB, seed) for seed in range(count)]
 
 
-def begin(served: Served, texts: list[list[int]], wish: int = WISH, klass: Class = "agent") -> list[Session]:
-    sessions = [served.open(klass=klass) for _ in texts]
+def begin(served: Served, texts: list[list[int]], wish: int = WISH, priority: Class = "agent") -> list[Session]:
+    sessions = [served.open(priority=priority) for _ in texts]
     for session, text in zip(sessions, texts, strict=True):
         served.submit(session, text, max_tokens=wish)
     return sessions
@@ -105,11 +105,11 @@ def test_plain_packed_and_streamed_blocks_give_the_same_bits_in_bfloat16(sixteen
     class all prompts are read at once."""
     texts = prompts(16, 200)
     with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
-        undisturbed = begin(served, texts, klass="batch")
+        undisturbed = begin(served, texts, priority="batch")
         served.run()
     chance = random.Random(0)
     with serving(sixteen_bit, dtype="bfloat16", max_batch_tokens=1024) as served:
-        sessions = begin(served, texts, klass="batch")
+        sessions = begin(served, texts, priority="batch")
         served.step()
         needed = least(served) + 14 * served.runner.plan.page_bytes  # one page for each session
         seen: set[Place] = set()

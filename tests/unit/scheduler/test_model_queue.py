@@ -36,7 +36,7 @@ def add(queue: ModelQueue, name: str, tokens: int, computed: int = 0, active: bo
 
 def compose(queue: ModelQueue, step: int = 1, max_tokens: int = 64, max_rows: int = 16) -> list[tuple[str, int, int]]:
     """(session, start, count) of each row. Checks the queue's integrity afterwards."""
-    rows = queue.composer.compose(step, max_tokens, max_rows)
+    rows = queue.batch_builder.compose(step, max_tokens, max_rows)
     queue.check_integrity()
     return [(row.session.id, row.start, row.count) for row in rows]
 
@@ -53,7 +53,7 @@ def test_rows_of_one_token_come_first_each_kind_in_order_of_arrival() -> None:
 def test_a_row_says_what_the_step_has_to_do() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 10, computed=4)
-    (row,) = queue.composer.compose(step=3, max_tokens=64, max_rows=4)
+    (row,) = queue.batch_builder.compose(step=3, max_tokens=64, max_rows=4)
     assert session.request and session.request.state is RequestState.RUNNING
     assert row == Row(session, session.request, start=4, count=6, first_block=0, last_block=6, samples=True)
     assert session.touched == 3
@@ -62,10 +62,10 @@ def test_a_row_says_what_the_step_has_to_do() -> None:
 def test_only_the_last_chunk_of_a_prompt_samples() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 10)
-    (row,) = queue.composer.compose(step=1, max_tokens=6, max_rows=4)
+    (row,) = queue.batch_builder.compose(step=1, max_tokens=6, max_rows=4)
     assert (row.end, row.samples) == (6, False)
     session.computed = 6
-    (row,) = queue.composer.compose(step=2, max_tokens=6, max_rows=4)
+    (row,) = queue.batch_builder.compose(step=2, max_tokens=6, max_rows=4)
     assert (row.end, row.samples) == (10, True)
 
 
@@ -73,7 +73,7 @@ def test_a_forward_pass_never_samples() -> None:
     queue = queue_of(pages=8)
     session = add(queue, "a", 3)
     session.request = Request(id=1, first=0, prompt_end=3, max_tokens=0, logits=True, seen_from=0)
-    (row,) = queue.composer.compose(step=1, max_tokens=6, max_rows=4)
+    (row,) = queue.batch_builder.compose(step=1, max_tokens=6, max_rows=4)
     assert (row.end, row.samples) == (3, False)
 
 
@@ -316,16 +316,16 @@ def test_a_session_woken_while_its_pages_are_being_sealed_comes_back_after_that(
     queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
     session = add(queue, "s", PAGE + 1, computed=PAGE + 1, active=False)
     queue.wait(session)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     moves = paging.moves.take(paging.moves.waiting)
     for move in moves:
         queue.over(paging.moves.landed(move))
     assert session.computed == 0
     queue.wake(session)
-    assert queue.awaited and not queue.residence.is_arriving(session)
+    assert queue.awaited and not queue.residency.is_arriving(session)
     for move in moves:
         queue.over(paging.moves.sealed(move, 0))
-    assert not queue.awaited and queue.residence.is_arriving(session)
+    assert not queue.awaited and queue.residency.is_arriving(session)
     for move in paging.moves.take(paging.moves.waiting):
         queue.over(paging.moves.landed(move))
     assert session.computed == PAGE + 1
@@ -344,12 +344,12 @@ def test_a_session_gets_pages_that_were_on_their_way_for_a_closed_session() -> N
         queue.over(over)
     queue.resume(first)
     queue.resume(second)
-    assert queue.residence.is_arriving(first) and list(queue.awaited) == ["second"]
+    assert queue.residency.is_arriving(first) and list(queue.awaited) == ["second"]
     queue.pause(first)
-    assert not paging.is_busy and not queue.residence.is_arriving(second)
+    assert not paging.is_busy and not queue.residency.is_arriving(second)
     queue.tend(1.0)
-    all_leave(queue.residence)
-    assert queue.residence.is_arriving(second) and not queue.awaited
+    all_leave(queue.residency)
+    assert queue.residency.is_arriving(second) and not queue.awaited
     queue.check_integrity()
 
 
@@ -360,12 +360,12 @@ def test_a_session_that_waits_leaves_when_its_request_ends() -> None:
     queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
     session = add(queue, "s", PAGE + 1, computed=PAGE)
     queue.wait(session)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     assert not paging.is_busy
     session.request = None
     queue.leave(session)
-    all_leave(queue.residence)
-    assert paging.is_busy and queue.residence.is_leaving(session)
+    all_leave(queue.residency)
+    assert paging.is_busy and queue.residency.is_leaving(session)
 
 
 # --- waiting sessions leave as the host has room ----------------------------------------------------------------------
@@ -376,12 +376,12 @@ def test_waiting_sessions_leave_one_at_each_call_of_depart() -> None:
     sessions = [idle(queue, name, 2) for name in ("first", "second")]
     for session in sessions:
         queue.wait(session)
-    assert not queue.residence.paging.is_busy
+    assert not queue.residency.paging.is_busy
     for more, session in zip((True, False), sessions, strict=True):
-        assert not queue.residence.is_leaving(session)
-        assert queue.residence.depart() is more
-        assert queue.residence.is_leaving(session)
-    assert not queue.residence.depart(), "no session is marked to leave"
+        assert not queue.residency.is_leaving(session)
+        assert queue.residency.depart() is more
+        assert queue.residency.is_leaving(session)
+    assert not queue.residency.depart(), "no session is marked to leave"
     copy_all(queue)
     assert not any(queue.kv.pages_held(session.id) for session in sessions)
 
@@ -398,15 +398,15 @@ def test_a_session_that_is_needed_again_before_it_leaves_stays(how: str) -> None
         session.tokens.append(1)
         queue.join(session)
     elif how == "is gone":
-        queue.residence.close(session)
+        queue.residency.close(session)
         del queue.sessions["s"]
     else:
         queue.pause(session)
         queue.resume(session)
         copy_all(queue)
     pages = queue.kv.pages_held("s")
-    assert not queue.residence.depart()
-    assert not queue.residence.is_leaving(session) and queue.kv.pages_held("s") == pages
+    assert not queue.residency.depart()
+    assert not queue.residency.is_leaving(session) and queue.kv.pages_held("s") == pages
     copy_all(queue)
 
 
@@ -437,12 +437,12 @@ def idle(queue: ModelQueue, name: str, pages: int) -> Session:
 def waiting(queue: ModelQueue, name: str, pages: int) -> Session:
     session = idle(queue, name, pages)
     queue.wait(session)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     return session
 
 
 def copy_all(queue: ModelQueue) -> None:
-    for over in copies(queue.residence.paging.moves):
+    for over in copies(queue.residency.paging.moves):
         queue.over(over)
     queue.check_integrity()
 
@@ -454,14 +454,14 @@ def test_a_waiting_session_leaves_once_the_host_has_room_and_pages_are_scarce() 
     assert (first.computed, second.computed) == (0, 16)
     add(queue, "third", 6 * PAGE + 1, computed=6 * PAGE)
     queue.tend(1.0)
-    all_leave(queue.residence)
-    assert not queue.residence.paging.is_busy, "no page is free, and there is no room either"
-    host = queue.residence.paging.host
+    all_leave(queue.residency)
+    assert not queue.residency.paging.is_busy, "no page is free, and there is no room either"
+    host = queue.residency.paging.host
     assert host is not None
     for slot in range(4):
         host.spare([slot])
     queue.tend(2.0)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     copy_all(queue)
     assert second.computed == 0 and queue.kv.pool.free == 4
 
@@ -472,10 +472,10 @@ def test_a_waiting_session_stays_while_pages_are_free() -> None:
     second = waiting(queue, "second", 4)
     copy_all(queue)
     for slot in range(4):
-        queue.residence.paging.host.spare([slot])  # type: ignore[union-attr]
+        queue.residency.paging.host.spare([slot])  # type: ignore[union-attr]
     queue.tend(1.0)
-    all_leave(queue.residence)
-    assert second.computed == 16 and not queue.residence.paging.is_busy
+    all_leave(queue.residency)
+    assert second.computed == 16 and not queue.residency.paging.is_busy
 
 
 def test_only_as_many_waiting_sessions_leave_as_needed() -> None:
@@ -483,11 +483,11 @@ def test_only_as_many_waiting_sessions_leave_as_needed() -> None:
     queue = with_host(pages=8, host=8)
     first, second = waiting(queue, "first", 4), waiting(queue, "second", 4)
     for session in (first, second):
-        queue.residence.stay(session)
+        queue.residency.stay(session)
     copy_all(queue)
     assert (queue.kv.pool.free, first.computed, second.computed) == (0, 16, 16)
     queue.tend(1.0)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     assert (first.computed, second.computed) == (0, 16)
 
 
@@ -498,15 +498,15 @@ def test_a_quiet_session_without_room_on_the_host_is_tried_again_later() -> None
     quiet = add(queue, "quiet", 4, computed=4, active=False)
     for now in (0.0, QUIET_S):
         queue.tend(now)
-        all_leave(queue.residence)
+        all_leave(queue.residency)
         assert quiet.computed == 4 and quiet.quiet_since == now
     for slot in range(4):
-        queue.residence.paging.host.spare([slot])  # type: ignore[union-attr]
+        queue.residency.paging.host.spare([slot])  # type: ignore[union-attr]
     queue.tend(QUIET_S + 1.0)
-    all_leave(queue.residence)
-    assert not queue.residence.is_moving(quiet)
+    all_leave(queue.residency)
+    assert not queue.residency.is_moving(quiet)
     queue.tend(2 * QUIET_S)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     copy_all(queue)
     assert quiet.computed == 0
 
@@ -528,7 +528,7 @@ def test_a_resumed_session_comes_back_at_low_priority_until_a_call() -> None:
     copy_all(queue)
     queue.kv._prefixes.forget(range(1, 11))  # no page can be found on the device
     queue.resume(paused)
-    moves = list(queue.residence.paging.moves.arriving.values())
+    moves = list(queue.residency.paging.moves.arriving.values())
     assert len(moves) == 2 and not any(move.is_urgent for move in moves)
     queue.wake(paused)
     assert all(move.is_urgent for move in moves)
@@ -545,9 +545,9 @@ def test_a_session_that_waits_for_room_makes_all_moves_urgent(who: str) -> None:
     copy_all(queue)
     queue.kv._prefixes.forget(range(1, 7))
     leaving = waiting(queue, "leaving", 3)
-    moves = list(queue.residence.paging.moves.filling.values())
+    moves = list(queue.residency.paging.moves.filling.values())
     assert len(moves) == 3 and not any(move.is_urgent for move in moves)
-    queue.residence.close(leaving)
+    queue.residency.close(leaving)
     del queue.sessions["leaving"]
     assert queue.kv.stranded == 3
     queue.resume(session)
@@ -579,16 +579,16 @@ def test_an_expected_session_that_does_not_call_is_no_longer_expected() -> None:
     # nothing is free, and no session is evicted for one that was not asked for
     queue.kv.reserve("here", 1000, 4 * PAGE)
     away.wakes_at = 5.0
-    key = queue.residence.elsewhere.keys(away)[0]
-    queue.residence.expect(away, 5.0)
+    key = queue.residency.lower_tiers.keys(away)[0]
+    queue.residency.expect(away, 5.0)
     for now in (5.0, 5.25, 5.25 + CROWDED_QUIET_S):
         queue.tend(now)
-        all_leave(queue.residence)
+        all_leave(queue.residency)
         assert (away.waits, away.called, away.computed) == (False, True, 0)
-        assert queue.residence.elsewhere.left.wanted_at(key) == 5.0
+        assert queue.residency.lower_tiers.left.wanted_at(key) == 5.0
     queue.tend(5.25 + QUIET_S)
-    all_leave(queue.residence)
-    assert not away.called and queue.residence.elsewhere.left.wanted_at(key) == math.inf
+    all_leave(queue.residency)
+    assert not away.called and queue.residency.lower_tiers.left.wanted_at(key) == math.inf
 
 
 @pytest.mark.parametrize("is_called", [False, True])
@@ -597,12 +597,12 @@ def test_a_called_session_stays_longer_than_others_while_pages_are_scarce(is_cal
     session = add(queue, "s", 4 * PAGE, computed=4 * PAGE, active=False)
     session.called = is_called
     queue.tend(0.0)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     queue.tend(CROWDED_QUIET_S)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     copy_all(queue)
     assert (session.computed == 4 * PAGE) == is_called
     queue.tend(QUIET_S)
-    all_leave(queue.residence)
+    all_leave(queue.residency)
     copy_all(queue)
     assert session.computed == 0 and not session.called

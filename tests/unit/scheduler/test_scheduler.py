@@ -521,7 +521,7 @@ def test_a_running_session_changes_its_class_with_the_next_step_and_loses_nothin
     computed = first.computed
     device.scheduler.set_class("second", "batch")
     device.step()
-    assert first.computed == computed + 1 and first.klass == "agent"
+    assert first.computed == computed + 1 and first.priority == "agent"
     device.scheduler.set_class("ghost", "batch")
     device.scheduler.check_integrity()
 
@@ -687,7 +687,7 @@ def test_a_fork_continues_its_parent_and_neither_changes_the_other() -> None:
     harness.step()
     copy = harness.scheduler.fork("a", "b", "batch")
     child = harness.scheduler.session("b")
-    assert (child.tokens, child.computed, child.tenant, child.klass) == (parent.tokens, 10, 1000, "batch")
+    assert (child.tokens, child.computed, child.tenant, child.priority) == (parent.tokens, 10, 1000, "batch")
     assert copy == (harness.kv["m"].pages_of("a")[2], harness.kv["m"].pages_of("b")[2])
     request = harness.submit("b", prompt=1, max_tokens=1)
     batch, finished = harness.step(token=6)
@@ -848,7 +848,7 @@ def test_positions_that_were_seen_need_not_be_run_again() -> None:
     harness.open("b")
     harness.submit("b", prompt=9, max_tokens=1)
     harness.step()
-    harness.scheduler.residence("m").leave(session, forced=True)
+    harness.scheduler.residency("m").leave(session, forced=True)
     batch, _ = harness.step()
     assert [(row.start, row.end) for row in batch.rows if row.session is session] == [(8, 11)]
     assert request.seen_from == 11

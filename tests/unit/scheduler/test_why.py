@@ -73,8 +73,8 @@ def test_a_paused_or_held_session_says_how_it_goes_on() -> None:
 
 def test_a_session_without_room_names_the_sessions_before_it_and_its_wait() -> None:
     device = VirtualDevice(max_rows=2, seconds=rising(0.5, 0.0))
-    for name, klass in (("b", "batch"), ("a", "agent"), ("i", "interactive"), ("j", "interactive")):
-        device.open(name, klass)  # type: ignore[arg-type]
+    for name, priority in (("b", "batch"), ("a", "agent"), ("i", "interactive"), ("j", "interactive")):
+        device.open(name, priority)  # type: ignore[arg-type]
     for _ in range(3):
         device.step()
     why = device.scheduler.why("b")
@@ -108,7 +108,7 @@ def test_a_session_without_pages_gives_the_figures() -> None:
 
 def test_an_arriving_session_says_so() -> None:
     device = VirtualDevice()
-    paging: Paging = device.scheduler.residence("m").paging
+    paging: Paging = device.scheduler.residency("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
     session = device.open("s", prompt=2 * PAGE, max_tokens=1)
     device.step()

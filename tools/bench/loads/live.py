@@ -110,7 +110,7 @@ class _Run:
 
     @asynccontextmanager
     async def _session(self, group: Group, tenant: int) -> AsyncIterator[djinn.AsyncSession]:
-        session = djinn.AsyncSession(self._model, priority=group.klass, address=self._address)
+        session = djinn.AsyncSession(self._model, priority=group.priority, address=self._address)
         if tenant:
             async with self._being_somebody:  # connections are made as the effective user
                 os.seteuid(user_of(tenant))

@@ -28,7 +28,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`tells`: what the daemon hears of a pause: nothing, that it begins and ends, the tool's name, too, or how long it
     will be. `forgets`: after each answer, all of it, so that KV is never what is short."""
 
-    klass: Class = msgspec.field(name="class")
+    priority: Class = msgspec.field(name="class")
     sessions: int
     rate: float = 0.0  # a second
     tenants: tuple[int, ...] = (0,)  # that its sessions belong to, in turns

@@ -8,7 +8,7 @@ import msgspec
 from tools.bench.loads.load import Group, Load
 
 _AGENT = Group(
-    klass="agent",
+    priority="agent",
     sessions=80,
     rate=5.0,
     context=(2048, 2048),
@@ -19,7 +19,7 @@ _AGENT = Group(
     tells="expected",
 )
 _CHAT = Group(
-    klass="interactive",
+    priority="interactive",
     sessions=16,
     context=(100, 800),
     prompt=(20, 120),
@@ -27,10 +27,10 @@ _CHAT = Group(
     calls=10,
     pause_s=(5.0, 60.0),
 )
-_BATCH = Group(klass="batch", sessions=32, context=(400, 800), answer=(200, 400))
+_BATCH = Group(priority="batch", sessions=32, context=(400, 800), answer=(200, 400))
 
 ASKING = Group(
-    klass="interactive",
+    priority="interactive",
     sessions=4,
     context=(32, 64),
     prompt=(16, 32),
@@ -38,7 +38,7 @@ ASKING = Group(
     calls=50,
     pause_s=(0.2, 0.6),
 )
-BULK = Group(klass="batch", sessions=32, context=(64, 128), answer=(100, 200))
+BULK = Group(priority="batch", sessions=32, context=(64, 128), answer=(100, 200))
 
 DAY = 86_400.0
 
@@ -52,7 +52,7 @@ LOADS = {
         seconds=120,
         groups={
             f"tenant {tenant}": Group(
-                klass="batch", sessions=400, tenants=(tenant,), context=(20, 40), answer=(100, 300)
+                priority="batch", sessions=400, tenants=(tenant,), context=(20, 40), answer=(100, 300)
             )
             for tenant in (1, 2, 3)
         },
@@ -62,7 +62,7 @@ LOADS = {
         seconds=60,
         groups={
             f"tenant {tenant}": Group(
-                klass="batch", sessions=count, tenants=(tenant,), context=(20, 40), answer=(100, 300)
+                priority="batch", sessions=count, tenants=(tenant,), context=(20, 40), answer=(100, 300)
             )
             for tenant, count in ((1, 100), (2, 100), (3, 100), (4, 5000))
         },
@@ -71,7 +71,7 @@ LOADS = {
         seconds=DAY,
         groups={
             "agents": Group(
-                klass="agent",
+                priority="agent",
                 sessions=6000,
                 rate=6000 / DAY,
                 tenants=tuple(range(20)),
@@ -83,7 +83,7 @@ LOADS = {
                 tells="tool",
             ),
             "chat": Group(
-                klass="interactive",
+                priority="interactive",
                 sessions=3500,
                 rate=3500 / DAY,
                 tenants=tuple(range(20, 40)),
@@ -94,7 +94,7 @@ LOADS = {
                 pause_s=(5.0, 60.0),
             ),
             "batch": Group(
-                klass="batch",
+                priority="batch",
                 sessions=500,
                 rate=500 / DAY,
                 tenants=tuple(range(40, 44)),
@@ -107,7 +107,7 @@ LOADS = {
         seconds=600,
         groups={
             "agents": Group(
-                klass="agent",
+                priority="agent",
                 sessions=10_000,
                 tenants=tuple(range(40)),
                 context=(200, 400),

@@ -40,7 +40,9 @@ from tools.bench.loads.named import ASKING, BULK
 from tools.bench.loads.process import LoadProcess
 from tools.bench.serving.fairness_results import Finding, Found, summary, table
 
-READING = Group(klass="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12, forgets=True)
+READING = Group(
+    priority="batch", sessions=1, context=(64, 128), prompt=(64, 128), answer=(1, 1), calls=12, forgets=True
+)
 
 
 BESIDE_S = 2.0  # that those beside whom times are taken begin before, and go on for longer
@@ -123,7 +125,7 @@ class Bench:
         sizes = self._sizes
         batch = msgspec.structs.replace(BULK, sessions=sizes.batch)
         silent = Group(  # whose prompts are next to nothing to read: that would be work, and no presence
-            klass="interactive",
+            priority="interactive",
             sessions=sizes.idle,
             context=(1, 1),
             answer=(1, 1),
@@ -144,8 +146,8 @@ class Bench:
     def ageing(self) -> None:
         sizes = self._sizes
         groups = {
-            "endless": Group(klass="interactive", sessions=ENDLESS, context=(196, 200), answer=(48, 56)),
-            "batch": Group(klass="batch", sessions=1, context=(32, 64), answer=(150, 180)),
+            "endless": Group(priority="interactive", sessions=ENDLESS, context=(196, 200), answer=(48, 56)),
+            "batch": Group(priority="batch", sessions=1, context=(32, 64), answer=(150, 180)),
         }
         settings = {"scheduling": {"ageing": sizes.ageing_s}}
         bound = (ENDLESS - ROOM + 1) * sizes.ageing_s  # see ageing.py: others without pages age, too

@@ -63,7 +63,7 @@ def load_for(seconds: float) -> Load:
         seconds=seconds,
         groups={
             "chat": Group(
-                klass="interactive",
+                priority="interactive",
                 sessions=4,
                 context=(20, 60),
                 prompt=(20, 60),
@@ -72,7 +72,7 @@ def load_for(seconds: float) -> Load:
                 pause_s=(0.2, 0.6),
             ),
             "agents": Group(
-                klass="agent",
+                priority="agent",
                 sessions=6,
                 context=(200, 300),
                 prompt=(16, 32),
@@ -81,7 +81,7 @@ def load_for(seconds: float) -> Load:
                 pause_s=(0.5, 1.0),
                 tells="expected",
             ),
-            "batch": Group(klass="batch", sessions=6, context=(100, 300), answer=(60, 120)),
+            "batch": Group(priority="batch", sessions=6, context=(100, 300), answer=(60, 120)),
         },
     )
 

@@ -111,8 +111,8 @@ class SimulatedEngine:
             self._paging.use_host(Tier(table, machine.host_pages, page_bytes=machine.page_bytes))
         self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(**policy))
         self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
-        self._residence = self.scheduler.residence(MODEL)
-        self._residence.elsewhere.costs.bus = machine.up if machine.up < math.inf else 0.0
+        self._residency = self.scheduler.residency(MODEL)
+        self._residency.lower_tiers.costs.bus = machine.up if machine.up < math.inf else 0.0
         self._waits = Waits()
         self._requests = count(1)
         self.unseen = count(TOKEN + 1)  # tokens that nobody has asked with, so that no prompt begins as another
@@ -131,8 +131,8 @@ class SimulatedEngine:
     def at(self, when: float, do: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._order), do))
 
-    def open(self, name: str, tenant: int, klass: Class) -> None:
-        self.scheduler.open(Session(name, MODEL, tenant, klass))
+    def open(self, name: str, tenant: int, priority: Class) -> None:
+        self.scheduler.open(Session(name, MODEL, tenant, priority))
 
     def close(self, name: str) -> None:
         self._end_wait(name)
@@ -244,7 +244,7 @@ class SimulatedEngine:
         self.rows += len(batch.rows)
         self.tokens += batch.tokens
         if batch.tokens - len(batch.rows) >= LEAST_CHUNK:
-            costs, seen = self._residence.elsewhere.costs, batch.tokens / seconds
+            costs, seen = self._residency.lower_tiers.costs, batch.tokens / seconds
             costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
         sampling = [row for row in batch.rows if row.samples]
         for row in sampling:

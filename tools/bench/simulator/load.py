@@ -54,7 +54,7 @@ class _Client:
         self._engine.at(now + self._way, self._open)
 
     def _open(self) -> None:
-        self._engine.open(self._name, self._visit.tenant, self._group.klass)
+        self._engine.open(self._name, self._visit.tenant, self._group.priority)
         self._call(next(self._calls))
 
     def _call(self, call: Call) -> None:

@@ -195,8 +195,8 @@ def test_a_session_that_has_left_is_fetched_earlier_by_its_copying_time(engine: 
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
-    residence = engine.engine._scheduler.residence("m")
-    residence.elsewhere.costs.bus = 3 * residence.kv.page_bytes / 600  # copying takes ten minutes
+    residency = engine.engine._scheduler.residency("m")
+    residency.lower_tiers.costs.bus = 3 * residency.kv.page_bytes / 600  # copying takes ten minutes
     engine.send(messages.Signal("s", waits=True, expected_s=1800.0))
     engine.report()
     early = time.monotonic() + 1800 - engine.engine._scheduler.session("s").wakes_at
@@ -224,7 +224,7 @@ def test_a_session_that_left_early_is_expected_once_others_have_shown_the_tool_s
     engine.send(messages.Signal("s", waits=True, tool="search"))
     engine.use_when("s", "waiting", on_device=False)
     session, tiers = engine.engine._scheduler.session("s"), engine.engine._tiers
-    left = engine.engine._scheduler.residence("m").elsewhere.left
+    left = engine.engine._scheduler.residency("m").lower_tiers.left
     assert left.get("s").back_at == 0.0
     learned(engine, "s", 3000.0, 3000.0)
     tiers._waits.begin("another", session.tenant, "search", time.monotonic() - 3000.0)
@@ -316,13 +316,13 @@ def test_a_call_ends_the_wait_of_its_session(engine: Tiered) -> None:
 
 
 def test_copies_that_no_call_waits_for_get_a_share_of_the_bus_beside_decode_steps(engine: Tiered) -> None:
-    def batch(*counts: int, klass: Class = "interactive") -> Batch:
-        session = Session("s", "m", 0, klass)
+    def batch(*counts: int, priority: Class = "interactive") -> Batch:
+        session = Session("s", "m", 0, priority)
         rows = (Row(session, Request(1, 0, 1, 8), 0, count, 0, 4, False) for count in counts)
         return Batch("m", tuple(rows), 1)
 
     rate, bus = engine.engine._tiers._rate_beside, engine.engine._device.rates().bus
-    assert rate(batch(64)) == rate(batch(1, klass="batch")) == math.inf
+    assert rate(batch(64)) == rate(batch(1, priority="batch")) == math.inf
     assert rate(batch(1, 64)) == Policy().paging * bus < bus
     assert rate(batch(64)) == Policy().paging * bus, "where two models take turns, it is kept between two steps"
     for paging, expected_rate in ((0.5, 0.5 * bus), (1.0, math.inf)):
@@ -336,7 +336,7 @@ def test_a_waiting_session_leaves_during_a_step_or_between_two(engine: Tiered, m
     is_beside, depart = watched(monkeypatch, engine.engine._tiers, "beside_step"), scheduler.depart
 
     def departed() -> bool:
-        seen.extend((session, is_beside()) for session in scheduler.residence("m").to_leave)
+        seen.extend((session, is_beside()) for session in scheduler.residency("m").to_leave)
         return depart()
 
     monkeypatch.setattr(scheduler, "depart", departed)
@@ -461,7 +461,7 @@ def test_sessions_leave_one_after_another_without_messages_or_copies(
         engine.use_when(session, "idle", on_device=True)
     scheduler, channel = engine.engine._scheduler, engine.engine._channel
     depart, receive, seen = scheduler.depart, channel.receive, list[tuple[int, float]]()
-    to_leave = scheduler.residence("m").to_leave
+    to_leave = scheduler.residency("m").to_leave
     left = 0
 
     def departed() -> bool:

@@ -28,7 +28,7 @@ SLOW = rising(0.1, 0.01)
 
 def copy_all(scheduler: Scheduler, model: str) -> None:
     """All copies that are under way in the model's tiers are made now."""
-    for over in copies(scheduler.residence(model).paging.moves):
+    for over in copies(scheduler.residency(model).paging.moves):
         scheduler.over(model, over)
 
 
@@ -77,7 +77,7 @@ def test_no_room_is_kept_for_a_decoding_session_without_pages() -> None:
     scheduler = Scheduler(max_batch_tokens=32, max_rows=16)
     scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
     for _ in range(2):  # the time of chunks is known
-        scheduler._queues["m"].composer.times.note(1, 16, 0.01)
+        scheduler._queues["m"].batch_builder.times.note(1, 16, 0.01)
     decodes = ask(scheduler, "decodes", "m", PAGE, 1, max_tokens=9)
     run(scheduler)
     scheduler.hold(1)
@@ -95,7 +95,7 @@ def test_no_room_is_kept_for_a_session_whose_tenant_s_quota_is_held_by_a_prompt(
     scheduler = Scheduler(max_batch_tokens=PAGE, max_rows=16, policy=Policy(ageing=1.0))
     scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
     for _ in range(2):
-        scheduler._queues["m"].composer.times.note(1, 16, 0.01)
+        scheduler._queues["m"].batch_builder.times.note(1, 16, 0.01)
     scheduler.set_tenant(MINE, 1.0, 3)
     old = ask(scheduler, "old", "m", 2 * PAGE, 1)
     scheduler.set_class("old", "batch")
@@ -134,21 +134,21 @@ def test_a_session_back_from_the_host_does_not_wait_for_long_prompts() -> None:
     """Its KV does not count as tokens to read."""
     scheduler = Scheduler(max_batch_tokens=64, max_rows=16)
     scheduler.add_model("m", KvManager(513, PAGE, 1, max_context=2048), 2048, 2)
-    scheduler.residence("m").paging.use_host(tier(64, Tenancy()))
+    scheduler.residency("m").paging.use_host(tier(64, Tenancy()))
     back = ask(scheduler, "back", "m", 50 * PAGE, 1)
     while run(scheduler):
         pass
     scheduler.wait("back")
     all_leave(scheduler)
     copy_all(scheduler, "m")
-    scheduler.residence("m").kv._prefixes.forget(range(1, 513))
+    scheduler.residency("m").kv._prefixes.forget(range(1, 513))
     for number in (2, 3):
         ask(scheduler, f"long{number}", "m", 100 * PAGE, number)
     run(scheduler)
     first = len(back.tokens)
     scheduler.submit("back", Request(4, first, first + 6, 1), [7] * 6)
     run(scheduler)
-    assert scheduler.residence("m").is_arriving(back)
+    assert scheduler.residency("m").is_arriving(back)
     copy_all(scheduler, "m")
     batch = run(scheduler)
     assert batch is not None and batch.rows[0].session is back
@@ -229,13 +229,13 @@ def test_a_session_waits_for_a_host_slot_that_another_model_s_pages_use() -> Non
         scheduler.wait(session.id)
         all_leave(scheduler)
         copy_all(scheduler, name)
-    paging = scheduler.residence("m").paging
-    keys = scheduler.residence("m").elsewhere.keys(mine)
+    paging = scheduler.residency("m").paging
+    keys = scheduler.residency("m").lower_tiers.keys(mine)
     paging.write_out(mine.id, keys)
     copy_all(scheduler, "m")
     paging.forget_on_host(keys)
     for name in "mn":  # no page can be found on the devices
-        kv = scheduler.residence(name).kv
+        kv = scheduler.residency(name).kv
         kv.resize(17)
         kv._prefixes.forget(range(1, 17))
     host.limit(MINE, 2)
@@ -255,16 +255,16 @@ def test_a_session_that_cannot_run_yet_gives_its_model_no_precedence() -> None:
     scheduler.wait("gone")
     all_leave(scheduler)
     copy_all(scheduler, "m")
-    kv = scheduler.residence("m").kv
+    kv = scheduler.residency("m").kv
     kv.resize(17)
     kv._prefixes.forget(range(1, 17))
-    for name, model, klass in (("low", "m", "batch"), ("high", "n", "agent")):
+    for name, model, priority in (("low", "m", "batch"), ("high", "n", "agent")):
         ask(scheduler, name, model, 4, len(name), max_tokens=9)
-        scheduler.set_class(name, klass)  # type: ignore[arg-type]
+        scheduler.set_class(name, priority)  # type: ignore[arg-type]
     scheduler.set_class("gone", "interactive")
     ask(scheduler, "gone", "m", 4, 9)
     batch = run(scheduler)  # begins to bring it back from the host
-    assert batch and scheduler.residence("m").is_arriving(gone)
+    assert batch and scheduler.residency("m").is_arriving(gone)
     batches = [run(scheduler) for _ in range(3)]
     assert {batch.model for batch in batches if batch} == {"n"}
 
@@ -298,7 +298,7 @@ def stepped(device: VirtualDevice) -> Batch:
 
 
 def clocks(scheduler: Scheduler) -> float:
-    return sum(scheduler._shares.clock(klass, tenant) for klass in CLASSES for tenant in (MINE, THEIRS))
+    return sum(scheduler._shares.clock(priority, tenant) for priority in CLASSES for tenant in (MINE, THEIRS))
 
 
 def test_all_of_a_step_s_time_is_charged_even_if_it_was_unusually_slow() -> None:
@@ -323,11 +323,13 @@ def test_an_unmeasured_step_is_charged_with_the_next_measured_one_of_another_mod
     device.open("decodes", "interactive", tenant=THEIRS, model="n")
     batch = scheduler.next_batch()
     assert batch and batch.model == "n"
-    known = device.composer("n").times.predict(1)
+    known = device.batch_builder("n").times.predict(1)
     scheduler.complete(batch, [5], 1.01)
-    charged = [scheduler._shares.clock(klass, tenant) for klass, tenant in (("agent", MINE), ("interactive", THEIRS))]
+    charged = [
+        scheduler._shares.clock(priority, tenant) for priority, tenant in (("agent", MINE), ("interactive", THEIRS))
+    ]
     assert charged == [pytest.approx(1.0), pytest.approx(0.01)]
-    assert device.composer("n").times.predict(1) == known
+    assert device.batch_builder("n").times.predict(1) == known
 
 
 # --- KV that takes time to read -------------------------------------------------------------------------------------
@@ -390,5 +392,5 @@ def test_an_evicted_session_is_said_to_wait_for_pages() -> None:
     run(scheduler)
     ask(scheduler, "high", "m", 40, 2, max_tokens=9)
     run(scheduler)
-    assert scheduler.residence("m").is_leaving(scheduler.session("low"))
+    assert scheduler.residency("m").is_leaving(scheduler.session("low"))
     assert "more pages" in scheduler.why("low").reason

@@ -9,12 +9,12 @@ from djinnd.core.edits import FOREVER
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage, Stop
-from djinnd.scheduler.batch.block_range import Company, Way, way_of, whole_way
+from djinnd.scheduler.batch.block_range import BlockRange, StepBlocks, range_of, whole_range
 from djinnd.scheduler.timing.step_times import StepTimes
 from tests.support.virtual import measured
 
 BLOCKS = 10
-WHOLE = whole_way(BLOCKS)
+WHOLE = whole_range(BLOCKS)
 TO_END = BLOCKS + 1
 
 
@@ -26,7 +26,7 @@ def session_of(length: int, computed: int, stage: Stage | None, *stops: Stop) ->
 
 
 @pytest.mark.parametrize(
-    ("computed", "stage", "stops", "way"),
+    ("computed", "stage", "stops", "blocks"),
     [
         (0, None, (Stop(3, 8),), (0, TO_END, 8)),
         (0, None, (Stop(3, 20),), (0, TO_END, 20)),
@@ -39,9 +39,9 @@ def session_of(length: int, computed: int, stage: Stage | None, *stops: Stop) ->
     ],
 )
 def test_positions_before_a_stop_pass_all_blocks_and_the_others_stop_there(
-    computed: int, stage: Stage | None, stops: tuple[Stop, ...], way: tuple[int, int, int]
+    computed: int, stage: Stage | None, stops: tuple[Stop, ...], blocks: tuple[int, int, int]
 ) -> None:
-    assert way_of(session_of(20, computed, stage, *stops), WHOLE) == Way(*way)
+    assert range_of(session_of(20, computed, stage, *stops), WHOLE) == BlockRange(*blocks)
 
 
 def row(first: int, last: int, count: int) -> Row:
@@ -51,7 +51,7 @@ def row(first: int, last: int, count: int) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("rows", "way", "count", "slower"),
+    ("rows", "blocks", "count", "slower"),
     [
         ([], (0, 3), 20, False),
         ([(0, BLOCKS, 20)], (0, TO_END), 20, False),  # the same blocks
@@ -65,15 +65,17 @@ def row(first: int, last: int, count: int) -> Row:
     ],
 )
 def test_a_row_that_shares_no_blocks_with_many_tokens_is_slower_with_them(
-    rows: list[tuple[int, int, int]], way: tuple[int, int], count: int, slower: bool
+    rows: list[tuple[int, int, int]], blocks: tuple[int, int], count: int, slower: bool
 ) -> None:
     """Step times depend on tokens here. If they depend on reading the weights, all rows share a step."""
     for seconds_a_token, expected in ((1.0, slower), (0.0, False)):
         times = StepTimes()
         measured(times, lambda tokens, each=seconds_a_token: 1.0 + each * tokens)
         so_far: list[Row] = []
-        company = Company(so_far, times, BLOCKS)
+        step_blocks = StepBlocks(so_far, times, BLOCKS)
         for first, last, many in rows:
-            company.is_slower_with(Way(first, last, FOREVER), many)  # asked in between: each row is counted once
+            step_blocks.is_slower_with(
+                BlockRange(first, last, FOREVER), many
+            )  # asked in between: each row is counted once
             so_far.append(row(first, last, many))
-        assert company.is_slower_with(Way(*way, FOREVER), count) == expected
+        assert step_blocks.is_slower_with(BlockRange(*blocks, FOREVER), count) == expected

@@ -68,8 +68,8 @@ def test_a_session_that_is_evicted_is_not_considered_in_the_same_step() -> None:
     while len(first.tokens) == 2 * PAGE:
         harness.step()
     assert harness.step() == [first]
-    residence = harness.scheduler.residence("m")
-    assert residence.is_leaving(victim) and not residence.is_arriving(victim)
+    residency = harness.scheduler.residency("m")
+    assert residency.is_leaving(victim) and not residency.is_arriving(victim)
     harness.scheduler.check_integrity()
     for _ in range(20):
         harness.copy_all()
@@ -102,11 +102,11 @@ def test_room_is_made_for_the_next_returning_session_along_with_the_first() -> N
     for session in sessions:
         harness.go_on(session)
     assert harness.step() == []
-    residence = harness.scheduler.residence("m")
-    assert all(map(residence.is_leaving, idle))
+    residency = harness.scheduler.residency("m")
+    assert all(map(residency.is_leaving, idle))
     harness.copy_all()
     assert harness.step() == []
-    assert [residence.is_arriving(session) for session in sessions] == [True, True, False]
+    assert [residency.is_arriving(session) for session in sessions] == [True, True, False]
     while any(session.request for session in sessions):
         harness.copy_all()
         harness.step()
@@ -119,24 +119,24 @@ def test_the_next_returning_session_gets_no_pages_that_are_free_for_the_first() 
     while idle.request is not None:
         harness.step()
     harness.go_on(large), harness.go_on(small)
-    residence = harness.scheduler.residence("m")
-    assert harness.step() == [] and residence.is_leaving(idle) and not residence.is_arriving(small)
+    residency = harness.scheduler.residency("m")
+    assert harness.step() == [] and residency.is_leaving(idle) and not residency.is_arriving(small)
     harness.copy_all()
     harness.step()
-    assert residence.is_arriving(large)
+    assert residency.is_arriving(large)
 
 
 def test_a_session_comes_back_by_copy_although_the_step_has_no_room_to_recompute_it() -> None:
     """The time of a step with only decoding rows has to be measured, so no other row may join it."""
     harness = Harness()
     for _ in range(2):  # the time of chunks is known
-        harness.scheduler._queues["m"].composer.times.note(1, 3, 0.01)
+        harness.scheduler._queues["m"].batch_builder.times.note(1, 3, 0.01)
     (back,) = away(harness, "back")
     decodes = harness.ask(Session("decodes", "m", 1, "agent"), [60], max_tokens=6)
     harness.step()
     harness.go_on(back)
     assert harness.step() == [decodes]
-    assert harness.scheduler.residence("m").is_arriving(back)
+    assert harness.scheduler.residency("m").is_arriving(back)
 
 
 def test_a_decoding_session_gets_its_next_page_from_the_last_in_line() -> None:

@@ -13,7 +13,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.residence.kv_residency import Residence
+from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.why import QUOTA
@@ -68,7 +68,7 @@ class Harness:
         self.scheduler.check_integrity()
 
     def copy_all(self, model: str = "m") -> None:
-        for over in copies(self.scheduler.residence(model).paging.moves):
+        for over in copies(self.scheduler.residency(model).paging.moves):
             self.scheduler.over(model, over)
 
     def run(self, *requests: Request) -> None:
@@ -239,7 +239,7 @@ def test_imported_kv_does_not_exceed_the_quota() -> None:
 
 def test_sessions_that_come_back_do_not_exceed_the_quota() -> None:
     harness = Harness()
-    paging = harness.scheduler.residence("m").paging
+    paging = harness.scheduler.residency("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
 
     for name in "abcd":
@@ -277,7 +277,7 @@ def test_a_session_that_finds_more_pages_than_it_had_does_not_exceed_the_quota()
 
 def test_a_session_whose_last_page_is_replaced_while_it_is_copied_does_not_exceed_the_quota() -> None:
     harness = Harness()
-    harness.scheduler.residence("m").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    harness.scheduler.residency("m").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     harness.run(harness.submit("gone", 13, max_tokens=0))
     prompt = list(harness.scheduler.session("gone").tokens)
     harness.scheduler.close("gone")
@@ -296,7 +296,7 @@ def test_a_session_whose_last_page_is_replaced_while_it_is_copied_does_not_excee
 
 def test_sessions_that_are_leaving_count_before_others_are_evicted() -> None:
     harness = Harness()
-    paging = harness.scheduler.residence("m").paging
+    paging = harness.scheduler.residency("m").paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     harness.limit(MINE, 10)
     for name in ("a", "b", "c"):
@@ -304,14 +304,14 @@ def test_sessions_that_are_leaving_count_before_others_are_evicted() -> None:
     harness.submit("new", 10)
     for _ in range(3):
         assert harness.step() == []
-    queue = harness.scheduler.residence("m")
+    queue = harness.scheduler.residency("m")
     assert [queue.is_leaving(harness.scheduler.session(name)) for name in "abc"] == [True, False, False]
 
 
 def test_pages_freed_for_the_leading_model_are_not_taken_by_another() -> None:
     """Sessions of the other model wait in line, and its turn comes before."""
     harness = Harness("m", "n")
-    harness.scheduler.residence("n").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    harness.scheduler.residency("n").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     harness.limit(MINE, 6)
     first = harness.submit("first", 20)
     harness.scheduler.hold(first.id)
@@ -359,7 +359,7 @@ def test_a_model_stops_leading_when_ageing_puts_another_first() -> None:
     n.kv.reserve("n", MINE, 16)
 
     def has_way(session: Session, holder: Holder) -> bool:
-        return quotas.make_way(session, Residence(Paging(holder.kv)), lambda: [])
+        return quotas.make_way(session, KvResidency(Paging(holder.kv)), lambda: [])
 
     assert not has_way(first, m)
     first.passed_over = QUOTA

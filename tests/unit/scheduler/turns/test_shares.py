@@ -25,7 +25,7 @@ def test_a_new_weight_counts_from_now_on() -> None:
 def test_each_class_has_clocks_of_its_own() -> None:
     shares = Shares()
     shares.charge("agent", 1, 8.0)
-    assert [shares.clock(klass, 1) for klass in CLASSES] == [0.0, 8.0, 0.0]
+    assert [shares.clock(priority, 1) for priority in CLASSES] == [0.0, 8.0, 0.0]
 
 
 def test_a_tenant_that_comes_back_has_saved_up_no_more_than_the_lag() -> None:

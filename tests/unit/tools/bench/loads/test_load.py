@@ -10,7 +10,7 @@ from tools.bench.loads.load import Group, Load, read, visits
 from tools.bench.loads.named import LOADS
 
 CHAT = Group(
-    klass="interactive",
+    priority="interactive",
     sessions=3,
     tenants=(1, 2),
     context=(10, 20),
@@ -45,7 +45,7 @@ def test_what_a_session_asks_for() -> None:
 
 
 def test_those_that_arrive_come_once_and_one_after_another() -> None:
-    group = Group(klass="agent", sessions=50, rate=2.0, context=(1, 1), answer=(1, 1))
+    group = Group(priority="agent", sessions=50, rate=2.0, context=(1, 1), answer=(1, 1))
     slots = [list(slot) for slot in visits(Load(seconds=1, groups={"agents": group}))]
     times = [visit.arrives_s for slot in slots for visit in slot]
     assert len(times) == 50 and times == sorted(times)
@@ -60,7 +60,7 @@ def test_a_load_is_read_from_yaml(tmp_path: Path) -> None:
     )
     load = read(file)
     assert load.weights == {1: 2.0} and load.tenants == [1]
-    assert load.groups["a"] == Group(klass="batch", sessions=2, tenants=(1,), context=(1, 2), answer=(3, 3))
+    assert load.groups["a"] == Group(priority="batch", sessions=2, tenants=(1,), context=(1, 2), answer=(3, 3))
     file.write_text("seconds: 5\ngroups: {a: {class: batch, sesions: 2}}\n")
     with pytest.raises(click.BadParameter, match="sesions"):
         read(file)

@@ -8,7 +8,7 @@ import pytest
 from tools.bench.loads.load import Group, Load
 from tools.bench.loads.process import LoadProcess
 
-LOAD = Load(seconds=1.0, groups={"batch": Group(klass="batch", sessions=1, context=(1, 1), answer=(1, 1))})
+LOAD = Load(seconds=1.0, groups={"batch": Group(priority="batch", sessions=1, context=(1, 1), answer=(1, 1))})
 
 
 def test_what_goes_wrong_there_is_told_here_and_leaves_no_process(tmp_path: Path) -> None:

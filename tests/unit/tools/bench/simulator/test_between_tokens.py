@@ -19,7 +19,7 @@ from tools.bench.simulator.machines import H200_13B
 
 BAR = 1.3  # times the undisturbed step
 ASKING = Group(
-    klass="interactive",
+    priority="interactive",
     sessions=2,
     context=(32, 64),
     prompt=(16, 32),
@@ -27,7 +27,7 @@ ASKING = Group(
     calls=50,
     pause_s=(0.2, 0.6),
 )
-BATCH = Group(klass="batch", sessions=8, context=(64, 128), answer=(100, 200))
+BATCH = Group(priority="batch", sessions=8, context=(64, 128), answer=(100, 200))
 
 
 class Graphs(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ def disturbance(machine: Machine, seconds: float) -> Spread:
 
 
 def _decodes(row: Row) -> bool:
-    return row.session.klass == "interactive" and row.session.remaining == 1
+    return row.session.priority == "interactive" and row.session.remaining == 1
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,10 @@ MACHINE = Machine(
     max_tokens=256,
     max_rows=8,
 )
-ALONE = Group(klass="interactive", sessions=1, context=(101, 101), answer=(5, 5), calls=1, pause_s=(1e3, 1e3))
-BUSY = Group(klass="batch", sessions=1, context=(8, 8), answer=(400, 400))
+ALONE = Group(priority="interactive", sessions=1, context=(101, 101), answer=(5, 5), calls=1, pause_s=(1e3, 1e3))
+BUSY = Group(priority="batch", sessions=1, context=(8, 8), answer=(400, 400))
 AGENTS = Group(
-    klass="agent",
+    priority="agent",
     sessions=8,
     context=(200, 200),
     prompt=(8, 8),
@@ -79,7 +79,7 @@ def test_who_forgets_never_holds_more_than_one_call(forgets: bool) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crowd_that_device_and_host_hold_together_never_computes_its_kv_anew(seed: int) -> None:
     group = Group(
-        klass="agent",
+        priority="agent",
         sessions=13,
         rate=1.0,
         context=(96, 96),
@@ -101,7 +101,7 @@ def test_a_crowd_that_device_and_host_hold_together_never_computes_its_kv_anew(s
 
 def test_tenants_share_device_time_by_weight() -> None:
     groups = {
-        f"{tenant}": Group(klass="batch", sessions=count, tenants=(tenant,), context=(8, 8), answer=(16, 32))
+        f"{tenant}": Group(priority="batch", sessions=count, tenants=(tenant,), context=(8, 8), answer=(16, 32))
         for tenant, count in ((1, 8), (2, 80))
     }
     load = Load(seconds=60, groups=groups, weights={1: 1.0, 2: 3.0})
@@ -161,7 +161,7 @@ def test_jitter_comes_in_its_order() -> None:
 
 
 def test_who_asks_in_the_middle_of_a_step_waits_for_its_end() -> None:
-    late = Group(klass="batch", sessions=30, rate=10.0, context=(1, 1), answer=(1, 1))
+    late = Group(priority="batch", sessions=30, rate=10.0, context=(1, 1), answer=(1, 1))
     load = Load(seconds=4, groups={"busy": BUSY, "late": late})
     found = outcome(simulate(SimulatedEngine(MACHINE), load), {}).groups["late"]
     assert found.queued.count > 20

@@ -45,4 +45,4 @@ def wanted_at(session: Session, now: float) -> float:
         return 0.0
     if session.wakes_at:
         return session.wakes_at
-    return 0.0 if session.klass == CLASSES[0] else now + UNKNOWN_S
+    return 0.0 if session.priority == CLASSES[0] else now + UNKNOWN_S

@@ -10,12 +10,18 @@ from djinnd.core.stops import LeftStage
 from djinnd.kvcache.departed_pages import Left, LeftPages
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key
-from djinnd.scheduler.residence.copy_or_recompute import Costs
-from djinnd.scheduler.residence.parked_pages import full_tokens, keys_with, spared
-from djinnd.scheduler.residence.reusable_kv import of_use_elsewhere, origin, possible_ends
+from djinnd.scheduler.residency.copy_or_recompute import Costs
+from djinnd.scheduler.residency.reusable_kv import (
+    full_tokens,
+    keys_with,
+    of_use_elsewhere,
+    origin,
+    possible_ends,
+    spared,
+)
 
 
-class Elsewhere:
+class LowerTiers:
     """The pages off the device of one model's sessions. It looks them up and moves nothing."""
 
     def __init__(self, paging: Paging) -> None:

@@ -7,7 +7,7 @@
 
 A session that leaves keeps its pages until they have been copied. A session that arrives has no row until all of its
 pages have come (arrivals.py). A copy delays only the sessions that need it. KV that no tier has is recomputed from the
-session's tokens. A session that is parked at a breakpoint leaves with its stage (parked_pages.py), if the host takes
+session's tokens. A session that is parked at a breakpoint leaves with its stage (reusable_kv.py), if the host takes
 all of its pages.
 """
 
@@ -23,11 +23,10 @@ from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.prefixes import Key
-from djinnd.scheduler.residence.arrivals import Arrivals
-from djinnd.scheduler.residence.eviction import first_that_free, wanted_at
-from djinnd.scheduler.residence.lower_tiers import Elsewhere
-from djinnd.scheduler.residence.parked_pages import keys_with, staged_keys
-from djinnd.scheduler.residence.reusable_kv import is_an_earlier_engine_s, of_use
+from djinnd.scheduler.residency.arrivals import Arrivals
+from djinnd.scheduler.residency.eviction import first_that_free, wanted_at
+from djinnd.scheduler.residency.lower_tiers import LowerTiers
+from djinnd.scheduler.residency.reusable_kv import is_an_earlier_engine_s, keys_with, of_use, staged_keys
 
 
 @dataclass(slots=True)
@@ -41,13 +40,13 @@ class _Departure:
     staged: list[Key]  # keys of the pages behind those that are full of KV, if it leaves with its stage
 
 
-class Residence:
+class KvResidency:
     """The pages of one model's sessions."""
 
     def __init__(self, paging: Paging) -> None:
         self.kv = paging.kv
         self.paging = paging
-        self.elsewhere = Elsewhere(paging)
+        self.lower_tiers = LowerTiers(paging)
         self.now = 0.0  # the time of the last `tend`
         # Pages that are being freed for sessions refused in this step; None while no step is composed.
         self.claimed: int | None = None
@@ -56,7 +55,7 @@ class Residence:
         self._promised = 0  # Pages that will be free when the sessions have left that `_make_room` evicted.
         # The promise holds while KvManager.changes has this value and none of these sessions stays.
         self._promised_at = 0
-        self._arrivals = Arrivals(paging, self.elsewhere)
+        self._arrivals = Arrivals(paging, self.lower_tiers)
         self._arriving = self._arrivals.under_way  # an alias, because it is looked up for every session in every step
 
     def is_leaving(self, session: Session) -> bool:
@@ -95,7 +94,7 @@ class Residence:
                     return False
                 self.kv.reserve(session.id, session.tenant, len(session.tokens))
                 self._spare_on_host(session, computed)
-                self.elsewhere.lose_stage(session)
+                self.lower_tiers.lose_stage(session)
                 return True
             except OutOfPages as shortage:
                 lacking = shortage.needed
@@ -161,18 +160,18 @@ class Residence:
     def _adopt(self, session: Session) -> None:
         """Before the session is given pages, shares with it the pages on the device that hold its next KV."""
         most, size = of_use(session), self.kv.page_size
-        if most // size > session.computed // size and self.elsewhere.holds_kv_only(session):
+        if most // size > session.computed // size and self.lower_tiers.holds_kv_only(session):
             session.computed = self.kv.adopt(
                 session.id, session.tenant, session.names, session.computed, most, session.salt
             )
             if session.left_stage is not None and session.computed > session.left_stage.computed:
-                self.elsewhere.lose_stage(session)
+                self.lower_tiers.lose_stage(session)
 
     def _spare_on_host(self, session: Session, computed: int) -> None:
         """Lets the host spare its copies of the pages that the session got back since it had `computed` tokens of
         KV."""
         if session.computed > computed:
-            self.paging.is_back(self.elsewhere.keys(session)[computed // self.kv.page_size :])
+            self.paging.is_back(self.lower_tiers.keys(session)[computed // self.kv.page_size :])
 
     # --- giving way -------------------------------------------------------------------------------------------------
 
@@ -232,7 +231,7 @@ class Residence:
         """The keys of the pages that the session would leave with."""
         if staged:
             return keys_with(session, staged, self.kv)
-        return self.elsewhere.keys(session) if session.computed else []
+        return self.lower_tiers.keys(session) if session.computed else []
 
     def _is_expected_last(self, session: Session, keys: list[Key]) -> bool:
         """True if the host could take this session's pages only by losing pages that have no other copy, and those are
@@ -240,7 +239,7 @@ class Residence:
         algorithms for a virtual-storage computer", IBM Systems Journal 1966)."""
         back_at = wanted_at(session, self.now)
         lost = self.paging.losses(keys, session.tenant) if back_at else None
-        return lost is not None and lost != [] and self.elsewhere.are_wanted_by(lost, back_at)
+        return lost is not None and lost != [] and self.lower_tiers.are_wanted_by(lost, back_at)
 
     def leave_soon(self, session: Session) -> None:
         """Marks an idle session to leave by `depart`, unless `stay` is called before."""
@@ -277,7 +276,7 @@ class Residence:
 
     def expect(self, session: Session, back_at: float) -> None:
         """Sets when a session is expected back that may have left already; 0: not any more."""
-        self.elsewhere.left.expect(session.id, back_at)
+        self.lower_tiers.left.expect(session.id, back_at)
 
     def hurry(self, session: Session) -> None:
         """Raises the priority of the session's transfer, because a request waits for it or is about to come."""
@@ -300,13 +299,13 @@ class Residence:
             self._promised = 0
         if session.foreign_tokens and departure.transfer.failed and not departure.forced:
             return
-        self.elsewhere.forget(session)
+        self.lower_tiers.forget(session)
         if departure.staged and session.stage is not None and not departure.transfer.failed:
-            session.left_stage = self.elsewhere.remember_staged(session, departure.staged)
+            session.left_stage = self.lower_tiers.remember_staged(session, departure.staged)
         else:
             self.paging.can_spare(departure.staged)
             if session.computed and session.computed == departure.reach:
-                self.elsewhere.remember(session)
+                self.lower_tiers.remember(session)
         if departure.reach:
             session.left_at = departure.reach
         session.woken = session.woken or departure.reach > 0 or bool(departure.staged)
@@ -329,11 +328,11 @@ class Residence:
         Its transfers are dropped and its stage is lost. A session that has left can still find its pages, as far as its
         tokens go.
         """
-        left = None if self.kv.pages_held(session.id) else self.elsewhere.left.get(session.id)
+        left = None if self.kv.pages_held(session.id) else self.lower_tiers.left.get(session.id)
         self.forget(session)
         self._trim(session, computed)
         if left is not None:
-            self.elsewhere.revise(session, left, len(session.tokens))
+            self.lower_tiers.revise(session, left, len(session.tokens))
 
     def _trim(self, session: Session, computed: int) -> None:
         session.stage = None
@@ -355,37 +354,37 @@ class Residence:
             self._arrivals.call_off(session)
             self._trim(session, min(session.computed, first))
             return
-        left = self.elsewhere.left.get(session.id)
+        left = self.lower_tiers.left.get(session.id)
         if session.stage is None:
             self.rewind(session, min(session.computed, first))
         if left is not None:
-            self.elsewhere.revise(session, left, first)
+            self.lower_tiers.revise(session, left, first)
 
     def close(self, session: Session) -> None:
         """Forgets a session that is closed. Lower tiers keep its pages for sessions that begin with the same tokens,
         but can spare those that no other session has left there."""
-        left = self.elsewhere.left.get(session.id)
+        left = self.lower_tiers.left.get(session.id)
         keys = [] if left is None else list(left.keys)
         if session.computed:
-            keys += self.elsewhere.keys(session)
+            keys += self.lower_tiers.keys(session)
         self.stay(session)
         self.forget(session)
         self.kv.drop(session.id)
         leaving = set(
             chain.from_iterable(self._keys_on_device(one.session, one.staged) for one in self._leaving.values())
         )
-        self.paging.can_spare([key for key in keys if key not in self.elsewhere.left and key not in leaving])
+        self.paging.can_spare([key for key in keys if key not in self.lower_tiers.left and key not in leaving])
 
     def forget(self, session: Session) -> None:
         """Drops the session's transfers and forgets the pages that it has left."""
         self._stop_leaving(session)
         self._arrivals.call_off(session)
-        self.elsewhere.forget(session)
+        self.lower_tiers.forget(session)
 
     def check_integrity(self) -> None:
         self.kv.check_integrity()
         self.paging.check_integrity()
-        self.elsewhere.check_integrity()
+        self.lower_tiers.check_integrity()
         self._arrivals.check_integrity()
         assert not self._leaving.keys() & self._arriving.keys(), "a session leaves and arrives"
         for departure in self._leaving.values():

@@ -1,4 +1,4 @@
-"""The line of a model's active sessions, and the order in which they are served.
+"""The run queue: a model's active sessions, and the order in which they are served.
 
     the aged one ─► interactive ─► agent ─► batch         by class, strictly
                     └─ tenants: the clock that is furthest behind, row by row
@@ -30,55 +30,51 @@ from djinnd.scheduler.turns.shares import Shares
 SEAT = 0.25  # Seconds of device time at weight 1; see above.
 
 
-class Line:
+class RunQueue:
     """The active sessions of one model, by class and tenant."""
 
     def __init__(self) -> None:
-        self._classes: dict[Class, dict[int, dict[str, Session]]] = {klass: {} for klass in CLASSES}
-        self._places: dict[str, tuple[Class, int]] = {}  # class and tenant of each session in line
+        self._classes: dict[Class, dict[int, dict[str, Session]]] = {priority: {} for priority in CLASSES}
+        self._places: dict[str, tuple[Class, int]] = {}  # class and tenant of each session in the queue
         self._latest_start: dict[str, float] = {}  # of the sessions with a deadline
 
     def join(self, session: Session, latest_start: float = math.inf) -> None:
         """`latest_start`: when a session with a deadline has to be begun to be ready in time."""
-        self._places[session.id] = session.klass, session.tenant
-        self._classes[session.klass].setdefault(session.tenant, {})[session.id] = session
+        self._places[session.id] = session.priority, session.tenant
+        self._classes[session.priority].setdefault(session.tenant, {})[session.id] = session
         if latest_start < math.inf:
             self._latest_start[session.id] = latest_start
 
     def leave(self, session: Session) -> None:
-        """Removes the session from the line. No effect if it is not in line."""
+        """Removes the session from the queue. No effect if it is not in the queue."""
         place = self._places.pop(session.id, None)
         if place is None:
             return
         self._latest_start.pop(session.id, None)
-        klass, tenant = place
-        own = self._classes[klass][tenant]
+        priority, tenant = place
+        own = self._classes[priority][tenant]
         del own[session.id]
         if not own:
-            del self._classes[klass][tenant]
+            del self._classes[priority][tenant]
 
     def __contains__(self, session: Session) -> bool:
         return session.id in self._places
 
-    def tenants(self, klass: Class, but: Callable[[Session], bool] | None = None) -> Collection[int]:
-        """Tenants with a session of the class in line. A tenant does not count if `but` is true of all of its
+    def tenants(self, priority: Class, but: Callable[[Session], bool] | None = None) -> Collection[int]:
+        """Tenants with a session of the class in the queue. A tenant does not count if `but` is true of all of its
         sessions."""
-        tenants = self._classes[klass]
+        tenants = self._classes[priority]
         if but is None:
             return tenants.keys()
         return [tenant for tenant, own in tenants.items() if not all(map(but, own.values()))]
 
-    def of(self, klass: Class) -> Iterator[Session]:
-        return chain.from_iterable([own.values() for own in self._classes[klass].values()])
+    def of(self, priority: Class) -> Iterator[Session]:
+        return chain.from_iterable([own.values() for own in self._classes[priority].values()])
 
-    def foremost(self) -> Class | None:
-        """The highest class that has a session in line."""
-        return next((klass for klass in CLASSES if self._classes[klass]), None)
-
-    def foremost_of(self, tenant: int) -> tuple[int, Iterable[Session]] | None:
-        """The rank of the tenant's highest class with a session in line, and its sessions of that class."""
-        for rank, klass in enumerate(CLASSES):
-            if own := self._classes[klass].get(tenant):
+    def highest_of(self, tenant: int) -> tuple[int, Iterable[Session]] | None:
+        """The rank of the tenant's highest class with a session in the queue, and its sessions of that class."""
+        for rank, priority in enumerate(CLASSES):
+            if own := self._classes[priority].get(tenant):
                 return rank, own.values()
         return None
 
@@ -96,9 +92,9 @@ class Line:
         else empty. `lengthy`: sessions with much to read before their next token; ignored if pages are short.
         """
         order = []
-        for klass, tenants in self._classes.items():
+        for priority, tenants in self._classes.items():
             lines = {tenant: self._own(own, seated, lengthy) for tenant, own in tenants.items()}
-            order.append(self._fairly(lines, klass, shares, row_s, seated))
+            order.append(self._fairly(lines, priority, shares, row_s, seated))
         if aged is None:
             return order
         return [[aged], *([session for session in sessions if session is not aged] for sessions in order)]
@@ -114,14 +110,14 @@ class Line:
         return _in_turn(own, seated, lengthy)
 
     def _fairly(
-        self, lines: dict[int, Collection[Session]], klass: Class, shares: Shares, row_s: float, seated: Set[str]
+        self, lines: dict[int, Collection[Session]], priority: Class, shares: Shares, row_s: float, seated: Set[str]
     ) -> list[Session]:
         """The sessions of one class in order: the tenants' `lines` are merged as their clocks would run."""
         if len(lines) <= 1:
             return list(chain.from_iterable(lines.values()))
         tenants = sorted(lines)
         weights = np.array([shares.weight(tenant) for tenant in tenants])
-        clocks = np.array([shares.clock(klass, tenant) for tenant in tenants])
+        clocks = np.array([shares.clock(priority, tenant) for tenant in tenants])
         lengths = np.array([len(lines[tenant]) for tenant in tenants])
         order = list(chain.from_iterable([lines[tenant] for tenant in tenants]))
         ends = lengths.cumsum()
@@ -137,14 +133,14 @@ class Line:
 
     def check_integrity(self, active: dict[str, Session]) -> None:
         standing = {
-            session.id: (klass, tenant)
-            for klass, tenants in self._classes.items()
+            session.id: (priority, tenant)
+            for priority, tenants in self._classes.items()
             for tenant, own in tenants.items()
             for session in own.values()
         }
-        assert standing == self._places, "the line and its places differ"
-        wanted = {session.id: (session.klass, session.tenant) for session in active.values()}
-        assert standing == wanted, f"in line {sorted(standing)}, active {sorted(wanted)}"
+        assert standing == self._places, "the queue and its places differ"
+        wanted = {session.id: (session.priority, session.tenant) for session in active.values()}
+        assert standing == wanted, f"in the queue {sorted(standing)}, active {sorted(wanted)}"
         assert self._latest_start.keys() <= standing.keys()
 
 

@@ -15,8 +15,8 @@ from djinnd.core.stops import LeftStage
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.prefixes import Key
-from djinnd.scheduler.residence.lower_tiers import Elsewhere
-from djinnd.scheduler.residence.reusable_kv import of_use
+from djinnd.scheduler.residency.lower_tiers import LowerTiers
+from djinnd.scheduler.residency.reusable_kv import of_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Arrival:
 class Arrivals:
     """The arriving sessions of one model. A session that is leaving is not among them."""
 
-    def __init__(self, paging: Paging, elsewhere: Elsewhere) -> None:
+    def __init__(self, paging: Paging, elsewhere: LowerTiers) -> None:
         self._kv = paging.kv
         self._paging = paging
-        self._elsewhere = elsewhere
+        self._lower_tiers = elsewhere
         self.under_way: dict[str, Arrival] = {}  # by session id; only this class changes it
 
     def bring(self, session: Session) -> bool:
@@ -43,7 +43,7 @@ class Arrivals:
         Raises OutOfPages. When there is room, call it again: making room may have evicted the pages that were found.
         Pages that could come only through a host that is not ready are recomputed, if they can be.
         """
-        found = self._elsewhere.found(session)
+        found = self._lower_tiers.found(session)
         if found is None:
             return False
         if not found.on_the_way:
@@ -96,7 +96,7 @@ class Arrivals:
         if staged is not None:
             self._finish_staged(arrival, staged)
             return
-        self._elsewhere.lose_stage(session)
+        self._lower_tiers.lose_stage(session)
         self._kv.arrived(session.id, arrival.keys, transfer.tokens)
         session.computed = transfer.tokens
         most = of_use(session)
@@ -112,15 +112,15 @@ class Arrivals:
         self._kv.arrived(session.id, arrival.keys, full)
         if tokens == staged.length and session.left_stage is staged:
             session.computed, session.stage = staged.computed, staged.stage
-            self._elsewhere.lose_stage(session)
+            self._lower_tiers.lose_stage(session)
         else:
             session.computed, most = full, min(full, of_use(session))
             self._rewind(session, most)
             session.foreign_tokens = min(session.foreign_tokens, most)
 
     def _rewind(self, session: Session, computed: int) -> None:
-        """See Residence.rewind; for a session whose pages do not move any more."""
-        self._elsewhere.forget(session)
+        """See KvResidency.rewind; for a session whose pages do not move any more."""
+        self._lower_tiers.forget(session)
         session.stage = None
         session.computed = self._kv.trim(session.id, computed)
 

@@ -1,0 +1,81 @@
+"""How much of a session's KV can be used again, and the keys of its pages.
+
+A session that is parked at a breakpoint may leave the device with its stage:
+
+    positions  0 ─────────────────────── computed ──────────────── end
+    pages      │ full of KV │ full of KV │ full in part │ of some blocks │
+               └ keys made from tokens ──┘└ staged: random keys that no other session finds ┘
+"""
+
+from __future__ import annotations
+
+from djinnd.core.session import Session
+from djinnd.core.stops import LeftStage, next_stop
+from djinnd.kvcache.manager import KvManager
+from djinnd.kvcache.prefixes import Key, root, unshared_keys
+
+
+def origin(session: Session) -> Key:
+    """The key at which the chain of its pages' keys begins."""
+    return root(session.tenant, session.salt)
+
+
+def possible_ends(session: Session) -> tuple[int, ...]:
+    """Where the session's KV may have ended when its pages left. For a session of this engine process, that is
+    `left_at`. For one of an earlier process, it is after a prompt, or before the last generated token."""
+    first = len(session.tokens) if session.request is None else session.request.first
+    return (session.left_at, first, first - 1)
+
+
+def is_an_earlier_engine_s(session: Session) -> bool:
+    """True if an earlier engine process wrote this session's KV; its pages may still be on the host or on disk."""
+    request = session.request
+    return request is not None and request.first > 0 and session.computed == session.left_at == 0
+
+
+def of_use(session: Session) -> int:
+    """How many first tokens have KV that can be used. For a request, at least the last token is run again to sample the
+    next one, and so is every token of which more than KV is wanted, or that stops at a breakpoint."""
+    request = session.request
+    if request is None:
+        return len(session.tokens)
+    most = min(len(session.tokens) - 1, request.seen_from)
+    stop = next_stop(request.stops, len(session.tokens))
+    return most if stop is None else min(most, stop.position)
+
+
+def of_use_elsewhere(session: Session) -> int:
+    """The same for pages in lower tiers. KV that a client imported is brought back whole, although the last token is
+    run again."""
+    request = session.request
+    if request is None or not session.foreign_tokens:
+        return of_use(session)
+    return min(request.first, request.seen_from)
+
+
+def staged_keys(session: Session, kv: KvManager) -> list[Key]:
+    """New keys for the pages of a parked session that are not full of KV. Returns none if no block has been run for
+    these pages. Also returns none if one of them holds KV that a client imported: that must be found even without the
+    stage."""
+    if session.stage is None or session.request is not None or not session.stage.first:
+        return []
+    if session.foreign_tokens > full_tokens(session, kv):
+        return []
+    return unshared_keys(kv.pages_held(session.id) - session.computed // kv.page_size)
+
+
+def full_tokens(session: Session, kv: KvManager) -> int:
+    """How many tokens are in pages that are full of KV."""
+    return session.computed // kv.page_size * kv.page_size
+
+
+def keys_with(session: Session, staged: list[Key], kv: KvManager) -> list[Key]:
+    """The keys of all pages of the session."""
+    return kv.keys_of(session.id, origin(session), session.names, full_tokens(session, kv)) + staged
+
+
+def spared(left: LeftStage, computed: int) -> int:
+    """How many tokens need not be run if the pages come back to a session with `computed` tokens of KV. Tokens of the
+    stage count by the share of the blocks that they have passed."""
+    share = left.stage.first / (left.stage.last - 1)
+    return left.computed - computed + round(share * (left.length - left.computed))
