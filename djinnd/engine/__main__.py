@@ -1,5 +1,5 @@
-"""`python -m djinnd.engine`: the engine process. The server has the nursery fork it, or starts it, and holds the other
-end of the socket pair."""
+"""`python -m djinnd.engine`: the engine process. The server has the fork server fork it, or starts it, and holds the
+other end of the socket pair."""
 
 from __future__ import annotations
 

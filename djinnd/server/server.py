@@ -6,7 +6,7 @@ memory or socket file is left. SIGHUP makes the server read its configuration ag
 do; the others wait for a restart.
 
 A restart drains too, and then executes this program again in the same process, the successor. The successor inherits
-the listening socket, the nursery and an engine that has not quite ended. After a warm restart it also adopts the
+the listening socket, the fork server and an engine that has not quite ended. After a warm restart it also adopts the
 complete objects of the arena.
 """
 
@@ -29,7 +29,7 @@ from djinnd.messages import Close
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.engine_process import STOPPING
-from djinnd.server.engines.nursery import NURSERY_FDS, Nursery
+from djinnd.server.engines.fork_server import FORK_SERVER_FDS, ForkServer
 from djinnd.server.engines.previous_engine import ENGINE_FD, LastEngine
 from djinnd.server.engines.router import Router
 from djinnd.server.engines.supervisor import Supervisor
@@ -70,7 +70,7 @@ class Server:
     """Builds the parts of the daemon, connects them, and runs them from start to stop.
 
     - `engine_command` starts an engine (see Supervisor).
-    - `nursery_command` starts the process that forks engines (see Nursery).
+    - `fork_server_command` starts the process that forks engines (see ForkServer).
     - `inspect_command` starts the process that inspects checkpoints (see Inspector).
     - `read_config` reads the configuration again from its source; it raises ConfigError.
 
@@ -81,7 +81,7 @@ class Server:
         self,
         config: Config,
         engine_command: Sequence[str],
-        nursery_command: Sequence[str],
+        fork_server_command: Sequence[str],
         inspect_command: Sequence[str],
         stopping: Stopping,
         read_config: Callable[[], Config],
@@ -93,11 +93,11 @@ class Server:
         self._stopping = stopping
         self._notifier = Notifier(os.environ)
         given = inherited(os.environ)
-        nursery = [each for each in given if each.name in NURSERY_FDS]
+        fork_server = [each for each in given if each.name in FORK_SERVER_FDS]
         engine = [each for each in given if each.name == ENGINE_FD]
-        self._path, self._socket = listen(config.socket, [each for each in given if each not in nursery + engine])
+        self._path, self._socket = listen(config.socket, [each for each in given if each not in fork_server + engine])
         environ = _engine_environ(config)
-        self._nursery = Nursery(nursery_command, environ, nursery)
+        self._fork_server = ForkServer(fork_server_command, environ, fork_server)
         self.address: str = self._socket.getsockname()
         self._journal = Journal(config.state_dir)
         self._quotas = Quotas(config.quotas, groups_of, config.limits)
@@ -109,7 +109,7 @@ class Server:
         self._page_folder = Path(config.state_dir, "pages")
         self._texts = Texts(config.limits)
         time_of = (self._texts.time.charge, self._texts.time.expect)
-        self._inspector = Inspector(inspect_command, self._nursery, config.limits, *time_of)
+        self._inspector = Inspector(inspect_command, self._fork_server, config.limits, *time_of)
         self._models = Models(
             config.models,
             self._sessions,
@@ -130,7 +130,7 @@ class Server:
             engine_command,
             config.memory,
             environ,
-            self._nursery,
+            self._fork_server,
             config.limits,
             config.scheduling,
             self._models,
@@ -302,8 +302,8 @@ class Server:
         await self._inspector.close()
         await self._texts.close()
         await self._stop_engine()
-        if self._stopping.restart is None or not self._nursery.is_sound:
-            await self._nursery.close()
+        if self._stopping.restart is None or not self._fork_server.is_sound:
+            await self._fork_server.close()
         await self._journal.settled()
         await self._clients.close(at_once=self._stopping.now.is_set())
         await self._models.close(keep_blocks=self._stopping.restart == "warm")
@@ -317,7 +317,7 @@ class Server:
     def _leave(self) -> list[Inherited]:
         if self._stopping.restart is not None:
             left = self._path.hand_over() if self._path else [Inherited("djinnd.socket", self._socket.detach())]
-            return left + self._nursery.hand_over() + self._supervisor.hand_over()
+            return left + self._fork_server.hand_over() + self._supervisor.hand_over()
         self._socket.close()
         if self._path is not None:
             self._path.release()
@@ -402,7 +402,7 @@ async def run(
     with the daemon and reads the rest of its configuration from `file`; None starts no gateway."""
     stopping = Stopping()
     with stopping.by_signals():  # before anything exists that a signal could leave behind
-        commands = (engine_command(config), nursery_command(config), inspect_command())
+        commands = (engine_command(config), fork_server_command(config), inspect_command())
         gateway = GatewayProcess(gateway_command(config, http, file) if http else [])
         return await Server(config, *commands, stopping, read_config, gateway).serve()
 
@@ -419,8 +419,8 @@ def gateway_command(config: Config, http: str, file: Path | None) -> list[str]:
     return python_module("djinnd.gateway", *options, *(["--config", str(file)] if file else []))
 
 
-def nursery_command(config: Config) -> list[str]:
-    return python_module("djinnd.engine.nursery", *_log_options(config))
+def fork_server_command(config: Config) -> list[str]:
+    return python_module("djinnd.engine.fork_server", *_log_options(config))
 
 
 def inspect_command() -> list[str]:

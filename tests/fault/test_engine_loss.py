@@ -134,7 +134,7 @@ def test_a_call_that_waits_for_an_engine_is_cancelled_at_once(serve, told):
         assert (reply.finish_reason, reply.token_ids, reply.usage.generated_tokens) == ("cancelled", [], told)
         assert len(pieces) == told
         assert wire.ask(GetTokens(id=3, session=session)).token_ids == [5, 2, 3][: 1 + told]
-        daemon.kill_newborn()
+        daemon.kill_starting_engine()
         client.load("djinn-tiny")
         assert client.status(check=True).integrity == []
 
@@ -151,7 +151,7 @@ def test_the_wait_for_an_engine_is_limited_and_keeps_the_tokens_that_were_sent(s
         os.kill(client.status().devices[0].pid, signal.SIGKILL)
         assert wire.reply().code == "engine_lost"
         assert wire.ask(GetTokens(id=3, session=session)).token_ids == [5, 2, 3]
-        daemon.kill_newborn()
+        daemon.kill_starting_engine()
 
 
 @pytest.mark.parametrize("stop", [False, True])
@@ -215,7 +215,7 @@ def test_calls_without_an_engine_wait_for_the_next_one(serve):
         assert client.sessions()[0].kv_tokens == 0
         wire.send(Generate(id=5, session=session, max_tokens=2))
         assert wire.ask(Ping(id=6)) == Done(id=6)
-        daemon.kill_newborn()
+        daemon.kill_starting_engine()
         while isinstance(reply := wire.reply(), Progress):
             pass
         assert reply.token_ids == [2, 3]
@@ -243,7 +243,7 @@ def test_a_session_closed_without_an_engine_does_not_come_back(serve):
         os.kill(client.status().devices[0].pid, signal.SIGKILL)
         wait_for(lambda: daemon.starts == 2)
         session.close()
-        daemon.kill_newborn()
+        daemon.kill_starting_engine()
         client.load("djinn-tiny")
         assert client.status(check=True).integrity == []
         assert [info.id for info in client.sessions()] == [stays.id]

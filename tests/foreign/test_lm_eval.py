@@ -9,7 +9,7 @@ import pytest
 
 import djinn_client as djinn
 from tests.conftest import MODEL
-from tests.support.hatchery import ROOT
+from tests.support.warm_forks import ROOT
 
 lm_eval = pytest.importorskip("lm_eval")
 

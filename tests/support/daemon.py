@@ -20,7 +20,7 @@ from typing import Any, Self
 import yaml
 
 from djinn_client import Client, DeviceInfo, ModelInfo
-from tests.support.hatchery import ROOT, Hatchery
+from tests.support.warm_forks import ROOT, WarmForks
 
 SHM = Path("/dev/shm")
 PATIENCE = 60.0  # seconds until a hanging test is ended; no test waits for it
@@ -28,13 +28,13 @@ A_MOMENT = 1.0  # seconds for an engine without a server to exit
 THREADS = "1"  # of torch, in daemon and tests: more threads would wait for each other on few shared cores
 
 # The daemon ends when the test process does, even if that is killed. The first argument names the descriptors of a
-# nursery, which the daemon takes over as from a predecessor.
+# fork server, which the daemon takes over as from a predecessor.
 _TIED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 if sys.argv[1]:
-    from tests.support.warm_python import give_nursery
-    give_nursery([int(fd) for fd in sys.argv[1].split()])
+    from tests.support.warm_python import give_fork_server
+    give_fork_server([int(fd) for fd in sys.argv[1].split()])
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
@@ -43,10 +43,10 @@ class Daemon:
     """Runs `djinnd` in a folder of its own.
 
     `config` is written to its configuration file; `flags` and `environ` are passed beside it. `wrapper` is a command
-    that ends by executing its arguments, and `pass_fds` are descriptors for it. `cold`: the daemon starts its nursery
-    itself, as with a wrapper; otherwise it gets a nursery that has imported its libraries. The context starts the
-    daemon. Leaving it stops the daemon, and asserts that nothing is left behind and no error was logged except
-    `errors`.
+    that ends by executing its arguments, and `pass_fds` are descriptors for it. `cold`: the daemon starts its fork
+    server itself, as with a wrapper; otherwise it gets a fork server that has imported its libraries. The context
+    starts the daemon. Leaving it stops the daemon, and asserts that nothing is left behind and no error was logged
+    except `errors`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Daemon:
         self._errors = set(errors)
         self._pass_fds = pass_fds
         self._cold = cold or bool(wrapper)
-        self._nurseries: list[int] = []  # nurseries that it was given; they are not its children
+        self._fork_servers: list[int] = []  # fork servers that it was given; they are not its children
         self._descendants: set[int] = set()  # all descendants seen so far
         command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
         self._command = [*wrapper, *command]
@@ -91,7 +91,7 @@ class Daemon:
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(self.folder / "notify"))
         with self.log_path.open("ab") as log:
-            given = [] if self._cold else self._nursery(log.fileno())
+            given = [] if self._cold else self._fork_server(log.fileno())
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _TIED, " ".join(map(str, given)), *self._command],
                 env=self._environ,
@@ -120,10 +120,10 @@ class Daemon:
         assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
         assert not self.unexpected_errors(), "\n".join(self.unexpected_errors()) + f"\n{self.log}"
 
-    def _nursery(self, log: int) -> list[int]:
-        """Descriptors of a new nursery, which no other test has used."""
-        made = _hatchery().nursery(log)
-        self._nurseries.append(made.pid)
+    def _fork_server(self, log: int) -> list[int]:
+        """Descriptors of a new fork server, which no other test has used."""
+        made = _warm_forks().fork_server(log)
+        self._fork_servers.append(made.pid)
         return [made.socket, made.pidfd]
 
     def configure(self, config: Mapping[str, Any]) -> None:
@@ -176,9 +176,9 @@ class Daemon:
         wait_for(lambda: not any(map(is_alive, self._descendants)))
 
     def _look_for_descendants(self) -> None:
-        for pid in (self.pid, *self._nurseries):
+        for pid in (self.pid, *self._fork_servers):
             self._descendants.update(descendants_of(pid))
-        self._descendants.update(self._nurseries)
+        self._descendants.update(self._fork_servers)
 
     def _end(self) -> int | None:
         """Sends SIGTERM. → the exit status, or None if a test has ended the daemon. No process survives this."""
@@ -195,7 +195,7 @@ class Daemon:
     def _let_orphans_end(self) -> None:
         """Waits for an engine that was being forked when its daemon stopped: it notices that by itself a moment later.
         No other process may be left."""
-        heard_of = {*self._nurseries, *map(int, re.findall(r"engine_started pid=(\d+)", self.log))}
+        heard_of = {*self._fork_servers, *map(int, re.findall(r"engine_started pid=(\d+)", self.log))}
         until = time.monotonic() + A_MOMENT
         while any(map(is_alive, self._descendants - heard_of)) and time.monotonic() < until:
             time.sleep(0.01)
@@ -241,13 +241,13 @@ class Daemon:
 
 
 @cache
-def _hatchery() -> Hatchery:
-    return Hatchery(clean_environ())
+def _warm_forks() -> WarmForks:
+    return WarmForks(clean_environ())
 
 
 def warm_python() -> str:
     """The sys.executable of a command that starts daemons or imports torch: see warm_python.py."""
-    return str(_hatchery().python)
+    return str(_warm_forks().python)
 
 
 def clean_environ() -> dict[str, str]:
@@ -259,7 +259,7 @@ def clean_environ() -> dict[str, str]:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The nursery, its engine, and the engine's children."""
+    """The fork server, its engine, and the engine's children."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:

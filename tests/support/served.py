@@ -1,7 +1,7 @@
 """A daemon for tests of the server: the real server process, with a scripted engine. See engine.py.
 
 `python -X dev -m tests.support.served CONFIG SCRIPT` is that daemon. `Served` forks it from a process that has done its
-imports: see forked.py. A third argument is the module of a nursery, which forks its engines.
+imports: see forked.py. A third argument is the module of a fork server, which forks its engines.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PATIENCE = 60.0  # seconds until a hanging test is ended; no test waits for it
 class Served:
     """A daemon in a folder of its own. Leaving the context stops the daemon and asserts that nothing is left behind."""
 
-    def __init__(self, folder: Path, script: Script | None = None, nursery: str = "", **config: Any) -> None:
+    def __init__(self, folder: Path, script: Script | None = None, fork_server: str = "", **config: Any) -> None:
         self.folder = folder
-        self._nursery = [nursery] if nursery else []
+        self._fork_server = [fork_server] if fork_server else []
         self.address = str(folder / "djinnd.sock")
         self.log_path = folder / "log"
         (folder / "state").mkdir(exist_ok=True)  # its arena is left alone by other daemons
@@ -92,7 +92,9 @@ class Served:
     def start(self) -> None:
         config, script = self.write_files()
         with self.log_path.open("ab") as log:
-            self.process = Forked([str(config), str(script), *self._nursery], os.environ | self.environ, log.fileno())
+            self.process = Forked(
+                [str(config), str(script), *self._fork_server], os.environ | self.environ, log.fileno()
+            )
 
     def reload(self, **config: Any) -> None:
         """Changes these values in the configuration file, and waits until the daemon has read it."""
@@ -132,8 +134,8 @@ class Served:
         """The number of engines started."""
         return Path(self.script.marks).stat().st_size if os.path.exists(self.script.marks) else 0
 
-    def kill_newborn(self) -> None:
-        """Sends SIGKILL to an engine that hangs in its start, of a daemon without a nursery."""
+    def kill_starting_engine(self) -> None:
+        """Sends SIGKILL to an engine that hangs in its start, of a daemon without a fork server."""
         (pid,) = engines_of(self.process.pid)
         os.kill(pid, signal.SIGKILL)
 
@@ -243,17 +245,17 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def main(config: Path, script: Path, nursery: Path | None = None) -> None:
+def main(config: Path, script: Path, fork_server: Path | None = None) -> None:
     read = partial(load, config, {}, {})
     effective = read()
     configure_logging(effective.config.log.level, "text")
     command = [sys.executable, "-m", "tests.support.engine", "--script", str(script), "--device", "cpu"]
-    nursery_command = [sys.executable, "-m", str(nursery)] if nursery else []
+    fork_server_command = [sys.executable, "-m", str(fork_server)] if fork_server else []
 
     async def serve() -> list[Inherited]:
         stopping = Stopping()
         with stopping.by_signals():
-            server = Server(effective.config, command, nursery_command, [], stopping, lambda: read().config)
+            server = Server(effective.config, command, fork_server_command, [], stopping, lambda: read().config)
             return await server.serve()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

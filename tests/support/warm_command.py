@@ -1,4 +1,4 @@
-"""A fork of the hatchery that runs a Python command line: `-m MODULE …` or `FILE …`. See warm_python.py.
+"""A fork of the warm process that runs a Python command line: `-m MODULE …` or `FILE …`. See warm_python.py.
 
 It drops this repository's modules except its own imports, so the command finds the state of a Python that was just
 started.
@@ -60,7 +60,7 @@ def _status_of(arguments: Sequence[str]) -> int:
 
 
 def _end(caller: socket.socket, status: Sequence[int]) -> None:
-    """Ends at once: freeing memory that is shared with the hatchery would copy it first."""
+    """Ends at once: freeing memory that is shared with the warm process would copy it first."""
     sys.stdout.flush()
     sys.stderr.flush()
     caller.send(str(status[0]).encode())

@@ -1,8 +1,8 @@
 """`python -m djinnd.engine.load.inspection`: inspects a checkpoint that no administrator has configured, in a sandbox.
 
 The JSON files and the headers of safetensors are read here first, and the model's modules are built on the meta device,
-with limits for memory and time. So the engine only builds checkpoints that have passed. The nursery forks this process,
-or the server starts it; one process inspects one checkpoint.
+with limits for memory and time. So the engine only builds checkpoints that have passed. The fork server forks this
+process, or the server starts it; one process inspects one checkpoint.
 """
 
 from __future__ import annotations

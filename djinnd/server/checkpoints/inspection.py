@@ -28,7 +28,7 @@ from djinnd.messages.inspections import Confined, Inspect, Passed
 from djinnd.server.engines.confined_process import ConfinedProcess, sparse_environ
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.engines.engine_process import Process
-from djinnd.server.engines.nursery import Nursery
+from djinnd.server.engines.fork_server import ForkServer
 from djinnd.server.models.opened import duplicates
 
 log = logging.getLogger("djinnd.server")
@@ -52,14 +52,14 @@ class Inspector:
     def __init__(
         self,
         command: Sequence[str],
-        nursery: Nursery,
+        fork_server: ForkServer,
         limits: Limits,
         charge: Callable[[int, float], None],
         expect_time: Callable[[int], None],
     ) -> None:
         self.limits = limits
         self._command = command
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._charge = charge
         self._expect_time = expect_time
         self._turns: dict[int, asyncio.Lock] = {}  # by user
@@ -102,7 +102,7 @@ class Inspector:
             described: DeviceDescribed = await engine.call(DescribeDevice, model=job.model)
             process = InspectionProcess(
                 self._command,
-                self._nursery,
+                self._fork_server,
                 user,
                 self.limits,
                 lambda seconds: self._charge(user, seconds),
@@ -128,18 +128,18 @@ class InspectionProcess(ConfinedProcess):
     _name = "the inspection"
     _doer = "the inspection"
     _error = ModelRejected
-    _start = 120.0  # without the nursery it imports torch
+    _start = 120.0  # without the fork server it imports torch
 
     def __init__(
         self,
         command: Sequence[str],
-        nursery: Nursery,
+        fork_server: ForkServer,
         user: int,
         limits: Limits,
         charge: Callable[[float], None],
         on_end: Callable[[InspectionProcess], None],
     ) -> None:
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._limits = limits
         self._charge = charge
         self._on_end = on_end
@@ -168,8 +168,8 @@ class InspectionProcess(ConfinedProcess):
             self._answer.set_result(message)
 
     async def _spawn(self, command: Sequence[str], environ: Mapping[str, str], theirs: Any) -> Process:
-        born = await self._nursery.bear(command, theirs, self._start, environ)
-        return born or await super()._spawn(command, environ, theirs)
+        forked = await self._fork_server.fork(command, theirs, self._start, environ)
+        return forked or await super()._spawn(command, environ, theirs)
 
     def _started(self, message: Confined) -> None:
         self._is_ready = True

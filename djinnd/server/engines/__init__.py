@@ -1,1 +1,1 @@
-"""The processes that the server starts: engines, the nursery that forks them, and their supervision."""
+"""The processes that the server starts: engines, the fork server that forks them, and their supervision."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from djinnd.config import Limits
 from djinnd.server.engines.blame import Suspect
 from djinnd.server.engines.engine_client import Audience, EngineClient
-from djinnd.server.engines.nursery import Nursery
+from djinnd.server.engines.fork_server import ForkServer
 from djinnd.server.engines.previous_engine import ENGINE_FD
 from djinnd.server.handover.pidfds import open_pidfd
 from djinnd.server.handover.succession import Inherited
@@ -55,18 +55,18 @@ class EngineProcess:
         cls,
         command: Sequence[str],
         environ: Mapping[str, str],
-        nursery: Nursery,
+        fork_server: ForkServer,
         limits: Limits,
         listener: Audience,
         on_lost: Callable[[list[Suspect]], None],
     ) -> EngineProcess:
         """Starts an engine. `command` is a `python -m …`. Appended are `--fd`, its socket's number, and `--parent`, the
-        pid of its parent: the nursery's, or without one this process's. Raises OSError."""
+        pid of its parent: the fork server's, or without one this process's. Raises OSError."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                born = await nursery.bear(command, theirs, limits.engine_start)
-                process = born or await _execute(command, environ, theirs.fileno())
+                forked = await fork_server.fork(command, theirs, limits.engine_start)
+                process = forked or await _execute(command, environ, theirs.fileno())
         except BaseException:
             ours.close()
             raise

@@ -24,7 +24,7 @@ from djinnd.messages import BudgetSet, Ready, SetBudget, SetPolicy, Shutdown
 from djinnd.server.engines.blame import Suspect
 from djinnd.server.engines.engine_client import Audience, EngineClient
 from djinnd.server.engines.engine_process import Death, EngineProcess
-from djinnd.server.engines.nursery import Nursery
+from djinnd.server.engines.fork_server import ForkServer
 from djinnd.server.engines.previous_engine import LastEngine
 from djinnd.server.handover.succession import Inherited
 
@@ -77,7 +77,7 @@ class Supervisor:
         command: Sequence[str],
         memory: int,
         environ: Mapping[str, str],
-        nursery: Nursery,
+        fork_server: ForkServer,
         limits: Limits,
         scheduling: Scheduling,
         owner: Owner,
@@ -90,7 +90,7 @@ class Supervisor:
         self._memory = memory  # bytes, for the next engine too; 0: the engine decides
         self._changes: set[asyncio.Task[BudgetSet]] = set()
         self._environ = environ
-        self._nursery = nursery
+        self._fork_server = fork_server
         self.limits = limits
         self._scheduling = scheduling
         self._owner = owner
@@ -246,7 +246,7 @@ class Supervisor:
         try:
             command = [*self._command, "--memory", str(self._memory)]
             process = await EngineProcess.start(
-                command, self._environ, self._nursery, self.limits, self._owner, self._lost
+                command, self._environ, self._fork_server, self.limits, self._owner, self._lost
             )
         except OSError as error:
             return Death(f"no engine could be started: {error}", is_final=False)

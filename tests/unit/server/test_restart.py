@@ -89,10 +89,12 @@ def test_a_second_signal_ends_the_wait_for_pages(serve):
     assert daemon.left_behind() == []
 
 
-@pytest.mark.parametrize("nursery", ["", "tests.support.nursery"])
+@pytest.mark.parametrize("fork_server", ["", "tests.support.fork_server"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_restart_does_not_wait_for_a_finished_engine(serve, warm, nursery):
-    daemon = serve(Script(on_shutdown="linger", pages=1 << 16), limits={"shutdown_grace": "1h"}, nursery=nursery)
+def test_a_restart_does_not_wait_for_a_finished_engine(serve, warm, fork_server):
+    daemon = serve(
+        Script(on_shutdown="linger", pages=1 << 16), limits={"shutdown_grace": "1h"}, fork_server=fork_server
+    )
     djinn.load("djinn-tiny", address=daemon.address)
     with daemon.client() as client:
         wait_for(lambda: "pages: new" in str(client.models()[0].notes))

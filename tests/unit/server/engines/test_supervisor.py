@@ -128,7 +128,7 @@ def test_the_wait_for_an_engine_is_limited(serve):
             client.load("djinn-tiny")
         assert caught.value.code == "engine_lost"
         wait_for(lambda: daemon.starts == 1)
-        daemon.kill_newborn()
+        daemon.kill_starting_engine()
         wait_for(lambda: client.status().state == "ready")
         client.load("djinn-tiny")
 

@@ -8,7 +8,7 @@ import pytest
 from djinnd.server.handover.python import python_module
 
 
-@pytest.mark.parametrize("name", ["djinnd.engine", "djinnd.engine.nursery"])
+@pytest.mark.parametrize("name", ["djinnd.engine", "djinnd.engine.fork_server"])
 def test_modules_in_the_working_directory_are_not_imported(name: str, tmp_path: Path) -> None:
     for library in ("argparse", "click", "msgspec", "logging"):
         (tmp_path / f"{library}.py").write_text("raise SystemExit('of the working directory')\n")

@@ -264,7 +264,7 @@ def test_other_settings_for_a_model_that_is_being_loaded_are_refused(serve):
             reply = two.ask(LoadModel(id=2, model="djinn-tiny", **fields))
             assert (reply.code, "is being loaded already" in reply.message) == ("invalid_request", True)
         wait_for(lambda: daemon.starts == 1)
-        daemon.kill_newborn()
+        daemon.kill_starting_engine()
         assert collect(one)[-1].model.blocks_plain == 3
 
 
@@ -305,7 +305,7 @@ def test_a_cancelled_load_continues_for_other_requests(serve):
         reply = one.reply()
         assert (reply.id, reply.code) == (1, "cancelled")
         wait_for(lambda: daemon.starts == 1)
-        daemon.kill_newborn()
+        daemon.kill_starting_engine()
         assert isinstance(collect(two)[-1], ModelReply)
 
 

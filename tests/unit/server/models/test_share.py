@@ -12,7 +12,7 @@ from djinn_client.protocol.fields.placing import Placing
 from djinnd.config import Limits
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.inspection import Inspector
-from djinnd.server.engines.nursery import Nursery
+from djinnd.server.engines.fork_server import ForkServer
 from djinnd.server.journal.journal import Journal
 from djinnd.server.loading.models import Models
 from djinnd.server.models.share import Share, sweep
@@ -90,7 +90,7 @@ def models_with(made, tmp_path):
         prefixes,
         Limits(),
         Texts(Limits()),
-        Inspector([], Nursery([], {}, []), Limits(), lambda user, seconds: None, lambda user: None),
+        Inspector([], ForkServer([], {}, []), Limits(), lambda user, seconds: None, lambda user: None),
         True,
         "",
         lambda user: user == ADMIN.user,

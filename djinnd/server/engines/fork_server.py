@@ -1,5 +1,5 @@
-"""The nursery: a process that has already imported the engines' libraries, and forks engines. See
-djinnd/jobs/nursery.py.
+"""The fork server: a process that has already imported the engines' libraries, and forks engines. See
+djinnd/jobs/fork_server.py.
 
 It is a child of this process, dies with it, and is handed to the successor at a restart. It is optional: without it, or
 if it fails, engines are started by their command, which takes some seconds longer.
@@ -17,63 +17,65 @@ from contextlib import suppress
 
 import msgspec
 
-from djinnd.jobs import nursery as births
-from djinnd.jobs.nursery import MAX_PACKET, Bear, Born, Ended, Refused
+from djinnd.jobs import fork_server as messages
+from djinnd.jobs.fork_server import MAX_PACKET, ForkProcess, ForkRefused, ProcessEnded, ProcessForked
 from djinnd.server.handover.pidfds import end_of, open_pidfd
 from djinnd.server.handover.succession import Inherited
 
 log = logging.getLogger("djinnd.server")
 
-NURSERY_FDS = ("djinnd-nursery", "djinnd-nursery-process")  # names of the descriptors that a predecessor hands over
-_ANSWER = 5.0  # seconds in which a nursery with imported libraries must fork
-_WORD = 1.0  # seconds from a process's end until the nursery must have reported its status
+FORK_SERVER_FDS = ("djinnd-nursery", "djinnd-nursery-process")  # names of the descriptors that a predecessor hands over
+_ANSWER = 5.0  # seconds in which a fork server with imported libraries must fork
+_WORD = 1.0  # seconds from a process's end until the fork server must have reported its status
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these signals; its children must not
 
 
-class NurseryLost(Exception):
-    """The nursery cannot fork; the text says why."""
+class ForkServerLost(Exception):
+    """The fork server cannot fork; the text says why."""
 
 
-class Nursery:
-    """Owns the nursery process. `command` starts one; empty: there is none. It forks one process at a time: engines,
-    and inspections of checkpoints."""
+class ForkServer:
+    """Owns the fork server process. `command` starts one; empty: there is none. It forks one process at a time:
+    engines, and inspections of checkpoints."""
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], given: Sequence[Inherited]) -> None:
         """Takes over the descriptors of `hand_over`, or starts a process at once, because it has much to import."""
         self._command = command
         self._environ = environ
-        self._process: NurseryProcess | None = None
+        self._process: ForkServerProcess | None = None
         self._turn = asyncio.Lock()
         if given:
             sock, pidfd = (fd for _, fd in given)
-            self._process = NurseryProcess(socket.socket(fileno=sock), pidfd, is_new=False)
+            self._process = ForkServerProcess(socket.socket(fileno=sock), pidfd, is_new=False)
         else:
             self._start()
 
-    async def bear(
+    async def fork(
         self,
         command: Sequence[str],
         sock: socket.socket,
         patience: float,
         environ: Mapping[str, str] | None = None,
-    ) -> BornProcess | None:
-        """Forks a process that runs `command`, a `python -m …`, with `sock` as its socket (see births.Bear). Returns
-        None if the caller must start it by its command. `patience`: seconds that a new nursery may take to import its
-        libraries. `environ` None: the nursery's environment."""
+    ) -> ForkedProcess | None:
+        """Forks a process that runs `command`, a `python -m …`, with `sock` as its socket (see messages.ForkProcess).
+        Returns None if the caller must start it by its command. `patience`: seconds that a new fork server may take to
+        import its libraries. `environ` None: the fork server's environment."""
         module_and_options = list(command[command.index("-m") + 1 :])
-        request = Bear(module_and_options, dict(self._environ if environ is None else environ), births.versions())
+        request = ForkProcess(
+            module_and_options, dict(self._environ if environ is None else environ), messages.versions()
+        )
         async with self._turn:
-            return await self._bear(request, sock, patience)
+            return await self._fork(request, sock, patience)
 
-    async def _bear(self, request: Bear, sock: socket.socket, patience: float) -> BornProcess | None:
+    async def _fork(self, request: ForkProcess, sock: socket.socket, patience: float) -> ForkedProcess | None:
         if self._process is None:
             self._start()
         while self._process is not None:
             process = self._process
             try:
-                return await process.bear(request, sock, patience)
-            except NurseryLost as lost:
-                log.warning("nursery_lost reason=%s", lost)
+                return await process.fork(request, sock, patience)
+            except ForkServerLost as lost:
+                log.warning("fork_server_lost reason=%s", lost)
                 await self.close()
                 if not process.is_new:  # it died since its last fork, or is outdated
                     self._start()
@@ -84,17 +86,17 @@ class Nursery:
 
     @property
     def is_sound(self) -> bool:
-        """True if there is a nursery that can fork."""
+        """True if there is a fork server that can fork."""
         return self._process is not None and self._process.is_sound
 
     def hand_over(self) -> list[Inherited]:
         """The descriptors for the successor. This object must not be used after that."""
         if self._process is None:
             return []
-        return [Inherited(name, fd) for name, fd in zip(NURSERY_FDS, self._process.detach(), strict=True)]
+        return [Inherited(name, fd) for name, fd in zip(FORK_SERVER_FDS, self._process.detach(), strict=True)]
 
     async def close(self) -> None:
-        """Kills the nursery, and with it the processes that it has forked. Returns when it is gone."""
+        """Kills the fork server, and with it the processes that it has forked. Returns when it is gone."""
         if self._process is not None:
             process, self._process = self._process, None
             await asyncio.shield(process.end())  # reaped also if this caller is cancelled
@@ -103,13 +105,13 @@ class Nursery:
         if not self._command:
             return
         try:
-            self._process = NurseryProcess.start(self._command, self._environ)
+            self._process = ForkServerProcess.start(self._command, self._environ)
         except OSError as error:
-            log.warning("nursery_failed error=%s", error)
+            log.warning("fork_server_failed error=%s", error)
 
 
-class NurseryProcess:
-    """One nursery process, from its start or its takeover to its end."""
+class ForkServerProcess:
+    """One fork server process, from its start or its takeover to its end."""
 
     def __init__(self, sock: socket.socket, pidfd: int, is_new: bool) -> None:
         sock.setblocking(False)
@@ -118,12 +120,13 @@ class NurseryProcess:
         self.is_new = is_new  # has forked nothing yet, and may still be importing its libraries
         self._is_heard = False
         self._lost = ""  # why it cannot be used any more
-        self._asked: asyncio.Future[BornProcess] | None = None
-        self._born: dict[int, BornProcess] = {}  # by pid: processes that have not ended
+        self._asked: asyncio.Future[ForkedProcess] | None = None
+        self._forked: dict[int, ForkedProcess] = {}  # by pid: processes that have not ended
 
     @classmethod
-    def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> NurseryProcess:
-        """Starts a nursery in a session of its own, as a terminal's Ctrl-C goes to the server alone. Raises OSError."""
+    def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> ForkServerProcess:
+        """Starts a fork server in a session of its own, as a terminal's Ctrl-C goes to the server alone. Raises
+        OSError."""
         os.close(open_pidfd(os.getpid()))  # fails if the kernel has no pidfds
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -141,35 +144,35 @@ class NurseryProcess:
             except OSError:
                 ours.close()
                 raise
-        log.info("nursery_started pid=%d", pid)
+        log.info("fork_server_started pid=%d", pid)
         return cls(ours, open_pidfd(pid), is_new=True)
 
     @property
     def is_sound(self) -> bool:
         return not self._lost
 
-    async def bear(self, request: Bear, sock: socket.socket, patience: float) -> BornProcess:
-        """Forks a process. Raises NurseryLost."""
+    async def fork(self, request: ForkProcess, sock: socket.socket, patience: float) -> ForkedProcess:
+        """Forks a process. Raises ForkServerLost."""
         assert self._asked is None
         if self._lost:
-            raise NurseryLost(self._lost)
+            raise ForkServerLost(self._lost)
         if not self._is_heard:
             asyncio.get_running_loop().add_reader(self._socket, self._readable)
             self._is_heard = True
         limit = patience if self.is_new else _ANSWER
         try:
-            socket.send_fds(self._socket, [births.encode(request)], [sock.fileno()])
+            socket.send_fds(self._socket, [messages.encode(request)], [sock.fileno()])
             self._asked = asyncio.get_running_loop().create_future()
             async with asyncio.timeout(limit):
-                born = await self._asked
+                forked = await self._asked
         except TimeoutError:
-            raise NurseryLost(f"it has not answered for {limit:g} s") from None
+            raise ForkServerLost(f"it has not answered for {limit:g} s") from None
         except OSError as error:
-            raise NurseryLost(str(error)) from error
+            raise ForkServerLost(str(error)) from error
         finally:
             self._asked = None
         self.is_new = False
-        return born
+        return forked
 
     def kill(self) -> None:
         self._lose("it was killed")
@@ -192,20 +195,20 @@ class NurseryProcess:
     def _readable(self) -> None:
         try:
             packet, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
-            message = births.decode_from_nursery(packet) if packet else None
+            message = messages.decode_from_fork_server(packet) if packet else None
         except OSError:
             message = None
         except msgspec.DecodeError as error:
             return self._lose(f"it cannot be understood: {error}")
         match message:
-            case Born(pid=pid):
-                assert self._asked is not None, "a caller that is cancelled kills the nursery"
-                self._born[pid] = BornProcess(pid, *fds)
-                self._asked.set_result(self._born[pid])
-            case Ended(pid=pid, status=status):
-                if pid in self._born:  # else a predecessor has started it
-                    self._born.pop(pid).ended(status)
-            case Refused(reason=reason):
+            case ProcessForked(pid=pid):
+                assert self._asked is not None, "a caller that is cancelled kills the fork server"
+                self._forked[pid] = ForkedProcess(pid, *fds)
+                self._asked.set_result(self._forked[pid])
+            case ProcessEnded(pid=pid, status=status):
+                if pid in self._forked:  # else a predecessor has started it
+                    self._forked.pop(pid).ended(status)
+            case ForkRefused(reason=reason):
                 self._lose(reason)
             case None:
                 self._lose("it has died")
@@ -217,14 +220,14 @@ class NurseryProcess:
         if self._is_heard:
             asyncio.get_running_loop().remove_reader(self._socket)
         if self._asked is not None and not self._asked.done():
-            self._asked.set_exception(NurseryLost(reason))
-        for born in self._born.values():
-            born.orphaned()
-        self._born.clear()
+            self._asked.set_exception(ForkServerLost(reason))
+        for forked in self._forked.values():
+            forked.fork_server_died()
+        self._forked.clear()
 
 
-class BornProcess:
-    """A process that the nursery has forked, as EngineProcess needs it."""
+class ForkedProcess:
+    """A process that the fork server has forked, as EngineProcess needs it."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -240,13 +243,13 @@ class BornProcess:
         if not self._status.done():
             self._status.set_result(status)
 
-    def orphaned(self) -> None:
-        """Called when the nursery has died, with which the kernel kills this process."""
+    def fork_server_died(self) -> None:
+        """Called when the fork server has died, with which the kernel kills this process."""
         self.ended(-signal.SIGKILL)
 
     async def _wait(self) -> int:
-        """Waits for its end, by the kernel, which knows it even if the nursery is stopped. Its status comes from the
-        nursery."""
+        """Waits for its end, by the kernel, which knows it even if the fork server is stopped. Its status comes from
+        the fork server."""
         await end_of(self._pidfd)
         os.close(self._pidfd)
         with suppress(TimeoutError):

@@ -7,10 +7,10 @@ import sys
 
 from tests.support.models import REPOSITORY
 
-# Imports what the nursery imports, reports whether it may fork, and then imports what an engine imports.
+# Imports what the fork server imports, reports whether it may fork, and then imports what an engine imports.
 CODE = """
 import json, os, random, sys
-from djinnd.engine.nursery import LIBRARIES, import_libraries, reseed, unfit
+from djinnd.engine.fork_server import LIBRARIES, import_libraries, reseed, unfit
 before = dict(os.environ)
 import_libraries(LIBRARIES)
 assert dict(os.environ) == before
@@ -41,14 +41,14 @@ def test_the_libraries_may_be_forked_and_cover_an_engine_s_imports() -> None:
 
 ORPHAN = """
 import atexit, os
-from djinnd.jobs.nursery import Bear
-from djinnd.engine.nursery import Newborn
+from djinnd.jobs.fork_server import ForkProcess
+from djinnd.engine.fork_server import ForkedChild
 atexit.register(print, "an interpreter's way out", flush=True)
-Newborn(Bear(["no.such.module"], {}, {}), 0, nursery=os.getpid()).grow_up()
+ForkedChild(ForkProcess(["no.such.module"], {}, {}), 0, parent=os.getpid()).run()
 """
 
 
-def test_a_newborn_without_its_nursery_exits_at_once() -> None:
+def test_a_forked_child_without_its_fork_server_exits_at_once() -> None:
     """It does not free the shared memory first: that takes a moment in which the server could find the process."""
     ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "the server is gone already\n")
@@ -56,7 +56,7 @@ def test_a_newborn_without_its_nursery_exits_at_once() -> None:
 
 def test_threads_and_open_devices_forbid_a_fork() -> None:
     code = (
-        "import threading, time; from djinnd.engine.nursery import unfit; print(unfit())\n"
+        "import threading, time; from djinnd.engine.fork_server import unfit; print(unfit())\n"
         "threading.Thread(target=time.sleep, args=[30], daemon=True).start(); print(unfit())"
     )
     told = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, check=True, text=True)

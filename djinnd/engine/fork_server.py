@@ -1,12 +1,12 @@
-"""`python -m djinnd.engine.nursery`: forks engines.
+"""`python -m djinnd.engine.fork_server`: forks engines.
 
 Importing torch and transformers takes seconds; the rest of an engine's start takes a fraction of a second. So this
 process imports them once, and an engine is a fork of it. Each engine imports djinnd's own modules, so it runs the code
 that is installed when it starts.
 
 Forking is safe because this process has one thread and has never opened a GPU: a CUDA context does not survive a fork.
-`unfit` checks both after the imports. djinnd/jobs/nursery.py has the messages, djinnd/server/engines/nursery.py the
-other side.
+`unfit` checks both after the imports. djinnd/jobs/fork_server.py has the messages, djinnd/server/engines/fork_server.py
+the other side.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from djinnd.engine.io.lifeline import tie_to
-from djinnd.jobs import nursery as births
-from djinnd.jobs.nursery import MAX_PACKET, Bear, Born, Ended, FromNursery, Refused
+from djinnd.jobs import fork_server as messages
+from djinnd.jobs.fork_server import MAX_PACKET, ForkProcess, ForkRefused, FromForkServer, ProcessEnded, ProcessForked
 from djinnd.telemetry import configure_logging
 
 log = logging.getLogger("djinnd.engine")
@@ -53,18 +53,18 @@ _SAFE_THREADS = {"jemalloc_bg_thd"}
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
-class Newborn(NamedTuple):
+class ForkedChild(NamedTuple):
     """The forked process, before it becomes an engine."""
 
-    request: Bear
+    request: ForkProcess
     fd: int  # of the engine's socket
-    nursery: int  # pid
+    parent: int  # pid of the fork server
 
-    def grow_up(self) -> None:
-        """Becomes the engine. Exits with status 0, or raises the engine's exception. If the nursery was killed right
-        after the fork, it exits at once: the server does not know about it."""
+    def run(self) -> None:
+        """Becomes the engine. Exits with status 0, or raises the engine's exception. If the fork server was killed
+        right after the fork, it exits at once: the server does not know about it."""
         try:
-            tie_to(self.nursery)
+            tie_to(self.parent)
         except SystemExit as gone:
             print(gone, file=sys.stderr, flush=True)
             os._exit(1)
@@ -75,7 +75,7 @@ class Newborn(NamedTuple):
         for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
             del sys.modules[name]
         module, *arguments = self.request.arguments
-        sys.argv = [module, *arguments, "--fd", str(self.fd), "--parent", str(self.nursery)]
+        sys.argv = [module, *arguments, "--fd", str(self.fd), "--parent", str(self.parent)]
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as ended:
@@ -84,28 +84,28 @@ class Newborn(NamedTuple):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # freeing memory that is shared with the nursery would copy it first
+        os._exit(0)  # freeing memory that is shared with the fork server would copy it first
 
 
-class Nursery:
-    """The parent of the engines: forks them, reaps them, and reports their exit status."""
+class ForkLoop:
+    """The loop of the fork server: forks them, reaps them, and reports their exit status."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._versions = births.versions()
+        self._versions = messages.versions()
         self._unfit = ""  # reason why this process must not be forked
         self._pids: dict[int, int] = {}  # running engines, by pidfd
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
-    def serve(self, libraries: Sequence[str]) -> Newborn | None:
-        """Serves until the server is gone. → None in the nursery, a Newborn in each forked process."""
+    def serve(self, libraries: Sequence[str]) -> ForkedChild | None:
+        """Serves until the server is gone. → None in the fork server, a ForkedChild in each forked process."""
         began = time.monotonic()
-        gc.disable()  # until after the fork: see Newborn.grow_up
+        gc.disable()  # until after the fork: see ForkedChild.run
         import_libraries(libraries)
         gc.freeze()  # an engine's collector would walk, and so copy, the shared objects
         self._unfit = unfit()
-        log.info("nursery_warm pid=%d seconds=%.3f", os.getpid(), time.monotonic() - began)
+        log.info("fork_server_warm pid=%d seconds=%.3f", os.getpid(), time.monotonic() - began)
         with suppress(ConnectionError):  # the server is gone
             while True:
                 ready = {fd for fd, _ in self._poll.poll()}
@@ -115,34 +115,34 @@ class Nursery:
                     packet, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
                     if not packet:
                         break
-                    newborn = self._bear(births.decode_to_nursery(packet), *fds)
-                    if newborn is not None:
-                        return newborn
+                    child = self._fork(messages.decode_to_fork_server(packet), *fds)
+                    if child is not None:
+                        return child
         return None
 
-    def _bear(self, request: Bear, fd: int) -> Newborn | None:
-        """→ None in the nursery."""
+    def _fork(self, request: ForkProcess, fd: int) -> ForkedChild | None:
+        """→ None in the fork server."""
         reason = self._unfit
         if request.versions != self._versions:
             reason = "its libraries have other versions than the installed ones"
         if reason:
             os.close(fd)
-            self._send(Refused(reason))
+            self._send(ForkRefused(reason))
             return None
-        nursery = os.getpid()
+        fork_server = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which `unfit` has checked
             pid = os.fork()
         if pid == 0:
             for pidfd in self._pids:
                 os.close(pidfd)
-            return Newborn(request, fd, nursery)
+            return ForkedChild(request, fd, fork_server)
         os.close(fd)
         os.setpgid(pid, pid)  # before the server knows the pid, because it kills the group
         pidfd = os.pidfd_open(pid)
         self._pids[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
-        self._send(Born(pid), pidfd)
+        self._send(ProcessForked(pid), pidfd)
         return None
 
     def _reap(self, pidfd: int) -> None:
@@ -150,10 +150,10 @@ class Nursery:
         os.close(pidfd)
         pid = self._pids.pop(pidfd)
         _, status = os.waitpid(pid, 0)
-        self._send(Ended(pid, os.waitstatus_to_exitcode(status)))
+        self._send(ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
 
-    def _send(self, message: FromNursery, *fds: int) -> None:
-        socket.send_fds(self._socket, [births.encode(message)], fds)
+    def _send(self, message: FromForkServer, *fds: int) -> None:
+        socket.send_fds(self._socket, [messages.encode(message)], fds)
 
 
 def import_libraries(names: Sequence[str]) -> None:
@@ -164,7 +164,7 @@ def import_libraries(names: Sequence[str]) -> None:
             with suppress(ImportError):
                 importlib.import_module(name)
             for started in _thread_names()[before:]:
-                log.info("nursery_thread library=%s name=%s", name, started)
+                log.info("fork_server_thread library=%s name=%s", name, started)
 
 
 @contextmanager
@@ -208,7 +208,7 @@ def unfit() -> str:
 
 def main(libraries: Sequence[str] = LIBRARIES) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fd", type=int, required=True, help="The nursery's end of the socket pair to the server.")
+    parser.add_argument("--fd", type=int, required=True, help="The fork server's end of the socket pair to the server.")
     parser.add_argument("--parent", type=int, required=True, help="Pid of the server, with which this process exits.")
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="text")
@@ -218,9 +218,9 @@ def main(libraries: Sequence[str] = LIBRARIES) -> None:
     os.closerange(3, given.fd)  # engines must not inherit the server's other descriptors
     os.closerange(given.fd + 1, os.sysconf("SC_OPEN_MAX"))
     with socket.socket(fileno=given.fd) as sock:
-        newborn = Nursery(sock).serve(libraries)
-    if newborn is not None:
-        newborn.grow_up()
+        child = ForkLoop(sock).serve(libraries)
+    if child is not None:
+        child.run()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Messages between the server and the nursery, the process that starts engines. A packet of their socket pair
+"""Messages between the server and the fork server, the process that starts engines. A packet of their socket pair
 (SOCK_SEQPACKET) is one message.
 
-    server ──Bear, with the engine's socket──► nursery ──Born, with the engine's pidfd──► server, later Ended
-                                                  └────Refused──► server
+    server ──ForkProcess, with the engine's socket──► fork server ──ProcessForked, with its pidfd──► server
+                                                               ──ProcessEnded, later──────────► server
+                                                               ──ForkRefused, instead─────────► server
 
-The nursery outlives a restart of the server. If djinnd or a library has been upgraded since it started, it refuses to
-start an engine, and the server replaces it.
+The fork server outlives a restart of the server. If djinnd or a library has been upgraded since it started, it refuses
+to start an engine, and the server replaces it.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ MAX_PACKET = 1 << 20  # bytes; the environment is the largest part of a packet
 _DISTRIBUTIONS = ("torch", "transformers", "triton", "numpy", "safetensors", "tokenizers", "msgspec")
 
 
-class Bear(msgspec.Struct, tag="bear"):
+class ForkProcess(msgspec.Struct, tag="fork"):
     """Asks for an engine process. It runs `python -m` with `arguments`, followed by `--fd` and the number of the socket
-    that comes with this message, and `--parent` and the nursery's pid."""
+    that comes with this message, and `--parent` and the fork server's pid."""
 
     arguments: list[str]
     environ: dict[str, str]
     versions: dict[str, str]  # of the server: see `versions`
 
 
-class Born(msgspec.Struct, tag="born"):
+class ProcessForked(msgspec.Struct, tag="forked"):
     """The engine has been started. Its pidfd comes with this message."""
 
     pid: int  # also the id of its process group
 
 
-class Ended(msgspec.Struct, tag="ended"):
+class ProcessEnded(msgspec.Struct, tag="ended"):
     """The engine has ended."""
 
     pid: int
     status: int  # exit status; if negative, the number of the signal that killed it
 
 
-class Refused(msgspec.Struct, tag="refused"):
-    """The nursery does not start the engine, and would refuse again. Replaces `Born`."""
+class ForkRefused(msgspec.Struct, tag="refused"):
+    """The fork server does not start the engine, and would refuse again. Replaces `ProcessForked`."""
 
     reason: str
 
 
-FromNursery = Born | Ended | Refused
+FromForkServer = ProcessForked | ProcessEnded | ForkRefused
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_nursery = msgspec.msgpack.Decoder(Bear).decode
-decode_from_nursery = msgspec.msgpack.Decoder(FromNursery).decode
+decode_to_fork_server = msgspec.msgpack.Decoder(ForkProcess).decode
+decode_from_fork_server = msgspec.msgpack.Decoder(FromForkServer).decode
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A daemon with scripted engines that come from a nursery, during all of the daemon's life."""
+"""A daemon with scripted engines that come from a fork server, during all of the daemon's life."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import djinn_client as djinn
 from tests.support.engine import Script
 from tests.support.served import Served, is_running, wait_for
 
-NURSERY = "tests.support.nursery"
+FORK_SERVER = "tests.support.fork_server"
 
 
 def engine(daemon):
@@ -37,98 +37,98 @@ def restart(daemon, warm):
     wait_for(lambda: daemon.log.count("djinnd_ready") == ready + 1)
 
 
-def test_a_killed_engine_is_followed_by_another_of_the_same_nursery(serve):
-    daemon = serve(nursery=NURSERY)
+def test_a_killed_engine_is_followed_by_another_of_the_same_fork_server(serve):
+    daemon = serve(fork_server=FORK_SERVER)
     works(daemon)
     first = engine(daemon)
-    nursery = parent(first)
-    assert parent(nursery) == daemon.process.pid
+    fork_server = parent(first)
+    assert parent(fork_server) == daemon.process.pid
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: "engine_lost" in daemon.log)
     works(daemon)
-    assert parent(engine(daemon)) == nursery
-    assert "killed by SIGKILL" in daemon.log and daemon.log.count("nursery_started") == 1
+    assert parent(engine(daemon)) == fork_server
+    assert "killed by SIGKILL" in daemon.log and daemon.log.count("fork_server_started") == 1
 
 
-def test_a_killed_nursery_takes_the_engine_along_and_both_come_back(serve):
-    daemon = serve(nursery=NURSERY)
+def test_a_killed_fork_server_takes_the_engine_along_and_both_come_back(serve):
+    daemon = serve(fork_server=FORK_SERVER)
     with djinn.Session("djinn-tiny", address=daemon.address) as session:
         session.generate([5], max_tokens=2)
         first = engine(daemon)
-        nursery = parent(first)
-        os.kill(nursery, signal.SIGKILL)
+        fork_server = parent(first)
+        os.kill(fork_server, signal.SIGKILL)
         wait_for(lambda: not is_running(first))
         wait_for(lambda: "engine_lost" in daemon.log)
         assert session.generate(max_tokens=2).token_ids == [1, 2], "it continues where it was"
     works(daemon)
     assert parent(parent(engine(daemon))) == daemon.process.pid
-    assert (daemon.log.count("nursery_started"), daemon.log.count("nursery_lost")) == (2, 1)
-    assert not os.path.exists(f"/proc/{nursery}"), "it was reaped"
+    assert (daemon.log.count("fork_server_started"), daemon.log.count("fork_server_lost")) == (2, 1)
+    assert not os.path.exists(f"/proc/{fork_server}"), "it was reaped"
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_a_restart_keeps_the_nursery(serve, warm):
-    daemon = serve(nursery=NURSERY)
+def test_a_restart_keeps_the_fork_server(serve, warm):
+    daemon = serve(fork_server=FORK_SERVER)
     works(daemon)
-    nursery = parent(engine(daemon))
+    fork_server = parent(engine(daemon))
     for _ in range(4):
         restart(daemon, warm)
         works(daemon)
-        assert parent(engine(daemon)) == nursery
+        assert parent(engine(daemon)) == fork_server
     assert len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < 32, "descriptors pile up"
-    assert len(os.listdir(f"/proc/{nursery}/fd")) == 5, "the three standard ones, its socket, and its engine"
-    assert daemon.log.count("nursery_started") == 1 and "nursery_lost" not in daemon.log
+    assert len(os.listdir(f"/proc/{fork_server}/fd")) == 5, "the three standard ones, its socket, and its engine"
+    assert daemon.log.count("fork_server_started") == 1 and "fork_server_lost" not in daemon.log
 
 
-def test_a_nursery_that_is_killed_before_a_restart_is_replaced(serve):
-    daemon = serve(nursery=NURSERY)
+def test_a_fork_server_that_is_killed_before_a_restart_is_replaced(serve):
+    daemon = serve(fork_server=FORK_SERVER)
     works(daemon)
-    nursery = parent(engine(daemon))
-    os.kill(nursery, signal.SIGKILL)
+    fork_server = parent(engine(daemon))
+    os.kill(fork_server, signal.SIGKILL)
     restart(daemon, warm=True)
     works(daemon)
-    assert daemon.log.count("nursery_started") >= 2, "one more if the restart came before it was ready"
-    assert not os.path.exists(f"/proc/{nursery}")
+    assert daemon.log.count("fork_server_started") >= 2, "one more if the restart came before it was ready"
+    assert not os.path.exists(f"/proc/{fork_server}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_nursery_and_its_engines_end_with_the_daemon(folder, number):
-    daemon = Served(folder, nursery=NURSERY)
+def test_the_fork_server_and_its_engines_end_with_the_daemon(folder, number):
+    daemon = Served(folder, fork_server=FORK_SERVER)
     daemon.start()
     wait_for(lambda: "engine_ready" in daemon.log)
     first = engine(daemon)
-    nursery = parent(first)
+    fork_server = parent(first)
     daemon.signal(number)
     daemon.process.wait(30)
-    wait_for(lambda: not is_running(first) and not is_running(nursery))
+    wait_for(lambda: not is_running(first) and not is_running(fork_server))
 
 
-def test_engines_are_started_by_their_command_without_a_nursery(serve):
-    daemon = serve(nursery="tests.support.no_such_module")
+def test_engines_are_started_by_their_command_without_a_fork_server(serve):
+    daemon = serve(fork_server="tests.support.no_such_module")
     works(daemon)
     os.kill(engine(daemon), signal.SIGKILL)
     wait_for(lambda: "engine_lost" in daemon.log)
     works(daemon)
     assert parent(engine(daemon)) == daemon.process.pid
-    assert daemon.log.count("nursery_lost") >= 2
+    assert daemon.log.count("fork_server_lost") >= 2
 
 
 def test_the_ends_of_engines_that_end_at_once_are_told_apart(serve, folder):
-    daemon = serve(Script(on_start={"1": "die", "2": "die"}), nursery=NURSERY)
+    daemon = serve(Script(on_start={"1": "die", "2": "die"}), fork_server=FORK_SERVER)
     works(daemon)
     assert daemon.starts == 3 and "the engine ended with status 1" in daemon.log
 
-    refused = Served(folder, Script(on_start={"every": "refuse"}), nursery=NURSERY)
+    refused = Served(folder, Script(on_start={"every": "refuse"}), fork_server=FORK_SERVER)
     refused.start()
     assert refused.process.wait(30) != 0
     assert refused.starts == 1 and "the engine ended with status 3" in refused.log
 
 
-def test_a_daemon_that_is_stopped_while_its_nursery_still_imports(folder):
-    """The daemon does not wait for the nursery's libraries."""
-    daemon = Served(folder, nursery="http.server")  # never sends a message
+def test_a_daemon_that_is_stopped_while_its_fork_server_still_imports(folder):
+    """The daemon does not wait for the fork server's libraries."""
+    daemon = Served(folder, fork_server="http.server")  # never sends a message
     daemon.start()
-    wait_for(lambda: "nursery_started" in daemon.log and os.path.exists(daemon.address))
+    wait_for(lambda: "fork_server_started" in daemon.log and os.path.exists(daemon.address))
     daemon.signal(signal.SIGTERM)
     assert daemon.process.wait(30) == 0
     assert daemon.left_behind() == []

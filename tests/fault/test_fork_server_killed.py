@@ -40,46 +40,46 @@ def next_engine(daemon: Daemon, after: int) -> int:
     return daemon.device().pid
 
 
-def test_a_killed_nursery_comes_back_with_its_engine_and_dies_with_a_killed_daemon(
+def test_a_killed_fork_server_comes_back_with_its_engine_and_dies_with_a_killed_daemon(
     fragile: Daemon, start_daemon: DaemonStarter
 ) -> None:
     with djinn.Session(MODEL, address=fragile.address) as whole:
         expected = whole.generate(PROMPT, max_tokens=BEFORE + AFTER, ignore_eos=True).token_ids
     engine = fragile.device().pid
-    nursery = parent_of(engine)
+    fork_server = parent_of(engine)
     with djinn.Session(MODEL, address=fragile.address) as s:
         s.generate(PROMPT, max_tokens=BEFORE, ignore_eos=True)
-        os.kill(nursery, signal.SIGKILL)
+        os.kill(fork_server, signal.SIGKILL)
         successor = next_engine(fragile, after=engine)
         assert s.generate(max_tokens=AFTER, ignore_eos=True).token_ids == expected[BEFORE:]
-    assert not is_alive(engine) and not is_alive(nursery)
+    assert not is_alive(engine) and not is_alive(fork_server)
     assert parent_of(parent_of(successor)) == fragile.pid
     assert djinn.status(check=True, address=fragile.address).integrity == []
 
-    nursery = parent_of(successor)
+    fork_server = parent_of(successor)
     fragile.kill()
-    assert not is_alive(nursery)
+    assert not is_alive(fork_server)
     next_daemon = start_daemon({"socket": fragile.address, "state_dir": str(fragile.folder / "state")}, cold=True)
     assert parent_of(parent_of(fragile.device().pid)) == next_daemon.pid
     djinn.load(MODEL, address=fragile.address)  # the objects of the killed daemon are adopted
     djinn.unload(MODEL, address=fragile.address)
 
 
-def test_the_nursery_survives_engines_and_restarts(fragile: Daemon) -> None:
+def test_the_fork_server_survives_engines_and_restarts(fragile: Daemon) -> None:
     """Each engine has the same descriptors as the first."""
     with djinn.Session(MODEL, address=fragile.address) as s:
         expected = s.generate(PROMPT, max_tokens=AFTER, ignore_eos=True).token_ids
     engine = fragile.device().pid
-    nursery, descriptors = parent_of(engine), inherited_by(engine)
+    fork_server, descriptors = parent_of(engine), inherited_by(engine)
     os.kill(engine, signal.SIGKILL)
     engine = next_engine(fragile, after=engine)
     with fragile.client() as client:
-        assert parent_of(engine) == nursery
+        assert parent_of(engine) == fork_server
         for warm in (True, False):
             restart(client, warm=warm)
             with djinn.Session(MODEL, address=fragile.address) as s:
                 assert s.generate(PROMPT, max_tokens=AFTER, ignore_eos=True).token_ids == expected
             engine = fragile.device().pid
-            assert (parent_of(engine), inherited_by(engine)) == (nursery, descriptors)
+            assert (parent_of(engine), inherited_by(engine)) == (fork_server, descriptors)
             assert client.status(check=True).integrity == []
-    assert "nursery_lost" not in fragile.log
+    assert "fork_server_lost" not in fragile.log

@@ -1,5 +1,5 @@
-"""`python -m tests.support.newborn WHAT [VALUE]`: a child of the tests' nursery that reports its state and waits, or
-ends in a given way."""
+"""`python -m tests.support.forked_child WHAT [VALUE]`: a child of the tests' fork server that reports its state and
+waits, or ends in a given way."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Forks processes from one that has imported the libraries of engines. The imports take three of the four seconds of
 processor time of a start, and tests start hundreds of processes that need them.
 
-    this process ──its log──► hatchery ──fork──► nursery ──fork──► engine
+    this process ──its log──► warm_forks ──fork──► fork_server ──fork──► engine
                                                     ▲
-    this process ──starts, with the nursery's socket and pidfd──► daemon
+    this process ──starts, with the fork server's socket and pidfd──► daemon
 
-A daemon takes over a nursery as it would from a predecessor. A command under test that starts processes by
-sys.executable gets forks too, if `Hatchery.python` is its sys.executable: see warm_python.py, and warm_command.py for
+A daemon takes over a fork server as it would from a predecessor. A command under test that starts processes by
+sys.executable gets forks too, if `WarmForks.python` is its sys.executable: see warm_python.py, and warm_command.py for
 the fork.
 """
 
@@ -27,27 +27,27 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from djinnd.engine import nursery
+from djinnd.engine import fork_server
 from djinnd.engine.io.lifeline import tie_to
 from tests.support import warm_command
-from tests.support.warm_python import NURSERY, ask_for_nursery
+from tests.support.warm_python import FORK_SERVER, ask_for_fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Nursery(NamedTuple):
-    """A nursery without a daemon. It ends when no process has its socket."""
+class ForkServer(NamedTuple):
+    """A fork server without a daemon. It ends when no process has its socket."""
 
     pid: int
     socket: int
     pidfd: int
 
 
-class Hatchery:
+class WarmForks:
     """Owns the process. The libraries are imported with `environ`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="djinnd-hatchery-", dir="/tmp"))  # no other user may enter
+        self._folder = Path(tempfile.mkdtemp(prefix="djinnd-warm-forks-", dir="/tmp"))  # no other user may enter
         self._address = str(self._folder / "socket")
         self.python = self._folder / "python"
         self._write_python()
@@ -57,7 +57,7 @@ class Hatchery:
             listener.listen()
             fds = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.hatchery", *map(str, fds), str(os.getpid()), str(self.python)],
+                [sys.executable, "-m", "tests.support.warm_forks", *map(str, fds), str(os.getpid()), str(self.python)],
                 env=dict(environ),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -65,9 +65,9 @@ class Hatchery:
             )
         atexit.register(self._close)
 
-    def nursery(self, log: int) -> Nursery:
+    def fork_server(self, log: int) -> ForkServer:
         """Its output, and that of its engines, goes to `log`. The caller owns the descriptors."""
-        return Nursery(*ask_for_nursery(self._address, log))
+        return ForkServer(*ask_for_fork_server(self._address, log))
 
     def _write_python(self) -> None:
         client = Path(__file__).with_name("warm_python.py")
@@ -84,7 +84,7 @@ def serve(lifeline: socket.socket, listener: socket.socket, python: str) -> Call
     """Serves until the tests are gone. → None in this process, the function to run in each forked process."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit status is not needed
     gc.disable()
-    nursery.import_libraries(nursery.LIBRARIES)
+    fork_server.import_libraries(fork_server.LIBRARIES)
     gc.freeze()
     while lifeline not in select.select([lifeline, listener], [], [])[0]:
         caller, _ = listener.accept()
@@ -94,13 +94,13 @@ def serve(lifeline: socket.socket, listener: socket.socket, python: str) -> Call
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             lifeline.close()
             listener.close()
-            if packet == NURSERY:
+            if packet == FORK_SERVER:
                 caller.close()
-                return partial(_be_nursery, os.getppid(), *fds)
+                return partial(_be_fork_server, os.getppid(), *fds)
             return partial(warm_command.run, packet, fds, caller, python)
         for fd in fds:
             os.close(fd)
-        if packet == NURSERY:
+        if packet == FORK_SERVER:
             pidfd = os.pidfd_open(pid)
             socket.send_fds(caller, [str(pid).encode()], [pidfd])
             os.close(pidfd)
@@ -108,14 +108,14 @@ def serve(lifeline: socket.socket, listener: socket.socket, python: str) -> Call
     return None
 
 
-def _be_nursery(hatchery: int, theirs: int, log: int) -> None:
+def _be_fork_server(warm_forks: int, theirs: int, log: int) -> None:
     """Descriptor 3 is its end of the socket."""
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.dup2(theirs, 3)
-    sys.argv = ["nursery", "--fd=3", f"--parent={hatchery}"]
-    nursery.main()
+    sys.argv = ["fork_server", "--fd=3", f"--parent={warm_forks}"]
+    fork_server.main()
 
 
 def main() -> None:
