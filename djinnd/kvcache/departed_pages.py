@@ -9,7 +9,7 @@ from typing import NamedTuple
 from djinnd.kvcache.prefixes import Key
 
 
-class Left(NamedTuple):
+class Departure(NamedTuple):
     """The pages of a session that has left the device. They hold the KV of its first `tokens` tokens. The last `staged`
     of them also hold KV of its stage (Session.left_stage)."""
 
@@ -19,18 +19,18 @@ class Left(NamedTuple):
     staged: int = 0
 
 
-class LeftPages:
+class DepartedPages:
     """The pages that one model's sessions have left. `key in left_pages` is True if some session has left that page."""
 
     def __init__(self) -> None:
-        self._left: dict[str, Left] = {}
+        self._left: dict[str, Departure] = {}
         self._sessions: dict[Key, int] = {}  # how many sessions have left each page
         self._back_at: dict[Key, float] = {}  # of the last session that left the page and is expected
 
-    def get(self, session: str) -> Left | None:
+    def get(self, session: str) -> Departure | None:
         return self._left.get(session)
 
-    def remember(self, session: str, left: Left) -> None:
+    def remember(self, session: str, left: Departure) -> None:
         self.forget(session)
         self._left[session] = left
         for key in left.keys:

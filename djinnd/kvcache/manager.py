@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.page_pool import SCRATCH, PagePool
-from djinnd.kvcache.prefixes import Key, Prefixes, PublicPrefixes, root
+from djinnd.kvcache.prefixes import Key, PrefixIndex, PublicPrefixes, root
 
 PAGE_BYTES = 4 << 20  # bytes of all blocks together: copies of this size reach the bus's full rate
 FIRST_ROWS = 8
@@ -59,7 +59,7 @@ class KvManager:
         self._held = [0] * FIRST_ROWS  # pages held, by row
         self._keys: dict[str, list[Key]] = {}  # by session: keys of its first pages, as far as `publish` has made them
         self.public = PublicPrefixes()
-        self._prefixes = Prefixes()
+        self._prefixes = PrefixIndex()
         self._protected: Counter[int] = Counter()  # references to pages that no table has: pages that are being copied
         self._read: dict[int, int] = {}  # for each of these, how many first tokens must not be written
         self._stranded: set[int] = set()  # protected pages that no session holds
@@ -144,9 +144,9 @@ class KvManager:
             self._stranded.discard(page)
         self.pool.release([page], self._prefixes)
 
-    def unfilled(self, page: int) -> None:
+    def mark_unfilled(self, page: int) -> None:
         """Notes that a page of `extend` was not filled, or not whole."""
-        self.pool.unfilled(page)
+        self.pool.mark_unfilled(page)
 
     def holders(self, page: int) -> int:
         """How many sessions hold the page."""

@@ -25,7 +25,7 @@ from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier
 
 
-class Way(Enum):
+class Direction(Enum):
     """Where a move goes; see the drawing above."""
 
     DEMOTE = "demote"
@@ -51,10 +51,10 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """The move of one page. `source` and `target` are a device page or a slot, depending on `way`. `checksum` is what
-    the source must have, if another process wrote it; None if the source is trusted."""
+    """The move of one page. `source` and `target` are a device page or a slot, depending on `direction`. `checksum` is
+    what the source must have, if another process wrote it; None if the source is trusted."""
 
-    way: Way
+    direction: Direction
     key: Key
     source: int
     target: int
@@ -113,7 +113,7 @@ class Moves:
         assert self.host is not None
         owned = [(key, self.kv.pool.tenant(page)) for key, page, _ in pages]
         slots = self.host.prepare_all(owned, [page for _, page, _ in pages], can_wait=can_wait)
-        moves = [Move(Way.DEMOTE, key, page, slot) for (key, page, _), slot in zip(pages, slots, strict=False)]
+        moves = [Move(Direction.DEMOTE, key, page, slot) for (key, page, _), slot in zip(pages, slots, strict=False)]
         for move, (_, page, tokens) in zip(moves, pages, strict=False):
             self.kv.protect([page], tokens)
             self.filling[move.key] = move
@@ -131,7 +131,7 @@ class Moves:
         assert self.host is not None
         unproven, checksum = self._unproven[self.host], self.host.checksum
         moves = [
-            Move(Way.PROMOTE, key, slot, page, checksum(slot) if key in unproven else None, on_landing=[transfer])
+            Move(Direction.PROMOTE, key, slot, page, checksum(slot) if key in unproven else None, on_landing=[transfer])
             for key, slot, page in found
         ]
         self.arriving.update((move.key, move) for move in moves)
@@ -149,7 +149,7 @@ class Moves:
         slot = self.host.prepare(key, self.disk.tenants[source], can_wait=can_wait)
         assert slot is not None
         self.disk.pin(source)
-        move = Move(Way.FETCH, key, source, slot, self.disk.checksum(source), page, on_sealing=[transfer])
+        move = Move(Direction.FETCH, key, source, slot, self.disk.checksum(source), page, on_sealing=[transfer])
         self.filling[key] = self.arriving[key] = move
         self._waiting.append(move)
 
@@ -164,7 +164,7 @@ class Moves:
         if slot is None:
             return None
         self.host.pin(source)
-        move = self.writing_out[key] = Move(Way.WRITE_OUT, key, source, slot, self.host.checksum(source))
+        move = self.writing_out[key] = Move(Direction.WRITE_OUT, key, source, slot, self.host.checksum(source))
         self._waiting.append(move)
         return move
 
@@ -203,7 +203,7 @@ class Moves:
         copies have not begun are free at once."""
         for move in list(self.arriving.values()):
             has_begun = move in self._under_way and not move.is_queued
-            if move.way is Way.PROMOTE and transfer in move.on_landing and not has_begun:
+            if move.direction is Direction.PROMOTE and transfer in move.on_landing and not has_begun:
                 move.is_dropped = self.has_dropped = True
                 self._under_way.add(move)
                 self.failed(move, bad=False)
@@ -212,7 +212,7 @@ class Moves:
     def followed(self, move: Move) -> list[Transfer]:
         """Notes that the device can use a promoted page, because all later work is queued behind its copy. Until it has
         landed, only its source is still protected. Returns the transfers that are over now."""
-        assert move.way is Way.PROMOTE and move in self._under_way and not move.is_followed
+        assert move.direction is Direction.PROMOTE and move in self._under_way and not move.is_followed
         move.is_followed = True
         self.kv.unprotect(move.target)
         del self.arriving[move.key]
@@ -221,7 +221,7 @@ class Moves:
     def landed(self, move: Move) -> list[Transfer]:
         """Notes that the bytes are at the target. Returns the transfers that are over now."""
         over: list[Transfer] = []
-        if move.way is Way.PROMOTE:
+        if move.direction is Direction.PROMOTE:
             assert self.host is not None
             if not move.is_followed:
                 over = self.followed(move)
@@ -229,7 +229,7 @@ class Moves:
             self._unproven[self.host].discard(move.key)
         else:
             self._unsealed.add(move)
-            if move.way is Way.DEMOTE:
+            if move.direction is Direction.DEMOTE:
                 self.kv.unprotect(move.source)
             over = _over(move.on_landing)
         self._under_way.remove(move)
@@ -239,8 +239,8 @@ class Moves:
         """Sets the checksum of a slot that was filled; the page can be found there now. Returns the transfers that are
         over now."""
         self._unsealed.remove(move)
-        assert self.host is not None and move.way is not Way.PROMOTE
-        if move.way is Way.WRITE_OUT:
+        assert self.host is not None and move.direction is not Direction.PROMOTE
+        if move.direction is Direction.WRITE_OUT:
             assert self.disk is not None
             self.disk.complete(move.target, checksum)
             self.host.unpin(move.source)
@@ -248,7 +248,7 @@ class Moves:
             return _over(move.on_sealing)
         self.host.complete(move.target, checksum)
         del self.filling[move.key]
-        if move.way is Way.DEMOTE:
+        if move.direction is Direction.DEMOTE:
             return _over(move.on_sealing)
         assert self.disk is not None
         self.disk.unpin(move.source)
@@ -262,25 +262,25 @@ class Moves:
         assert not move.is_followed, "a step may have used a page that was not copied"
         self._under_way.remove(move)
         assert self.host is not None
-        match move.way:
-            case Way.DEMOTE:
+        match move.direction:
+            case Direction.DEMOTE:
                 self.kv.unprotect(move.source)
                 self.host.abandon(move.target)
                 del self.filling[move.key]
-            case Way.PROMOTE:
-                self.kv.unfilled(move.target)
+            case Direction.PROMOTE:
+                self.kv.mark_unfilled(move.target)
                 self.kv.unprotect(move.target)
                 del self.arriving[move.key]
                 _leave(self.host, move, bad=bad)
-            case Way.WRITE_OUT:
+            case Direction.WRITE_OUT:
                 assert self.disk is not None
                 self.disk.abandon(move.target)
                 del self.writing_out[move.key]
                 self.written_out.discard(move.key)
                 _leave(self.host, move, bad=bad)
-            case Way.FETCH:
+            case Direction.FETCH:
                 assert self.disk is not None
-                self.kv.unfilled(move.page)
+                self.kv.mark_unfilled(move.page)
                 self.kv.unprotect(move.page)
                 self.host.abandon(move.target)
                 del self.filling[move.key], self.arriving[move.key]
@@ -300,12 +300,12 @@ class Moves:
 
     def check_integrity(self) -> None:
         moves = {*self._waiting, *self._under_way, *self._unsealed}
-        assert {m for m in moves if m.key in self.filling and m.way in (Way.DEMOTE, Way.FETCH)} == set(
-            self.filling.values()
-        ), "slots that are filled and moves to the host differ"
-        pages = [m.source for m in moves if m.way is Way.DEMOTE and m not in self._unsealed]
-        pages += [m.target for m in moves if m.way is Way.PROMOTE and not m.is_followed]
-        pages += [m.page for m in moves if m.way is Way.FETCH]
+        assert {
+            m for m in moves if m.key in self.filling and m.direction in (Direction.DEMOTE, Direction.FETCH)
+        } == set(self.filling.values()), "slots that are filled and moves to the host differ"
+        pages = [m.source for m in moves if m.direction is Direction.DEMOTE and m not in self._unsealed]
+        pages += [m.target for m in moves if m.direction is Direction.PROMOTE and not m.is_followed]
+        pages += [m.page for m in moves if m.direction is Direction.FETCH]
         assert sorted(pages) == sorted(self.kv.protected), "pages that move and pages that are protected differ"
 
 

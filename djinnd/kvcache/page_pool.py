@@ -92,7 +92,7 @@ class PagePool:
         self._used_by[tenant] = self.used_by(tenant) + count
         return pages
 
-    def unfilled(self, page: int) -> None:
+    def mark_unfilled(self, page: int) -> None:
         """Notes that a held page, given to be overwritten, was not."""
         self._unfilled.add(page)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from djinnd.kvcache.departed_pages import Left
+from djinnd.kvcache.departed_pages import Departure
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Moves, Transfer
 from djinnd.kvcache.page_pool import OutOfPages
@@ -123,12 +123,12 @@ class Paging:
         for key in reversed(keys):
             self.host.find(key)
 
-    def takes_freely(self, keys: Sequence[Key], tenant: int) -> bool:
+    def saves_without_loss(self, keys: Sequence[Key], tenant: int) -> bool:
         """True if the host could save the pages that it lacks of these without losing a page that has no other copy."""
-        lost = self.losses(keys, tenant)
+        lost = self.lost_by_saving(keys, tenant)
         return lost is not None and not lost
 
-    def losses(self, keys: Sequence[Key], tenant: int) -> list[Key] | None:
+    def lost_by_saving(self, keys: Sequence[Key], tenant: int) -> list[Key] | None:
         """The pages that would be lost, because they have no other copy and cannot be spared, if the host saved the
         pages that it lacks of these. None if it could not save them."""
         if self.host is None:
@@ -139,7 +139,7 @@ class Paging:
         kept = [slot for key in keys if (slot := self.host.peek(key)) is not None]
         for slot in kept:  # would not give way to the others
             self.host.pin(slot)
-        going = self.host.making_room(tenant, len(lacking))
+        going = self.host.evictions_for(tenant, len(lacking))
         for slot in kept:
             self.host.unpin(slot)
         if going is None:
@@ -159,7 +159,7 @@ class Paging:
         computed: int,
         most: int,
         ends: Sequence[int],
-        left: Left | None = None,
+        left: Departure | None = None,
     ) -> Found:
         """Looks up which tiers have KV of the session's first `most` tokens, beyond its `computed` ones.
 
@@ -204,7 +204,7 @@ class Paging:
         on_disk = sum(key not in self.host for key in keys)
         return Found(start, tokens, tuple(keys), on_disk, any(map(self.moves.is_on_the_way, keys)), is_staged=True)
 
-    def _left_on_host(self, left: Left, start: int, most: int) -> list[Key]:
+    def _left_on_host(self, left: Departure, start: int, most: int) -> list[Key]:
         """The pages from token `start` on, if they hold all KV that is of use and the host has all of them; else none.
         This is the usual case after a wait."""
         assert self.host is not None
@@ -261,15 +261,17 @@ class Paging:
             else:
                 transfer.tokens = found.start + transfer.missing * size
                 break
-        self._age_last_pages_first(found.keys)  # this order counts until they are back and are spared, see `is_back`
+        self._age_last_pages_first(
+            found.keys
+        )  # this order counts until they are back and are spared, see `mark_returned`
         return transfer
 
-    def is_back(self, keys: Sequence[Key]) -> None:
+    def mark_returned(self, keys: Sequence[Key]) -> None:
         """Notes that a session has these pages on the device: the host can spare its copies."""
         if self.host is not None:
             _spare(self.host, keys)
 
-    def can_spare(self, keys: Sequence[Key]) -> None:
+    def mark_unneeded(self, keys: Sequence[Key]) -> None:
         """Notes that no session needs these pages any more. Public pages are not spared."""
         for tier in (self.host, self.disk):
             if tier is not None:

@@ -102,7 +102,7 @@ class PublicPrefixes:
         return keys
 
 
-class Prefixes:
+class PrefixIndex:
     """Keys and pages of one pool. Each key has one page, and each page one key."""
 
     def __init__(self) -> None:

@@ -16,27 +16,42 @@ still exist. When the model of a sleeping tier wakes, they count again, and are 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from djinnd.kvcache.tier import Tier
+from typing import Generic, Protocol, TypeVar
 
 ANYBODY = -1  # the tenant of public pages
 
-Place = tuple["Tier", int]  # a tier and a slot
+
+class CountedTier(Protocol):
+    """The part of a tier (tier.py) that Tenancy uses."""
+
+    page_bytes: int
+
+    @property
+    def complete_slots(self) -> list[int]: ...
+
+    @property
+    def tenants(self) -> Mapping[int, int]: ...
+
+    def is_pinned(self, slot: int) -> bool: ...
 
 
-class Tenancy:
-    """Belongs to the thread of its tiers, which report every change of their slots. All calls but `join`, `leave` and
-    `limit` cost O(1), plus the pinned pages that they skip and the pages that they evict."""
+T = TypeVar("T", bound=CountedTier)
+
+
+class Tenancy(Generic[T]):
+    """Belongs to the thread of its tiers, which report every change of their slots and evict the pages that it names.
+    All calls but `join`, `leave` and `limit` cost O(1), plus the pinned pages that they skip and the pages that they
+    name."""
 
     def __init__(self) -> None:
-        self._tiers: list[Tier] = []
+        self._tiers: list[T] = []
         self._used: Counter[int] = Counter()  # bytes, by tenant
         self._limits: dict[int, int] = {}
-        self._order: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # the oldest use first
-        self._spare: defaultdict[int, OrderedDict[Place, None]] = defaultdict(OrderedDict)  # these are evicted first
+        # by tenant: tier and slot of its pages, the oldest use first; spare pages are evicted before all others
+        self._order: defaultdict[int, OrderedDict[tuple[T, int], None]] = defaultdict(OrderedDict)
+        self._spare: defaultdict[int, OrderedDict[tuple[T, int], None]] = defaultdict(OrderedDict)
 
     # --- what tenants have, and may have ----------------------------------------------------------------------------
 
@@ -52,35 +67,35 @@ class Tenancy:
         """The tenant's limit in bytes; None: no limit."""
         return self._limits.get(tenant)
 
-    def limit(self, tenant: int, nbytes: int | None) -> None:
-        """Sets the tenant's limit in bytes; None: no limit."""
+    def limit(self, tenant: int, nbytes: int | None) -> list[tuple[T, int]]:
+        """Sets the tenant's limit in bytes; None: no limit. Returns the pages above it, which must be evicted at once:
+        see `limit_tenant` in tier.py."""
         assert tenant != ANYBODY, "public pages belong to no tenant and have no limit"
         if nbytes is None:
             self._limits.pop(tenant, None)
-        else:
-            self._limits[tenant] = nbytes
-            self._shed(tenant)
+            return []
+        self._limits[tenant] = nbytes
+        return self._above_limit(tenant)
 
     def may_have(self, tenant: int, nbytes: int) -> bool:
         """True if the tenant's limit is at least `nbytes`."""
         return nbytes <= self._limits.get(tenant, nbytes)
 
-    def making_room(self, tenant: int, nbytes: int) -> list[Place] | None:
+    def evictions_for(self, tenant: int, nbytes: int) -> list[tuple[T, int]] | None:
         """The tenant's pages that have to be evicted for `nbytes` more; None if too few can be."""
         limit = self._limits.get(tenant)
         if limit is None or self._used[tenant] + nbytes <= limit:
             return []
         missing = self._used[tenant] + nbytes - limit
-        going = self._first_to_go(tenant, missing)
+        going = self._first_to_evict(tenant, missing)
         return going if sum(tier.page_bytes for tier, _ in going) >= missing else None
 
-    def _shed(self, tenant: int) -> None:
-        for tier, slot in self._first_to_go(tenant, self._used[tenant] - self._limits[tenant]):
-            tier.abandon(slot)
+    def _above_limit(self, tenant: int) -> list[tuple[T, int]]:
+        return self._first_to_evict(tenant, self._used[tenant] - self._limits[tenant])
 
-    def _first_to_go(self, tenant: int, nbytes: int) -> list[Place]:
+    def _first_to_evict(self, tenant: int, nbytes: int) -> list[tuple[T, int]]:
         """The tenant's unpinned pages in the order of eviction, until they are `nbytes` together, or all of them."""
-        going: list[Place] = []
+        going: list[tuple[T, int]] = []
         for tier, slot in chain(self._spare.get(tenant, ()), self._order.get(tenant, ())):
             if nbytes <= 0:
                 break
@@ -91,18 +106,18 @@ class Tenancy:
 
     # --- what tiers say ---------------------------------------------------------------------------------------------
 
-    def join(self, tier: Tier) -> None:
-        """Adds a tier. The pages in its table count as used before all others."""
+    def join(self, tier: T) -> list[tuple[T, int]]:
+        """Adds a tier. The pages in its table count as used before all others. Returns the pages above a tenant's
+        limit, which must be evicted at once."""
         self._tiers.append(tier)
         for slot in reversed(tier.complete_slots):
             tenant = tier.tenants[slot]
             self.taken(tenant, tier.page_bytes)
             self.used(tenant, (tier, slot))
             self._order[tenant].move_to_end((tier, slot), last=False)
-        for tenant in self._limits:
-            self._shed(tenant)
+        return [place for tenant in self._limits for place in self._above_limit(tenant)]
 
-    def leave(self, tier: Tier) -> None:
+    def leave(self, tier: T) -> None:
         self._tiers.remove(tier)
         for slot, tenant in tier.tenants.items():
             self.lost(tenant, (tier, slot))
@@ -116,18 +131,18 @@ class Tenancy:
         """A slot of the tenant is free again."""
         self._used[tenant] -= nbytes
 
-    def used(self, tenant: int, place: Place) -> None:
+    def used(self, tenant: int, place: tuple[T, int]) -> None:
         """The page there is complete, and now the tenant's most recently used one."""
         self._spare[tenant].pop(place, None)
         self._order[tenant][place] = None
         self._order[tenant].move_to_end(place)
 
-    def spared(self, tenant: int, place: Place) -> None:
+    def spared(self, tenant: int, place: tuple[T, int]) -> None:
         """The page there can be spared."""
         self._order[tenant].pop(place, None)
         self._spare[tenant][place] = None
 
-    def lost(self, tenant: int, place: Place) -> None:
+    def lost(self, tenant: int, place: tuple[T, int]) -> None:
         """The page there cannot be found any more."""
         self._order[tenant].pop(place, None)
         self._spare[tenant].pop(place, None)
@@ -135,7 +150,7 @@ class Tenancy:
     def check_integrity(self) -> None:
         """Asserts that the counts agree with the tiers. Costs O(slots of all tiers)."""
         counted: Counter[int] = Counter()
-        held: defaultdict[tuple[int, Tier], list[int]] = defaultdict(list)
+        held: defaultdict[tuple[int, T], list[int]] = defaultdict(list)
         for tier in self._tiers:
             for tenant in tier.tenants.values():
                 counted[tenant] += tier.page_bytes
@@ -143,7 +158,7 @@ class Tenancy:
                 held[tier.tenants[slot], tier].append(slot)
         assert min(self._used.values(), default=0) >= 0, f"a tenant has a negative number of bytes: {dict(self._used)}"
         assert self.uses() == counted, f"tenants have {dict(counted)} bytes, {dict(self.uses())} are counted"
-        ordered: defaultdict[tuple[int, Tier], list[int]] = defaultdict(list)
+        ordered: defaultdict[tuple[int, T], list[int]] = defaultdict(list)
         for tenant in self._order.keys() | self._spare.keys():
             for tier, slot in chain(self._spare.get(tenant, ()), self._order.get(tenant, ())):
                 ordered[tenant, tier].append(slot)

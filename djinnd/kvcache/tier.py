@@ -42,7 +42,7 @@ import numpy.typing as npt
 
 from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.prefixes import KEY_BYTES, Key
-from djinnd.kvcache.tenancy import ANYBODY, Place, Tenancy
+from djinnd.kvcache.tenancy import ANYBODY, Tenancy
 
 FREE, FILLING, COMPLETE = 0, 1, 2
 RECORD = np.dtype(
@@ -61,7 +61,7 @@ Table = bytearray | memoryview | npt.NDArray[np.uint8]
 
 class Tier:
     """One tier of one model, used by one thread, which is that of all tiers of its tenancy. No call scans all slots,
-    unless it says so. `making_room` and `oldest` skip pinned slots: as many as are being read."""
+    unless it says so. `evictions_for` and `oldest` skip pinned slots: as many as are being read."""
 
     @staticmethod
     def table_bytes(slots: int) -> int:
@@ -72,7 +72,7 @@ class Tier:
         self,
         table: Table,
         slots: int,
-        tenancy: Tenancy | None = None,
+        tenancy: Tenancy[Tier] | None = None,
         page_bytes: int = 1,
         *,
         are_ready: bool = True,
@@ -86,7 +86,7 @@ class Tier:
         assert 0 < slots <= MAX_SLOTS and page_bytes > 0, f"a tier of {slots:,} slots"
         self.capacity = slots
         self.page_bytes = page_bytes
-        self.tenancy = Tenancy() if tenancy is None else tenancy
+        self.tenancy = Tenancy[Tier]() if tenancy is None else tenancy
         records = np.frombuffer(table, RECORD, slots)
         self._state, self._key_of = records["state"], records["key"]
         self._checksum, self._touched, self._owner = records["checksum"], records["touched"], records["owner"]
@@ -102,7 +102,7 @@ class Tier:
         self._free = free if are_ready else []  # the ready ones; others are in _free_later
         self._free_later = {} if are_ready else dict.fromkeys(free)
         self._clock = len(self._order) + 1
-        self.tenancy.join(self)
+        _evict(self.tenancy.join(self))
 
     def _adopt(self) -> list[int]:
         """Takes over the complete slots of the table. If two slots have one key, which happens only after a loss of
@@ -219,26 +219,25 @@ class Tier:
 
     def _take(self, tenant: int, *, can_wait: bool) -> int | None:
         """A slot that holds no page, evicting pages for it if need be; None if there is none."""
-        going = self.making_room(tenant, can_wait=can_wait)
+        going = self.evictions_for(tenant, can_wait=can_wait)
         if going is None:
             return None
-        for tier, gone in going:
-            tier.abandon(gone)
+        _evict(going)
         slot = self._free.pop() if self._free else self._free_later.popitem()[0]
         self._state[slot] = FILLING
         self.tenancy.taken(tenant, self.page_bytes)
         return slot
 
-    def making_room(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[Place] | None:
+    def evictions_for(self, tenant: int, count: int = 1, *, can_wait: bool = False) -> list[tuple[Tier, int]] | None:
         """The pages that have to be evicted before the tenant can have `count` slots more; None if it cannot."""
-        going = self.tenancy.making_room(tenant, count * self.page_bytes)
+        going = self.tenancy.evictions_for(tenant, count * self.page_bytes)
         if going is None:
             return None
         own = {slot for tier, slot in going if tier is self}
         unready = set[int]() if can_wait else self._not_ready
         missing = count - len(self._free) - (len(self._free_later) if can_wait else 0) - len(own - unready)
         if missing > 0:
-            others = filterfalse(own.__contains__, self._first_to_go(unready))
+            others = filterfalse(own.__contains__, self._unpinned_in_order(unready))
             oldest = list(islice(others, missing))
             going = [*going, *((self, slot) for slot in oldest)]
             missing -= len(oldest)
@@ -246,7 +245,7 @@ class Tier:
 
     def has_room(self, tenant: int = ANYBODY, *, can_wait: bool = False) -> bool:
         """True if `prepare` would return a slot."""
-        return self.making_room(tenant, can_wait=can_wait) is not None
+        return self.evictions_for(tenant, can_wait=can_wait) is not None
 
     def may_have(self, tenant: int) -> bool:
         """True if the tenant's limit is at least one page."""
@@ -324,9 +323,10 @@ class Tier:
 
     def oldest(self, count: int) -> list[int]:
         """The first `count` complete and unpinned slots in the order of eviction."""
-        return list(islice(self._first_to_go(set()), count))
+        return list(islice(self._unpinned_in_order(set()), count))
 
-    def _first_to_go(self, but: Collection[int]) -> Iterator[int]:
+    def _unpinned_in_order(self, but: Collection[int]) -> Iterator[int]:
+        """Complete slots in the order of eviction, without pinned ones and those in `but`."""
         unpinned = filterfalse(self._pins.__contains__, chain(self._spare, self._order))
         return filterfalse(but.__contains__, unpinned) if but else unpinned
 
@@ -364,3 +364,13 @@ class Tier:
         self.tenancy.check_integrity()
         touched = [*self._touched[list(self._order)].tolist(), self._clock]
         assert all(a < b for a, b in pairwise(touched)), "the table has another order of use"
+
+
+def limit_tenant(tenancy: Tenancy[Tier], tenant: int, nbytes: int | None) -> None:
+    """Sets the tenant's limit in bytes over all its tiers, None for no limit, and evicts the pages above it."""
+    _evict(tenancy.limit(tenant, nbytes))
+
+
+def _evict(pages: Iterable[tuple[Tier, int]]) -> None:
+    for tier, slot in pages:
+        tier.abandon(slot)

@@ -53,7 +53,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         self.tenant.update(dict.fromkeys(pages, tenant))
         self.filled.difference_update(pages)
         for page in pages:
-            self.pool.unfilled(page)
+            self.pool.mark_unfilled(page)
         if are_given_back:
             self.pool.release(pages)
             self.references.subtract(pages)

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Move, Transfer, Way
+from djinnd.kvcache.moves import Direction, Move, Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key, root
 from djinnd.kvcache.tenancy import Tenancy
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import Tier, limit_tenant
 
 MAX_CONTEXT = 24
 PICKS = st.integers(0, 11)  # indices into any list of choices
@@ -97,7 +97,7 @@ class PagingMachine(RuleBasedStateMachine):
         self.paging = Paging(self.kv)
         self.tenancies = {"host": Tenancy(), "disk": Tenancy()}
         for (name, tenant), slots in self.limits.items():
-            self.tenancies[name].limit(tenant, slots)
+            limit_tenant(self.tenancies[name], tenant, slots)
         self.paging.use_host(Tier(self.tables["host"], self.slots["host"], self.tenancies["host"]))
         if self.slots["disk"]:
             self.paging.use_disk(Tier(self.tables["disk"], self.slots["disk"], self.tenancies["disk"]))
@@ -166,7 +166,7 @@ class PagingMachine(RuleBasedStateMachine):
             return
         shadow.tokens = tokens
         if shadow.computed > computed:
-            self.paging.is_back(self.keys(shadow)[computed // self.size :])
+            self.paging.mark_returned(self.keys(shadow)[computed // self.size :])
         for page in kv.take_stale():
             self.device[page] = [None] * self.size
         pages = kv.pages_of(name)
@@ -268,7 +268,7 @@ class PagingMachine(RuleBasedStateMachine):
         shadow = self.draw(pick, suits=lambda shadow: shadow.computed and not shadow.arrival)
         if shadow is not None:
             keys = self.keys(shadow)
-            self.paging.is_back(keys)
+            self.paging.mark_returned(keys)
             host = self.paging.host
             assert host
             assert all(host.is_spare(slot) for key in keys if (slot := host.peek(key)) is not None)
@@ -284,7 +284,7 @@ class PagingMachine(RuleBasedStateMachine):
         before, had = host.keys(), host.oldest(host.capacity)
         elsewhere = {host.key(slot) for slot in host.complete_slots if host.is_spare(slot)}
         elsewhere |= disk.keys() if disk is not None else set()
-        free = self.paging.takes_freely(keys, shadow.tenant)
+        free = self.paging.saves_without_loss(keys, shadow.tenant)
         assert host.oldest(host.capacity) == had, "to ask is not a use"
         transfer = self.paging.save(shadow.name, keys, shadow.computed)
         lost = before - host.keys() - elsewhere
@@ -351,7 +351,7 @@ class PagingMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["host", "disk"]), tenant=st.integers(0, 1), slots=st.none() | st.integers(0, 6))
     def limit(self, name: str, tenant: int, slots: int | None) -> None:
         others = {key: slot for key, slot in self.slots_of(name).items() if key != tenant}
-        self.tenancies[name].limit(tenant, slots)
+        limit_tenant(self.tenancies[name], tenant, slots)
         assert {key: slot for key, slot in self.slots_of(name).items() if key != tenant} == others
         self.limits.pop((name, tenant), None)
         if slots is not None:
@@ -394,7 +394,7 @@ class PagingMachine(RuleBasedStateMachine):
         for move in self.paging.moves.take(most):
             move.is_queued = (most + len(self.taken)) % 2 == 0
             self.taken.append(move)
-            if move.way is Way.DEMOTE:
+            if move.direction is Direction.DEMOTE:
                 assert self.holds(self.page(move.source), move.key), "what is to be copied is not there"
 
     @precondition(lambda self: self.taken)
@@ -405,28 +405,28 @@ class PagingMachine(RuleBasedStateMachine):
     def land_move(self, move: Move) -> None:
         """Lands a move as the copier does: bytes that have a checksum are checked first."""
         source, target = move.source, move.target
-        match move.way:
-            case Way.DEMOTE:
+        match move.direction:
+            case Direction.DEMOTE:
                 bytes_ = list(self.page(source))
                 assert self.holds(bytes_, move.key), "a page was written, or given away, while it was copied"
-            case Way.PROMOTE | Way.WRITE_OUT:
+            case Direction.PROMOTE | Direction.WRITE_OUT:
                 bytes_ = list(self.memory["host"][source])
-            case Way.FETCH:
+            case Direction.FETCH:
                 bytes_ = list(self.memory["disk"][source])
         if move.checksum is not None and summed(bytes_) != move.checksum:
-            name = "disk" if move.way is Way.FETCH else "host"
+            name = "disk" if move.direction is Direction.FETCH else "host"
             assert source in self.bad[name], "good bytes were found to be bad"
             self.fail_move(move, bad=True)
             return
         assert self.holds(bytes_, move.key), "bytes that nobody looked at are not what they were"
-        match move.way:
-            case Way.PROMOTE:
+        match move.direction:
+            case Direction.PROMOTE:
                 self.device[target] = bytes_
-            case Way.WRITE_OUT:
+            case Direction.WRITE_OUT:
                 self.write("disk", target, bytes_)
-            case Way.DEMOTE | Way.FETCH:
+            case Direction.DEMOTE | Direction.FETCH:
                 self.write("host", target, bytes_)
-        if move.way is not Way.PROMOTE:
+        if move.direction is not Direction.PROMOTE:
             self.landed.append(move)
         self.end_all(self.paging.moves.landed(move))
 
@@ -440,7 +440,7 @@ class PagingMachine(RuleBasedStateMachine):
         self.seal_move(self.landed.pop(pick % len(self.landed)))
 
     def seal_move(self, move: Move) -> None:
-        memory = self.memory["disk" if move.way is Way.WRITE_OUT else "host"]
+        memory = self.memory["disk" if move.direction is Direction.WRITE_OUT else "host"]
         self.end_all(self.paging.moves.sealed(move, summed(memory[move.target])))
 
     @precondition(lambda self: self.taken)
@@ -450,8 +450,8 @@ class PagingMachine(RuleBasedStateMachine):
 
     def fail_move(self, move: Move, bad: bool) -> None:
         """Fails a move. A slot that was its target then holds anything; a device page keeps its bytes."""
-        if move.way is not Way.PROMOTE:
-            self.write("disk" if move.way is Way.WRITE_OUT else "host", move.target, [None] * self.size)
+        if move.direction is not Direction.PROMOTE:
+            self.write("disk" if move.direction is Direction.WRITE_OUT else "host", move.target, [None] * self.size)
         self.end_all(self.paging.moves.failed(move, bad=bad))
 
     @precondition(lambda self: self.taken or self.paging.is_busy)
@@ -482,7 +482,7 @@ class PagingMachine(RuleBasedStateMachine):
                 self.rewind(shadow, shadow.computed)
             else:
                 self.kv.arrived(shadow.name, keys, transfer.tokens)
-                self.paging.is_back(keys)
+                self.paging.mark_returned(keys)
                 assert transfer.tokens > shadow.computed
                 shadow.computed = transfer.tokens
         elif leaves:
@@ -509,8 +509,8 @@ class PagingMachine(RuleBasedStateMachine):
         """The process dies in mid-copy. The next one has the tables, the tokens of the sessions, and the bytes in the
         slots."""
         for move in self.taken:
-            if move.way is not Way.PROMOTE:
-                self.write("disk" if move.way is Way.WRITE_OUT else "host", move.target, [None] * self.size)
+            if move.direction is not Direction.PROMOTE:
+                self.write("disk" if move.direction is Direction.WRITE_OUT else "host", move.target, [None] * self.size)
         self.tables = {name: bytearray(table) for name, table in self.tables.items()}
         for shadow in self.shadows.values():
             shadow.computed, shadow.arrival = 0, None
@@ -584,8 +584,8 @@ class PagingMachine(RuleBasedStateMachine):
     @invariant()
     def what_arrives_has_a_page_of_its_own(self) -> None:
         for move in [*self.taken, *self.landed]:
-            if move.way in (Way.PROMOTE, Way.FETCH):
-                page = move.target if move.way is Way.PROMOTE else move.page
+            if move.direction in (Direction.PROMOTE, Direction.FETCH):
+                page = move.target if move.direction is Direction.PROMOTE else move.page
                 holders = [shadow for shadow in self.shadows.values() if page in self.kv.pages_of(shadow.name)]
                 assert len(holders) <= 1 and all(shadow.arrival for shadow in holders)
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from djinn_client.protocol import Class
 from djinnd.core.batch import Batch
 from djinnd.core.session import Session
-from djinnd.kvcache.moves import Move, Way
+from djinnd.kvcache.moves import Direction, Move
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.residency.copy_or_recompute import Costs
@@ -42,7 +42,7 @@ class Copier:
         self.device = device
         self.ended = ended
         self.memory: dict[str, dict[int, Bytes]] = {"host": {}, "disk": {}}
-        self.lanes: dict[Way, list[Move]] = {way: [] for way in Way}
+        self.lanes: dict[Direction, list[Move]] = {direction: [] for direction in Direction}
         self.landed: list[Move] = []
         self.followed: dict[Move, Bytes] = {}  # its source's bytes, before it has landed
 
@@ -50,9 +50,11 @@ class Copier:
         """Does one thing, if there is one to do."""
         while choice.random() < 0.9 and self.paging.moves.waiting:
             (move,) = self.paging.moves.take(1)
-            move.is_queued = move.way in (Way.DEMOTE, Way.PROMOTE)
-            self.lanes[move.way].append(move)
-        self.lanes[Way.PROMOTE] = [move for move in self.lanes[Way.PROMOTE] if not (move.is_queued and move.is_dropped)]
+            move.is_queued = move.direction in (Direction.DEMOTE, Direction.PROMOTE)
+            self.lanes[move.direction].append(move)
+        self.lanes[Direction.PROMOTE] = [
+            move for move in self.lanes[Direction.PROMOTE] if not (move.is_queued and move.is_dropped)
+        ]
         things = [lane for lane in (*self.lanes.values(), self.landed) if lane]
         if not things:
             return
@@ -60,14 +62,14 @@ class Copier:
         if lane is self.landed:
             self.seal(lane.pop(choice.randrange(len(lane))))
             return
-        if lane is self.lanes[Way.PROMOTE] and choice.random() < 0.3:
+        if lane is self.lanes[Direction.PROMOTE] and choice.random() < 0.3:
             self.follow(lane)
             return
-        in_order = lane is self.lanes[Way.DEMOTE] or lane is self.lanes[Way.PROMOTE]
+        in_order = lane is self.lanes[Direction.DEMOTE] or lane is self.lanes[Direction.PROMOTE]
         move = lane.pop(0 if in_order else choice.randrange(len(lane)))
         move.is_queued = False
         if choice.random() < failing and not move.is_followed:
-            bad = move.way in (Way.PROMOTE, Way.FETCH) or choice.random() < 0.5
+            bad = move.direction in (Direction.PROMOTE, Direction.FETCH) or choice.random() < 0.5
             self.ended(self.paging.moves.failed(move, bad=bad))
         else:
             self.land(move)
@@ -91,29 +93,29 @@ class Copier:
             assert self.memory["host"][move.source] is self.followed.pop(move), "its source was given away"
         else:
             self.carry(move)
-        if move.way is not Way.PROMOTE:
+        if move.direction is not Direction.PROMOTE:
             self.landed.append(move)
         self.ended(self.paging.moves.landed(move))
 
     def carry(self, move: Move) -> None:
         size = self.paging.kv.page_size
         slots = {name: range(page * size, (page + 1) * size) for name, page in self.pages(move).items()}
-        match move.way:
-            case Way.DEMOTE:
+        match move.direction:
+            case Direction.DEMOTE:
                 self.memory["host"][move.target] = [self.device.get(slot) for slot in slots["source"]]
-            case Way.PROMOTE:
+            case Direction.PROMOTE:
                 for slot, written in zip(slots["target"], self.memory["host"][move.source], strict=True):
                     self.device.pop(slot, None)
                     if written is not None:
                         self.device[slot] = written
-            case Way.WRITE_OUT:
+            case Direction.WRITE_OUT:
                 self.memory["disk"][move.target] = self.memory["host"][move.source]
-            case Way.FETCH:
+            case Direction.FETCH:
                 self.memory["host"][move.target] = self.memory["disk"][move.source]
 
     def pages(self, move: Move) -> dict[str, int]:
         """Device pages of the move."""
-        return {"source": move.source} if move.way is Way.DEMOTE else {"target": move.target}
+        return {"source": move.source} if move.direction is Direction.DEMOTE else {"target": move.target}
 
     def seal(self, move: Move) -> None:
         self.ended(self.paging.moves.sealed(move, 7))

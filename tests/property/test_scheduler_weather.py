@@ -18,7 +18,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stop
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Move, Transfer, Way
+from djinnd.kvcache.moves import Direction, Move, Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.policy import Policy
@@ -64,9 +64,9 @@ class Copier:
             if moves is self._landed:
                 over += self.paging.moves.sealed(move, 7)
             elif self._random.random() < mishaps:
-                over += self.paging.moves.failed(move, bad=move.way in (Way.PROMOTE, Way.FETCH))
+                over += self.paging.moves.failed(move, bad=move.direction in (Direction.PROMOTE, Direction.FETCH))
             else:
-                if move.way is not Way.PROMOTE:
+                if move.direction is not Direction.PROMOTE:
                     self._landed.append(move)
                 over += self.paging.moves.landed(move)
         return over

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import Tier, limit_tenant
 
 TENANTS = st.sampled_from([ANYBODY, 0, 1])
 SIZES = (3, 5, 5)  # bytes of a page, by model
@@ -120,7 +120,7 @@ class TenancyMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(0, 1), nbytes=st.none() | st.integers(0, 24))
     def limit(self, tenant: int, nbytes: int | None) -> None:
-        self.tenancy.limit(tenant, nbytes)
+        limit_tenant(self.tenancy, tenant, nbytes)
         self.limits.pop(tenant, None)
         if nbytes is not None:
             self.limits[tenant] = nbytes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import Tier, limit_tenant
 
 KEYS = st.integers(0, 11).map(lambda n: n.to_bytes(16, "little"))
 
@@ -56,7 +56,7 @@ class TierMachine(RuleBasedStateMachine):
     def start(self) -> None:
         tenancy = Tenancy()
         for tenant, slots in self.limits.items():
-            tenancy.limit(tenant, slots)
+            limit_tenant(tenancy, tenant, slots)
         self.tier = Tier(self.table, self.slots, tenancy, are_ready=self.are_ready)
         self.unready = set[int]() if self.are_ready else set(range(self.slots))
         watch(self.tier, self.if_it_died_now)
@@ -168,7 +168,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.integers(0, 1), slots=st.none() | st.integers(0, 4))
     def limit(self, tenant: int, slots: int | None) -> None:
-        self.tier.tenancy.limit(tenant, slots)
+        limit_tenant(self.tier.tenancy, tenant, slots)
         self.limits.pop(tenant, None)
         self.most.pop(tenant, None)
         if slots is not None:
@@ -274,7 +274,7 @@ class TierMachine(RuleBasedStateMachine):
             for count in range(1, self.slots + 2):
                 for can_wait in (False, True):
                     going = self.going(tenant, count, can_wait=can_wait)
-                    found = self.tier.making_room(tenant, count, can_wait=can_wait)
+                    found = self.tier.evictions_for(tenant, count, can_wait=can_wait)
                     assert (found is None) == (going is None)
                     if found is not None and going is not None:
                         assert sorted(slot for _, slot in found) == sorted(going)
@@ -285,7 +285,7 @@ class TierMachine(RuleBasedStateMachine):
     def room_for_many_is_made_as_for_one_after_another(self) -> None:
         for tenant in (ANYBODY, 0, 1):
             for count in range(1, self.slots + 2):
-                going, found = self.going_one_after_another(tenant, count), self.tier.making_room(tenant, count)
+                going, found = self.going_one_after_another(tenant, count), self.tier.evictions_for(tenant, count)
                 assert (found is None) == (going is None)
                 if found is not None and going is not None:
                     assert sorted(slot for _, slot in found) == sorted(going)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from djinnd.kvcache.moves import Moves, Transfer, Way
+from djinnd.kvcache.moves import Direction, Moves, Transfer
 
 
 def copies(moves: Moves, *, failing: float = 0, bad: bool = False) -> Iterator[list[Transfer]]:
@@ -17,5 +17,5 @@ def copies(moves: Moves, *, failing: float = 0, bad: bool = False) -> Iterator[l
             yield moves.failed(move, bad=bad)
             continue
         yield moves.landed(move)
-        if move.way is not Way.PROMOTE:
+        if move.direction is not Direction.PROMOTE:
             yield moves.sealed(move, 0)

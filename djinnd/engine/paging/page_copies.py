@@ -24,7 +24,7 @@ from torch import Tensor
 from djinnd.device import Device, Event, Lane, Mark
 from djinnd.engine.memory.host_pages import HostPages
 from djinnd.kvcache.copy_queue import CopyQueue
-from djinnd.kvcache.moves import Move, Moves, Transfer, Way
+from djinnd.kvcache.moves import Direction, Move, Moves, Transfer
 
 PIECE_BYTES = 64 << 20  # most bytes of one copy
 # the same for copies held to a rate, so that each step beside them has about as many as any other
@@ -33,7 +33,7 @@ IN_FLIGHT = 512 << 20  # most bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
 AHEAD_S = 0.004  # from a step's launch until it begins: 1.4 to 1.7 ms measured; with 3 ms here many copies were late
 HALF_BYTES = 2 << 20  # least bytes of a page's half: each half is a copy by itself
-_LANES = {Way.DEMOTE: Lane.DOWN, Way.PROMOTE: Lane.UP}
+_LANES = {Direction.DEMOTE: Lane.DOWN, Direction.PROMOTE: Lane.UP}
 
 
 class _Copy(NamedTuple):
@@ -59,8 +59,8 @@ class PageCopies:
         self._host = host
         self._pool = pool
         self._half_bytes = half_bytes
-        self._queued = {way: CopyQueue() for way in _LANES}
-        self._copies: dict[Way, deque[_Copy]] = {way: deque() for way in _LANES}
+        self._queued = {direction: CopyQueue() for direction in _LANES}
+        self._copies: dict[Direction, deque[_Copy]] = {direction: deque() for direction in _LANES}
         self._bytes = dict.fromkeys(_LANES, 0)  # in flight
 
     @property
@@ -79,7 +79,7 @@ class PageCopies:
         return None if first is None else first.event
 
     def add(self, move: Move) -> None:
-        self._queued[move.way].add(move)
+        self._queued[move.direction].add(move)
 
     # --- they begin -------------------------------------------------------------------------------------------------
 
@@ -91,15 +91,15 @@ class PageCopies:
         moves = self._moves
         have_hurried, moves.has_hurried = moves.has_hurried, False
         have_dropped, moves.has_dropped = moves.has_dropped, False
-        for way, queue in self._queued.items():
+        for direction, queue in self._queued.items():
             if have_dropped:
                 queue.drop()
             if have_hurried:
                 queue.hurry()
             queue.pace(rate, now)
-            alone = way is Way.PROMOTE and rate == math.inf and not beside_ring
+            alone = direction is Direction.PROMOTE and rate == math.inf and not beside_ring
             halved = self._pages_in_halves() if alone else 0
-            while (queued := queue.next) and self._bytes[way] < most and self._host.is_ready(_slot(queued[0])):
+            while (queued := queue.next) and self._bytes[direction] < most and self._host.is_ready(_slot(queued[0])):
                 if len(queued) <= halved and self._is_awaited(queued):
                     run, copy = list(queued), self._copy_in_halves
                     queued.clear()
@@ -109,8 +109,8 @@ class PageCopies:
                     run, copy = self._run_of(queued, whole, nbytes), self._copy
                 nbytes = len(run) * self._host.page_bytes
                 queue.began(queued, run, nbytes)
-                self._copies[way].append(copy(way, run, pool, mark))
-                self._bytes[way] += nbytes
+                self._copies[direction].append(copy(direction, run, pool, mark))
+                self._bytes[direction] += nbytes
 
     def _pages_in_halves(self) -> int:
         """The number of last pages to copy in halves: their first halves take as long as launching a step."""
@@ -142,23 +142,23 @@ class PageCopies:
             moves.append(queued.popleft())
         return moves
 
-    def _copy(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
+    def _copy(self, direction: Direction, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
         first, count = moves[0], len(moves)
         slots = self._host.slots(_slot(first), count)
-        if way is Way.DEMOTE:
+        if direction is Direction.DEMOTE:
             target, source = slots, pool[first.source : first.source + count]
         else:
             target, source = pool[first.target : first.target + count], slots
-        event = self._device.copy(target, source, after, f"{way.value} {count}", _LANES[way])
+        event = self._device.copy(target, source, after, f"{direction.value} {count}", _LANES[direction])
         return _Copy(event, moves, event, slots.numel())
 
-    def _copy_in_halves(self, way: Way, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
+    def _copy_in_halves(self, direction: Direction, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
         """To the device, first halves before second halves. Each page is a copy by itself, because the halves of
         neighbours are not contiguous."""
         ends, events = [(pool[move.target], self._host.slot(move.source)) for move in moves], list[Event]()
         for which, half in (("first", slice(self._half_bytes)), ("second", slice(self._half_bytes, None))):
-            name = f"{way.value} {which} half"
-            events += [self._device.copy(page[half], slot[half], after, name, _LANES[way]) for page, slot in ends]
+            name = f"{direction.value} {which} half"
+            events += [self._device.copy(page[half], slot[half], after, name, _LANES[direction]) for page, slot in ends]
         return _Copy(events[-1], moves, events[len(moves) - 1], len(moves) * self._half_bytes)
 
     # --- they end ---------------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ class PageCopies:
     def end(self) -> list[tuple[list[Move], str]]:
         """The moves of copies that have ended, each with its error or "". Does not block."""
         over = []
-        for way, copies in self._copies.items():
+        for direction, copies in self._copies.items():
             while copies and (outcome := self._outcome(copies[0].event)) is not None:
                 moves = copies.popleft().moves
-                self._bytes[way] -= len(moves) * self._host.page_bytes
+                self._bytes[direction] -= len(moves) * self._host.page_bytes
                 over.append((moves, outcome))
         return over
 
@@ -211,11 +211,11 @@ class PageCopies:
         return []
 
     def _unfollowed(self) -> list[_Copy]:
-        return [copy for copy in self._copies[Way.PROMOTE] if not copy.moves[0].is_followed]
+        return [copy for copy in self._copies[Direction.PROMOTE] if not copy.moves[0].is_followed]
 
 
 def _slot(move: Move) -> int:
-    return move.target if move.way is Way.DEMOTE else move.source
+    return move.target if move.direction is Direction.DEMOTE else move.source
 
 
 def _size(copy: _Copy) -> int:

@@ -26,6 +26,7 @@ from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.kvcache.page_file import allocated_bytes
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
+from djinnd.kvcache.tier import Tier, limit_tenant
 from djinnd.scheduler.policy import is_spared
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
@@ -52,7 +53,7 @@ class Tiers:
         self._loads = loads
         self._pauses = pauses
         self._models: dict[str, _Model] = {}
-        self._on_host, self._on_disk = Tenancy(), Tenancy()
+        self._on_host, self._on_disk = Tenancy[Tier](), Tenancy[Tier]()
         # by model: called when its pages are on the host, see `retire`
         self._retiring: dict[str, Callable[[], None]] = {}
         self._was_beside = False  # a step has run since the last `step_over`
@@ -277,8 +278,8 @@ class Tiers:
     def set_tenants(self, tenants: Sequence[messages.TenantLimits]) -> None:
         """Sets the limits for host and disk, over all models. The scheduler has the limits of the device."""
         for limits in tenants:
-            self._on_host.limit(limits.tenant, limits.host_kv)
-            self._on_disk.limit(limits.tenant, limits.disk_kv)
+            limit_tenant(self._on_host, limits.tenant, limits.host_kv)
+            limit_tenant(self._on_disk, limits.tenant, limits.disk_kv)
 
     def uses_of_tenants(self) -> list[messages.TenantUse]:
         """For each tenant that has a page in some tier, by rising number. Public pages belong to no tenant."""

@@ -24,7 +24,7 @@ from djinnd.device import Device, Mark
 from djinnd.engine.memory.host_pages import HostPages
 from djinnd.engine.paging.checksums import Checksums
 from djinnd.engine.paging.page_copies import PageCopies
-from djinnd.kvcache.moves import Move, Transfer, Way
+from djinnd.kvcache.moves import Direction, Move, Transfer
 from djinnd.kvcache.page_file import BadPage, PageFile
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
@@ -62,7 +62,7 @@ class Transfers:
         self._asked = 0  # moves that had been asked for at the last turn, and have not begun
         self._failed_at = 0.0  # time of the last logged failure of a file
 
-    def attach_host(self, pages: HostPages, tenancy: Tenancy | None = None) -> None:
+    def attach_host(self, pages: HostPages, tenancy: Tenancy[Tier] | None = None) -> None:
         """`tenancy`: see Tier."""
         self.host = pages
         self._copies = PageCopies(self._device, self._paging.moves, pages, self._pool, self._half_bytes)
@@ -77,7 +77,7 @@ class Transfers:
             for slots in self.host.take_ready():
                 self._paging.host.make_ready(slots)
 
-    def attach_disk(self, file: PageFile, tenancy: Tenancy | None = None) -> None:
+    def attach_disk(self, file: PageFile, tenancy: Tenancy[Tier] | None = None) -> None:
         self.disk = file
         self._paging.use_disk(Tier(file.table, file.slots, tenancy, file.page_bytes))
 
@@ -149,7 +149,7 @@ class Transfers:
         return over
 
     def _begin(self, move: Move) -> None:
-        if move.way in (Way.WRITE_OUT, Way.FETCH):
+        if move.direction in (Direction.WRITE_OUT, Direction.FETCH):
             self._file(move)
         elif move.checksum is not None:
             self._sum(move.source, move)
@@ -164,10 +164,12 @@ class Transfers:
         for moves, wrong in [] if self._copies is None else self._copies.end():
             for move in moves:
                 if wrong:
-                    over += self._fail_move(move, f"{move.way.value}: {wrong}", bad=move.way is Way.PROMOTE)
+                    over += self._fail_move(
+                        move, f"{move.direction.value}: {wrong}", bad=move.direction is Direction.PROMOTE
+                    )
                     continue
                 over += self._paging.moves.landed(move)
-                if move.way is Way.DEMOTE:
+                if move.direction is Direction.DEMOTE:
                     self._sum(move.target, move)
 
     # --- in threads -------------------------------------------------------------------------------------------------
@@ -179,7 +181,7 @@ class Transfers:
     def _file(self, move: Move) -> None:
         assert self.host is not None and self.disk is not None
         future: Future[int] | Future[None]
-        if move.way is Way.WRITE_OUT:
+        if move.direction is Direction.WRITE_OUT:
             future = self.disk.write(move.target, self.host.extent(move.source))
         else:
             assert move.checksum is not None
@@ -190,7 +192,7 @@ class Transfers:
 
     def _end_jobs(self, over: list[Transfer]) -> None:
         for move, summed in self._checksums.take():
-            if move.way is Way.DEMOTE:
+            if move.direction is Direction.DEMOTE:
                 over += self._paging.moves.sealed(move, summed)
             elif summed == move.checksum:
                 self._copy(move)
@@ -211,13 +213,13 @@ class Transfers:
                 move, "its bytes on disk have another checksum than when they were written", bad=True
             )
         except OSError as error:
-            return self._fail_move(move, f"{move.way.value}: {error}", bad=move.way is Way.FETCH)
-        if move.way is Way.WRITE_OUT and summed != move.checksum:
+            return self._fail_move(move, f"{move.direction.value}: {error}", bad=move.direction is Direction.FETCH)
+        if move.direction is Direction.WRITE_OUT and summed != move.checksum:
             return self._fail_move(
                 move, "its bytes on the host have another checksum than when they were written", bad=True
             )
         assert self.disk is not None
-        if move.way is Way.FETCH:
+        if move.direction is Direction.FETCH:
             self._fetched += self.disk.page_bytes
             self.disk_rate = self._fetched / (time.monotonic() - self._fetching_since)
             summed = move.checksum

@@ -91,7 +91,7 @@ class Arrivals:
         if transfer.failed:
             self._rewind(session, session.computed)
             return
-        self._paging.is_back(arrival.keys)
+        self._paging.mark_returned(arrival.keys)
         staged = arrival.staged
         if staged is not None:
             self._finish_staged(arrival, staged)

@@ -171,7 +171,7 @@ class KvResidency:
         """Lets the host spare its copies of the pages that the session got back since it had `computed` tokens of
         KV."""
         if session.computed > computed:
-            self.paging.is_back(self.lower_tiers.keys(session)[computed // self.kv.page_size :])
+            self.paging.mark_returned(self.lower_tiers.keys(session)[computed // self.kv.page_size :])
 
     # --- giving way -------------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class KvResidency:
         all expected back earlier. Then it is this session's pages that are recomputed (Belady, "A study of replacement
         algorithms for a virtual-storage computer", IBM Systems Journal 1966)."""
         back_at = wanted_at(session, self.now)
-        lost = self.paging.losses(keys, session.tenant) if back_at else None
+        lost = self.paging.lost_by_saving(keys, session.tenant) if back_at else None
         return lost is not None and lost != [] and self.lower_tiers.are_wanted_by(lost, back_at)
 
     def leave_soon(self, session: Session) -> None:
@@ -268,7 +268,7 @@ class KvResidency:
     def leaves_freely(self, session: Session) -> bool:
         """True if the host can take the session's pages without losing pages that have no other copy."""
         keys = self._keys_on_device(session, staged_keys(session, self.kv))
-        return not keys or self.paging.takes_freely(keys, session.tenant)
+        return not keys or self.paging.saves_without_loss(keys, session.tenant)
 
     def loses_by_leaving(self, session: Session) -> bool:
         """True if leaving would lose the session's stage or some of its KV."""
@@ -291,7 +291,7 @@ class KvResidency:
         departure = self._leaving.pop(session.id, None)
         if departure is not None:
             self._promised = 0
-            self.paging.can_spare(departure.staged)
+            self.paging.mark_unneeded(departure.staged)
 
     def _finish_leaving(self, departure: _Departure) -> None:
         session = departure.session
@@ -303,7 +303,7 @@ class KvResidency:
         if departure.staged and session.stage is not None and not departure.transfer.failed:
             session.left_stage = self.lower_tiers.remember_staged(session, departure.staged)
         else:
-            self.paging.can_spare(departure.staged)
+            self.paging.mark_unneeded(departure.staged)
             if session.computed and session.computed == departure.reach:
                 self.lower_tiers.remember(session)
         if departure.reach:
@@ -373,7 +373,7 @@ class KvResidency:
         leaving = set(
             chain.from_iterable(self._keys_on_device(one.session, one.staged) for one in self._leaving.values())
         )
-        self.paging.can_spare([key for key in keys if key not in self.lower_tiers.left and key not in leaving])
+        self.paging.mark_unneeded([key for key in keys if key not in self.lower_tiers.left and key not in leaving])
 
     def forget(self, session: Session) -> None:
         """Drops the session's transfers and forgets the pages that it has left."""

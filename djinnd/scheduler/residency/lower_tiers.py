@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from djinnd.core.session import Session
 from djinnd.core.stops import LeftStage
-from djinnd.kvcache.departed_pages import Left, LeftPages
+from djinnd.kvcache.departed_pages import DepartedPages, Departure
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key
 from djinnd.scheduler.residency.copy_or_recompute import Costs
@@ -27,7 +27,7 @@ class LowerTiers:
     def __init__(self, paging: Paging) -> None:
         self.kv = paging.kv
         self.paging = paging
-        self.left = LeftPages()
+        self.left = DepartedPages()
         self.costs = Costs()
 
     # --- what they have left ----------------------------------------------------------------------------------------
@@ -35,14 +35,14 @@ class LowerTiers:
     def remember(self, session: Session) -> None:
         """Notes the keys of a session's pages, before it gives them up."""
         # The pages keep these keys, even if a prefix of theirs becomes public later.
-        self.left.remember(session.id, Left(self.keys(session), session.computed, session.wakes_at))
+        self.left.remember(session.id, Departure(self.keys(session), session.computed, session.wakes_at))
 
     def remember_staged(self, session: Session, staged: list[Key]) -> LeftStage:
         """Notes the keys of a session's pages, before it gives them up with its stage. `staged` are the keys of the
         last ones."""
         assert session.stage is not None
         keys = keys_with(session, staged, self.kv)
-        self.left.remember(session.id, Left(keys, full_tokens(session, self.kv), session.wakes_at, len(staged)))
+        self.left.remember(session.id, Departure(keys, full_tokens(session, self.kv), session.wakes_at, len(staged)))
         return LeftStage(session.stage, session.computed, len(session.tokens))
 
     def lose_stage(self, session: Session) -> None:
@@ -51,14 +51,14 @@ class LowerTiers:
         left = self.left.get(session.id)
         if left is not None and left.staged:
             kept = len(left.keys) - left.staged
-            self.paging.can_spare(left.keys[kept:])
+            self.paging.mark_unneeded(left.keys[kept:])
             self.left.remember(session.id, left._replace(keys=left.keys[:kept], staged=0))
 
     def forget(self, session: Session) -> None:
         self.lose_stage(session)
         self.left.forget(session.id)
 
-    def revise(self, session: Session, left: Left, first: int) -> None:
+    def revise(self, session: Session, left: Departure, first: int) -> None:
         """Notes that what the session has left, without its stage, is of use up to position `first` at most."""
         reach = min(left.tokens, first)
         self.left.remember(
@@ -81,12 +81,12 @@ class LowerTiers:
             names, begin = session.names, origin(session)
             if session.left_at:
                 reach = min(session.left_at, len(names))
-                left = Left(self.kv.keys_of(session.id, begin, names, reach), reach)
+                left = Departure(self.kv.keys_of(session.id, begin, names, reach), reach)
             elif self.paging.host is None:
                 return []
             else:
                 found = self.paging.find(session.id, begin, names, 0, len(names), possible_ends(session))
-                left = Left(list(found.keys), found.tokens)
+                left = Departure(list(found.keys), found.tokens)
             self.left.remember(session.id, left)
         return left.keys
 

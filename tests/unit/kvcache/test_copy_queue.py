@@ -5,14 +5,14 @@ import math
 import pytest
 
 from djinnd.kvcache.copy_queue import LEFT_OVER, PIECE_BYTES, SAVED_S, CopyQueue
-from djinnd.kvcache.moves import Move, Transfer, Way
+from djinnd.kvcache.moves import Direction, Move, Transfer
 
 PAGE = 100  # bytes
 RATE = 1000.0  # bytes a second
 
 
 def move(key: bytes, *, urgent: bool = False) -> Move:
-    return Move(Way.DEMOTE, key, 0, 0, on_landing=[Transfer("a", 0, is_urgent=urgent)])
+    return Move(Direction.DEMOTE, key, 0, 0, on_landing=[Transfer("a", 0, is_urgent=urgent)])
 
 
 def begun(queue: CopyQueue) -> list[bytes]:

@@ -122,7 +122,7 @@ def test_a_page_that_was_not_overwritten_is_stale_as_long_as_it_is_held() -> Non
     pool = PagePool(3)
     pool.release(pool.allocate(2, BOB))
     pages = pool.allocate(2, ALICE, overwritten=True)
-    pool.unfilled(pages[1])
+    pool.mark_unfilled(pages[1])
     assert pool.take_stale() == [pages[1]]
     assert pool.take_stale() == []
 
@@ -132,13 +132,13 @@ def test_a_page_not_overwritten_and_given_back_is_stale_for_its_next_reader() ->
     pool.release(pool.allocate(1, BOB))
     for _ in range(2):
         [page] = pool.allocate(1, ALICE, overwritten=True)
-        pool.unfilled(page)
+        pool.mark_unfilled(page)
         pool.release([page])
         assert pool.take_stale() == []
     pool.release(pool.allocate(1, ALICE, overwritten=True))
     assert pool.take_stale() == []
     [page] = pool.allocate(1, ALICE, overwritten=True)
-    pool.unfilled(page)
+    pool.mark_unfilled(page)
     pool.release([page])
     pool.allocate(1, ALICE)
     assert pool.take_stale() == [page], "what Bob has left"

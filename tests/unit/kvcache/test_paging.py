@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Move, Transfer, Way
+from djinnd.kvcache.moves import Direction, Move, Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import Key, root
 from djinnd.kvcache.tenancy import ANYBODY
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import Tier, limit_tenant
 
 PAGE = 4  # tokens
 TENANT = 1000
@@ -50,7 +50,7 @@ class Harness:
         while self.paging.is_busy:
             for move in self.take():
                 over += self.paging.moves.landed(move)
-                if move.way is not Way.PROMOTE:
+                if move.direction is not Direction.PROMOTE:
                     over += self.paging.moves.sealed(move, move.key[0])
         self.paging.check_integrity()
         return over
@@ -64,8 +64,8 @@ def test_saved_pages_are_copied_once_and_stay_the_session_s() -> None:
     tokens = harness.session("a", 10)
     transfer = harness.save("a", tokens)
     assert (transfer.missing, transfer.failed) == (3, False)
-    assert [(move.way, move.source) for move in harness.take()] == [
-        (Way.DEMOTE, page) for page in harness.kv.pages_of("a")
+    assert [(move.direction, move.source) for move in harness.take()] == [
+        (Direction.DEMOTE, page) for page in harness.kv.pages_of("a")
     ]
     assert harness.kv.pages_held("a") == 3
 
@@ -113,7 +113,7 @@ def test_only_a_save_that_can_wait_uses_slots_that_are_not_ready() -> None:
     harness.paging.use_host(host)
     tokens = harness.session("a", 12)
     keys = harness.keys("a", tokens)
-    assert not harness.paging.takes_freely(keys, TENANT)
+    assert not harness.paging.saves_without_loss(keys, TENANT)
     assert harness.save("a", tokens).failed and not harness.paging.is_busy
     host.make_ready(range(2))
     hurried = harness.save("a", tokens)
@@ -145,26 +145,26 @@ def test_the_host_takes_pages_freely_if_it_has_room_or_has_them() -> None:
     harness = Harness(host=2)
     tokens = harness.session("a", 12)
     keys = harness.keys("a", tokens)
-    takes = [harness.paging.takes_freely(keys[:count], TENANT) for count in (2, 3)]
+    takes = [harness.paging.saves_without_loss(keys[:count], TENANT) for count in (2, 3)]
     assert takes == [True, False]
     harness.paging.save("a", keys, 12)
-    assert harness.paging.takes_freely(keys[:2], TENANT), "it is on its way there"
-    assert not Harness(host=0).paging.takes_freely(keys, TENANT)
+    assert harness.paging.saves_without_loss(keys[:2], TENANT), "it is on its way there"
+    assert not Harness(host=0).paging.saves_without_loss(keys, TENANT)
 
 
 def test_the_host_takes_no_pages_freely_if_one_without_another_copy_would_be_lost() -> None:
     harness, tokens = saved(8, host=2, disk=2)
     first, second = harness.keys("a", tokens)
     lacking = [b"of another page!"]
-    assert not harness.paging.takes_freely(lacking, TENANT)
+    assert not harness.paging.saves_without_loss(lacking, TENANT)
     harness.paging.write_out("a", [first])
     harness.copy_all()
-    assert harness.paging.takes_freely(lacking, TENANT), "it is on disk"
+    assert harness.paging.saves_without_loss(lacking, TENANT), "it is on disk"
     assert harness.paging.host is not None
     harness.paging.host.find(first)
-    assert not harness.paging.takes_freely(lacking, TENANT)
-    harness.paging.is_back([second, *lacking])
-    assert harness.paging.takes_freely(lacking, TENANT), "it is on the device"
+    assert not harness.paging.saves_without_loss(lacking, TENANT)
+    harness.paging.mark_returned([second, *lacking])
+    assert harness.paging.saves_without_loss(lacking, TENANT), "it is on the device"
 
 
 def test_pages_of_a_session_on_the_host_are_not_lost_to_the_rest_of_it() -> None:
@@ -172,9 +172,9 @@ def test_pages_of_a_session_on_the_host_are_not_lost_to_the_rest_of_it() -> None
     first, _ = harness.keys("a", tokens)
     harness.paging.write_out("a", [first])
     harness.copy_all()
-    harness.paging.is_back([first])
-    assert harness.paging.takes_freely([b"of another page!"], TENANT)
-    assert not harness.paging.takes_freely([first, b"of another page!"], TENANT)
+    harness.paging.mark_returned([first])
+    assert harness.paging.saves_without_loss([b"of another page!"], TENANT)
+    assert not harness.paging.saves_without_loss([first, b"of another page!"], TENANT)
 
 
 # --- pages come back --------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_pages_on_disk_come_through_the_host_and_stay_on_disk() -> None:
     assert (found.tokens, found.on_disk) == (8, 2)
     transfer = harness.paging.load("back", TENANT, found)
     moves = harness.take()
-    assert [move.way for move in moves if not harness.paging.moves.landed(move)] == [Way.FETCH] * 2
+    assert [move.direction for move in moves if not harness.paging.moves.landed(move)] == [Direction.FETCH] * 2
     for move in moves:
         assert harness.paging.moves.sealed(move, 0) == []
     assert harness.copy_all() == [transfer]
@@ -364,7 +364,7 @@ def test_the_oldest_that_are_not_on_disk_are_written_out_once_the_host_is_nearly
 def test_pages_in_use_on_the_device_are_not_written_out() -> None:
     harness, tokens = saved(8, host=2, disk=2)
     keys = harness.keys("a", tokens)
-    harness.paging.is_back(keys)
+    harness.paging.mark_returned(keys)
     assert harness.paging.write_out_oldest(2) == 0
     harness.save("b", harness.session("b", 8))  # this is a use
     assert harness.paging.write_out_oldest(2) == 1
@@ -406,7 +406,7 @@ def test_a_public_page_belongs_to_no_tenant_in_any_tier() -> None:
 def test_the_first_pages_of_a_session_above_the_limit_are_saved() -> None:
     harness = Harness()
     assert harness.paging.host is not None
-    harness.paging.host.tenancy.limit(TENANT, 2)
+    limit_tenant(harness.paging.host.tenancy, TENANT, 2)
     tokens = harness.session("a", 16)
     transfer = harness.save("a", tokens)
     harness.copy_all()
@@ -417,7 +417,7 @@ def test_the_first_pages_of_a_session_above_the_limit_are_saved() -> None:
 def test_pages_on_disk_come_piece_by_piece_through_a_small_host_quota() -> None:
     harness, tokens = on_disk(16)
     assert harness.paging.host is not None
-    harness.paging.host.tenancy.limit(TENANT, 2)
+    limit_tenant(harness.paging.host.tenancy, TENANT, 2)
     for computed in (0, 8):
         found = harness.find(tokens, computed)
         transfer = harness.paging.load("back", TENANT, found)
@@ -429,16 +429,16 @@ def test_pages_on_disk_come_piece_by_piece_through_a_small_host_quota() -> None:
 def test_pages_on_disk_are_not_found_with_a_host_quota_of_zero() -> None:
     harness, tokens = on_disk(8)
     assert harness.paging.host is not None
-    harness.paging.host.tenancy.limit(TENANT, 0)
+    limit_tenant(harness.paging.host.tenancy, TENANT, 0)
     assert harness.find(tokens) == Found(0, 0, ())
-    harness.paging.host.tenancy.limit(TENANT, 1)
+    limit_tenant(harness.paging.host.tenancy, TENANT, 1)
     assert harness.find(tokens).tokens == 8
 
 
 def test_the_oldest_pages_are_written_out_once_under_a_small_disk_quota() -> None:
     harness, _ = saved(64, host=16, disk=16)
     assert harness.paging.disk is not None
-    harness.paging.disk.tenancy.limit(TENANT, 1)
+    limit_tenant(harness.paging.disk.tenancy, TENANT, 1)
     for written in (1, 1, 0, 0):  # the oldest tenth, and one; each of them once
         assert harness.paging.write_out_oldest(1) == written
         harness.copy_all()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.prefixes import Key, Prefixes, PublicPrefixes, chain, root
+from djinnd.kvcache.prefixes import Key, PrefixIndex, PublicPrefixes, chain, root
 
 ALICE, BOB = 1000, 1001
 PAGE = 4
@@ -47,7 +47,7 @@ def test_a_key_depends_on_the_tenant_and_all_tokens_before() -> None:
 
 
 def test_the_first_of_two_equal_pages_is_found_until_it_is_forgotten() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     key, other = chain(root(ALICE), [1]), chain(root(ALICE), [2])
     prefixes.add(key, 5)
     prefixes.add(key, 6)
@@ -61,7 +61,7 @@ def test_the_first_of_two_equal_pages_is_found_until_it_is_forgotten() -> None:
 
 
 def test_pages_that_a_pool_of_another_size_does_not_have_are_forgotten() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixIndex()
     keys = [chain(root(ALICE), [token]) for token in range(3)]
     for page, key in enumerate(keys, 1):
         prefixes.add(key, page)

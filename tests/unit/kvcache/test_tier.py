@@ -150,7 +150,7 @@ def test_making_room_names_the_pages_to_evict_and_evicts_none() -> None:
     one, two, three = fill(tier, 1, 2, 3)
     tier.pin(one)
     tier.spare([three])
-    room = [tier.making_room(0, count) for count in (1, 2, 3, 4)]
+    room = [tier.evictions_for(0, count) for count in (1, 2, 3, 4)]
     assert room == [[], [(tier, three)], [(tier, three), (tier, two)], None]
     assert tier.used == 3 and tier.oldest(3) == [three, two]
 

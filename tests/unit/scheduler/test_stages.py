@@ -15,7 +15,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage, Stop
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Way
+from djinnd.kvcache.moves import Direction
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.policy import Policy
@@ -84,7 +84,7 @@ class Harness:
         while moves.waiting:
             (move,) = moves.take(1)
             over = moves.landed(move)
-            if move.way is Way.DEMOTE:
+            if move.direction is Direction.DEMOTE:
                 over += moves.sealed(move, 7)
             self.scheduler.over("m", over)
             self.scheduler.check_integrity()

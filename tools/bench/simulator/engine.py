@@ -25,7 +25,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.manager import KvManager
-from djinnd.kvcache.moves import Move, Way
+from djinnd.kvcache.moves import Direction, Move
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.policy import LEAST_CHUNK, Policy, is_spared
@@ -101,7 +101,7 @@ class SimulatedEngine:
         self.busy_s = 0.0  # of the device, in steps
         self.steps = self.rows = self.tokens = 0
         self.composed_s = self.completed_s = 0.0  # of this thread's own time, in the scheduler
-        self.moved: Counter[Way] = Counter()  # pages
+        self.moved: Counter[Direction] = Counter()  # pages
         self.device_s: Callable[[int, float], object] = lambda tenant, seconds: None  # is told of each step's shares
         self.ran: Callable[[Batch, float], object] = lambda batch, seconds: None  # is told of each step
         self._kv = KvManager(machine.pages + 1, machine.page_size, machine.page_bytes, machine.max_context)
@@ -122,7 +122,10 @@ class SimulatedEngine:
         self._jitter = cycle(machine.jitter)
         self._heard = 0  # calls, since the last step
         self._tend_at = 0.0
-        self._lanes: dict[Way, deque[tuple[float, Move]]] = {Way.DEMOTE: deque(), Way.PROMOTE: deque()}
+        self._lanes: dict[Direction, deque[tuple[float, Move]]] = {
+            Direction.DEMOTE: deque(),
+            Direction.PROMOTE: deque(),
+        }
         self._queues = {way: CopyQueue() for way in self._lanes}
         self._copying_rate = math.inf  # see CopyQueue.pace
 
@@ -272,14 +275,14 @@ class SimulatedEngine:
                 move = lane.popleft()[1]
                 self.moved[way] += 1
                 over = self._paging.moves.landed(move)
-                if way is Way.DEMOTE:
+                if way is Direction.DEMOTE:
                     over = over + self._paging.moves.sealed(move, 0)
                 self.scheduler.over(MODEL, over)
 
     def _queue_copies(self) -> None:
         """Those that have been asked for."""
         for move in self._paging.moves.take(self._paging.moves.waiting):
-            self._queues[move.way].add(move)
+            self._queues[move.direction].add(move)
 
     def _begin_copies(self) -> None:
         """Each way, one after another."""
@@ -296,14 +299,14 @@ class SimulatedEngine:
                 may_begin = self.now + self.machine.moving
                 lane.append((max(lane[-1][0], may_begin) + seconds if lane else may_begin + seconds, move))
 
-    def _rate(self, way: Way) -> float:
-        return self.machine.up if way is Way.PROMOTE else self.machine.down
+    def _rate(self, way: Direction) -> float:
+        return self.machine.up if way is Direction.PROMOTE else self.machine.down
 
     def _crossing(self, seconds: float) -> float:
         """Bytes that are on the bus in so many seconds from now on, both ways together."""
         return sum(self._crossing_by(way, self.now + seconds) for way in self._lanes)
 
-    def _crossing_by(self, way: Way, until: float) -> float:
+    def _crossing_by(self, way: Direction, until: float) -> float:
         rate, now = self._rate(way), self.now
         took = self.machine.page_bytes / rate
         moves = [min(end, until) - max(end - took, now) for end, _ in self._lanes[way]]

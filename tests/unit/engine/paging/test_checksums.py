@@ -11,13 +11,13 @@ import pytest
 from djinnd.engine.paging import checksums
 from djinnd.engine.paging.checksums import THREADS, Checksums
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.moves import Move, Way
+from djinnd.kvcache.moves import Direction, Move
 
 PATIENCE_S = 10.0
 
 
 def move(number: int) -> Move:
-    return Move(Way.DEMOTE, bytes(16), number, number)
+    return Move(Direction.DEMOTE, bytes(16), number, number)
 
 
 def taken(sums: Checksums, count: int) -> dict[int, int]:

@@ -302,7 +302,7 @@ def test_neighbouring_pages_are_one_copy_after_many_evictions(floor: Floor, roun
         tokens = list(range(100 * number, 100 * number + 32))
         floor.session("a", tokens)
         floor.leave("a", tokens)
-        floor.paging.can_spare(floor.keys(tokens))
+        floor.paging.mark_unneeded(floor.keys(tokens))
     floor.device.copied.clear()
     held = floor.session("a", tokens := list(range(1000, 1032)))
     floor.leave("a", tokens)

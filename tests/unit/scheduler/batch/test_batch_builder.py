@@ -12,7 +12,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import Tier, limit_tenant
 from djinnd.scheduler.batch.batch_builder import USUALLY
 from djinnd.scheduler.policy import BUSY_STEPS, LATELY_S, Policy
 from djinnd.scheduler.scheduler import Scheduler
@@ -238,7 +238,7 @@ def test_a_session_waits_for_a_host_slot_that_another_model_s_pages_use() -> Non
         kv = scheduler.residency(name).kv
         kv.resize(17)
         kv._prefixes.forget(range(1, 17))
-    host.limit(MINE, 2)
+    limit_tenant(host, MINE, 2)
     scheduler.wake(other.id)  # uses the only two slots that the tenant may have
     ask(scheduler, "a", "m", 4, 3)
     assert scheduler.next_batch() is None
