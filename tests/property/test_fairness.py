@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from djinnd.scheduler.turns.line import SEAT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.request import Request
 from djinnd.scheduler.policy import Policy
+from djinnd.scheduler.turns.run_queue import SEAT
 from djinnd.scheduler.turns.shares import LAG
 from tests.support.virtual import VirtualDevice, rising
 
