@@ -48,6 +48,7 @@ CLEAN: tuple[str, ...] = (
     "tests/unit/test_telemetry.py",
     "tests/unit/tools/results",
     "tests/unit/weights",
+    "tools/bench",
     "tools/demo",
     "tools/djinnctl",
     "tools/docs_site.py",

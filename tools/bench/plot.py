@@ -1,18 +1,18 @@
-"""Figures of an experiment, as PNG and SVG. Needs matplotlib, which the extra `bench` has.
+"""Draws the result of a bench as PNG and SVG. Needs matplotlib, from the extra `bench`.
 
     python -m tools.bench.plot RESULT.json [--trace TRACE.json] [--out FOLDER]
 
 | figure | what | from |
 |---|---|---|
-| `bandwidth` | bytes a second over the bus in one session's decode, of each contender, below the ceiling | stream |
-| `memory` | the device's memory over the time of the experiment, and whose turn it was | stream |
+| `bandwidth` | bytes a second over the bus in one session's decode, by contender, below the ceiling | stream |
+| `memory` | the device's memory over the time of the bench, and the contenders' turns | stream |
 | `timeline` | copies and compute of a step | TRACE, in Chrome's format, as `djinnctl trace -o` writes it |
-| `demand` | what sessions would take, and what of it is where, over time | oversubscribe |
-| `resume` | time until the next token of a session that was away, by its length | resume |
+| `demand` | the sessions' demand over time, and how much of it each tier holds | oversubscribe |
+| `resume` | time to the next token of a session that was away, by its length | resume |
 | `wake-up`, `between-tokens` | medians and 99th percentiles, by the number of agents | agents |
-| `kv`, `paging` | agents' KV, what of it is on the device, and what comes and goes, in the last way | agents |
+| `kv`, `paging` | agents' KV, the part on the device, and the traffic, in the last way | agents |
 
-RESULT is what `python -m tools.bench.stream --json` wrote, or `oversubscribe`, `resume` or `agents`.
+RESULT is the file that `--json` of the bench `stream`, `oversubscribe`, `resume` or `agents` has written.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tools.bench.stream.outcome import Results, Status
 
 FORMATS = ("png", "svg")
 OURS, THEIRS, NEITHER = "#1f6f8b", "#9aa5ab", "#c44536"
-WAYS = {  # of going on with a session
+WAYS = {  # ways to continue a session
     "recompute": ("transformers, computed anew", NEITHER),
     "manual": ("transformers, pinned memory by hand", THEIRS),
     "djinnd": ("djinnd", OURS),
     "expected": ("djinnd, expected", "#7ab8cc"),
 }
-TOLD = {  # what agents have told the daemon
+TOLD = {  # signals of the agents
     "none": NEITHER,
     "signals": "#7ab8cc",
     "tool": "#e0a458",
@@ -55,8 +55,8 @@ LANES = {"copy": THEIRS, "compute": OURS}
 
 class Bar(NamedTuple):
     name: str
-    rate: float  # bytes a second over the bus; 0 where there is none
-    note: str  # why there is none
+    rate: float  # bytes a second over the bus; 0 without any
+    note: str  # the reason
     ours: bool
 
 
@@ -71,7 +71,7 @@ class Span(NamedTuple):
 
 
 def bars(results: Results) -> list[Bar]:
-    """Contenders that stream, or would have: all but those that have everything resident."""
+    """Contenders that stream, or were meant to: all without the resident ones."""
     found = []
     for name, outcome in results.contenders.items():
         ours = outcome.found is not None and outcome.found.resident_blocks is not None
@@ -84,10 +84,10 @@ def bars(results: Results) -> list[Bar]:
 
 
 def spans(trace: Any) -> list[Span]:
-    """The complete events ("ph": "X") whose thread or process is named `copy` or `compute`, by time.
+    """The complete events ("ph": "X") of threads or processes named `copy` or `compute`, by time.
 
-    Chrome's format: times in microseconds; names of threads and processes are the ids themselves or come in metadata
-    events ("ph": "M").
+    In Chrome's format times are microseconds. Names of threads and processes are the ids themselves, or come in
+    metadata events ("ph": "M").
     """
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     names = {
@@ -110,18 +110,18 @@ def spans(trace: Any) -> list[Span]:
 
 
 def curve(points: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Of what a Usage has sampled: seconds, and 10^9 bytes."""
+    """A figure of a Usage over time: seconds, and 10^9 bytes."""
     return [point["seconds"] for point in points], [point[name] / 1e9 for point in points]
 
 
 def rates(points: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Of what grows in a Usage: seconds, and 10^9 bytes a second since the point before."""
+    """The growth of a Usage's figure: seconds, and 10^9 bytes a second since the point before."""
     steps = [(b["seconds"], (b[name] - a[name]) / (b["seconds"] - a["seconds"])) for a, b in pairwise(points)]
     return [second for second, _ in steps], [rate / 1e9 for _, rate in steps]
 
 
 def by_agents(results: agents.Results, name: str) -> dict[str, list[tuple[int, Spread]]]:
-    """By way: numbers of agents that were alive at once, and the Spread of that name."""
+    """For each way of telling the daemon: numbers of agents alive at once, with the Spread of that name."""
     found: dict[str, list[tuple[int, Spread]]] = {}
     for tried in results.tried:
         if not tried.work.rate:
@@ -135,7 +135,7 @@ def by_agents(results: agents.Results, name: str) -> dict[str, list[tuple[int, S
 
 @contextmanager
 def figure(folder: Path, name: str, width: float, height: float) -> Iterator[Any]:
-    """Axes to draw on; the files are written when the context ends."""
+    """Gives axes to draw on, and writes the files when the context ends."""
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
@@ -231,10 +231,10 @@ def draw_agents(results: agents.Results, title: str, folder: Path) -> None:
 
 
 def draw_kv(points: list[dict[str, float]], pool_bytes: int, title: str, folder: Path) -> None:
-    """Not by tier: host and disk are caches that keep what nobody has any more, too."""
+    """Draws agents' KV. It is not split by tier, because host and disk also keep KV that no session has any more."""
     with figure(folder, "kv", 10, 4) as axes:
         seconds, demand = curve(points, "logical")
-        weights = min(demand)  # nobody had a token when the first point was taken
+        weights = min(demand)  # no session had a token at the first point
         axes.stackplot(seconds, curve(points, "pages")[1], labels=["on the device"], colors=[OURS], linewidth=0)
         axes.plot(seconds, [gb - weights for gb in demand], color=NEITHER, label="KV of all agents")
         axes.axhline(pool_bytes / 1e9, color="black", linestyle="--", linewidth=1, label="the device's pages")
@@ -258,7 +258,11 @@ def draw_latency(ways: dict[str, list[tuple[int, Spread]]], name: str, title: st
 
 @click.command(help=(__doc__ or "").split("\n\n", 1)[0])
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Draw its timeline too.")
+@click.option(
+    "--trace",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Also draw the timeline of this trace.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("figures"), show_default=True)
 def main(result: Path, trace: Path | None, out: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:

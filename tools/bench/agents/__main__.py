@@ -1,20 +1,19 @@
-"""Agents that reason, wait for a tool, and reflect: more of them than fit the device, and what the daemon makes of
-being told what they do.
+"""Agents that reason, wait for a tool, and go on: more of them than fit the device, with and without signals.
 
     python -m tools.bench.agents CHECKPOINT [--memory 80GiB] [--crowd 80x2048 --crowd 200x1024] [--loops 4]
                                  [--arrivals 80 --rate 0.2] [--reference-memory 130GiB] [--peer]
 
 A crowd is alive all the time: each agent has a context, and loops through a tool, its observation and an answer.
-Arrivals are a Poisson process: each agent asks, uses a tool once, reflects, and leaves. Before each, when some agents
-have made the daemon compile and capture what it will run, one alone says what a step takes undisturbed; then every way
-of telling the daemon (sessions.py) is tried, in one daemon, with the same tools' times and other tokens.
+Arrivals are a Poisson process: each agent asks, uses a tool once, reflects, and leaves. Before each crowd, some agents
+make the daemon compile and capture the steps, and one agent alone shows how long an undisturbed step takes. Then every
+way of telling the daemon (sessions.py) is measured in one daemon, with the same tool times and with other tokens.
 
-The model is served without its tokenizer, so that a client hears of each token at once, and not when its text is
-certain. A wake-up is from the tool's end, before COMPUTE is said, to the first token in the agents' process.
+The model is served without its tokenizer, so that a client gets each token at once and not when its text is certain. A
+wake-up lasts from the tool's end, before COMPUTE is sent, to the first token in the agents' process.
 
---reference-memory  the crowds again in a daemon where all agents fit, or as many as do: to compare answers an agent
---peer              transformers' continuous batching, with as much device and host memory for KV (peers/batching.py),
-                    or --peer-host-gib: torch rounds each of its 2 x blocks tensors up to a power of two
+--reference-memory  the crowds again in a daemon with room for all agents, or for as many as fit
+--peer              transformers' continuous batching, with as much device and host memory for KV (peers/batching.py);
+                    --peer-host-gib sets its host memory, as torch rounds each of 2 x blocks tensors to a power of two
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ SMOKE: dict[str, Any] = {  # with djinn-tiny, on two cores, in two minutes
 
 
 class Peer(NamedTuple):
-    """What transformers' continuous batching may have."""
+    """Limits of transformers' continuous batching."""
 
-    run_s: float  # after which a run is broken off, and what has been answered counts
+    run_s: float  # a run is stopped after this time, and its answers until then count
     host_bytes: int | None  # for KV; None: as many as the daemon has
 
 
@@ -96,7 +95,7 @@ def with_peer(checkpoint: Path, device: str, found: Results, folder: Path, peer:
         outcome=str(folder / "batching.json"),
     )
     found.peer = batched(job, folder)
-    for tried, run in zip(found.tried, found.peer.runs, strict=False):  # none, where it has failed
+    for tried, run in zip(found.tried, found.peer.runs, strict=False):  # there are no runs where the peer has failed
         tried.peer = run
 
 
@@ -104,7 +103,7 @@ def with_peer(checkpoint: Path, device: str, found: Results, folder: Path, peer:
 
 
 def crowd_of(text: str) -> tuple[int, int]:
-    """Agents, and tokens of each one's context. Raises BadParameter."""
+    """Reads AGENTSxTOKENS: the number of agents, and the tokens of each agent's context. Raises BadParameter."""
     found = re.fullmatch(r"([1-9][0-9]*)x([1-9][0-9]*)", text)
     if not found:
         raise click.BadParameter(f"{text!r} is not AGENTSxTOKENS, as in 80x2048")
@@ -112,7 +111,7 @@ def crowd_of(text: str) -> tuple[int, int]:
 
 
 def ways_of(text: str) -> list[Way]:
-    """Raises BadParameter."""
+    """Reads names of ways, separated by commas. Raises BadParameter."""
     try:
         return [Way(name) for name in text.split(",")]
     except ValueError as error:
@@ -122,7 +121,8 @@ def ways_of(text: str) -> list[Way]:
 def works_of(
     crowds: Sequence[str], arrivals: int, context: int, rate: float, scale: float, each: dict[str, Any]
 ) -> list[Work]:
-    """`scale` stretches time: the tools', and that between arrivals."""
+    """The crowds, and the arrivals as the last piece of work. `scale` stretches the tools' times and the times between
+    arrivals."""
     tool_s = (each["tool_s"][0] * scale, each["tool_s"][1] * scale)
     lengths = {"observation": each["observation"], "answer": each["answer"], "tool_s": tool_s, "seed": each["seed"]}
     works = [
@@ -134,36 +134,47 @@ def works_of(
 
 
 def preset(context: click.Context, option: click.Parameter, chosen: bool) -> None:
-    """Of --smoke: other defaults."""
+    """Makes the small figures of --smoke the defaults of the other options."""
     if chosen:
         context.default_map = SMOKE
 
 
 @command.bench("agents", __doc__, width=WIDTH)
 @command.checkpoint
-@click.option("--smoke", is_flag=True, is_eager=True, expose_value=False, callback=preset, help="Small figures.")
+@click.option(
+    "--smoke", is_flag=True, is_eager=True, expose_value=False, callback=preset, help="A small run for two cores."
+)
 @command.device
 @click.option("--memory", default="80GiB", show_default=True, help="Budget of the daemon.")
-@click.option("--kv", help="Device memory for pages; by default all that the weights leave.")
+@click.option("--kv", help="Device memory for KV pages; by default all that the weights leave.")
 @command.host_kv
 @command.disk_kv
-@click.option("--keep-host/--no-keep-host", default=True, help="The weights stay in host memory, too.  [default: yes]")
-@click.option("--paging", type=float, help="The daemon's scheduling.paging; by default its choice.")
+@click.option("--keep-host/--no-keep-host", default=True, help="Keep the weights in host memory too.  [default: yes]")
+@click.option("--paging", type=float, help="Value of scheduling.paging; by default the daemon's choice.")
 @click.option("--crowd", "crowds", multiple=True, default=["80x2048", "200x1024"], show_default=True)
-@click.option("--loops", default=4, show_default=True, help="Of each agent of a crowd.")
-@click.option("--tool-s", nargs=2, type=float, default=(10.0, 20.0), show_default=True, help="That a tool takes.")
-@click.option("--observation", default=64, show_default=True, help="Tokens that a tool brings.")
+@click.option("--loops", default=4, show_default=True, help="Loops of each agent of a crowd.")
+@click.option(
+    "--tool-s",
+    nargs=2,
+    type=float,
+    default=(10.0, 20.0),
+    show_default=True,
+    help="Shortest and longest time of a tool.",
+)
+@click.option("--observation", default=64, show_default=True, help="Tokens of a tool's result.")
 @click.option("--answer", default=50, show_default=True, help="Tokens of an answer.")
-@click.option("--arrivals", default=0, show_default=True, help="Agents that arrive, in all; 0: none.")
-@click.option("--rate", default=0.2, show_default=True, help="Of arrivals, a second.")
-@click.option("--context", default=2048, show_default=True, help="Tokens that an arriving agent asks.")
-@click.option("--time-scale", default=1.0, show_default=True, help="Of tools' times, and of times between arrivals.")
-@click.option("--ways", default=",".join(Way), show_default=True, help="Of telling the daemon.")
-@click.option("--reference-memory", help="Budget of the daemon with room for all; by default there is none.")
-@click.option("--peer", is_flag=True, help="Also transformers' continuous batching.")
-@click.option("--peer-seconds", default=600.0, show_default=True, help="After which each of its runs is broken off.")
-@click.option("--peer-host-gib", type=float, help="Its host memory for KV; by default as much as the daemon has.")
-@click.option("--seed", default=0, show_default=True, help="Of the tools' times and the arrivals.")
+@click.option("--arrivals", default=0, show_default=True, help="Number of arriving agents.")
+@click.option("--rate", default=0.2, show_default=True, help="Arrivals a second.")
+@click.option("--context", default=2048, show_default=True, help="Tokens of an arriving agent's question.")
+@click.option(
+    "--time-scale", default=1.0, show_default=True, help="Factor of the tools' times and of the times between arrivals."
+)
+@click.option("--ways", default=",".join(Way), show_default=True, help="Ways of telling the daemon.")
+@click.option("--reference-memory", help="Budget of a daemon with room for all; by default it is not measured.")
+@click.option("--peer", is_flag=True, help="Also measure transformers' continuous batching.")
+@click.option("--peer-seconds", default=600.0, show_default=True, help="The longest time of each of the peer's runs.")
+@click.option("--peer-host-gib", type=float, help="The peer's host memory for KV; by default the daemon's.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the tools' times and of the arrivals.")
 @command.folder
 def main(
     checkpoint: Path,

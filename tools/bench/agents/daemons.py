@@ -1,4 +1,4 @@
-"""Daemons that serve agents: one with less device memory than they want, in every way, and one with room for all."""
+"""Daemons that serve agents: one with too little device memory, measured in every way, and one with room for all."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
 from tools.bench.harness.usage import PERIOD_S, Usage
 
 TIERS: tuple[Tier, ...] = ("host", "disk")
-DESCRIPTORS = 64  # of this process, beside a connection for each agent
-SPARE_BYTES = 64 << 20  # of device memory, for what a plan rounds
-ALONE = 6  # answers of one agent
-WARM = 16  # agents that nobody measures
+DESCRIPTORS = 64  # files that this process has open beside a connection for each agent
+SPARE_BYTES = 64 << 20  # device memory for the plan's rounding
+ALONE = 6  # answers of the agent that is measured alone
+WARM = 16  # agents that warm up, without being measured
 
 
 class Setting(NamedTuple):
-    """Of the daemon."""
+    """Configuration of a daemon."""
 
     device: str
     memory: str
@@ -70,7 +70,7 @@ def with_tiers(checkpoint: Path, setting: Setting, bus: Rates, works: Sequence[W
 
 
 def with_room(checkpoint: Path, setting: Setting, found: Results) -> None:
-    """The crowds again, with as many of their agents as fit. Nobody has to leave, and nobody says anything."""
+    """Runs the crowds again with as many agents as fit. No session has to leave the device, and none sends signals."""
     with own_daemon(checkpoint, setting) as address:
         room = room_for_pages(address)
         for tried in found.tried:
@@ -88,17 +88,17 @@ def with_room(checkpoint: Path, setting: Setting, found: Results) -> None:
 
 
 def room_for_pages(address: str) -> int:
-    """Bytes of the device's budget that the weights leave, all of them plain; 0 where they do not fit."""
+    """Bytes that the weights leave of the device's budget, if all weights are plain; 0 if they do not fit."""
     plan = djinn.plan(MODEL, kv_bytes=1, address=address)
     if plan.blocks_plain < plan.blocks:
         return 0
     taken = plan.resident_bytes + plan.rest_bytes + plan.ring_bytes + plan.scratch_bytes + plan.workspace_bytes
-    loading = plan.packed_block_bytes  # which becomes plain on the device
+    loading = plan.packed_block_bytes  # a packed block becomes plain on the device
     return max(0, plan.budget_bytes - taken - loading - plan.reserved_bytes - SPARE_BYTES)
 
 
 def expect_room(work: Work, info: djinn.ModelInfo) -> None:
-    """Raises ClickException for work that the model, or this process, cannot do."""
+    """Raises ClickException for work that is too large for the model, or for this process."""
     if work.session_tokens > info.max_context:
         told = f"an agent comes to {work.session_tokens:,} tokens, the model takes {info.max_context:,}"
         raise click.ClickException(f"{told}: fewer --loops, or a smaller --crowd")
@@ -110,13 +110,14 @@ def expect_room(work: Work, info: djinn.ModelInfo) -> None:
 def try_all(model: PagedModel, work: Work, ways: Sequence[Way]) -> Tried:
     run(model, warm_up(work), Way.NONE)
     gc.collect()
-    gc.freeze()  # this process's collector would stop all agents at once, for a tenth of a second
+    gc.freeze()  # a collection would stop all agents of this process at once, for a tenth of a second
     time.sleep(model.quiet_s)
     say(f"one agent alone, {work.context:,} tokens")
     tried = Tried(work=work, alone=run(model, alone(work), Way.NONE))
     for way in ways:
         say(f"{tried.name}: {way}")
-        with Usage(model.address, model.info, min(PERIOD_S, work.tool_s[0] / 4)) as usage:  # no wait is missed
+        period = min(PERIOD_S, work.tool_s[0] / 4)  # two samples or more in each wait
+        with Usage(model.address, model.info, period) as usage:
             tried.ways[way] = run(model, work, way, usage)
         tried.usage[way] = usage.points
     return tried
@@ -132,5 +133,5 @@ def alone(work: Work) -> Work:
 
 
 def warm_up(work: Work) -> Work:
-    """Steps of many sizes, so that whoever is first has no disadvantage."""
+    """Work that runs steps of many sizes, so that the first way that is measured has no disadvantage."""
     return msgspec.structs.replace(work, agents=min(WARM, work.agents), loops=2, tool_s=(0.0, 0.2), rate=0.0)

@@ -1,4 +1,4 @@
-"""What a run of agents has shown."""
+"""Figures of a run of agents."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tools.bench.agents.loop import Course
 from tools.bench.agents.plan import Work
 from tools.bench.harness.spread import spread
 
-WORST = 12  # wake-ups that are told one by one
+WORST = 12  # wake-ups that are listed one by one
 
 
 class Late(msgspec.Struct, frozen=True):
-    """A wake-up. In seconds; `at`: since the run began."""
+    """A slow wake-up. Times in seconds; `at` counts from the run's beginning."""
 
     at: float
     agent: int
@@ -27,20 +27,20 @@ class Figures(msgspec.Struct, kw_only=True):
     """Times in seconds."""
 
     agents: int
-    answers: int  # that came
+    answers: int  # answers that came
     wanted: int
     failures: list[str]
-    question: Spread  # until the first token after an agent's question
+    question: Spread  # from an agent's question to the first token
     wake_up: Spread  # from a tool's end to the next token
-    latest: list[Late] = []  # the slowest of these, in the order in which they came
-    between_tokens: Spread  # of answers
-    answer: Spread  # from a tool's end to its last token
+    latest: list[Late] = []  # the slowest wake-ups, in order of time
+    between_tokens: Spread  # within an answer
+    answer: Spread  # from a tool's end to the answer's last token
     seconds: float
     answers_per_minute: float
-    tokens_per_s: float  # generated, in answers
+    tokens_per_s: float  # generated tokens of answers
     alive_most: int
     alive_mean: float
-    computed_anew: int | None  # answers for which more was computed than the observation; None: nobody says
+    computed_anew: int | None  # answers that needed more than the observation computed; None: unknown
 
 
 def figures(work: Work, course: Course) -> Figures:
@@ -71,19 +71,19 @@ def figures(work: Work, course: Course) -> Figures:
 
 
 def latest(woken: Sequence[Late]) -> list[Late]:
-    """Those that took longest, in the order in which they came."""
+    """The slowest wake-ups, in order of time."""
     slowest = sorted(woken, key=lambda one: one.took)[-WORST:]
     return sorted(slowest, key=lambda one: one.at)
 
 
 def anew(work: Work, computed: Sequence[int | None]) -> int | None:
-    """How many of the answers needed more than the observation and the last token that was generated before."""
+    """The number of answers that needed more than the observation and the last generated token computed."""
     told = [tokens for tokens in computed if tokens is not None]
     return sum(tokens > work.observation + 1 for tokens in told) if len(told) == len(computed) else None
 
 
 def alive(lives: Sequence[tuple[float, float]]) -> tuple[int, float]:
-    """How many lives there were at once: at most, and on average from the first one's begin to the last one's end."""
+    """How many agents were alive at once: the maximum, and the mean between the first arrival and the last end."""
     if not lives:
         return 0, 0.0
     changes = sorted([(began, 1) for began, _ in lives] + [(ended, -1) for _, ended in lives])

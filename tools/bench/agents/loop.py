@@ -1,4 +1,4 @@
-"""Agents of a plan live their lives, in one process and one event loop, whoever serves them."""
+"""Agents live the lives that a plan has drawn, in one process and one event loop, with any server."""
 
 from __future__ import annotations
 
@@ -11,56 +11,58 @@ from typing import NamedTuple, Protocol
 
 from tools.bench.agents.plan import Agent, Wait, Work, drawn
 
-ASKING = 16  # agents at a time that are asked their question, where all are there from the beginning
+ASKING = 16  # agents that ask their question at the same time, where all are there from the beginning
 
 
 class Refused(Exception):
-    """An answer that did not come: the agent gives up."""
+    """The server has given no answer: the agent gives up."""
 
 
 class Answer(NamedTuple):
-    times: list[float]  # of each token, as it reached this process: time.perf_counter()
-    computed: int | None  # tokens that the model ran before the first; None: nobody says
+    times: list[float]  # when each token reached this process: time.perf_counter()
+    computed: int | None  # tokens that the model computed before the first one; None: unknown
 
 
 class Talk(Protocol):
-    """Of one agent, with whoever serves it."""
+    """An agent's conversation with its server."""
 
     async def turn(self, tokens: Sequence[int], new: int) -> Answer:
-        """These tokens are added, and so many are generated. Raises Refused."""
+        """Appends these tokens to the context and generates `new` tokens. Raises Refused."""
 
     def waiting(self, wait: Wait) -> AbstractAsyncContextManager[None]:
-        """For as long as it lasts, a tool is at work. Raises Refused."""
+        """The context lasts as long as the agent's tool works. Raises Refused."""
 
     async def close(self) -> None: ...
 
 
 class Server(Protocol):
     async def begin(self) -> Talk:
-        """Raises Refused."""
+        """Begins a conversation. Raises Refused."""
 
 
 class Turn(NamedTuple):
     agent: int
-    number: int  # 0: the question
-    asked: float  # when the tool had ended, or the agent arrived
+    number: int  # 0: the answer to the question
+    asked: float  # when the tool ended, or the agent arrived
     answer: Answer
 
 
 @dataclass
 class Course:
-    """Of a run, on time.perf_counter()."""
+    """The events of a run, with times of time.perf_counter()."""
 
     began: float = 0.0
     ended: float = 0.0
     turns: list[Turn] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    lives: list[tuple[float, float]] = field(default_factory=list)  # from an agent's arrival to its end
+    lives: list[tuple[float, float]] = field(default_factory=list)  # for each agent, its arrival and its end
 
 
 class Run:
-    """`tokens(n)` draws n that nobody has seen. `count` is told of each token that agents have come by, and with a
-    negative number when they are gone."""
+    """One run of a plan's agents. `tokens(n)` draws n tokens that the server has not seen.
+
+    `count` gets the number of tokens that the agents' contexts grow by, and a negative number when an agent ends.
+    """
 
     def __init__(
         self,
@@ -76,14 +78,15 @@ class Run:
         self.course = Course()
 
     async def __call__(self, limit_s: float | None = None) -> Course:
-        """After so long it is broken off, which is a failure; what has been answered until then counts."""
+        """Runs all agents. After `limit_s` seconds the run is stopped and counts as failed; its answers until then
+        count."""
         lives = [_Life(self, number, agent) for number, agent in enumerate(drawn(self.work))]
         try:
             async with asyncio.timeout(limit_s):
                 await (self._open if self.work.rate else self._closed)(lives)
         except TimeoutError:
             self.course.ended = time.perf_counter()
-            self.course.began = self.course.began or self.course.ended  # some have not asked their question
+            self.course.began = self.course.began or self.course.ended  # some agents have not asked their question
             self.course.failures.append(f"broken off after {limit_s:g} s")
         return self.course
 
@@ -134,7 +137,7 @@ class _Life:
         self._tokens = 0
 
     async def begin(self) -> None:
-        """Arrives, and asks its question."""
+        """Waits for the agent's arrival and asks its question."""
         question = self._run.tokens(self._run.work.context)
         self._began = time.perf_counter()
         try:
@@ -145,7 +148,7 @@ class _Life:
         await self._turn(0, self._began, question, self._run.work.first)
 
     async def go_on(self) -> None:
-        """All its loops."""
+        """Runs all loops of the agent."""
         for number, wait in enumerate(self.agent.waits, 1):
             if self._talk is None or self._failed:
                 return

@@ -1,4 +1,4 @@
-"""What the experiment of this bench has found, and what is said of it."""
+"""Results of the bench of agents, and their presentation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tools.bench.stream.outcome import Status
 
 PEER = "transformers"
 REFERENCE = "with room for all"
-WIDTH = 140  # columns that a table takes
+WIDTH = 140  # columns of a table
 
 
 class Tried(msgspec.Struct, kw_only=True):
-    """One piece of work, and how it went."""
+    """The runs of one piece of work."""
 
     work: Work
-    alone: Figures  # one agent, before
-    ways: dict[str, Figures] = {}  # by what the daemon was told
-    usage: dict[str, list[dict[str, float]]] = {}  # likewise: the points of a Usage
-    reference: Figures | None = None  # with room for all of its agents, who may be fewer
+    alone: Figures  # one agent by itself, before the runs
+    ways: dict[str, Figures] = {}  # by the way of telling the daemon
+    usage: dict[str, list[dict[str, float]]] = {}  # samples of a Usage, by the same way
+    reference: Figures | None = None  # in a daemon with room for all of its agents, which may be fewer
     peer: Figures | None = None
 
     @property
@@ -33,39 +33,39 @@ class Tried(msgspec.Struct, kw_only=True):
 
     @property
     def runs(self) -> dict[str, Figures]:
-        """All of them, by name."""
+        """All runs, by name."""
         others = {REFERENCE: self.reference, PEER: self.peer}
         return self.ways | {name: run for name, run in others.items() if run is not None}
 
     def share(self, run: Figures) -> float | None:
-        """Of the answers a minute and agent that there are with room for all."""
+        """Answers a minute and agent, as a share of the same figure with room for all."""
         if self.reference is None:
             return None
         return (run.answers_per_minute / run.agents) / (self.reference.answers_per_minute / self.reference.agents)
 
     def times_step(self, run: Figures) -> float:
-        """The 99th percentile between two tokens, of what a step takes for one agent alone."""
+        """The 99th percentile of the time between two tokens, as a multiple of the step of one agent alone."""
         return run.between_tokens.p99 / self.alone.between_tokens.p50
 
 
 class Results(msgspec.Struct, kw_only=True):
     device: str
     budget_bytes: int
-    ceilings: dict[str, float | None]  # of the bus, bytes a second: up, down, and each way while both are busy
+    ceilings: dict[str, float | None]  # the bus's bytes a second: up, down, and each way while both are busy
     page_size: int  # tokens
     page_bytes: int
-    pages: dict[str, int]  # that each tier has room for
+    pages: dict[str, int]  # capacity of each tier
     dtype: str
     tried: list[Tried]
-    findings: list[str]  # of the daemon's check of itself, afterwards
-    peer: Batched | None = None  # None: it was not asked for
+    findings: list[str]  # of the daemon's integrity check at the end
+    peer: Batched | None = None  # None: not measured
 
     def session_bytes(self, work: Work) -> int:
-        """Of an agent's KV in the end, in whole pages."""
+        """KV bytes of an agent's session at its end, in whole pages."""
         return -(-work.session_tokens // self.page_size) * self.page_bytes
 
     def demand_bytes(self, work: Work) -> int:
-        """KV, were all agents there at once."""
+        """KV bytes if all agents were there at once."""
         return work.agents * self.session_bytes(work)
 
 
@@ -123,7 +123,7 @@ def summary(found: Results) -> str:
 
 
 def _alive(tried: Tried) -> str:
-    """Of the way with most."""
+    """How many agents were alive at once, in the run with the most."""
     most = max(tried.ways.values(), key=lambda run: run.alive_most)
     return f"at most {most.alive_most} alive, {most.alive_mean:.1f} on average"
 

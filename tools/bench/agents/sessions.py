@@ -1,9 +1,9 @@
-"""Agents as djinnd's clients: each has a session, and tells the daemon more or less of what it does.
+"""Agents as clients of djinnd: each has a session, and tells the daemon more or less about its waits.
 
-none        nothing: the daemon sees that a session is idle, and makes room as it must, of the longest idle first
+none        nothing: the daemon sees an idle session, and evicts the longest idle first
 signals     when a tool begins, and when it has ended
-tool        the tool's name, too: how long it takes, the daemon has to learn
-expected    how long it will take
+tool        also the tool's name; the daemon has to learn its duration
+expected    also the expected duration
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Way(StrEnum):
 
 
 class Sessions:
-    """A Server."""
+    """Begins agents' conversations on a daemon: a Server."""
 
     def __init__(self, address: str, way: Way) -> None:
         self._address = address
@@ -42,7 +42,7 @@ class Sessions:
 
 
 class SessionTalk:
-    """A Talk. It owns the session."""
+    """An agent's session as a Talk. The talk owns the session."""
 
     def __init__(self, session: djinn.AsyncSession, way: Way) -> None:
         self._session = session

@@ -1,1 +1,1 @@
-"""What benches share: the command line, private daemons, measurements in turns, reports, rates of the bus."""
+"""The common parts of benches: command line, private daemons, measurements in turns, reports, rates of the bus."""

@@ -1,8 +1,8 @@
-"""What the machine can do: pinned host memory to the device and back, and the device's memory to itself. Needs torch.
+"""Copy rates of the machine: pinned host memory to the device and back, and within device memory. Needs torch.
 
     python -m tools.bench.harness.bus [--pieces-mib 16,64] [--both-ways]
 
-On the CPU, where the device's memory is the host's, both are copies from memory to memory.
+On the CPU, device memory is host memory, so both are copies from memory to memory.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from torch import Tensor
 
 from tools.bench.harness.apart import output_of
 
-LARGE = (128, 512)  # MiB of a copy, where larger ones gain nothing: the ceiling is theirs
-COPIES = 7  # of which the first does not count
+LARGE = (128, 512)  # MiB of a copy; larger copies are not faster, so these give the ceiling
+COPIES = 7  # the first one does not count
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes a second, medians."""
 
     device: str
-    bus: dict[int, float]  # host to device, by MiB of a piece
-    memory: float  # read and written by a copy within the device's memory
+    bus: dict[int, float]  # host to device, by MiB of a copy
+    memory: float  # bytes read and written by a copy within device memory
     down: float | None = None  # device to host
-    both: float | None = None  # each way, while the other way is as busy
+    both: float | None = None  # each direction, while the other one is as busy
 
     @property
     def up(self) -> float:
-        """Host to device: the best that a piece size reaches."""
+        """Host to device: the best rate of all piece sizes."""
         return max(self.bus.values())
 
 
 def measured_apart(device: str, *options: str) -> Rates:
-    """By a process of its own, so that this one holds none of the device's memory. `options`: the command's."""
+    """Measures in a process of its own, so that this process holds no device memory. `options` are the command's."""
     said = output_of("harness.bus", "--json", f"--device={device}", *options)
     return msgspec.json.decode(said, type=Rates, strict=False)
 
 
 def bus_rates(device: str, pieces_mib: Iterable[int]) -> dict[int, float]:
-    """Bytes a second to the device, by MiB of a piece."""
+    """Host to device: bytes a second, by MiB of a piece."""
     nbytes = _run_bytes(device)
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device != "cpu").fill_(1)
     target = torch.empty_like(host, device=device)
@@ -54,7 +54,7 @@ def bus_rates(device: str, pieces_mib: Iterable[int]) -> dict[int, float]:
 
 
 def down_rate(device: str) -> float:
-    """Bytes a second from the device, in large pieces."""
+    """Device to host: bytes a second, in large pieces."""
     nbytes = _run_bytes(device)
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).fill_(1)
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device != "cpu")
@@ -62,7 +62,7 @@ def down_rate(device: str) -> float:
 
 
 def both_rate(device: str) -> float:
-    """Bytes a second of each way, while as many travel the other way."""
+    """Bytes a second in each direction, while both directions are busy."""
     nbytes = _run_bytes(device) // 2
     shape: dict[str, Any] = {"dtype": torch.uint8, "pin_memory": device != "cpu"}
     hosts = [torch.empty(nbytes, **shape).fill_(1) for _ in range(2)]
@@ -87,7 +87,7 @@ def both_rate(device: str) -> float:
 
 
 def memory_rate(device: str) -> float:
-    """Bytes a second that a copy within the device's memory reads and writes."""
+    """Bytes a second that a copy within device memory reads and writes together."""
     nbytes = 2 * _run_bytes(device)
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
@@ -95,7 +95,7 @@ def memory_rate(device: str) -> float:
 
 
 def _run_bytes(device: str) -> int:
-    """Copied at a time: far more than any cache holds."""
+    """Bytes of one measurement: far more than any cache holds."""
     return 512 << 20 if device == "cpu" else 2 << 30
 
 
@@ -128,8 +128,8 @@ def _device_clock(work: Callable[[], object]) -> float:
 @click.command(help=(__doc__ or "").split("\n\n", 1)[0])
 @click.option("--device", default="auto", show_default=True)
 @click.option("--pieces-mib", default="", help="Further sizes of a copy, as in 16,64.")
-@click.option("--both-ways", is_flag=True, help="Also from the device to the host, and both at once.")
-@click.option("--json", "as_json", is_flag=True, help="One line of JSON.")
+@click.option("--both-ways", is_flag=True, help="Also measure device to host, and both directions at once.")
+@click.option("--json", "as_json", is_flag=True, help="Write one line of JSON.")
 def main(device: str, pieces_mib: str, both_ways: bool, as_json: bool) -> None:
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"

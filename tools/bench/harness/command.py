@@ -33,7 +33,7 @@ def rounds(default: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Result(NamedTuple):
-    """What a bench has measured: the report's parts, and what the terminal shows."""
+    """A bench's result: the parts of its report, and the tables for the terminal."""
 
     parameters: dict[str, Any]
     results: dict[str, Any]
@@ -74,7 +74,7 @@ def bench(experiment: str, doc: str, width: int = 0) -> Callable[[Callable[..., 
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that the user has given."""
+    """Leaves out the options without a value."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -1,7 +1,7 @@
-"""One model in a daemon of one's own, whose page pool has a known size, so that what has left the device has left it.
+"""One model in a private daemon, with a page pool of known size, so that evicted KV is really gone from the device.
 
-Pages keep their bytes when a session gives them up, and are found again as long as nobody else has been given them. A
-bench that wants a session to come back from a lower tier has to have all of the pool written over meanwhile.
+A page that a session gives up keeps its bytes, and the session finds it again until another session gets the page. So a
+bench that wants a session to come back from a lower tier first has the whole pool overwritten.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tools.bench.harness.prompts import prompt
 MODEL = "m"
 FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 PATIENCE_S = 300.0
-QUIET_S = 2.0  # in which a daemon on a GPU captures the graphs that steps have asked for
-SPARE = 64  # tokens that a session gets beside its context
+QUIET_S = 2.0  # a daemon on a GPU captures the graphs of recent steps in this time
+SPARE = 64  # tokens of a session beyond its context
 LIMITS = {"sessions": 8192, "sessions_per_user": 8192, "connections_per_user": 8192}
 
 
 def without_text(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint in links, but for its tokenizer."""
+    """Makes a checkpoint of links without the tokenizer's files."""
     bare = folder / checkpoint.name
     bare.mkdir()
     for pattern in FILES:
@@ -39,47 +39,50 @@ def without_text(checkpoint: Path, folder: Path) -> Path:
 def daemon_of(
     checkpoint: Path, device: str, memory: str, settings: Mapping[str, Any], folder: Path | None, **others: Any
 ) -> AbstractContextManager[str]:
-    """The address of a daemon that knows the model `MODEL`, with these settings, and has not loaded it. Its state is
-    below `folder`; None: where temporary files are. `others`: what else its configuration says."""
+    """A daemon whose configuration has the checkpoint as `MODEL`, not loaded yet, and gives the daemon's address.
+
+    Its state is below `folder`, by default with temporary files. `others` are further settings of the daemon.
+    """
     model = {"path": str(checkpoint), **settings}
     config = {"device": device, "memory": memory, "limits": LIMITS, "models": {MODEL: model}, **others}
     return private_daemon(config, folder)
 
 
 class PagedModel:
-    """The loaded model. `tokens`: of a session's prompt, so that its KV begins to fill one more page."""
+    """The loaded model. Sessions begin with `tokens` tokens, and have one page more to fill."""
 
     def __init__(self, address: str, info: djinn.ModelInfo, tokens: int) -> None:
         self.address = address
         self.info = info
         self.tokens = min(tokens, info.max_context - SPARE)
         self._client = djinn.Client(address)
-        self.quiet_s = 0.0  # after the first steps of a kind, until later ones are as fast as they will be
+        self.quiet_s = 0.0  # wait after the first steps of a kind, until later ones have their final speed
         self._seeds = count(int.from_bytes(info.fingerprint[:2].encode(), "big"))
 
     @property
     def session_pages(self) -> int:
-        """That a session may come to."""
+        """The most pages that a session takes."""
         return -(-(self.tokens + SPARE) // self.info.page_size)
 
     def pool_bytes(self, *tokens: int) -> int:
-        """Of a pool that sessions of so many tokens fill, and what they may come to."""
+        """Bytes of a pool that is full with sessions of these many tokens each."""
         pages = sum(-(-(one + SPARE) // self.info.page_size) for one in tokens)
         return (pages + 1) * self.info.page_bytes
 
     def prompt(self, tokens: int) -> list[int]:
-        """One that nobody has seen."""
+        """Draws a prompt that the daemon has not seen."""
         return prompt(tokens, self.info.vocab, next(self._seeds))
 
     def session(self, tokens: int = 0) -> djinn.Session:
-        """With the KV of a prompt of so many tokens (0: as all), and one token that has none yet."""
+        """Opens a session with the KV of a prompt, and one generated token that has no KV yet. `tokens` 0: the usual
+        length."""
         session = djinn.Session(MODEL, address=self.address)
         session.generate(self.prompt(tokens or self.tokens), max_tokens=1, ignore_eos=True)
         return session
 
     def overwrite(self) -> None:
-        """Every page that no session holds is given to somebody else, filled, and free again. A pool gives full pages
-        last, and of those first what was free first: so none is filled twice before all have been."""
+        """Fills every page that no session holds, and frees it again. A pool hands out full pages last, and among them
+        the page that was free first; so no page is filled twice before all pages have been."""
         size = self.info.page_size
         most = min(self.session_pages, (self.info.max_context - 1) // size)
         now = self.now()
@@ -87,7 +90,7 @@ class PagedModel:
             self.session(most * size).close()
 
     def now(self) -> djinn.ModelInfo:
-        """Its figures."""
+        """The daemon's figures of the model."""
         return next(model for model in self._client.models() if model.name == MODEL)
 
     def state(self, session: djinn.Session) -> djinn.SessionInfo:
@@ -105,14 +108,14 @@ class PagedModel:
 
 
 def _has(info: djinn.ModelInfo, tiers: Sequence[Tier]) -> bool:
-    """These tiers, as fast as they will be."""
+    """True when the tiers have pages and all host pages are pinned."""
     return all(getattr(info, f"{tier}_pages") for tier in tiers) and info.host_pages_pinned == info.host_pages
 
 
 @contextmanager
 def loaded(address: str, tokens: int, kv_bytes: int = 0, tiers: Sequence[Tier] = ()) -> Iterator[PagedModel]:
-    """The model with a pool of so many bytes (0: as the daemon sees fit), and with these lower tiers, as they are
-    configured, and no others; when the host's pages are pinned. Unloaded afterwards."""
+    """Loads the model with a pool of so many bytes (0: the daemon's choice) and only these lower tiers, and unloads it
+    at the end. Waits until the host's pages are pinned."""
     host, disk = (None if tier in tiers else 0 for tier in ("host", "disk"))
     info = djinn.load(MODEL, kv_bytes=kv_bytes, host_kv_bytes=host, disk_kv_bytes=disk, address=address)
     model = PagedModel(address, info, tokens)

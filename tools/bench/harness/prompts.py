@@ -1,4 +1,4 @@
-"""What models are asked in benches: random tokens, the same for everybody with the same seed."""
+"""Prompts of benches: random tokens, the same for the same seed."""
 
 from __future__ import annotations
 

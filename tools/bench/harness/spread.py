@@ -1,4 +1,4 @@
-"""Percentiles of what was measured, exact: not by buckets, as a daemon keeps them. And how sure a median is."""
+"""Exact percentiles of measurements, and how certain a median is. (A daemon counts in buckets.)"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from djinn_client.protocol.fields.scheduling import Spread
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Between two measurements a percentile is interpolated. Of nothing, all are 0."""
+    """Percentiles, interpolated between two measurements. Without measurements all are 0."""
     if len(values) < 2:
         (only,) = values or (0.0,)
         return Spread(len(values), only, only, only, only, only)
@@ -21,7 +21,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Median(msgspec.Struct, frozen=True):
-    """With at least 95 % certainty, the median of what the values are samples of lies between low and high."""
+    """With at least 95 % certainty, the median of the whole distribution lies between low and high."""
 
     value: float
     low: float
@@ -29,12 +29,12 @@ class Median(msgspec.Struct, frozen=True):
 
 
 def median(values: Sequence[float]) -> Median:
-    """The interval reaches from one of the values to another, whatever their distribution: that more than so many of n
-    samples are on one side of the true median is as likely as with as many coins. Fewer than 6 cannot be that sure, and
-    give their extremes."""
+    """The interval reaches from one value to another, whatever the distribution is. Each sample is on either side of
+    the true median with equal chance, so the coin's binomial distribution tells how many values to leave out on each
+    side. Fewer than 6 values cannot reach the certainty, and give their extremes."""
     ordered = sorted(values)
     count = len(ordered)
-    outside, below = 0, 0.5**count  # how many of the lowest are left out; how likely no more are below the median
+    outside, below = 0, 0.5**count  # lowest values that are left out; chance that no more are below the median
     while below + comb(count, outside + 1) * 0.5**count <= 0.025:
         outside += 1
         below += comb(count, outside) * 0.5**count

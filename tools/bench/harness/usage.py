@@ -1,5 +1,4 @@
-"""What a daemon has where, over time: what its sessions would like to have on the device, what is on each tier, and how
-much leaves the device and comes back."""
+"""A daemon's memory over time: its sessions' demand, the use of each tier, and the pages that leave and come back."""
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ from typing import Self
 
 import djinn_client as djinn
 
-PERIOD_S = 0.5  # the daemon looks at every session to answer
+PERIOD_S = 0.5  # the daemon looks at every session for each sample
 
 
 class Traffic:
-    """Pages that sessions have given up, and have got back, in all: as far as looking at them now and then tells."""
+    """Pages that sessions have given up and got back since the beginning, as far as samples show it."""
 
     def __init__(self) -> None:
         self.left = 0
         self.arrived = 0
         self._held: Mapping[str, int] = {}
-        self._away: Counter[str] = Counter()  # that a session has given up and not got back
+        self._away: Counter[str] = Counter()  # pages of a session that have left and not come back
 
     def look(self, held: Mapping[str, int]) -> None:
-        """`held`: pages on the device, by session."""
+        """Compares with the sample before. `held`: pages on the device, by session."""
         for session, pages in held.items():
             change = pages - self._held.get(session, 0)
-            back = min(change, self._away[session])  # what comes beyond that is new
+            back = min(change, self._away[session])  # further pages are new ones
             self._away[session] -= back
             self.left += max(0, -back)
             self.arrived += max(0, back)
@@ -37,16 +36,16 @@ class Traffic:
 
 
 class Usage:
-    """Samples as long as its context lasts. `points`, in bytes but for `seconds`:
+    """Takes samples as long as its context lasts. A sample has `seconds`, and in bytes:
 
-    logical    weights, and the KV of all tokens that sessions have come by
-    device     weights, workspace and pages: of the budget, what the daemon uses
-    pages      on the device that sessions hold
-    host       pages in host memory
-    disk       pages in the file
-    left       pages that sessions of this user have given up since the beginning
-    arrived    and those of them that they have again
-    resident   of the daemon's processes, as the kernel counts them: shared memory that they have touched included
+    logical    weights, and the KV of all tokens that sessions have.
+    device     the daemon's use of the device's budget: weights, workspace and pages.
+    pages      pages on the device that sessions hold.
+    host       pages in host memory.
+    disk       pages in the file.
+    left       pages that this user's sessions have given up since the beginning.
+    arrived    pages that they have got back.
+    resident   memory of the daemon's processes, as the kernel counts it: touched shared memory included.
     """
 
     def __init__(self, address: str, info: djinn.ModelInfo, period_s: float = PERIOD_S) -> None:
@@ -61,7 +60,7 @@ class Usage:
         self._thread = threading.Thread(target=self._sample, name="usage", daemon=True)
 
     def count(self, tokens: int) -> None:
-        """So many more are in sessions."""
+        """Adds tokens to the sessions' total."""
         self._tokens += tokens
 
     def __enter__(self) -> Self:
@@ -100,7 +99,7 @@ class Usage:
 
 
 def resident_bytes(pid: int) -> int:
-    """0 for a process that is gone."""
+    """Resident memory of a process; 0 if it is gone."""
     try:
         found = re.search(r"^VmRSS:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except (FileNotFoundError, ProcessLookupError):

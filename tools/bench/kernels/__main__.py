@@ -1,12 +1,11 @@
-"""How near the kernels come to what the device can do: decode to its memory, prefill to contiguous attention.
+"""How near the kernels come to the device's limits: decode to its memory's rate, prefill to contiguous attention.
 
     python -m tools.bench.kernels [--sweep] [--only KERNEL]… [--json FILE] [--record]
 
-Experiments use the client and not djinnd; this one times kernels and not calls, so it imports djinnd.model.kernels,
-what they are given, and nothing else of it. Needs CUDA. A measurement goes through all blocks of a page-major pool
-whose pages lie scattered, as a step does, in one captured graph: no time of the host is in it, and a block's KV is not
-in the cache from the round before. With --sweep the same cases run with other tiles and splits, which are compiled
-beforehand.
+Other benches use the client. This one times kernels, so it imports djinnd.model.kernels and the kernels' arguments, and
+nothing else of djinnd. It needs CUDA. A measurement is one captured graph that goes through all blocks of a page-major
+pool with scattered pages, as a step does. So it contains no host time, and a block's KV is not in the cache from the
+round before. With --sweep the same cases run with other tiles and splits, which are compiled beforehand.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def summary(ceiling: float, results: list[Measured]) -> str:
 
 
 @command.bench("kernels", __doc__)
-@click.option("--sweep", is_flag=True, help="Other tiles and splits, too.")
-@click.option("--only", multiple=True, type=click.Choice(KERNELS), help="These kernels; again for more.")
+@click.option("--sweep", is_flag=True, help="Also measure other tiles and splits.")
+@click.option("--only", multiple=True, type=click.Choice(KERNELS), help="This kernel; may be repeated.")
 def main(sweep: bool, only: tuple[str, ...]) -> Result:
     if not torch.cuda.is_available():
         raise click.ClickException("these kernels run on CUDA, and there is no CUDA device")

@@ -1,4 +1,4 @@
-"""The kernels that attend to paged KV, over sessions whose pages lie scattered in a page-major pool."""
+"""Measurements of attention over paged KV. The sessions' pages lie scattered in a page-major pool."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools.bench.kernels.timing import (
     variants,
 )
 
-LONGEST = 4096  # tokens that a model may hold
+LONGEST = 4096  # most tokens of a session
 SCALE = HEAD_DIM**-0.5
 DECODE_TILES = [
     Tiles(16, keys, warps, stages)
@@ -54,7 +54,7 @@ PREFILL_TILES = [
 
 @dataclass(slots=True)
 class Rows:
-    """Sessions with scattered pages in a pool [pages, blocks, 2, page_size, kv_heads, head_dim], and a step of them."""
+    """A step of sessions with scattered pages in a pool [pages, blocks, 2, page_size, kv_heads, head_dim]."""
 
     heads: int
     kv_heads: int
@@ -90,19 +90,19 @@ class Rows:
         self.out = torch.empty(tokens, self.heads, HEAD_DIM, dtype=DTYPE, device="cuda")
 
     def widen(self, tokens: int, max_kv: int) -> None:
-        """As a step of a graph's shape: with room for so many tokens, which a chunk might bring, and so long a row."""
+        """Gives the step a graph's shape: room for so many tokens, and for a row as long as `max_kv`."""
         self.max_query, self.max_kv = tokens, max_kv
         self.q = torch.randn(self.heads, tokens, HEAD_DIM, dtype=DTYPE, device="cuda").transpose(0, 1)
         self.out = torch.empty(tokens, self.heads, HEAD_DIM, dtype=DTYPE, device="cuda")
 
     @property
     def kv_bytes(self) -> int:
-        """Of one block."""
+        """KV bytes of one block."""
         return sum(self.lengths) * 2 * self.kv_heads * HEAD_DIM * DTYPE.itemsize
 
     @property
     def flops(self) -> int:
-        """Two products a pair of a query and a key that it sees."""
+        """Floating-point operations: two products for each pair of a query and a key that it sees."""
         pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in zip(self.counts, self.lengths, strict=True))
         return 4 * pairs * self.heads * HEAD_DIM
 
@@ -143,7 +143,7 @@ def measure_prefill(sweep: bool) -> Iterator[Measured | None]:
 
 
 def measure_mixed(ceiling: float) -> Iterator[Measured | None]:
-    """Sessions that decode and a chunk that joins them, in the smallest shape that a graph has for both."""
+    """Measures decoding sessions with one chunk beside them, in the smallest shape that a graph has for both."""
     cases = [(3, 2000, 30, 16), (15, 500, 30, 16), (30, 300, 30, 64), (3, 2000, 400, 16), (60, 300, 400, 64)]
     for (heads, kv_heads), (singles, length, chunk, bucket) in itertools.product((LLAMA_13B, LLAMA_8B), cases):
         padding = bucket - singles - 1
@@ -159,9 +159,9 @@ def measure_mixed(ceiling: float) -> Iterator[Measured | None]:
 
 
 def contiguous_attention(rows: Rows) -> list[Callable[[], object]]:
-    """The same attention over q, k, v that are not paged, several of them, so that none is in the cache.
+    """The same attention over q, k, v that are not paged: several copies, so that none is in the cache.
 
-    FlashAttention 2 as torch brings it; SDPA has no causal mask for queries that come after a history.
+    It is FlashAttention 2 in torch; SDPA has no causal mask for queries that come after a history.
     """
     queries, keys = rows.max_query, rows.max_kv
     shape = (keys, rows.kv_heads, HEAD_DIM)

@@ -1,4 +1,5 @@
-"""The other kernels of a block: norms, rotary embedding, gates, and products with plain and packed weights."""
+"""Measurements of the other kernels of a block: norms, rotary embedding, gates, products with plain and packed
+weights."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from djinnd.model.kernels.few_rows import RowTiles
 from djinnd.model.kernels.packed_product import ProductTiles
 from tools.bench.kernels.timing import CHOSEN, COLD, DTYPE, HEAD_DIM, LLAMA_8B, LLAMA_13B, Case, Measured, compile_all
 
-MLP_13B = 13_824  # its width
-BLOCK_13B = ((15_360, 5120), (5120, 5120), (2 * MLP_13B, 5120), (5120, MLP_13B))  # what its products read
+MLP_13B = 13_824  # width of its MLP
+BLOCK_13B = ((15_360, 5120), (5120, 5120), (2 * MLP_13B, 5120), (5120, MLP_13B))  # shapes of its products' weights
 BLOCK_8B = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
 ROW_TILES = [
     RowTiles(rows, columns, warps, stages)
@@ -46,7 +47,7 @@ def measure_rms_norm(ceiling: float) -> Iterator[Measured | None]:
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As transformers writes it."""
+    """The norm as transformers computes it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -64,7 +65,7 @@ def measure_rope(ceiling: float) -> Iterator[Measured | None]:
 
 
 def torch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-    """As transformers writes it."""
+    """The rotary embedding as transformers computes it."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     halves = [x.chunk(2, -1) for x in (q, k)]
     return [x * cos + torch.cat((-b, a), -1) * sin for x, (a, b) in zip((q, k), halves, strict=True)]
@@ -84,7 +85,7 @@ def torch_gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def measure_matvec(ceiling: float) -> Iterator[Measured | None]:
-    """The products of a block of Llama-2-13B and of the larger one of Llama-3.1-8B's."""
+    """Measures one-row products of a Llama-2-13B block, and the larger product of a Llama-3.1-8B block."""
     for rows, width in (*BLOCK_13B, (28_672, 4096)):
         weights = _cold(rows, width)
         x = torch.randn(1, width, dtype=DTYPE, device="cuda")
@@ -94,7 +95,7 @@ def measure_matvec(ceiling: float) -> Iterator[Measured | None]:
 
 
 def measure_few_rows(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
-    """The products of a block of Llama-2-13B, and of Llama-3.1-8B."""
+    """Measures products of a few rows, for a block of Llama-2-13B and of Llama-3.1-8B."""
     for rows, width in (*BLOCK_13B, *BLOCK_8B):
         weights = _cold(rows, width)
         for tokens in (2, 8, 16):
@@ -108,14 +109,14 @@ def measure_few_rows(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
 
 
 def _cold(rows: int, width: int) -> list[Tensor]:
-    """So many matrices that none of them is in the cache when its turn comes again."""
+    """Matrices, so many that none is in the cache when its turn comes again."""
     copies = math.ceil(COLD / (rows * width * DTYPE.itemsize))
     return [torch.randn(rows, width, dtype=DTYPE, device="cuda") for _ in range(copies)]
 
 
 @dataclass(slots=True)
 class PackedBlocks:
-    """Blocks of Llama-2-13B's shape with random weights, plain and packed; too many for the cache."""
+    """Blocks of Llama-2-13B's shape with random weights, plain and packed. They are too many for the cache."""
 
     form: PackedForm = field(init=False)
     plain: list[Tensor] = field(init=False)
@@ -143,7 +144,8 @@ def measure_unpack(ceiling: float) -> Iterator[Measured | None]:
 
 
 def measure_packed_product(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
-    """Rates in bytes that each variant reads, so that the times are what to compare."""
+    """Measures the product with packed weights. Each rate counts the bytes that its variant reads, so compare the
+    times."""
     blocks = PackedBlocks()
     for (number, unit), tokens in itertools.product(enumerate(blocks.form.units), (1, 4, 16)):
         x = torch.randn(tokens, unit.cols, dtype=DTYPE, device="cuda")

@@ -1,4 +1,4 @@
-"""How kernels are timed: in one captured graph that goes through all blocks, so that no time of the host is in it."""
+"""Times of kernels: in one captured graph that goes through all blocks, so that it contains no host time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 HEAD_DIM, PAGE_SIZE, DTYPE = 128, 16, torch.bfloat16
 LLAMA_13B, LLAMA_8B = (40, 40), (32, 8)  # query and KV heads
-COLD = 1.5e9  # bytes that a measurement goes through, where 32 blocks suffice: many times the cache
-UNITS = {"GB/s": 1e3, "TFLOP/s": 1e6}  # in units a microsecond
-CHOSEN = "chosen"  # by the kernel itself
+COLD = 1.5e9  # bytes of a measurement where 32 blocks are enough: many times the cache
+UNITS = {"GB/s": 1e3, "TFLOP/s": 1e6}  # a unit's amount in a microsecond
+CHOSEN = "chosen"  # the variant that the kernel chooses itself
 
-Variant = tuple[str, Sequence[Callable[[], object]]]  # its name and a launch for each block
+Variant = tuple[str, Sequence[Callable[[], object]]]  # a variant's name, and a launch for each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,15 @@ class Measured:
     kernel: str
     case: str
     variant: str
-    microseconds: float  # one launch, or what stands for one (decode: split and combine)
+    microseconds: float  # of one launch; for decode, of the split and the combining launch together
     rate: float
     unit: str
     share: float | None  # of the copy's rate, or of contiguous attention's speed
 
 
 def microseconds(launches: Sequence[Callable[[], object]], rounds: int = 10) -> float:
-    """Of one of the launches, which run one after another in a captured graph: the median of some rounds."""
+    """Microseconds of one launch. The launches follow each other in a captured graph; the median of the rounds
+    counts."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -55,9 +56,9 @@ def microseconds(launches: Sequence[Callable[[], object]], rounds: int = 10) -> 
 
 
 def copy_rate() -> float:
-    """GB/s of a large copy, bytes read and bytes written both counted: what memory gives at best.
+    """GB/s of a large copy, with bytes read and bytes written counted: the best rate of the memory.
 
-    Not in a graph: there the driver copies with its copy engines, which are slower than the processors.
+    It is not captured: in a graph the driver uses its copy engines, which are slower than the processors.
     """
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
@@ -72,7 +73,7 @@ def copy_rate() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is measured in some variants, how much work one launch is, and the rate that it is held against."""
+    """A case that is measured in several variants: the work of one launch, and the rate to compare with."""
 
     kernel: str
     name: str
@@ -81,7 +82,7 @@ class Case:
     best: float | None
 
     def measure(self, variant: str, launches: Sequence[Callable[[], object]]) -> Measured | None:
-        """None for a variant that does not fit the device: that is said, and the sweep goes on."""
+        """Measures a variant. One that does not fit the device is reported and gives None, and the sweep goes on."""
         try:
             us = microseconds(launches)
         except Exception as error:
@@ -96,7 +97,7 @@ class Case:
 def variants(
     step: Callable[..., object], blocks: Sequence[tuple[Tensor, Tensor]], options: dict[str, dict[str, Any]]
 ) -> Iterator[Variant]:
-    """The step as the kernel itself chooses, then with each of the options; all are compiled before the first."""
+    """The kernel's own choice, then each of the options. All are compiled before the first measurement."""
     named = {CHOSEN: step} | {name: partial(step, **option) for name, option in options.items()}
     compile_all([partial(launch, *blocks[0]) for launch in named.values()])
     for name, launch in named.items():
@@ -104,7 +105,8 @@ def variants(
 
 
 def compile_all(launches: Sequence[Callable[[], object]]) -> None:
-    """Compiling is most of a sweep, and Triton leaves Python's lock for it. What fails here is told when measured."""
+    """Compiles in threads: it is most of a sweep's time, and Triton releases Python's lock. The measurement reports
+    what fails here."""
 
     def attempt(launch: Callable[[], object]) -> None:
         with contextlib.suppress(Exception):

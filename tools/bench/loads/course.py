@@ -1,4 +1,4 @@
-"""What became of a load, and the figures of that: one form for what a daemon and what the simulator did."""
+"""The events of a load and their figures, in one form for a daemon and for the simulator."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _seconds() -> array[float]:
 
 @dataclass
 class Tally:
-    """Of one group, in seconds. `wake_up`: the first token's of calls after a pause that the daemon has heard of."""
+    """Times of one group, in seconds. `wake_up`: first tokens after a pause that the daemon was told of."""
 
     first_token: array[float] = field(default_factory=_seconds)
     between_tokens: array[float] = field(default_factory=_seconds)
     wake_up: array[float] = field(default_factory=_seconds)
-    queued: array[float] = field(default_factory=_seconds)  # until the first row: only the simulator sees that
+    queued: array[float] = field(default_factory=_seconds)  # until the call's first row; only the simulator knows it
     calls: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # calls that gave nothing, by why
+    failures: Counter[str] = field(default_factory=Counter)  # calls without an answer, by reason
 
     def add(self, other: Tally) -> None:
         self.first_token += other.first_token
@@ -41,21 +41,21 @@ class Tally:
 
 
 class Course:
-    """`began`: on the clock that times are of."""
+    """The events of a load. `began` is on the same clock as all times."""
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.ended = began
         self.groups: defaultdict[str, Tally] = defaultdict(Tally)
-        self.tokens: Counter[tuple[int, int]] = Counter()  # generated, by tenant and window
-        self.work: Counter[tuple[int, int]] = Counter()  # the same with prompts, which count when they have been read
-        self.device_s: Counter[tuple[int, int]] = Counter()  # the same of device time: only the simulator sees that
+        self.tokens: Counter[tuple[int, int]] = Counter()  # generated tokens, by tenant and window
+        self.work: Counter[tuple[int, int]] = Counter()  # with prompt tokens, which count at the first token
+        self.device_s: Counter[tuple[int, int]] = Counter()  # device time, likewise; only the simulator knows it
 
     def window(self, now: float) -> int:
         return int((now - self.began) / WINDOW_S)
 
     def token(self, group: str, tenant: int, before: float | None, now: float) -> None:
-        """`before`: when the same call's last token came; None: there was none."""
+        """Counts a token. `before` is when the call's last token came; None: this is the first."""
         at = tenant, self.window(now)
         self.tokens[at] += 1
         self.work[at] += 1
@@ -65,7 +65,7 @@ class Course:
     def first(
         self, group: str, tenant: int, prompt: int, asked: float, now: float, wakes: bool, started: float | None = None
     ) -> None:
-        """A call's first token, after so many of its prompt; `token` is told of it, too."""
+        """Counts a call's first token and its `read` prompt tokens, and also calls `token`."""
         self.work[tenant, self.window(now)] += prompt
         tally = self.groups[group]
         tally.calls += 1
@@ -77,7 +77,7 @@ class Course:
 
 
 def pooled(courses: Sequence[Course]) -> Course:
-    """As if one had followed the other."""
+    """Joins courses as if each had followed the one before."""
     whole = Course(0.0)
     for course in courses:
         for name, tally in course.groups.items():
@@ -94,7 +94,7 @@ def pooled(courses: Sequence[Course]) -> Course:
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Of one group."""
+    """Figures of one group."""
 
     calls: int
     failures: dict[str, int]
@@ -109,8 +109,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     tokens: int  # generated
     groups: dict[str, Figures]
     tenant_tokens: dict[int, int]
-    shares: dict[int, float]  # of the device's time, or of tokens where nobody sees that
-    jain: Spread | None = None  # over windows, of tenants by weight; None: there is one tenant, or no whole window
+    shares: dict[int, float]  # of the device's time, or of tokens if that is unknown
+    jain: Spread | None = None  # over windows, of tenants by weight; None: one tenant only, or no whole window
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,7 +118,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 
 def outcome(course: Course, weights: Mapping[int, float], first_window: int = 1) -> Outcome:
-    """`first_window`: the first that counts for fairness."""
+    """`first_window` is the first window that counts for fairness."""
     served: Mapping[tuple[int, int], float] = course.device_s or course.work
     tenants = sorted({tenant for tenant, _ in course.tokens})
     of_tenants = {tenant: sum(course.tokens[at] for at in course.tokens if at[0] == tenant) for tenant in tenants}
@@ -147,7 +147,8 @@ def _figures(tally: Tally) -> Figures:
 
 
 def jain(values: Sequence[float]) -> float:
-    """Jain's index (Jain, Chiu and Hawe 1984): 1 where all have the same, 1/n where one has all. Of nothing: 1."""
+    """Jain's index (Jain, Chiu and Hawe 1984): 1 if all values are equal, 1/n if one has everything; 1 without
+    values."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
@@ -158,8 +159,8 @@ def fairness(
     weights: Mapping[int, float],
     windows: Iterable[int],
 ) -> Spread:
-    """Jain's index of what tenants had for their weight, of each window; `worst` is the lowest of them, and the
-    percentiles count from the highest down."""
+    """Jain's index of tenants' shares by weight, one for each window. `worst` is the lowest, and percentiles count from
+    the highest down."""
     found = [jain([served.get((t, window), 0.0) / weights.get(t, 1.0) for t in tenants]) for window in windows]
     lost = spread([1.0 - index for index in found])
     return Spread(lost.count, statistics.fmean(found), 1 - lost.p50, 1 - lost.p90, 1 - lost.p99, worst=1 - lost.worst)

@@ -1,7 +1,7 @@
-"""A load served by a daemon: each session is a client of its own, in one process and one event loop.
+"""Serves a load by a daemon. Each session is a client of its own; all are in one process and one event loop.
 
-Tenants are users. The load's tenant 0 is whoever runs this; the others are users that need not exist, whom only root
-can be.
+Tenants are users. Tenant 0 of a load is the user of this process. The others are user ids that need not exist, and only
+root can take them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tools.bench.harness.prompts import prompt
 from tools.bench.loads.course import Course
 from tools.bench.loads.load import Call, Group, Load, Visit, visits
 
-FIRST_USER = 61_000  # tenant 1 is the next one
-OPENING = 16  # sessions at a time
+FIRST_USER = 61_000  # of tenant 1; tenant 2 is the next one
+OPENING = 16  # sessions that open at a time
 
 
 def user_of(tenant: int) -> int:
@@ -30,28 +30,30 @@ def user_of(tenant: int) -> int:
 
 
 def expect_tenants(load: Load) -> None:
-    """Raises ClickException where this process cannot be all of them."""
+    """Raises ClickException where this process cannot take the tenants' user ids."""
     if any(load.tenants) and os.geteuid() != 0:
         raise click.ClickException("several tenants are several users: run this as root, who can be all of them")
 
 
 def open_to_all(address: str) -> None:
-    """The socket of a private daemon, for tenants."""
+    """Opens the socket of a private daemon to all users."""
     Path(address).parent.chmod(0o755)
     os.chmod(address, 0o666)
 
 
 async def serve(address: str, model: str, vocab: int, load: Load, begun: Callable[[], None] = lambda: None) -> Course:
-    """Asks for the load, from when all sessions are open that are there from the beginning, until its time is over;
-    calls that run then are broken off. `begun` is called when they are. Raises DjinnError where a session cannot be
-    opened."""
+    """Runs the load. Its time begins when all sessions of the beginning are open; calls that run at its end are
+    cancelled.
+
+    `begun` is called at the beginning. Raises DjinnError where a session cannot be opened.
+    """
     run = _Run(address, model, vocab, load)
     going = asyncio.create_task(run.go())
     lives = [asyncio.create_task(run.live(following)) for following in visits(load)]
     try:
         ended, _ = await asyncio.wait([going, *lives], return_when=asyncio.FIRST_COMPLETED)
         for each in ended:
-            each.result()  # nobody has lived yet: it is `going`, or one that could not be opened
+            each.result()  # no session lives yet, so this is `going` or a session that could not be opened
         begun()
         await asyncio.wait(lives, timeout=load.seconds, return_when=asyncio.FIRST_EXCEPTION)
         run.course.ended = time.perf_counter()
@@ -74,7 +76,7 @@ class _Run:
         self._vocab = vocab
         self._seeds = count(time.time_ns())
         self._opening = asyncio.Semaphore(OPENING)
-        self._being_somebody = asyncio.Lock()
+        self._effective_user = asyncio.Lock()
         self._unopened = sum(group.sessions for group in load.groups.values() if not group.rate)
         self._may_begin = asyncio.Event()
         self._has_begun = asyncio.Event()
@@ -87,7 +89,7 @@ class _Run:
         self._has_begun.set()
 
     async def live(self, following: Iterator[Visit]) -> None:
-        """Sessions that follow one another."""
+        """Runs sessions that follow one another."""
         is_first = True
         for visit in following:
             group = self.load.groups[visit.group]
@@ -112,7 +114,7 @@ class _Run:
     async def _session(self, group: Group, tenant: int) -> AsyncIterator[djinn.AsyncSession]:
         session = djinn.AsyncSession(self._model, priority=group.priority, address=self._address)
         if tenant:
-            async with self._being_somebody:  # connections are made as the effective user
+            async with self._effective_user:  # connections are made as the effective user
                 os.seteuid(user_of(tenant))
                 try:
                     await session.open()
@@ -127,7 +129,7 @@ class _Run:
             await session.close()
 
     def prompt(self, tokens: int) -> list[int]:
-        """One that nobody has seen."""
+        """Draws a prompt that the daemon has not seen."""
         return prompt(tokens, self._vocab, next(self._seeds))
 
 
@@ -165,7 +167,7 @@ class _Client:
                 before = now
 
     async def _pause(self, call: Call) -> float:
-        """→ when it was over."""
+        """Waits for the pause of a call. Returns its end."""
         async with self._told(call.pause_s):
             await asyncio.sleep(call.pause_s)
             return time.perf_counter()

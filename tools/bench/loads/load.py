@@ -1,9 +1,9 @@
-"""A load: groups of sessions that call again and again, of which classes and tenants, and what they ask for.
+"""A load: groups of sessions of some class and tenant, with the calls that they make.
 
-It is drawn before anything runs, so that whoever serves it, a daemon or the simulator, is asked for the same.
+A load is drawn before anything runs, so that a daemon and the simulator get the same one.
 
-A session of a group is opened, makes its calls with pauses between them, and is closed. Without a rate, so many are
-alive at once, and one that has ended is followed by another; with a rate, so many come in all (a Poisson process).
+A session of a group opens, makes its calls with pauses between them, and closes. Without a rate, `sessions` of them are
+alive at once, and each is followed by another one. With a rate, `sessions` come in all, as a Poisson process.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ import yaml
 from djinn_client.protocol.fields.scheduling import Class
 
 Tells = Literal["none", "signals", "tool", "expected"]
-Tokens = tuple[int, int]  # from the least to the most, both included
+Tokens = tuple[int, int]  # the least and the most tokens
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`tells`: what the daemon hears of a pause: nothing, that it begins and ends, the tool's name, too, or how long it
-    will be. `forgets`: after each answer, all of it, so that KV is never what is short."""
+    """Sessions of one kind.
+
+    `tells`: signals at a pause ("none"; "signals"; "tool", with the tool's name; "expected", with the duration).
+    `forgets`: the session forgets all tokens after each answer, so that KV is never short.
+    """
 
     priority: Class = msgspec.field(name="class")
     sessions: int
-    rate: float = 0.0  # a second
-    tenants: tuple[int, ...] = (0,)  # that its sessions belong to, in turns
-    context: Tokens  # of the first call
-    prompt: Tokens = (0, 0)  # of the others
+    rate: float = 0.0  # arrivals a second
+    tenants: tuple[int, ...] = (0,)  # the tenants of its sessions, in turns
+    context: Tokens  # tokens of the first call's prompt
+    prompt: Tokens = (0, 0)  # tokens of the other calls' prompts
     answer: Tokens
     calls: int = 1
-    pause_s: tuple[float, float] = (0.0, 0.0)  # between an answer and the next call, as between two sessions
+    pause_s: tuple[float, float] = (0.0, 0.0)  # between an answer and the next call, and between two sessions
     tells: Tells = "none"
     forgets: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     groups: dict[str, Group]
-    seconds: float  # after which nobody calls any more
+    seconds: float  # calls begin in this time only
     weights: dict[int, float] = {}  # by tenant
     seed: int = 0
 
@@ -53,24 +56,25 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Call(NamedTuple):
-    pause_s: float  # before it
+    pause_s: float  # before the call
     tokens: int
     answer: int
 
 
 class Visit(NamedTuple):
-    """One session's life."""
+    """The life of one session."""
 
     group: str
-    number: int  # unlike any other's of the load
+    number: int  # unique within the load
     tenant: int
     arrives_s: float
-    rest_s: float  # between the session before, if there was one, and this one
+    rest_s: float  # after the session before this one
     calls: tuple[Call, ...]
 
 
 def visits(load: Load) -> Iterator[Iterator[Visit]]:
-    """The same for the same load: each inner one is of sessions that follow one another; `arrives_s` is the first's."""
+    """Draws the load; the same load gives the same visits. Each inner iterator has sessions that follow one another,
+    and the first of them has its `arrives_s`."""
     numbers = count()
     for name, group in load.groups.items():
         source = random.Random(f"{load.seed} {name}")
@@ -96,7 +100,7 @@ def _sessions(load: Load, name: str, slot: int, arrives_s: float, numbers: Itera
 
 
 def read(path: Path) -> Load:
-    """Of YAML. Raises BadParameter."""
+    """Reads a load from YAML. Raises BadParameter."""
     try:
         found: Any = yaml.safe_load(path.read_text())
         return msgspec.convert(found, Load, strict=False)

@@ -1,5 +1,5 @@
-"""Loads that have a name. Figures of agents are those of the issue that `tools/bench/agents` measures; `asking` and
-`asking beside bulk` are what `tools/bench/serving/fairness.py` measures of interactive sessions."""
+"""Loads with names. `tools/bench/agents` measures the same agents, and `tools/bench/serving/fairness.py` the sessions
+of `asking` and `asking beside bulk`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LOADS = {
         },
         weights={1: 1.0, 2: 2.0, 3: 4.0},
     ),
-    "rows": Load(  # four equal tenants, of which one has 50 times the sessions
+    "rows": Load(  # four equal tenants; one has 50 times the sessions
         seconds=60,
         groups={
             f"tenant {tenant}": Group(

@@ -1,4 +1,4 @@
-"""A load that a process of its own asks for: what that does with its tokens holds up nobody whose times are taken."""
+"""A load in a process of its own, so that work on its tokens delays no session that is measured."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tools.bench.loads.course import Course
 from tools.bench.loads.live import serve
 from tools.bench.loads.load import Load
 
-PATIENCE_S = 120.0  # until all sessions are open, and for what is left when the load's time is over
+PATIENCE_S = 120.0  # until all sessions are open, and for the answers after the load's time
 
 
 class LoadProcess:
-    """Entered when the load has begun. Left before its time is over, it is broken off."""
+    """The context begins when the load does. Leaving it before the load's end cancels the load."""
 
     def __init__(self, address: str, model: str, vocab: int, load: Load) -> None:
         context = multiprocessing.get_context("spawn")
@@ -38,13 +38,13 @@ class LoadProcess:
         return self
 
     def course(self) -> Course:
-        """When its time is over. Once."""
+        """Waits for the load's end and returns its course. Can be called once."""
         course = self._receive(self._seconds + PATIENCE_S)
         assert isinstance(course, Course)
         return course
 
     def _receive(self, timeout: float) -> object:
-        """Raises ClickException where it has failed, or does not answer."""
+        """Receives a message of the process. Raises ClickException where the process has failed or sends nothing."""
         if not self._ours.poll(timeout):
             raise click.ClickException(f"a load's process has not answered for {timeout:.0f} s")
         try:
@@ -67,7 +67,7 @@ class LoadProcess:
 
 
 def _ask(pipe: Connection, address: str, model: str, vocab: int, load: Load) -> None:
-    """In that process. Answers with None when the load begins, then with its course, or with an error's message."""
+    """Runs in the load's process. Sends None when the load begins, then its course, or an error's message."""
     try:
         pipe.send(asyncio.run(serve(address, model, vocab, load, begun=lambda: pipe.send(None))))
     except djinn.DjinnError as error:

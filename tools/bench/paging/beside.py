@@ -1,11 +1,12 @@
-"""What sessions that decode notice of others that leave the device and come back: the time between their steps.
+"""How much decoding sessions are delayed by others that leave the device and come back: the time between steps.
 
-That is from the start of one step that has rows of all of them to the start of the next, with whatever the engine has
-done between the two, as the device saw it. What a client sees is no measure of it: tokens whose text is unfinished are
-held back. All is traced alike, what is undisturbed too: a trace costs a little.
+It counts from the start of a step with all decoding sessions to the start of the next such step, in the device's trace.
+All work of the engine between the two is included. A client's times are no measure, because tokens with
+unfinished text are held back. All phases are traced, the undisturbed one too, because a trace has a cost.
 
-Bytes move only if they are not there already: a session that has been on the host before leaves at no cost, and one
-whose pages nobody has written over comes at none. So the first to leave are fresh, and more take turns than fit.
+Bytes move only if they are not there already. A session that was on the host before leaves without a copy, and a
+session whose pages still lie on the device comes back without one. So the first sessions to leave are fresh, and more
+sessions take turns than fit.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from djinn_client.protocol import Span
 from tools.bench.harness.paged_model import MODEL, PagedModel
 
 DECODERS = 8
-DECODER_PROMPT = 64  # tokens, in one page
-PRESENT = 5  # others, on the device at a time
-PACE_S = {"undisturbed": None, "each_second": 1.0, "disturbed": 0.0}  # from one session's leaving to the next one's
-TRACE_STEPS = 100  # the most that one trace takes
-TRACE_S = 1.0  # after the last step its trace is waited for so long
-ENGINE_KNOWS_S = 0.05  # of the trace
-STEPS_GO_S = 0.1  # until all decoders are in them
+DECODER_PROMPT = 64  # tokens, which fill one page
+PRESENT = 5  # other sessions on the device at a time
+PACE_S = {"undisturbed": None, "each_second": 1.0, "disturbed": 0.0}  # between two sessions' departures
+TRACE_STEPS = 100  # the most steps of one trace
+TRACE_S = 1.0  # a trace waits so long after its last step
+ENGINE_KNOWS_S = 0.05  # until the engine has begun the trace
+STEPS_GO_S = 0.1  # until all decoders are in the steps
 
 
 class Noticed(NamedTuple):
-    """In one phase, of all traces."""
+    """Figures of one phase, from all its traces."""
 
     median: float  # seconds from step to step
     p99: float
-    step_median: float  # of the steps alone, as the device takes them; what is more lies between two
+    step_median: float  # of the steps alone, in device time; the rest lies between two steps
     step_p99: float
-    idle_median: float  # of a step, outside of prologue, blocks and epilogue: it samples, or waits
+    idle_median: float  # time of a step outside of prologue, blocks and epilogue: it samples, or waits
     idle_p99: float
     gaps: int
     seconds: float  # all gaps together; the bytes are of copies that began in them
@@ -51,7 +52,7 @@ class Noticed(NamedTuple):
 
 
 def noticed(traces: Iterable[Sequence[Span]]) -> Noticed:
-    """What lies between two traces belongs to no gap. ClickException where there are fewer than two."""
+    """Figures of the gaps within each trace. Raises ClickException where there are fewer than two gaps."""
     gaps: list[float] = []
     steps: list[float] = []
     idle: list[float] = []
@@ -96,14 +97,14 @@ class Pagers:
     """Sessions that take turns on the device."""
 
     def __init__(self, model: PagedModel, arrival_s: float) -> None:
-        """`arrival_s`: that one takes to come."""
+        """`arrival_s`: the time that a session's arrival takes."""
         self._model = model
         self._arrival_s = arrival_s
         self._present: deque[djinn.AsyncSession] = deque()
         self._waiting: deque[djinn.AsyncSession] = deque()
 
     async def open(self) -> None:
-        """So many that the pages of whoever comes next have been given to others."""
+        """Opens so many sessions that the pages of the next one to come have been overwritten by the others."""
         held = -(-self._model.tokens // self._model.info.page_size)
         fit = -(-(self._model.info.pages - DECODERS) // held)
         while len(self._waiting) + PRESENT <= fit:
@@ -111,14 +112,14 @@ class Pagers:
             await self._waiting[-1].pause("host")
 
     async def refresh(self, present: int) -> None:
-        """So many are present, and have never left."""
+        """Replaces the sessions on the device by `present` fresh ones, which have never left."""
         while self._present:
             await self._present.pop().close()
         while len(self._present) < present:
             self._present.append(await _opened(self._model, self._model.tokens))
 
     async def take_turns(self, pace_s: float, stop: asyncio.Event) -> int:
-        """→ how many have come."""
+        """Lets one session leave and another come, every `pace_s` seconds until `stop`. Returns how many came."""
         moves = 0
         await asyncio.sleep(STEPS_GO_S)
         while not stop.is_set():
@@ -140,13 +141,13 @@ class Pagers:
 
 
 def beside(model: PagedModel, seconds_of_copy: float, steps: int, runs: int) -> dict[str, dict[str, Any]]:
-    """Sessions decode beside others: undisturbed, while every second one leaves and another comes, and while they do so
-    as fast as the bus allows. The pool has `pool_bytes`. → by phase: what was noticed, and `sessions_moved`."""
+    """Sessions decode beside others, in three phases: undisturbed, with one departure and arrival a second, and with as
+    many as the bus allows. The pool must have `pool_bytes`. Returns for each phase its figures and `sessions_moved`."""
     return asyncio.run(_beside(model, seconds_of_copy, steps, runs))
 
 
 def pool_bytes(model: PagedModel, steps: int) -> int:
-    """Of a pool that the decoders, and those that are present beside them, fill."""
+    """Bytes of a pool that is full with the decoders and the sessions beside them."""
     return model.pool_bytes(*[model.tokens] * PRESENT, *[DECODER_PROMPT + steps] * DECODERS)
 
 
@@ -157,7 +158,7 @@ async def _beside(model: PagedModel, seconds_of_copy: float, steps: int, runs: i
     moves = dict.fromkeys(PACE_S, 0)
 
     async def run(client: djinn.Client, pace_s: float | None) -> tuple[list[Sequence[Span]], int]:
-        await pagers.refresh(0 if pace_s is None else PRESENT)  # who says nothing for long leaves, too
+        await pagers.refresh(0 if pace_s is None else PRESENT)  # a session that sends nothing for long leaves, too
         stop = asyncio.Event()
         tracing = asyncio.create_task(_trace(client, stop))
         await asyncio.sleep(ENGINE_KNOWS_S)
@@ -198,7 +199,7 @@ async def _decode(session: djinn.AsyncSession, steps: int) -> None:
 
 
 async def _trace(client: djinn.Client, stop: asyncio.Event) -> list[Sequence[Span]]:
-    """One trace after another, until one has ended after `stop`."""
+    """Takes traces one after another, until one has ended after `stop`."""
     traces: list[Sequence[Span]] = []
     while not stop.is_set():
         reply = await asyncio.to_thread(client.trace, steps=TRACE_STEPS, seconds=TRACE_S)

@@ -1,4 +1,4 @@
-"""Many sessions that are alive at once and are asked in turns."""
+"""Many sessions that are alive at once and are called in turns."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tools.bench.harness.prompts import prompt
 class Work(NamedTuple):
     sessions: int
     context: int  # tokens of each prompt
-    new: int  # tokens that a session is asked for in a turn
+    new: int  # tokens that a session generates in a turn
     turns: int  # after the prompt
-    ahead: int = 0  # so many sessions before its turn, one says COMPUTE; 0: nobody says anything
+    ahead: int = 0  # a session sends COMPUTE so many sessions before its turn; 0: no session does
     sequential: bool = False
 
     @property
     def session_tokens(self) -> int:
-        """That a session has in the end; the prompt brings one token, too."""
+        """Tokens of a session at its end; the prompt's call generates one."""
         return self.context + 1 + self.new * self.turns
 
 
 @dataclass
 class Answers:
-    tokens: list[list[int] | None]  # generated, by session; None: it failed
+    tokens: list[list[int] | None]  # generated tokens, by session; None: the session has failed
     seconds: float = 0.0
-    computed_anew: set[int] = field(default_factory=set)  # sessions of which some KV had gone when they were asked
+    computed_anew: set[int] = field(default_factory=set)  # sessions that had lost some KV when they were called
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -47,9 +47,11 @@ async def ask(
     count: Callable[[int], object] = lambda tokens: None,
     groups: int = 1,
 ) -> Answers:
-    """Asks all sessions, of which `at_once` may be busy at a time. Sessions of another `kind` have other prompts.
-    `count` is told of each token that a session has come by. With more than one of the `groups`, the sessions of one
-    are closed before the next begins."""
+    """Calls all sessions, at most `at_once` of them at a time. Another `kind` has other prompts.
+
+    `count` gets the number of tokens that sessions grow by. With several `groups`, the sessions of one group are closed
+    before the next group begins.
+    """
     answers = Answers([None] * work.sessions)
     began = time.perf_counter()
     size = -(-work.sessions // groups)
@@ -90,7 +92,7 @@ class _Group:
         answers, work = self._answers, self._work
         async with self._busy:
             if turn and answers.tokens[member] is None:
-                return  # it has failed before
+                return  # the session has failed before
             try:
                 if work.ahead:
                     await self._signal(sessions, member + work.ahead)

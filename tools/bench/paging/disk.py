@@ -1,8 +1,8 @@
-"""What a folder's disk can do: writes and reads of one size, several in flight, past the page cache where it can.
+"""Rates of a folder's disk: reads and writes of one size, several at a time, past the page cache where possible.
 
     python -m tools.bench.paging.disk FOLDER [--piece-mib 4] [--pieces 256]
 
-Writes are of a file that grows; reads are of what has just been written.
+It writes a file that grows, and then reads it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DiskRates(NamedTuple):
 
 
 def disk_rates(folder: Path, piece_bytes: int, pieces: int, in_flight: int = IN_FLIGHT) -> DiskRates:
-    """Of a file of so many pieces, which are rounded up to 4096 bytes, in the folder; the file is gone afterwards."""
+    """Writes and reads a temporary file in the folder. Pieces are rounded up to multiples of 4096 bytes."""
     extent = -(-piece_bytes // ALIGNMENT) * ALIGNMENT
     buffers = [mmap.mmap(-1, extent) for _ in range(in_flight)]  # begins at a page
     for buffer in buffers:
@@ -67,7 +67,7 @@ def _rate(
     extent: int,
     pieces: int,
 ) -> float:
-    """Each thread has a buffer and every so-manieth piece."""
+    """Moves all pieces. Each thread has a buffer, and takes every n-th piece of n threads."""
 
     def share(number: int) -> None:
         for piece in range(number, pieces, len(buffers)):

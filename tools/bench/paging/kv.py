@@ -1,10 +1,10 @@
-"""Pages of sessions between device, host and disk: how fast they leave and come back, and what others notice of it.
+"""KV between device, host and disk: how fast sessions leave and come back, and how much others are delayed.
 
     python -m tools.bench.paging.kv CHECKPOINT [--memory 80GiB] [--host-kv 60GiB] [--disk-kv 20GiB] [--tokens 2048]
 
-What bus and disk can do is measured in the same run. Four pools, one after another: as large as the daemon likes,
-for forks; one that two sessions fill, with tiers below it; one with room for others that decode beside; and the one of
-two without tiers, where KV is computed anew.
+The rates of bus and disk are measured in the same run. The model is loaded four times: with a pool of the daemon's
+choice, for forks; with a pool for two sessions and tiers below it; with room for decoding sessions beside; and with the
+pool for two without tiers, where KV is recomputed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tools.bench.paging import kv_measures as measures
 from tools.bench.paging.disk import disk_rates
 from tools.bench.paging.kv_measures import Copied
 
-SLACK_S = 0.002  # that a wake-up may take beside bytes / ceiling and a step
+SLACK_S = 0.002  # slack of a wake-up beyond bytes / ceiling and a step
 FORKS = 21
 
 
 class Line(NamedTuple):
-    """Of the table: what was found, and what it is held against."""
+    """A row of the table: a figure and its bar."""
 
     measure: str
     found: str
@@ -124,15 +124,15 @@ def seconds(woken: Sequence[dict[str, Any]]) -> float:
 
 
 def chosen(woken: Sequence[dict[str, Any]]) -> str:
-    """What the daemon preferred, copying or computing."""
+    """Tells whether the daemon copied or recomputed."""
     copies = sum(one["computed"] <= 1 for one in woken)
     return "copied" if copies == len(woken) else "computed" if not copies else f"{copies} of {len(woken)} copied"
 
 
 def lines(found: dict[str, Any]) -> list[Line]:
-    """The table's, from results."""
+    """The table's rows, from results."""
     ceilings, step = found["ceilings"], found["step_s"]
-    nbytes = statistics.median(one["nbytes"] for one in found["from_host"])  # tokens that follow may fill one page more
+    nbytes = statistics.median(one["nbytes"] for one in found["from_host"])  # generated tokens may fill one page more
     drawn = []
     for name, label, ceiling in (
         ("demote", "demote", ceilings["down"]),
@@ -168,7 +168,7 @@ def lines(found: dict[str, Any]) -> list[Line]:
 
 
 def _others(phases: dict[str, dict[str, Any]], bus: float) -> list[Line]:
-    """What decoding sessions notice: of somebody's day, and of the harshest there is."""
+    """Rows on the delay of decoding sessions: beside one departure a second, and beside as many as the bus takes."""
     drawn = []
     for phase, label in (("each_second", "a session a second"), ("disturbed", "as many as the bus takes")):
         noticed = phases[phase]
@@ -212,9 +212,9 @@ def table(name: str, found: dict[str, Any]) -> Table:
 @command.memory
 @command.host_kv
 @command.disk_kv
-@click.option("--tokens", default=2048, show_default=True, help="Of a session, or as many as the model takes.")
+@click.option("--tokens", default=2048, show_default=True, help="Tokens of a session; at most the model's context.")
 @click.option("--forks", default=1000, show_default=True)
-@click.option("--steps", default=512, show_default=True, help="Of the sessions that decode beside, in each round.")
+@click.option("--steps", default=512, show_default=True, help="Steps of the decoding sessions in each round.")
 @command.rounds(7)
 @command.folder
 def main(

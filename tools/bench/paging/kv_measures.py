@@ -1,4 +1,4 @@
-"""What kv.py measures of a PagedModel: sessions that leave the device and come back, and their forks."""
+"""Measurements of kv.py on a PagedModel: sessions that leave the device and come back, and forks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tools.bench.harness.paged_model import PagedModel
 from tools.bench.harness.trace import traced
 
 STEPS = 32  # of a session that decodes alone
-TRACE_S = 0.5  # beside what copying is expected to take
+TRACE_S = 0.5  # a trace's time beyond the expected copy
 
 
 class Copied(NamedTuple):
-    """Of one direction."""
+    """A copy in one direction."""
 
     nbytes: int
-    seconds: float  # as the daemon says, or as the client has waited
-    traced_bytes: int  # by copies in the trace; 0 where it has none
-    traced_seconds: float  # from the first one's start to the last one's end
+    seconds: float  # by the daemon's figure, or by the client's clock
+    traced_bytes: int  # bytes of copies in the trace; 0 without any
+    traced_seconds: float  # from the first copy's start to the last one's end
 
     @property
     def rate(self) -> float:
@@ -36,18 +36,18 @@ class Copied(NamedTuple):
 
 
 class Woken(NamedTuple):
-    """A session that was asked for a token."""
+    """A call for one token."""
 
     seconds: float  # to the token, on the client's clock
     nbytes: int  # of its KV
-    computed: int  # tokens: 1 where the KV was there or was copied
+    computed: int  # computed tokens; 1: the KV was there or was copied
 
 
 # --- over the bus -----------------------------------------------------------------------------------------------------
 
 
 def copied(nbytes: int, seconds: float, spans: Sequence[Span], name: str) -> Copied:
-    """`name`: that the copies' spans begin with."""
+    """Joins a copy with its spans, whose names begin with `name`."""
     ours = [span for span in spans if span.name.startswith(name)]
     if not ours:
         return Copied(nbytes, seconds, 0, 0.0)
@@ -57,14 +57,14 @@ def copied(nbytes: int, seconds: float, spans: Sequence[Span], name: str) -> Cop
 
 
 def demote(model: PagedModel, expected_s: float) -> Copied:
-    """A fresh session is paused to the host: until it is found there."""
+    """Pauses a fresh session to the host."""
     with model.session() as session, traced(model.address, TRACE_S + expected_s) as spans:
         reply = session.pause("host")
         return copied(reply.nbytes, reply.seconds, spans(), "demote")
 
 
 def promote(model: PagedModel, expected_s: float) -> Copied:
-    """A session that is on the host only is resumed: until it is on the device."""
+    """Resumes a session that is only on the host."""
     with model.session() as session:
         nbytes = session.pause("host").nbytes
         model.overwrite()
@@ -73,7 +73,7 @@ def promote(model: PagedModel, expected_s: float) -> Copied:
 
 
 def exchange(model: PagedModel, expected_s: float) -> tuple[Copied, Copied]:
-    """One session comes (the second result) as another one leaves."""
+    """Lets one session leave and another come at the same time. The second result is the session that comes."""
     with model.session() as comes:
         nbytes = comes.pause("host").nbytes
         model.overwrite()
@@ -97,7 +97,7 @@ def _arrival(model: PagedModel, session: djinn.Session) -> float:
 
 
 def step_s(model: PagedModel) -> float:
-    """Of a session alone, with a context of `tokens`."""
+    """Seconds of a step of one session alone, with a context of `tokens`."""
     with model.session() as session:
         session.generate(max_tokens=2, ignore_eos=True)
         times = [session.generate(max_tokens=STEPS // 4, ignore_eos=True).timings for _ in range(4)]
@@ -105,7 +105,7 @@ def step_s(model: PagedModel) -> float:
 
 
 def token_of(model: PagedModel, session: djinn.Session) -> Woken:
-    """COMPUTE, and a call for one token."""
+    """Sends COMPUTE, and calls for one token."""
     info = model.state(session)
     held = max(info.host_pages + info.disk_pages, info.pages) * model.info.page_bytes
     began = time.perf_counter()
@@ -115,14 +115,14 @@ def token_of(model: PagedModel, session: djinn.Session) -> Woken:
 
 
 def stayed(model: PagedModel, rounds: int) -> list[Woken]:
-    """Asked again while all is on the device: what the call itself takes."""
+    """Calls sessions whose KV is on the device: the cost of the call itself."""
     with model.session() as session:
         return [token_of(model, session) for _ in range(rounds)]
 
 
 def from_host(model: PagedModel, rounds: int) -> list[Woken]:
-    """The client says that it waits, its session leaves; then COMPUTE, and a call. It waits for another tool each time,
-    so that the daemon does not learn when it is expected."""
+    """Calls sessions whose client said IO_WAIT, after they left the device. Each wait has another tool, so that the
+    daemon cannot learn the duration."""
     found = []
     with model.session() as session:
         for number in range(rounds):
@@ -134,7 +134,7 @@ def from_host(model: PagedModel, rounds: int) -> list[Woken]:
 
 
 def when_expected(model: PagedModel, rounds: int) -> list[Woken]:
-    """The same, and the client has said for how long."""
+    """Calls sessions whose client said IO_WAIT with its expected duration."""
     found = []
     with model.session() as session:
         began = time.perf_counter()
@@ -151,7 +151,7 @@ def when_expected(model: PagedModel, rounds: int) -> list[Woken]:
 
 
 def from_disk(model: PagedModel, rounds: int) -> tuple[list[Copied], list[Woken]]:
-    """Sessions that are paused to disk, until they are there, and resumed by a call."""
+    """Pauses sessions to disk, and resumes them by a call."""
     down, up = [], []
     for _ in range(rounds):
         with model.session() as session:
@@ -166,7 +166,7 @@ def from_disk(model: PagedModel, rounds: int) -> tuple[list[Copied], list[Woken]
 
 
 def recomputed(model: PagedModel, rounds: int) -> list[Woken]:
-    """Of a model without lower tiers: others need the pages, and what they held is gone."""
+    """Calls sessions of a model without lower tiers, after other sessions have taken their pages."""
     found = []
     with model.session() as session:
         for number in range(rounds):
@@ -183,7 +183,7 @@ def recomputed(model: PagedModel, rounds: int) -> list[Woken]:
 
 
 def forks(model: PagedModel, rounds: int, many: int) -> dict[str, Any]:
-    """Of a session whose last page is filled in part: the call, and the pages that it takes."""
+    """Forks a session with a partly filled last page: the time of the call, and the pages that forks take."""
     with model.session() as session, ExitStack() as opened:
         session.generate(max_tokens=8, ignore_eos=True)
         times = []

@@ -1,19 +1,19 @@
-"""More sessions alive at once than their KV fits the device: who is served, whether any token differs, and how long it
-takes, beside the same work with room for all.
+"""More sessions alive at once than their KV fits the device, beside the same work with room for all of them.
 
     python -m tools.bench.paging.oversubscribe CHECKPOINT [--sessions 50] [--context 2048] [--new 50] [--memory 80GiB]
 
-Every session gets its prompt, and then all of them are asked again, in the same order, for each of so many turns:
-agents that reason, wait and reflect. Twice, with other prompts:
+It counts the sessions that are served and the tokens that differ, and takes the time. Every session gets its prompt.
+Then all sessions are called again, in the same order, for each turn, as agents do. This is done twice, with other
+prompts:
 
-one after another   Every step has one row, in both daemons, so each token must be the same, but for sessions whose KV
-                    was computed anew: that is a step of many rows, whose last bits are others. The order is the worst
-                    there is: whoever is asked next has been away for longest.
-all at once         How long it takes where who runs beside whom is the daemon's. The last bits of a row depend on the
+one after another   Every step has one row, in both daemons, so each token must be the same. Sessions with recomputed
+                    KV are an exception: a step of many rows rounds differently in the last bits. The order is the
+                    worst possible: the session that is called next has been away for longest.
+all at once         The daemon chooses the batches, and only the time counts. The last bits of a row depend on the
                     shape of its batch, and so may some tokens.
 
-Where the device has no room for all of them, the daemon that they are compared with serves one group after another, as
-many as fit, each to its end.
+Where the device has no room for all sessions, the second daemon serves one group after another, each as large as
+possible and to its end.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tools.bench.harness.usage import Usage
 from tools.bench.paging.crowd import Answers, Work, ask
 
 GIB = 1 << 30
-SHORT = 16  # tokens of those that nobody measures
+SHORT = 16  # tokens of sessions that warm up
 TIERS: tuple[Tier, ...] = ("host", "disk")
 ALONE, ALL = "one after another", "all at once"
 
 
 class Setting(NamedTuple):
-    """Of one of the two daemons."""
+    """Configuration of one of the two daemons."""
 
     device: str
     memory: str
@@ -51,9 +51,9 @@ class Setting(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What the sessions would take if all of it were on the device."""
+    """Memory that the sessions would take if all of it was on the device."""
 
-    session_bytes: int  # at its end
+    session_bytes: int  # a session's KV at its end
     kv_bytes: int
     weight_bytes: int
 
@@ -99,8 +99,8 @@ def measure(checkpoint: Path, short: Setting, roomy: Setting, folder: Path | Non
 
 
 def warm_up(model: PagedModel, work: Work, modes: Mapping[str, int]) -> None:
-    """Steps of as many rows, so that neither daemon compiles kernels or captures graphs while it is measured. Their
-    prompts are none that is measured."""
+    """Runs steps of as many rows as the measured ones, so that no daemon compiles or captures later. Their prompts are
+    different."""
     for kind, at_once in enumerate(modes.values(), work.sessions * len(modes)):
         short = work._replace(sessions=at_once, context=SHORT, new=SHORT, turns=1, ahead=0)
         asyncio.run(ask(model, short, at_once, kind))
@@ -118,8 +118,7 @@ def figures(model: PagedModel) -> dict[str, int]:
 
 
 def compared(short: Answers, roomy: Answers) -> dict[str, Any]:
-    """Of the sessions that both have served: how many have the same tokens, and how many do not though all their KV was
-    kept."""
+    """Compares the sessions that both daemons served: equal tokens, and different tokens though all KV was kept."""
     pairs = enumerate(zip(short.tokens, roomy.tokens, strict=True))
     both = {member: a == b for member, (a, b) in pairs if a is not None and b is not None}
     anew = short.computed_anew | roomy.computed_anew
@@ -190,9 +189,14 @@ def summary(found: dict[str, Any]) -> str:
 @click.option("--sessions", default=50, show_default=True)
 @click.option("--context", default=2048, show_default=True, help="Tokens of each prompt.")
 @click.option("--new", default=50, show_default=True, help="Tokens that a session generates in a turn.")
-@click.option("--turns", default=2, show_default=True, help="After the prompt.")
-@click.option("--ahead", default=0, show_default=True, help="So many sessions before its turn, a session says COMPUTE.")
-@click.option("--sequential", is_flag=True, help="One after another only.")
+@click.option("--turns", default=2, show_default=True, help="Turns after the prompt.")
+@click.option(
+    "--ahead",
+    default=0,
+    show_default=True,
+    help="A session sends COMPUTE so many sessions before its turn; 0: not at all.",
+)
+@click.option("--sequential", is_flag=True, help="Measure one after another only.")
 @command.folder
 def main(
     checkpoint: Path,

@@ -1,10 +1,10 @@
-"""From the start of a daemon to the first token of a large model: cold, after a crash, and after a warm restart.
+"""The time from the start of a daemon to the first token of a large model: cold, after a crash, after a warm restart.
 
     python -m tools.bench.paging.restart CHECKPOINT [--memory 0]
 
-Cold reads the checkpoint. After a crash (SIGKILL) the next daemon finds the weights in shared memory; so does the one
-that `djinnctl restart --warm` leads to, whose time counts from the command on and so includes the old daemon's end; its
-own share is its uptime when it gives the token.
+A cold start reads the checkpoint. After a crash (SIGKILL) the next daemon finds the weights in shared memory, and so
+does the successor of `djinnctl restart --warm`. A warm restart's time counts from the command and includes the old
+daemon's end; the new daemon's own part is its uptime at the first token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VOCAB = 1000  # that prompts are drawn from
 
 
 def first_token(address: str, model: str) -> list[int]:
-    """One token of a new session, as soon as there is a daemon that gives it."""
+    """Generates one token in a new session, as soon as a daemon accepts it."""
     deadline = time.monotonic() + LIMIT_S
     while True:
         try:

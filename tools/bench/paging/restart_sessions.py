@@ -1,13 +1,12 @@
-"""A restart of the daemon while many sessions are alive: how soon all can be attached to, what of their KV is still
-there, and whether they go on as if nothing had been.
+"""A restart of the daemon with many sessions alive: how soon they continue, with which KV, and with equal tokens.
 
     python -m tools.bench.paging.restart_sessions CHECKPOINT [--sessions 50] [--context 2048] [--new 8] [--memory 80GiB]
 
-Each session gets a prompt, and a fork of it says what the session will say: one after another, so that every step has
-one row, and each token must be the same, but where KV is computed anew, which is a step of many rows, whose last bits
-are others. Then `djinnctl restart --warm`. All are attached to, and asked in the order in which they began, the worst
-there is where not all of them fit the device. Times count from the command on, and so include the old daemon's end; the
-new one's own is its uptime.
+Each session gets a prompt, and a fork of it generates the expected tokens. Sessions are called one after another, so
+that every step has one row and each token must be the same. Recomputed KV is an exception: a step of many rows rounds
+differently in the last bits. Then comes `djinnctl restart --warm`. The client attaches to all sessions and calls them
+in the order of their beginning, which is the worst order if they do not all fit the device. Times count from the
+command and include the old daemon's end; the new daemon's own part is its uptime.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from tools.bench.harness.command import Result, given, say
 from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
 
-LIMIT_S = 120.0  # for the daemon to be there again
+LIMIT_S = 120.0  # until the new daemon answers
 
 
 class Work(NamedTuple):
     sessions: int
     context: int  # tokens of each prompt
-    new: int  # tokens that each is asked for afterwards
+    new: int  # tokens that each session generates afterwards
 
 
 class Left(NamedTuple):
-    """A session that nobody is attached to."""
+    """A detached session."""
 
     id: str
-    tokens: list[int]  # that it will say
+    tokens: list[int]  # tokens that it is expected to generate
 
 
 class Clock:
-    """Since the command, and since the new daemon began."""
+    """Times since the command and since the new daemon's start."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -53,7 +52,7 @@ class Clock:
         self.uptime_s: dict[str, float] = {}
 
     def await_successor(self) -> None:
-        """The old daemon answers until it ends."""
+        """Waits until the new daemon answers. The old one answers until it ends."""
         while (elapsed := time.perf_counter() - self._began) < LIMIT_S:
             with suppress(djinn.ConnectionLost, djinn.ShuttingDown):
                 if djinn.status(address=self._address).uptime_s < elapsed:
@@ -67,7 +66,7 @@ class Clock:
 
 
 def measure(checkpoint: Path, device: str, memory: str, model: dict[str, str], work: Work) -> dict[str, Any]:
-    settings = model | {"disk_kv": "0"}  # the host keeps what is to be found again
+    settings = model | {"disk_kv": "0"}  # all KV must be found in host memory
     with (
         daemon_of(checkpoint, device, memory, settings, None) as address,
         loaded(address, work.context, tiers=["host"]) as served,

@@ -1,11 +1,11 @@
-"""A session goes on whose KV is not on the device: how long until its next token, by its length.
+"""The time to the next token of a session with KV off the device, by the session's length.
 
     python -m tools.bench.paging.resume CHECKPOINT [--memory 80GiB] [--tokens 128,512,1024,2048]
 
-recompute   transformers runs the model over all of the session's tokens
-manual      transformers, and its KV is copied by hand to pinned memory and back
-djinnd      the session's client said IO_WAIT, and says COMPUTE and calls
-expected    the same, and the client had said how long it would wait
+recompute   transformers runs the model over all tokens of the session.
+manual      transformers, with KV that was copied by hand to pinned memory and is copied back.
+djinnd      the client said IO_WAIT, then says COMPUTE and calls.
+expected    the same, with the expected duration of the wait.
 
 Here sessions stop between tokens; whitebox/resume_inside.py measures sessions that stop inside the model.
 """
@@ -84,7 +84,7 @@ def summary(found: dict[str, Any]) -> str:
 @command.device
 @command.memory
 @command.host_kv
-@click.option("--tokens", default="128,512,1024,2048", show_default=True, help="Of a session.")
+@click.option("--tokens", default="128,512,1024,2048", show_default=True, help="Lengths of the session.")
 @command.rounds(7)
 def main(checkpoint: Path, device: str, memory: str, host_kv: str | None, tokens: str, rounds: int) -> Result:
     lengths = [int(length) for length in tokens.split(",")]

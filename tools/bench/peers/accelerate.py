@@ -1,4 +1,4 @@
-"""Accelerate's offload through `device_map`: blocks that do not stay on the device come to it when their turn is."""
+"""Accelerate's offload by `device_map`: the other blocks come to the device when their turn is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def build(job: Job) -> Offloaded:
 
 
 def device_map(model: Any, resident: int, device: str) -> dict[str, str]:
-    """The first `resident` blocks and all that is not a block on `device`, the other blocks on "cpu"."""
+    """Places the first `resident` blocks and all modules outside of blocks on `device`, and the other blocks on
+    "cpu"."""
     at, blocks = blocks_of(model)
     places: dict[str, str] = {}
 

@@ -1,9 +1,9 @@
-"""The same agents in transformers' continuous batching, with its offload of KV to pinned host memory.
+"""The agents' work in transformers' continuous batching, with its offload of KV to pinned host memory.
 
     python -m tools.bench.peers.batching JOB.json
 
-It knows no sessions: each turn is a new request whose prompt is all that the agent has said and heard so far. Blocks of
-equal beginnings are shared for as long as its cache keeps them; what it offloads are requests that run.
+It has no sessions: each turn is a new request, with the agent's whole conversation as its prompt. Requests share blocks
+of equal prefixes as long as the cache keeps them, and only KV of running requests is offloaded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from tools.bench.harness.prompts import prompt
 from tools.bench.stream.outcome import Status
 
 GIB = 1 << 30
-BATCH_TOKENS = 2048  # of a step, at most: as the daemon has it
+BATCH_TOKENS = 2048  # the most tokens of a step, as in the daemon
 
 
 class Batching:
-    """A Server. `manager`: transformers' ContinuousBatchingManager, which runs in a thread of its own."""
+    """Begins agents' conversations: a Server. `manager` is transformers' ContinuousBatchingManager, with its own
+    thread."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -45,20 +46,20 @@ class Batching:
 
 
 class BatchedTalk:
-    """A Talk. It keeps what has been said: nobody else does."""
+    """An agent's conversation as a Talk. It keeps the conversation's tokens, because the manager does not."""
 
     def __init__(self, manager: Any, name: Callable[[], str]) -> None:
         self._manager = manager
         self._name = name
         self._history: list[int] = []
-        self._asked: str | None = None  # the request that is not answered yet
+        self._asked: str | None = None  # the request without an answer yet
 
     async def turn(self, tokens: Sequence[int], new: int) -> Answer:
         times: list[float] = []
         last: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def take(output: Any) -> None:
-            """In the event loop, for every token."""
+            """Runs in the event loop for every token."""
             times.extend([time.perf_counter()] * (len(output.generated_tokens) - len(times)))
             if output.is_finished():
                 last.set_result(output)
@@ -86,12 +87,12 @@ class BatchedTalk:
 
 
 def measure(job: BatchingJob, stack: ExitStack) -> Batched:
-    """The manager is there until the caller leaves the stack, which waits for all that it has been asked."""
+    """Runs the job. The manager stays until the caller leaves the stack, which waits for the manager's requests."""
     model: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=getattr(torch, job.dtype)).eval()
     model = model.to(job.device)
-    offload_bytes = job.host_bytes if job.device != "cpu" else 0  # it wants the memory pinned
+    offload_bytes = job.host_bytes if job.device != "cpu" else 0  # offloading needs pinned memory
     config = ContinuousBatchingConfig(cpu_offload_space=offload_bytes / GIB)
-    page_size: Any = getattr(config, "page_size", None) or config.block_size  # its name up to transformers 5.17
+    page_size: Any = getattr(config, "page_size", None) or config.block_size  # up to 5.17: block_size
     config.num_blocks = max(1, job.kv_tokens // page_size)
     config.max_batch_tokens = BATCH_TOKENS
     greedy = GenerationConfig(do_sample=False, eos_token_id=-1)
@@ -120,7 +121,7 @@ def main() -> None:
     except torch.OutOfMemoryError as error:
         found = Batched(status=Status.OUT_OF_MEMORY, note=str(error).split(" Of the allocated", 1)[0])
     Path(job.outcome).write_bytes(msgspec.json.encode(found))
-    os._exit(0)  # what it still has to do, where a run was broken off, is nobody's
+    os._exit(0)  # requests that remain after a stopped run need no end
 
 
 if __name__ == "__main__":

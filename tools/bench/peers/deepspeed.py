@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO-Inference: stage 3 with its parameters in pinned host memory, fetched ahead of their use.
+"""DeepSpeed's ZeRO-Inference: stage 3 with parameters in pinned host memory, fetched ahead of their use.
 
-As its documentation has it, nothing but the smallest parameters stays on the device. `python -m
-tools.bench.peers.deepspeed JOB.json persistent` lets as many elements persist there as the job's resident blocks and
-everything outside of blocks have.
+As in its documentation, only the smallest parameters stay on the device. With `persistent` as a second argument,
+`python -m tools.bench.peers.deepspeed JOB.json persistent` keeps as many elements there as the job's resident blocks
+and all modules outside of blocks have.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _elements(module: torch.nn.Module) -> int:
 
 
 def _be_alone() -> None:
-    """A world of one process, which DeepSpeed wants to know of by the environment."""
+    """Sets the environment of a world of one process, which DeepSpeed asks for."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

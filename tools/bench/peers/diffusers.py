@@ -23,8 +23,8 @@ def build(job: Job) -> Offloaded:
     stay, leave = nn.ModuleList(blocks[: job.resident]), nn.ModuleList(blocks[job.resident :])
     with children(decoder, {**dict(decoder.named_children()), name: stay}):
         model.to(job.device)
-    # Blocks wait for their copies, and fetch the next, only where diffusers has hooked the module whose forward runs
-    # them; and that it does only where this module has something of its own to offload.
+    # A block waits for its copies and fetches the next block only if diffusers has hooked the module whose forward runs
+    # the blocks. It hooks that module only if the module has something of its own to offload.
     decoder.register_buffer("offloaded_too", torch.zeros(1), persistent=False)
     with children(decoder, {name: leave}):
         hooks.apply_group_offloading(
@@ -41,7 +41,7 @@ def build(job: Job) -> Offloaded:
 
 @contextmanager
 def children(module: nn.Module, shown: Mapping[str, nn.Module | None]) -> Iterator[None]:
-    """Meanwhile the module has these children and no others."""
+    """Gives the module these children, and no others, as long as the context lasts."""
     whole = dict(module._modules)
     _replace(module, shown)
     try:

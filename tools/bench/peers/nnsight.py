@@ -1,7 +1,7 @@
-"""nnsight as a peer: an edit between two blocks as its users write it, of a model that transformers has loaded.
+"""nnsight as a peer: an edit between two blocks, written as its users do, on a model that transformers has loaded.
 
-Importing nnsight gives every object of a process a method `save`, and tensors another `backward`: so only a peer's
-process makes one of these, when it has measured all else.
+Importing nnsight gives every object of a process a method `save`, and tensors another `backward`. So only a peer's
+process imports it, after all other measurements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tools.bench.peers.peer import blocks_of
 
 
 class Traced:
-    """Raises ModuleNotFoundError where nnsight, or what it needs, is not installed."""
+    """A model under nnsight. Raises ModuleNotFoundError where nnsight, or a package that it needs, is not installed."""
 
     def __init__(self, model: Any, checkpoint: Path) -> None:
         nnsight: Any = importlib.import_module("nnsight")
@@ -27,7 +27,7 @@ class Traced:
         self._blocks = self._model.get(at)
 
     def next_token(self, ids: Tensor, blocks: int, scale: float) -> int:
-        """After the prompt, [1, positions], where what so many blocks have given is scaled."""
+        """The token after the prompt, [1, positions], with the output of block `blocks` scaled."""
         block = self._blocks[blocks - 1]
         with self._model.trace(ids, logits_to_keep=1):
             block.output[:] *= scale
@@ -35,9 +35,10 @@ class Traced:
         return int(token)
 
     def generate(self, ids: Tensor, blocks: int, scale: float, **options: Any) -> Tensor:
-        """The prompt, which is changed likewise, and the tokens behind it. `options`: of transformers' `generate`."""
+        """The prompt and the tokens generated after it, with the prompt's activations scaled. `options` are
+        transformers'."""
         block = self._blocks[blocks - 1]
         with self._model.generate(ids, **options) as tracer:
-            block.output[:] *= scale  # of its first call: the prompt's
+            block.output[:] *= scale  # the first call's output is the prompt's
             tokens = tracer.result.save()
         return tokens  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
-"""What the peers of a streaming experiment share: the job they are given, the clock, and what they answer.
+"""The common part of peers of the streaming bench: their job, their clock and their answer.
 
 A peer is a file with a `build` that loads the checkpoint its own way and an `if __name__ == "__main__": serve(build)`.
-It runs in a process of its own, so that its end, however it comes, is a result and not the end of the experiment:
+It runs in a process of its own, so that a crash is a result and not the end of the bench:
 
-    python -m tools.bench.peer_NAME JOB.json
+    python -m tools.bench.peers.NAME JOB.json
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tools.bench.stream.outcome import Found, Job, Outcome, Status
 
 
 class Offloaded(NamedTuple):
-    model: Any  # with `generate`
-    streamed_bytes: int  # of weights that a pass brings to the device
+    model: Any  # has `generate`
+    streamed_bytes: int  # weights that one forward pass brings to the device
 
 
 class Generating:
-    """transformers' `generate`, greedy, on a clock that waits for the device."""
+    """transformers' greedy `generate`, timed with the device synchronized."""
 
     def __init__(self, model: Any, device: str) -> None:
         self._model = model
         self._device = device
 
     def seconds(self, prompts: Sequence[Sequence[int]], new: int) -> float:
-        """To generate `new` tokens after each prompt, all of them in one batch."""
+        """Generates `new` tokens after each prompt, all in one batch, and returns the seconds."""
         ids = self._tensor(prompts)
         self._wait()
         began = time.perf_counter()
@@ -54,7 +54,7 @@ class Generating:
         return time.perf_counter() - began
 
     def logits(self, prompt: Sequence[int]) -> npt.NDArray[np.float32]:
-        """float32 [tokens, vocab]."""
+        """The prompt's logits, float32 [tokens, vocab]."""
         with torch.inference_mode():
             logits = self._model(self._tensor([prompt]), use_cache=False).logits[0]
         found: npt.NDArray[np.float32] = logits.float().cpu().numpy()
@@ -69,7 +69,7 @@ class Generating:
 
 
 def measure(offloaded: Offloaded, job: Job) -> Found:
-    """The first pass of each kind warms up and does not count. Writes the prompt's logits to the job's file."""
+    """Measures the job; the first pass of each kind warms up. Writes the prompt's logits to the job's file."""
     generating = Generating(offloaded.model, job.device)
     generating.seconds([job.prompt], 2)
     first = [generating.seconds([job.prompt], 1) for _ in range(job.runs)]
@@ -83,7 +83,7 @@ def measure(offloaded: Offloaded, job: Job) -> Found:
 
 
 def serve(build: Callable[[Job], Offloaded]) -> None:
-    """The process of a peer: reads the job that its argument names and writes the outcome that the job names."""
+    """Runs a peer's process: reads the job that its argument names, and writes the outcome that the job names."""
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job)
     if job.device != "cpu" and job.memory:
         total = torch.cuda.get_device_properties(job.device).total_memory
@@ -104,7 +104,7 @@ def _outcome(build: Callable[[Job], Offloaded], job: Job) -> Outcome:
 
 
 def on_host(job: Job) -> Any:
-    """The checkpoint's model in host memory."""
+    """Loads the checkpoint's model into host memory."""
     return AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=getattr(torch, job.dtype)).eval()
 
 
@@ -116,7 +116,7 @@ def skeleton(job: Job) -> Any:
 
 
 def blocks_of(model: Any) -> tuple[str, nn.ModuleList]:
-    """Where the model's blocks are, and they."""
+    """The path of the model's list of blocks, and the list."""
     kinds = set(model._no_split_modules or ())
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and type(module[0]).__name__ in kinds:

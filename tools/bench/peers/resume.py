@@ -1,12 +1,12 @@
-"""What people do without djinnd to go on with a session: transformers computes its KV anew, or has it copied by hand.
+"""Continuing a session without djinnd: transformers recomputes the KV, or the KV is copied back by hand.
 
     python -m tools.bench.peers.resume CHECKPOINT --device cuda:0 --dtype bfloat16 --tokens 512,2048 --rounds 7
 
-prints JSON. KV that is copied by hand lies in pinned memory, as torch allocates it, a tensor for the keys and one for
-the values of each block, and comes back by one call each.
+It prints JSON. The copied KV lies in torch's pinned memory, one tensor for the keys and one for the values of each
+block, and each tensor comes back by one call.
 
-With `--blocks 1,10`, of a session that has stopped behind so many blocks: their KV is kept, and what the last one gave;
-and nnsight, in whose trace all blocks are run.
+With `--blocks 1,10` it measures sessions that stopped after so many blocks. The KV of these blocks and the last one's
+output are kept. nnsight is measured too; its trace runs all blocks.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tools.transformers_cache import cache_argument
 
 
 class Resuming(msgspec.Struct):
-    """Of one session; seconds until its next token is known, one figure a round."""
+    """Figures of one session: seconds to the next token, one for each round."""
 
     tokens: int
-    nbytes: int  # of its KV
+    nbytes: int  # bytes of its KV
     recompute: list[float]
     manual: list[float]
-    same_token: bool  # both ways, each time
+    same_token: bool  # in both ways and in all rounds
 
 
 class ResumingInside(msgspec.Struct):
-    """The same of a prompt that has stopped inside the model."""
+    """Figures of a prompt that stopped inside the model."""
 
-    blocks: int  # behind which
-    nbytes: int  # of their KV and of what the last one gave
+    blocks: int  # blocks that had run
+    nbytes: int  # bytes of their KV and of the last one's output
     recompute: list[float]
     manual: list[float]
     same_token: bool
     nnsight: list[float] = []
-    nnsight_note: str = ""  # why there is none
+    nnsight_note: str = ""  # the reason why it is missing
 
 
 class Peer:
@@ -113,8 +113,8 @@ class Peer:
 
     @torch.inference_mode()
     def trace(self, tokens: int, found: Sequence[ResumingInside], rounds: int) -> None:
-        """Adds to each what nnsight takes with an edit there, which changes nothing. In a process that has nothing else
-        to do after it: see Traced."""
+        """Adds nnsight's times, with an edit that changes nothing. The process must have no other work afterwards: see
+        Traced."""
         try:
             traced = Traced(self._model, self._checkpoint)
         except ModuleNotFoundError as error:
@@ -139,7 +139,7 @@ class Peer:
         return int(logits[0, -1].argmax().item())
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        """In host memory."""
+        """Copies the tensor to host memory."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device != "cpu")
         return host.copy_(tensor)
 
@@ -156,7 +156,7 @@ class Peer:
 
 @contextmanager
 def _replaced(layers: Iterable[nn.Module], hidden: Tensor) -> Iterator[None]:
-    """They compute nothing meanwhile, and give this."""
+    """The layers compute nothing and return `hidden`, as long as the context lasts."""
     for layer in layers:
         layer.forward = lambda *_args, **_kwargs: hidden
     try:

@@ -1,4 +1,4 @@
-"""The same work in transformers itself, all weights resident: one process, `generate`, SDPA attention."""
+"""transformers by itself, with all weights resident: one process, `generate`, SDPA attention."""
 
 from __future__ import annotations
 

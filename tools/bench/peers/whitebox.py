@@ -1,9 +1,9 @@
-"""What people do without djinnd to change an activation: a PyTorch hook in transformers' model, or nnsight.
+"""Changing an activation without djinnd: by a PyTorch hook in transformers' model, or by nnsight.
 
     python -m tools.bench.peers.whitebox JOB.json
 
-Runs the job of whitebox_job.py, and writes its answer when the hooks have theirs, and again when nnsight has: so that
-whatever comes of nnsight, the hooks' stands.
+It runs the job of whitebox_job.py. It writes its answer after the hooks and again after nnsight, so that a failure of
+nnsight leaves the hooks' figures.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tools.bench.peers.peer import blocks_of
 from tools.bench.peers.whitebox_job import Answer, Edited, Job, Outcome
 from tools.bench.stream.outcome import Status
 
-Way = Callable[[Tensor, int], Tensor]  # a prompt, and the blocks behind which it is changed → with what comes after it
+Way = Callable[[Tensor, int], Tensor]  # (prompt, changed block) → the prompt with the tokens after it
 
 
 class Model:
-    """transformers', and what it is asked for."""
+    """transformers' model and its job."""
 
     def __init__(self, job: Job) -> None:
         dtype = getattr(torch, job.dtype)
         self.job = job
         self.own: Any = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=dtype).eval().to(job.device)
-        self.own.generation_config.eos_token_id = None  # as the daemon's ignore_eos
+        self.own.generation_config.eos_token_id = None  # the daemon's calls have ignore_eos
         self.prompts = [torch.tensor([prompt], device=job.device) for prompt in job.prompts]
         _, self._blocks = blocks_of(self.own)
 
     def options(self, ids: Tensor) -> dict[str, Any]:
-        """Of `generate`."""
+        """Options of `generate`."""
         mask = torch.ones_like(ids)
         return {"attention_mask": mask, "max_new_tokens": self.job.tokens, "do_sample": False, "pad_token_id": 0}
 
@@ -49,7 +49,7 @@ class Model:
 
     def hooked(self, ids: Tensor, blocks: int) -> Tensor:
         def once(_module: object, _args: object, output: Tensor) -> Tensor:
-            handle.remove()  # the prompt has been through
+            handle.remove()  # the prompt has passed
             return output * self.job.scale
 
         handle = self._blocks[blocks - 1].register_forward_hook(once)
@@ -66,13 +66,13 @@ def _edited(model: Model, way: Way, blocks: int) -> Edited:
     seconds, tokens = [], []
     for ids in model.prompts:
         began = time.perf_counter()
-        tokens.append(_new(ids, way(ids, blocks)))  # reading them waits for the device
+        tokens.append(_new(ids, way(ids, blocks)))  # reading the tokens waits for the device
         seconds.append(time.perf_counter() - began)
     return Edited(seconds=seconds, tokens=tokens)
 
 
 def _new(ids: Tensor, whole: Tensor) -> list[int]:
-    """What was generated."""
+    """The generated tokens."""
     found: list[int] = whole[0, ids.shape[1] :].tolist()
     return found
 

@@ -1,4 +1,4 @@
-"""Others who stop inside a model, edit and go on: the job that they are given, what they answer, and their process."""
+"""Peers that stop inside a model, edit and continue: their job, their answer and their process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 300.0
 
 
 class Job(msgspec.Struct, kw_only=True, frozen=True):
-    """Each prompt is run, what so many blocks have given for it is scaled, and it goes on to its last token."""
+    """Each prompt is run with the output of some block scaled, and continued to its last token."""
 
     checkpoint: str
     device: str  # "cuda:0", or "cpu"
@@ -23,33 +23,33 @@ class Job(msgspec.Struct, kw_only=True, frozen=True):
     blocks: list[int]
     scale: float
     tokens: int
-    answer: str  # file that receives the Answer, as JSON, whenever there is more of it
+    answer: str  # file that receives the Answer as JSON, again after each peer
 
 
 class Edited(msgspec.Struct, kw_only=True):
-    """One figure a prompt."""
+    """One figure for each prompt."""
 
     seconds: list[float]
     tokens: list[list[int]]
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """Of one peer."""
+    """The figures of one peer."""
 
     status: Status
-    note: str = ""  # why not
-    edited: dict[int, Edited] = {}  # by blocks
+    note: str = ""  # the reason of a failure
+    edited: dict[int, Edited] = {}  # by the number of blocks before the edit
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """As far as it has come."""
+    """Figures of all peers that have been measured."""
 
     plain: list[list[int]] = []  # transformers' tokens, without an edit
     peers: dict[str, Outcome] = {}
 
 
 def measure(job: Job, folder: Path) -> Answer:
-    """Of all peers. `folder` receives the job and what the process says."""
+    """Runs all peers. `folder` receives the job's file and the process's log."""
     asked, said = folder / "job.json", folder / "peers.log"
     asked.write_bytes(msgspec.json.encode(job))
     end = run_apart("whitebox", (str(asked),), said, LIMIT_S)

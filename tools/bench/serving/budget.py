@@ -1,9 +1,9 @@
-"""Less device memory, and more again, while sessions generate: how long the change takes, and that no token differs.
+"""Lowers and raises the device's budget while sessions generate: the time of the change, and whether any token differs.
 
     python -m tools.bench.serving.budget CHECKPOINT [--memory 40] [--less 20] [--sessions 16]
 
-All sessions begin in one step, so that the batch has the same shape in both runs: undisturbed, and with the budget
-lowered a third of the way and raised again at two thirds. The engine is driven directly, without its server.
+There are two runs: one undisturbed, and one with the budget lowered after a third of the tokens and raised after two
+thirds. All sessions begin in one step, so that batches have the same shape in both. The engine runs without its server.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m tools.bench.serving.decode CHECKPOINT [--sessions 1 --sessions 16] [--record]
 
-First token: a prompt of `--context` tokens in a fresh session, one new token. Decode: seconds between tokens once every
-session has its prompt, all of them generating at once. The limit is the time to read the weights once at the rate of
-the device's memory, measured in the same run (CUDA only). The logits of one prompt are compared with transformers', and
-as a yardstick transformers' SDPA with its own eager attention.
+First token: a prompt of `--context` tokens in a fresh session, one new token. Decode: seconds between tokens, with all
+sessions generating at once after their prompts. The limit is the time to read the weights once at the rate of the
+device's memory, measured in the same run (CUDA only). The logits of one prompt are compared with transformers', and
+transformers' SDPA with its own eager attention as a yardstick.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ FIRST_TOKEN_RUNS = 7
 def first_token_s(
     address: str, model: str, context: int, vocab: int, pause_s: float = 0.0, seed: int = 0
 ) -> list[float]:
-    """Of fresh sessions, one after another; the first warms up and does not count. `pause_s`: before each. `seed`: of
-    the first one's prompt, the next one's is one more; what has been read before would not be computed."""
+    """Times of fresh sessions, one after another, without the first one, which warms up. `pause_s` is waited before
+    each.
+
+    `seed` draws the first prompt, and `seed + 1` the next one. Prompts of an earlier run would be found in the cache.
+    """
     times = []
     for run in range(FIRST_TOKEN_RUNS + 1):
         time.sleep(pause_s)

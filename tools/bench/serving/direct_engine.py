@@ -1,4 +1,4 @@
-"""An engine process without its server: what it does alone is what the daemon is compared with."""
+"""An engine process without its server, to compare the daemon with."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STOP_LIMIT_S = 60.0
 
 
 class DirectEngine:
-    """Speaks djinnd.messages with `python -m djinnd.engine` as the server does, one thing at a time."""
+    """Speaks djinnd.messages with `python -m djinnd.engine` as the server does, one request at a time."""
 
     def __init__(self, device: str, memory: int) -> None:
         self._socket, theirs = socket.socketpair()
@@ -61,14 +61,13 @@ class DirectEngine:
         self._wait_for(Ready)
 
     def load(self, model: str, path: str) -> None:
-        """Without tiers below the device: nothing is brought in beside what is measured."""
+        """Loads a model without lower tiers, so that no copies run beside the measurement."""
         self._send(Load(request=next(self._requests), model=model, path=path, host_kv_bytes=0, disk_kv_bytes=0))
         self._wait_for(Loaded)
         self._drop_arena()
 
     def rate(self, model: str, prompt: list[int], sessions: int, tokens: int) -> float:
-        """Greedy tokens a second of so many sessions, all together, once they have read the prompt; they are closed
-        afterwards."""
+        """Greedy tokens a second of all sessions together, after their prompts. The sessions are closed afterwards."""
         names = [f"direct-{index}" for index in range(sessions)]
         for name in names:
             self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
@@ -82,7 +81,7 @@ class DirectEngine:
         return generated / seconds
 
     def _run(self, names: list[str], prompt: list[int], tokens: int) -> int:
-        """→ how many tokens these sessions have generated."""
+        """Lets the sessions generate, and returns the number of tokens."""
         for name in names:
             self._send(Run(next(self._requests), name, prompt, max_tokens=tokens, sampling=Sampling(seed=0)))
         return sum(self._wait_for(Finished).generated for _ in names)
@@ -90,8 +89,8 @@ class DirectEngine:
     def generate(
         self, model: str, prompts: list[list[int]], tokens: int, budgets: dict[int, int]
     ) -> tuple[list[list[int]], list[BudgetSet]]:
-        """Greedy tokens of sessions that all begin in one step; `budgets`: bytes to change the device's budget to, by
-        the step after which that is asked for. → the tokens by prompt, and what came of the changes."""
+        """Generates greedy tokens in sessions that all begin in one step. `budgets` maps a step to the device's budget
+        that is requested after it. Returns the tokens of each prompt, and the replies to the changes of budget."""
         names = [f"budget-{index}" for index in range(len(prompts))]
         for name in names:
             self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
@@ -126,7 +125,8 @@ class DirectEngine:
         self._socket.sendall(encode(message))
 
     def _wait_for(self, kind: type[M]) -> M:
-        """The next message of this kind. Those before it are dropped, but for an arena or a failure."""
+        """Waits for the next message of this kind, and drops the others. It takes care of arenas and raises
+        failures."""
         for message in self._incoming:
             if isinstance(message, kind):
                 return message
@@ -149,7 +149,7 @@ class DirectEngine:
         self._send(ArenaReady(need.request, self._arena.name, offset=mmap.PAGESIZE, complete=False))
 
     def _drop_arena(self) -> None:
-        """Takes the name away; the memory lives while the engine maps it."""
+        """Removes the arena's name; the memory lives while the engine maps it."""
         if self._arena is not None:
             self._arena.close_fd()
             self._arena.unlink()

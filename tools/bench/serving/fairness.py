@@ -1,15 +1,15 @@
-"""Who gets how much of a daemon, and who waits for whom: tenants, weights and classes beside each other.
+"""Shares and delays of tenants, weights and classes that use one daemon.
 
     python -m tools.bench.serving.fairness CHECKPOINT [--device cuda] [--memory 80GiB] [--only tenants --only weights]
 
-tenants      four equal ones, of whom one has 50 times the sessions: Jain's index of what they get, over 10 s windows
-weights      three of 1, 2 and 4
-interactive  sessions that ask now and then: alone, and beside a process whose batch sessions ask for all they can get
-idle         batch throughput: alone, and beside interactive sessions that say nothing
-ageing       a batch session, where interactive ones have all pages and never end: its longest time without a token
+tenants      four equal tenants, one with 50 times the sessions: Jain's index of their tokens, over 10 s windows
+weights      three tenants of weights 1, 2 and 4
+interactive  sessions that call now and then: alone, and beside a process with batch sessions that call all the time
+idle         batch throughput: alone, and beside interactive sessions that are idle
+ageing       a batch session, while interactive sessions have all pages and never end: its longest time without a token
 
-Each is served by a daemon of its own. Tenants are users, so that `tenants` and `weights` need root. What is short there
-is the tokens of a step: each session asks for the KV of a prompt that nobody has seen, and forgets it, again and again.
+Each part has a daemon of its own. Tenants are users, so `tenants` and `weights` need root. In these two, the tokens of
+a step are scarce: each session computes the KV of a new prompt and forgets it, again and again.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ READING = Group(
 )
 
 
-BESIDE_S = 2.0  # that those beside whom times are taken begin before, and go on for longer
-ENDLESS, ROOM = 16, 12  # interactive sessions, and how many the pool has room for
-ENDLESS_TOKENS = 256  # that each of them comes to; it begins with so many that the pool is never large enough for all
+BESIDE_S = 2.0  # the process beside begins so much earlier and ends so much later
+ENDLESS, ROOM = 16, 12  # interactive sessions, and the number that the pool has room for
+ENDLESS_TOKENS = 256  # at a session's end; it begins with so many that the pool never has room for all
 
 
 class Sizes(NamedTuple):
     seconds: float  # of each run
-    warm_s: float  # of one before it, in which a device compiles kernels and captures graphs
+    warm_s: float  # length of a first run, in which a device compiles kernels and captures graphs
     few: int  # sessions of a tenant
-    many: int  # of the one that has more
+    many: int  # sessions of the large tenant
     batch: int
     asking: int
     idle: int
     ageing_s: float
-    rounds: int  # of what is compared in turns, as the machine's rate changes
+    rounds: int  # of ways that are measured in turns
 
 
 FULL = Sizes(seconds=60, warm_s=10, few=16, many=800, batch=32, asking=4, idle=50, ageing_s=5, rounds=4)
@@ -124,7 +124,7 @@ class Bench:
     def idle(self) -> None:
         sizes = self._sizes
         batch = msgspec.structs.replace(BULK, sessions=sizes.batch)
-        silent = Group(  # whose prompts are next to nothing to read: that would be work, and no presence
+        silent = Group(  # its prompts are one token long, because reading them would be work
             priority="interactive",
             sessions=sizes.idle,
             context=(1, 1),
@@ -150,7 +150,7 @@ class Bench:
             "batch": Group(priority="batch", sessions=1, context=(32, 64), answer=(150, 180)),
         }
         settings = {"scheduling": {"ageing": sizes.ageing_s}}
-        bound = (ENDLESS - ROOM + 1) * sizes.ageing_s  # see ageing.py: others without pages age, too
+        bound = (ENDLESS - ROOM + 1) * sizes.ageing_s  # other sessions without pages age, too: see ageing.py
         load = Load(seconds=max(sizes.seconds, 2 * bound), groups=groups)
         with self._daemon(settings, sessions=ROOM) as address:
             batch = self._run(address, "ageing", load).groups.get("batch")
@@ -161,7 +161,7 @@ class Bench:
     # --- a daemon ---------------------------------------------------------------------------------------------------
 
     def _serve(self, name: str, load: Load, beside: Load | None = None) -> Outcome:
-        """`beside`: what a process of its own asks for meanwhile."""
+        """Runs a load in a daemon of its own. `beside`: the load of another process at the same time."""
         expect_tenants(load)
         with self._daemon({"quotas": quotas(load.weights)}) as address:
             both = load.groups | ({} if beside is None else beside.groups)
@@ -169,13 +169,13 @@ class Bench:
             if beside is None:
                 return self._run(address, name, load)
             with LoadProcess(address, MODEL, _vocab(address), beside) as process:
-                time.sleep(BESIDE_S)  # all of them have just begun to read their prompts
+                time.sleep(BESIDE_S)  # all its sessions have begun to read their prompts
                 got = self._run(address, name, load)
                 self.found.outcomes[f"{name}, the others"] = outcome(process.course(), beside.weights)
             return got
 
     def _warm_up(self, address: str, load: Load) -> None:
-        """As the machine is whose users have asked for such before."""
+        """Runs a short load, so that kernels are compiled, graphs captured and host pages pinned."""
         asyncio.run(serve(address, MODEL, _vocab(address), msgspec.structs.replace(load, seconds=self._sizes.warm_s)))
         with djinn.Client(address) as client:
             deadline = time.monotonic() + PATIENCE_S
@@ -188,14 +188,15 @@ class Bench:
 
     def _run(self, address: str, name: str, load: Load) -> Outcome:
         say(name)
-        first = 0 if load.seconds < 3 * WINDOW_S else 1  # at the beginning not everybody is there
+        first = 0 if load.seconds < 3 * WINDOW_S else 1  # in the first window some sessions have not begun
         got = outcome(asyncio.run(serve(address, MODEL, _vocab(address), load)), load.weights, first)
         self.found.outcomes[name] = got
         return got
 
     @contextmanager
     def _daemon(self, settings: Mapping[str, Any], sessions: int = 0) -> Iterator[str]:
-        """`sessions`: of ENDLESS_TOKENS, that the pool has room for; 0: as the daemon sees fit."""
+        """A daemon with the model loaded. `sessions`: sessions of ENDLESS_TOKENS that the pool has room for; 0: the
+        daemon's choice."""
         with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
             bare = without_text(self._checkpoint, Path(folder))
             known = {"device": self._device, "memory": self._memory, "limits": LIMITS}
@@ -220,8 +221,8 @@ def _vocab(address: str) -> int:
 
 
 def _longest_wait(of: Figures | None, seconds: float) -> float:
-    """Without a token, of one session after another in so many seconds: what waits have ended do not explain is, at
-    worst, one that has not."""
+    """The longest time without a token, of sessions that follow each other. Time that no ended wait explains counts as
+    one wait that has not ended."""
     if of is None:
         return seconds
     ended = of.first_token.mean * of.first_token.count + of.between_tokens.mean * of.between_tokens.count
@@ -236,12 +237,12 @@ def _of_tenants(sessions: Mapping[int, int]) -> dict[str, Group]:
 
 
 def quotas(weights: Mapping[int, float]) -> dict[str, Any]:
-    """A rule for each tenant that has a weight."""
+    """A quota rule for each tenant with a weight."""
     return {f"tenant-{tenant}": {"users": [user_of(tenant)], "weight": weight} for tenant, weight in weights.items()}
 
 
 def farthest_from_weights(shares: Mapping[int, float], weights: Mapping[int, float]) -> float:
-    """By how much of what it should be a tenant's share is off, at worst."""
+    """The largest deviation of a tenant's share from its weight, relative to the weight."""
     total = sum(weights.values())
     return max(abs(shares.get(tenant, 0.0) / (weight / total) - 1) for tenant, weight in weights.items())
 
@@ -259,9 +260,11 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 @command.checkpoint
 @command.device
 @command.memory
-@click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="Of the parts; by default all.")
-@click.option("--seconds", type=float, help="Of each run.")
-@click.option("--smoke", is_flag=True, help="Small figures.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(PARTS)), help="This part; may be repeated. By default all."
+)
+@click.option("--seconds", type=float, help="Length of each run.")
+@click.option("--smoke", is_flag=True, help="A small run for two cores.")
 def main(
     checkpoint: Path, device: str, memory: str, only: tuple[str, ...], seconds: float | None, smoke: bool
 ) -> Result:

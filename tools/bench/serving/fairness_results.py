@@ -1,4 +1,4 @@
-"""What the experiment of fairness.py has found, and what is said of it."""
+"""Results of fairness.py, and their presentation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.bench.loads.course import Outcome
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """`bar`: what is wanted; `met`: whether it is; `figure`: what was found."""
+    """A figure with its bar; `met` tells whether the figure meets the bar."""
 
     name: str
     figure: float

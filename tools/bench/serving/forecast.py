@@ -1,10 +1,10 @@
-"""What `djinnctl plan` foretells of a model in a budget, beside what is then measured.
+"""Compares the forecast of `djinnctl plan` for a model in a budget with measurements.
 
     python -m tools.bench.serving.forecast CHECKPOINT --place 22GiB,kv=1GiB --place 24GiB,resident=29 [--record]
 
-One daemon, whose budget is changed from place to place. First token: of a prompt of 512 tokens in a fresh session, from
-a quiet daemon. Step: of so many sessions that decode at once, with as much of 512 tokens of context each as the pages
-on the device have room for. The bus is measured by a process of its own before that, the device's memory by NVML.
+One daemon is used, and its budget changes from place to place. First token: a prompt of 512 tokens in a fresh session
+of a quiet daemon. Step: several sessions that decode at once, with a context of 512 tokens each, or less if the pages
+on the device are fewer. The bus is measured before that in its own process, and the device's memory by NVML.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tools.bench.stream.experiment import size
 from tools.bench.stream.memory import DeviceMemory, nvml_meter
 
 ROUNDS = 3  # of decoding; the best counts
-PAUSE_S = 0.2  # before a first token: in it a ring becomes full, and the daemon is quiet
+PAUSE_S = 0.2  # before a first token, so that a ring fills and the daemon is quiet
 
 
 class Place(click.ParamType[dict[str, Any]]):
-    """MEMORY[,kv=BYTES][,resident=N][,packing=off] → keyword arguments of `plan`."""
+    """Reads MEMORY[,kv=BYTES][,resident=N][,packing=off] as keyword arguments of `plan`."""
 
     name = "PLACE"
 
@@ -61,7 +61,7 @@ class Figure(NamedTuple):
 
     @property
     def off(self) -> float:
-        """By how much of what was found."""
+        """Relative error of the forecast."""
         return self.foretold / self.found - 1
 
 
@@ -91,7 +91,7 @@ def measure(address: str, place: dict[str, Any], tokens: int) -> dict[str, Any]:
 
 def _first_token(address: str, tokens: int, info: djinn.ModelInfo) -> float:
     first_token_s(address, MODEL, tokens, info.vocab)
-    time.sleep(QUIET_S)  # in which what these steps have asked for is captured
+    time.sleep(QUIET_S)  # graphs of these steps are captured meanwhile
     return statistics.median(first_token_s(address, MODEL, tokens, info.vocab, PAUSE_S, seed=FIRST_TOKEN_RUNS + 1))
 
 

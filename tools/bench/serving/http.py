@@ -1,4 +1,4 @@
-"""What HTTP costs over the native client, on the same machine, and what idle streams cost the gateway.
+"""The cost of HTTP over the native client on the same machine, and of idle streams in the gateway.
 
     python -m tools.bench.serving.http [--device DEVICE] [--streams 16] [--idle 1000] [--record]
 

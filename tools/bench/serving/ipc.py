@@ -1,11 +1,11 @@
-"""What the daemon costs: an empty call, a signal, and tokens a second beside the engine driven directly.
+"""The daemon's cost: an empty call, a signal, and tokens a second beside an engine without its server.
 
     python -m tools.bench.serving.ipc [--model NAME] [--device DEVICE] [--record]
 
-Daemon and engine run side by side and are measured in many short turns, so that what else the machine does strikes both
-alike. Greedy tokens; sessions have read their prompts before the clock starts, and all generate at once. Where others
-have a part of the machine, processor time resolves what the clock cannot: the server's, beside the engine's meanwhile,
-is what the daemon would add if both had to share a processor.
+Daemon and engine run side by side and are measured in many short turns, so that other load of the machine falls on
+both. Tokens are greedy. Sessions have read their prompts before the clock starts, and all generate at once. On a shared
+machine, processor time tells more than the clock: the server's time as a share of the engine's is the daemon's cost if
+both had to share a processor.
 """
 
 from __future__ import annotations
@@ -38,38 +38,41 @@ PROMPT = 'def fibonacci(n):\n    """The first n Fibonacci numbers."""\n    numbe
 class Workload(NamedTuple):
     prompt: list[int]
     sessions: int
-    tokens: int  # that each of them generates
+    tokens: int  # tokens that each of them generates
 
 
 class Costs(NamedTuple):
-    """Of single calls, in microseconds by percentile."""
+    """Costs of single calls, in microseconds by percentile."""
 
-    empty_call: dict[str, float]  # to the answer
-    io_wait: dict[str, float]  # which has none
+    empty_call: dict[str, float]  # until its answer
+    io_wait: dict[str, float]  # has no answer
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """Tokens a second of all sessions together, medians over the turns; and which part of the direct rate is lost, the
-    median of each turn's own, so that a time in which the machine was slow does not count against either."""
+    """Tokens a second of all sessions together, medians over the turns.
+
+    The lost share of the direct rate is computed for each turn, and its median counts. So a time in which the machine
+    was slow affects neither figure.
+    """
 
     direct: float
     daemon: float
-    streamed: float  # through the daemon, a Piece for each step
+    streamed: float  # through the daemon, with a Piece for each step
     daemon_lost: Median
     streamed_lost: Median
-    server_share: float  # processor time of the server, of the engine's meanwhile; without pieces
-    streamed_share: float  # likewise, with them
+    server_share: float  # the server's processor time, as a share of the engine's; without pieces
+    streamed_share: float  # the same share, with pieces
 
 
 def prompt_of(checkpoint: Path) -> list[int]:
-    """Its tokens; where the model has no tokenizer, some that every model has. (What follows from such is hardly text,
-    and half of it broken characters, which take the server longer.)"""
+    """The prompt's tokens, or some tokens that every model has if the checkpoint has no tokenizer. (The text after such
+    tokens is half broken characters, which cost the server more time.)"""
     file = checkpoint / "tokenizer.json"
     return Tokenizer.from_file(str(file)).encode(PROMPT).ids if file.exists() else list(range(100, 132))
 
 
 class Used:
-    """Processor time of the daemon's two processes, while its context is entered."""
+    """Counts processor time of the daemon's two processes, while its context lasts."""
 
     def __init__(self, server: int, engine: int) -> None:
         self._pids = server, engine
@@ -89,13 +92,13 @@ class Used:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all threads of a process, as the kernel counts them: in hundredths of a second."""
+    """Processor time of all threads of a process, as the kernel counts it: in hundredths of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def round_trips(address: str, calls: int) -> dict[str, float]:
-    """Microseconds of an empty call on a connection that is there."""
+    """Microseconds of an empty call on an open connection."""
     with djinn.Client(address) as client:
         for _ in range(calls // 10):
             client.ping()
@@ -103,8 +106,8 @@ def round_trips(address: str, calls: int) -> dict[str, float]:
 
 
 def signals(address: str, model: str, prompt: list[int], calls: int) -> dict[str, float]:
-    """Microseconds of an IO_WAIT in the client of a session that has KV. Before each it has had an answer from the
-    daemon, as an agent that is about to call a tool; so the daemon has heard the one before."""
+    """Microseconds of an IO_WAIT in the client, for a session with KV. A call is answered before each, as for an agent
+    that is about to use a tool; so the daemon has read the signal before."""
     with djinn.Session(model, address=address) as session, djinn.Client(address) as client:
         session.generate(prompt, max_tokens=1)
 
@@ -131,7 +134,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 async def daemon_rate(address: str, model: str, work: Workload, used: Used, *, stream: bool) -> float:
-    """Tokens a second through the daemon; this process is the client of all its sessions. `used`: to be added to."""
+    """Tokens a second through the daemon. This process is the client of all sessions. Adds processor time to `used`."""
     sessions = [await djinn.AsyncSession(model, address=address).open() for _ in range(work.sessions)]
     try:
         await asyncio.gather(*(session.generate(work.prompt, max_tokens=1, ignore_eos=True) for session in sessions))
@@ -154,8 +157,8 @@ async def _generate(session: djinn.AsyncSession, tokens: int, *, stream: bool) -
 
 
 def throughput(address: str, model: str, engine: DirectEngine, work: Workload, rounds: int) -> Throughput:
-    """Each turn through the daemon is between two of the engine, and compared with their mean. The first turns warm up,
-    and do not count."""
+    """Measures the daemon between two turns of the engine each time, and compares it with their mean. The first turns
+    warm up."""
 
     def alone() -> float:
         return engine.rate(model, work.prompt, work.sessions, work.tokens)
@@ -186,7 +189,8 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
 
 @contextmanager
 def both(model: str, device: str, memory: str) -> Iterator[tuple[str, DirectEngine, Path]]:
-    """A daemon's address and an engine, each with the model loaded and the same budget; and the model's folder."""
+    """Starts a daemon and an engine with the model loaded and the same budget. Gives the daemon's address, the engine,
+    and the model's folder."""
     with private_daemon({"device": device, "memory": memory}) as address:
         info = djinn.load(model, address=address)
         budget = djinn.status(address=address).devices[0].budget_bytes
@@ -201,7 +205,7 @@ def _told(costs: Costs) -> str:
 
 
 def _changed(lost: Median) -> str:
-    """What is lost, as a change; with 95 % certainty it is between the two in brackets."""
+    """The lost share as a change, with its interval of 95 % certainty in brackets."""
     return f"{-lost.value:+.1%} [{-lost.high:+.1%}, {-lost.low:+.1%}]"
 
 
@@ -239,7 +243,7 @@ def summary(costs: Costs, found: dict[int, Throughput]) -> str:
 @click.option("--calls", default=5000, show_default=True, help="Empty calls, and signals.")
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
 @click.option("--tokens", default=64, show_default=True, help="Tokens that a session generates.")
-@click.option("--rounds", default=40, show_default=True, help="Of four turns.")
+@click.option("--rounds", default=40, show_default=True, help="Rounds of four turns.")
 def main(
     model: str, device: str, memory: str, calls: int, sessions: tuple[int, ...], tokens: int, rounds: int
 ) -> Result:

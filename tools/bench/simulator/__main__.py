@@ -3,11 +3,11 @@
     python -m tools.bench.simulator [LOAD] [--machine FILE.yaml] [--json FILE]
     python -m tools.bench.simulator --check CHECKPOINT [--device cpu]
 
-LOAD is a name of loads.py or a YAML file with the fields of load.py; a machine's are those of
-engine.py. Times are those of the machine, but for what a decision takes here.
+LOAD is a name from loads/named.py, or a YAML file with the fields of loads/load.py. A machine's file has the fields of
+engine.py's Machine. All times are the machine's, but the time of a decision is this computer's.
 
---check  a daemon of its own serves a load in real time; the simulator serves the same load on a device whose steps take
-         what that one's took, and when clients get their tokens is compared
+--check  a private daemon serves a load in real time, and the simulator serves it on a machine with the daemon's step
+         times; the times at which clients get their tokens are compared
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SMOKE_S = 60.0
 
 class Simulated(msgspec.Struct, kw_only=True):
     outcome: Outcome
-    seconds: float  # that the simulation took here
+    seconds: float  # real time of the simulation
     steps: int
-    rows: float  # of a step, on average
+    rows: float  # mean rows of a step
     busy: float  # share of the time in which the device ran steps
-    decision_s: float  # of this machine's, a step
+    decision_s: float  # real time of a step's decision
     pages_moved: dict[str, int]
 
 
@@ -121,12 +121,22 @@ def machine_of(path: Path | None) -> Machine:
 
 @command.bench("simulate", __doc__, width=150)
 @click.argument("name", metavar="LOAD", default="mix")
-@click.option("--machine", "machine_file", type=click.Path(exists=True, path_type=Path), help="By default an H200.")
-@click.option("--seconds", type=float, help="Instead of the load's.")
+@click.option(
+    "--machine",
+    "machine_file",
+    type=click.Path(exists=True, path_type=Path),
+    help="YAML file of a machine; by default an H200.",
+)
+@click.option("--seconds", type=float, help="Length of the run, instead of the load's.")
 @click.option("--check", "checkpoint", type=command.FOLDER)
-@click.option("--device", default="cpu", show_default=True, help="Of --check.")
-@click.option("--kv", default="32MiB", show_default=True, help="Of --check: pages on the device; 64MiB: for all.")
-@click.option("--smoke", is_flag=True, help="A minute of the load.")
+@click.option("--device", default="cpu", show_default=True, help="With --check: the device.")
+@click.option(
+    "--kv",
+    default="32MiB",
+    show_default=True,
+    help="With --check: device memory for KV pages; 64MiB are enough for all.",
+)
+@click.option("--smoke", is_flag=True, help="Simulate one minute of the load.")
 def main(
     name: str,
     machine_file: Path | None,

@@ -20,14 +20,14 @@ from tools.bench.simulator.machines import Ways, machine_of, typical, ways
 from tools.bench.simulator.traced_steps import Step, TracedSteps
 
 LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}  # tokens and rows of a step, as in djinnd/engine/__main__.py
-CONTEXT = 300  # tokens, for what is loaded
+CONTEXT = 300  # tokens of the sessions that the model is loaded for
 SETTINGS = {"host_kv": "128MiB", "disk_kv": "0"}
 BUDGET = "1GiB"
-# Who joins a step must not hang on a tenth of a millisecond: on two cores that is chance, in the daemon and beside it.
+# With a shorter target, a tenth of a millisecond would decide which session joins a step: on two cores that is chance.
 BETWEEN_TOKENS = 0.1  # seconds
 WITHIN = 0.1
-ROUNDS = 5  # of measuring and serving in turns, as whatever else the machine does changes
-USED_S = 5.0  # of the load, before anything is looked at, in both
+ROUNDS = 5  # measuring and serving alternate, because other load of the machine changes
+USED_S = 5.0  # of the load before anything is measured, in daemon and simulator
 NAMES = {"first_token": "first token", "between_tokens": "between tokens", "wake_up": "wake-up"}
 
 
@@ -87,7 +87,7 @@ def load_for(seconds: float) -> Load:
 
 
 def check(checkpoint: Path, device: str, seconds: float, kv: str) -> Checked:
-    """`kv`: device memory for pages. With djinn-tiny, sessions come to 56 MiB of them together, at most."""
+    """Runs the check. `kv`: device memory for pages; sessions of djinn-tiny come to 56 MiB together at most."""
     load = load_for(seconds)
     before = msgspec.structs.replace(load, seconds=USED_S)
     rounds = [msgspec.structs.replace(load, seed=seed) for seed in range(ROUNDS)]

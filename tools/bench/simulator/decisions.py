@@ -1,12 +1,12 @@
-"""How long the scheduler takes to decide a step, `next_batch` and `complete`, by how many sessions have work.
+"""The time of a scheduling decision, `next_batch` and `complete`, by the number of sessions with work.
 
     python -m tools.bench.simulator.decisions [--sessions 1000] [--tenants 1 --tenants 40] [--steps 300]
 
 decode      every session has its KV on the device; when an answer ends, the session calls again with a short prompt
 shortage    half the sessions' pages are on the host, and the pool has no more; copies take no time
 
-Time is of this thread, not of the clock: others may run on the machine. The first step, of all sessions at once, is not
-counted.
+Times are processor time of this thread, so that other load of the machine does not count. The first step, with all
+sessions at once, is left out.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tools.bench.simulator.engine import Answer, Machine, SimulatedEngine
 CONTEXT, PROMPT = 100, 8  # tokens
 ANSWER = (16, 64)
 PAGE_SIZE = 16
-SESSION_PAGES = 24  # that a session may come to
-SHORT_PAGES = 5  # that there are for each session, where they are short: half of them have theirs, and some to grow
-MAX_ROWS, MAX_TOKENS = 256, 2048  # of a step
+SESSION_PAGES = 24  # the most pages of a session
+SHORT_PAGES = 5  # pages for each session in a shortage: half of the sessions have theirs, with some more to grow
+MAX_ROWS, MAX_TOKENS = 256, 2048  # limits of a step
 BAR_AT = 1000  # sessions
 STEP_S = 0.01
 
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Decision(msgspec.Struct, kw_only=True):
-    """Of one case, in seconds; `compose` and `complete` are its parts, on average."""
+    """Seconds of one case; `compose` and `complete` are the means of its two parts."""
 
     sessions: int
     tenants: int
@@ -52,7 +52,7 @@ class Decision(msgspec.Struct, kw_only=True):
     decision: Spread
     compose: float
     complete: float
-    rows: float  # a step, on average
+    rows: float  # mean rows of a step
 
 
 class Crowd:
@@ -84,18 +84,18 @@ class Crowd:
             if some is away:
                 for name in away:
                     self.engine.wait(name, None, "")
-                self.engine.run(self.engine.now + STEP_S)  # until all have left
+                self.engine.run(self.engine.now + STEP_S)  # until all have left the device
         for name in names:
             self._ask(name)
 
     def _compute(self, names: list[str]) -> None:
-        """Their contexts, in one large step."""
+        """Computes the sessions' contexts in one large step."""
         scheduler = self.engine.scheduler
         limits = scheduler.max_batch_tokens, scheduler.max_rows
         scheduler.max_batch_tokens, scheduler.max_rows = len(names) * CONTEXT + 1, len(names) + 1
         for name in names:
-            nobody = Answer(lambda now, before: None, lambda: None)
-            self.engine.call(name, [1000 + int(name[1:])] * CONTEXT, 1, nobody)
+            unread = Answer(lambda now, before: None, lambda: None)
+            self.engine.call(name, [1000 + int(name[1:])] * CONTEXT, 1, unread)
         self.engine.turn()
         scheduler.max_batch_tokens, scheduler.max_rows = limits
 
@@ -132,7 +132,7 @@ def measure(case: Case, steps: int) -> Decision:
 
 
 def growth(found: Sequence[Decision]) -> float:
-    """Of the medians from each size to the next, how much faster they grow than n log n, at worst; below 1: slower."""
+    """The growth of the medians from size to size, as a multiple of n log n, at the worst; below 1 it is slower."""
     worst = 0.0
     for some in found:
         for other in found:
@@ -173,7 +173,7 @@ def summary(found: Sequence[Decision]) -> str:
 @command.bench("decisions", __doc__)
 @click.option("--sessions", multiple=True, default=(100, 300, 1000, 3000, 10000), show_default=True)
 @click.option("--tenants", multiple=True, default=(1, 40), show_default=True)
-@click.option("--steps", default=300, show_default=True, help="Steps that are measured of each.")
+@click.option("--steps", default=300, show_default=True, help="Measured steps of each case.")
 @click.option("--smoke", is_flag=True, help="1,000 sessions, a few steps.")
 def main(sessions: tuple[int, ...], tenants: tuple[int, ...], steps: int, smoke: bool) -> Result:
     if smoke:

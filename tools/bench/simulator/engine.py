@@ -1,9 +1,9 @@
 """An engine in virtual time: the daemon's own scheduler, over a device that is a table of costs.
 
-    hear what has happened ─► end copies ─► begin copies ─► compose ─► the step takes its time ─► complete
+    hear events ─► end copies ─► begin copies ─► compose ─► the step takes its time ─► complete
 
-as Engine.serve does it. Everything else that happens is an event at its time. Nothing is computed: tokens are numbers
-that nobody reads, and pages have no bytes.
+The order is the one of Engine.serve. All other events have their time. Nothing is computed: tokens are numbers without
+a meaning, and pages have no bytes.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 MODEL = "m"
 TEND_S = 0.25
 TOKEN = 1
-IN_FLIGHT = 512 << 20  # bytes each way, as of Transfers
+IN_FLIGHT = 512 << 20  # bytes in each direction, as in Transfers
 
-Curve = tuple[tuple[float, float], ...]  # rising points, between which it is straight; beyond the last it goes on so
+Curve = tuple[tuple[float, float], ...]  # points of rising x with straight lines between; the last line continues
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device with its model takes: seconds, pages of `page_size` tokens, bytes."""
+    """Costs of a device with its model: seconds, pages of `page_size` tokens, bytes."""
 
     name: str
-    rows: Curve  # seconds of a step, by how many rows it has that bring one token
-    chunk: Curve  # seconds more, by how many tokens come beside the first of each row
-    another: float = 0.0  # seconds more, for each row beside the first that brings several
-    kv_token: float = 0.0  # seconds more, for each token of KV that a row of one token attends to
-    jitter: tuple[float, ...] = (1.0,)  # times as long as all that, one step after another takes, over and over
-    call: float = 0.0  # seconds, all together, that a call and its answer's first token are on their way
+    rows: Curve  # seconds of a step, by its rows of one token
+    chunk: Curve  # further seconds, by the tokens beside the first one of each row
+    another: float = 0.0  # further seconds for each row of several tokens after the first such row
+    kv_token: float = 0.0  # further seconds for each token of KV that a row of one token reads
+    jitter: tuple[float, ...] = (1.0,)  # factors of a step's time, for one step after another, repeated
+    call: float = 0.0  # seconds that a call and its answer's first token travel, together
     page_size: int
     page_bytes: int
     pages: int
     host_pages: int = 0
-    up: float = math.inf  # bytes a second to the device, while the other way is busy, too
+    up: float = math.inf  # bytes a second to the device, also while the other direction is busy
     down: float = math.inf
-    moving: float = 0.0  # seconds that a page's copy takes beside that: until it is begun, and until its end is seen
-    beside: float = 0.0  # seconds more that a step takes, for each byte that crosses the bus meanwhile
-    hearing: float = 0.0  # seconds more that a step takes, for each call that is heard before it
-    synchronous: bool = False  # copies begin when a step is over, not beside it: so on the CPU, which computes it
+    moving: float = 0.0  # further seconds of a page's copy, until it begins and until its end is noticed
+    beside: float = 0.0  # further seconds of a step for each byte on the bus meanwhile
+    hearing: float = 0.0  # further seconds of a step for each call that is heard before it
+    synchronous: bool = False  # copies begin after a step and not beside it, as on the CPU, which computes the step
     max_context: int
     max_tokens: int  # of a step
     max_rows: int
 
     def seconds(self, batch: Batch) -> tuple[float, float, float]:
-        """Of rows, of what they bring beside the first token, and of reading KV."""
+        """Seconds of a step: of its rows, of the tokens beside the first of each row, and of reading KV."""
         rows = len(batch.rows)
         extra, singles = batch.tokens - rows, [row.end for row in batch.rows if row.count == 1]
         further = at(self.chunk, extra) + (rows - len(singles) - 1) * self.another if extra else 0.0
@@ -73,7 +73,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def at(curve: Curve, x: float) -> float:
-    """Before the first point it is level."""
+    """The curve's value at x; before the first point it is level."""
     if x <= curve[0][0]:
         return curve[0][1]
     above = min(max(bisect_left(curve, (x, -math.inf)), 1), len(curve) - 1)
@@ -85,9 +85,9 @@ def at(curve: Curve, x: float) -> float:
 
 @dataclass(slots=True)
 class Answer:
-    """A call's, as it comes. `token` is told when each token is there, and `done` when the last one was."""
+    """Receives the answer of a call. `token` is called for each token, and `done` after the last one."""
 
-    token: Callable[[float, float | None], object]  # now, and when the token before came
+    token: Callable[[float, float | None], object]  # now, and the time of the token before
     done: Callable[[], object]
     last: float | None = None
     started: float | None = None
@@ -95,15 +95,15 @@ class Answer:
 
 class SimulatedEngine:
     def __init__(self, machine: Machine, **policy: float) -> None:
-        """`policy`: the scheduler's, as in a daemon's configuration."""
+        """`policy`: the scheduler's settings, as in a daemon's configuration."""
         self.machine = machine
         self.now = 0.0
-        self.busy_s = 0.0  # of the device, in steps
+        self.busy_s = 0.0  # device time of steps
         self.steps = self.rows = self.tokens = 0
-        self.composed_s = self.completed_s = 0.0  # of this thread's own time, in the scheduler
-        self.moved: Counter[Direction] = Counter()  # pages
-        self.device_s: Callable[[int, float], object] = lambda tenant, seconds: None  # is told of each step's shares
-        self.ran: Callable[[Batch, float], object] = lambda batch, seconds: None  # is told of each step
+        self.composed_s = self.completed_s = 0.0  # processor time of this thread in the scheduler
+        self.moved: Counter[Direction] = Counter()  # moved pages
+        self.device_s: Callable[[int, float], object] = lambda tenant, seconds: None  # called with shares of a step
+        self.ran: Callable[[Batch, float], object] = lambda batch, seconds: None  # called with each step
         self._kv = KvManager(machine.pages + 1, machine.page_size, machine.page_bytes, machine.max_context)
         self._paging = Paging(self._kv)
         if machine.host_pages:
@@ -115,7 +115,7 @@ class SimulatedEngine:
         self._residency.lower_tiers.costs.bus = machine.up if machine.up < math.inf else 0.0
         self._waits = Waits()
         self._requests = count(1)
-        self.unseen = count(TOKEN + 1)  # tokens that nobody has asked with, so that no prompt begins as another
+        self.unseen = count(TOKEN + 1)  # tokens that no call has used, so that no two prompts begin alike
         self._answers: dict[int, Answer] = {}  # by request
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
@@ -142,7 +142,7 @@ class SimulatedEngine:
         self.scheduler.close(name)
 
     def clear(self) -> None:
-        """All sessions are closed, whatever runs on them, and what was to happen does not."""
+        """Closes all sessions with their work, and drops all events."""
         self._events.clear()
         for session in list(self.scheduler.sessions()):
             self._end_wait(session.id)
@@ -150,7 +150,7 @@ class SimulatedEngine:
                 del self._answers[request.id]
 
     def call(self, name: str, prompt: list[int], max_tokens: int, answer: Answer) -> None:
-        """Raises PromptTooLong, OutOfMemory."""
+        """A call of a session. Raises PromptTooLong, OutOfMemory."""
         self._end_wait(name)
         first = len(self.scheduler.session(name).tokens)
         request = Request(next(self._requests), first, first + len(prompt), max_tokens)
@@ -162,7 +162,7 @@ class SimulatedEngine:
         self.scheduler.truncate(name, length)
 
     def wait(self, name: str, expected_s: float | None, tool: str) -> None:
-        """As Tiers does it."""
+        """A session's IO_WAIT, as Tiers handles it."""
         session = self.scheduler.session(name)
         self._waits.begin(name, session.tenant, tool, self.now)
         expected = self._waits.expected(session.tenant, tool) if expected_s is None else expected_s
@@ -183,7 +183,7 @@ class SimulatedEngine:
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self, until: float) -> None:
-        """Until then, or until nothing can happen any more. What happens in a step is heard at its end."""
+        """Runs until that time, or until no event is left. Events during a step are heard at its end."""
         while self.now < until:
             if self.turn():
                 continue
@@ -193,7 +193,7 @@ class SimulatedEngine:
             self.now = max(self.now, min(following, until))
 
     def turn(self) -> bool:
-        """→ whether there was a step."""
+        """One turn of the loop. Returns whether it ran a step."""
         self.scheduler.tick(self.now)
         while self._events and self._events[0][0] <= self.now:
             heapq.heappop(self._events)[2]()
@@ -211,7 +211,7 @@ class SimulatedEngine:
             pass
         if batch is None:
             self._copying_rate = math.inf
-            self._queue_copies()  # what deciding has asked for
+            self._queue_copies()  # the decision has requested them
             self._begin_copies()
             return False
         self._step(batch)
@@ -269,7 +269,7 @@ class SimulatedEngine:
             self.device_s(tenant, seconds)
 
     def _end_copies(self) -> None:
-        """Those that have arrived."""
+        """Ends the copies that have arrived."""
         for way, lane in self._lanes.items():
             while lane and lane[0][0] <= self.now:
                 move = lane.popleft()[1]
@@ -280,12 +280,12 @@ class SimulatedEngine:
                 self.scheduler.over(MODEL, over)
 
     def _queue_copies(self) -> None:
-        """Those that have been asked for."""
+        """Queues the copies that the scheduler has requested."""
         for move in self._paging.moves.take(self._paging.moves.waiting):
             self._queues[move.direction].add(move)
 
     def _begin_copies(self) -> None:
-        """Each way, one after another."""
+        """Begins copies, one after another in each direction."""
         have_dropped, self._paging.moves.has_dropped = self._paging.moves.has_dropped, False
         for way, queue in self._queues.items():
             if have_dropped:
@@ -303,7 +303,7 @@ class SimulatedEngine:
         return self.machine.up if way is Direction.PROMOTE else self.machine.down
 
     def _crossing(self, seconds: float) -> float:
-        """Bytes that are on the bus in so many seconds from now on, both ways together."""
+        """Bytes that cross the bus in the next `seconds`, in both directions together."""
         return sum(self._crossing_by(way, self.now + seconds) for way in self._lanes)
 
     def _crossing_by(self, way: Direction, until: float) -> float:

@@ -1,4 +1,4 @@
-"""A load served by the simulator: clients as events."""
+"""Serves a load by the simulator, with clients as events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tools.bench.simulator.engine import Answer, SimulatedEngine
 
 
 def simulate(engine: SimulatedEngine, load: Load) -> Course:
-    """An engine that has no sessions serves the load from its beginning to its end; what is under way then counts as
-    far as it came, and is broken off."""
+    """Serves the load by an engine without sessions. At the load's end, running calls count as far as they came, and
+    are cancelled."""
     began = engine.now
     course = Course(began)
     for tenant, weight in load.weights.items():
@@ -27,8 +27,8 @@ def simulate(engine: SimulatedEngine, load: Load) -> Course:
 
 
 class _Client:
-    """Sessions that follow one another. It asks at `_asked`, and the engine hears of that half of `call` later; what
-    the engine gives, the client has the other half later."""
+    """Sessions that follow one another. The engine hears of a call half of Machine.call after `_asked`, and the client
+    gets each token the other half later."""
 
     def __init__(self, engine: SimulatedEngine, load: Load, course: Course, following: Iterator[Visit]) -> None:
         self._engine = engine
@@ -96,7 +96,7 @@ class _Client:
         self._call(call)
 
     def _end(self) -> None:
-        """The next one comes after a pause."""
+        """Ends the session; the next one begins after a pause."""
         self._engine.close(self._name)
         following = next(self._following, None)
         if following is not None:

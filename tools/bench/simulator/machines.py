@@ -1,4 +1,4 @@
-"""Machines for the simulator: one that is known from docs/results, and whatever a daemon is found to be."""
+"""Machines for the simulator: one from docs/results, and the measured machine of a daemon."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tools.bench.harness.paged_model import MODEL, PagedModel
 from tools.bench.simulator.engine import Curve, Machine, at
 from tools.bench.simulator.traced_steps import Step
 
-# Llama-2-13B, 80 GiB budget: steps and kv of docs/results, rows with the 0.5 ms between two steps and without what
-# their KV takes; beyond 48 rows by arithmetic.
+# Llama-2-13B, 80 GiB budget. Steps and KV are from docs/results. Rows include the 0.5 ms between two steps, and not the
+# reading of their KV; beyond 48 rows they are extrapolated.
 H200_13B = Machine(
     name="H200, Llama-2-13B",
     rows=((1, 0.0075), (2, 0.0079), (16, 0.0081), (32, 0.0084), (48, 0.0090), (256, 0.020)),
@@ -42,13 +42,13 @@ H200_13B = Machine(
 SHORT = 16  # tokens of a prompt
 STEPS = 24  # of a measurement
 REPEATS = 7
-PIECE = 1 << 20  # bytes: that numbers are alike
-ALIKE = 8  # steps that are one point of a curve, at least
-POINTS = 16  # of what prompts add
+PIECE = 1 << 20  # bytes of a unit, for numbers of similar size
+ALIKE = 8  # the fewest steps for one point of a curve
+POINTS = 16  # points of the curve of chunks
 
 
 class Ways(NamedTuple):
-    """To the device and back. See Machine."""
+    """Costs of the ways to the device and back. See Machine."""
 
     call: float
     up: float
@@ -57,7 +57,7 @@ class Ways(NamedTuple):
 
 
 async def ways(model: PagedModel) -> Ways:
-    """Of a daemon that has nothing else to do, as clients see it."""
+    """Measures a daemon without other work, by its clients' clock."""
     session = await _opened(model)
     call = statistics.median([await _round_trip(session) for _ in range(REPEATS * STEPS)])
     await session.close()
@@ -67,17 +67,19 @@ async def ways(model: PagedModel) -> Ways:
 
 
 def typical(measured: Sequence[Ways]) -> Ways:
-    """Of the same device, measured several times, while it was disturbed now and then."""
+    """Medians of several measurements of the same device."""
     return Ways(*map(statistics.median, zip(*measured, strict=True)))
 
 
 def machine_of(
     steps: Sequence[Step], measured: Ways, info: djinn.ModelInfo, limits: tuple[int, int], *, on_cpu: bool
 ) -> Machine:
-    """Whose steps take what these took, as they come in the load that they are of: what reading their KV takes is in
-    it, and what shakes them comes in the same order, as a host is slow for a while. What makes just those steps longer
-    that somebody waits for, as calls are heard, pages copied and several prompts read, is no jitter. `limits`: tokens
-    and rows of its steps."""
+    """Makes a machine whose steps take the measured times, in the order of the load. Reading KV is included in them.
+
+    Jitter is a step's time as a multiple of its curves' time, in the measured order, because a host is slow for a
+    while. The cost of heard calls, copied pages and further chunks is not jitter: it falls on the steps that clients
+    wait for. `limits`: tokens and rows of a step.
+    """
     alone = [step for step in steps if not step.calls and not step.copied and step.chunks <= 1]
     rows = _curve_of_rows([step for step in alone if not step.further])
     chunk = _curve_of_chunks([(step.further, step.seconds - at(rows, step.rows)) for step in alone if step.further])
@@ -116,7 +118,7 @@ def _curve_of_rows(steps: Sequence[Step]) -> Curve:
 
 
 def _curve_of_chunks(more: Sequence[tuple[int, float]]) -> Curve:
-    """Through the middles of parts of equal size."""
+    """The curve through the means of parts of equal size."""
     ordered, size = sorted(more, key=itemgetter(0)), max(len(more) // POINTS, ALIKE)
     parts = [ordered[first : first + size] for first in range(0, len(ordered) - size + 1, size)]
     points = [(statistics.fmean(x for x, _ in part), statistics.median(y for _, y in part)) for part in parts]
@@ -124,7 +126,7 @@ def _curve_of_chunks(more: Sequence[tuple[int, float]]) -> Curve:
 
 
 class _More(NamedTuple):
-    """Seconds that a step takes more. See Machine."""
+    """Seconds that a step takes beyond its curves. See Machine."""
 
     hearing: float
     beside: float
@@ -139,7 +141,7 @@ def _others(step: Step) -> int:
 
 
 def _more(steps: Sequence[Step], by_itself: Sequence[float]) -> _More:
-    """What steps take more than `by_itself`: by least squares, beside what all of them do."""
+    """Fits the time of steps beyond `by_itself` by least squares, with a constant for all steps."""
     causes = np.array([(1.0, step.calls, step.copied / PIECE, _others(step)) for step in steps])
     seconds = np.array([step.seconds for step in steps]) - np.array(by_itself)
     _, call, piece, another = np.linalg.lstsq(causes, seconds, rcond=None)[0].clip(0.0).tolist()
@@ -147,7 +149,7 @@ def _more(steps: Sequence[Step], by_itself: Sequence[float]) -> _More:
 
 
 def rising(points: Sequence[tuple[float, float]]) -> Curve:
-    """What is measured shakes: no point is lower than the one before."""
+    """Removes falls that are noise: no point of the curve is lower than the one before."""
     found: list[tuple[float, float]] = []
     for x, y in points:
         found.append((x, max(y, found[-1][1]) if found else y))
@@ -168,9 +170,11 @@ async def _times(session: djinn.AsyncSession, new: int, prompt: Sequence[int] = 
 
 
 async def _round_trip(session: djinn.AsyncSession) -> float:
-    """To the engine and back, as a call and its first token go; less the step. (What a first token takes more than a
-    step is lost in how much steps differ; and whether a call comes a moment before a step begins, or after, is a
-    step's time.)"""
+    """Seconds to the engine and back without a step, as a call and its first token travel.
+
+    A first token's time minus a step's would be lost in the differences between steps. The wait for the next step's
+    begin is part of a step's time.
+    """
     began = time.perf_counter()
     await session.why()
     return time.perf_counter() - began
@@ -186,8 +190,8 @@ async def _first_token(model: PagedModel, tokens: int) -> float:
 
 
 async def _moving(model: PagedModel, alone: float) -> tuple[Line, Line]:
-    """Of a session's pages, by their bytes: seconds until they are back, beside `alone`, those of a first token, and
-    until they have left. What has left the device is overwritten there, so that it is not found again."""
+    """Lines by bytes: seconds until a session's pages are back, beside `alone` (a first token's time), and until they
+    have left. After leaving, the device's pages are overwritten, so that they are not found again."""
     ups, downs = [], []
     size, info = model.info.page_size, model.info
     most = max(min((info.max_context - SHORT) // size, info.pages - 2), 1)
@@ -209,14 +213,14 @@ async def _moving(model: PagedModel, alone: float) -> tuple[Line, Line]:
 
 
 class Line(NamedTuple):
-    """Seconds that something takes whatever its size, and bytes a second beside that."""
+    """A fixed time in seconds, and bytes a second beside it."""
 
     seconds: float
     rate: float
 
 
 def line(points: Sequence[tuple[float, float]]) -> Line:
-    """Through the first and the last; where that does not rise, only the bytes count for nothing."""
+    """The line through the first and the last point. If it does not rise, bytes cost nothing."""
     (x0, y0), (x1, y1) = points[0], points[-1]
     if x1 <= x0 or y1 <= y0:
         return Line(max(statistics.fmean(y for _, y in points), 0.0), math.inf)

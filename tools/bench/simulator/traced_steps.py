@@ -1,4 +1,4 @@
-"""The steps of a daemon, traced for as long as a load lasts."""
+"""The steps of a daemon, traced as long as a load lasts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import NamedTuple, Self
 
 import djinn_client as djinn
 
-AT_ONCE = 100  # steps of a trace; while it is answered there are none, for up to 45 ms
-SECONDS = 2.0  # of a trace, at most
-PAGES = ("pages up", "pages down")  # tracks of their copies
+AT_ONCE = 100  # steps of a trace; while a trace is answered, no steps are traced for up to 45 ms
+SECONDS = 2.0  # the longest trace
+PAGES = ("pages up", "pages down")  # tracks of page copies
 
 
 class Step(NamedTuple):
     rows: int
     further: int  # tokens beside the first of each row
-    seconds: float  # until the next one begins, of a daemon that is always busy
-    calls: int = 0  # that are heard meanwhile
-    copied: int = 0  # bytes of pages whose copies begin meanwhile
+    seconds: float  # until the next step begins, in a daemon that is always busy
+    calls: int = 0  # calls heard meanwhile
+    copied: int = 0  # bytes of page copies that begin meanwhile
     chunks: int = 0  # rows of more than one token
 
 
 class TracedSteps:
-    """While its context lasts, and until the trace that then runs has ended. One at a time, of a daemon."""
+    """Traces a daemon while its context lasts, and to the end of the last trace. A daemon allows one trace at a
+    time."""
 
     def __init__(self, address: str) -> None:
         self.steps: list[Step] = []
@@ -48,7 +49,7 @@ class TracedSteps:
 
 
 def steps_of(spans: Sequence[djinn.Span]) -> list[Step]:
-    """All but the last, of which it is not known when another one would have begun."""
+    """All steps but the last one, because the begin of its successor is unknown."""
     steps = sorted((span for span in spans if span.track == "step"), key=_start)
     meanwhile: list[list[djinn.Span]] = [[] for _ in steps]
     for span in spans:

@@ -1,9 +1,9 @@
-"""Models larger than the memory they are given: djinnd beside what else there is, on one machine in one run.
+"""Models larger than their device memory: djinnd beside its peers, on one machine in one run.
 
     python -m tools.bench.stream tools/bench/configs/llama-2-13b-24gib.yaml --checkpoint /dev/shm/llama-2-13b
 
-The bus is measured first. Then each contender has the machine for itself, with the same budget of device memory and,
-where it can be told, the same blocks resident:
+The bus is measured first. Then each contender has the machine for itself, with the same budget of device memory. The
+same blocks are resident if the contender has a setting for them:
 
 | contender | what |
 |---|---|
@@ -11,17 +11,17 @@ where it can be told, the same blocks resident:
 | `accelerate` | transformers, `device_map` |
 | `diffusers` | group offload, block by block with streams |
 | `deepspeed`, `deepspeed-persistent` | ZeRO-Inference as documented, and with as much resident as the others |
-| `resident` | djinnd with all the memory there is: the yardstick; streaming must repeat its logits bit for bit |
+| `resident` | djinnd with all memory: the yardstick; streaming must repeat its logits bit for bit |
 | `synchronous` | djinnd with prefetch and packing off: a block is fetched when its turn is |
 | `plain` | djinnd with packing off |
 | `packed` | djinnd |
 
 | module | what |
 |---|---|
-| `experiment` | what is asked for: a YAML file, checked |
-| `outcome` | what is found: a contender's, and what travels between the processes |
+| `experiment` | an experiment's YAML file, checked |
+| `outcome` | results, and the messages between the processes |
 | `peers`, `served` | measure a peer in a process of its own; measure a daemon |
-| `memory` | NVML: what this process's descendants have of the device |
+| `memory` | NVML: device memory of this process's descendants |
 | `run` | one contender after another |
-| `table` | what is found, for people |
+| `table` | results as a table |
 """

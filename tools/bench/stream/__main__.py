@@ -1,4 +1,4 @@
-"""The command: an experiment's file or a checkpoint in, a table and a JSON out."""
+"""The command: it reads an experiment's file or a checkpoint, and writes a table and a JSON file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     "--checkpoint",
     "folder",
     type=click.Path(path_type=Path),
-    help="Where the experiment's checkpoint is, or will be made; by default in a temporary folder.",
+    help="Folder of the experiment's checkpoint, which is made if it is missing; by default a temporary folder.",
 )
 @click.option("--memory", help="Budget of device memory, instead of the experiment's.")
 @click.option("--runs", type=click.IntRange(1), help="Measurements of each figure, instead of the experiment's.")
@@ -51,10 +51,12 @@ class Numbers(click.ParamType[tuple[int, ...]]):
     default="",
     help="Repeat one session's decode with copies of these sizes, in MiB.",
 )
-@click.option("--ttft/--no-ttft", default=None, help="Measure the first token of the prompt, or do not.")
+@click.option("--ttft/--no-ttft", default=None, help="Measure the prompt's first token, or leave it out.")
 @click.option("--only", multiple=True, type=click.Choice(get_args(Contender)), help="This contender; may be repeated.")
-@click.option("--json", "path", type=click.Path(path_type=Path), help="Write the result there, after each contender.")
-@click.option("--record", "recorded", is_flag=True, help="Add it to docs/results.md.")
+@click.option(
+    "--json", "path", type=click.Path(path_type=Path), help="Write the result to this file, after each contender."
+)
+@click.option("--record", "recorded", is_flag=True, help="Add the result to docs/results.md.")
 def main(
     what: Path,
     folder: Path | None,

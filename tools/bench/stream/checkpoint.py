@@ -1,4 +1,4 @@
-"""The checkpoint of an experiment, and what its config.json says."""
+"""The checkpoint of an experiment, and the figures in its config.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Checkpoint(NamedTuple):
 
 
 def find(folder: Path) -> Checkpoint:
-    """Raises InvalidRequest where no checkpoint is."""
+    """Finds the checkpoint in a folder. Raises InvalidRequest where there is none."""
     try:
         config = json.loads((folder / "config.json").read_text())
         return Checkpoint(folder.resolve(), config["vocab_size"], config.get("dtype") or config["torch_dtype"])
@@ -30,7 +30,7 @@ def find(folder: Path) -> Checkpoint:
 
 
 def handed_over(shape: Shape) -> Checkpoint:
-    """One that is on no disk."""
+    """A checkpoint that is on no disk, because a client hands its weights over."""
     from tools.checkpoints.random_model import DTYPES
     from tools.checkpoints.shapes import config_of
 
@@ -39,7 +39,7 @@ def handed_over(shape: Shape) -> Checkpoint:
 
 
 def make(shape: Shape, folder: Path, device: str) -> None:
-    """Where `folder` has none yet. In a process of its own: this one must hold none of the device's memory."""
+    """Makes the checkpoint if `folder` has none yet, in a process of its own: this one must hold no device memory."""
     if (folder / "config.json").exists():
         return
     options = [f"--dtype={shape.dtype}", f"--device={device.split(':')[0]}"]

@@ -1,4 +1,4 @@
-"""How far a contender's logits are from transformers', and whether streaming has changed a bit of them."""
+"""Compares contenders' logits: the distance from transformers', and whether streaming has changed a bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tools.bench.stream.outcome import Equality
 
-Logits = npt.NDArray[np.float32]  # [tokens, vocab], of the same prompt
+Logits = npt.NDArray[np.float32]  # [tokens, vocab], of one prompt for all
 
 
 def compare(logits: Logits, transformers: Logits | None, resident: Logits | None) -> Equality:
@@ -25,7 +25,7 @@ def compare(logits: Logits, transformers: Logits | None, resident: Logits | None
 
 
 def compare_all(logits: Mapping[str, Logits], peers: Sequence[str], served: Sequence[str]) -> dict[str, Equality]:
-    """By contender. transformers' logits are those of the first of `peers` that has any: all of them run its code."""
+    """Compares by contender. The logits of the first peer that has any are transformers': all peers run its code."""
     streamed = set(served) - {"resident"}
     transformers = next((logits[name] for name in peers if name in logits), None)
     resident = logits.get("resident")

@@ -1,4 +1,4 @@
-"""What a streaming experiment is: a YAML file, checked. `configs/` has those of the seeds."""
+"""A streaming experiment: a YAML file, checked. Examples are in `tools/bench/configs`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Contender = Literal[
     "plain",
     "packed",
 ]
-# The order in which they run: djinnd with packing off says how many blocks are resident, and its peers follow.
+# Contenders in the order of their runs. djinnd with packing off tells how many blocks are resident, so it runs before
+# its peers.
 CONTENDERS: tuple[Contender, ...] = (
     "resident",
     "plain",
@@ -37,7 +38,7 @@ CONTENDERS: tuple[Contender, ...] = (
 )
 SERVED: tuple[Contender, ...] = ("resident", "plain", "packed", "synchronous")
 
-SESSIONS = {1: 512, 4: 512, 16: 128, 32: 64}  # how many decode together → tokens that each of them has before
+SESSIONS = {1: 512, 4: 512, 16: 128, 32: 64}  # sessions that decode together → tokens that each of them has before
 
 Positive = Annotated[int, Meta(ge=1)]
 _UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
@@ -54,19 +55,19 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: str
-    model: Shape | None = None  # None: the checkpoint that the command line names
-    weights: Literal["checkpoint", "shared"] = "checkpoint"  # shared: handed over by a client, and on no disk
+    model: Shape | None = None  # None: the checkpoint of the command line
+    weights: Literal["checkpoint", "shared"] = "checkpoint"  # shared: a client hands the weights over
     device: str = "auto"
-    memory: str = "0"  # of the device, for each contender; 0: the daemon's default, and all of it for the others
+    memory: str = "0"  # device memory of each contender; 0: the daemon's default, and everything for its peers
     settings: dict[str, Any] = {}  # of the model, as in djinnd.yaml; contenders add `packing` and `prefetch`
-    resident_memory: str = "0"  # of the daemon that has everything resident
+    resident_memory: str = "0"  # of the daemon with everything resident
     prompt: Annotated[int, Meta(ge=16)] = 512  # tokens, for the first token, the logits and the peers
-    tokens: Annotated[int, Meta(ge=2)] = 17  # that a session generates in a run
-    peer_tokens: Positive = 8  # that a peer generates after the first
+    tokens: Annotated[int, Meta(ge=2)] = 17  # tokens that a session generates in a run
+    peer_tokens: Positive = 8  # tokens that a peer generates after the first
     sessions: dict[Positive, Positive] = field(default_factory=lambda: dict(SESSIONS))
     runs: Positive = 3
     ttft: bool = True  # measure the first token of the prompt
-    peer_limit_s: Positive = 300  # after which a peer is stopped
+    peer_limit_s: Positive = 300  # a peer is stopped after this time
     contenders: tuple[Contender, ...] = CONTENDERS
 
     @property
@@ -74,8 +75,8 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return size(self.memory)
 
     def settings_of(self, contender: Contender) -> dict[str, Any]:
-        """A model's settings in the configuration of that contender's daemon."""
-        if contender == "resident":  # the same pages and settings, and memory enough
+        """The model's settings in the configuration of the contender's daemon."""
+        if contender == "resident":  # the same pages and settings, with enough memory
             places = ("resident", "ring_gb", "slots")
             return {name: value for name, value in self.settings.items() if name not in places} | {"packing": "off"}
         variant: dict[Contender, dict[str, Any]] = {
@@ -87,7 +88,7 @@ class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def read(path: Path) -> Experiment:
-    """Raises InvalidRequest with what is wrong and where."""
+    """Reads an experiment. Raises InvalidRequest that names the fault and its place."""
     try:
         return msgspec.convert(yaml.safe_load(path.read_text()), Experiment, strict=False)
     except (yaml.YAMLError, msgspec.ValidationError) as error:
@@ -95,7 +96,7 @@ def read(path: Path) -> Experiment:
 
 
 def size(text: str) -> int:
-    """Bytes. Raises InvalidRequest."""
+    """Reads a size in bytes. Raises InvalidRequest."""
     match = re.fullmatch(r"([0-9.]+) ?(MiB|GiB)|([0-9]+)", text)
     if match is None:
         raise InvalidRequest(f"{text!r} is no size: write it as in 24GiB")

@@ -1,4 +1,4 @@
-"""What this process's descendants have of the device's memory, sampled by NVML in a thread."""
+"""Device memory of this process's descendants, sampled by NVML in a thread."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 PERIOD_S = 0.1
-GRAIN = 16 << 20  # bytes; a curve has no point for a smaller change
+GRAIN = 16 << 20  # the smallest change in bytes that gets a point on the curve
 
 
 class Meter(Protocol):
-    """Bytes in use now."""
+    """Returns the bytes in use."""
 
     def __call__(self) -> int: ...
 
@@ -28,13 +28,13 @@ class Phase(NamedTuple):
 
 
 class Watched:
-    """Filled when its phase ends: the most bytes that were in use; None where nobody measures."""
+    """Filled at the end of a phase with the most bytes in use; None without a meter."""
 
     peak: int | None = None
 
 
 class DeviceMemory:
-    """Samples as long as its context lasts. `meter` None: there is nothing to sample, and every peak is None."""
+    """Samples while its context lasts. With `meter` None there are no samples, and every peak is None."""
 
     def __init__(self, meter: Meter | None) -> None:
         self._meter = meter
@@ -48,7 +48,7 @@ class DeviceMemory:
 
     @contextmanager
     def watch(self, name: str) -> Iterator[Watched]:
-        """One at a time."""
+        """Watches one phase. Phases must not overlap."""
         watched = Watched()
         with self._lock:
             self._peak = 0
@@ -62,7 +62,7 @@ class DeviceMemory:
                     watched.peak = self._peak
 
     def begin_anew(self) -> None:
-        """What was in use until now does not count for the peak."""
+        """Forgets the peak of the phase so far."""
         with self._lock:
             self._peak = 0
 
@@ -92,8 +92,11 @@ class DeviceMemory:
 
 
 def nvml_meter(index: int = 0) -> Meter | None:
-    """None without NVML. Where the driver does not say which process has what, as in some containers: what the device
-    has in use beyond what it has now."""
+    """A meter by NVML, or None without NVML.
+
+    Some drivers do not tell the memory of each process, as in some containers. Then the meter counts the device's use
+    beyond the present.
+    """
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -116,12 +119,12 @@ def nvml_meter(index: int = 0) -> Meter | None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Of the process, itself included."""
+    """The process and all its descendants."""
     found = {pid}
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = task.read_text().split()
-        except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             continue
         found.update(*(descendants(int(child)) for child in children))
     return found

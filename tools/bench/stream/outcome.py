@@ -1,4 +1,4 @@
-"""What is found, of each contender and of all; and what travels to and from a peer's process."""
+"""Results of contenders and of the whole experiment, and the messages to and from a peer's process."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from tools.bench.stream.memory import Phase
 class Status(StrEnum):
     MEASURED = "measured"
     OUT_OF_MEMORY = "out of memory"
-    SKIPPED = "skipped"  # it cannot run here: a package or a device is missing
+    SKIPPED = "skipped"  # a package or a device is missing
     FAILED = "failed"
 
 
 class Job(msgspec.Struct, kw_only=True, frozen=True):
-    """For a peer: transformers' model, one session."""
+    """The job of a peer: transformers' model, and one session."""
 
     checkpoint: str
     device: str  # "cuda:0", or "cpu"
     dtype: str  # torch's name
-    memory: int  # bytes that torch may allocate on the device; 0: all
-    resident: int  # blocks that stay on the device, where the peer can be told
+    memory: int  # device memory in bytes that torch may allocate; 0: all
+    resident: int  # blocks that stay on the device, if the peer has a setting for them
     prompt: list[int]
-    tokens: int  # that a run generates after the first
+    tokens: int  # tokens that a run generates after the first
     runs: int
-    logits: str  # file that receives those of the prompt: .npy, float32 [tokens, vocab]
+    logits: str  # file that receives the prompt's logits: .npy, float32 [tokens, vocab]
     outcome: str  # file that receives the Outcome, as JSON
 
 
 class Found(msgspec.Struct, kw_only=True):
-    """Seconds, one figure a run."""
+    """Seconds, one figure for each run."""
 
     first_token_s: list[float]
     step_s: dict[int, list[float]]  # by sessions
-    streamed_bytes: int  # that a pass brings over the bus
+    streamed_bytes: int  # bytes of one forward pass over the bus
     resident_blocks: int | None = None
     packed_blocks: int | None = None
     streamed_blocks: int | None = None
@@ -55,36 +55,36 @@ class Found(msgspec.Struct, kw_only=True):
 
 
 class Equality(msgspec.Struct, kw_only=True):
-    """Of a prompt's logits."""
+    """Comparison of a prompt's logits."""
 
-    max_difference: float | None = None  # from transformers'
-    argmax_share: float | None = None  # of the positions, where the likeliest token is transformers'
-    last_argmax: bool | None = None  # of the position that generates
-    as_resident: bool | None = None  # bit for bit those of djinnd with all weights resident
+    max_difference: float | None = None  # from transformers' logits
+    argmax_share: float | None = None  # share of positions with transformers' likeliest token
+    last_argmax: bool | None = None  # the same at the position that generates
+    as_resident: bool | None = None  # bit for bit equal to djinnd with all weights resident
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """Of one contender."""
+    """The result of one contender."""
 
     status: Status
-    note: str = ""  # why not, or what else there is to say
+    note: str = ""  # the reason of a failure, or a remark
     found: Found | None = None
     equality: Equality | None = None
-    peak_bytes: int | None = None  # of the device's memory
+    peak_bytes: int | None = None  # of device memory
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """Of an experiment, as far as it has come."""
+    """The results of an experiment as far as it has come."""
 
     device: str
     bus: dict[int, float]  # bytes a second to the device, by MiB of a piece
     memory_rate: float  # bytes a second that a copy within the device reads and writes
     contenders: dict[str, Outcome] = {}  # by name
     pieces: dict[int, Outcome] = {}  # `plain` by MiB of a copy
-    phases: list[Phase] = []  # whose turn it was, from when to when, in seconds
+    phases: list[Phase] = []  # contenders' turns, with begin and end in seconds
     device_memory: list[tuple[float, int]] = []  # seconds, bytes
 
     @property
     def ceiling(self) -> float:
-        """Of the bus, bytes a second: the best that a piece size reaches."""
+        """The bus's best rate of all piece sizes, in bytes a second."""
         return max(self.bus.values())

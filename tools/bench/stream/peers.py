@@ -1,4 +1,4 @@
-"""A peer as a contender: a process of its own, whose end is a result however it comes."""
+"""Runs a peer as a contender, in a process of its own, so that a crash is a result too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.bench.stream.outcome import Job, Outcome, Status
 
 class Peer(NamedTuple):
     module: str
-    package: str  # that must be installed
+    package: str  # package that must be installed
     needs_cuda: bool = True
     arguments: tuple[str, ...] = ()
 
@@ -34,7 +34,7 @@ PEERS: dict[Contender, Peer] = {
 
 
 def measure(contender: Contender, job: Job, folder: Path, limit_s: float) -> Outcome:
-    """`folder` receives the job and what the process says."""
+    """Measures a peer. `folder` receives the job's file and the process's log."""
     peer = PEERS[contender]
     if peer.needs_cuda and job.device == "cpu":
         return Outcome(status=Status.SKIPPED, note="needs CUDA")
@@ -50,7 +50,8 @@ def measure(contender: Contender, job: Job, folder: Path, limit_s: float) -> Out
 
 
 def run_apart(module: str, arguments: Sequence[str], said: Path, limit_s: float) -> str:
-    """Runs a peer's process to its end. `said` receives what it says. → how it ended, should it leave no answer."""
+    """Runs a peer's process to its end; `said` receives its output. Returns the kind of its end and the output's last
+    line."""
     command = [sys.executable, "-m", f"tools.bench.peers.{module}", *arguments]
     with said.open("w") as log:
         try:

@@ -1,4 +1,4 @@
-"""One contender after another, each with the machine for itself."""
+"""Runs one contender after another. Each has the machine for itself."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Keep = Callable[[Results], None]
 
 
 def measure_bus(device: str, pieces_mib: tuple[int, ...]) -> Results:
-    """The results of an experiment that begins: what the machine can do, from a process of its own."""
+    """Begins an experiment's results with the machine's rates, measured in a process of their own."""
     rates = measured_apart(device, f"--pieces-mib={','.join(map(str, pieces_mib))}")
     return Results(device=rates.device, bus=rates.bus, memory_rate=rates.memory)
 
 
 class Run:
-    """An experiment on a checkpoint. `folder` is for what lies between the processes; `keep` is told of the results
-    after each contender, so that a run that is cut short leaves what it has found."""
+    """An experiment on a checkpoint. `folder` is for files between the processes. `keep` gets the results after each
+    contender, so that a run that is stopped early leaves the results so far."""
 
     def __init__(
         self, experiment: Experiment, checkpoint: Checkpoint, results: Results, folder: Path, say: Say, keep: Keep
@@ -43,7 +43,7 @@ class Run:
         self._say = say
         self._keep = keep
         self._logits: dict[str, Logits] = {}
-        self._dtype = checkpoint.dtype  # what the peers compute in: djinnd's, once it has said so
+        self._dtype = checkpoint.dtype  # the peers' dtype: djinnd's, once it is known
         self._resident: int | None = None  # blocks that stay on the device with the peers
         wanted = experiment.settings.get("resident")
         if isinstance(wanted, int):
@@ -96,7 +96,7 @@ class Run:
         return found.outcome
 
     def _with_piece(self, piece_mib: int, ready: Callable[[], None]) -> Outcome:
-        """`plain`, one session, with copies of that size."""
+        """Measures `plain` with one session, with copies of that size."""
         settings = self._experiment.settings_of("plain") | {"piece": f"{piece_mib}MiB"}
         sessions, memory = {1: self._experiment.prompt}, self._experiment.memory
         return self._serve(settings, sessions, memory, ready, first_token=False).outcome

@@ -1,4 +1,4 @@
-"""djinnd as a contender: a daemon of one's own with one model in it, asked by sessions like anybody's."""
+"""djinnd as a contender: a private daemon with one model, called by ordinary sessions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tools.bench.stream.sharer import Sharing, hand_over
 from tools.private_daemon import DaemonFailed, PrivateDaemon
 
 MODEL = "streamed"
-ALONE = 4  # tokens of the prompt
+ALONE = 4  # last tokens of the prompt that run one by one
 WARM_UPS = 2  # first tokens that do not count
-PAUSE_S = 0.2  # before each: in it a ring becomes full, and the daemon is quiet
-WARM_UP_TOKENS = 16  # that do not count, of each number of sessions: the first of its steps are compiled and captured
-PINNING_S = 60.0  # that host pages may take to be there and pinned, at most; steps are slower until they are
-SOON_S = 2.0  # until they are there, if there will be some
+PAUSE_S = 0.2  # before each first token, so that a ring fills and the daemon is quiet
+WARM_UP_TOKENS = 16  # of each number of sessions, for compiling and capturing
+PINNING_S = 60.0  # the longest wait for pinned host pages; steps are slower until then
+SOON_S = 2.0  # host pages appear within this time, if there are any
 
 
 class Serving(NamedTuple):
-    """A daemon's configuration, and what its sessions do."""
+    """A daemon's configuration, and the work of its sessions."""
 
     device: str
     memory: str
@@ -38,10 +38,10 @@ class Serving(NamedTuple):
     vocab: int
     prompt: int  # tokens
     tokens: int
-    sessions: dict[int, int]  # how many decode → tokens before, of each
+    sessions: dict[int, int]  # sessions that decode → tokens that each has before
     runs: int
     first_token: bool
-    shared: Shape | None = None  # what a client hands over: `settings` have no `path` then
+    shared: Shape | None = None  # a client hands this model over; `settings` have no `path` then
 
     @property
     def config(self) -> str:
@@ -56,8 +56,10 @@ class Served(NamedTuple):
 
 
 def measure(serving: Serving, say: Callable[[str], None], ready: Callable[[], None] = lambda: None) -> Served:
-    """A daemon that fails is an outcome; where it has failed to stop, what it had answered still counts. `ready` is
-    called when it alone has memory of the device."""
+    """Measures a daemon. A daemon that fails is a result. If it fails only when it stops, its figures still count.
+
+    `ready` is called when the daemon is the only process with device memory.
+    """
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
         daemon = PrivateDaemon(Path(folder), serving.config)
         found = Served(Outcome(status=Status.FAILED))
@@ -96,7 +98,7 @@ def _loaded(serving: Serving, address: str) -> djinn.ModelInfo:
 
 
 def _await_pages(address: str) -> None:
-    """Until the host's pages are pinned."""
+    """Waits until the host's pages are pinned."""
     began = time.monotonic()
     with djinn.Client(address) as client:
         while (waited := time.monotonic() - began) < PINNING_S:
@@ -123,7 +125,7 @@ def _measure(serving: Serving, address: str, info: djinn.ModelInfo) -> Served:
 
 
 def prompt_logits(serving: Serving, address: str) -> npt.NDArray[np.float32]:
-    """float32 [tokens, vocab]. The last tokens come one by one, through the code that decodes."""
+    """The prompt's logits, float32 [tokens, vocab]. The last tokens come one by one, through the code of decode."""
     tokens = prompt(serving.prompt, serving.vocab, 0)
     with djinn.Session(MODEL, address=address) as session:
         parts = [session.forward(tokens[:-ALONE]), *(session.forward([token]) for token in tokens[-ALONE:])]
@@ -131,8 +133,8 @@ def prompt_logits(serving: Serving, address: str) -> npt.NDArray[np.float32]:
 
 
 def first_token_s(serving: Serving, address: str) -> list[float]:
-    """Of fresh sessions, one after another, each with a prompt that nobody has read, the logits' neither. The first
-    ones do not count: one runs a step of that shape for the first time, and the next waits for its capture."""
+    """Seconds of fresh sessions, one after another, each with a new prompt. The first ones do not count: one runs a
+    step of that shape for the first time, and the next waits for its capture."""
     times = []
     for run in range(WARM_UPS + serving.runs):
         time.sleep(PAUSE_S)
@@ -144,7 +146,7 @@ def first_token_s(serving: Serving, address: str) -> list[float]:
 
 
 async def step_s(serving: Serving, address: str, sessions: int) -> list[float]:
-    """Seconds of a step while so many sessions decode, all from the same length in each run."""
+    """Seconds of a step while so many sessions decode, from the same length in each run."""
     context = serving.sessions[sessions]
     opened = [await djinn.AsyncSession(MODEL, address=address).open() for _ in range(sessions)]
     try:

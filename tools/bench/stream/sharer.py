@@ -1,10 +1,10 @@
-"""A client that hands a model over: random weights of a shape, made when they are asked for, so that 140 GB of them
-need no 140 GB of memory.
+"""A client that hands a model over. It makes random weights of a shape on request, so that 140 GB need not be in
+memory.
 
     python -m tools.bench.stream.sharer JSON      a Sharing; ends when the model is served
 
-A process of its own, so that only the daemon has memory of the device while it is measured. The model stays behind for
-as long as the daemon waits for a client that it has lost (`limits.session_grace`).
+It is a process of its own, so that only the daemon holds device memory while it is measured. The model stays in the
+daemon for the time that a lost client has to come back (`limits.session_grace`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     name: str  # of the model, in the daemon
     shape: Shape
-    device: str  # on which the weights are made and packed
+    device: str  # device that makes and packs the weights
     kv_bytes: int
     placing: dict[str, Any]  # of `djinn.PlacingOptions`
 
 
 def hand_over(sharing: Sharing) -> None:
-    """Raises DjinnError where it has not come to that; the process has said why."""
+    """Runs the client to its end. Raises DjinnError where it fails; its log tells the reason."""
     command = [sys.executable, "-m", "tools.bench.stream.sharer", msgspec.json.encode(sharing).decode()]
     if subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
         raise djinn.DjinnError(f"the client that was to hand over {sharing.shape.shape} has failed")

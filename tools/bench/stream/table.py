@@ -1,4 +1,4 @@
-"""What a streaming experiment found, for people: a table, and a line for docs/results.md."""
+"""Results of a streaming experiment as a table, and as a line for docs/results.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = (  # after the name
     "argmax",
     "as resident",
 )
-WIDTH = 150  # where the terminal does not say
+WIDTH = 150  # of a terminal that does not tell its width
 
 
 def table(name: str, results: Results) -> Table:
@@ -44,7 +44,7 @@ def table(name: str, results: Results) -> Table:
 
 
 def rows(name: str, outcome: Outcome, ceiling: float) -> Iterator[list[str]]:
-    """One for each number of sessions; what belongs to all of them stands in the first."""
+    """A row for each number of sessions. The first row also has the figures that all share."""
     memory = "" if outcome.peak_bytes is None else f"{outcome.peak_bytes / (1 << 30):.1f}"
     if outcome.found is None:
         yield [name, str(outcome.status), *[""] * 7, memory, "", "", ""]
@@ -58,14 +58,14 @@ def rows(name: str, outcome: Outcome, ceiling: float) -> Iterator[list[str]]:
 
 
 def _places(found: Found) -> list[str]:
-    """Blocks by place, where the contender says so, and the bytes of a pass."""
+    """Blocks by place, where they are known, and the bytes of a forward pass."""
     blocks = (found.resident_blocks, found.packed_blocks, found.streamed_blocks)
     shown = "" if found.resident_blocks is None else " + ".join(map(str, blocks))
     return [shown, f"{found.streamed_bytes / 1e9:.3g}"]
 
 
 def _first_token(found: Found, ceiling: float) -> str:
-    """With the share of the bus, where its pass streams."""
+    """The first token's time, with the share of the bus's rate where weights are streamed."""
     if found.first_token is None:
         return ""
     share = f" ({found.streamed_bytes / found.first_token / ceiling:.1%})" if found.streamed_bytes else ""
@@ -87,7 +87,7 @@ def _equality(found: Equality | None) -> list[str]:
 
 
 def summary(results: Results, prompt: int) -> str:
-    """`plain` is what the peers' steps are compared with: the same bytes."""
+    """One line. The peers' steps are compared with `plain`, which moves the same bytes."""
     own = results.contenders.get("plain")
     yardstick = own.found.step(1) if own and own.found and 1 in own.found.step_s else None
     parts = (_summarised(name, outcome, prompt, yardstick, results) for name, outcome in results.contenders.items())

@@ -1,12 +1,12 @@
-"""What looking inside the model costs: those who do it, and those who run beside them.
+"""The cost of looking inside the model, for the sessions that do it and for sessions beside them.
 
     python -m tools.bench.whitebox [CHECKPOINT] [--others 32] [--steered 8] [--prompt 2048]
 
-edited    sessions decode in the same steps as others, and are steered: not at all, at one point between blocks, at all
-          of these, at one attention; the others' tokens a second are compared, in turns
-captured  a prompt is read with and without capturing what each block gives; what that takes longer, beside the time
-          that its bytes take over the bus
-calls     an edit made and ended, and a capture of a few tokens
+edited    steered sessions decode in the same steps as others, which are not: without an edit, at one point between
+          blocks, at all of these, at one attention. The others' tokens a second are compared, in turns
+captured  a prompt is read with and without a capture of each block's output. The difference is shown beside the time of
+          the same bytes on the bus
+calls     an edit that is made and ended, and a capture of a few tokens
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from tools.bench.harness.paged_model import MODEL, daemon_of
 from tools.bench.harness.prompts import prompt
 from tools.bench.harness.turns import in_turns
 
-BESIDE_PROMPT = 32  # tokens of those that decode together
-CALL_PROMPT = 8  # tokens of a capture that is measured as a call
+BESIDE_PROMPT = 32  # tokens of sessions that decode together
+CALL_PROMPT = 8  # tokens of a capture in `calls`
 WAYS = ("plain", "one point", "all blocks", "attention")
 
 
 class Captured(NamedTuple):
-    """Of one prompt; seconds are medians."""
+    """Figures of one prompt; seconds are medians."""
 
     points: int
     nbytes: int
-    plain: float  # reading it
-    seconds: float  # with the capture, to the tensors
+    plain: float  # reading the prompt
+    seconds: float  # reading it with the capture, to the tensors
 
 
 class Calls(NamedTuple):
     """Median seconds."""
 
-    edit: float  # made, and ended
-    generate: float  # one token more
-    capture: float  # of `CALL_PROMPT` tokens more, at one point
+    edit: float  # an edit made and ended
+    generate: float  # one more token
+    capture: float  # `CALL_PROMPT` more tokens, captured at one point
 
 
 def points_of(info: ModelInfo, way: str) -> list[str]:
@@ -98,8 +98,7 @@ async def others_rate(address: str, info: ModelInfo, way: str, others: int, stee
 def beside(
     address: str, info: ModelInfo, others: int, steered: int, tokens: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """By way: the others' rate, and what of the plain one is lost, the median of each round's own. The first round
-    warms up."""
+    """For each way, the others' rate and the median of each round's loss against "plain". The first round warms up."""
 
     def rate(way: str) -> float:
         return asyncio.run(others_rate(address, info, way, others, steered, tokens))
@@ -121,7 +120,7 @@ def beside(
 
 
 def captured(address: str, info: ModelInfo, way: str, tokens: int, rounds: int, seeds: Iterator[int]) -> Captured:
-    """Each time in a session of its own, with a prompt of its own: nothing of it is there already."""
+    """Measures prompts with and without a capture, each in a session and with a prompt of its own."""
     plain, seconds, points, nbytes = [], [], 0, 0
     for number in range(rounds + 1):
         for capturing in (False, True) if number % 2 else (True, False):
@@ -187,7 +186,7 @@ def _told(found: dict[str, Any]) -> str:
 def summary(found: dict[str, Any]) -> str:
     lost = (f"{way} {each['lost']:+.1%}" for way, each in found["beside"].items() if way != "plain")
     return (
-        f"{found['steered']} sessions steered beside {found['others']}, of whose rate is lost: {', '.join(lost)}; "
+        f"{found['steered']} sessions steered beside {found['others']}, which lose of their rate: {', '.join(lost)}; "
         + (_told(found))
     )
 
@@ -195,7 +194,7 @@ def summary(found: dict[str, Any]) -> str:
 def measure(
     checkpoint: Path, device: str, memory: str, crowd: tuple[int, int, int], length: int, rounds: int
 ) -> dict[str, Any]:
-    """`crowd`: others, steered, and tokens that each generates."""
+    """`crowd`: the number of others and of steered sessions, and the tokens that each generates."""
     bus = measured_apart(device)
     others, steered, tokens = crowd
     with daemon_of(checkpoint, bus.device, memory, {}, None) as address:

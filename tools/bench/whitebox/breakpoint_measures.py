@@ -1,4 +1,4 @@
-"""What breakpoints.py measures of a PagedModel: sessions that stop inside of it, and those beside them."""
+"""Measurements of breakpoints.py on a PagedModel: sessions that stop inside it, and sessions beside them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from djinn_client.protocol import ModelInfo
 from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from tools.bench.harness.paged_model import MODEL, PagedModel
 
-CONTEXT = 32  # tokens that a session has before
-CALL = 8  # tokens that a call brings
-STEPS = 8  # of the session that does not stop, in each of its turns
+CONTEXT = 32  # tokens that a session has before a call
+CALL = 8  # prompt tokens of a call
+STEPS = 8  # steps of the session that does not stop, in each turn
 WARM_UP = 10  # calls that do not count
 
 
 def middle(info: ModelInfo) -> int:
-    """The block behind which half of them have run."""
+    """The block after which half of the blocks have run."""
     return max(info.blocks // 2, 1) - 1
 
 
@@ -29,7 +29,7 @@ class Timed(NamedTuple):
     """Seconds."""
 
     seconds: float
-    busy: float  # of them, this process
+    busy: float  # of them, processor time of this process
     returned: Any
 
 
@@ -43,8 +43,8 @@ def timed(call: Callable[[], object]) -> Timed:
 
 
 def stopping(model: PagedModel, calls: int) -> dict[str, list[float]]:
-    """Seconds of each call; what `run` and `resume` together cost more than `generate` beside them, and how much longer
-    this process, the client, is busy with them. A hit is let go before the next call."""
+    """Seconds of each call. The cost is the time of `run` and `resume` beyond `generate` beside them, and the further
+    processor time of this process, the client. Each hit is released before the next call."""
     found: dict[str, list[float]] = {name: [] for name in ("plain", "run", "resume", "cost", "client")}
     with model.session(CONTEXT) as one, model.session(CONTEXT) as other:
         other.breakpoint(layer=middle(model.info), when="prefill")
@@ -73,12 +73,12 @@ def stopping(model: PagedModel, calls: int) -> dict[str, list[float]]:
             found["resume"].append(resume.seconds)
             found["cost"].append(run.seconds + resume.seconds - call.seconds)
             found["client"].append(run.busy + resume.busy - call.busy)
-            del run, resume, call  # and with them the hit
+            del run, resume, call  # the hit is released with them
     return {name: seconds[WARM_UP:] for name, seconds in found.items()}
 
 
 def restoring(model: PagedModel, calls: int) -> dict[str, list[float]]:
-    """Seconds on the client's clock of `resume`, and of a call for one token; of a step, as the daemon says."""
+    """Seconds of `resume` and of a call for one token by the client's clock, and of a step by the daemon's figure."""
     found: dict[str, list[float]] = {name: [] for name in ("resume", "call", "step")}
     with model.session(CONTEXT) as one, model.session(CONTEXT) as other:
         other.breakpoint(layer=middle(model.info))
@@ -98,8 +98,10 @@ def restoring(model: PagedModel, calls: int) -> dict[str, list[float]]:
 
 
 def to_read(info: ModelInfo, nbytes: int) -> tuple[list[str], int]:
-    """As few points between blocks as have so many bytes together, and how many positions: one point where the model's
-    context is long enough, as of a hit; all of them, where even these have less."""
+    """The fewest points between blocks that have `nbytes` together, and the number of positions.
+
+    It is one point, as in a hit, if the model's context is long enough, and all points if even these have less.
+    """
     assert info.points is not None
     row = info.points.width * ITEM_BYTES[info.dtype]  # type: ignore[index]
     longest = info.max_context - 1
@@ -109,7 +111,8 @@ def to_read(info: ModelInfo, nbytes: int) -> tuple[list[str], int]:
 
 
 def reading(model: PagedModel, nbytes: int, rounds: int) -> dict[str, Any]:
-    """Seconds, into memory that has been written to before; nothing has touched what is read."""
+    """Seconds to copy captured tensors, and as many ordinary ones, into memory that has been touched. The sources have
+    not been read before."""
     names, positions = to_read(model.info, nbytes)
     found: dict[str, Any] = {"points": len(names), "positions": positions, "first": [], "plain": []}
     for _ in range(rounds + 1):
@@ -131,8 +134,8 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 
 async def beside(model: PagedModel, others: int, tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens a second of the others, the same sessions each time, and what of it is lost in each round. The first round
-    warms up."""
+    """Tokens a second of the others, always the same sessions, and their loss in each round. The first round warms
+    up."""
     crowd = [await _opened(model) for _ in range(others)]
     found: dict[str, list[float]] = {"idle": [], "stopped": []}
     try:
@@ -151,8 +154,8 @@ async def beside(model: PagedModel, others: int, tokens: int, rounds: int) -> di
 
 
 async def _rate(model: PagedModel, crowd: Sequence[djinn.AsyncSession], tokens: int, *, stops: bool) -> float:
-    """From the first one's start to the last one's end. One more session has run its prompt, to its end or to a
-    breakpoint, from which it goes on when they have ended."""
+    """The others' rate, from the first one's start to the last one's end. One more session has run its prompt to its
+    end or to a breakpoint, and continues after the others."""
     async with await _opened(model) as one:
         if stops:
             await one.breakpoint(layer=middle(model.info))

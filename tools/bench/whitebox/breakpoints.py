@@ -1,13 +1,14 @@
-"""What breakpoints cost: who stops and goes on, who reads what is there, and who decodes meanwhile.
+"""The cost of breakpoints: for the session that stops, for reading its tensors, and for sessions that decode meanwhile.
 
     python -m tools.bench.whitebox.breakpoints [CHECKPOINT] [--calls 200] [--others 32] [--tokens 64] [--read-mb 64]
 
-stopping   `run` of a few tokens that stops in the middle of the blocks, and `resume` to the first token; its cost is
-           what both take longer than `generate` of as many tokens, with which they take turns: one call, one step,
-           and one window more; the client's is for how long its process is busier
-restoring  a generated position has stopped: `resume` to the next token, beside one step of a session that does not stop
-reading    all bytes of what a call has captured, from its return on, beside a copy of as many bytes of ordinary memory
-beside     tokens a second of others while one session is at a breakpoint, and while it is idle, in turns
+stopping   `run` of a few tokens that stops in the middle of the blocks, and `resume` to the first token, in turns with
+           `generate` of as many tokens. The cost is the difference: one call, one step and one window more. The
+           client's part is its further processor time.
+restoring  A generated position has stopped: `resume` to the next token, beside one step of a session that does not
+           stop.
+reading    All bytes of a capture after its call, beside a copy of as many bytes of ordinary memory.
+beside     Tokens a second of others while one session is at a breakpoint, and while it is idle, in turns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tools.bench.whitebox import breakpoint_measures as measures
 
 
 class Line(NamedTuple):
-    """Of the table."""
+    """A row of the table."""
 
     measure: str
     found: str
@@ -39,7 +40,7 @@ class Line(NamedTuple):
 
 
 def lines(found: dict[str, Any]) -> list[Line]:
-    """The table's, from results."""
+    """The table's rows, from results."""
     stops, restored, read, rates = (found[name] for name in ("stopping", "restoring", "reading", "beside"))
     step = statistics.median(restored["step"])
     first, plain = (statistics.median(read[name]) for name in ("first", "plain"))
@@ -101,10 +102,10 @@ def measure(checkpoint: Path, device: str, memory: str, work: dict[str, int]) ->
 @command.checkpoint_or_tiny
 @command.device
 @command.memory
-@click.option("--calls", default=200, show_default=True, help="Of each kind.")
+@click.option("--calls", default=200, show_default=True, help="Calls of each kind.")
 @click.option("--others", default=32, show_default=True, help="Sessions that decode.")
 @click.option("--tokens", default=64, show_default=True, help="Tokens that each of them generates in a round.")
-@click.option("--read-mb", default=64, show_default=True, help="Millions of bytes that are read.")
+@click.option("--read-mb", default=64, show_default=True, help="Bytes to read, in millions.")
 @command.rounds(15)
 def main(checkpoint: Path, device: str, memory: str, **work: int) -> Result:
     found = measure(checkpoint, device, memory, work)

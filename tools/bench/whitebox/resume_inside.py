@@ -1,17 +1,17 @@
-"""A session that has stopped inside the model goes on: how long until its next token, by the blocks that had run.
+"""The time to the next token of a session that stopped inside the model, by the number of blocks that had run.
 
     python -m tools.bench.whitebox.resume_inside CHECKPOINT [--memory 80GiB] [--tokens 2048] [--blocks 1,10,20,30,40]
 
-All positions of a prompt have stopped behind so many blocks.
+All positions of a prompt have stopped after so many blocks.
 
-djinnd      the client says `resume`; which blocks are run then is counted in a trace of one more session
-recompute   a session that nobody has seen, with a prompt as long, all of whose blocks are run
-manual      transformers, and the KV of those blocks and what the last one gave are copied by hand to pinned memory and
-            back; the blocks behind are run
-hooks       transformers runs the model over all of the prompt, as who changes something in a hook does
-nnsight     its trace with an edit there, which runs all of it, too
+djinnd      the client says `resume`; a trace of one more session counts the blocks that run then
+recompute   a new session with a prompt as long, so that all blocks run
+manual      transformers: the KV of the finished blocks and the last one's output are copied by hand to pinned memory
+            and back, and the other blocks run
+hooks       transformers runs the model over all of the prompt, as with an edit in a hook
+nnsight     its trace with an edit, which also runs all of the prompt
 
-And behind half of the blocks, when the session's pages have left the device: they come back from the host first.
+One more measurement stops after half of the blocks, and the session's pages leave the device and come back.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import MODEL, PagedModel, daemon_of, loaded
 from tools.bench.harness.trace import traced
 
-LAYERS = (1, 10, 20, 30, 40)  # of 40: where the seeds' experiment stops
-BARS = {0.5: 0.55, 1.0: 0.1}  # of a recompute, by the share of blocks that had run
-PEERS = {"manual": "manual", "hooks": "recompute", "nnsight": "nnsight"}  # and what they have found is called
-TRACE_S = 0.5  # beside what going on takes
-SLACK_S = 0.002  # that pages may take to come back beside bytes / bus
+LAYERS = (1, 10, 20, 30, 40)  # depths in a model of 40 blocks
+BARS = {0.5: 0.55, 1.0: 0.1}  # the most time, as a share of a recompute, by the share of blocks that had run
+PEERS = {"manual": "manual", "hooks": "recompute", "nnsight": "nnsight"}  # a peer's name, and the name of its figures
+TRACE_S = 0.5  # of a trace beyond the resume itself
+SLACK_S = 0.002  # slack of returning pages beyond bytes / bus
 
 
 def depths(blocks: int, wanted: Sequence[int]) -> list[int]:
-    """How many blocks have run where sessions stop; without a wish as deep as the seeds' are in their model."""
+    """Numbers of blocks after which sessions stop; by default LAYERS, scaled to the model."""
     if any(not 0 < depth <= blocks for depth in wanted):
         raise click.BadParameter(f"the model has {blocks} blocks: 1 to {blocks} can have run", param_hint="--blocks")
     return sorted(set(wanted) or {max(1, round(blocks * layer / LAYERS[-1])) for layer in LAYERS})
@@ -63,7 +63,7 @@ def stopped(model: PagedModel, depth: int) -> djinn.Session:
 
 
 def resumed(model: PagedModel, depth: int) -> dict[str, float]:
-    """Seconds: on the client's clock, and of these since the daemon has the call."""
+    """Seconds by the client's clock, and since the daemon received the call."""
     with stopped(model, depth) as session:
         began = time.perf_counter()
         out = session.resume(max_tokens=1)
@@ -83,8 +83,8 @@ def recomputed(model: PagedModel) -> dict[str, float]:
 
 
 def leave(model: PagedModel, session: djinn.Session, tool: str) -> int:
-    """Its pages are on the host, and nowhere else. → bytes. `tool`: another one each time, so that the daemon does not
-    learn when it is expected."""
+    """Waits until the session's pages are only on the host. Returns their bytes. `tool` must be new each time, so that
+    the daemon cannot learn the wait's duration."""
     session.signal("IO_WAIT", tool=tool)
     pages = model.wait_until(session, lambda info: info.pages == 0).host_pages
     model.overwrite()
@@ -92,7 +92,7 @@ def leave(model: PagedModel, session: djinn.Session, tool: str) -> int:
 
 
 def from_host(model: PagedModel, depth: int, number: int) -> dict[str, float]:
-    """As `resumed`, of a session whose pages are on the host."""
+    """Seconds by the client's clock to resume a session with its pages on the host, and their bytes."""
     with stopped(model, depth) as session:
         nbytes = leave(model, session, f"round {number}")
         began = time.perf_counter()
@@ -103,7 +103,7 @@ def from_host(model: PagedModel, depth: int, number: int) -> dict[str, float]:
 
 
 def ran(model: PagedModel, depth: int, expected_s: float, *, away: bool = False) -> list[int]:
-    """How often each block is run when such a session goes on. `away`: from the host."""
+    """How often each block runs when a stopped session resumes; `away`: with its pages on the host."""
     with stopped(model, depth) as session:
         if away:
             leave(model, session, "a trace")
@@ -118,7 +118,7 @@ def block_counts(spans: Sequence[Span], blocks: int) -> list[int]:
 
 
 def only_behind(counts: Sequence[int], depth: int) -> bool:
-    """Whether the blocks behind have all been run, as often as each other, and no block before."""
+    """True if all blocks after `depth` have run equally often, and no block before."""
     behind = set(counts[depth:])
     return not any(counts[:depth]) and len(behind) <= 1 and 0 not in behind
 
@@ -176,20 +176,20 @@ def middle(measured: Sequence[dict[str, float]], what: str = "seconds") -> float
 
 
 def share(found: dict[str, Any], stop: dict[str, Any]) -> str:
-    """Of a recompute, and the bar where there is one."""
+    """The time as a share of a recompute, with the bar if there is one."""
     bar = BARS.get(stop["blocks"] / found["blocks"])
     return f"{middle(stop['djinnd']) / middle(found['recompute']):.2f}" + (f" (of {bar:.2f})" if bar else "")
 
 
 def run_behind(found: dict[str, Any], stop: dict[str, Any]) -> str:
-    """Which share of the blocks was run."""
+    """The share of the blocks that ran."""
     if only_behind(stop["ran"], stop["blocks"]):
         return f"{1 - stop['blocks'] / found['blocks']:.2f}"
     return f"not those behind alone: {stop['ran']}"
 
 
 def came_back(found: dict[str, Any]) -> str:
-    """How much longer it took where its pages had left, beside what the bus takes for them."""
+    """The further time of a session with its pages on the host, beside the bus's time for them."""
     host = found["from_host"]
     longer = middle(host["back"]) - middle(host["stayed"])
     bar = middle(host["back"], "nbytes") / found["bus"] + SLACK_S
@@ -229,7 +229,7 @@ def summary(found: dict[str, Any]) -> str:
 @command.checkpoint
 @command.device
 @command.memory
-@click.option("--tokens", default=2048, show_default=True, help="Of a prompt.")
+@click.option("--tokens", default=2048, show_default=True, help="Tokens of a prompt.")
 @click.option("--blocks", default="", help="Blocks that have run at a stop; by default 1, 10, 20, 30, 40 of 40.")
 @command.rounds(7)
 def main(checkpoint: Path, device: str, memory: str, tokens: int, blocks: str, rounds: int) -> Result:

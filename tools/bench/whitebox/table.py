@@ -1,20 +1,20 @@
-"""The seeds' table of the white box: of each of these models, behind several blocks; and others who do the same.
+"""A table of white-box figures of several models, at several depths, beside the same work in transformers and nnsight.
 
     python -m tools.bench.whitebox.table CHECKPOINT… [--memory 80GiB] [--prompts 3] [--tokens 8] [--scales 0.9,0.5,2]
 
-accuracy  of runs that stop there, at the prompt and at each generated token, and go on untouched: the share of tokens
-          that an uninterrupted run has, too; exact: all log probabilities are equal, bit for bit
-dispatch  on the way of others: how much longer two steps take a session that decodes, by the daemon's trace, where a
-          call joins the first of them and stops there ("hit"), or gives a token and what had come there ("capture":
-          the seeds' checkpoint), than where it only gives a token; and what of it is in that step. Wherever: the median
-          of all these calls, and between what it lies with at least 95 % certainty
-restore   a generated position has stopped: on the client's clock `resume` to the next token, beside one step of a
-          session that does not stop, as the daemon says
-steering  all positions are scaled there: the share of generated tokens that differ; by how many nats the distributions
-          of the next token at the prompt's positions (Kullback-Leibler); by what share of their length the logits
-edited    from a prompt to its last token, where the client stops there, scales what is there by the first of the
-          scales, and goes on. The same by a hook in transformers, and by nnsight, and which share of their tokens is
-          ours; beside what it is without an edit, as in bfloat16 two that are near a tie may change places
+accuracy  runs that stop there, at the prompt and at each generated token, and continue untouched: the share of tokens
+          equal to an uninterrupted run's. "exact": all log probabilities are equal, bit for bit
+dispatch  the delay of another session that decodes, over two steps of the daemon's trace. A call joins the first step.
+          It stops there ("hit"), or generates a token and captures ("capture"), and is compared with a call that only
+          generates. The part within the first step is shown too. "wherever": the median of all these calls, with its
+          interval of 95 % certainty
+restore   a generated position has stopped: `resume` to the next token by the client's clock, beside one step of a
+          session that does not stop, by the daemon's figure
+steering  all positions are scaled there: the share of generated tokens that differ, the Kullback-Leibler divergence of
+          the next token's distributions at the prompt's positions, and the relative change of the logits
+edited    from a prompt to its last token, with a stop, an edit by the first of the scales, and a resume. A hook in
+          transformers and nnsight do the same; the share of their tokens equal to ours is shown, and also without an
+          edit, because near ties may swap in bfloat16
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tools.bench.whitebox import table_measures as measures
 from tools.bench.whitebox.resume_inside import depths
 
 POSITIONS = 32  # of a prompt
-DISPATCH = 1e-4  # seconds at the most
-RESTORE = 2.2e-3  # seconds beyond a step at the most: the seeds' figure
+DISPATCH = 1e-4  # the most seconds
+RESTORE = 2.2e-3  # the most seconds beyond a step
 
 
 class Work(NamedTuple):
     prompts: int
-    tokens: int  # generated after each
+    tokens: int  # generated after each prompt
     scales: list[float]
 
 
@@ -122,13 +122,13 @@ def between(one: Median) -> str:
 
 
 def dispatch(stop: dict[str, Any], way: str, what: str = "turn") -> float:
-    """Seconds more than a call that gives a token; `what`: "step" for what of it is in the step."""
+    """Seconds beyond a call that only generates. `what` "step": the part within the step that the call joins."""
     plain, other = (statistics.median(one[what] for one in stop["beside"][name]) for name in ("plain", way))
     return float(other - plain)
 
 
 def dispatch_anywhere(found: dict[str, Any], way: str) -> Median:
-    """Of all calls, wherever they stop or capture: how many seconds more each takes than those without do there."""
+    """Seconds beyond a call that only generates, over the calls at all depths."""
     added = []
     for stop in found["stops"]:
         plain = statistics.median(one["turn"] for one in stop["beside"]["plain"])
@@ -137,14 +137,14 @@ def dispatch_anywhere(found: dict[str, Any], way: str) -> Median:
 
 
 def scatter(found: dict[str, Any]) -> float:
-    """Seconds within which half of the calls that give a token are: less of a difference says nothing."""
+    """The interquartile range of calls that only generate; a smaller difference says nothing."""
     turns = [one["turn"] for stop in found["stops"] for one in stop["beside"]["plain"]]
     low, _, high = statistics.quantiles(turns, n=4, method="inclusive")
     return float(high - low)
 
 
 def restore_bar(found: dict[str, Any]) -> float:
-    """Seconds."""
+    """The most seconds of a restore."""
     return float(statistics.median(found["step"]) + RESTORE)
 
 
@@ -153,7 +153,7 @@ def effect(one: dict[str, float]) -> str:
 
 
 def peer(found: dict[str, Any], name: str, stop: dict[str, Any]) -> str:
-    """How long it took, and which share of its tokens is ours; or that it did not."""
+    """The peer's time, and the share of its tokens equal to ours; or its failure."""
     outcome = found["peers"][name]
     if outcome["status"] != Status.MEASURED:
         return str(outcome["status"])
@@ -163,7 +163,7 @@ def peer(found: dict[str, Any], name: str, stop: dict[str, Any]) -> str:
 
 
 def notes(found: dict[str, Any]) -> str:
-    """Which share of the peers' tokens is ours where nobody edits; and why there is nothing of one."""
+    """The share of the peers' tokens equal to ours without an edit, and the peers' failures."""
     told = []
     if found["transformers"]:
         told.append(f"without an edit {measures.share(found['transformers'], found['plain']):.0%}")
@@ -242,8 +242,10 @@ def _summary(found: dict[str, Any]) -> str:
 @click.argument("checkpoints", nargs=-1, required=True, type=command.FOLDER)
 @command.device
 @command.memory
-@click.option("--prompts", type=click.IntRange(1), default=3, show_default=True, help="Of each kind of run.")
-@click.option("--tokens", type=click.IntRange(2), default=8, show_default=True, help="Tokens generated after each.")
+@click.option("--prompts", type=click.IntRange(1), default=3, show_default=True, help="Prompts of each kind of run.")
+@click.option(
+    "--tokens", type=click.IntRange(2), default=8, show_default=True, help="Tokens generated after each prompt."
+)
 @click.option("--scales", default="0.9,0.5,2", show_default=True, help="Factors that activations are scaled by.")
 def main(checkpoints: tuple[Path, ...], device: str, memory: str, prompts: int, tokens: int, scales: str) -> Result:
     work = Work(prompts, tokens, [float(scale) for scale in scales.split(",")])

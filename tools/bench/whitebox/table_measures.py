@@ -1,4 +1,4 @@
-"""What table.py measures of a PagedModel: sessions that stop inside of it, go on, and are steered there."""
+"""Measurements of table.py on a PagedModel: sessions that stop inside it, continue, and are steered there."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import djinn_client as djinn
 from djinn_client.protocol import Span
 from tools.bench.harness.paged_model import MODEL, PagedModel
 
-CONTEXT = 32  # tokens of those whose steps are traced
-TURNS = 6  # that each kind of call has
+CONTEXT = 32  # tokens of sessions with traced steps
+TURNS = 6  # turns of each kind of call
 TRACED = 36  # steps of a turn
-MORE = 6  # that decode: the trace may begin a little later
-TRACE_S = 30.0  # in which they have been run
+MORE = 6  # further decode steps, because the trace may begin a little later
+TRACE_S = 30.0  # the longest trace
 APART = 4  # steps between two calls
 
 
 def point_behind(depth: int) -> str:
-    """What has come when so many blocks have run."""
+    """The point at the output of the last of `depth` blocks."""
     return f"blocks.{depth - 1}.hook_resid_post"
 
 
 def share(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
-    """Of all tokens, those that are the same."""
+    """The share of equal tokens."""
     same = [a == b for some, others in zip(found, expected, strict=True) for a, b in zip(some, others, strict=True)]
     return sum(same) / len(same)
 
@@ -39,24 +39,24 @@ def share(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> 
 
 
 class Generating(NamedTuple):
-    """Of one prompt."""
+    """Figures of an uninterrupted run of one prompt."""
 
     tokens: list[int]
     logprobs: list[float]  # of these tokens
-    step: float  # seconds, as the daemon says
+    step: float  # seconds of a step by the daemon's figure
 
 
 class Stopping(NamedTuple):
-    """The same, where each call has stopped."""
+    """Figures of a run that stops in each call."""
 
     tokens: list[int]
     logprobs: list[float]
     hits: list[float]  # seconds from the daemon's receipt of the call to its hit
-    resumed: list[float]  # seconds on the client's clock, from there to the next token
+    resumed: list[float]  # seconds from the hit to the next token, by the client's clock
 
 
 def uninterrupted(model: PagedModel, prompt: Sequence[int], tokens: int) -> Generating:
-    """Of a prompt that nobody has seen: all of it is computed in one step, as where it stops."""
+    """Runs a prompt that the daemon has not seen, so that all of it is computed in one step, as in `stopped`."""
     with djinn.Session(MODEL, address=model.address) as session:
         out = session.generate(prompt, max_tokens=tokens, logprobs=0, ignore_eos=True)
     step = (out.timings.total - out.timings.first_token) / max(tokens - 1, 1)
@@ -65,8 +65,8 @@ def uninterrupted(model: PagedModel, prompt: Sequence[int], tokens: int) -> Gene
 
 
 def stopped(model: PagedModel, depth: int, prompt: Sequence[int], tokens: int) -> Stopping:
-    """The prompt stops behind so many blocks, and each generated token; nobody looks at what is there, and it goes on.
-    The seconds are those of the generated ones."""
+    """The prompt and each generated token stop after so many blocks and continue untouched. Seconds are those of the
+    generated tokens."""
     found = Stopping([], [], [], [])
     with djinn.Session(MODEL, address=model.address) as session:
         session.breakpoint(layer=depth - 1)
@@ -90,16 +90,16 @@ def stopped(model: PagedModel, depth: int, prompt: Sequence[int], tokens: int) -
 
 
 class Joined(NamedTuple):
-    """A call that has joined a step of others: seconds on the engine's clock, beyond those that such steps take in the
-    same trace where nobody joins. (A card's clocks wander by several percent within a minute.)"""
+    """A call that joined a step of another session. Seconds of the engine's clock, beyond steps of the same trace
+    without a call. (A card's clocks drift by several percent within a minute.)"""
 
-    step: float  # from the step's begin to its end, as the device sees it
-    turn: float  # from its begin until the next step but one begins: with all that the engine does for the call
+    step: float  # from the step's begin to its end, in device time
+    turn: float  # from the step's begin to the begin of the next step but one, with all work of the engine for the call
 
 
 def beside(model: PagedModel, depth: int) -> dict[str, list[Joined]]:
-    """By what the call of a session does in a step of another one that decodes: it gives a token ("plain"), stops
-    behind so many blocks ("hit"), or gives a token and what had come there ("capture")."""
+    """Measures three kinds of calls in a step of another session that decodes. "plain" generates a token, "hit" stops
+    after so many blocks, and "capture" generates a token and captures."""
     found: dict[str, list[Joined]] = {}
     with ExitStack() as opened:
         other, plain, stops, captures = (opened.enter_context(model.session(CONTEXT)) for _ in range(4))
@@ -119,7 +119,7 @@ def beside(model: PagedModel, depth: int) -> dict[str, list[Joined]]:
 def _steps_beside(
     model: PagedModel, other: djinn.Session, session: djinn.Session, call: Callable[[], object]
 ) -> list[Span]:
-    """The trace of another session that decodes, while this one makes its call again and again, some steps apart."""
+    """Traces another session that decodes, while this one repeats its call, some steps apart."""
     times = other.generate(max_tokens=APART + 1, ignore_eos=True).timings
     with djinn.Client(model.address) as client, ThreadPoolExecutor(2) as threads:
         client.ping()
@@ -135,8 +135,8 @@ def _steps_beside(
 
 
 def joined(spans: Sequence[Span]) -> list[Joined]:
-    """The steps that a second row has joined, where none has joined the next one. None, where no step is undisturbed:
-    without a call in it, before it, or behind it."""
+    """The steps with a second row whose next step has one row. Empty without an undisturbed step: one without a call in
+    it, before it, or after it."""
     steps = [span for span in spans if span.track == "step"]
     rows = [span.args["rows"] for span in steps]
     alone = [index for index in range(1, len(steps) - 1) if rows[index - 1 : index + 2] == [1, 1, 1]]
@@ -155,14 +155,14 @@ def joined(spans: Sequence[Span]) -> list[Joined]:
 
 
 class Steered(NamedTuple):
-    """Of one prompt."""
+    """Figures of one prompt."""
 
     logits: Tensor  # float32 [positions, vocab]
     tokens: list[int]
 
 
 def steered(model: PagedModel, prompt: Sequence[int], tokens: int, depth: int = 0, scale: float = 1.0) -> Steered:
-    """All positions are scaled behind so many blocks; 0: nowhere."""
+    """Scales all positions after `depth` blocks; 0: no scaling."""
     with djinn.Session(MODEL, address=model.address) as session:
         if depth:
             session.steer(point_behind(depth), op="scale", scale=scale)
@@ -171,19 +171,19 @@ def steered(model: PagedModel, prompt: Sequence[int], tokens: int, depth: int = 
 
 
 def divergence(plain: Tensor, other: Tensor) -> float:
-    """Kullback-Leibler, of the distribution that the other logits are of from the plain ones': nats, the mean over
-    positions. Both are [positions, vocab]."""
+    """Kullback-Leibler divergence of the other distribution from the plain one in nats, the mean over positions. Both
+    are logits [positions, vocab]."""
     p, q = (logits.double().log_softmax(dim=-1) for logits in (plain, other))
     return float((p.exp() * (p - q)).sum(dim=-1).mean())
 
 
 def change(plain: Tensor, other: Tensor) -> float:
-    """By how much the logits differ: the length of the difference, as a share of the plain ones'."""
+    """The relative change of the logits: the length of the difference, as a share of the plain logits' length."""
     return float(torch.linalg.vector_norm(other - plain) / torch.linalg.vector_norm(plain))
 
 
 def effect(plain: Sequence[Steered], others: Sequence[Steered]) -> dict[str, float]:
-    """Of steering, over all prompts."""
+    """The effect of steering, over all prompts."""
     pairs = list(zip(plain, others, strict=True))
     return {
         "differ": 1 - share([one.tokens for one in others], [one.tokens for one in plain]),
@@ -196,14 +196,14 @@ def effect(plain: Sequence[Steered], others: Sequence[Steered]) -> dict[str, flo
 
 
 class Edited(NamedTuple):
-    """Of one prompt."""
+    """Figures of one prompt."""
 
-    seconds: float  # to the last token
+    seconds: float  # until the last token
     tokens: list[int]
 
 
 def edited(model: PagedModel, prompt: Sequence[int], tokens: int, depth: int, scale: float) -> Edited:
-    """The prompt stops behind so many blocks, the client scales what is there, and the session goes on."""
+    """The prompt stops after so many blocks, the client scales the activations, and the session continues."""
     with djinn.Session(MODEL, address=model.address) as session:
         session.breakpoint(layer=depth - 1, when="prefill")
         began = time.perf_counter()

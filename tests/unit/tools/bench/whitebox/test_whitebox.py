@@ -31,6 +31,6 @@ def test_the_summary_has_the_figures() -> None:
             "beside": {way: {"rate": 1000.0, "lost": 0.013} for way in WAYS},
         }
     )
-    assert told.startswith("8 sessions steered beside 32, of whose rate is lost: one point +1.3%, all blocks +1.3%")
+    assert told.startswith("8 sessions steered beside 32, which lose of their rate: one point +1.3%, all blocks +1.3%")
     assert "839 MB at 40 of the points of 2,048 tokens: 120.0 ms, 100.0 without (bus alone 15.3 ms)" in told
     assert told.endswith("an edit made and ended 0.80 ms, a token 7.00 ms, a capture of 8 tokens 10.00 ms")
