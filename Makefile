@@ -15,7 +15,7 @@ TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 help:
 	@echo "make demo     install what is needed, start djinnd, talk to a small real model, stop it"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
-	@echo "make test-long  the soaks and the runs of many examples, which make test leaves out"
+	@echo "make test-long  soaks, runs of many examples, hostile input and killed processes, which make test leaves out"
 	@echo "make test-foreign  the clients of other people's, against the HTTP gateway"
 	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"
 	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"

@@ -135,6 +135,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.smoke
 def test_invalid_edits_are_refused(tenant: Tenant) -> None:
     expected = tenant.generate(4, PROMPT)
     tenant.cut(0)
@@ -172,6 +173,7 @@ def test_a_value_that_is_no_number_harms_only_its_session(target: Daemon, tenant
             assert (overflown.finish_reason, overflown.token_ids) == ("not_finite", [])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("edit", ["NaN", "overflow", "at every block"])
 def test_positions_before_an_edit_are_not_affected(target: Daemon, edit: str) -> None:
     """Neither are earlier positions of the same prompt, nor their pages, which other sessions find. If a later position
@@ -234,6 +236,7 @@ def test_no_session_finds_a_nan_in_reused_pages(target: Daemon) -> None:
     assert generated() == expected
 
 
+@pytest.mark.smoke
 def test_ten_thousand_edits_are_refused_at_the_limit(tenant: Tenant) -> None:
     given = [tenant.add(op="scale", rows=0, values=b"", scale=1.0) for _ in range(EDITS)]
     assert given == list(range(1, EDITS + 1))
@@ -316,6 +319,7 @@ def test_another_user_s_session(target: Daemon, tenant: Tenant) -> None:
     assert tenant.edits() == before
 
 
+@pytest.mark.smoke
 def test_a_cancelled_or_disconnected_capture_leaves_nothing(target: Daemon, tenant: Tenant) -> None:
     """The fixture checks the daemon's memory and descriptors."""
     request = Generate(

@@ -215,6 +215,7 @@ def test_functions_that_end_their_process_are_reported(
         assert not intervention_processes(target)
 
 
+@pytest.mark.smoke
 def test_a_function_that_loops_for_ever_is_ended(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
     """A reload changes the limit of the next run."""
 
@@ -342,6 +343,7 @@ def test_a_function_runs_as_its_tenant(target: Daemon) -> None:
     s.close()
 
 
+@pytest.mark.smoke
 def test_functions_are_forbidden_by_default(daemon: Daemon) -> None:
     with djinn.Session(MODEL, address=daemon.address) as s:
         with pytest.raises(NotPermitted, match=f"user {os.geteuid()} is not in functions.users"):

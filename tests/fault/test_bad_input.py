@@ -107,6 +107,7 @@ def test_garbage(address: str, data: bytes, code: str) -> None:
         assert wire.reply() is None
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("end", [socket.SHUT_WR, socket.SHUT_RDWR])
 def test_a_frame_that_is_cut_short(address: str, end: int) -> None:
     with Wire(address) as wire:
@@ -179,6 +180,7 @@ def requests_for(session: str) -> list[Request]:
     ]
 
 
+@pytest.mark.smoke
 def test_an_unknown_session(address: str) -> None:
     with Wire(address) as wire:
         for request in requests_for("0123456789abcdef"):
@@ -187,6 +189,7 @@ def test_an_unknown_session(address: str) -> None:
             assert reply.code == "session_not_found"
 
 
+@pytest.mark.smoke
 @only_root
 def test_another_user_s_session(target: Daemon, address: str) -> None:
     open_to_all(target.folder, address)
@@ -314,6 +317,7 @@ def test_pages_larger_than_the_budget(address: str) -> None:
 # --- too much -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_a_flood_of_requests_on_one_connection(address: str) -> None:
     """Each request has exactly one final reply; requests beyond the limits get an error. They are written by a thread,
     because the daemon stops reading while its replies are not read."""

@@ -121,6 +121,7 @@ def lost(lives: Lives) -> list[str]:
     return [line for line in lives.log.splitlines() if "page_lost" in line]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("harm", [bits_of_pages, the_bytes_of_other_pages, cut_pages])
 def test_damage_on_disk_under_a_running_daemon(start_daemon: DaemonStarter, harm: Callable[[Path, Path], None]) -> None:
     """The daemon is a fresh one: if it knew how long the disk takes, it might compute pages instead of reading them."""

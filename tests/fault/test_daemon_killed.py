@@ -54,6 +54,7 @@ def model_state(daemon: Daemon, model: Path) -> str:
     return {info.name: info.state for info in djinn.models(address=daemon.address)}.get(str(model), "unknown")
 
 
+@pytest.mark.smoke
 def test_the_next_daemon_adopts_the_weights_and_computes_the_same(
     start_daemon: DaemonStarter, checkpoint: Path
 ) -> None:

@@ -56,6 +56,7 @@ def restarts(daemon: Served) -> int:
         return client.status().devices[0].restarts
 
 
+@pytest.mark.smoke
 def test_a_user_s_models_that_kill_engines_are_no_longer_loaded_under_any_name(serve, theirs):
     bad = [checkpoint(theirs / name, ALICE) for name in ("first", "second", "third")]
     good, of_bob = checkpoint(theirs / "good", ALICE), checkpoint(theirs / "bob", BOB)

@@ -25,6 +25,8 @@ from djinn_client.protocol import (
 from tests.support.engine import Script
 from tests.support.served import Wire, wait_for
 
+pytestmark = pytest.mark.smoke
+
 TROUBLE = 77  # first token of a fatal prompt
 
 

@@ -16,6 +16,8 @@ from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import wait_for
 from tests.support.lives import Lives
 
+pytestmark = pytest.mark.smoke
+
 PROMPTS = [[number, *range(100, 650)] for number in range(10, 14)]  # three pages each
 NEXT = 4
 PAGE = 1 << 20

@@ -69,6 +69,7 @@ def head_of(length: int, path: str = "/v1/completions") -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
+@pytest.mark.smoke
 def test_a_body_of_a_gigabyte_is_refused_before_it_comes(gateway):
     with connected(gateway) as sock:
         sock.sendall(head_of(1 << 30))
@@ -137,6 +138,7 @@ def test_a_body_of_millions_of_values(gateway, path, unit):
 LONG = "x" * 60_000
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("change", "headers"),
     [
@@ -164,6 +166,7 @@ def test_a_limit_that_is_no_number(gateway, limit):
     assert gateway.get(f"/v1/responses/resp_1/input_items?limit={limit}").status in (400, 404)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("depth", [950, 100_000])
 def test_a_body_that_is_nested_deeply(gateway, depth):
     nested = b"[" * depth + b"]" * depth
@@ -178,6 +181,7 @@ def test_a_body_that_is_nested_deeply(gateway, depth):
         assert status in (400, 413, 422), (path, status)
 
 
+@pytest.mark.smoke
 def test_bytes_that_are_no_http(gateway):
     rng = random.Random(0)
     for _ in range(50):
@@ -219,6 +223,7 @@ def test_the_run_of_a_client_that_never_reads_ends(gateway):
         wait_for(lambda: gateway.log.count("reason=write_seconds") > before)
 
 
+@pytest.mark.smoke
 def test_more_requests_than_places_are_told_to_come_back(gateway, daemon):
     body = json.dumps(COMPLETION | {"max_tokens": 1900, "ignore_eos": True, "stream": True}).encode()
     busy = [connected(gateway) for _ in range(4)]
@@ -232,6 +237,7 @@ def test_more_requests_than_places_are_told_to_come_back(gateway, daemon):
     wait_for(lambda: gateway.post("/v1/completions", COMPLETION).status == 200)
 
 
+@pytest.mark.smoke
 def test_malformed_bodies(gateway):
     _send_malformed(gateway, 300)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.model.test_far_check import llama_4
 
 import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
@@ -23,6 +22,7 @@ from tests.support.bystander import Bystander
 from tests.support.daemon import Daemon, holdings
 from tests.support.models import reduced_model
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.unit.model.check.test_far_positions import llama_4
 
 ATTACKER = 23002
 Act = Callable[..., object]

@@ -15,6 +15,8 @@ from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon, holdings
 from tests.support.served import Wire
 
+pytestmark = pytest.mark.smoke
+
 NOT_HERE = ("Hello", "Restart", "SetBudget")  # they end the connection or change the daemon
 REQUESTS = [kind for kind in get_args(ClientMessage) if issubclass(kind, Request) and kind.__name__ not in NOT_HERE]
 HOSTILE: dict[str, Any] = {

@@ -76,6 +76,7 @@ def test_killed_in_mid_stream(start_daemon: DaemonStarter, engine_too: bool, sam
         assert client.status(check=True).integrity == []
 
 
+@pytest.mark.smoke
 def test_closed_and_cut_sessions_stay_so(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     cut, closed = (djinn.Session(MODEL, address=daemon.address) for _ in range(2))

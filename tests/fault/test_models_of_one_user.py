@@ -20,7 +20,7 @@ from tests.support.serving import TINY
 
 MALLORY, BOB = 23001, 23002
 WEIGHTS, PAGES = HEADER_BYTES + (1 << 16), HEADER_BYTES + (1 << 20)  # of a model of the scripted engine
-pytestmark = only_root
+pytestmark = [only_root, pytest.mark.smoke]
 
 
 @pytest.fixture

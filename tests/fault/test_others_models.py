@@ -78,6 +78,7 @@ def loaded(wire: Wire, model: str) -> Any:
     return reply
 
 
+@pytest.mark.smoke
 def test_a_private_model_does_not_exist_for_others(served: Served) -> None:
     secret = checkpoint(served.folder / "alice" / "merger", ALICE)
     with as_user(ALICE):
@@ -125,6 +126,7 @@ NO_PROOFS: dict[str, Callable[[str], int]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", NO_PROOFS)
 def test_a_descriptor_that_does_not_prove_a_right_to_read_gives_none(served: Served, kind: str) -> None:
     secret = checkpoint(served.folder / "alice", ALICE)

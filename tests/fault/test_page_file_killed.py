@@ -8,9 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.tier import Tier
 from tests.support.kept_pages import PAGE_BYTES, SLOTS, aligned, key, page
+
+pytestmark = pytest.mark.smoke
 
 KILLS = 8
 

@@ -101,6 +101,7 @@ def test_weights_that_could_still_change(missing: int, wire: Wire) -> None:
     assert told.startswith("invalid_request: ") and "must be sealed against shrinking, growing and writing" in told
 
 
+@pytest.mark.smoke
 def test_weights_of_another_size(wire: Wire) -> None:
     for wrong in (-4096, 4096):
         share, image = described(wire)
@@ -200,6 +201,7 @@ def test_files_that_differ_from_their_announcement_are_refused(wire: Wire) -> No
     assert told.startswith("model_rejected: ")
 
 
+@pytest.mark.smoke
 def test_unknown_shares_are_refused(daemon: Daemon, wire: Wire) -> None:
     share, image = described(wire)
     with memory() as fd, Wire(daemon.address) as another:

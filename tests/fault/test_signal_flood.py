@@ -24,6 +24,8 @@ from tests.support.bystander import TOKENS, Bystander
 from tests.support.daemon import Daemon, holdings, wait_for
 from tests.support.served import Wire
 
+pytestmark = pytest.mark.smoke
+
 SIGNALS = 100_000
 SESSIONS = 8
 AT_ONCE = 1000  # signals per write

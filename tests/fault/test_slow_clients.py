@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 
 import djinn_client as djinn
@@ -70,6 +71,7 @@ def test_a_stream_that_is_not_read_is_held(daemon: Daemon) -> None:
             client.close_session(session)
 
 
+@pytest.mark.smoke
 def test_a_held_client_that_disconnects(daemon: Daemon) -> None:
     with daemon.client() as client:
         with Wire(daemon.address) as slow:

@@ -21,6 +21,8 @@ from tests.support.engine_thread import EngineThread
 from tests.support.loaded import random_prompt
 from tests.support.models import reduced_model
 
+pytestmark = pytest.mark.smoke
+
 FOLDER = reduced_model("llama-2")
 PAGE_BYTES = 512 << 10  # 256 tokens
 NEW = 6

@@ -15,6 +15,8 @@ from tests.support.loaded import MEMORY, random_prompt
 from tests.support.models import reduced_model
 from tests.support.troubled import TroubledDevice
 
+pytestmark = pytest.mark.smoke
+
 FOLDER = reduced_model("llama-3.1")
 PLACINGS = [
     Placing(resident=0, slots=1),

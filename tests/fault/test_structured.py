@@ -78,6 +78,7 @@ BOMBS: dict[str, Any] = {
 LONG = {"nested repetitions", "many properties", "many rules"}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in BOMBS]
 )
@@ -101,6 +102,7 @@ def test_a_grammar_that_becomes_too_ambiguous_ends_its_call_only(guarded: Daemon
     assert generated(guarded).usage.generated_tokens > 0
 
 
+@pytest.mark.smoke
 def test_a_killed_grammar_process_ends_its_calls_and_is_replaced(guarded: Daemon) -> None:
     with djinn.Session(MODEL, address=guarded.address) as session:
         stream = session.stream("A:", regex="[a-z]{2000}", max_tokens=1500)

@@ -105,6 +105,7 @@ def test_pages_of_earlier_weights_are_not_found(lives: Lives, tmp_path: Path) ->
     assert answer(MODEL, lives.address)[0] == new
 
 
+@pytest.mark.smoke
 def test_a_saved_session_knows_its_weights(lives: Lives, tmp_path: Path) -> None:
     with djinn.Session(MODEL, address=lives.address) as s:
         s.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True)

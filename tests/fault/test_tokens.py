@@ -29,6 +29,8 @@ from djinn_client.protocol import (
 from djinn_client.protocol.fields.principals import number_of
 from tests.support.served import Served, Wire, wait_for
 
+pytestmark = pytest.mark.smoke
+
 MODEL = "djinn-tiny"
 UNKNOWN = "djn_" + "A" * 43
 

@@ -17,7 +17,9 @@ from tests.support import reference
 from tests.support.daemon import Daemon
 from tests.support.models import tiny_model
 
-PROMPTS = ["def fibonacci(", "# Größe: 日本語 👩‍👩‍👧", "class Tree:\n    ", "'''\n"]
+HARD_PROMPT = "# Größe: 日本語 👩‍👩‍👧"  # of characters that several tokens share
+PROMPTS = ["def fibonacci(", "class Tree:\n    ", "'''\n"]
+LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def open_session(daemon: Daemon) -> Any:
     return lambda: djinn.Session(MODEL, address=daemon.address)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", [HARD_PROMPT, *PROMPTS])
 def test_greedy_output_equals_that_of_transformers(open_session: Any, tokenizer: Tokenizer, prompt: str) -> None:
     with open_session() as s:
         r = s.generate(prompt, max_tokens=64, ignore_eos=True)
@@ -39,8 +41,8 @@ def test_greedy_output_equals_that_of_transformers(open_session: Any, tokenizer:
     assert r.token_ids == reference.greedy(tiny_model(), prompt_tokens, 64, r.token_ids)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0], ids="temperature {}".format)
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=LONG), 3.0], ids="temperature {}".format)
+@pytest.mark.parametrize("prompt", [HARD_PROMPT, *(pytest.param(each, marks=LONG) for each in PROMPTS)])
 def test_streamed_text_is_complete(open_session: Any, tokenizer: Tokenizer, prompt: str, temperature: float) -> None:
     """At temperature 3 tokens are nearly random: bytes that begin a character, continue none, or are one."""
     options = {"max_tokens": 120, "temperature": temperature, "seed": 11, "ignore_eos": True}

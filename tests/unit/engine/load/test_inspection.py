@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.engine.test_planning import MEMORY, TOKENS, planned
 
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol.fields.placing import ModelPlan
@@ -16,6 +15,7 @@ from djinnd.engine.load.inspection import inspect
 from djinnd.messages import DescribeImage, DeviceFigures, Failed, ImageDescribed, Plan, Planned
 from djinnd.messages.inspections import Inspect, Passed
 from tests.support.checkpoints import altered
+from tests.unit.engine.load.test_planning import MEMORY, TOKENS, planned
 
 FIGURES = DeviceFigures("cpu", MEMORY, 0, bus=50e9, memory=4e12, products=5e14, max_batch_tokens=TOKENS)
 

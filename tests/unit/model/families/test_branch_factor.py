@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.model.test_skeleton import SMALL
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -20,6 +19,7 @@ from transformers import (
 from djinnd.model.families import branch_factor
 from djinnd.model.family.adapter import find_blocks
 from djinnd.model.family.skeleton import build
+from tests.unit.model.family.test_skeleton import SMALL
 
 FACTOR = 0.22
 IDS = torch.tensor([[5, 9, 11, 2]])

@@ -4,7 +4,6 @@ import resource
 
 import pytest
 import torch
-from tests.unit.model.test_skeleton import SMALL
 from transformers import AutoModelForCausalLM, CodeGenConfig, GemmaConfig, GPTJConfig, PreTrainedConfig
 
 from djinn_client.errors import ModelRejected
@@ -12,6 +11,7 @@ from djinnd.model.family.derived import MAX_DERIVED, derived_bytes, materialise_
 from djinnd.model.family.skeleton import Skeleton, bind, build
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.opened import read_config
+from tests.unit.model.family.test_skeleton import SMALL
 
 
 @pytest.mark.parametrize("family", FAMILIES)

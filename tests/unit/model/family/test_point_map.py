@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.model.test_skeleton import SMALL
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,6 +21,7 @@ from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.skeleton import Skeleton, build
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.opened import read_config
+from tests.unit.model.family.test_skeleton import SMALL
 
 LLAMA = ("model.layers", "self_attn", "mlp", "model.norm", "lm_head")
 NAMES = dict.fromkeys(FAMILIES, LLAMA) | {
