@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from tools.reference_pages import PAGES, error_table, filled, metric_table, tree
+from tools.reference_pages import PAGES, ROOT, error_table, filled, metric_table, tree
 
 EXPOSITION = """\
 # HELP djinnd_steps_total Steps that the engine has run.
@@ -20,6 +22,14 @@ djinnd_queued_seconds_bucket{class="batch",le="+Inf"} 0.0
 def test_a_page_has_what_the_code_says_now(name, content) -> None:
     page = PAGES[name].read_text()
     assert page == filled(page, name, content()), "run `python -m tools.reference_pages`"
+
+
+def test_modules_that_the_design_names_are_there() -> None:
+    folders = ("djinnd", "djinn_client", "tools")
+    modules = [f"/{path.relative_to(ROOT)}" for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
+    for page in (PAGES["tree"], *ROOT.glob("docs/design/*.md")):
+        named = re.findall(r"`([\w/]+\.py)`", page.read_text())
+        assert [name for name in named if not any(module.endswith(f"/{name}") for module in modules)] == [], page
 
 
 def test_a_metric_is_a_row_with_its_labels() -> None:
