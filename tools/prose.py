@@ -46,6 +46,7 @@ CLEAN: tuple[str, ...] = (
     "tests/unit/test_packaging.py",
     "tests/unit/test_standard_streams.py",
     "tests/unit/test_telemetry.py",
+    "tests/unit/tools",
     "tests/unit/tools/results",
     "tests/unit/weights",
     "tools/bench",

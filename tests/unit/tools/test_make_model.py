@@ -1,4 +1,4 @@
-"""tools/make_model.py: what it writes is what transformers reads, in the layout of the hub."""
+"""tools/make_model.py: transformers reads its checkpoints, which have the hub's layout."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ def outcome(step: float, streamed: int, plain: int | None) -> Outcome:
     return Outcome(status=Status.MEASURED, found=found)
 
 
-def test_bars_are_of_contenders_that_stream_or_would_have() -> None:
+def test_contenders_that_stream_or_were_meant_to_have_bars() -> None:
     contenders = {
         "resident": outcome(0.01, 0, 40),
         "plain": outcome(0.5, 20, 29),
@@ -24,7 +24,7 @@ def test_bars_are_of_contenders_that_stream_or_would_have() -> None:
     ]
 
 
-def test_spans_by_thread_name_or_by_id() -> None:
+def test_spans_are_found_by_the_threads_name_or_id() -> None:
     named = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "engine 0"}},
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 7, "args": {"name": "copy"}},

@@ -26,7 +26,7 @@ def test_a_word_longer_than_a_line_is_broken(capsys: pytest.CaptureFixture[str])
     assert [len(line) for line in lines] == [page.COLUMNS, 100 - page.WIDTH + len(page.SAID)]
 
 
-def test_what_is_shown_has_no_colours_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_to_a_file_has_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
     page.title("Title")
     page.code("s.pause()")
     page.note("word " * 30)

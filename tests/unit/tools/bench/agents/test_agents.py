@@ -34,7 +34,7 @@ QUICK = msgspec.structs.replace(CLOSED, tool_s=(0.0, 0.0))
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_work_is_drawn_alike_and_another_seed_is_not() -> None:
+def test_the_same_work_draws_the_same_agents_and_another_seed_draws_others() -> None:
     assert drawn(CLOSED) == drawn(CLOSED)
     assert drawn(CLOSED) != drawn(msgspec.structs.replace(CLOSED, seed=1))
 
@@ -44,11 +44,11 @@ def test_times_between_arrivals_are_exponential() -> None:
     between = [after - before for before, after in pairwise([0.0, *arrivals])]
     assert min(between) > 0
     assert fmean(between) == pytest.approx(5.0, rel=0.1)
-    assert pstdev(between) == pytest.approx(fmean(between), rel=0.1)  # as no process with a rhythm has it
+    assert pstdev(between) == pytest.approx(fmean(between), rel=0.1)  # a regular process has less deviation
     assert {agent.arrives_s for agent in drawn(CLOSED)} == {0.0}
 
 
-def test_tools_times_are_uniform_and_each_tool_has_its_part_of_them() -> None:
+def test_tool_times_are_uniform_and_each_tool_has_its_own_range() -> None:
     waits = [wait for agent in drawn(OPEN) for wait in agent.waits]
     assert all(10.0 <= wait.seconds < 20.0 for wait in waits)
     assert fmean(wait.seconds for wait in waits) == pytest.approx(15.0, rel=0.02)
@@ -58,7 +58,7 @@ def test_tools_times_are_uniform_and_each_tool_has_its_part_of_them() -> None:
         assert 10 + number * 10 / len(TOOLS) <= min(times) < max(times) <= 10 + (number + 1) * 10 / len(TOOLS)
 
 
-def test_what_an_agent_comes_to() -> None:
+def test_the_tokens_of_an_agent_at_its_end_follow_from_its_work() -> None:
     assert (CLOSED.session_tokens, CLOSED.answers) == (100 + 1 + 3 * 13, 12)
     assert (OPEN.session_tokens, OPEN.answers) == (100 + 5 + 13, 4000)  # two answers each
 
@@ -67,7 +67,7 @@ def test_what_an_agent_comes_to() -> None:
 
 
 class Echo:
-    """A Server whose answers come at once, but for what agents ask it `refused`."""
+    """A Server that answers at once, and refuses the calls with the numbers in `refused`."""
 
     def __init__(self, refused: Sequence[int] = ()) -> None:
         self.asked: list[tuple[int, int]] = []  # tokens, new
@@ -97,23 +97,23 @@ class Echo:
 
 
 def lived(work: Work, server: Echo) -> tuple[Course, list[int]]:
-    """And the tokens of which the run has told."""
+    """Runs the work. Returns its course and the numbers of tokens that `count` was called with."""
     told: list[int] = []
     run = Run(work, server, lambda tokens: [0] * tokens, told.append)
     return asyncio.run(asyncio.wait_for(run(), 60)), told
 
 
-def test_a_crowd_is_asked_all_its_questions_before_the_first_tool_begins() -> None:
+def test_all_agents_of_a_crowd_have_asked_before_the_first_tool_begins() -> None:
     server = Echo()
     course, told = lived(QUICK, server)
     assert server.asked == [(100, 1)] * 4 + [(8, 5)] * 12
     assert sorted(server.waits) == sorted(wait for agent in drawn(QUICK) for wait in agent.waits)
     assert Counter(turn.number for turn in course.turns) == {0: 4, 1: 4, 2: 4, 3: 4}
     assert (server.most, server.open, len(course.lives), course.failures) == (4, 0, 4, [])
-    assert max(told) == 101 and sum(told) == 0  # all that came has gone
+    assert max(told) == 101 and sum(told) == 0  # all tokens have gone at the end
 
 
-def test_agents_that_arrive_have_two_answers_and_leave() -> None:
+def test_an_arriving_agent_gets_two_answers_and_leaves() -> None:
     work = msgspec.structs.replace(QUICK, agents=6, loops=1, rate=1000.0)
     server = Echo()
     course, _ = lived(work, server)
@@ -123,14 +123,14 @@ def test_agents_that_arrive_have_two_answers_and_leave() -> None:
     assert all(at >= agent.arrives_s for at, agent in zip(arrived, drawn(work), strict=True))
 
 
-def test_who_is_refused_gives_up_and_the_others_go_on() -> None:
+def test_an_agent_without_an_answer_gives_up_and_the_others_continue() -> None:
     course, told = lived(QUICK, Echo(refused=[2, 5]))  # one agent's question, another one's first answer
     assert sorted(failure.split(": ", 1)[1] for failure in course.failures) == ["busy: come back"] * 2
     assert len(course.turns) == 3 + 3 * 2 and len(course.lives) == 4 and sum(told) == 0
 
 
 class Mute(Echo):
-    """Whom it has answered so many questions it answers nothing more."""
+    """A server that stops answering after some answers."""
 
     def __init__(self, answers: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Mute(Echo):
 
 
 @pytest.mark.parametrize("answers", [2, 4, 9], ids=["questions", "no answers", "answers"])
-def test_what_had_been_answered_counts_where_a_run_is_broken_off(answers: int) -> None:
+def test_answers_before_a_run_is_stopped_count(answers: int) -> None:
     server = Mute(answers)
     course = asyncio.run(Run(QUICK, server, lambda tokens: [0] * tokens)(0.2))
     assert course.failures == ["broken off after 0.2 s"] and server.open == 0
@@ -172,7 +172,7 @@ def test_figures_of_a_crowd_leave_its_questions_out() -> None:
     assert (found.alive_most, found.alive_mean, found.computed_anew) == (1, 1.0, 1)
 
 
-def test_the_slowest_wake_ups_are_told_as_they_came() -> None:
+def test_the_slowest_wake_ups_are_listed_in_order_of_time() -> None:
     woken = [Late(float(at), at % 7, (at * 37 % 100) / 100) for at in range(100)]
     told = latest(woken)
     assert [one.at for one in told] == sorted(one.at for one in told)
@@ -180,20 +180,20 @@ def test_the_slowest_wake_ups_are_told_as_they_came() -> None:
     assert latest(woken[:3]) == woken[:3]
 
 
-def test_of_agents_that_arrive_both_answers_count() -> None:
+def test_both_answers_of_an_arriving_agent_count() -> None:
     work = msgspec.structs.replace(OPEN, agents=1, answer=2)
     turns = [Turn(0, 0, 1.0, Answer([2.0, 2.5], 100)), Turn(0, 1, 5.0, Answer([6.0, 7.0], None))]
     found = figures(work, Course(0.0, 10.0, turns))
     assert (found.answers, found.wanted, found.between_tokens.count, found.wake_up.count) == (2, 2, 2, 1)
-    assert found.computed_anew is None  # nobody said
+    assert found.computed_anew is None  # the server does not tell it
 
 
-def test_kv_was_kept_where_the_observation_and_one_token_were_computed() -> None:
+def test_an_answer_with_only_the_observation_and_one_token_computed_had_all_its_kv() -> None:
     assert anew(CLOSED, [9, 9, 10, 120]) == 2
     assert anew(CLOSED, []) == 0
 
 
-def test_lives_at_once() -> None:
+def test_agents_alive_at_once_are_counted_at_most_and_on_average() -> None:
     assert alive([(0.0, 4.0), (1.0, 2.0), (2.0, 3.0)]) == (2, 1.5)  # one ends as another begins
     assert alive([]) == (0, 0.0)
 
@@ -228,15 +228,15 @@ def results(**peer: str) -> Results:
     )
 
 
-def test_throughput_is_compared_by_agent() -> None:
+def test_the_share_compares_answers_for_each_agent() -> None:
     found = tried(CLOSED)
-    assert found.share(found.ways["none"]) == pytest.approx(0.5)  # as many answers of twice as many agents
+    assert found.share(found.ways["none"]) == pytest.approx(0.5)  # twice as many agents gave as many answers
     found.reference = None
     assert found.share(found.ways["none"]) is None
     assert list(found.runs) == ["none"]
 
 
-def test_the_table_and_the_line_say_the_same() -> None:
+def test_the_table_and_the_summary_have_the_same_figures() -> None:
     found = results(peer="failed")
     assert found.demand_bytes(CLOSED) == 4 * 9 * 1000
     told = summary(found)
@@ -247,12 +247,12 @@ def test_the_table_and_the_line_say_the_same() -> None:
     assert list(first.columns[0].cells) == ["none", f"{REFERENCE}: 2 agents"]
 
 
-def test_results_survive_the_file() -> None:
+def test_results_are_equal_after_a_round_trip_through_json() -> None:
     found = results(peer="failed")
     assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(found)), Results) == found
 
 
-def test_a_figure_has_the_crowds_in_order_of_their_agents() -> None:
+def test_a_figure_orders_crowds_by_their_number_of_agents() -> None:
     found = results()
     found.tried.reverse()
     found.tried.append(tried(OPEN))
@@ -261,22 +261,25 @@ def test_a_figure_has_the_crowds_in_order_of_their_agents() -> None:
     assert curves[REFERENCE][0][1].p50 == 0.5
 
 
-def test_rates_are_of_what_has_grown_since_the_point_before() -> None:
+def test_a_rate_is_the_growth_since_the_point_before() -> None:
     points = [{"seconds": 0.0, "left": 0.0}, {"seconds": 0.5, "left": 1e9}, {"seconds": 2.5, "left": 1e9}]
     assert rates(points, "left") == ([0.5, 2.5], [2.0, 0.0])
 
 
-def test_pages_that_have_left_may_come_back_and_others_are_new() -> None:
+def test_pages_up_to_the_number_that_left_count_as_returned_and_others_as_new() -> None:
     traffic = Traffic()
     for held in ({"a": 5, "b": 2}, {"a": 0, "b": 3}, {"a": 6, "b": 3}, {"b": 1}, {"b": 2}):
         traffic.look(held)
-    assert (traffic.left, traffic.arrived) == (5 + 2, 5 + 1)  # the sixth page is new; who closes has not left
+    assert (traffic.left, traffic.arrived) == (
+        5 + 2,
+        5 + 1,
+    )  # the sixth page is new; pages of a closed session have not left
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_time_is_stretched_for_tools_and_for_arrivals() -> None:
+def test_the_time_scale_stretches_tool_times_and_arrivals() -> None:
     each = {"tool_s": (10.0, 20.0), "observation": 64, "answer": 50, "loops": 4, "seed": 7}
     crowd, arrivals = works_of(["80x2048"], 5, 300, 0.2, 0.1, each)
     assert (crowd.agents, crowd.context, crowd.tool_s, crowd.rate) == (80, 2048, (1.0, 2.0), 0.0)
@@ -284,7 +287,7 @@ def test_time_is_stretched_for_tools_and_for_arrivals() -> None:
     assert works_of([], 0, 300, 0.2, 1.0, each) == []
 
 
-def test_options_that_say_nothing_are_refused() -> None:
+def test_malformed_crowds_and_unknown_ways_are_refused() -> None:
     assert crowd_of("80x2048") == (80, 2048) and ways_of("none,tool") == [Way.NONE, Way.TOOL]
     for text in ("80", "0x4", "80x", "-1x5"):
         with pytest.raises(click.BadParameter):
@@ -293,14 +296,14 @@ def test_options_that_say_nothing_are_refused() -> None:
         ways_of("none,all")
 
 
-def test_work_that_the_model_cannot_hold_is_refused_with_its_figure() -> None:
+def test_work_beyond_the_models_context_is_refused_with_the_figures() -> None:
     with pytest.raises(click.ClickException, match="comes to 140 tokens, the model takes 128"):
         expect_room(CLOSED, ModelInfo(name="m", path="", max_context=128))
     with pytest.raises(click.ClickException, match="connection"):
         expect_room(msgspec.structs.replace(CLOSED, agents=1 << 30), ModelInfo(name="m", path="", max_context=4096))
 
 
-def test_one_alone_and_the_warm_up_have_the_same_lengths_and_nobody_arrives_late() -> None:
+def test_the_lone_agent_and_the_warm_up_have_the_works_lengths_and_no_arrivals() -> None:
     for work in (alone(OPEN), warm_up(OPEN)):
         assert (work.context, work.observation, work.answer, work.rate) == (100, 8, 5, 0.0)
         assert work.tool_s[1] <= 0.2 and work.agents <= 16

@@ -14,18 +14,18 @@ def test_percentiles_are_exact() -> None:
     assert (found.count, found.mean, found.p50, found.p90, found.p99, found.worst) == (101, 50.0, 50.0, 90.0, 99.0, 100)
 
 
-def test_their_order_does_not_matter_and_between_two_they_are_interpolated() -> None:
+def test_percentiles_ignore_order_and_interpolate_between_two_values() -> None:
     assert spread([3.0, 1.0]) == spread([1.0, 3.0])
     assert spread([3.0, 1.0]).p90 == pytest.approx(2.8)
 
 
-def test_of_one_and_of_none() -> None:
+def test_one_value_is_every_percentile_and_no_value_gives_zeros() -> None:
     assert spread([0.5]) == Spread(1, 0.5, 0.5, 0.5, 0.5, 0.5)
     assert spread([]) == Spread()
 
 
-def test_a_median_is_as_sure_as_coins() -> None:
-    """Of 6 samples all lie on one side of the true median once in 32; of 20, so do 15 or more once in 24."""
+def test_a_medians_interval_follows_the_binomial_distribution() -> None:
+    """All of 6 samples lie on one side of the true median once in 32 times, and 15 or more of 20 samples once in 24."""
     assert median([3.0, 1.0, 6.0, 2.0, 5.0, 4.0]) == Median(3.5, 1.0, 6.0)
     assert median([float(value) for value in range(20)]) == Median(9.5, 5.0, 14.0)
     assert median([0.0, 1.0]) == Median(0.5, 0.0, 1.0)

@@ -5,7 +5,7 @@ import pytest
 from tools.bench.loads.course import WINDOW_S, Course, fairness, jain, outcome, pooled
 
 
-def test_jain_s_index() -> None:
+def test_jains_index_of_equal_and_of_unequal_values() -> None:
     assert jain([2.0, 2.0, 2.0]) == pytest.approx(1.0)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
     assert jain([0.0, 0.0]) == 1.0
@@ -30,7 +30,7 @@ def of_one_call(tenant: int, began: float = 0.0) -> Course:
     return course
 
 
-def test_what_a_call_counts_for() -> None:
+def test_a_call_counts_in_its_groups_times_and_in_its_tenants_tokens() -> None:
     found = outcome(of_one_call(7, began=100.0), {}, first_window=0)
     group = found.groups["g"]
     assert (group.calls, found.tokens, found.tenant_tokens) == (1, 3, {7: 3})
@@ -41,7 +41,7 @@ def test_what_a_call_counts_for() -> None:
     assert found.jain is None
 
 
-def test_shares_are_of_prompts_too_and_of_device_time_where_that_is_known() -> None:
+def test_shares_count_prompt_tokens_or_device_time_where_it_is_known() -> None:
     course = of_one_call(1)
     course.token("g", 2, None, 2.0)
     assert outcome(course, {}, first_window=0).shares == pytest.approx({1: 13 / 14, 2: 1 / 14})
@@ -49,7 +49,7 @@ def test_shares_are_of_prompts_too_and_of_device_time_where_that_is_known() -> N
     assert outcome(course, {}, first_window=0).shares == {1: 0.5, 2: 0.5}
 
 
-def test_what_is_pooled_follows_in_time() -> None:
+def test_pooled_courses_follow_each_other_in_time() -> None:
     whole = pooled([of_one_call(1), of_one_call(1, began=50.0)])
     assert whole.ended == 6 * WINDOW_S
     assert whole.tokens == {(1, 0): 3, (1, 3): 3}

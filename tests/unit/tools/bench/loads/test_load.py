@@ -21,7 +21,7 @@ CHAT = Group(
 )
 
 
-def test_a_load_is_the_same_each_time_it_is_drawn() -> None:
+def test_drawing_a_load_twice_gives_the_same_visits() -> None:
     load = Load(seconds=1, groups={"chat": CHAT})
     first, second = ([list(islice(slot, 2)) for slot in visits(load)] for _ in range(2))
     assert [[v.calls for v in slot] for slot in first] == [[v.calls for v in slot] for slot in second]
@@ -36,7 +36,7 @@ def test_sessions_follow_one_another_and_belong_to_the_group_s_tenants_in_turns(
     assert len(set(numbers)) == len(numbers)
 
 
-def test_what_a_session_asks_for() -> None:
+def test_the_first_call_brings_the_context_and_later_calls_follow_after_pauses() -> None:
     visit = next(next(visits(Load(seconds=1, groups={"chat": CHAT}))))
     first, *others = visit.calls
     assert first.pause_s == 0 and 10 <= first.tokens <= 20 and 3 <= first.answer <= 4
@@ -44,7 +44,7 @@ def test_what_a_session_asks_for() -> None:
     assert all(0.5 <= call.pause_s <= 1.0 and 1 <= call.tokens <= 2 for call in others)
 
 
-def test_those_that_arrive_come_once_and_one_after_another() -> None:
+def test_sessions_of_a_group_with_a_rate_arrive_once_each_in_order_of_time() -> None:
     group = Group(priority="agent", sessions=50, rate=2.0, context=(1, 1), answer=(1, 1))
     slots = [list(slot) for slot in visits(Load(seconds=1, groups={"agents": group}))]
     times = [visit.arrives_s for slot in slots for visit in slot]

@@ -11,7 +11,7 @@ from tools.bench.loads.process import LoadProcess
 LOAD = Load(seconds=1.0, groups={"batch": Group(priority="batch", sessions=1, context=(1, 1), answer=(1, 1))})
 
 
-def test_what_goes_wrong_there_is_told_here_and_leaves_no_process(tmp_path: Path) -> None:
+def test_an_error_of_the_loads_process_is_raised_and_the_process_is_gone(tmp_path: Path) -> None:
     process = LoadProcess(f"{tmp_path}/nobody.sock", "m", 10, LOAD)
     with pytest.raises(click.ClickException, match=r"^beside: .*nobody\.sock"), process:
         raise AssertionError("it has not begun")

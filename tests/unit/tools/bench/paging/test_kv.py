@@ -48,7 +48,7 @@ def found() -> dict[str, Any]:
     }
 
 
-def test_each_figure_stands_beside_what_it_is_held_against() -> None:
+def test_each_figure_has_its_bar_beside_it() -> None:
     told = {line.measure: line[1:] for line in lines(found())}
     assert told["demote"] == ("30.0 GB/s", "40.0 GB/s", "0.75")
     assert told["demote, the copies alone"] == ("38.0 GB/s", "40.0 GB/s", "0.95")
@@ -67,7 +67,7 @@ def test_each_figure_stands_beside_what_it_is_held_against() -> None:
     assert told["pages of 1,000 forks"] == ("1,000", "1,000", "")
 
 
-def test_a_token_from_disk_is_held_against_the_sooner_of_reading_and_computing() -> None:
+def test_the_bar_of_a_token_from_disk_is_the_faster_of_reading_and_recomputing() -> None:
     told = {line.measure: line for line in lines(found())}
     assert told["token of one on disk (1 of 2 copied)"].bar == "90.00 ms"
     slow = found() | {"recomputed": [woken(1.0, 2049)]}
@@ -75,7 +75,7 @@ def test_a_token_from_disk_is_held_against_the_sooner_of_reading_and_computing()
 
 
 @pytest.mark.parametrize(("computed", "word"), [([1, 1], "copied"), ([7, 9], "computed"), ([1, 9], "1 of 2 copied")])
-def test_what_the_daemon_has_preferred(computed: list[int], word: str) -> None:
+def test_the_table_tells_whether_the_daemon_copied_or_recomputed(computed: list[int], word: str) -> None:
     assert chosen([woken(0.1, tokens) for tokens in computed]) == word
 
 
@@ -85,7 +85,7 @@ def test_the_summary_is_one_line_that_fits_a_table() -> None:
     assert "|" not in told and "\n" not in told
 
 
-def test_copies_in_a_trace_count_from_the_first_ones_start_to_the_last_ones_end() -> None:
+def test_the_time_of_copies_is_from_the_first_start_to_the_last_end() -> None:
     spans = [
         Span("step", "step", 0.0, 9e9),
         Span("pages up", "promote 4", 1e6, 2e6, {"bytes": 400}),
@@ -101,25 +101,25 @@ def step(start_s: float, rows: int = DECODERS, seconds: float = 1e-6) -> Span:
     return Span("step", "step", start_s * 1e6, seconds * 1e6, {"model": "m", "rows": rows, "tokens": rows})
 
 
-def test_steps_of_all_decoders_count_from_start_to_start_with_all_that_is_between() -> None:
+def test_gaps_are_from_start_to_start_of_successive_steps_with_all_decoders() -> None:
     began = [step(0, 3), step(1), step(2), step(2.5, DECODERS - 1), step(4), step(9, 1)]
     told = noticed([[*began, Span("compute", "block 0", 1.5e6, 1.0)], [step(0), step(1)], []])
     assert (told.median, told.gaps, told.seconds) == (1.0, 3, 4.0)  # 1, 2, and 1 of another trace
     assert told.p99 == pytest.approx(1.98)
 
 
-def test_what_the_device_takes_for_these_steps_is_told_apart() -> None:
+def test_the_device_time_of_full_steps_is_a_figure_of_its_own() -> None:
     told = noticed([[step(0, 3, 9.0), step(1, seconds=0.5), step(2, seconds=0.6), step(3, seconds=0.7)]])
     assert told.step_median == pytest.approx(0.6) and told.step_p99 == pytest.approx(0.698)
 
 
-def test_what_a_step_has_outside_of_blocks_is_told_apart_too() -> None:
+def test_a_steps_time_outside_of_blocks_is_a_figure_of_its_own() -> None:
     blocks = [Span("compute", "block 0", start * 1e6, 0.5e6) for start in (1.1, 1.6, 2.1, 2.6, 3.3, 3.8)]
     told = noticed([[step(1, seconds=1.1), step(2, seconds=1.1), step(3, seconds=1.3), *blocks]])
     assert told.idle_median == pytest.approx(0.1) and told.idle_p99 == pytest.approx(0.296)
 
 
-def test_bytes_count_that_begin_to_move_between_two_steps_of_a_trace() -> None:
+def test_copies_that_begin_within_a_gap_count() -> None:
     copies = [
         Span("pages up", f"promote {at}", at * 1e6, 5e6, {"bytes": size})
         for at, size in ((0, 1), (1, 10), (2, 100), (3, 1000))
@@ -130,6 +130,6 @@ def test_bytes_count_that_begin_to_move_between_two_steps_of_a_trace() -> None:
     assert (told.bytes_up, told.bytes_down) == (110, 7)
 
 
-def test_too_few_steps_are_no_measure() -> None:
+def test_fewer_than_two_gaps_are_an_error() -> None:
     with pytest.raises(click.ClickException, match="--steps"):
         noticed([[step(0), step(1), step(2, DECODERS + 1)]])

@@ -13,14 +13,14 @@ INFO = ModelInfo(
 )
 
 
-def test_demand_is_of_whole_pages() -> None:
+def test_demand_counts_whole_pages() -> None:
     work = Work(sessions=50, context=2048, new=50, turns=2)
     assert work.session_tokens == 2149
     demand = demanded(INFO, work)
     assert demand == (135_000, 50 * 135_000, 7)
 
 
-def test_tokens_may_differ_where_kv_was_computed_anew_and_nowhere_else() -> None:
+def test_different_tokens_are_counted_apart_for_sessions_that_kept_their_kv() -> None:
     short = Answers([[1, 2], [3], [4], None], seconds=11.0, computed_anew={1}, failures=["session 3"])
     roomy = Answers([[1, 2], [9], [5], [6]], seconds=10.0)
     found = compared(short, roomy)
@@ -29,17 +29,17 @@ def test_tokens_may_differ_where_kv_was_computed_anew_and_nowhere_else() -> None
     assert found["ratio"] == 1.1 and found["computed_anew"] == 1 and found["failures"] == ["session 3"]
 
 
-def test_peaks_are_of_each_curve() -> None:
+def test_each_curve_has_its_own_peak() -> None:
     points = [{"seconds": 0.0, "host": 5.0}, {"seconds": 1.0, "host": 3.0}]
     assert peaks(points) == {"seconds": 1.0, "host": 5.0}
 
 
-def test_resident_bytes_of_a_process() -> None:
+def test_a_process_has_resident_bytes_and_a_process_that_is_gone_has_none() -> None:
     assert resident_bytes(os.getpid()) > 1 << 20
     assert resident_bytes(1 << 30) == 0
 
 
-def test_a_pool_has_pages_for_what_its_sessions_may_come_to_and_one_to_scratch() -> None:
+def test_a_pool_has_its_sessions_most_pages_and_a_scratch_page() -> None:
     model = PagedModel("nowhere", INFO, 8192)
     assert model.tokens == 4096 - SPARE  # as many as the model takes
     assert model.session_pages == 256

@@ -10,7 +10,7 @@ from tools.bench.peers.batching import measure
 from tools.bench.stream.outcome import Status
 
 
-def test_each_turn_brings_the_whole_history_and_has_its_tokens_one_by_one(tmp_path: Path) -> None:
+def test_each_turn_sends_the_whole_history_and_gets_its_tokens_one_by_one(tmp_path: Path) -> None:
     work = Work(agents=2, context=40, observation=8, answer=4, loops=2, tool_s=(0.0, 0.01))
     job = BatchingJob(
         checkpoint=str(tiny_model()),
@@ -25,7 +25,7 @@ def test_each_turn_brings_the_whole_history_and_has_its_tokens_one_by_one(tmp_pa
     )
     with ExitStack() as stack:
         found = measure(job, stack)
-    assert (found.status, found.offload_bytes) == (Status.MEASURED, 0)  # there is nothing to pin memory for
+    assert (found.status, found.offload_bytes) == (Status.MEASURED, 0)  # the CPU needs no pinned memory
     (run,) = found.runs
     assert (run.answers, run.wanted, run.failures) == (4, 4, [])
     assert run.between_tokens.count == 4 * 3 and run.computed_anew is None

@@ -37,7 +37,7 @@ def answer(job: Job) -> Outcome:
     return msgspec.json.decode(Path(job.outcome).read_bytes(), type=Outcome)
 
 
-def test_what_was_measured_and_the_logits_lie_in_the_files_of_the_job(job: Job) -> None:
+def test_the_figures_and_the_logits_are_in_the_jobs_files(job: Job) -> None:
     serve(peer_transformers.build)
     outcome = answer(job)
     assert outcome.status is Status.MEASURED and outcome.found is not None
@@ -46,7 +46,7 @@ def test_what_was_measured_and_the_logits_lie_in_the_files_of_the_job(job: Job) 
     assert (logits.shape, logits.dtype) == ((16, 512), np.float32)
 
 
-def test_memory_that_does_not_suffice_is_an_outcome(job: Job) -> None:
+def test_too_little_memory_is_an_outcome(job: Job) -> None:
     def build(job: Job) -> Offloaded:
         raise torch.OutOfMemoryError("Tried to allocate 50 MiB. 9 MiB is free. Of the allocated memory 21 GiB is …")
 
@@ -54,7 +54,7 @@ def test_memory_that_does_not_suffice_is_an_outcome(job: Job) -> None:
     assert answer(job) == Outcome(status=Status.OUT_OF_MEMORY, note="Tried to allocate 50 MiB. 9 MiB is free.")
 
 
-def test_a_package_that_is_missing_is_an_outcome(job: Job) -> None:
+def test_a_missing_package_is_an_outcome(job: Job) -> None:
     def build(job: Job) -> Offloaded:
         raise ModuleNotFoundError("No module named 'x'", name="importlib_metadata")
 

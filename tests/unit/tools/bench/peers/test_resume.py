@@ -16,7 +16,7 @@ def test_both_ways_give_the_same_token_and_move_the_same_kv() -> None:
     assert longer.nbytes == 3 * short.nbytes
 
 
-def test_inside_the_blocks_that_had_run_are_not_run_and_the_token_is_the_same(
+def test_resuming_inside_skips_the_finished_blocks_and_gives_the_same_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peer = Peer(tiny_model(), "cpu", "float32")

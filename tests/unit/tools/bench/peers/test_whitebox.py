@@ -1,4 +1,4 @@
-"""Edits by a hook in transformers' model. What nnsight makes of them is a matter of tests/integration."""
+"""Edits by a hook in transformers' model. Edits by nnsight are tested in tests/integration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_edit_that_changes_nothing_leaves_the_tokens(checkpoint: Path) -> Non
 
 
 def token_by_token(edited: Model, ids: torch.Tensor, blocks: int, scale: float) -> list[int]:
-    """Greedy, where the prompt's pass is changed and no later one."""
+    """Generates greedy tokens with an edit in the prompt's pass only."""
     name = next(name for name, _ in edited.own.named_modules() if name.endswith((f"h.{blocks - 1}", f"s.{blocks - 1}")))
     handle = edited.own.get_submodule(name).register_forward_hook(lambda _module, _args, output: output * scale)
     past = cache_argument(edited.own, DynamicCache())
@@ -63,7 +63,7 @@ def token_by_token(edited: Model, ids: torch.Tensor, blocks: int, scale: float) 
 
 
 @torch.inference_mode()
-def test_the_prompt_is_changed_and_what_is_generated_is_not(checkpoint: Path) -> None:
+def test_an_edit_changes_the_prompts_pass_and_no_later_pass(checkpoint: Path) -> None:
     edited = model(checkpoint, 0.3)
     answer = by_hooks(edited)
     found = {blocks: one.tokens for blocks, one in answer.peers["hooks"].edited.items()}
@@ -71,7 +71,7 @@ def test_the_prompt_is_changed_and_what_is_generated_is_not(checkpoint: Path) ->
     assert found[1] != answer.plain
 
 
-def test_without_nnsight_that_is_its_outcome(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nnsight_is_its_outcome(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nnsight", None)
     expected = Outcome(status=Status.SKIPPED, note="nnsight is not installed")
     assert by_nnsight(model(checkpoint, 0.9)) == expected

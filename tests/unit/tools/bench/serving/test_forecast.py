@@ -9,19 +9,19 @@ from tools.bench.serving import forecast
 from tools.bench.serving.forecast import Place
 
 
-def test_a_place_is_what_plan_and_load_are_asked_for() -> None:
+def test_a_place_is_read_as_arguments_of_plan_and_load() -> None:
     read = Place().convert("24GiB,kv=2GiB,resident=29,packing=off", None, None)
     assert read == {"memory_bytes": 24 << 30, "kv_bytes": 2 << 30, "resident": 29, "packing": False}
     assert Place().convert("22GiB,resident=0.5", None, None) == {"memory_bytes": 22 << 30, "resident": 0.5}
 
 
 @pytest.mark.parametrize("text", ["", "24GB", "24GiB,resident", "24GiB,resident=many", "24GiB,packing=no", "24GiB,x=1"])
-def test_another_is_refused_with_one_that_is_right(text: str) -> None:
+def test_a_malformed_place_is_refused_with_a_correct_example(text: str) -> None:
     with pytest.raises(click.BadParameter, match="24GiB,kv=1GiB"):
         Place().convert(text, None, None)
 
 
-def test_what_is_told_of_a_place() -> None:
+def test_a_place_has_its_figures_in_the_summary_and_a_row_in_the_table() -> None:
     found: dict[str, Any] = {
         "24 GiB, 29 resident": {
             "blocks": {"plain": 29, "packed": 0, "streamed": 11},

@@ -1,5 +1,7 @@
-"""How much longer interactive sessions wait for a token because others are served beside them, on devices whose steps
-take exactly what a table says: what is left is what the scheduler decided."""
+"""The delay between an interactive session's tokens while other sessions are served, on simulated machines.
+
+A machine's steps take exactly the times of its table, so every delay is a decision of the scheduler.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Graphs(Machine, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 GRAPHS = Graphs(**msgspec.structs.asdict(H200_13B))
 STREAMED = msgspec.structs.replace(H200_13B, rows=((1, 0.5), (256, 0.52)))
-SHAKING = msgspec.structs.replace(H200_13B, jitter=(0.9, 0.95, 1.0, 1.0, 1.0, 1.05, 1.1))  # what is measured shakes
+SHAKING = msgspec.structs.replace(H200_13B, jitter=(0.9, 0.95, 1.0, 1.0, 1.0, 1.05, 1.1))  # like measured steps
 PROCESSOR = msgspec.structs.replace(  # this project's tiny model on two cores: a second row costs nearly a whole step
     H200_13B,
     rows=((1, 0.00405), (2, 0.00725), (4, 0.00776), (8, 0.00818), (16, 0.00976)),
@@ -53,8 +55,10 @@ PROCESSOR = msgspec.structs.replace(  # this project's tiny model on two cores: 
 
 
 def disturbance(machine: Machine, seconds: float) -> Spread:
-    """Of each token between two: the step's time, by what the interactive rows of it that decode would take alone. When
-    it has been measured for a while how long steps take."""
+    """The time of steps with decoding interactive rows, as a multiple of a step of these rows alone, once for each row.
+
+    The first quarter is left out, in which the scheduler measures the times of steps.
+    """
     engine = SimulatedEngine(machine)
     found: list[float] = []
 
@@ -75,20 +79,20 @@ def _decodes(row: Row) -> bool:
 @pytest.mark.parametrize(
     ("machine", "seconds"), [(H200_13B, 20.0), (GRAPHS, 20.0), (PROCESSOR, 20.0), (STREAMED, 400.0)]
 )
-def test_the_time_between_tokens_is_what_the_policy_says(machine: Machine, seconds: float) -> None:
+def test_the_p99_between_interactive_tokens_stays_below_the_bar(machine: Machine, seconds: float) -> None:
     found = disturbance(machine, seconds)
     assert found.count > 500
     assert found.p99 <= BAR
 
 
-def test_steps_that_take_now_more_and_now_less_are_learned_all_the_same() -> None:
+def test_the_scheduler_learns_step_times_in_spite_of_jitter() -> None:
     plain, shaking = disturbance(H200_13B, 20.0), disturbance(SHAKING, 20.0)
     assert shaking.p50 <= 1.1 * plain.p50
     assert shaking.p99 <= 1.1 * BAR
 
 
-def test_the_first_steps_of_a_model_are_no_leap_in_the_dark() -> None:
-    """What takes longer than anything before it is tried in small pieces."""
+def test_the_first_chunks_of_a_model_do_not_double_a_step() -> None:
+    """The scheduler tries steps that are longer than any before in small increments."""
     engine = SimulatedEngine(H200_13B)
     found: list[float] = []
     engine.ran = lambda batch, took: found.append(took) if any(map(_decodes, batch.rows)) else None

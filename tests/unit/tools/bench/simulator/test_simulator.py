@@ -44,13 +44,13 @@ AGENTS = Group(
 )
 
 
-def test_a_curve_is_straight_between_its_points_and_goes_on_so() -> None:
+def test_a_curve_is_straight_between_its_points_and_continues_its_last_line() -> None:
     curve = ((1.0, 10.0), (3.0, 20.0))
     assert [at(curve, x) for x in (0.0, 1.0, 2.0, 3.0, 5.0)] == [10.0, 10.0, 15.0, 20.0, 30.0]
     assert at(((1.0, 7.0),), 9.0) == 7.0
 
 
-def test_one_session_alone_takes_what_the_machine_says() -> None:
+def test_one_session_alone_takes_the_machines_times() -> None:
     found = outcome(simulate(SimulatedEngine(MACHINE), Load(seconds=10, groups={"a": ALONE})), {}).groups["a"]
     assert found.calls == 1
     assert found.queued.p50 == pytest.approx(0.001)
@@ -69,7 +69,7 @@ def test_sessions_that_leave_the_device_come_back_over_the_bus() -> None:
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-def test_who_forgets_never_holds_more_than_one_call(forgets: bool) -> None:
+def test_a_session_that_forgets_never_exceeds_its_context(forgets: bool) -> None:
     group = msgspec.structs.replace(ALONE, calls=12, prompt=(101, 101), pause_s=(0.0, 0.0), forgets=forgets)
     found = outcome(simulate(SimulatedEngine(MACHINE), Load(seconds=10, groups={"a": group})), {}).groups["a"]
     assert found.calls > 12
@@ -77,7 +77,7 @@ def test_who_forgets_never_holds_more_than_one_call(forgets: bool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_crowd_that_device_and_host_hold_together_never_computes_its_kv_anew(seed: int) -> None:
+def test_a_crowd_that_fits_device_and_host_together_never_recomputes_kv(seed: int) -> None:
     group = Group(
         priority="agent",
         sessions=13,
@@ -135,7 +135,7 @@ def test_a_step_is_longer_by_the_calls_that_are_heard_before_it() -> None:
 
 
 def test_a_step_is_longer_by_the_bytes_that_are_copied_in_it() -> None:
-    """And not by those that wait for it to end."""
+    """Copies that wait for the step's end do not make it longer."""
     load = Load(seconds=60, groups={"agents": AGENTS, "busy": BUSY})
     for synchronous in (False, True):
         machine = msgspec.structs.replace(MACHINE, beside=1e-5 / MACHINE.page_bytes, synchronous=synchronous)
@@ -152,7 +152,7 @@ def test_a_step_is_longer_by_the_bytes_that_are_copied_in_it() -> None:
         assert pages > 20 and 0.9 < longer / (pages * 1e-5) <= 1.0 + 1e-9
 
 
-def test_jitter_comes_in_its_order() -> None:
+def test_jitter_factors_repeat_in_their_order() -> None:
     seen: list[float] = []
     engine = SimulatedEngine(msgspec.structs.replace(MACHINE, jitter=(1.0, 2.0, 3.0)))
     engine.ran = lambda batch, seconds: seen.append(seconds / sum(MACHINE.seconds(batch)))
@@ -160,7 +160,7 @@ def test_jitter_comes_in_its_order() -> None:
     assert seen == pytest.approx([1.0, 2.0, 3.0, 1.0, 2.0])
 
 
-def test_who_asks_in_the_middle_of_a_step_waits_for_its_end() -> None:
+def test_a_call_in_the_middle_of_a_step_waits_for_the_steps_end() -> None:
     late = Group(priority="batch", sessions=30, rate=10.0, context=(1, 1), answer=(1, 1))
     load = Load(seconds=4, groups={"busy": BUSY, "late": late})
     found = outcome(simulate(SimulatedEngine(MACHINE), load), {}).groups["late"]
@@ -178,7 +178,7 @@ def test_copies_that_begin_when_a_step_is_over_come_later() -> None:
 
 
 def test_an_engine_serves_one_load_after_another() -> None:
-    """What is under way at the end of the first is broken off: a call that runs, and agents who wait."""
+    """The end of the first load cancels a running call and waiting agents."""
     engine = SimulatedEngine(MACHINE)
     simulate(engine, Load(seconds=2.05, groups={"agents": AGENTS, "busy": BUSY}))
     assert not engine.scheduler.sessions() and engine.scheduler.load().running == 0
@@ -192,7 +192,7 @@ def test_an_engine_serves_one_load_after_another() -> None:
 # --- what machines are made of ----------------------------------------------------------------------------------------
 
 
-def test_a_line_through_what_was_measured() -> None:
+def test_a_line_goes_through_the_measured_points() -> None:
     found = line([(1e6, 0.003), (5e6, 0.007)])
     assert found.rate == pytest.approx(1e9) and found.seconds == pytest.approx(0.002)
     assert line([(1e6, 0.003), (5e6, 0.001)]) == Line(0.002, float("inf"))
@@ -202,13 +202,13 @@ def test_curves_never_fall() -> None:
     assert rising([(1, 2.0), (2, 1.0), (3, 4.0)]) == ((1, 2.0), (2, 2.0), (3, 4.0))
 
 
-def test_ways_that_were_disturbed_once_are_taken_as_they_were_otherwise() -> None:
+def test_one_disturbed_measurement_does_not_change_the_median() -> None:
     assert typical([Ways(0.9, 1.0, 5.0, 0.1), Ways(0.2, 3.0, 4.0, 0.2), Ways(0.1, 3.0, 9.0, 0.3)]) == Ways(
         0.2, 3.0, 5.0, 0.2
     )
 
 
-def test_a_machine_takes_what_the_steps_took_that_it_is_made_of() -> None:
+def test_a_machines_steps_take_the_times_of_the_measured_steps() -> None:
     shaking = (0.9, 1.0, 1.0, 1.0, 1.1)
     plain = [Step(rows, 0, 0.01 * rows * times) for rows in (2, 4) for times in shaking * 20]
     prompts = [Step(2, further, (0.02 + further * 1e-3) * times) for further in (10, 100) for times in shaking * 8]
@@ -267,7 +267,7 @@ def test_a_step_lasts_until_the_next_one_begins() -> None:
     assert [(step.calls, step.copied) for step in steps_of([*beside, *spans])] == [(3, 0), (0, 110)]
 
 
-def test_what_is_compared() -> None:
+def test_a_comparison_is_the_ratio_of_simulator_to_daemon() -> None:
     assert Compared("x", 2.0, 3.0).ratio == 1.5
     assert Compared("x", 0.0, 3.0).ratio == 1.0
 
@@ -275,7 +275,7 @@ def test_what_is_compared() -> None:
 # --- fairness ---------------------------------------------------------------------------------------------------------
 
 
-def test_how_far_shares_are_from_their_weights() -> None:
+def test_the_deviation_of_shares_is_relative_to_the_weights() -> None:
     assert farthest_from_weights({1: 0.25, 2: 0.75}, {1: 1.0, 2: 3.0}) == pytest.approx(0.0)
     assert farthest_from_weights({1: 0.3, 2: 0.7}, {1: 1.0, 2: 3.0}) == pytest.approx(0.2)
     assert farthest_from_weights({2: 1.0}, {1: 1.0, 2: 3.0}) == pytest.approx(1.0)

@@ -19,7 +19,7 @@ CONFIGS = Path(__file__).resolve().parents[5] / "tools" / "bench" / "configs"
         ([str(CONFIGS / "cpu-smoke.yaml"), "--only=vllm"], "vllm"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_runs(arguments: list[str], said: str) -> None:
+def test_arguments_that_cannot_work_are_refused_before_anything_runs(arguments: list[str], said: str) -> None:
     ran = CliRunner().invoke(main, arguments)
     assert ran.exit_code != 0
     assert said in ran.output and "Traceback" not in ran.output

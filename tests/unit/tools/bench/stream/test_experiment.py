@@ -13,7 +13,7 @@ CONFIGS = sorted((Path(__file__).resolve().parents[5] / "tools" / "bench" / "con
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_configuration_is_one_that_the_daemon_accepts(path: Path, tmp_path: Path) -> None:
+def test_the_daemon_accepts_every_configuration(path: Path, tmp_path: Path) -> None:
     experiment = read(path)
     assert experiment.name == path.stem
     for contender in SERVED:
@@ -43,7 +43,7 @@ def test_the_yardstick_has_the_same_pages_and_no_ring() -> None:
         ("name: [\n", "flow node"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_an_error_names_the_fault_of_a_file(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_text(text)
     with pytest.raises(InvalidRequest, match=said) as refused:
@@ -51,7 +51,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str)
     assert str(path) in str(refused.value)
 
 
-def test_sizes() -> None:
+def test_sizes_are_read_with_their_units() -> None:
     assert [size(text) for text in ("0", "512MiB", "24GiB", "1.5 GiB")] == [0, 512 << 20, 24 << 30, 3 << 29]
     with pytest.raises(InvalidRequest, match="24 GB"):
         size("24 GB")

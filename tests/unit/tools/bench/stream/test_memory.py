@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 class ScriptedMeter:
-    """Says one figure after the other, then the last one for ever. `said` is set when that is so."""
+    """Returns one figure after another, and the last one from then on. `said` is set when it has reached the last."""
 
     def __init__(self, figures: Iterable[int]) -> None:
         self._figures = list(figures)
@@ -26,7 +26,7 @@ class ScriptedMeter:
         return self._figures[0]
 
 
-def test_the_peak_is_that_of_the_watched_phase() -> None:
+def test_the_peak_belongs_to_the_watched_phase() -> None:
     meter = ScriptedMeter([0, 3 * GIB, GIB])
     with DeviceMemory(meter) as memory:
         with memory.watch("first") as first:
@@ -39,7 +39,7 @@ def test_the_peak_is_that_of_the_watched_phase() -> None:
     assert memory.phases[0].ended <= memory.phases[1].began
 
 
-def test_what_was_in_use_before_it_begins_anew_is_no_peak() -> None:
+def test_use_before_begin_anew_does_not_count_for_the_peak() -> None:
     meter = ScriptedMeter([0, 3 * GIB, GIB])
     with DeviceMemory(meter) as memory, memory.watch("handed over") as watched:
         assert meter.said.wait(PATIENCE)

@@ -45,7 +45,7 @@ def test_the_blocks_are_found_with_their_bytes(tmp_path: Path) -> None:
     assert weight_bytes(blocks) + rest == weight_bytes([model])
 
 
-def test_what_needs_cuda_is_skipped_without(tmp_path: Path) -> None:
+def test_a_peer_that_needs_cuda_is_skipped_without_it(tmp_path: Path) -> None:
     outcome = peers.measure("accelerate", job(tmp_path, tmp_path), tmp_path, limit_s=1)
     assert (outcome.status, outcome.note) == (Status.SKIPPED, "needs CUDA")
 
@@ -56,7 +56,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     assert (outcome.status, outcome.note) == (Status.SKIPPED, "no_such_package is not installed")
 
 
-def test_a_peer_that_dies_has_an_outcome_with_its_last_words(tmp_path: Path) -> None:
+def test_a_peer_that_crashes_has_an_outcome_with_its_last_line(tmp_path: Path) -> None:
     outcome = peers.measure("gpu-only", job(tmp_path / "nowhere", tmp_path), tmp_path, limit_s=60)
     assert outcome.status is Status.FAILED
     assert outcome.note.startswith("exit code 1: ") and "nowhere" in outcome.note

@@ -30,7 +30,7 @@ def results(**contenders: Outcome) -> Results:
     return Results(device="cuda:0", bus={16: 40e9, 128: 50e9}, memory_rate=4e12, contenders=contenders)
 
 
-def test_a_row_for_each_number_of_sessions() -> None:
+def test_each_number_of_sessions_has_a_row() -> None:
     one, sixteen = rows("plain", PLAIN, ceiling=100e9)
     assert one[:8] == ["plain", "29 + 0 + 11", "10", "1", "200.0 (50.0%)", "200.00", "5.0", "50.00"]
     assert one[8:] == ["50.0%", "23.0", "2.50e-01", "50.0%", "bit for bit"]
@@ -38,7 +38,7 @@ def test_a_row_for_each_number_of_sessions() -> None:
     assert sixteen[9:] == [""] * 4
 
 
-def test_what_could_not_be_measured_is_a_row_as_long_as_the_others() -> None:
+def test_a_failed_contender_has_a_row_as_long_as_the_others() -> None:
     (row,) = rows("gpu-only", FULL, ceiling=100e9)
     assert row[:2] == ["gpu-only", "out of memory"] and not any(row[2:])
     assert len(row) == len(next(iter(rows("plain", PLAIN, ceiling=100e9))))

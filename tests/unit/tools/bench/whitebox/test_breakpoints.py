@@ -1,4 +1,4 @@
-"""The bench of breakpoints: what it reads, and what it tells. Its measures are run by hand."""
+"""The bench of breakpoints: the points that it reads, and its table. Its measurements are run by hand."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def test_half_of_the_blocks_run_before_the_middle(blocks: int, block: int) -> No
 @pytest.mark.parametrize(
     ("info", "points", "positions"),
     [
-        (model(32, 4096, 8193), 1, 7813),  # one point has room: as a hit
+        (model(32, 4096, 8193), 1, 7813),  # one point has room, as in a hit
         (model(40, 5120, 4096), 2, 3125),
-        (model(8, 192, 2048, "float32"), 8, 2047),  # all that there is
+        (model(8, 192, 2048, "float32"), 8, 2047),  # all points and positions
     ],
 )
-def test_what_is_read_has_as_few_points_as_may_be(info: ModelInfo, points: int, positions: int) -> None:
+def test_reading_uses_the_fewest_points_with_enough_bytes(info: ModelInfo, points: int, positions: int) -> None:
     names, length = to_read(info, 64 * MB)
     assert (len(names), length) == (points, positions)
     assert names[-1] == f"blocks.{info.blocks - 1}.hook_resid_post" and len(set(names)) == len(names)
 
 
-def test_each_figure_stands_beside_its_bar() -> None:
+def test_each_figure_of_breakpoints_has_its_bar_beside_it() -> None:
     told = {line.measure: line[1:] for line in lines(found())}
     assert told["cost of stopping"] == ("p50 0.40 ms, p99 0.40 ms", "p50 1 ms")
     assert told["of it, the client's"] == ("p50 0.30 ms, p99 0.30 ms", "")
@@ -64,7 +64,7 @@ def test_each_figure_stands_beside_its_bar() -> None:
     assert told["rate that 32 others lose"] == ("+0.4% (-1.0% to +2.0%)", "1.0%")
 
 
-def test_the_line_has_what_the_table_has() -> None:
+def test_the_summary_has_all_figures_of_the_table() -> None:
     told = summary(found())
     assert "cost of stopping p50 0.40 ms, p99 0.40 ms (of p50 1 ms); of it, the client's p50 0.30 ms" in told
     assert told.endswith("rate that 32 others lose +0.4% (-1.0% to +2.0%) (of 1.0%)") and "|" not in told

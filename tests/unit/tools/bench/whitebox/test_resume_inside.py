@@ -1,4 +1,4 @@
-"""The bench of sessions that go on inside the model: where they stop, and what is told. Measured by hand."""
+"""The bench of resuming inside the model: its depths, and its table. Its measurements are run by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.bench.whitebox.resume_inside import block_counts, depths, only_behind
     ("blocks", "at"),
     [(40, [1, 10, 20, 30, 40]), (32, [1, 8, 16, 24, 32]), (8, [1, 2, 4, 6, 8]), (4, [1, 2, 3, 4]), (1, [1])],
 )
-def test_models_are_stopped_as_deep_as_the_seeds(blocks: int, at: list[int]) -> None:
+def test_the_default_depths_scale_with_the_model(blocks: int, at: list[int]) -> None:
     assert depths(blocks, []) == at
 
 
@@ -40,13 +40,13 @@ def test_blocks_are_counted_where_they_compute() -> None:
     [
         ([0, 0, 2, 2], 2, True),
         ([0, 0, 0, 0], 4, True),
-        ([0, 1, 2, 2], 2, False),  # one too many
+        ([0, 1, 2, 2], 2, False),  # one block ran twice
         ([0, 0, 2, 1], 2, False),
-        ([0, 0, 0, 0], 2, False),  # none were seen
+        ([0, 0, 0, 0], 2, False),  # no block was seen
         ([0, 0, 0, 1], 4, False),
     ],
 )
-def test_the_blocks_behind_and_no_others(counts: list[int], depth: int, right: bool) -> None:
+def test_all_blocks_behind_the_stop_must_run_and_no_others(counts: list[int], depth: int, right: bool) -> None:
     assert only_behind(counts, depth) is right
 
 
@@ -82,11 +82,11 @@ def test_the_summary_has_shares_bars_and_blocks() -> None:
     )
 
 
-def test_where_pages_were_computed_anew_it_is_said() -> None:
+def test_recomputed_pages_are_mentioned() -> None:
     assert summary(found(back=(1, 1, 1, 1))).endswith("(of 12.0 ms), computed anew: [1, 1, 1, 1]")
 
 
-def test_without_nnsight_its_column_is_empty_and_the_reason_stands_below() -> None:
+def test_missing_nnsight_leaves_its_column_empty_and_the_reason_below() -> None:
     skipped = found()
     for stop in skipped["stops"]:
         stop.update(nnsight=[], nnsight_note="nnsight is not installed")

@@ -1,4 +1,4 @@
-"""The seeds' table of the white box: what is told of what was found. Its measures are run by hand."""
+"""The white-box table: its figures from results. Its measurements are run by hand."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def found() -> dict[str, Any]:
     }
 
 
-def test_dispatch_is_what_is_beyond_a_call_for_a_token() -> None:
+def test_dispatch_is_the_time_beyond_a_call_that_only_generates() -> None:
     assert dispatch(stop(1), "hit") == pytest.approx(5e-5) and dispatch(stop(1), "capture") == pytest.approx(0)
     assert dispatch(stop(1), "hit", "step") == pytest.approx(1e-5)
 
 
-def test_dispatch_anywhere_is_of_each_call_beside_those_without_at_the_same_block() -> None:
+def test_dispatch_anywhere_compares_each_call_with_plain_calls_at_the_same_depth() -> None:
     one = found()
     one["stops"][0]["beside"] = {"plain": calls(0.010, 0.011, 0.030), "hit": calls(0.0111, 0.0112, 0.0113)}
     one["stops"][1]["beside"] = {"plain": calls(0.020, 0.021), "hit": calls(0.0209, 0.0210, 0.0216)}
@@ -70,21 +70,21 @@ def test_dispatch_anywhere_is_of_each_call_beside_those_without_at_the_same_bloc
     assert (value, low, high) == pytest.approx((3.5, 1.0, 11.0))
 
 
-def test_the_scatter_is_of_all_calls_for_a_token() -> None:
+def test_the_scatter_covers_all_calls_that_only_generate() -> None:
     one = found()
     for stop in one["stops"]:
         stop["beside"]["plain"] = calls(0.016, 0.0162, 0.0164, 0.0166, 0.1)
     assert scatter(one) == pytest.approx(4e-4)
 
 
-def test_a_peer_is_told_by_its_time_and_by_the_tokens_that_are_ours() -> None:
+def test_a_peer_has_its_time_and_its_share_of_equal_tokens() -> None:
     one = found()
     assert peer(one, "hooks", one["stops"][0]) == "110.00 ms, 75%"
     assert peer(one, "nnsight", one["stops"][0]) == "skipped"
     assert notes(one) == "without an edit 75%; nnsight skipped: nnsight is not installed"
 
 
-def test_a_process_of_peers_that_left_nothing_is_told() -> None:
+def test_a_failed_process_of_peers_is_reported() -> None:
     failed = {"status": "failed", "note": "killed by SIGKILL: without a word", "edited": {}}
     one = {**found(), "transformers": [], "peers": {"hooks": failed}}
     assert notes(one) == "hooks failed: killed by SIGKILL: without a word"

@@ -1,4 +1,4 @@
-"""The bench of the white box: where it looks, and what it tells. Its measures are run by hand."""
+"""The white-box bench: its points, and its summary. Its measurements are run by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODEL = ModelInfo(name="m", path="/m", blocks=8, points=POINTS)
 
 
 @pytest.mark.parametrize(("way", "count"), [("plain", 0), ("one point", 1), ("all blocks", 8), ("attention", 1)])
-def test_each_way_looks_where_its_name_says(way: str, count: int) -> None:
+def test_each_way_has_its_number_of_points(way: str, count: int) -> None:
     found = POINTS.resolve_all(points_of(MODEL, way))
     assert len(set(found.values())) == count
     assert {point.where for point in found.values()} <= ({"attn"} if way == "attention" else {"resid"})
