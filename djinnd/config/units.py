@@ -18,6 +18,8 @@ from djinn_client.protocol.fields.principals import is_principal_name
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(\S*)\s*")
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_ALSO_READ = {unit[0]: factor for unit, factor in _SIZES.items() if factor > 1}  # as systemd reads them
+_ALSO_READ |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _TIMES = {"ms": 0.001, "s": 1, "min": 60, "h": 3600}
 MAX_BYTES = (1 << 63) - 1  # largest number in a message
 MAX_SECONDS = 1e9  # 31 years
@@ -41,9 +43,11 @@ def unit_of(type_: Any) -> Unit | None:
 def read_size(value: Any) -> int:
     """Bytes, written as a plain number or as a number with a unit."""
     number, unit = _split(value, "size", "20GiB")
-    if unit and unit not in _SIZES:
-        raise ValueError(f"{value!r} is not a size: the units are {', '.join(_SIZES)} (1 GiB = 2^30 bytes)")
-    size = number * _SIZES[unit or "B"]
+    factor = (_SIZES | _ALSO_READ).get(unit or "B")
+    if factor is None:
+        units = f"the units are {', '.join(_SIZES)} (1 GiB = 1G = 2^30 bytes, 1 GB = 10^9)"
+        raise ValueError(f"{value!r} is not a size: {units}")
+    size = number * factor
     if size > MAX_BYTES:
         raise ValueError(f"{value!r} is too large: at most {write_size(MAX_BYTES + 1)}")
     if size != int(size):

@@ -145,6 +145,7 @@ class CpuDevice(Device):
         name: str = "copy",
         lane: Lane = Lane.WEIGHTS,
     ) -> _CopyEvent:
+        self._count(source.nbytes, lane)
         event, trace, stamps = _CopyEvent(), self.trace, None
         if trace is not None:
             stamps = (_Stamp(), _Stamp())

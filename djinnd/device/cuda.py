@@ -144,6 +144,7 @@ class CudaDevice(Device):
         name: str = "copy",
         lane: Lane = Lane.WEIGHTS,
     ) -> _CopyEvent:
+        self._count(source.nbytes, lane)
         trace, began, stream = self.trace, None, self._lanes[lane]
         event = torch.cuda.Event(enable_timing=trace is not None)
         with torch.cuda.stream(stream):

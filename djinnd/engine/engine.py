@@ -80,7 +80,9 @@ class Engine:
             grammar_limits,
         )
         self._guidance = self._requests.guidance
-        self._figures = Figures(device, self._scheduler, self._tiers, self._runners, self._requests.under_way)
+        self._figures = Figures(
+            device, self._scheduler, self._tiers, self._runners, self._requests.under_way, self._guidance
+        )
         self._models = Models(
             device,
             self._scheduler,

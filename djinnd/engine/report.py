@@ -8,10 +8,13 @@ from typing import Protocol
 
 from djinn_client.protocol import ModelInfo
 from djinnd import messages
-from djinnd.device import Device
+from djinnd.device import Device, Lane
+from djinnd.engine.grammar.guidance import Guidance
 from djinnd.engine.paging.tiers import Tiers
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
+
+_COPIED = {Lane.WEIGHTS: "weights", Lane.UP: "pages up", Lane.DOWN: "pages down"}  # names in Report.copied
 
 
 class Audited(Protocol):
@@ -28,14 +31,16 @@ class Figures:
         tiers: Tiers,
         runners: Mapping[str, ModelRunner],
         under_way: Collection[int],
+        guidance: Guidance,
     ) -> None:
         self.steps = 0
-        self.generated = 0  # tokens
+        self.generated = 0  # tokens that steps have chosen
         self._device = device
         self._scheduler = scheduler
         self._tiers = tiers
         self._runners = runners
         self._under_way = under_way
+        self._guidance = guidance
 
     def report(self, message: messages.Inquire) -> messages.Report:
         load, now = self._scheduler.load(), time.monotonic()
@@ -45,13 +50,14 @@ class Figures:
             budget_bytes=budget.total,
             used_bytes=budget.used,
             steps=self.steps,
-            generated_tokens=self.generated,
+            generated_tokens=self.generated + self._guidance.appended,
             running=load.running + load.held,
             queued=load.queued,
             models=[self.info(runner) for runner in self._runners.values()],
             sessions=[self._tiers.use_of(session, now) for session in self._scheduler.sessions()],
             tenants=self._tiers.uses_of_tenants(),
             findings=self._audit() if message.check else [],
+            copied={_COPIED[lane]: nbytes for lane, nbytes in self._device.copied.items()},
         )
 
     def info(self, runner: ModelRunner) -> ModelInfo:

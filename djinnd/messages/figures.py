@@ -59,6 +59,7 @@ class Report(msgspec.Struct, tag="report"):
     sessions: list[SessionUse]
     tenants: list[TenantUse] = []
     findings: list[str] = []
+    copied: dict[str, int] = {}  # bytes since the engine started: of weights, pages up, pages down
 
 
 class Traced(msgspec.Struct, tag="traced"):

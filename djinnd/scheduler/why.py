@@ -35,7 +35,7 @@ def explain(
     tokens that the session can reach."""
     request = session.request
     if session.paused:
-        return Explanation("paused", "it is paused: resume it")
+        return Explanation("paused", "resume it, and its call goes on: it gets no step until then")
     if residency.is_arriving(session):
         return _arriving(session, residency.kv)
     if request is None:

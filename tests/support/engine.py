@@ -604,6 +604,7 @@ class Engine:
             sessions=uses,
             tenants=[self.use_of_tenant(tenant) for tenant in {s.tenant for s in self.sessions.values()}],
             findings=findings,
+            copied={"weights": 0, "pages up": 0, "pages down": 0},
         )
         self.send(report)
 

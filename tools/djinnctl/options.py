@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import click
 
-from djinnctl.units import MOST, parse_resident, parse_seconds, parse_size
+from djinn_client.protocol.fields.placing import MAX_SLOTS
+from djinnctl.units import parse_resident, parse_seconds, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -91,7 +92,7 @@ def placing_options(command: F) -> F:
             callback=read_packing,
             help="Whether bfloat16 blocks may be packed into the lossless 12-bit code.",
         ),
-        click.option("--slots", type=click.IntRange(0, MOST), metavar="N", help="Slots of the ring."),
+        click.option("--slots", type=click.IntRange(0, MAX_SLOTS), metavar="N", help="Slots of the ring."),
         click.option("--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes; or give slots."),
         click.option(
             "--resident",

@@ -7,6 +7,9 @@ from decimal import Decimal
 from typing import Literal
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+FACTORS = {unit: 1024**power for power, unit in enumerate(UNITS)}
+FACTORS |= {unit[0]: factor for unit, factor in FACTORS.items() if factor > 1}  # 4G, as systemd reads it
+FACTORS |= {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}
 MOST = 2**63 - 1  # the largest number of the wire
 TIMES = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -84,11 +87,11 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `4GiB`, `1.5 MiB`, `512B`, up to MOST. Raises ValueError for anything else, GB among it."""
-    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", text)
+    """Bytes of `4GiB` or `4G` (2^30 each), `4GB` (10^9), `512B`, up to MOST. Raises ValueError for anything else."""
+    match = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(FACTORS)})\s*", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write a number with {', '.join(UNITS)}, as 4GiB")
-    nbytes = int(Decimal(match[1]) * 1024 ** UNITS.index(match[2]))
+        raise ValueError(f"{text!r} is not a size; write a number with {', '.join(UNITS)}, as 4GiB; or as 4G or 4GB")
+    nbytes = int(Decimal(match[1]) * FACTORS[match[2]])
     if nbytes > MOST:
         raise ValueError(f"{text!r} is too large a size; write less than {exact_size(MOST + 1)}")
     return nbytes

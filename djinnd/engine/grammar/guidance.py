@@ -14,10 +14,10 @@ possible, steps choose them one after another, whatever the model says.
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +94,7 @@ class Guidance:
         self._late: set[int] = set()  # in this step
         self._to_act: dict[int, Guided] = {}  # by request: runs for `_act`
         self._looked = 0.0
+        self.appended = 0  # forced tokens that no step has chosen, so far
 
     def __bool__(self) -> bool:
         return bool(self._runs)
@@ -156,6 +157,7 @@ class Guidance:
             if not run.error:
                 tokens += self._append(run, ended)
         if tokens:
+            self.appended += len(tokens)
             self._channel.send(messages.Stepped(tokens))
         for request in ended:
             self._finish(request)
@@ -236,7 +238,7 @@ class Guidance:
             meanwhile()
         until = time.monotonic() + PATIENCE
         while (due := self._unheard(due)) and (rest := until - time.monotonic()) > 0:
-            select.select({self._runs[number].process.fd for number in due}, (), (), rest)
+            wait({self._runs[number].process.fd for number in due}, rest)
             self._listen(due)
 
     def _unheard(self, due: set[int]) -> set[int]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import IO, TYPE_CHECKING
 
 import torch
@@ -83,7 +83,7 @@ class KernelCompiler:
         done, pending, heard = 0, b"", time.monotonic()
         told(0, len(variants))
         while time.monotonic() < heard + self._seconds + _STARTS_IN:
-            if not select.select([process.stdout], (), (), _TELL_EVERY)[0]:
+            if not wait([process.stdout.fileno()], _TELL_EVERY):
                 told(done, len(variants))
                 continue
             data, heard = os.read(process.stdout.fileno(), 1 << 16), time.monotonic()

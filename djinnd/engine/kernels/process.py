@@ -14,12 +14,12 @@ import argparse
 import json
 import os
 import resource
-import select
 import signal
 import sys
 import time
 from collections import deque
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 from triton.backends.compiler import GPUTarget
@@ -53,7 +53,7 @@ def compile_all(variants: list[Variant], jobs: int, limits: Limits) -> None:
             pidfd, fork = _start(*waiting.popleft(), limits)
             running[pidfd] = fork
         until = min(fork.deadline for fork in running.values())
-        ended, _, _ = select.select(running, (), (), max(0.0, until - time.monotonic()))
+        ended = wait([*running], max(0.0, until - time.monotonic()))
         for pidfd in [*running]:
             if pidfd in ended or time.monotonic() >= running[pidfd].deadline:
                 _tell(running[pidfd].number, _end(pidfd, running.pop(pidfd), limits.seconds))

@@ -17,6 +17,7 @@ from djinn_client.protocol.fields.placing import Placing
 from djinnd import config
 from djinnd.messages import Loading
 from djinnd.server.engines.engine_client import EngineClient
+from djinnd.server.models.call_counts import CallCounts
 from djinnd.server.models.kv_sizes import KvSizes
 from djinnd.server.models.opened import Marks
 from djinnd.server.models.share import Share
@@ -67,6 +68,7 @@ class Model:
     used: float = field(default_factory=time.monotonic)
     in_use: int = 0
     next_look: asyncio.TimerHandle | None = None  # timer of KeepAlive
+    calls: CallCounts = field(default_factory=CallCounts)
 
     @classmethod
     def configured(cls, name: str, source: config.Model, is_configured: bool = False) -> Model:

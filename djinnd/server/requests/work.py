@@ -140,9 +140,14 @@ class WorkRequests:
             session.cut(kept)
             engine.send(Truncate(session.id, kept))
         run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capturing, breaking, guide)
-        answer = await self._carrying.answer(call, run)
+        try:
+            answer = await self._carrying.answer(call, run)
+        except DjinnError as error:
+            model.calls.failed(session.user, error.code)
+            raise
         reply = answer.message
         if isinstance(reply, Generated):
+            model.calls.ended(session.user, reply)
             if request.token_bytes and request.prompt_logprobs is not None:
                 await self._name_prompt(reply, text, session, prompt.tokens)
             ends = text.eos | text.turn_ends

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from djinn_client.protocol import Class, ModelInfo
+from djinnd import __version__
 from djinnd.messages import Report
 from djinnd.server.quotas.latency import Histogram, Latencies
 from djinnd.server.sessions.sessions import SessionTable
@@ -30,6 +31,17 @@ _LATENCIES = {
     "first_token": "From the receipt of a call to its first token.",
     "between_tokens": "Between two tokens of a call.",
     "wake_up": "Of sessions whose KV had left the device: from COMPUTE, or the call, to the first token.",
+}
+
+_TOKENS_OF_CALLS = {
+    "prompt_tokens": "Tokens of prompts.",
+    "cached_tokens": "Tokens before the first computed one of a call: their KV was there, or shared.",
+    "computed_tokens": "Tokens computed before the first generated one of a call.",
+    "generated_tokens": "Generated tokens.",
+}
+_TIMES_OF_CALLS = {
+    "first_token": "From the receipt of a call to its first token, by model.",
+    "whole": "From the receipt of a call to its end, by model.",
 }
 
 
@@ -46,6 +58,7 @@ class Metrics:
         metrics = [
             *_of_server(self._status, report),
             *_of_principals(self._status.tenants()),
+            *_of_calls(self._status),
             *(_of_engine(report) if report is not None else ()),
             *_of_latency(self._sessions.latency),
         ]
@@ -73,6 +86,9 @@ def _of_server(status: Status, report: Report | None) -> Iterator[Metric]:
     yield requests
     yield Gauge("djinnd_engine_up", "1 if the engine is ready and answers, else 0.", value=report is not None)
     yield Counter("djinnd_engine_restarts", "Engines that were lost.", value=status.restarts)
+    build = Gauge("djinnd_build_info", "1, with the version of the daemon.", labels=["version"])
+    build.add_metric([__version__], 1)
+    yield build
 
 
 def _of_principals(tenants: list[TenantFigures]) -> Iterator[Metric]:
@@ -87,11 +103,38 @@ def _of_principals(tenants: list[TenantFigures]) -> Iterator[Metric]:
     yield from (sessions, tokens)
 
 
+def _of_calls(status: Status) -> Iterator[Metric]:
+    """Metrics of generations by model and principal, native and HTTP. They begin again if the model is forgotten."""
+    labels = ["model", "principal", "name"]
+    ended = Counter("djinnd_generations", "Generations that ended, by finish reason or error.", labels=[*labels, "end"])
+    tokens = {field: Counter(f"djinnd_model_{field}", told, labels=labels) for field, told in _TOKENS_OF_CALLS.items()}
+    times = {
+        kind: HistogramMetricFamily(f"djinnd_model_{kind}_seconds", told, labels=["model"])
+        for kind, told in _TIMES_OF_CALLS.items()
+    }
+    for model, calls in status.calls():
+        for user, counts in calls.users.items():
+            of = [model, str(user), status.name_of(user)]
+            for reason, count in counts.ended.items():
+                ended.add_metric([*of, reason], count)
+            for field, family in tokens.items():
+                family.add_metric(of, getattr(counts, field))
+        for kind, histograms in times.items():
+            histogram: Histogram = getattr(calls, kind)
+            if histogram.count:
+                histograms.add_metric([model], _buckets(histogram), histogram.total)
+    yield from (ended, *tokens.values(), *times.values())
+
+
 def _of_engine(report: Report) -> Iterator[Metric]:
     yield Gauge("djinnd_device_budget_bytes", "Device memory that the daemon may use.", value=report.budget_bytes)
     yield Gauge("djinnd_device_used_bytes", "Device memory that it has reserved.", value=report.used_bytes)
     yield Counter("djinnd_steps", "Steps that the engine has run.", value=report.steps)
     yield Counter("djinnd_generated_tokens", "Tokens that it has generated.", value=report.generated_tokens)
+    copied = Counter("djinnd_bus_bytes", "Bytes that copies carried between host and device.", labels=["what"])
+    for what, nbytes in report.copied.items():
+        copied.add_metric([what], nbytes)
+    yield copied
     pages = Gauge("djinnd_pages", "Pages that a tier has room for.", labels=["model", "tier"])
     used = Gauge("djinnd_pages_used", "Pages in use.", labels=["model", "tier"])
     page_bytes = Gauge("djinnd_page_bytes", "Size of a page.", labels=["model"])
@@ -116,6 +159,9 @@ def _of_latency(classes: Mapping[Class, Latencies]) -> Iterator[Metric]:
         family = HistogramMetricFamily(f"djinnd_{kind}_seconds", told, labels=["class"])
         for priority, latencies in classes.items():
             histogram: Histogram = getattr(latencies, kind)
-            buckets = [(_label(bound), count) for bound, count in histogram.below(_EVERY)]
-            family.add_metric([priority], buckets, histogram.total)
+            family.add_metric([priority], _buckets(histogram), histogram.total)
         yield family
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    return [(_label(bound), count) for bound, count in histogram.below(_EVERY)]

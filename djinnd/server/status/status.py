@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +20,7 @@ from djinnd.server.arenas.arena import Arena
 from djinnd.server.engines.supervisor import Supervisor
 from djinnd.server.loading.models import Model, Models
 from djinnd.server.loading.sharing import Sharing
+from djinnd.server.models.call_counts import CallCounts
 from djinnd.server.quotas.quotas import Quotas
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.status.audit import audit_descriptors, audit_engine, audit_tables
@@ -125,6 +126,10 @@ class Status:
             TenantFigures(tenant.user, self.name_of(tenant.user), sessions[tenant.user], tenant.tokens)
             for tenant in self._quotas
         ]
+
+    def calls(self) -> Iterator[tuple[str, CallCounts]]:
+        """The counts of calls, by name of the model."""
+        return ((model.name, model.calls) for model in self._models)
 
     def requests(self, report: Report | None) -> tuple[int, int]:
         """Numbers of running requests, and of requests that wait for their first row."""

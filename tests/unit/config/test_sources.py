@@ -139,7 +139,7 @@ def test_unknown_variables_are_reported_without_an_error(configured):
         ("\n\nlimits:\n  sesions: 4", 4, "unknown key limits.sesions; did you mean sessions?"),
         ("xyz: 1", 1, "the keys here are device, memory"),
         ("models:\n  big:\n    path: /m\n    dytpe: 1", 4, "unknown key models.big.dytpe; did you mean dtype?"),
-        ("memory: 20GB", 1, "the units are B, KiB, MiB, GiB, TiB"),
+        ("memory: 20gib", 1, "the units are B, KiB, MiB, GiB, TiB"),
         ("limits:\n  handshake: 3 days", 2, "limits.handshake: '3 days' is not a time"),
         ("limits:\n  sessions: 0", 2, ">= 1"),
         ("limits:\n  sessions: many", 2, "Expected `int`"),
@@ -163,8 +163,8 @@ def test_unknown_variables_are_reported_without_an_error(configured):
         ("models:\n  a:\n    path: /x\n    slots: -1", 4, "models.a.slots: Expected `int` >= 0"),
         ("models:\n  a:\n    path: /x\n    packing: on", 4, "True is not one of auto, off"),
         ("models:\n  a:\n    path: /x\n    keep_host: 1", 4, "Expected `bool`"),
-        ("models:\n  a:\n    path: /x\n    piece: 1KB", 4, "the units are B, KiB"),
-        ("models:\n  a:\n    path: /x\n    host_kv: 1GB", 4, "the units are B, KiB"),
+        ("models:\n  a:\n    path: /x\n    piece: 1kb", 4, "the units are B, KiB"),
+        ("models:\n  a:\n    path: /x\n    host_kv: 1gib", 4, "the units are B, KiB"),
         ("models:\n  a:\n    path: /x\n    disk_kv: none", 4, "'none' is not a size"),
         ("models:\n  a: {path: /x, piece: 1KiB}", 2, "models.a: piece_bytes is 1,024; it must be 0"),
         ("models:\n  a: {path: /x, slots: 3, ring_gb: 4}", 2, "models.a: the ring is given in bytes and in slots"),
@@ -223,7 +223,7 @@ def test_variables_that_contradict_each_other_are_refused(problems):
 
 def test_all_faults_are_reported_at_once(problems):
     found = problems(
-        "device: gpu\nmemory: 1GB\nxyz: 1",
+        "device: gpu\nmemory: 1gib\nxyz: 1",
         environ={"DJINND_LIMITS_SESSIONS": "x"},
         flags={("log", "level"): "loud"},
     )

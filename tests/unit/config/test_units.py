@@ -31,8 +31,13 @@ def test_a_size_is_read_in_bytes(written, bytes_):
     assert read_size(written) == bytes_
 
 
+@pytest.mark.parametrize(("written", "size"), [("20G", 20 << 30), ("1.5K", 1536), ("20GB", 20 * 10**9)])
+def test_other_units_of_size_are_read_as_systemd_and_makers_of_disks_write_them(written, size):
+    assert read_size(written) == size
+
+
 @pytest.mark.parametrize(
-    "written", ["20GB", "20G", "20gib", "GiB", "-1GiB", -1, "1.5B", "", None, True, [1], "1 2KiB", "nan"]
+    "written", ["20gb", "20g", "20gib", "GiB", "-1GiB", -1, "1.5B", "", None, True, [1], "1 2KiB", "nan"]
 )
 def test_the_error_for_a_bad_size_says_how_to_write_one(written):
     with pytest.raises(ValueError, match=r"GiB|whole number"):

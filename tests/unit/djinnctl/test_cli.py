@@ -601,7 +601,7 @@ def test_budget_changes_it(address: str) -> None:
         ("plan", "m", "--slots", "-1"),
         ("plan", "m", "--ring-gb", "much"),
         ("plan", "m", "--packing", "on"),
-        ("plan", "m", "--memory", "24GB"),
+        ("plan", "m", "--memory", "24gb"),
         ("plan",),
         ("budget", "16"),
         ("budget", "16GiB", "8GiB"),
@@ -681,9 +681,9 @@ def test_load_as_json_is_only_json(address: str) -> None:
 
 
 def test_a_wrong_size_is_wrong_usage() -> None:
-    result = run("load", "djinn-tiny", "--kv", "4GB")
+    result = run("load", "djinn-tiny", "--kv", "4gb")
     assert result.exit_code == 2
-    assert "'4GB' is not a size" in result.stderr
+    assert "'4gb' is not a size" in result.stderr
 
 
 def test_an_error_of_the_daemon_is_one_line_and_exit_1(address: str) -> None:

@@ -34,8 +34,8 @@ def asked(daemon: ScriptedDaemon) -> list[GetTrace]:
         line.welcome()
         request = line.expect(GetTrace)
         requests.append(request)
-        if request.steps < 1:
-            line.send(Failure(id=request.id, code="invalid_request", message="steps is 0"))
+        if request.seconds < 0:
+            line.send(Failure(id=request.id, code="invalid_request", message="seconds is -1"))
         else:
             line.send(TraceReply(id=request.id, device="cuda:0", spans=SPANS if request.seconds >= 1 else []))
 
@@ -147,8 +147,8 @@ def test_a_device_that_ran_nothing(daemon: ScriptedDaemon, asked: list[GetTrace]
 
 def test_a_refusal_writes_nothing(daemon: ScriptedDaemon, asked: list[GetTrace], tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    result = run(daemon, "-o", str(file), "--steps", "0")
-    assert (result.exit_code, result.stderr) == (1, "djinnctl: steps is 0\n")
+    result = run(daemon, "-o", str(file), "--seconds", "-1")
+    assert (result.exit_code, result.stderr) == (1, "djinnctl: seconds is -1\n")
     assert not file.exists()
 
 
@@ -164,7 +164,7 @@ def test_a_refusal_leaves_the_file_that_was_there(
 ) -> None:
     file = tmp_path / "trace.json"
     file.write_text("of yesterday")
-    assert run(daemon, "-o", str(file), "--steps", "0").exit_code == 1
+    assert run(daemon, "-o", str(file), "--seconds", "-1").exit_code == 1
     assert file.read_text() == "of yesterday"
     assert run(daemon, "-o", str(file)).exit_code == 0
     assert len(plot.spans(json.loads(file.read_text()))) == 3
@@ -173,7 +173,7 @@ def test_a_refusal_leaves_the_file_that_was_there(
 def test_no_daemon_and_wrong_usage(tmp_path: Path) -> None:
     for arguments in (("-o", str(tmp_path)), ("--steps", "some"), ("--seconds", "long"), ("m",)):
         assert CliRunner().invoke(main, ["trace", *arguments]).exit_code == 2, arguments
-    for steps in ("-1", str(2**63)):
+    for steps in ("0", "101", str(2**63)):
         result = CliRunner().invoke(main, ["trace", "--steps", steps])
         assert result.exit_code == 2 and "Invalid value for '--steps'" in result.stderr
     result = CliRunner().invoke(main, ["trace", "-o", str(tmp_path / "t.json"), "--address", "/nowhere/s"])

@@ -8,7 +8,8 @@ from typing import Any
 
 # The model ends its answers, or the user does with Ctrl-C. Greedy choice, the default elsewhere, makes chats repeat
 # themselves.
-DEFAULTS: dict[str, Any] = {"temperature": 0.7, "max_tokens": None}
+# Of the tail that temperature leaves, top_p drops the unlikely tokens that derail small models.
+DEFAULTS: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "max_tokens": None}
 
 
 @dataclass

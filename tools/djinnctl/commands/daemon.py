@@ -12,7 +12,6 @@ from djinn_client import DjinnError, __version__
 from djinn_client.protocol import VERSION
 from djinnctl.command import EXIT_CODES, FAILED, Settings, everywhere, pass_settings
 from djinnctl.options import watch_option
-from djinnctl.units import MOST
 
 
 @click.command(epilog=EXIT_CODES)
@@ -73,7 +72,7 @@ def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
     show_default=True,
     help="The file to write.",
 )
-@click.option("--steps", type=click.IntRange(0, MOST), default=4, show_default=True, help="Steps to record, up to 100.")
+@click.option("--steps", type=click.IntRange(1, 100), default=4, show_default=True, help="Steps to record.")
 @click.option("--seconds", type=float, default=10.0, show_default=True, help="When to end anyway, up to 60.")
 @pass_settings
 def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:

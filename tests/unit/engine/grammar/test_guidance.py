@@ -47,15 +47,26 @@ def run_in(engine: EngineThread, form: str) -> int:
     return number
 
 
-def texts(engine: EngineThread) -> list[str]:
-    """Runs one output in each form, and a free one beside them, and returns the texts of the former."""
+def outputs(engine: EngineThread) -> list[list[int]]:
+    """Runs a free output, and one in each form beside it, and returns their tokens."""
     engine.open(str(len(FORMS)))
     free = engine.run(str(len(FORMS)), [5, 6, 7], 60)
     numbers = [run_in(engine, form) for form in FORMS]
     outcomes = engine.outcomes([free, *numbers])
-    assert len(outcomes.pop(free)[0]) == 60
+    assert len(outcomes[free][0]) == 60
     assert all(isinstance(reply, messages.Finished) for _, reply in outcomes.values()), outcomes
-    return [tiny_tokenizer().decode_str([t for t in outcomes[number][0] if t != END]) for number in numbers]
+    return [outcomes[number][0] for number in (free, *numbers)]
+
+
+def texts(engine: EngineThread) -> list[str]:
+    """The texts of the outputs in each form."""
+    return [tiny_tokenizer().decode_str([t for t in tokens if t != END]) for tokens in outputs(engine)[1:]]
+
+
+def test_the_figures_count_forced_tokens_as_generated_ones(engine: EngineThread) -> None:
+    before = engine.report().generated_tokens
+    free, *formed = outputs(engine)
+    assert engine.report().generated_tokens - before == len(free) + sum(map(len, formed))
 
 
 def test_each_output_has_its_form(engine: EngineThread) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
 import socket
 import stat
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import djinn_client as djinn
@@ -20,6 +24,7 @@ from djinnd.server.status import metrics_socket
 from djinnd.server.status.metrics_socket import HEAD_BYTES, PLACES, MetricsSocket
 from tests.support.served import Served, wait_for
 
+SYSTEMD = Path(__file__).parents[4] / "systemd"
 GET = b"GET /metrics HTTP/1.1\r\nHost: djinnd\r\n\r\n"
 KINDS = ("queued", "first_token", "between_tokens", "wake_up")
 
@@ -137,6 +142,35 @@ def test_principals_have_their_names(served, path):
     assert samples["djinnd_principal_sessions", *mine] == 0
 
 
+def test_generations_are_counted_by_model_and_principal(served, path):
+    with djinn.Session("djinn-tiny", address=served.address) as session:
+        session.generate([5, 6, 7], max_tokens=4, ignore_eos=True)
+        session.generate([8], max_tokens=2, ignore_eos=True)
+        counted = scrape(path)
+    of = ("model", "djinn-tiny"), ("name", unix_name(os.geteuid())), ("principal", str(os.geteuid()))
+    assert counted["djinnd_generations_total", ("end", "length"), *of] == 2
+    tokens = {kind: counted[f"djinnd_model_{kind}_tokens_total", *of] for kind in ("prompt", "cached", "computed")}
+    assert tokens == {"prompt": 4, "cached": 7, "computed": 4}
+    assert counted["djinnd_model_generated_tokens_total", *of] == 6
+    for kind in ("first_token", "whole"):
+        assert counted[f"djinnd_model_{kind}_seconds_count", ("model", "djinn-tiny")] == 2
+
+
+def test_every_query_of_the_dashboard_and_the_alerts_names_metrics_that_there_are(served, path):
+    with djinn.Session("djinn-tiny", address=served.address) as session:
+        session.generate([5], max_tokens=2, ignore_eos=True)
+    there_are = {name for name, *_ in scrape(path)}
+    dashboard = json.loads((SYSTEMD / "grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((SYSTEMD / "prometheus-rules.yml").read_text())
+    queries += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    named = {name for query in queries for name in re.findall(r"\bdjinnd_\w+", query)}
+    assert len(named) > 20 and named <= there_are
+    scraped = yaml.safe_load((SYSTEMD / "prometheus.yml").read_text())
+    assert scraped["rule_files"] == ["prometheus-rules.yml"]
+    assert [job["job_name"] for job in scraped["scrape_configs"]] == ["djinnd"]
+
+
 def test_the_other_metrics_agree_with_the_status(served, path):
     with ExitStack() as stack:
         first, *_ = [
@@ -155,6 +189,8 @@ def test_the_other_metrics_agree_with_the_status(served, path):
     assert samples["djinnd_engine_restarts_total",] == device.restarts == 0
     assert samples["djinnd_generated_tokens_total",] == device.generated_tokens
     assert samples["djinnd_steps_total",] == device.steps
+    for what in ("pages up", "pages down"):
+        assert samples["djinnd_bus_bytes_total", ("what", what)] == 0, "no page has left the device"
     assert samples["djinnd_device_budget_bytes",] == device.budget_bytes
     assert samples["djinnd_device_used_bytes",] == device.used_bytes
     of = ("model", "djinn-tiny")
