@@ -11,12 +11,15 @@ import gc
 import itertools
 import re
 import shlex
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+import yaml
 
 import djinn_client as djinn
 from djinnctl.cli import main as djinnctl
@@ -24,6 +27,9 @@ from djinnd.__main__ import main as djinnd
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.chat_families import TOOLS
 from tests.support.daemon import Daemon
+from tests.support.gateway import Gateway
+from tools.reference_pages import PAGES as PAGES_MADE
+from tools.reference_pages import filled, metric_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "client/README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/*/*.md")))]
@@ -37,7 +43,7 @@ COMMAND = re.compile(r"^(?:\$ )?(?:/opt/djinnd/bin/)?((?:djinnctl|djinnd) .*?)(?
 def reader() -> Iterator[Daemon]:
     """A daemon with a chat template for djinn-tiny."""
     with DaemonStarter() as start:
-        running = start()
+        running = start({"metrics": str(start.folder() / "metrics")})
         with running.client() as client:
             client.load(MODEL, chat_template=TOOLS)
         yield running
@@ -77,6 +83,21 @@ def test_the_snippets_of_a_page_run(page: str, reader: Daemon, tmp_path: Path, m
             exec(compiled, names)
     names.clear()
     gc.collect()  # snippets leave sessions open: the warnings about these come here
+
+
+def test_the_page_of_metrics_has_all_that_are_served(reader: Daemon, tmp_path: Path) -> None:
+    with Gateway(tmp_path, reader.address) as gateway:
+        gateway.post("/v1/completions", {"model": MODEL, "prompt": "def f(", "max_tokens": 2})
+        served = gateway.get("/metrics").content.decode()
+    with closing(socket.socket(socket.AF_UNIX)) as daemon, daemon.makefile("rwb") as stream:
+        daemon.connect(str(yaml.safe_load((reader.folder / "djinnd.yaml").read_text())["metrics"]))
+        stream.write(b"GET /metrics HTTP/1.0\r\n\r\n")
+        stream.flush()
+        served += stream.read().decode().partition("\r\n\r\n")[2]
+    told = tmp_path / "metrics.txt"
+    told.write_text(served)
+    page = PAGES_MADE["metrics"].read_text()
+    assert page == filled(page, "metrics", metric_table(served)), f"run `python -m tools.reference_pages {told}`"
 
 
 def commands(page: str) -> list[str]:

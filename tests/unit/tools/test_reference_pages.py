@@ -25,7 +25,7 @@ def test_a_page_has_what_the_code_says_now(name, content) -> None:
 
 
 def test_modules_that_the_design_names_are_there() -> None:
-    folders = ("djinnd", "djinn_client", "tools")
+    folders = ("djinnd", "djinn_client", "tools", "tests")
     modules = [f"/{path.relative_to(ROOT)}" for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
     for page in (PAGES["tree"], *ROOT.glob("docs/design/*.md")):
         named = re.findall(r"`([\w/]+\.py)`", page.read_text())
