@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
     items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix() not in FIRST)
+
+
+def pytest_collection_finish() -> None:
+    """Exempts the objects of imported modules from garbage collections, which would walk through torch each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
