@@ -14,11 +14,13 @@ client: `pip install 'djinn-client[tensors]'` for `forward`, `capture`, breakpoi
 from __future__ import annotations
 
 import importlib
+import sys
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from djinn_client.admin.daemon_calls import Client
+from djinn_client.admin.client import Client
 from djinn_client.admin.embeddings import Embeddings
-from djinn_client.api.client import Session, attach, from_kv
+from djinn_client.api.client import Session
 from djinn_client.api.functions import (
     chat,
     close,
@@ -26,12 +28,12 @@ from djinn_client.api.functions import (
     embed,
     generate,
     load,
+    load_session,
     models,
     pause,
     plan,
     points,
     quotas,
-    resume,
     sessions,
     set_budget,
     set_priority,
@@ -40,8 +42,10 @@ from djinn_client.api.functions import (
     tokenizer,
     trace,
     unload,
+    unpause,
     why,
 )
+from djinn_client.arguments.old_names import warn_of
 from djinn_client.arguments.options import ChatOptions, GenerateOptions, PlacingOptions
 from djinn_client.errors import (
     Busy,
@@ -72,6 +76,7 @@ from djinn_client.errors import (
     SessionBusy,
     SessionLost,
     SessionNotFound,
+    SessionStateError,
     ShuttingDown,
     TextFailed,
     TokenOutOfRange,
@@ -117,13 +122,15 @@ from djinn_client.whitebox.interventions import Intervention, InterventionContex
 from djinn_client.whitebox.probing import Capture, Edit
 
 if TYPE_CHECKING:
-    from djinn_client.api.aio import AsyncSession, AsyncStream, attach_async, from_kv_async
+    from djinn_client.api.aio import AsyncSession, AsyncStream
     from djinn_client.api.aio_calls import chat_async, embed_async, generate_async
+    from djinn_client.api.aio_client import AsyncClient
     from djinn_client.handover.sharing import ModelHandle, share_model
     from djinn_client.tensors.arrays import as_torch
 
 __all__ = [
     "KV",
+    "AsyncClient",
     "AsyncSession",
     "AsyncStream",
     "Breakpoint",
@@ -193,6 +200,7 @@ __all__ = [
     "SessionInfo",
     "SessionLost",
     "SessionNotFound",
+    "SessionStateError",
     "ShuttingDown",
     "Span",
     "Spread",
@@ -212,26 +220,22 @@ __all__ = [
     "Why",
     "__version__",
     "as_torch",
-    "attach",
-    "attach_async",
     "chat",
     "chat_async",
     "close",
     "detokenize",
     "embed",
     "embed_async",
-    "from_kv",
-    "from_kv_async",
     "generate",
     "generate_async",
     "kv_window",
     "load",
+    "load_session",
     "models",
     "pause",
     "plan",
     "points",
     "quotas",
-    "resume",
     "sessions",
     "set_budget",
     "set_priority",
@@ -241,24 +245,35 @@ __all__ = [
     "tokenizer",
     "trace",
     "unload",
+    "unpause",
     "why",
 ]
 
 _LATER = {
     "ModelHandle": "djinn_client.handover.sharing",
     "share_model": "djinn_client.handover.sharing",
+    "AsyncClient": "djinn_client.api.aio_client",
     "AsyncSession": "djinn_client.api.aio",
     "AsyncStream": "djinn_client.api.aio",
-    "attach_async": "djinn_client.api.aio",
-    "from_kv_async": "djinn_client.api.aio",
     "chat_async": "djinn_client.api.aio_calls",
     "embed_async": "djinn_client.api.aio_calls",
     "generate_async": "djinn_client.api.aio_calls",
     "as_torch": "djinn_client.tensors.arrays",
 }
 
+_OLD_NAMES = {  # names of the last release, and what they are now
+    "attach": "Session.attach",
+    "attach_async": "AsyncSession.attach",
+    "from_kv": "Session.from_kv",
+    "from_kv_async": "AsyncSession.from_kv",
+    "resume": "unpause",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _OLD_NAMES:
+        warn_of(f"djinn_client.{name}", _OLD_NAMES[name], stacklevel=2)
+        return attrgetter(_OLD_NAMES[name])(sys.modules[__name__])
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)

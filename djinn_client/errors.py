@@ -10,6 +10,7 @@
     │   ├── TokenOutOfRange     a token id is beyond the model's vocabulary
     │   ├── NoTokenizer         the model has no tokenizer: send token ids
     │   ├── GrammarRejected     the output's format is wrong, cannot be met, or takes too much to follow
+    │   ├── SessionStateError   this object's session is closed, or at no breakpoint …: the message has the remedy
     │   ├── ModelMismatch       a saved session is of a model with other weights
     │   └── FileDamaged         a saved session's file is cut short or changed
     ├── NotFound                no such thing, or not yours: the answer is the same
@@ -86,6 +87,10 @@ class NoTokenizer(InvalidRequest):
 
 class GrammarRejected(InvalidRequest):
     code = "grammar_rejected"
+
+
+class SessionStateError(InvalidRequest):
+    code = "session_state"
 
 
 class ModelMismatch(InvalidRequest):

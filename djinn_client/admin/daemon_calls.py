@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from djinn_client.admin import stateless
 from djinn_client.admin.embeddings import Embeddings
-from djinn_client.admin.loading_line import loading_line
 from djinn_client.admin.stateless import ConversedChatOptions, ConversedOptions
 from djinn_client.arguments import folders
 from djinn_client.arguments.messages import Message, chat_input
@@ -80,48 +80,52 @@ from djinn_client.protocol import (
 from djinn_client.protocol.fields.placing import ModelPlan
 from djinn_client.protocol.fields.scheduling import QuotaUse, Why
 from djinn_client.transport.connection import Connection, OnProgress, connect
-from djinn_client.transport.steps import Steps, run
+from djinn_client.transport.steps import Steps
 
 if TYPE_CHECKING:
-    from typing import Self, Unpack
+    from typing import Unpack
 
 R = TypeVar("R", bound=Reply)
+ShownProgress: TypeAlias = AbstractContextManager[OnProgress | None]
 
 
-class Client:
-    """Such calls over one connection, which is kept from one to the next and made anew when it was lost. For one thread
-    at a time.
+class DaemonCalls:
+    """These calls as steps, which `Client` and `AsyncClient` run. A call takes a connection that is free, or makes one.
+    Connections are kept for the calls that follow."""
 
-    Every call raises ConnectionLost where no daemon answers, and the daemon's own error otherwise.
-    """
-
-    def __init__(self, address: str | None = None, *, token: str | None = None) -> None:
-        """`token`: see `Session`."""
+    def __init__(
+        self, address: str | None, token: str | None, progress: Callable[[OnProgress | None], ShownProgress]
+    ) -> None:
+        """`progress` shows how far a model is loaded, for calls without an `on_progress` of their own."""
         self._address = address
         self._token = token
-        self._connection: Connection | None = None
+        self._progress = progress
+        self._idle: list[Connection] = []  # threads may share it: each operation on it is atomic
 
-    def ping(self) -> None:
+    def ping(self) -> Steps[None]:
         """An empty call."""
-        self._call(build(Ping), Done)
+        yield from self._call(build(Ping), Done)
 
-    def welcome(self) -> Welcome:
+    def welcome(self) -> Steps[Welcome]:
         """The daemon's introduction: its version, and the caller's principal."""
-        return run(self._connected()).welcome
+        connection = yield from self._taken()
+        self._idle.append(connection)
+        return connection.welcome
 
-    def status(self, *, check: bool = False) -> StatusReply:
+    def status(self, *, check: bool = False) -> Steps[StatusReply]:
         """`check` audits the daemon's pools too; `integrity` then has what was found."""
         return self._call(build(GetStatus, check=check), StatusReply)
 
-    def models(self) -> list[ModelInfo]:
-        return self._call(build(ListModels), Models).models
+    def models(self) -> Steps[list[ModelInfo]]:
+        return (yield from self._call(build(ListModels), Models)).models
 
-    def points(self, model: str) -> list[str]:
+    def points(self, model: str) -> Steps[list[str]]:
         """The places in the model where sessions may look and change, one name for each, in the order of computing; see
         djinn_client.protocol.fields.points for the others. A model that is not loaded is loaded, for what it has is
         known then."""
-        known = next((info.points for info in self.models() if info.name == folders.model_name(model)), None)
-        known = known or self.load(model).points
+        models = yield from self.models()
+        known = next((info.points for info in models if info.name == folders.model_name(model)), None)
+        known = known or (yield from self.load(model)).points
         return [] if known is None else list(known.names())
 
     def tokenize(
@@ -132,7 +136,7 @@ class Client:
         add_special: bool = True,
         parse_special: bool = True,
         **chat: Unpack[OfChats],
-    ) -> list[int]:
+    ) -> Steps[list[int]]:
         """The tokens of a text that starts a session, or of a chat (see Session.chat) up to where the answer begins.
         `add_special` False: without those that the tokenizer puts around a text; `parse_special` False: control strings
         in the text stay text. Loads the model if need be. Raises NoTokenizer, InvalidRequest, TextFailed."""
@@ -142,14 +146,14 @@ class Client:
         else:
             request = build(Tokenize, model=folders.model_name(model))
             request.chat = chat_input(said, **chat)
-        return self._call(request, Tokenized).token_ids
+        return (yield from self._call(request, Tokenized)).token_ids
 
-    def detokenize(self, model: str, tokens: Iterable[int]) -> str:
+    def detokenize(self, model: str, tokens: Iterable[int]) -> Steps[str]:
         """The text of these tokens, special tokens included. Raises as `tokenize`."""
         request = build(Detokenize, model=folders.model_name(model), token_ids=token_ids(tokens))
-        return self._call(request, Detokenized).text
+        return (yield from self._call(request, Detokenized)).text
 
-    def tokenizer(self, model: str) -> TokenizerInfo:
+    def tokenizer(self, model: str) -> Steps[TokenizerInfo]:
         """A description of the model's tokenizer: whether it has text and a chat template, and its special tokens."""
         return self._call(build(DescribeTokenizer, model=folders.model_name(model)), TokenizerInfo)
 
@@ -160,7 +164,7 @@ class Client:
         *,
         on_progress: OnProgress | None = None,
         **options: Unpack[ConversedOptions],
-    ) -> Generated:
+    ) -> Steps[Generated]:
         """Generates behind a whole prompt, a text or token ids; the daemon chooses a session that has as much of it as
         possible, computes the rest, and keeps the session for the next such call. The reply's `session` names
         it, for `attach`; docs/guide/conversations.md says which session it is and how long it is kept. The options are
@@ -168,7 +172,7 @@ class Client:
 
         Raises what `Session` and `Session.generate` raise."""
         request = stateless.conversed(model, prompt, options)
-        return self._call_with_line(request, Generated, on_progress)
+        return self._loading_call(request, Generated, on_progress)
 
     def chat(
         self,
@@ -177,11 +181,11 @@ class Client:
         *,
         on_progress: OnProgress | None = None,
         **options: Unpack[ConversedChatOptions],
-    ) -> Generated:
+    ) -> Steps[Generated]:
         """Does for a chat what `generate` does for a prompt. A text is the chat's only message; a list of messages, in
         OpenAI's form, is the whole chat. The options are those of `ConversedChatOptions`."""
         request = stateless.conversed_chat(model, said, options)
-        return self._call_with_line(request, Generated, on_progress)
+        return self._loading_call(request, Generated, on_progress)
 
     def embed(
         self,
@@ -191,43 +195,43 @@ class Client:
         pooling: stateless.Pooling | None = None,
         normalize: bool = True,
         on_progress: OnProgress | None = None,
-    ) -> Embeddings:
+    ) -> Steps[Embeddings]:
         """A vector for each of up to 2,048 texts, or rows of token ids: the mean of what the model's final norm gives
         for the input's tokens, or with `pooling="last"` the last row (None: as configured for the model); of length 1
         unless `normalize` is False. docs/guide/embeddings.md.
 
         Raises what `Session` raises, and PromptTooLong."""
         request = stateless.embed(model, inputs, pooling, normalize)
-        return Embeddings(self._call_with_line(request, Embedded, on_progress))
+        return Embeddings((yield from self._loading_call(request, Embedded, on_progress)))
 
-    def keep_record(self, session: str, body: bytes = b"", *, name: str = "") -> str:
+    def keep_record(self, session: str, body: bytes = b"", *, name: str = "") -> Steps[str]:
         """Keeps the point at which an idle session of the caller's is, with the caller's own bytes, and returns the
         record's name; "": the daemon makes one up. A record of the caller's with that name is replaced. A call with
         `after=name` goes on from there, also when the session has gone on or is closed.
 
         Raises SessionNotFound, SessionBusy, QuotaExceeded, and InvalidRequest for a session whose tokens do not tell
         what follows: one with edits, breakpoints or a client's KV."""
-        return self._call(build(KeepRecord, session=session, body=body, record=name), RecordKept).record
+        return (yield from self._call(build(KeepRecord, session=session, body=body, record=name), RecordKept)).record
 
-    def record(self, name: str) -> Record:
+    def record(self, name: str) -> Steps[Record]:
         """The record, with its `body`. Raises NotFound."""
         return self._call(build(GetRecord, record=name), Record)
 
-    def records(self) -> list[RecordInfo]:
+    def records(self) -> Steps[list[RecordInfo]]:
         """The caller's records, the oldest first."""
-        return self._call(build(ListRecords), Records).records
+        return (yield from self._call(build(ListRecords), Records)).records
 
-    def drop_record(self, name: str) -> None:
+    def drop_record(self, name: str) -> Steps[None]:
         """Raises NotFound."""
-        self._call(build(DropRecord, record=name), Done)
+        yield from self._call(build(DropRecord, record=name), Done)
 
-    def sessions(self) -> list[SessionInfo]:
+    def sessions(self) -> Steps[list[SessionInfo]]:
         """The caller's sessions; every user's for an administrator."""
-        return self._call(build(ListSessions), Sessions).sessions
+        return (yield from self._call(build(ListSessions), Sessions)).sessions
 
-    def quotas(self, *, all: bool = False) -> list[QuotaUse]:
+    def quotas(self, *, all: bool = False) -> Steps[list[QuotaUse]]:
         """The caller's quotas and their use; with `all`, for administrators, those of every user that has a session."""
-        return self._call(build(GetQuotas, all=all), Quotas).quotas
+        return (yield from self._call(build(GetQuotas, all=all), Quotas)).quotas
 
     def load(
         self,
@@ -240,7 +244,7 @@ class Client:
         chat_template: str = "",
         on_progress: OnProgress | None = None,
         **placing: Unpack[PlacingOptions],
-    ) -> ModelInfo:
+    ) -> Steps[ModelInfo]:
         """Returns when the model is ready. `kv_bytes` 0 leaves the size of its page pool to the daemon; so does None of
         host memory and disk for pages that have left the device, and 0 gives them none. `placing`: see PlacingOptions;
         a model that is loaded otherwise already is an InvalidRequest, one that does not fit so is OutOfMemory.
@@ -253,11 +257,11 @@ class Client:
         sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
         wishes = {"keep_alive_s": keep_alive_s, "chat_template": chat_template, "placing": placing_fields(placing)}
         request = build(LoadModel, model=folders.model_name(model), **wishes, **sizes)
-        return self._call_with_line(request, ModelReply, on_progress).model
+        return (yield from self._loading_call(request, ModelReply, on_progress)).model
 
     def plan(
         self, model: str, *, memory_bytes: int = 0, kv_bytes: int = 0, **placing: Unpack[PlacingOptions]
-    ) -> ModelPlan:
+    ) -> Steps[ModelPlan]:
         """The memory that loading the model would take, and how fast it would run, in a budget of `memory_bytes` of
         device memory (0: the daemon's). Loads nothing, and frees nothing. `placing`: see PlacingOptions. Raises
         OutOfMemory with the figure if nothing fits."""
@@ -265,63 +269,63 @@ class Client:
         request = build(
             PlanModel, model=folders.model_name(model), memory_bytes=memory_bytes, kv_bytes=kv_bytes, placing=fields
         )
-        return self._call(request, PlanReply).plan
+        return (yield from self._call(request, PlanReply)).plan
 
-    def set_budget(self, memory_bytes: int) -> BudgetReply:
+    def set_budget(self, memory_bytes: int) -> Steps[BudgetReply]:
         """Gives the daemon so much device memory, for administrators, while sessions run: blocks that no longer fit
         stream, and become resident again when there is more. Raises OutOfMemory, with the figure that it could go down
         to, where that does not suffice; nothing has changed then."""
         return self._call(build(SetBudget, memory_bytes=memory_bytes), BudgetReply)
 
-    def trace(self, *, steps: int = 4, seconds: float = 10.0) -> TraceReply:
+    def trace(self, *, steps: int = 4, seconds: float = 10.0) -> Steps[TraceReply]:
         """Records what the device does in its next `steps` steps (1 to 100), for administrators. Returns after these
         steps, or after `seconds` (at most 60) with the steps so far. Raises Retry while another trace is recorded."""
         return self._call(build(GetTrace, steps=steps, seconds=seconds), TraceReply)
 
-    def unload(self, model: str, *, force: bool = False) -> None:
+    def unload(self, model: str, *, force: bool = False) -> Steps[None]:
         """`force` closes the sessions that use the model; without it they are an error."""
-        self._call(build(UnloadModel, model=folders.model_name(model), force=force), Done)
+        yield from self._call(build(UnloadModel, model=folders.model_name(model), force=force), Done)
 
-    def close_session(self, session: str) -> None:
+    def close_session(self, session: str) -> Steps[None]:
         """Raises SessionNotFound."""
-        self._call(build(CloseSession, session=session), Done)
+        yield from self._call(build(CloseSession, session=session), Done)
 
-    def pause_session(self, session: str, tier: Tier = "host") -> PauseReply:
+    def pause_session(self, session: str, tier: Tier = "host") -> Steps[PauseReply]:
         """Pauses a session of the caller, or of any user for an administrator. See Session.pause. Also raises
         SessionNotFound."""
         return self._call(build(PauseSession, session=session, tier=tier), PauseReply)
 
-    def resume_session(self, session: str) -> None:
-        """See Session.resume. Raises SessionNotFound."""
-        self._call(build(ResumeSession, session=session), Done)
+    def unpause_session(self, session: str) -> Steps[None]:
+        """See Session.unpause. Raises SessionNotFound."""
+        yield from self._call(build(ResumeSession, session=session), Done)
 
-    def set_priority(self, session: str, priority: Class) -> None:
+    def set_priority(self, session: str, priority: Class) -> Steps[None]:
         """Changes the class of a session of the caller, or of any user for an administrator. See Session.set_priority.
         Also raises SessionNotFound."""
-        self._call(build(SetPriority, session=session, priority=priority), Done)
+        yield from self._call(build(SetPriority, session=session, priority=priority), Done)
 
-    def why(self, session: str) -> Why:
+    def why(self, session: str) -> Steps[Why]:
         """Why a session of the caller, or of any user for an administrator, runs or waits. See Session.why."""
-        return self._call(build(ExplainSession, session=session), WhyReply).why
+        return (yield from self._call(build(ExplainSession, session=session), WhyReply)).why
 
-    def publish_prefix(self, session: str, tokens: int | None = None) -> PrefixInfo:
+    def publish_prefix(self, session: str, tokens: int | None = None) -> Steps[PrefixInfo]:
         """Makes the first `tokens` tokens of a session public (None: all that it has), as far as they fill pages, for
         administrators: from now on the sessions of all users that begin with them share their pages, until the prefix
         is withdrawn. Raises InvalidRequest, with the page size, where they fill none; SessionNotFound, SessionBusy."""
-        return self._call(build(PublishPrefix, session=session, tokens=tokens), PrefixPublished).prefix
+        return (yield from self._call(build(PublishPrefix, session=session, tokens=tokens), PrefixPublished)).prefix
 
-    def prefixes(self) -> list[PrefixInfo]:
+    def prefixes(self) -> Steps[list[PrefixInfo]]:
         """The public prefixes of all models, for administrators."""
-        return self._call(build(ListPrefixes), Prefixes).prefixes
+        return (yield from self._call(build(ListPrefixes), Prefixes)).prefixes
 
-    def withdraw_prefix(self, prefix: str) -> bool:
+    def withdraw_prefix(self, prefix: str) -> Steps[bool]:
         """For administrators. True: the model is loaded, and goes on sharing it until it is loaded the next time.
         Raises NotFound."""
-        return self._call(build(WithdrawPrefix, prefix=prefix), PrefixWithdrawn).in_force
+        return (yield from self._call(build(WithdrawPrefix, prefix=prefix), PrefixWithdrawn)).in_force
 
     def add_token(
         self, name: str, *, user: str = "", highest_class: Class | None = None, expires_s: float = 0.0
-    ) -> TokenAdded:
+    ) -> Steps[TokenAdded]:
         """A token, for administrators; the reply's `token` is told this once. It stands for the Unix user `user`, or,
         if that is "", for a principal of this name. Connections with it use sessions of `highest_class` or below (None:
         of any class that the principal may have), and it ends after `expires_s` seconds (0: never). See
@@ -332,45 +336,43 @@ class Client:
             build(AddToken, name=name, user=user, highest_class=highest_class, expires_s=expires_s), TokenAdded
         )
 
-    def tokens(self) -> list[TokenInfo]:
+    def tokens(self) -> Steps[list[TokenInfo]]:
         """All tokens, for administrators."""
-        return self._call(build(ListTokens), TokensListed).tokens
+        return (yield from self._call(build(ListTokens), TokensListed)).tokens
 
-    def revoke_token(self, name: str) -> None:
+    def revoke_token(self, name: str) -> Steps[None]:
         """Ends the token and closes the connections with it, for administrators. Raises NotFound."""
-        self._call(build(RevokeToken, name=name), Done)
+        yield from self._call(build(RevokeToken, name=name), Done)
 
-    def restart(self, *, warm: bool = False) -> None:
+    def restart(self, *, warm: bool = False) -> Steps[None]:
         """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models, and the
         pages of sessions, in shared memory. Returns when it has begun to. Sessions survive it, for
         limits.session_grace."""
-        self._call(build(Restart, warm=warm), Done)
+        yield from self._call(build(Restart, warm=warm), Done)
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+        while self._idle:
+            self._idle.pop().close()
 
-    def __enter__(self) -> Self:
-        return self
+    def _call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> Steps[R]:
+        connection = yield from self._taken()
+        try:
+            if isinstance(request, folders.NamesModel):
+                return (yield from folders.call(connection, request, expected, on_progress)).message
+            return (yield from connection.call(request, expected, on_progress)).message
+        finally:
+            if connection.closed:
+                self.close()  # the others are likely to be lost, too
+            else:
+                self._idle.append(connection)
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> R:
-        return run(self._steps(request, expected, on_progress))
-
-    def _call_with_line(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> R:
+    def _loading_call(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
         """For calls that load a model: see `Session`."""
-        with loading_line(on_progress) as told:
+        with self._progress(on_progress) as told:
             return self._call(request, expected, told)
 
-    def _steps(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
-        connection = yield from self._connected()
-        if isinstance(request, folders.NamesModel):
-            return (yield from folders.call(connection, request, expected, on_progress)).message
-        return (yield from connection.call(request, expected, on_progress)).message
-
-    def _connected(self) -> Steps[Connection]:
-        if self._connection is None or self._connection.closed:
-            self._connection = yield from connect(self._address, self._token)
-        return self._connection
+    def _taken(self) -> Steps[Connection]:
+        while self._idle:
+            if not (connection := self._idle.pop()).closed:
+                return connection
+        return (yield from connect(self._address, self._token))

@@ -6,7 +6,7 @@ See docs/guide/conversations.md for how it chooses, and docs/guide/embeddings.md
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict, cast
 
 import msgspec
 
@@ -22,13 +22,10 @@ from djinn_client.arguments.options import (
     token_ids,
 )
 from djinn_client.errors import InvalidRequest
-from djinn_client.protocol import Class, Embed, Generate, Reply
+from djinn_client.protocol import Class, Embed, Generate
 from djinn_client.protocol.fields.bounds import pack
 from djinn_client.protocol.fields.conversations import Conversation
-from djinn_client.transport.connection import OnProgress, connect
-from djinn_client.transport.steps import Steps
 
-R = TypeVar("R", bound=Reply)
 Pooling = Literal["mean", "last"]
 
 
@@ -82,21 +79,6 @@ def embed(model: str, inputs: str | Iterable[str | Iterable[int]], pooling: Pool
     packed = [] if texts else [pack(token_ids(cast("Iterable[int]", each))) for each in given]
     fields = {"texts": texts, "packed": packed, "pooling": pooling or "", "normalize": normalize}
     return build(Embed, model=folders.model_name(model), **fields)
-
-
-def call(
-    address: str | None,
-    token: str | None,
-    request: folders.NamesModel,
-    expected: type[R],
-    on_progress: OnProgress | None,
-) -> Steps[R]:
-    """One call over a connection of its own; a caller that stops waiting hangs up, and the daemon stops its work."""
-    connection = yield from connect(address, token)
-    try:
-        return (yield from folders.call(connection, request, expected, on_progress)).message
-    finally:
-        connection.close()
 
 
 def _conversation(model: str, options: ConversedOptions | ConversedChatOptions) -> tuple[Conversation, dict[str, Any]]:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from djinn_client.arguments.messages import Message
+from djinn_client.arguments.old_names import former_property
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
 from djinn_client.handover.kv import KV, exported_kv
@@ -91,10 +92,10 @@ class AsyncSession:
         """The session as it was when it was opened or attached."""
         return self._steps.info
 
-    @property
-    def token_ids(self) -> Coroutine[Any, Any, list[int]]:
-        """`await s.token_ids`: the session's tokens, prompt and output, as the daemon has them now."""
-        return run(self._steps.token_ids())
+    @former_property
+    async def token_ids(self) -> list[int]:
+        """See Session.token_ids."""
+        return await run(self._steps.token_ids())
 
     async def generate(
         self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
@@ -178,7 +179,7 @@ class AsyncSession:
         point: str | None = None,
         *,
         layer: int | None = None,
-        when: When = "always",
+        when: When | None = None,
         every: int = 1,
         positions: Iterable[int] | None = None,
     ) -> AsyncBreakpoint:
@@ -191,7 +192,7 @@ class AsyncSession:
         return await run(breaking.breakpoints(self._steps))
 
     async def intervene(
-        self, point: str, function: Function, *, local: bool = False, when: When = "always"
+        self, point: str, function: Function, *, local: bool = False, when: When = "every"
     ) -> AsyncIntervention:
         """See Session.intervene. The function is a plain one; a local one the loop waits for."""
         steps = interventions.add(self._steps, point, function, local, when)
@@ -203,6 +204,16 @@ class AsyncSession:
         """See Session.run."""
         return await run(breaking.run_on(self._steps, prompt, options))
 
+    async def resume(self, replacement: Any = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
+        """See Session.resume."""
+        return await run(breaking.resume(self._steps, replacement, options))
+
+    async def resume_from(
+        self, checkpoint: Checkpoint, replacement: Any = None, **options: Unpack[GenerateOptions]
+    ) -> Hit | Generated:
+        """See Session.resume_from."""
+        return await run(breaking.resume_from(self._steps, checkpoint, replacement, options))
+
     async def kv(self) -> KV:
         """See Session.kv."""
         answer = await run(self._steps.export(kv=True))
@@ -212,6 +223,26 @@ class AsyncSession:
         """See Session.save. The file is written in a thread."""
         answer = await run(self._steps.export(kv))
         await asyncio.to_thread(save, path, self._steps.info, answer)
+
+    @classmethod
+    async def attach(cls, session: str, *, address: str | None = None, token: str | None = None) -> Self:
+        """See Session.attach."""
+        return await cls._over(SessionSteps(address, token), session).open()
+
+    @classmethod
+    async def from_kv(
+        cls,
+        model: str,
+        tokens: Iterable[int],
+        kv: Any,
+        *,
+        priority: Class | None = None,
+        address: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Self:
+        """See Session.from_kv. A copy is made in a thread."""
+        handed = await asyncio.to_thread(import_of_kv, model, tokens, kv, priority, address, on_progress)
+        return await cls._imported(handed, address, on_progress)
 
     @classmethod
     async def load(
@@ -241,25 +272,23 @@ class AsyncSession:
     @asynccontextmanager
     async def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> AsyncIterator[None]:
         """`async with s.io_wait(tool="search"): await search()`. See Session.io_wait."""
-        await self.signal("IO_WAIT", expected_s=expected_s, tool=tool)
+        await self.signal("io_wait", expected_s=expected_s, tool=tool)
         try:
             yield
         except BaseException:
             with suppress(DjinnError):  # the caller must see the first error
-                await self.signal("COMPUTE")
+                await self.signal("compute")
             raise
         if not self._steps.ended:
-            await self.signal("COMPUTE")
+            await self.signal("compute")
 
     async def pause(self, tier: Tier = "host") -> PauseReply:
         """See Session.pause."""
         return await run(self._steps.pause(tier))
 
-    async def resume(
-        self, replacement: Any = None, *, from_: Checkpoint | None = None, **options: Unpack[GenerateOptions]
-    ) -> Hit | Generated | None:
-        """See Session.resume."""
-        return await run(breaking.resume(self._steps, replacement, from_, options))
+    async def unpause(self) -> None:
+        """See Session.unpause."""
+        await run(self._steps.unpause())
 
     async def set_priority(self, priority: Class) -> None:
         """See Session.set_priority."""
@@ -295,7 +324,7 @@ class AsyncStream:
 
     @property
     def result(self) -> Generated:
-        """Raises InvalidRequest where the stream was not read to its end."""
+        """Raises SessionStateError where the stream was not read to its end."""
         return self._steps.result
 
     @property
@@ -324,22 +353,3 @@ class AsyncStream:
 
     async def __aexit__(self, *error: object) -> None:
         self.close()
-
-
-async def attach_async(session: str, *, address: str | None = None, token: str | None = None) -> AsyncSession:
-    """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
-    return await AsyncSession._over(SessionSteps(address, token), session).open()
-
-
-async def from_kv_async(
-    model: str,
-    tokens: Iterable[int],
-    kv: Any,
-    *,
-    priority: Class | None = None,
-    address: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> AsyncSession:
-    """See from_kv. A copy is made in a thread."""
-    handed = await asyncio.to_thread(import_of_kv, model, tokens, kv, priority, address, on_progress)
-    return await AsyncSession._imported(handed, address, on_progress)

@@ -1,17 +1,15 @@
-"""The calls for which the daemon chooses the session, for asyncio. Each has a connection of its own, so that as many as
-wanted may run at once; cancelling a task that waits in one stops its work in the daemon."""
+"""The calls of `AsyncClient` that need no session, as functions: each makes a connection, calls, and closes it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from djinn_client.admin import stateless
 from djinn_client.admin.embeddings import Embeddings
 from djinn_client.admin.stateless import ConversedChatOptions, ConversedOptions, Pooling
+from djinn_client.api.aio_client import AsyncClient
 from djinn_client.arguments.messages import Message
-from djinn_client.protocol import Embedded, Generated
-from djinn_client.transport.aio_steps import run
+from djinn_client.protocol import Generated
 from djinn_client.transport.connection import OnProgress
 
 if TYPE_CHECKING:
@@ -28,8 +26,8 @@ async def generate_async(
     **options: Unpack[ConversedOptions],
 ) -> Generated:
     """See Client.generate."""
-    request = stateless.conversed(model, prompt, options)
-    return await run(stateless.call(address, token, request, Generated, on_progress))
+    async with AsyncClient(address, token=token) as client:
+        return await client.generate(model, prompt, on_progress=on_progress, **options)
 
 
 async def chat_async(
@@ -42,8 +40,8 @@ async def chat_async(
     **options: Unpack[ConversedChatOptions],
 ) -> Generated:
     """See Client.chat."""
-    request = stateless.conversed_chat(model, said, options)
-    return await run(stateless.call(address, token, request, Generated, on_progress))
+    async with AsyncClient(address, token=token) as client:
+        return await client.chat(model, said, on_progress=on_progress, **options)
 
 
 async def embed_async(
@@ -57,5 +55,5 @@ async def embed_async(
     on_progress: OnProgress | None = None,
 ) -> Embeddings:
     """See Client.embed."""
-    request = stateless.embed(model, inputs, pooling, normalize)
-    return Embeddings(await run(stateless.call(address, token, request, Embedded, on_progress)))
+    async with AsyncClient(address, token=token) as client:
+        return await client.embed(model, inputs, pooling=pooling, normalize=normalize, on_progress=on_progress)

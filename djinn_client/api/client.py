@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from djinn_client.admin.loading_line import loading_line
 from djinn_client.arguments.messages import Message
+from djinn_client.arguments.old_names import former_property
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
 from djinn_client.handover.kv import KV, exported_kv
@@ -18,11 +19,8 @@ from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, Sig
 from djinn_client.protocol.fields.scheduling import Why
 from djinn_client.session.calls import SessionSteps
 from djinn_client.session.streaming import Stream
-from djinn_client.tensors.checkpoints import Checkpoint
-from djinn_client.tensors.hits import Hit
 from djinn_client.transport.connection import OnProgress
 from djinn_client.transport.steps import run
-from djinn_client.whitebox import breakpoint_calls as breaking
 from djinn_client.whitebox.inside import InsideModel
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class Session(InsideModel):
         """The session as it was when it was opened or attached; `djinn.sessions()` has it as it is now."""
         return self._steps.info
 
-    @property
+    @former_property
     def token_ids(self) -> list[int]:
         """All tokens that the session has now, of prompts and outputs."""
         return run(self._steps.token_ids())
@@ -163,6 +161,40 @@ class Session(InsideModel):
         save(path, self._steps.info, run(self._steps.export(kv)))
 
     @classmethod
+    def attach(cls, session: str, *, address: str | None = None, token: str | None = None) -> Self:
+        """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
+        steps = SessionSteps(address, token)
+        run(steps.attach(session))
+        return cls._over(steps)
+
+    @classmethod
+    def from_kv(
+        cls,
+        model: str,
+        tokens: Iterable[int],
+        kv: Any,
+        *,
+        priority: Class | None = None,
+        address: str | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> Self:
+        """A new session with these tokens, and the KV of the first of them from this process: computed here, or edited.
+
+        kv   a KvWindow that was filled, which is uploaded as it lies; a KV, or pages of all tokens as a tensor or an
+             array [pages, blocks, 2, page_size, kv_heads, head_dim] in the model's dtype, which are copied into a
+             window first
+
+        Tokens without KV in `kv` are computed when the session first runs. If the first call has no prompt, the last
+        token's KV is computed anew, to choose the next token.
+
+        The KV is not checked and cannot be computed again. So the session shares it only with its forks, is not in the
+        journal, and is lost with the engine that has it: the next call then raises SessionLost.
+
+        Raises InvalidRequest if the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory,
+        Retry."""
+        return cls._imported(import_of_kv(model, tokens, kv, priority, address, on_progress), address, on_progress)
+
+    @classmethod
     def load(
         cls,
         path: str | os.PathLike[str],
@@ -192,11 +224,11 @@ class Session(InsideModel):
     def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
         """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
 
-        "IO_WAIT": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
+        "io_wait": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
         leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
         this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
-        "COMPUTE": a call, in a moment.
-        "PREFILL", "DECODE": likewise; and from now on what counts for this session is how much is done in all, or, as
+        "compute": a call, in a moment.
+        "prefill", "decode": likewise; and from now on what counts for this session is how much is done in all, or, as
         for every session at first, the time between its tokens.
 
         Raises InvalidRequest; SessionBusy while a call runs.
@@ -205,49 +237,33 @@ class Session(InsideModel):
 
     @contextmanager
     def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> Iterator[None]:
-        """`with s.io_wait(tool="search"): search()`: IO_WAIT before it and COMPUTE after it, also where it raises."""
-        self.signal("IO_WAIT", expected_s=expected_s, tool=tool)
+        """`with s.io_wait(tool="search"): search()` signals "io_wait" before it and "compute" after it, also where it
+        raises."""
+        self.signal("io_wait", expected_s=expected_s, tool=tool)
         try:
             yield
         except BaseException:
             with suppress(DjinnError):  # the caller must see the first error
-                self.signal("COMPUTE")
+                self.signal("compute")
             raise
         if not self._steps.ended:
-            self.signal("COMPUTE")
+            self.signal("compute")
 
     def pause(self, tier: Tier = "host") -> PauseReply:
         """Stops the session, in the middle of a call too, and moves its pages off the device: to "host" or "disk".
         Returns when they are there, with how many they are.
 
-        The call's stream stays open, and goes on at resume() with the token that would have come; a call that is made
+        The call's stream stays open, and goes on at unpause() with the token that would have come; a call that is made
         meanwhile waits for that. May be called while a call runs. A restart of the daemon ends the pause.
 
         Raises InvalidRequest, OutOfMemory where the tier has no room, Retry.
         """
         return run(self._steps.pause(tier))
 
-    def resume(
-        self, replacement: Any = None, *, from_: Checkpoint | None = None, **options: Unpack[GenerateOptions]
-    ) -> Hit | Generated | None:
-        """Lets the session go on from where it has stopped.
-
-        **At a hit** it goes on from the next block, with the activation as it is now in `hit.activation`, or with
-        `replacement`, of the same shape and dtype. Changed values replace those that were there, by an edit (see
-        `patch`); without changes the call goes on as if it had not stopped. Returns a Hit at the next breakpoint, or a
-        Generated. The options are those of `generate`, and count from here.
-
-        With `from_` it goes on from this hit or checkpoint, as often as wanted, also if the session has gone on since
-        or is a fork of the session that had it. The session is truncated to the checkpoint's last position first.
-
-        **Paused**, it goes on from where pause() stopped it, and returns None. May be called while a call runs. A
-        session that is neither at a hit nor paused stays as it is.
-
-        If written NaN or infinities lead to such logits, the Generated ends there with `finish_reason` "not_finite".
-
-        Raises InvalidRequest for a replacement of another shape or dtype, and for a hit that is gone; SessionBusy,
-        QuotaExceeded, Retry. Nothing has changed then."""
-        return run(breaking.resume(self._steps, replacement, from_, options))
+    def unpause(self) -> None:
+        """Lets a paused session go on from where pause() stopped it. A session that is not paused stays as it is. May
+        be called while a call runs. Raises Retry."""
+        run(self._steps.unpause())
 
     def set_priority(self, priority: Class) -> None:
         """The session has this class from now on. May be called while a call runs, which goes on in it.
@@ -265,7 +281,7 @@ class Session(InsideModel):
         run(self._steps.close())
 
     def detach(self) -> None:
-        """Hangs up. The session lives on for the daemon's grace time: `djinn.attach(s.id)` takes it up again."""
+        """Hangs up. The session lives on for the daemon's grace time: `Session.attach(s.id)` takes it up again."""
         self._steps.detach()
 
     def __enter__(self) -> Self:
@@ -279,36 +295,3 @@ class Session(InsideModel):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} of {self.info.model}>"
-
-
-def attach(session: str, *, address: str | None = None, token: str | None = None) -> Session:
-    """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
-    steps = SessionSteps(address, token)
-    run(steps.attach(session))
-    return Session._over(steps)
-
-
-def from_kv(
-    model: str,
-    tokens: Iterable[int],
-    kv: Any,
-    *,
-    priority: Class | None = None,
-    address: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> Session:
-    """A new session with these tokens, and the KV of the first of them from this process: computed here, or edited.
-
-    kv   a KvWindow that was filled, which is uploaded as it lies; a KV, or pages of all tokens as a tensor or an array
-         [pages, blocks, 2, page_size, kv_heads, head_dim] in the model's dtype, which are copied into a window first
-
-    Tokens without KV in `kv` are computed when the session first runs. If the first call has no prompt, the last
-    token's KV is computed anew, to choose the next token.
-
-    The KV is not checked and cannot be computed again. So the session shares it only with its forks, is not in the
-    journal, and is lost with the engine that has it: the next call then raises SessionLost.
-
-    Raises InvalidRequest if the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory, Retry.
-    """
-    handed = import_of_kv(model, tokens, kv, priority, address, on_progress)
-    return Session._imported(handed, address, on_progress)

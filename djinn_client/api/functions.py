@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
-from djinn_client.admin.daemon_calls import Client
+from djinn_client.admin.client import Client
 from djinn_client.admin.embeddings import Embeddings
 from djinn_client.admin.stateless import ConversedChatOptions, ConversedOptions, Pooling
+from djinn_client.api.client import Session
 from djinn_client.arguments.messages import Message
+from djinn_client.arguments.old_names import warn_of
 from djinn_client.arguments.options import OfChats, PlacingOptions
 from djinn_client.handover.saved_session import is_saved_session
 from djinn_client.protocol import (
@@ -30,8 +32,6 @@ from djinn_client.transport.connection import OnProgress
 
 if TYPE_CHECKING:
     from typing import Unpack
-
-    from djinn_client.api.client import Session
 
 
 def status(*, check: bool = False, address: str | None = None) -> StatusReply:
@@ -130,7 +130,6 @@ def quotas(*, all: bool = False, address: str | None = None) -> list[QuotaUse]:
         return client.quotas(all=all)
 
 
-@overload
 def load(
     model: str,
     *,
@@ -142,35 +141,14 @@ def load(
     on_progress: OnProgress | None = None,
     address: str | None = None,
     **placing: Unpack[PlacingOptions],
-) -> ModelInfo: ...
-
-
-@overload
-def load(model: os.PathLike[str], *, on_progress: OnProgress | None = None, address: str | None = None) -> Session: ...
-
-
-def load(
-    model: str | os.PathLike[str],
-    *,
-    kv_bytes: int = 0,
-    host_kv_bytes: int | None = None,
-    disk_kv_bytes: int | None = None,
-    keep_alive_s: float | None = None,
-    chat_template: str = "",
-    on_progress: OnProgress | None = None,
-    address: str | None = None,
-    **placing: Unpack[PlacingOptions],
-) -> ModelInfo | Session:
-    """Loads a model: see Client.load. The path of a saved session's file gives a new session instead: see Session.load;
-    options that place a model's blocks then mean nothing. (The path may be a str; type checkers then see a ModelInfo.)
-    """
+) -> ModelInfo:
+    """Loads a model: see Client.load."""
     if is_saved_session(model):
-        from djinn_client.api.client import Session  # it imports this
-
-        return Session.load(model, address=address, on_progress=on_progress)
+        warn_of("load() of a saved session's file", "load_session()", stacklevel=2)
+        return load_session(model, address=address, on_progress=on_progress)  # type: ignore[return-value]  # as before
     with Client(address) as client:
         return client.load(
-            os.fspath(model),
+            model,
             kv_bytes=kv_bytes,
             host_kv_bytes=host_kv_bytes,
             disk_kv_bytes=disk_kv_bytes,
@@ -179,6 +157,19 @@ def load(
             on_progress=on_progress,
             **placing,
         )
+
+
+def load_session(
+    path: str | os.PathLike[str],
+    *,
+    kv: bool | None = None,
+    model: str | None = None,
+    priority: Class | None = None,
+    address: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Session:
+    """See Session.load."""
+    return Session.load(path, kv=kv, model=model, priority=priority, address=address, on_progress=on_progress)
 
 
 def plan(
@@ -224,10 +215,10 @@ def pause(session: str, tier: Tier = "host", *, address: str | None = None) -> P
         return client.pause_session(session, tier)
 
 
-def resume(session: str, *, address: str | None = None) -> None:
-    """See Client.resume_session."""
+def unpause(session: str, *, address: str | None = None) -> None:
+    """See Client.unpause_session."""
     with Client(address) as client:
-        client.resume_session(session)
+        client.unpause_session(session)
 
 
 def set_priority(session: str, priority: Class, *, address: str | None = None) -> None:

@@ -11,7 +11,7 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from djinn_client.admin.daemon_calls import Client
+from djinn_client.admin.client import Client
 from djinn_client.errors import InvalidRequest, OutOfMemory, PromptTooLong, ProtocolError
 from djinn_client.protocol import ModelInfo, SessionExported
 from djinn_client.protocol.fields.kv_layout import KvLayout

@@ -166,7 +166,7 @@ class AddBreakpoint(Request, tag="breakpoint"):
 
     session: Name
     point: Name
-    when: When = "always"
+    when: When = "every"
     every: Whole = 1
     positions: Wholes | None = None
 

@@ -20,7 +20,7 @@ from djinn_client.arguments.options import (
     signal_message,
     token_ids,
 )
-from djinn_client.errors import ConnectionLost, InvalidRequest, SessionBusy, SessionNotFound
+from djinn_client.errors import ConnectionLost, SessionBusy, SessionNotFound, SessionStateError
 from djinn_client.protocol import (
     AttachSession,
     Class,
@@ -97,6 +97,7 @@ class SessionSteps:
         self._left: Hit | None = None  # of the call before: unmapping 20 MB takes 1 ms, done during the next call
         self.interventions: Interventions | None = None
         self.messages: list[Message] = []  # of the chat
+        self.is_paused = False  # by a call of this object
         self._ended = ""  # "closed" or "detached"
         self._process = 0  # the process that has opened it, and closes it
         self._turn = threading.Lock()  # held while a call's steps run, only by `with`: no interrupt can leave it held
@@ -105,7 +106,7 @@ class SessionSteps:
     @property
     def info(self) -> SessionInfo:
         if self._info is None:
-            raise InvalidRequest("the session is not open yet: use `async with`, or await open()")
+            raise SessionStateError("the session is not open yet: use `async with`, or await open()")
         return self._info
 
     def open(self, model: str, priority: Class | None, on_progress: OnProgress | None) -> Steps[None]:
@@ -224,10 +225,13 @@ class SessionSteps:
             yield from connection.tell(message)
 
     def pause(self, tier: Tier) -> Steps[PauseReply]:
-        return (yield from self._beside(build(PauseSession, session=self.info.id, tier=tier), PauseReply)).message
+        answer = yield from self._beside(build(PauseSession, session=self.info.id, tier=tier), PauseReply)
+        self.is_paused = True
+        return answer.message
 
     def unpause(self) -> Steps[None]:
         yield from self._beside(build(ResumeSession, session=self.info.id), Done)
+        self.is_paused = False
 
     def set_priority(self, priority: Class) -> Steps[None]:
         yield from self._beside(build(SetPriority, session=self.info.id, priority=priority), Done)
@@ -392,14 +396,14 @@ class SessionSteps:
             stream.close()
 
     def _expect_held(self) -> None:
-        """Raises InvalidRequest if the session was closed or detached."""
+        """Raises SessionStateError if the session was closed or detached."""
         if self._ended:
-            raise InvalidRequest(f"this session was {self._ended} here: open a new one, or attach() to its id")
+            raise SessionStateError(f"this session was {self._ended} here: open a new one, or attach() to its id")
 
     def _expect_no_interventions(self, call: str) -> None:
-        """Raises InvalidRequest."""
+        """Raises SessionStateError."""
         if self.interventions:
-            raise InvalidRequest(
+            raise SessionStateError(
                 f"{call} stops for no intervention, and this session has some: take generate or run, or remove them"
             )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from djinn_client.errors import InvalidRequest, SessionBusy
+from djinn_client.errors import SessionBusy, SessionStateError
 from djinn_client.protocol import Generate, Generated, Piece
 from djinn_client.tensors.hits import Hit
 from djinn_client.transport.connection import Connection
@@ -41,9 +41,10 @@ class StreamSteps:
 
     @property
     def result(self) -> Generated:
-        """The whole call's text, tokens, finish reason, usage and timings. Raises InvalidRequest before the end."""
+        """The whole call's text, tokens, finish reason, usage and timings. Raises SessionStateError before the
+        end."""
         if self._result is None:
-            raise InvalidRequest("the stream was not read to its end: it has no result")
+            raise SessionStateError("the stream was not read to its end: it has no result")
         return self._result
 
     def next(self) -> Steps[Piece | None]:
@@ -120,7 +121,7 @@ class Stream:
 
     @property
     def result(self) -> Generated:
-        """Raises InvalidRequest where the stream was not read to its end."""
+        """Raises SessionStateError where the stream was not read to its end."""
         return self._steps.result
 
     @property

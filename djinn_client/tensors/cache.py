@@ -69,7 +69,7 @@ class Cache(Mapping[str, Any]):
         return f"<Cache of {len(self)} points at positions {where}: {', '.join(self)}>"
 
     def checkpoint(self, name: str, end: int | None = None) -> Checkpoint:
-        """A checkpoint of the activation at this point: `session.resume(from_=cache.checkpoint(name))` goes on from it.
+        """A checkpoint of the activation at this point: `session.resume_from(cache.checkpoint(name))` goes on from it.
         It has the positions before `end`; None is the prompt's end, and then all output is generated anew. Its
         activation shares this tensor's memory.
 

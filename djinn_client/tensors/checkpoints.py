@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class Checkpoint:
     """The activations of some of a session's positions at a point between two blocks.
-    `session.resume(from_=checkpoint)` goes on from there, as often as wanted, on the same session or a fork of it.
+    `session.resume_from(checkpoint)` goes on from there, as often as wanted, on the same session or a fork of it.
     `Cache.checkpoint` makes one of captured activations; a Hit is one.
 
     point        its name

@@ -1,12 +1,13 @@
-"""Stopping inside the model and going on, in steps: breakpoints, `run` and `resume`. See probing.py."""
+"""Stopping inside the model and going on, in steps: breakpoints, `run`, `resume`, `resume_from`. See probing.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
+from djinn_client.arguments.old_names import warn_of
 from djinn_client.arguments.options import GenerateOptions, build, generate_request
-from djinn_client.errors import InvalidRequest
+from djinn_client.errors import InvalidRequest, SessionStateError
 from djinn_client.protocol import (
     AddBreakpoint,
     AddEdit,
@@ -19,7 +20,7 @@ from djinn_client.protocol import (
     Generated,
     ListBreakpoints,
 )
-from djinn_client.protocol.fields.breakpoints import BreakpointInfo
+from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
 from djinn_client.session.calls import SessionSteps
 from djinn_client.tensors.arrays import expect_arrays
 from djinn_client.tensors.checkpoints import Checkpoint
@@ -53,11 +54,16 @@ def add(
     session: SessionSteps,
     point: str | None,
     layer: int | None,
-    when: str,
+    when: When | None,
     every: int,
     positions: Iterable[int] | None,
 ) -> Steps[int]:
-    """The breakpoint's id."""
+    """The breakpoint's id. `when` None: once a call, but each time at what `every` or `positions` choose."""
+    if when is None:
+        when = "prefill" if every == 1 and positions is None else "every"
+    elif when == "always":
+        warn_of('when="always"', 'when="every"')
+        when = "every"
     if (point is None) == (layer is None):
         raise InvalidRequest("name the breakpoint's point, or a layer behind which to stop", field="point")
     expect_arrays("a breakpoint's activation")
@@ -87,34 +93,50 @@ def run_on(
     return (yield from _call(session, generate_request(session.info.id, prompt, options, stream=False)))
 
 
-def resume(
-    session: SessionSteps, replacement: Any, from_: Checkpoint | None, options: GenerateOptions
-) -> Steps[Hit | Generated | None]:
-    """None: of a session that was paused, or nothing."""
-    if session.at is None and replacement is None and from_ is None and not options:
+def resume(session: SessionSteps, replacement: Any, options: GenerateOptions) -> Steps[Hit | Generated]:
+    """Raises SessionStateError where the session is at no hit."""
+    checkpoint = cast("dict[str, Any]", options).pop("from_", None)
+    if checkpoint is not None:
+        warn_of("resume(from_=hit)", "resume_from(hit)")
+        return (yield from resume_from(session, checkpoint, replacement, options))
+    if session.at is None and session.is_paused and replacement is None and not options:
+        warn_of("resume() of a paused session", "unpause()")
         yield from session.unpause()
-        return None
-    request = generate_request(session.info.id, None, options, stream=False)
-    request.resume = True
-    hit = session.hit if session.at is not None else None
-    if from_ is not None and from_ is not hit:
-        # All rows: edits may have changed any of them since.
-        edits = replacing(session.info.id, from_, replacement, range(len(from_.positions)))
-        yield from session.truncate(from_.info.end)
-        for edit in edits:
-            yield from session.call(edit, EditAdded)
-        request.hit = from_.info
-    elif hit is not None:
+        return None  # type: ignore[return-value]  # as before
+    if session.at is None:
+        raise SessionStateError(
+            "the session is at no breakpoint: run it until it stops, or say resume_from(hit); unpause() ends a pause",
+            field="resume",
+        )
+    request = _resuming(session, options)
+    if (hit := session.hit) is not None:
         for edit in replacing(session.info.id, hit, replacement, hit.changes(replacement)):
             yield from session.call(edit, EditAdded)
             hit.wrote(edit.positions or ())
     elif replacement is not None:
-        if session.at is None:
-            raise InvalidRequest(
-                "the session is at no hit that this could replace: run it, or say from_", field="resume"
-            )
         yield from patch(session, replacement, session.at.point, range(session.at.first, session.at.end))
     return (yield from _call(session, request))
+
+
+def resume_from(
+    session: SessionSteps, checkpoint: Checkpoint, replacement: Any, options: GenerateOptions
+) -> Steps[Hit | Generated]:
+    if session.at is not None and checkpoint is session.hit:
+        return (yield from resume(session, replacement, options))
+    request = _resuming(session, options)
+    request.hit = checkpoint.info
+    # All rows: edits may have changed any of them since.
+    edits = replacing(session.info.id, checkpoint, replacement, range(len(checkpoint.positions)))
+    yield from session.truncate(checkpoint.info.end)
+    for edit in edits:
+        yield from session.call(edit, EditAdded)
+    return (yield from _call(session, request))
+
+
+def _resuming(session: SessionSteps, options: GenerateOptions) -> Generate:
+    request = generate_request(session.info.id, None, options, stream=False)
+    request.resume = True
+    return request
 
 
 def _call(session: SessionSteps, request: Generate) -> Steps[Hit | Generated]:

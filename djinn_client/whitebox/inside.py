@@ -11,6 +11,7 @@ from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
 from djinn_client.protocol.fields.edits import EditInfo, Op
 from djinn_client.session.calls import SessionSteps
 from djinn_client.tensors.cache import Cache
+from djinn_client.tensors.checkpoints import Checkpoint
 from djinn_client.tensors.hits import Hit
 from djinn_client.transport.steps import run
 from djinn_client.whitebox import breakpoint_calls as breaking
@@ -97,16 +98,17 @@ class InsideModel:
         point: str | None = None,
         *,
         layer: int | None = None,
-        when: When = "always",
+        when: When | None = None,
         every: int = 1,
         positions: Iterable[int] | None = None,
     ) -> Breakpoint[None]:
         """Calls of the session stop when one of its positions comes to this point, which lies between two blocks.
         `layer=20` is "blocks.20.hook_resid_post", the output of block 20. Other sessions run on.
 
-        `when` chooses the prompt's positions ("prefill"), generated ones ("decode", each `every`th of them), or both
-        ("always"); `positions`, ascending, chooses some of these. A breakpoint belongs to the session and its forks
-        until it is removed.
+        A call stops once, at the end of its prompt ("prefill"). `when="decode"` stops at each generated token instead,
+        or at each `every`th, and `when="every"` at both. `positions`, ascending, chooses some of these positions; with
+        `positions` or `every` and without `when`, prompt and generated ones count. A breakpoint belongs to the session
+        and its forks until it is removed.
 
         Raises InvalidRequest for a point within a block, or one that the model does not have; SessionBusy,
         QuotaExceeded, Retry."""
@@ -116,7 +118,7 @@ class InsideModel:
         return run(breaking.breakpoints(self._steps))
 
     def intervene(
-        self, point: str, function: Function, *, local: bool = False, when: When = "always"
+        self, point: str, function: Function, *, local: bool = False, when: When = "every"
     ) -> Intervention[None]:
         """Calls `function(activation, context)` at this point, between two blocks, in each call of the session until
         the intervention is removed. The activation is [1, positions, width], as `Hit.activation` is. The call goes on
@@ -131,9 +133,9 @@ class InsideModel:
         and network and with limits of time and memory; NotPermitted unless the daemon's configuration names the user.
         The call raises FunctionFailed if the function raises or is ended. A point has functions of one kind only.
 
-        Several functions at one point are called in the order in which they were made. `when`: see `breakpoint`;
-        "prefill" costs nothing at generated tokens. `stream`, `forward` and `capture` cannot stop for a function, and
-        are refused.
+        Several functions at one point are called in the order in which they were made. `when` is that of `breakpoint`,
+        and "every" by default; "prefill" costs nothing at generated tokens. `stream`, `forward` and `capture` cannot
+        stop for a function, and are refused (SessionStateError).
 
         Raises what `breakpoint` raises, and InvalidRequest for a function that cannot be pickled or is more than a call
         can carry (15 MiB). Its calls raise InvalidRequest for a replacement of another shape or dtype."""
@@ -149,3 +151,23 @@ class InsideModel:
 
         (`generate` and `stream` stop there, too, with `finish_reason` "breakpoint".) Raises what `generate` raises."""
         return run(breaking.run_on(self._steps, prompt, options))
+
+    def resume(self, replacement: Any = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
+        """Goes on from the hit at which the session has stopped: from the next block, with the activation as it is now
+        in `hit.activation`, or with `replacement`, of the same shape and dtype. Changed values replace those that were
+        there, by an edit (see `patch`); without changes the call goes on as if it had not stopped. Returns a Hit at the
+        next breakpoint, or a Generated. The options are those of `generate`, and count from here.
+
+        If written NaN or infinities lead to such logits, the Generated ends there with `finish_reason` "not_finite".
+
+        Raises SessionStateError where the session is at no hit, InvalidRequest for a replacement of another shape or
+        dtype, and for a hit that is gone; SessionBusy, QuotaExceeded, Retry. Nothing has changed then."""
+        return run(breaking.resume(self._steps, replacement, options))
+
+    def resume_from(
+        self, checkpoint: Checkpoint, replacement: Any = None, **options: Unpack[GenerateOptions]
+    ) -> Hit | Generated:
+        """Goes on as `resume` does, from this hit or checkpoint: as often as wanted, also if the session has gone on
+        since or is a fork of the session that had it. The session is truncated to the checkpoint's last position first.
+        Raises what `resume` raises."""
+        return run(breaking.resume_from(self._steps, checkpoint, replacement, options))

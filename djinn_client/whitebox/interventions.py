@@ -84,7 +84,7 @@ class _Entry:
     code: bytes | None  # None: it is called here
 
     def is_at(self, hit: HitInfo) -> bool:
-        there = {"always": True, "prefill": hit.first < hit.prompt_end, "decode": hit.end > hit.prompt_end}
+        there = {"every": True, "prefill": hit.first < hit.prompt_end, "decode": hit.end > hit.prompt_end}
         return self.block == hit.block and there[self.when]
 
 
@@ -145,6 +145,7 @@ def add(session: SessionSteps, point: str, function: Function, local: bool, when
         raise InvalidRequest(f"{function!r} is no plain function(activation, context)", field="function")
     code = None if local else code_of(function)
     id = yield from breaking.add(session, point, None, when, 1, None)
+    when = "every" if when == "always" else when
     others = session.interventions or Interventions()
     try:
         points = yield from session.points()

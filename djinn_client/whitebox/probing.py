@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from djinn_client.arguments.options import GenerateOptions, build, generate_request
-from djinn_client.errors import Cancelled, InvalidRequest
+from djinn_client.errors import Cancelled, InvalidRequest, SessionStateError
 from djinn_client.protocol import AddEdit, Done, EditAdded, Edits, EndEdits, Generated, ListEdits
 from djinn_client.protocol.fields.edits import EditInfo
 from djinn_client.session.calls import SessionSteps
@@ -59,8 +59,8 @@ class Capture(Generic[T]):
         chosen. Positions at which edits have just become due are computed again, and are there too. The call does not
         stop at breakpoints: each point that it captures between two blocks is a checkpoint, see Cache.
 
-        Raises what `generate` raises, and InvalidRequest while the session has functions (`intervene`), for points that
-        the model does not have, and for more than a call may capture (1 GiB)."""
+        Raises what `generate` raises, SessionStateError while the session has functions (`intervene`), and
+        InvalidRequest for points that the model does not have, and for more than a call may capture (1 GiB)."""
         return self._run(capture(self._session, self.points, prompt, options))
 
 
@@ -127,7 +127,7 @@ def capture(
     session: SessionSteps, points: Sequence[str], prompt: str | Iterable[int] | None, options: GenerateOptions
 ) -> Steps[Cache]:
     if session.interventions:
-        raise InvalidRequest(
+        raise SessionStateError(
             "the session has functions (intervene), and a call that captures stops for none: remove them first, or "
             "capture in a session without them",
             field="capture",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -83,9 +83,8 @@ class Blocking:
     def info(self) -> djinn.SessionInfo:
         return self._session.info
 
-    @property
-    def token_ids(self) -> Coroutine[Any, Any, list[int]]:
-        return asyncio.to_thread(lambda: self._session.token_ids)
+    async def token_ids(self) -> list[int]:
+        return await asyncio.to_thread(self._session.token_ids)
 
     async def generate(self, prompt: Any = None, **options: Any) -> djinn.Generated:
         return await asyncio.to_thread(self._session.generate, prompt, **options)
@@ -142,8 +141,8 @@ class Blocking:
     async def pause(self, **options: Any) -> djinn.PauseReply:
         return await asyncio.to_thread(self._session.pause, **options)
 
-    async def resume(self) -> None:
-        await asyncio.to_thread(self._session.resume)
+    async def unpause(self) -> None:
+        await asyncio.to_thread(self._session.unpause)
 
     async def set_priority(self, priority: Any) -> None:
         await asyncio.to_thread(self._session.set_priority, priority)
@@ -175,8 +174,8 @@ class Api:
 
     async def attach(self, session: str) -> Session:
         if not self._blocking:
-            return await djinn.attach_async(session, address=self.address)
-        return Blocking(await asyncio.to_thread(djinn.attach, session, address=self.address))
+            return await djinn.AsyncSession.attach(session, address=self.address)
+        return Blocking(await asyncio.to_thread(djinn.Session.attach, session, address=self.address))
 
     @asynccontextmanager
     async def session(self, model: str = MODEL, **options: Any) -> AsyncIterator[Session]:

@@ -50,12 +50,12 @@ PROMPT = "def fibonacci("
 async def test_an_option_out_of_its_range(session: OpenSession, options: dict[str, Any]) -> None:
     async with session() as s:
         await s.generate(PROMPT, max_tokens=2)
-        before = await s.token_ids
+        before = await s.token_ids()
         with pytest.raises(InvalidRequest):
             await s.generate("more", **options)
         with pytest.raises(InvalidRequest):
             await anext(s.stream("more", **options))
-        assert await s.token_ids == before
+        assert await s.token_ids() == before
         assert len((await s.generate(max_tokens=1)).token_ids) == 1
 
 
@@ -65,7 +65,7 @@ async def test_a_token_out_of_range(session: OpenSession, model: djinn.ModelInfo
             for call in (s.generate(tokens), s.forward(tokens), s.generate(PROMPT, stop_token_ids=tokens)):
                 with pytest.raises(TokenOutOfRange):
                     await call
-        assert await s.token_ids == []
+        assert await s.token_ids() == []
         assert (await s.forward([model.vocab - 1])).shape == (1, model.vocab)
 
 
@@ -78,7 +78,7 @@ async def test_a_prompt_longer_than_the_model(session: OpenSession, model: djinn
             await s.forward([1] * (model.max_context + 1))
         with pytest.raises(PromptTooLong):
             await s.generate("x = 1\n" * model.max_context)
-        assert await s.token_ids == []
+        assert await s.token_ids() == []
         assert len((await s.generate(PROMPT, max_tokens=2, ignore_eos=True)).token_ids) == 2
 
 
@@ -108,7 +108,7 @@ async def test_truncating_to_what_is_not_there(session: OpenSession, length: int
         await s.forward([1, 2, 3])
         with pytest.raises(InvalidRequest):
             await s.truncate(length)
-        assert await s.token_ids == [1, 2, 3]
+        assert await s.token_ids() == [1, 2, 3]
 
 
 @pytest.fixture
@@ -133,5 +133,5 @@ def test_the_daemon_does_not_rely_on_its_clients(connection: Connection, daemon_
             with pytest.raises(DjinnError) as caught:
                 run(connection.call(request, reply))  # type: ignore[type-var]
             assert isinstance(caught.value, InvalidRequest), (request, caught.value)
-        assert s.token_ids == []
+        assert s.token_ids() == []
         assert len(s.generate(PROMPT, max_tokens=1).token_ids) == 1

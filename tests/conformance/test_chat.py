@@ -94,8 +94,8 @@ async def test_a_tool_is_called_and_answers(api: Api, chatty: str) -> None:
 async def test_what_is_no_chat_changes_nothing(api: Api, chatty: str) -> None:
     async with api.session(chatty) as s:
         await s.chat("x", max_tokens=2)
-        tokens, messages = await s.token_ids, list(s.messages)
+        tokens, messages = await s.token_ids(), list(s.messages)
         for wrong in ([], [{"role": "nobody", "content": "x"}], [{"role": "user", "content": 5}]):
             with pytest.raises(djinn.InvalidRequest):
                 await s.chat(wrong, max_tokens=2)
-        assert (await s.token_ids, list(s.messages)) == (tokens, messages)
+        assert (await s.token_ids(), list(s.messages)) == (tokens, messages)

@@ -62,7 +62,7 @@ async def test_a_paused_session_says_so_and_whose_call_waits(session: Opener, st
         await s.pause()
         call = asyncio.create_task(s.generate(PROMPT, max_tokens=COUNT, ignore_eos=True))
         assert (await s.why()).state == "paused"
-        await s.resume()
+        await s.unpause()
         assert (await call).token_ids == story
         assert (await s.why()).state == "idle"
 

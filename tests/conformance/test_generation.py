@@ -43,13 +43,13 @@ async def test_a_stream_is_what_generate_returns(session: OpenSession, options: 
         assert (text, tokens) == (whole.text, whole.token_ids)
         assert (stream.result.text, stream.result.token_ids) == (whole.text, whole.token_ids)
         assert (stream.result.finish_reason, stream.result.usage) == (whole.finish_reason, whole.usage)
-        assert await a.token_ids == await b.token_ids
+        assert await a.token_ids() == await b.token_ids()
 
 
 async def test_a_session_holds_prompt_and_output_and_counts_them(session: OpenSession) -> None:
     async with session() as s:
         r = await s.generate(PROMPT, max_tokens=8, ignore_eos=True)
-        tokens = await s.token_ids
+        tokens = await s.token_ids()
         assert tokens[-8:] == r.token_ids
         assert (r.finish_reason, r.usage.generated_tokens, r.usage.session_tokens) == ("length", 8, len(tokens))
         assert r.usage.prompt_tokens == len(tokens) - 8
@@ -83,7 +83,7 @@ async def test_max_tokens_has_its_room_or_is_refused_with_the_figures(
         prompt = [5] * (model.max_context - 6)
         with pytest.raises(djinn.InvalidRequest, match="max_tokens is 7, and there is room for 6"):
             await s.generate(prompt, max_tokens=7)
-        assert await s.token_ids == []
+        assert await s.token_ids() == []
         computed = await s.generate(prompt, max_tokens=0)
         assert (computed.token_ids, computed.finish_reason) == ([], "length")
         assert computed.usage.session_tokens == len(prompt)
@@ -94,7 +94,7 @@ async def test_max_tokens_has_its_room_or_is_refused_with_the_figures(
 async def test_text_and_its_tokens_are_the_same_prompt(session: OpenSession) -> None:
     async with session() as a, session() as b:
         from_text = await a.generate(PROMPT, max_tokens=8)
-        prompt = (await a.token_ids)[: from_text.usage.prompt_tokens]
+        prompt = (await a.token_ids())[: from_text.usage.prompt_tokens]
         assert (await b.generate(prompt, max_tokens=8)).token_ids == from_text.token_ids
 
 
@@ -110,9 +110,9 @@ async def test_going_on_is_as_if_it_had_never_stopped(session: OpenSession) -> N
 async def test_a_second_prompt_extends_the_session(session: OpenSession) -> None:
     async with session() as s:
         await s.generate(PROMPT, max_tokens=4)
-        before = await s.token_ids
+        before = await s.token_ids()
         r = await s.generate([5, 6, 7], max_tokens=4)
-        tokens = await s.token_ids
+        tokens = await s.token_ids()
         assert tokens[: len(before) + 3] == [*before, 5, 6, 7]
         assert tokens[len(before) + 3 :] == r.token_ids
 
@@ -120,13 +120,13 @@ async def test_a_second_prompt_extends_the_session(session: OpenSession) -> None
 async def test_truncating_goes_back(session: OpenSession) -> None:
     async with session() as s:
         first = await s.generate(PROMPT, max_tokens=12, ignore_eos=True)
-        tokens = await s.token_ids
+        tokens = await s.token_ids()
         await s.truncate(len(tokens) - 8)
-        assert await s.token_ids == tokens[:-8]
+        assert await s.token_ids() == tokens[:-8]
         again = await s.generate(max_tokens=8, ignore_eos=True)
         assert again.token_ids == first.token_ids[-8:]
         await s.truncate(0)
-        assert await s.token_ids == []
+        assert await s.token_ids() == []
         assert (await s.generate(PROMPT, max_tokens=12, ignore_eos=True)).token_ids == first.token_ids
 
 
@@ -139,7 +139,7 @@ async def test_forward(session: OpenSession, model: djinn.ModelInfo) -> None:
         assert whole.dtype == np.float32
         assert np.isfinite(whole).all()
         np.testing.assert_allclose(np.concatenate([first, second]), whole, atol=1e-3)
-        assert await a.token_ids == [1, 2, 3, 4]
+        assert await a.token_ids() == [1, 2, 3, 4]
 
 
 async def test_the_likeliest_logit_is_the_greedy_token(session: OpenSession) -> None:
@@ -183,7 +183,7 @@ async def test_token_bytes_are_those_of_the_text(session: OpenSession) -> None:
     async with session() as a, session() as b:
         options = {"max_tokens": 6, "logprobs": 2, "token_bytes": True, "ignore_eos": True}
         r = await a.generate(PROMPT, prompt_logprobs=1, **options)
-        tokens = await a.token_ids
+        tokens = await a.token_ids()
         assert b"".join(r.token_bytes[token] for token in tokens) == (PROMPT + r.text).encode()
         assert r.prompt_logprobs is not None
         for entry in (*r.logprobs, *r.prompt_logprobs):
@@ -200,7 +200,7 @@ async def test_n_outputs_of_one_prompt_that_is_computed_once(session: OpenSessio
         before = {each.id for each in djinn.sessions(address=daemon_address)}
         reply = await s.generate(PROMPT, n=3, seed=7, **options)
         assert {each.id for each in djinn.sessions(address=daemon_address)} == before, "forks are closed"
-        tokens = await s.token_ids
+        tokens = await s.token_ids()
         prompt = tokens[: reply.usage.prompt_tokens]
         assert len(reply.choices) == 3 and reply.choices[0] is reply
         assert tokens == [*prompt, *reply.token_ids], "the first one is the session's"
@@ -212,13 +212,13 @@ async def test_n_outputs_of_one_prompt_that_is_computed_once(session: OpenSessio
             assert choice.usage.computed_tokens <= (len(prompt) + 1 if number == 0 else 1)
         more = await s.generate(n=2, **options)
         assert more.usage.prompt_tokens == 0 and len(more.choices) == 2
-        assert (await s.generate(max_tokens=1)).choices[0].usage.session_tokens == len(await s.token_ids)
+        assert (await s.generate(max_tokens=1)).choices[0].usage.session_tokens == len(await s.token_ids())
 
 
 async def test_n_that_cannot_be_leaves_the_session_as_it_was(session: OpenSession) -> None:
     async with session() as s:
         await s.generate(PROMPT, max_tokens=2)
-        before = await s.token_ids
+        before = await s.token_ids()
         for options in (
             {"n": 0},
             {"n": 129},
@@ -228,7 +228,7 @@ async def test_n_that_cannot_be_leaves_the_session_as_it_was(session: OpenSessio
         ):
             with pytest.raises(djinn.InvalidRequest):
                 await s.generate("more", **options)
-            assert await s.token_ids == before
+            assert await s.token_ids() == before
         with pytest.raises(djinn.InvalidRequest, match="n is for generate and chat of a session"):
             s.stream("more", n=2)
 
@@ -303,7 +303,7 @@ async def test_many_at_once_each_as_if_alone(session: OpenSession) -> None:
 async def consistent(s: Session, prompt_tokens: list[int], whole: list[int]) -> None:
     """The session holds the prompt and a beginning of the output, which did not come to its end, and goes on with the
     rest, as far as that is known."""
-    tokens = await s.token_ids
+    tokens = await s.token_ids()
     done = tokens[len(prompt_tokens) :]
     assert tokens[: len(prompt_tokens)] == prompt_tokens
     assert 1 <= len(done) < NO_END
@@ -317,7 +317,7 @@ async def consistent(s: Session, prompt_tokens: list[int], whole: list[int]) -> 
 async def test_leaving_a_stream_stops_the_work_and_leaves_the_session_usable(session: OpenSession) -> None:
     async with session() as alone, session() as s:
         whole = await alone.generate(PROMPT, max_tokens=200, ignore_eos=True)
-        prompt = (await alone.token_ids)[: whole.usage.prompt_tokens]
+        prompt = (await alone.token_ids())[: whole.usage.prompt_tokens]
         stream = s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)
         await anext(stream)
         stream.close()
@@ -330,7 +330,7 @@ async def test_a_cancelled_task_leaves_the_session_usable(daemon_address: str) -
         djinn.AsyncSession("djinn-tiny", address=daemon_address) as s,
     ):
         whole = await alone.generate(PROMPT, max_tokens=200, ignore_eos=True)
-        prompt = (await alone.token_ids)[: whole.usage.prompt_tokens]
+        prompt = (await alone.token_ids())[: whole.usage.prompt_tokens]
         running = asyncio.create_task(collected(s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)))
         while not await asyncio.to_thread(tokens_of, s.id, daemon_address):
             pass

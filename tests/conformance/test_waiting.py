@@ -63,7 +63,7 @@ async def test_a_stream_that_is_paused_goes_on_where_it_stopped(api: Api, sessio
         paused = await s.pause()
         assert paused.tier == "host"
         assert await state_of(api, s) == "paused"
-        await s.resume()
+        await s.unpause()
         async for piece in stream:
             tokens += piece.token_ids
     assert tokens == story
@@ -75,7 +75,7 @@ async def test_a_call_on_a_paused_session_waits_for_its_end(api: Api, session: O
         call = asyncio.create_task(s.generate(PROMPT, max_tokens=COUNT, ignore_eos=True))
         assert (await other.generate(PROMPT, max_tokens=COUNT, ignore_eos=True)).token_ids == story
         assert not call.done() and await state_of(api, s) == "paused"
-        await s.resume()
+        await s.unpause()
         assert (await call).token_ids == story
 
 

@@ -38,7 +38,7 @@ def vector(model: djinn.ModelInfo) -> Any:
 async def test_points_are_what_can_be_captured(session: Opener, points: list[str], model: djinn.ModelInfo) -> None:
     async with session() as s:
         cache = await s.capture(points).run(PROMPT)
-        length = len(await s.token_ids)
+        length = len(await s.token_ids())
     assert list(cache) == [name for name in points if name in list(cache)]  # in their order, and what is the same once
     assert len(cache) == len({id(cache[name]) for name in points}) == 3 * model.blocks + 3
     for name in points:
@@ -153,13 +153,13 @@ async def test_what_is_no_point(session: Opener, vector: Any, name: str) -> None
         for call in (lambda: s.steer(name, vector), lambda: s.capture(name).run(PROMPT)):
             with pytest.raises(InvalidRequest):
                 await call()
-        assert await s.token_ids == []
+        assert await s.token_ids() == []
 
 
 async def test_a_capture_ends_where_the_text_ends(session: Opener) -> None:
     async with session() as s:
         cache = await s.capture(["logits", MIDDLE]).run(PROMPT, max_tokens=100, stop=".")
-        tokens = await s.token_ids
+        tokens = await s.token_ids()
         assert cache.generated.finish_reason == "stop" and len(cache.generated.token_ids) < 100
         assert cache.positions == range(len(tokens) - 1)
         chosen = np.asarray(cache["logits"])[0].argmax(axis=-1)

@@ -45,7 +45,7 @@ class Sleeper:
 
     def goes_on(self) -> int:
         """Generates a few tokens and checks all of them. Returns the number of tokens that were computed for it."""
-        with djinn.attach(self.id, address=self.lives.address) as s:
+        with djinn.Session.attach(self.id, address=self.lives.address) as s:
             answer = s.generate(max_tokens=NEW, ignore_eos=True)
             s.detach()
         self.told += answer.token_ids

@@ -162,9 +162,9 @@ def test_a_value_that_is_no_number_harms_only_its_session(target: Daemon, tenant
         out = s.resume(max_tokens=4)
         assert isinstance(out, djinn.Generated)
         assert (out.finish_reason, out.token_ids, out.text) == ("not_finite", [], "")
-        assert s.token_ids == prompt and other.token_ids == prompt + expected
+        assert s.token_ids() == prompt and other.token_ids() == prompt + expected
         hit.activation[:] = what_came
-        again = s.resume(from_=hit, max_tokens=4, ignore_eos=True)
+        again = s.resume_from(hit, max_tokens=4, ignore_eos=True)
         assert isinstance(again, djinn.Generated) and again.token_ids == expected
         with other.fork() as third:
             third.steer("blocks.0", op="scale", scale=1e38)
@@ -210,7 +210,7 @@ def test_a_capture_has_the_generated_token_that_no_token_could_follow(target: Da
         s.steer("blocks.0", [math.nan] * WIDTH, op="replace", positions=[22])
         cache = s.capture(["blocks.0", "logits"]).run(PROMPT * 5, max_tokens=8, ignore_eos=True)
         assert cache.generated.finish_reason == "not_finite" and len(cache.generated.token_ids) == 3
-        assert cache.positions == range(23) and len(s.token_ids) == 23
+        assert cache.positions == range(23) and len(s.token_ids()) == 23
         assert cache["logits"].isfinite().all(-1)[0].tolist() == [True] * 22 + [False]
 
 

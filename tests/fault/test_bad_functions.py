@@ -177,7 +177,7 @@ def go_wrong(session: djinn.Session, fault: Fault, expected: list[int]) -> None:
     handle = session.intervene(POINT, function)
     with pytest.raises(error, match=words):
         session.generate(PROMPT, max_tokens=3, ignore_eos=True)
-    assert session.token_ids == PROMPT and session.edits() == []
+    assert session.token_ids() == PROMPT and session.edits() == []
     handle.remove()
     told = session.resume(max_tokens=3, ignore_eos=True)
     assert isinstance(told, djinn.Generated) and told.token_ids == expected
@@ -200,7 +200,7 @@ def test_a_function_that_makes_a_nan_ends_its_own_call(session: djinn.Session, e
 
     handle = session.intervene(POINT, no_number)
     told = session.generate(PROMPT, max_tokens=3, ignore_eos=True)
-    assert (told.finish_reason, told.token_ids) == ("not_finite", []) and session.token_ids == PROMPT
+    assert (told.finish_reason, told.token_ids) == ("not_finite", []) and session.token_ids() == PROMPT
     handle.remove()
     session.unsteer()
     session.truncate(0)
@@ -318,7 +318,7 @@ def test_the_daemon_is_killed_during_a_function(expected: list[int]) -> None:
         settings = {"socket": daemon.address, "state_dir": str(daemon.folder / "state")}
         successor = start(settings | {"functions": FUNCTIONS})
         with pytest.raises(djinn.ConnectionLost):
-            assert kept.token_ids
+            assert kept.token_ids()
         assert kept.generate(PROMPT, max_tokens=3, ignore_eos=True).token_ids == expected
         assert len(intervention_processes(successor)) == 1
         kept.close()
@@ -336,7 +336,7 @@ def test_a_function_runs_as_its_tenant(target: Daemon) -> None:
     assert fields["Uid"].split() == fields["Gid"].split() == [str(NOBODY)] * 4
     assert (fields["Groups"].split(), fields["CapEff"], fields["CapPrm"]) == ([], "0" * 16, "0" * 16)
     assert (fields["NoNewPrivs"], fields["Seccomp"], fields["Threads"]) == ("1", "2", "1")
-    attached = djinn.attach(s.id, address=target.address)
+    attached = djinn.Session.attach(s.id, address=target.address)
     with pytest.raises(NotPermitted, match="another user's"):
         attached.intervene(POINT, lambda activation, context: None)
     attached.detach()

@@ -165,7 +165,7 @@ def test_invalid_generations_are_refused(address: str, fields: dict[str, Any], c
         reply = wire.ask(Generate(id=1, session=s.id, **fields))
         assert isinstance(reply, Failure)
         assert (reply.id, reply.code) == (1, code)
-        assert s.token_ids == []
+        assert s.token_ids() == []
         assert len(s.generate([1], max_tokens=2, ignore_eos=True).token_ids) == 2
 
 
@@ -195,7 +195,7 @@ def test_another_user_s_session(target: Daemon, address: str) -> None:
     open_to_all(target.folder, address)
     with contextlib.ExitStack() as stack:
         mine = stack.enter_context(djinn.Session(MODEL, address=address))
-        tokens = mine.forward([1, 2, 3]) is not None and mine.token_ids
+        tokens = mine.forward([1, 2, 3]) is not None and mine.token_ids()
         with as_user():
             wire = stack.enter_context(Wire(address))
             theirs = stack.enter_context(djinn.Session(MODEL, address=address))
@@ -218,7 +218,7 @@ def test_another_user_s_session(target: Daemon, address: str) -> None:
             assert isinstance(reply, Failure)
             assert reply.code == "not_permitted"
         assert len(theirs.generate("x", max_tokens=2, ignore_eos=True).token_ids) == 2
-        assert mine.token_ids == tokens
+        assert mine.token_ids() == tokens
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_a_flood_of_requests_on_one_connection(address: str) -> None:
         assert answered == list(range(1, count + 1))
         codes = {reply.code for reply in replies if isinstance(reply, Failure)}
         assert codes <= {"session_busy", "retry"}
-        assert len(s.token_ids) >= 4
+        assert len(s.token_ids()) >= 4
 
 
 def test_three_hundred_connections(target: Daemon, address: str) -> None:

@@ -97,8 +97,8 @@ class Speaker:
     def says(self, what: object) -> int:
         """Generates, and checks that the tokens are the same as always. Returns the number of tokens computed for
         it."""
-        session = djinn.attach(self.id, address=self.lives.address)
-        session.resume()
+        session = djinn.Session.attach(self.id, address=self.lives.address)
+        session.unpause()
         answer = session.generate(max_tokens=NEXT, ignore_eos=True)
         assert answer.token_ids == self.expected, what
         session.truncate(len(PROMPT) + 1)

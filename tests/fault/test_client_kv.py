@@ -113,7 +113,7 @@ def test_a_client_that_writes_to_its_window_harms_only_itself(target: Daemon, kv
     with Bystander(target.address):
         for _ in range(10):
             window.pages[:] = float("nan")
-            with djinn.from_kv(MODEL, kv.tokens or [], window, address=target.address) as s:
+            with djinn.Session.from_kv(MODEL, kv.tokens or [], window, address=target.address) as s:
                 for act in (lambda: os.ftruncate(window.fd, 0), lambda: os.pwrite(window.fd, b"x", 0)):
                     with suppress(PermissionError):
                         act()
@@ -139,7 +139,7 @@ s = djinn.Session("djinn-tiny", address=sys.argv[1])
 s.generate(list(range(1, 300)), max_tokens=2)
 print(s.id, flush=True)
 while True:
-    djinn.from_kv("djinn-tiny", s.token_ids, s.kv(), address=sys.argv[1]).close()
+    djinn.Session.from_kv("djinn-tiny", s.token_ids(), s.kv(), address=sys.argv[1]).close()
 """
 
 
@@ -170,7 +170,7 @@ def test_a_session_with_a_client_s_kv_is_lost_with_the_engine(start_daemon: Daem
     with djinn.Session(MODEL, address=daemon.address) as s:
         first = s.generate(PROMPT, max_tokens=NEW, ignore_eos=True).token_ids
         kv = s.kv()
-        foreign = djinn.from_kv(MODEL, kv.tokens or [], kv, address=daemon.address)
+        foreign = djinn.Session.from_kv(MODEL, kv.tokens or [], kv, address=daemon.address)
         fork = foreign.fork()
         restarts = daemon.device().restarts
         daemon.kill_engine()
@@ -179,10 +179,10 @@ def test_a_session_with_a_client_s_kv_is_lost_with_the_engine(start_daemon: Daem
             for call in (lambda s=lost: s.generate([7]), lambda s=lost: s.kv(), lambda s=lost: s.fork()):
                 with pytest.raises(djinn.SessionLost, match="read its tokens"):
                     call()
-            assert lost.token_ids == [*PROMPT, *first]
+            assert lost.token_ids() == [*PROMPT, *first]
             lost.truncate(5)
-            assert lost.token_ids == PROMPT[:5]
-        with djinn.from_kv(MODEL, kv.tokens or [], kv, address=daemon.address) as again:
+            assert lost.token_ids() == PROMPT[:5]
+        with djinn.Session.from_kv(MODEL, kv.tokens or [], kv, address=daemon.address) as again:
             assert (
                 again.generate(max_tokens=4, ignore_eos=True).token_ids
                 == s.generate(max_tokens=4, ignore_eos=True).token_ids
@@ -198,7 +198,7 @@ def test_the_next_daemon_does_not_have_such_a_session(start_daemon: DaemonStarte
     with djinn.Session(MODEL, address=daemon.address) as s:
         s.generate(PROMPT, max_tokens=NEW, ignore_eos=True)
         kv = s.kv()
-    foreign = djinn.from_kv(MODEL, kv.tokens or [], kv, address=daemon.address)
+    foreign = djinn.Session.from_kv(MODEL, kv.tokens or [], kv, address=daemon.address)
     foreign.generate([5], max_tokens=2)
     kept = djinn.Session(MODEL, address=daemon.address)
     with daemon.client() as client:
@@ -207,12 +207,12 @@ def test_the_next_daemon_does_not_have_such_a_session(start_daemon: DaemonStarte
         session.detach()
     wait_for(lambda: is_back(daemon, kept.id))
     with pytest.raises(djinn.SessionNotFound):
-        djinn.attach(foreign.id, address=daemon.address)
+        djinn.Session.attach(foreign.id, address=daemon.address)
 
 
 def is_back(daemon: Daemon, session: str) -> bool:
     try:
-        djinn.attach(session, address=daemon.address).close()
+        djinn.Session.attach(session, address=daemon.address).close()
     except (djinn.ConnectionLost, djinn.Retry):
         return False
     return True

@@ -45,8 +45,8 @@ def stop(daemon: Daemon) -> None:
 
 
 def goes_on(daemon: Daemon, name: str, prompt: list[int]) -> list[int]:
-    session = djinn.attach(name, address=daemon.address)
-    assert session.token_ids == prompt and len(session.edits()) == 1
+    session = djinn.Session.attach(name, address=daemon.address)
+    assert session.token_ids() == prompt and len(session.edits()) == 1
     tokens = session.generate(max_tokens=NEXT, ignore_eos=True).token_ids
     session.detach()
     return tokens
@@ -68,7 +68,7 @@ def test_damage_and_jumping_clocks_cost_damaged_sessions_only(start_daemon: Daem
     journal.write_bytes(content)
     daemon = successor(journal, start_daemon)
     with pytest.raises(SessionNotFound):
-        djinn.attach(names[1], address=daemon.address)
+        djinn.Session.attach(names[1], address=daemon.address)
     assert f"journal_session_damaged session={names[1]}" in daemon.log and "journal_repaired" in daemon.log
     with daemon.client() as client:
         (note,) = client.status(check=True).notes

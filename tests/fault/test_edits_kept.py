@@ -98,7 +98,7 @@ def looked_into(lives: Lives, event: Callable[[Lives], None]) -> list[int]:
     assert isinstance(hit, djinn.Hit)
     s.detach()
     event(lives)
-    with djinn.attach(s.id, address=lives.address) as again:
+    with djinn.Session.attach(s.id, address=lives.address) as again:
         assert again.info.hit == hit.info and [each.id for each in again.breakpoints()] == breakpoints
         later = again.resume(hit.activation * -2, max_tokens=8, ignore_eos=True)
         assert isinstance(later, djinn.Hit) and later.positions == range(len(PROMPT) + 1, len(PROMPT) + 2)

@@ -64,7 +64,7 @@ def killed_in_mid_stream(daemon: Daemon, calls: Sequence[dict[str, Any]], model:
             await began.wait()
             pieces += [piece async for piece in stream]
             told = [token for piece in pieces for token in piece.token_ids]
-            assert told == stream.result.token_ids == (await s.token_ids)[-len(told) :]
+            assert told == stream.result.token_ids == (await s.token_ids())[-len(told) :]
             return stream.result
 
     async def scenario() -> list[djinn.Generated]:
@@ -167,7 +167,7 @@ def test_before_the_first_token_and_while_idle(fragile: Daemon) -> None:
             reply = wire.reply()
             assert isinstance(reply, Generated) and reply.token_ids == whole[BEFORE:]
         fragile.kill_engine()
-        s.truncate(len(s.token_ids) - AFTER)
+        s.truncate(len(s.token_ids()) - AFTER)
         assert s.generate(max_tokens=AFTER, ignore_eos=True).token_ids == whole[BEFORE:]
     assert fragile.device().restarts == 2
 
@@ -236,7 +236,7 @@ def test_the_engine_dies_during_a_load(fragile: Daemon) -> None:
                     pass
                 assert isinstance(told, ModelReply) and told.model.state == "ready"
         assert s.forward([4]).shape[0] == 1
-        assert s.token_ids == [1, 2, 3, 4]
+        assert s.token_ids() == [1, 2, 3, 4]
     with fragile.client() as client:
         assert client.status(check=True).integrity == []
     assert len(fragile.shared_memory()) <= 4

@@ -47,7 +47,7 @@ def begin(lives: Lives) -> tuple[list[Session], list[list[int]]]:
 
 
 def go_on(session: Session, following: list[int]) -> None:
-    length = len(session.token_ids)
+    length = len(session.token_ids())
     assert session.generate(max_tokens=NEXT, ignore_eos=True).token_ids == following
     session.truncate(length)
 
@@ -71,7 +71,7 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
             go_on(session, wanted)
     go_on(first, following[0])  # its KV is all on the device; a full disk may have let others evict it
     assert first.pause("disk").pages == 3
-    first.resume()
+    first.unpause()
     for session, wanted in zip(sessions, following, strict=True):
         go_on(session, wanted)
         session.close()

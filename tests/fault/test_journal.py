@@ -64,8 +64,8 @@ def test_killed_in_mid_stream(start_daemon: DaemonStarter, engine_too: bool, sam
         session.detach()
         told += heard
         daemon = successor_of(daemon, start_daemon)
-        session = djinn.attach(session.id, address=daemon.address)
-        tokens = session.token_ids
+        session = djinn.Session.attach(session.id, address=daemon.address)
+        tokens = session.token_ids()
         assert tokens[: len(PROMPT) + len(told)] == PROMPT + told, "the client has received these tokens"
         told, prompt = tokens[len(PROMPT) :], []
         assert told == expected[: len(told)]
@@ -84,9 +84,9 @@ def test_closed_and_cut_sessions_stay_so(start_daemon: DaemonStarter) -> None:
         session.generate(PROMPT, max_tokens=10, ignore_eos=True)
     logits = cut.forward([7, 8])
     cut.truncate(9)
-    tokens, forked = cut.token_ids, cut.fork()
+    tokens, forked = cut.token_ids(), cut.fork()
     forked.generate([9], max_tokens=2, ignore_eos=True)
-    grown = forked.token_ids
+    grown = forked.token_ids()
     closed.close()
     daemon.kill()
     cut.detach()
@@ -94,9 +94,12 @@ def test_closed_and_cut_sessions_stay_so(start_daemon: DaemonStarter) -> None:
     daemon = successor_of(daemon, start_daemon)
     assert logits.shape[0] == 2
     with pytest.raises(SessionNotFound):
-        djinn.attach(closed.id, address=daemon.address)
-    with djinn.attach(cut.id, address=daemon.address) as one, djinn.attach(forked.id, address=daemon.address) as two:
-        assert (one.token_ids, two.token_ids) == (tokens, grown)
+        djinn.Session.attach(closed.id, address=daemon.address)
+    with (
+        djinn.Session.attach(cut.id, address=daemon.address) as one,
+        djinn.Session.attach(forked.id, address=daemon.address) as two,
+    ):
+        assert (one.token_ids(), two.token_ids()) == (tokens, grown)
         assert (one.info.state, one.info.model) == ("idle", MODEL)
 
 
@@ -117,7 +120,7 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
             refused(lambda: open_one(daemon))
             refused(lambda: session.generate([1], max_tokens=1))
             time.sleep(1.5 * RETRY)  # the journal has tried again in vain
-        assert session.token_ids == PROMPT + expected
+        assert session.token_ids() == PROMPT + expected
 
         resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, unlimited)
         wait_for(lambda: is_admitted(daemon))
@@ -126,8 +129,8 @@ def test_a_full_disk(start_daemon: DaemonStarter) -> None:
         daemon.kill()
         session.detach()
     daemon = successor_of(daemon, start_daemon)
-    with djinn.attach(session.id, address=daemon.address) as s:
-        assert s.token_ids == PROMPT + expected, "failed writes are tried again"
+    with djinn.Session.attach(session.id, address=daemon.address) as s:
+        assert s.token_ids() == PROMPT + expected, "failed writes are tried again"
 
 
 def open_one(daemon: Daemon) -> None:
@@ -163,7 +166,7 @@ def test_the_engine_dies_and_then_the_daemon(start_daemon: DaemonStarter) -> Non
     daemon = start_daemon(errors=["engine_lost"])
     session = djinn.Session(MODEL, address=daemon.address)
     session.generate(PROMPT, max_tokens=10, ignore_eos=True)
-    tokens = [*session.token_ids, 1, 2]
+    tokens = [*session.token_ids(), 1, 2]
     stream = session.stream([1, 2], max_tokens=1900, ignore_eos=True)
     tokens += next(stream).token_ids
     os.kill(daemon.device().pid, signal.SIGKILL)
@@ -176,6 +179,6 @@ def test_the_engine_dies_and_then_the_daemon(start_daemon: DaemonStarter) -> Non
             tokens += piece.token_ids
     session.detach()
     daemon = successor_of(daemon, start_daemon)
-    with djinn.attach(session.id, address=daemon.address) as s:
-        kept = s.token_ids
+    with djinn.Session.attach(session.id, address=daemon.address) as s:
+        kept = s.token_ids()
         assert kept[: len(tokens)] == tokens

@@ -41,11 +41,11 @@ def test_cut_at_random_bytes(start_daemon: DaemonStarter, cuts: int) -> None:
         lives.again()
         for name in names:
             try:
-                session = djinn.attach(name, address=lives.address)
+                session = djinn.Session.attach(name, address=lives.address)
             except SessionNotFound:
                 continue  # it was opened after the cut
             with session:
-                tokens = session.token_ids
+                tokens = session.token_ids()
                 assert tokens == story[: len(tokens)]
                 prompt = [] if tokens else PROMPT
                 length = len(tokens) + len(prompt)

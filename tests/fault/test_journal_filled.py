@@ -49,7 +49,7 @@ class Attacker:
         with as_user(ATTACKER):
             session = djinn.Session(MODEL, address=self.address)
             self.sessions.append(session)
-            session.token_ids  # noqa: B018  # connects as that user
+            session.token_ids()  # connects as that user
         return session
 
     def used(self) -> int:

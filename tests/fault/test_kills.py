@@ -122,7 +122,7 @@ class Fleet:
         try:
             await self.pause(told)
             if self.choice.random() < 0.5:
-                await told.session.resume()
+                await told.session.unpause()
         finally:
             await stream
 
@@ -156,9 +156,9 @@ class Fleet:
     async def _check(self, told: Told, victim: str) -> None:
         if victim != "engine" or self.choice.random() < 0.2:
             await told.session.detach()
-            told.session = await again(djinn.attach_async, told.session.id, address=self.lives.address)
+            told.session = await again(djinn.AsyncSession.attach, told.session.id, address=self.lives.address)
         await again(told.session.resume)
-        tokens = await again(lambda: told.session.token_ids)
+        tokens = await again(lambda: told.session.token_ids())
         assert told.least <= len(tokens) <= told.most, f"{told.least} to {told.most} were sent, {len(tokens)} are there"
         assert tokens == told.story[: len(tokens)], "the client has received these tokens"
         if len(tokens) + NEXT > len(told.story):

@@ -208,14 +208,14 @@ def test_after_a_restart_the_same_files_are_opened_again_and_no_others(served: S
         s.detach()
     served.start_again(kill=True)
     os.chmod(served.address, 0o666)
-    with as_user(ALICE), djinn.attach(s.id, address=served.address) as again:
+    with as_user(ALICE), djinn.Session.attach(s.id, address=served.address) as again:
         assert again.generate(max_tokens=1).token_ids, "the files are the same"
         again.detach()
     served.start_again(kill=False)
     os.chmod(served.address, 0o666)
     os.utime(f"{folder}/config.json")  # changes its ctime
-    with as_user(ALICE), djinn.attach(s.id, address=served.address) as again:
+    with as_user(ALICE), djinn.Session.attach(s.id, address=served.address) as again:
         with pytest.raises(errors.ModelNotFound, match=f"djinnctl load {folder}"):
             again.generate(max_tokens=1)
         assert load(served, folder) == folder
-        assert again.generate(max_tokens=1).token_ids and again.token_ids[-4:-2] == tokens
+        assert again.generate(max_tokens=1).token_ids and again.token_ids()[-4:-2] == tokens

@@ -38,7 +38,7 @@ class Fifty:
             s = await AsyncSession(MODEL, address=self.lives.address).open()
             prompt = [number + 10, *range(100, 99 + LENGTHS[number % len(LENGTHS)])]
             await s.generate(prompt, max_tokens=NEXT, ignore_eos=True)
-            self.ids[number], self.tokens[number] = s.id, await s.token_ids
+            self.ids[number], self.tokens[number] = s.id, await s.token_ids()
             fork = await s.fork()
             self.next[number] = (await fork.generate(max_tokens=NEXT, ignore_eos=True)).token_ids
             await fork.close()
@@ -49,7 +49,7 @@ class Fifty:
 
     def pause(self, tier: Tier, which: Iterable[int] = range(SESSIONS)) -> None:
         async def one(number: int) -> None:
-            s = await djinn.attach_async(self.ids[number], address=self.lives.address)
+            s = await djinn.AsyncSession.attach(self.ids[number], address=self.lives.address)
             told = await s.pause(tier)
             assert told.pages == -(-(len(self.tokens[number]) - 1) // 256)
             await s.detach()
@@ -64,8 +64,8 @@ class Fifty:
         """Checks that all sessions are there with their tokens, and that the next tokens are right."""
 
         async def one(number: int) -> None:
-            s = await djinn.attach_async(self.ids[number], address=self.lives.address)
-            assert await s.token_ids == self.tokens[number]
+            s = await djinn.AsyncSession.attach(self.ids[number], address=self.lives.address)
+            assert await s.token_ids() == self.tokens[number]
             answer = await s.generate(max_tokens=NEXT, ignore_eos=True)
             assert answer.token_ids == self.next[number]
             self.computed[number] = answer.usage.computed_tokens

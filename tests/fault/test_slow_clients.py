@@ -87,5 +87,5 @@ def test_a_held_client_that_disconnects(daemon: Daemon) -> None:
             wait_for(lambda: {i.state for i in client.sessions() if i.id in mine} == {"held"})
         wait_for(lambda: {i.state for i in client.sessions() if i.id in mine} == {"detached"})
         for session in mine:
-            with djinn.attach(session, address=daemon.address) as s:
+            with djinn.Session.attach(session, address=daemon.address) as s:
                 assert len(s.generate(max_tokens=2, ignore_eos=True).token_ids) == 2

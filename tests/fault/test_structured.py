@@ -88,7 +88,7 @@ def test_a_bomb_is_refused_or_followed_without_further_harm(guarded: Daemon, nam
         try:
             session.generate("Once", max_tokens=4, **BOMBS[name])
         except (errors.GrammarRejected, errors.TextFailed, errors.InvalidRequest):
-            assert session.token_ids == []
+            assert session.token_ids() == []
         assert session.generate("Once", max_tokens=4).usage.generated_tokens == 4
     assert guarded.device().restarts == before
 
@@ -98,7 +98,7 @@ def test_a_grammar_that_becomes_too_ambiguous_ends_its_call_only(guarded: Daemon
         try:
             session.generate("a", grammar='start: s\\ns: s s | "a" | s s s |', max_tokens=300)
         except (errors.GrammarRejected, errors.TextFailed):
-            assert session.token_ids == []
+            assert session.token_ids() == []
     assert generated(guarded).usage.generated_tokens > 0
 
 
@@ -112,7 +112,7 @@ def test_a_killed_grammar_process_ends_its_calls_and_is_replaced(guarded: Daemon
         with pytest.raises(errors.TextFailed, match="signal 9"):
             for _ in stream:
                 pass
-        assert session.token_ids == []
+        assert session.token_ids() == []
         assert session.generate("A:", regex="[a-z]{5}", max_tokens=20).finish_reason == "stop"
 
 

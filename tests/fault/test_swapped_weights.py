@@ -76,7 +76,7 @@ def leave_pages(lives: Lives, tier: djinn.protocol.Tier) -> tuple[str, list[int]
 
 
 def goes_on(lives: Lives, session: str) -> tuple[list[int], int]:
-    with djinn.attach(session, address=lives.address) as s:
+    with djinn.Session.attach(session, address=lives.address) as s:
         told = s.generate(max_tokens=TOKENS, ignore_eos=True)
         return told.token_ids, told.usage.computed_tokens
 

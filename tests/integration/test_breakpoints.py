@@ -81,7 +81,9 @@ def check_untouched(folder: Path, model: str, address: str) -> None:
 
     async def together() -> Any:
         return await asyncio.gather(
-            asyncio.gather(*(debugged(model, address, prompt, point=point) for point, prompt in prompts.items())),
+            asyncio.gather(
+                *(debugged(model, address, prompt, point=point, when="every") for point, prompt in prompts.items())
+            ),
             asyncio.gather(*(bystander(prompt) for prompt in others)),
         )
 
@@ -108,7 +110,7 @@ def test_logprobs_are_the_same_bit_for_bit(llama: Path, roomy_daemon: Daemon) ->
     for point in AT[::2]:
         found = []
         with djinn.Session(str(llama), address=roomy_daemon.address) as s:
-            s.breakpoint(point)
+            s.breakpoint(point, when="every")
             told: djinn.Hit | djinn.Generated | None = s.run(prompt, max_tokens=NEW, ignore_eos=True, logprobs=5)
             while isinstance(told, djinn.Hit):
                 found += told.generated.logprobs
@@ -138,7 +140,7 @@ def check_edited(folder: Path, model: str, address: str) -> None:
     for block, point in enumerate(AT):
         length = 20 + block
         kinds = {
-            "all": (all_of_it, {"point": point}, Change(point, ops.scale(0.5))),
+            "all": (all_of_it, {"point": point, "when": "every"}, Change(point, ops.scale(0.5))),
             "the last": (
                 the_last,
                 {"point": point, "when": "prefill"},
@@ -237,12 +239,12 @@ def test_a_hit_can_be_used_repeatedly_and_on_forks(llama: Path, roomy_daemon: Da
             assert expect_end(s.resume(max_tokens=NEW, ignore_eos=True)) == plain
             for by in (0.5, -1.0, 2.0):
                 hit.activation[:, -1] = original[:, -1] * by
-                assert expect_end(s.resume(from_=hit, max_tokens=NEW, ignore_eos=True)) == scaled(by)
-            assert expect_end(s.resume(original, from_=hit, max_tokens=NEW, ignore_eos=True)) == plain
+                assert expect_end(s.resume_from(hit, max_tokens=NEW, ignore_eos=True)) == scaled(by)
+            assert expect_end(s.resume_from(hit, original, max_tokens=NEW, ignore_eos=True)) == plain
             assert len(s.edits()) == 1, "each edit must replace the one before"
             with s.fork() as late:
-                assert expect_end(late.resume(from_=hit, max_tokens=NEW, ignore_eos=True)) == scaled(2.0)
-            assert expect_end(early.resume(from_=hit, max_tokens=NEW, ignore_eos=True)) == scaled(2.0)
+                assert expect_end(late.resume_from(hit, max_tokens=NEW, ignore_eos=True)) == scaled(2.0)
+            assert expect_end(early.resume_from(hit, max_tokens=NEW, ignore_eos=True)) == scaled(2.0)
             assert expect_hit(early.run(prompt[:9])).positions == range(270 + NEW, 279 + NEW)
 
 
@@ -254,16 +256,16 @@ def test_a_captured_call_leaves_checkpoints_at_each_block(llama: Path, roomy_dae
         cache = s.capture("blocks.*.hook_resid_post").run(prompt, max_tokens=NEW, ignore_eos=True)
         assert cache.generated.token_ids == plain
         with s.fork() as t:
-            assert expect_end(t.resume(from_=cache.checkpoint("blocks.2", 42), max_tokens=NEW, ignore_eos=True)) == (
+            assert expect_end(t.resume_from(cache.checkpoint("blocks.2", 42), max_tokens=NEW, ignore_eos=True)) == (
                 hooked.greedy([*prompt, *plain[:2]], NEW)
             )
         for layer in (0, 3):
             checkpoint = cache.checkpoint(f"blocks.{layer}")
             assert (checkpoint.layer, checkpoint.positions) == (layer, range(40))
             with s.fork() as t:
-                assert expect_end(t.resume(from_=checkpoint, max_tokens=NEW, ignore_eos=True)) == plain
+                assert expect_end(t.resume_from(checkpoint, max_tokens=NEW, ignore_eos=True)) == plain
                 checkpoint.activation[:, -1] *= -1
-                told = expect_end(t.resume(from_=checkpoint, max_tokens=NEW, ignore_eos=True))
+                told = expect_end(t.resume_from(checkpoint, max_tokens=NEW, ignore_eos=True))
             assert told == hooked.greedy(prompt, NEW, [Change(AT[layer + 1], ops.scale(-1.0), positions=[39])])
 
 
@@ -349,7 +351,7 @@ def test_a_session_with_kv_of_its_client_can_stop_behind_it(llama: Path, roomy_d
         s.generate(prompt[:280], max_tokens=1)
         s.truncate(280)
         kv = s.kv()
-    with djinn.from_kv(str(llama), prompt[:280], kv, address=address) as s:
+    with djinn.Session.from_kv(str(llama), prompt[:280], kv, address=address) as s:
         s.breakpoint(layer=1, when="prefill")
         hit = expect_hit(s.run(prompt[280:]))
         assert hit.positions == range(280, 300)
@@ -367,7 +369,7 @@ def test_a_hit_outlives_its_client_and_a_paused_one_continues(llama: Path, roomy
     positions = expect_hit(s.run(prompt)).positions
     s.pause()
     s.detach()
-    with djinn.attach(s.id, address=roomy_daemon.address) as again:
+    with djinn.Session.attach(s.id, address=roomy_daemon.address) as again:
         assert again.info.hit is not None and range(again.info.hit.first, again.info.hit.end) == positions
         assert expect_end(again.resume(max_tokens=NEW, ignore_eos=True)) == expected
 
@@ -412,7 +414,7 @@ def test_hits_leave_nothing_behind(roomy_daemon: Daemon) -> None:
     for _ in range(2):
         held = holdings(roomy_daemon)  # the first time creates objects that stay
         with djinn.Session(str(folder), address=roomy_daemon.address) as s:
-            s.breakpoint(layer=1)
+            s.breakpoint(layer=1, when="every")
             hits = [expect_hit(s.run(prompt)), expect_hit(s.resume())]
         with djinn.Session(str(folder), address=roomy_daemon.address) as s:
             assert len(go_on(s, prompt, NEW)) == NEW

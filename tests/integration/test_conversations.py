@@ -58,8 +58,8 @@ def test_ten_turns_compute_only_new_tokens_and_continue_after_a_restart(talkativ
             assert reply.usage.cached_tokens == reply.usage.prompt_tokens - reply.usage.computed_tokens
     for key, program in programs.items():
         assert len({reply.session for reply in replies[key]}) == 1
-        with djinn.attach(replies[key][0].session, address=talkative.address) as kept:
-            assert kept.token_ids == program.transcript
+        with djinn.Session.attach(replies[key][0].session, address=talkative.address) as kept:
+            assert kept.token_ids() == program.transcript
         last = replies[key][-1].token_ids
         with djinn.Session(MODEL, address=talkative.address) as whole:
             told = whole.generate(program.transcript[: -len(last)], max_tokens=8, ignore_eos=True, temperature=0)
@@ -89,7 +89,7 @@ def test_embeddings_are_pooled_from_the_final_norm(talkative: Daemon) -> None:
     with djinn.Session(MODEL, address=talkative.address) as s:
         captured = s.capture("ln_final.hook_normalized").run(texts[0])
         rows = np.asarray(captured["ln_final.hook_normalized"], np.float32)[0]
-        tokens = s.token_ids
+        tokens = s.token_ids()
     mean = djinn.embed(MODEL, texts, normalize=False, address=talkative.address)
     assert (len(mean.tokens), mean.tokens[0], mean.pooling) == (len(texts), len(tokens), "mean")
     np.testing.assert_allclose(np.asarray(mean)[0], rows.mean(axis=0), atol=1e-5)

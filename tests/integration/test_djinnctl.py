@@ -84,7 +84,7 @@ def test_a_model_larger_than_its_budget(djinnctl: Djinnctl, as_json: Callable[..
             assert changed["budget_bytes"] == 700 << 20 >= changed["used_bytes"]
             assert as_json("budget")[0]["budget_bytes"] == 700 << 20
             assert as_json("status", "--check")["integrity"] == []
-            s.truncate(len(s.token_ids) - len(before))
+            s.truncate(len(s.token_ids()) - len(before))
             assert s.generate(max_tokens=8, ignore_eos=True).token_ids == before
     finally:
         djinnctl("budget", "1GiB")
@@ -105,11 +105,11 @@ def test_sessions(djinnctl: Djinnctl, as_json: Callable[..., Any], private: Daem
         s.generate("x = ", max_tokens=8, ignore_eos=True)
         (listed,) = [info for info in as_json("ps") if info["id"] == s.id]
         assert (listed["model"], listed["priority"], listed["state"]) == (MODEL, "batch", "idle")
-        assert listed["tokens"] == len(s.token_ids)
+        assert listed["tokens"] == len(s.token_ids())
         assert s.id in djinnctl("ps").stdout
         fork = djinnctl("fork", s.id).stdout.strip()
         (listed,) = [info for info in as_json("ps") if info["id"] == fork]
-        assert (listed["tokens"], listed["priority"], listed["state"]) == (len(s.token_ids), "batch", "detached")
+        assert (listed["tokens"], listed["priority"], listed["state"]) == (len(s.token_ids()), "batch", "detached")
         assert "no session" in djinnctl("fork", "nonesuch", code=FAILED).stderr
         djinnctl("close", fork)
         assert as_json("close", s.id, "nonesuch", code=FAILED) == {"closed": [s.id], "missing": ["nonesuch"]}

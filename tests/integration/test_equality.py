@@ -90,7 +90,7 @@ async def all_at_once(address: str, model: str, sessions: list[Plan]) -> list[li
                     await progress.reached(last, 1)
                 await read(s, number, prompt, count, plan.is_cancelled)
                 prompt = None
-            tokens = await s.token_ids
+            tokens = await s.token_ids()
         assert tokens[: len(plan.prompt)] == plan.prompt
         return tokens[len(plan.prompt) :]
 
@@ -127,5 +127,5 @@ def test_logits_of_forward(family: Path, roomy_daemon: Daemon) -> None:
     prompt = [draw.randrange(VOCABULARY) for _ in range(600)]
     with djinn.Session(str(family), address=roomy_daemon.address) as s:
         parts = [s.forward(prompt[first:end]) for first, end in ((0, 1), (1, 256), (256, 590), (590, 600))]
-        assert s.token_ids == prompt
+        assert s.token_ids() == prompt
     np.testing.assert_allclose(np.concatenate(parts), reference.logits(family, prompt), rtol=0, atol=1e-4)

@@ -49,13 +49,13 @@ def session(daemon: Daemon, told: list[int]) -> Iterator[djinn.Session]:
 def test_a_session_continues_from_its_own_kv(session: djinn.Session, told: list[int]) -> None:
     address = session._steps._address
     kv = session.kv()
-    assert kv.tokens == session.token_ids and kv.length == len(PROMPT) + NEW
-    with djinn.from_kv(MODEL, kv.tokens, kv, address=address) as other:
+    assert kv.tokens == session.token_ids() and kv.length == len(PROMPT) + NEW
+    with djinn.Session.from_kv(MODEL, kv.tokens, kv, address=address) as other:
         assert other.info.foreign_kv and not session.info.foreign_kv
-        assert other.token_ids == kv.tokens
+        assert other.token_ids() == kv.tokens
         reply = other.generate(max_tokens=NEW, ignore_eos=True)
         assert (reply.token_ids, reply.usage.computed_tokens) == (told[NEW:], 1)
-    with djinn.from_kv(MODEL, kv.tokens, kv.pages, address=address, priority="batch") as other:
+    with djinn.Session.from_kv(MODEL, kv.tokens, kv.pages, address=address, priority="batch") as other:
         assert other.info.priority == "batch" and greedy(other) == told[NEW:]
     assert greedy(session) == told[NEW:]
 
@@ -70,7 +70,7 @@ def test_kv_that_transformers_computed(session: djinn.Session, told: list[int]) 
     for block, layer in enumerate(cache.layers):
         window.put(block, layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
     for _ in range(2):  # the window stays the caller's
-        with djinn.from_kv(MODEL, PROMPT, window, address=address) as other:
+        with djinn.Session.from_kv(MODEL, PROMPT, window, address=address) as other:
             assert greedy(other) == told[:NEW]
     window.close()
 
@@ -79,7 +79,7 @@ def test_edited_kv_changes_the_tokens_of_its_session_only(session: djinn.Session
     address = session._steps._address
     kv = session.kv()
     kv.pages.neg_()
-    with djinn.from_kv(MODEL, kv.tokens, kv, address=address) as other, other.fork() as fork:
+    with djinn.Session.from_kv(MODEL, kv.tokens, kv, address=address) as other, other.fork() as fork:
         assert fork.info.foreign_kv
         said = greedy(other, [7], 300)
         assert said[:NEW] == greedy(fork, [7])
@@ -96,7 +96,7 @@ def test_a_prompt_behind_kv_of_a_client_with_lower_tiers(session: djinn.Session,
     with daemon.client() as client:
         wait_for(lambda: all(model.host_pages for model in client.models() if model.name == MODEL))
     kv = session.kv()
-    with djinn.from_kv(MODEL, kv.tokens, kv, address=daemon.address) as other:
+    with djinn.Session.from_kv(MODEL, kv.tokens, kv, address=daemon.address) as other:
         other.signal("IO_WAIT")
         other.signal("COMPUTE")
         assert greedy(other, [7, 8, 9]) == greedy(session, [7, 8, 9])
@@ -107,11 +107,11 @@ def test_kv_of_a_client_comes_back_from_the_lower_tiers(session: djinn.Session, 
     address = session._steps._address
     kv = session.kv()
     kv.pages.neg_()
-    with djinn.from_kv(MODEL, kv.tokens or [], kv, address=address) as other:
+    with djinn.Session.from_kv(MODEL, kv.tokens or [], kv, address=address) as other:
         with other.fork() as fork:
             said = greedy(fork, [7])
         assert other.pause(tier).pages == 2
-        other.resume()
+        other.unpause()
         assert torch.equal(other.kv().key(3), kv.key(3))
         assert greedy(other, [7]) == said
 
@@ -124,7 +124,7 @@ def test_bfloat16_travels_too(start_daemon: DaemonStarter) -> None:
         s.truncate(4 + NEW)
         kv = s.kv()
         assert kv.pages.dtype == torch.bfloat16
-        with djinn.from_kv("half", kv.tokens, kv, address=daemon.address) as other:
+        with djinn.Session.from_kv("half", kv.tokens, kv, address=daemon.address) as other:
             assert torch.equal(other.kv().key(1), kv.key(1))
             assert greedy(other, whole[NEW:][:1], 4) == greedy(s, whole[NEW:][:1], 4)
 
@@ -146,9 +146,9 @@ def test_invalid_kv_is_refused(session: djinn.Session) -> None:
         ),
     ):
         with pytest.raises(djinn.InvalidRequest, match=words):
-            djinn.from_kv(MODEL, tokens, given, address=address)
+            djinn.Session.from_kv(MODEL, tokens, given, address=address)
     with pytest.raises(djinn.ModelNotFound):
-        djinn.from_kv("nothing", kv.tokens, kv, address=address)
+        djinn.Session.from_kv("nothing", kv.tokens, kv, address=address)
     with pytest.raises(djinn.InvalidRequest, match="1 or more"):
         djinn.kv_window(MODEL, 0, address=address)
     with djinn.Session(MODEL, address=address) as empty, pytest.raises(djinn.InvalidRequest, match="is empty"):
@@ -157,7 +157,7 @@ def test_invalid_kv_is_refused(session: djinn.Session) -> None:
 
 def test_a_call_during_an_export_gets_session_busy(session: djinn.Session, daemon: Daemon) -> None:
     """kv() during a call gets it too."""
-    same = djinn.attach(session.id, address=daemon.address)
+    same = djinn.Session.attach(session.id, address=daemon.address)
     stream = session.stream(max_tokens=200, ignore_eos=True)
     next(stream)
     with pytest.raises(djinn.SessionBusy):
@@ -194,11 +194,11 @@ def test_a_saved_session_continues(
     address, path = session._steps._address, tmp_path / "s.djinn"
     session.save(path, kv=with_kv)
     assert (path.stat().st_size > 1 << 20) == bool(with_kv)
-    with djinn.load(path, address=address) as other:
-        assert other.token_ids == session.token_ids
+    with djinn.load_session(path, address=address) as other:
+        assert other.token_ids() == session.token_ids()
         assert (other.info.foreign_kv, other.info.model, other.info.priority) == (bool(with_kv), MODEL, "interactive")
         assert greedy(other) == told[NEW:]
-    again = djinn.load(str(path), address=address)
+    again = djinn.load_session(str(path), address=address)
     assert isinstance(again, djinn.Session)
     again.close()
 
@@ -207,7 +207,7 @@ def test_a_file_has_kv_of_a_client_unless_it_is_excluded(session: djinn.Session,
     address, path = session._steps._address, tmp_path / "s.djinn"
     kv = session.kv()
     kv.pages.neg_()
-    with djinn.from_kv(MODEL, kv.tokens, kv, address=address) as other:
+    with djinn.Session.from_kv(MODEL, kv.tokens, kv, address=address) as other:
         other.save(path)
         said = greedy(other, [7])
     with djinn.Session.load(path, address=address, priority="agent") as loaded:
@@ -219,8 +219,8 @@ def test_a_file_has_kv_of_a_client_unless_it_is_excluded(session: djinn.Session,
 def test_an_empty_session_may_be_saved(daemon: Daemon, tmp_path: Path) -> None:
     with djinn.Session(MODEL, address=daemon.address) as s:
         s.save(tmp_path / "s")
-    with djinn.load(tmp_path / "s", address=daemon.address) as other:
-        assert other.token_ids == []
+    with djinn.load_session(tmp_path / "s", address=daemon.address) as other:
+        assert other.token_ids() == []
         assert len(greedy(other, [1, 2, 3])) == NEW
 
 
@@ -256,9 +256,9 @@ def test_a_damaged_file_is_found_before_a_session_is_opened(
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(djinn.FileDamaged, match="checksum"):
-        djinn.load(path, address=daemon.address)
+        djinn.load_session(path, address=daemon.address)
     with djinn.Session.load(path, kv=False, address=daemon.address) as other:
-        assert other.token_ids == session.token_ids
+        assert other.token_ids() == session.token_ids()
     with pytest.raises(djinn.FileDamaged, match="no saved session"):
         djinn.Session.load(Path(__file__), address=daemon.address)
     with pytest.raises(FileNotFoundError):
@@ -273,7 +273,7 @@ def test_the_asynchronous_client_gives_the_same(session: djinn.Session, told: li
         async with await djinn.AsyncSession.load(tmp_path / "s", address=address) as other:
             kv = await other.kv()
             await other.save(tmp_path / "t", kv=True)
-            async with await djinn.from_kv_async(MODEL, kv.tokens or [], kv, address=address) as third:
+            async with await djinn.AsyncSession.from_kv(MODEL, kv.tokens or [], kv, address=address) as third:
                 assert (await third.generate(max_tokens=NEW, ignore_eos=True)).token_ids == told[NEW:]
         async with await djinn.AsyncSession.load(tmp_path / "t", address=address) as other:
             assert (await other.generate(max_tokens=NEW, ignore_eos=True)).token_ids == told[NEW:]

@@ -123,7 +123,7 @@ def test_a_function_has_its_context_and_can_keep_state(session: djinn.Session) -
     handle = session.intervene(AT, note)
     said(session)
     handle.remove()
-    tokens = session.token_ids[:-1]
+    tokens = session.token_ids()[:-1]
     session.truncate(0)
     seen = session.capture(AT).run(tokens)[AT][0, len(PROMPT) - 1 :, :5]
     last = range(len(PROMPT), len(PROMPT) + NEW - 1)

@@ -36,7 +36,7 @@ def open_session(daemon: Daemon) -> Any:
 def test_greedy_output_equals_that_of_transformers(open_session: Any, tokenizer: Tokenizer, prompt: str) -> None:
     with open_session() as s:
         r = s.generate(prompt, max_tokens=64, ignore_eos=True)
-        prompt_tokens = s.token_ids[:-64]
+        prompt_tokens = s.token_ids()[:-64]
     assert prompt_tokens == tokenizer.encode(prompt).ids
     assert r.token_ids == reference.greedy(tiny_model(), prompt_tokens, 64, r.token_ids)
 
@@ -50,7 +50,7 @@ def test_streamed_text_is_complete(open_session: Any, tokenizer: Tokenizer, prom
         at_once = a.generate(prompt, **options)
         stream = b.stream(prompt, **options)
         pieces = list(stream)
-        tokens = b.token_ids
+        tokens = b.token_ids()
     assert stream.result.token_ids == at_once.token_ids
     assert "".join(piece.text for piece in pieces) == stream.result.text == at_once.text
     assert prompt + at_once.text == tokenizer.decode(tokens, skip_special_tokens=True)
@@ -71,7 +71,7 @@ def test_stop_strings(open_session: Any) -> None:
             assert (r.text, r.finish_reason) == (text[:first], "stop")
             stream = t.stream(PROMPTS[0], max_tokens=80, ignore_eos=True, stop=stop)
             assert "".join(piece.text for piece in stream) == text[:first]
-            assert s.token_ids == t.token_ids
+            assert s.token_ids() == t.token_ids()
             assert len(s.generate(max_tokens=3, ignore_eos=True).token_ids) == 3
     with open_session() as s:
         r = s.generate(PROMPTS[0], max_tokens=80, ignore_eos=True, stop="\N{SNOWMAN}")
@@ -100,7 +100,7 @@ def test_a_seed_gives_the_same_tokens_beside_other_sessions(daemon: Daemon) -> N
 def test_logprobs_equal_those_of_the_model(open_session: Any) -> None:
     with open_session() as s:
         r = s.generate(PROMPTS[0], max_tokens=16, temperature=1.5, seed=5, logprobs=5, ignore_eos=True)
-        tokens = s.token_ids
+        tokens = s.token_ids()
     logits = reference.logits(tiny_model(), tokens[:-1])[-16:].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     for token, told, row in zip(r.token_ids, r.logprobs, expected, strict=True):
@@ -114,11 +114,11 @@ def test_logprobs_equal_those_of_the_model(open_session: Any) -> None:
 def test_truncating_and_continuing(open_session: Any) -> None:
     with open_session() as s:
         s.generate(PROMPTS[0], max_tokens=300, ignore_eos=True)
-        tokens = s.token_ids
+        tokens = s.token_ids()
         for length in (290, 257, 256, 255, 3, 1):  # pages have 256 tokens
             s.truncate(length)
             s.generate([50, 60, 70], max_tokens=8, ignore_eos=True)
-            told = s.token_ids
+            told = s.token_ids()
             prompt = [*tokens[:length], 50, 60, 70]
             assert told == prompt + reference.greedy(tiny_model(), prompt, 8, told[length + 3 :])
 

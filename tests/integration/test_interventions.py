@@ -90,7 +90,7 @@ def test_an_exception_of_a_function_and_its_removal(session: djinn.Session, llam
     with pytest.raises(ArithmeticError, match="of the caller's own"):
         said(session)
     assert djinn.sessions(address=daemon.address)[0].state == "stopped"
-    assert session.token_ids == [*PROMPT, plain[0]]
+    assert session.token_ids() == [*PROMPT, plain[0]]
     handle.remove()
     told = session.resume(max_tokens=NEW - 1, ignore_eos=True)
     assert isinstance(told, djinn.Generated) and told.token_ids == plain[1:]
@@ -120,7 +120,7 @@ def test_a_stop_string_over_several_tokens(daemon: Daemon) -> None:
         handle = s.intervene("blocks.2", lambda activation, context: None, local=True)
         found = s.generate(prompt, max_tokens=24, stop=stop)
         assert (found.text, found.token_ids, found.finish_reason) == (expected.text, expected.token_ids, "stop")
-        assert s.token_ids[-len(found.token_ids) :] == found.token_ids
+        assert s.token_ids()[-len(found.token_ids) :] == found.token_ids
         handle.remove()
-        s.truncate(len(s.token_ids) - len(found.token_ids))
+        s.truncate(len(s.token_ids()) - len(found.token_ids))
         assert s.generate(max_tokens=24).text == full.text

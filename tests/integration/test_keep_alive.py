@@ -106,18 +106,18 @@ def test_sessions_of_a_sleeping_model_can_be_used_without_waking_it(daemon: Daem
         s.signal("COMPUTE")
         with s.fork() as fork, s.fork() as shorter:
             shorter.truncate(290)
-            assert (fork.token_ids, shorter.token_ids) == (tokens, tokens[:290])
+            assert (fork.token_ids(), shorter.token_ids()) == (tokens, tokens[:290])
             fork.pause()
-            fork.resume()
+            fork.unpause()
             s.save(tmp_path / "s.djinn", kv=False)
             assert {each.state for each in client.sessions()} == {"idle"}
             assert daemon.log.count("model_ready model=first") == loads, "none of this may count as a call"
             for each in (shorter, fork, s):
-                prompt = each.token_ids
+                prompt = each.token_ids()
                 answer = each.generate([5], max_tokens=NEW, ignore_eos=True)
                 assert answer.token_ids == reference.greedy(FIRST, [*prompt, 5], NEW)
         with djinn.Session.load(tmp_path / "s.djinn", address=daemon.address) as saved:
-            assert saved.token_ids == tokens
+            assert saved.token_ids() == tokens
         assert client.status(check=True).integrity == []
 
 
@@ -137,7 +137,7 @@ def test_kv_of_a_client_keeps_its_model_awake(daemon: Daemon) -> None:
         with djinn.Session("first", address=daemon.address) as s:
             s.generate(PROMPT, max_tokens=NEW, ignore_eos=True)
             kv = s.kv()
-        with djinn.from_kv("first", kv.tokens, kv, address=daemon.address) as given:
+        with djinn.Session.from_kv("first", kv.tokens, kv, address=daemon.address) as given:
             wait_for(lambda: info(client, "first").idle_s > 2 * SOON)
             assert info(client, "first").state == "ready"
             before = given.generate([5], max_tokens=NEW, ignore_eos=True).token_ids

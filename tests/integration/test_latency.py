@@ -88,7 +88,7 @@ def test_all_places_show_the_same_latencies(measured: Measured) -> None:
 def woken(measured: Measured, session: djinn.Session) -> Latency:
     """The session's latencies after a call that had to bring its KV from the host."""
     session.pause()
-    session.resume()
+    session.unpause()
     session.generate([5], max_tokens=2, ignore_eos=True)
     return measured.of_session(session)
 
@@ -111,7 +111,7 @@ def test_wake_up_is_measured_from_a_compute_signal(measured: Measured) -> None:
         session.generate([5] * 300, max_tokens=2, ignore_eos=True)
         for said, is_longer in ((["COMPUTE"], True), (["COMPUTE", "IO_WAIT"], False), ([], False)):
             session.pause()
-            session.resume()
+            session.unpause()
             for kind in said:
                 session.signal(kind)
             before = measured.of_session(session).wake_up
@@ -129,7 +129,7 @@ def test_a_pause_does_not_count_as_latency(measured: Measured) -> None:
         next(stream)
         with measured.daemon.client() as client:
             client.pause_session(session.id)
-            client.resume_session(session.id)
+            client.unpause_session(session.id)
         assert list(stream)
         generated = stream.result.usage.generated_tokens
         own = measured.of_session(session)

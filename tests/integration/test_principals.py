@@ -56,7 +56,7 @@ def test_pages_of_a_name_use_all_tiers(robot: tuple[Daemon, str]) -> None:
             assert session.pause(tier).pages > 0
             held = {use.user_name: use for use in admin.quotas(all=True)}[NAME]
             assert getattr(held, f"{tier}_kv") > 0 and held.rule == "robots"
-            session.resume()
+            session.unpause()
         with session.fork() as fork:
             assert fork.generate(max_tokens=8).token_ids == alone
             assert fork.info.user == number_of(NAME)

@@ -111,7 +111,7 @@ def test_tokens_per_second_are_limited(limited: Daemon) -> None:
             quota, rule, limit, used = refusal(error)
             assert (quota, rule, limit) == ("tokens_per_s", "starved", 0.001) and used > 0
             assert 9000 < error.value.data["retry_s"] <= 10_000  # 10 tokens, of which 0.01 were available
-        assert len(session.token_ids) == 10
+        assert len(session.token_ids()) == 10
         with as_user(STARVED), limited.client() as client:
             (use,) = client.quotas()
         assert (use.user, use.rule, use.sessions) == (STARVED, "starved", 1)
@@ -130,7 +130,7 @@ def test_tokens_recomputed_for_edits_and_exports_count(limited: Daemon) -> None:
         with pytest.raises(djinn.QuotaExceeded, match=r"quotas\.patient\.tokens_per_s") as error:
             compute_again()
         assert error.value.data["limit"] == 200  # 2,000 at once
-        assert len(session.token_ids) == 1001
+        assert len(session.token_ids()) == 1001
 
 
 def test_a_user_over_its_quota_continues_later(limited: Daemon) -> None:

@@ -20,8 +20,8 @@ from tests.support.models import reduced_model
 GO_ON = """
 import json, sys
 import djinn_client as djinn
-s = djinn.attach(sys.argv[1])
-print(json.dumps([s.token_ids, s.generate(max_tokens=16, ignore_eos=True).token_ids]))
+s = djinn.Session.attach(sys.argv[1])
+print(json.dumps([s.token_ids(), s.generate(max_tokens=16, ignore_eos=True).token_ids]))
 s.detach()
 """
 
@@ -31,7 +31,7 @@ def test_another_process_continues_a_session(daemon: Daemon) -> None:
         whole = s.generate("import ", max_tokens=48, ignore_eos=True).token_ids
     mine = djinn.Session(MODEL, address=daemon.address)
     mine.generate("import ", max_tokens=16, ignore_eos=True)
-    tokens = mine.token_ids
+    tokens = mine.token_ids()
     mine.detach()
     environ = clean_environ() | {"DJINND_ADDRESS": daemon.address}
     other = subprocess.run(
@@ -39,11 +39,11 @@ def test_another_process_continues_a_session(daemon: Daemon) -> None:
     )
     assert other.returncode == 0, other.stderr
     assert json.loads(other.stdout) == [tokens, whole[16:32]]
-    with djinn.attach(mine.id, address=daemon.address) as again:
-        assert again.token_ids == [*tokens, *whole[16:32]]
+    with djinn.Session.attach(mine.id, address=daemon.address) as again:
+        assert again.token_ids() == [*tokens, *whole[16:32]]
         assert again.generate(max_tokens=16, ignore_eos=True).token_ids == whole[32:]
     with pytest.raises(djinn.SessionNotFound):
-        djinn.attach(mine.id, address=daemon.address)
+        djinn.Session.attach(mine.id, address=daemon.address)
 
 
 def test_a_detached_session_is_closed_after_its_grace_time(start_daemon: DaemonStarter) -> None:
@@ -56,7 +56,7 @@ def test_a_detached_session_is_closed_after_its_grace_time(start_daemon: DaemonS
         wait_for(lambda: [info.id for info in client.sessions()] == [kept.id])
         assert [model.pages_used for model in client.models()] == [1]
         with pytest.raises(djinn.SessionNotFound):
-            djinn.attach(left.id, address=daemon.address)
+            djinn.Session.attach(left.id, address=daemon.address)
         assert len(kept.generate(max_tokens=4, ignore_eos=True).token_ids) == 4
         assert client.status(check=True).integrity == []
 
@@ -68,7 +68,7 @@ def test_a_restart_keeps_sessions(start_daemon: DaemonStarter, warm: bool) -> No
         whole = s.generate("import ", max_tokens=32, ignore_eos=True).token_ids
     left, idle = (djinn.Session(MODEL, priority="batch", address=daemon.address) for _ in range(2))
     left.generate("import ", max_tokens=16, ignore_eos=True)
-    tokens = left.token_ids
+    tokens = left.token_ids()
     left.detach()  # the other session is attached when the daemon stops
     with daemon.client() as client:
         done = restart(client, warm=warm)
@@ -81,8 +81,11 @@ def test_a_restart_keeps_sessions(start_daemon: DaemonStarter, warm: bool) -> No
         assert infos[left.id].age_s >= infos[left.id].idle_s > 0
         with pytest.raises(djinn.NotPermitted, match="the daemon has 2 sessions"):
             djinn.Session(MODEL, address=daemon.address)
-        with djinn.attach(left.id, address=daemon.address) as s, djinn.attach(idle.id, address=daemon.address):
-            assert s.token_ids == tokens
+        with (
+            djinn.Session.attach(left.id, address=daemon.address) as s,
+            djinn.Session.attach(idle.id, address=daemon.address),
+        ):
+            assert s.token_ids() == tokens
             assert s.generate(max_tokens=16, ignore_eos=True).token_ids == whole[16:]
         idle.detach()
         restart(client, warm=warm)
@@ -124,17 +127,17 @@ def test_a_session_of_a_missing_model(start_daemon: DaemonStarter, tmp_path: Pat
     daemon = start_daemon(errors=["model_failed"])
     session = djinn.Session(str(checkpoint), address=daemon.address)
     session.generate([1, 2, 3], max_tokens=4, ignore_eos=True)
-    tokens = session.token_ids
+    tokens = session.token_ids()
     with daemon.client() as client:
         restart(client, warm=False)
         shutil.rmtree(checkpoint)
         session.detach()
-        session = djinn.attach(session.id, address=daemon.address)
-        assert session.token_ids == tokens
+        session = djinn.Session.attach(session.id, address=daemon.address)
+        assert session.token_ids() == tokens
         with pytest.raises((djinn.ModelNotFound, djinn.ModelRejected), match="no such folder"):
             session.generate(max_tokens=1)
         session.truncate(2)
-        assert session.token_ids == tokens[:2]
+        assert session.token_ids() == tokens[:2]
         session.close()
         assert client.sessions() == []
         assert client.status(check=True).integrity == []

@@ -180,7 +180,7 @@ def test_a_tokenizer_comes_along(address: str) -> None:
         with djinn.Session(handle.name, address=address) as s:
             reply = s.generate("def ", max_tokens=12, ignore_eos=True)
             s.chat("x = 1", max_tokens=1)
-            assert s.token_ids[:-1] == tokenizer.encode("# user\nx = 1<|endoftext|># assistant\n").ids
+            assert s.token_ids()[:-1] == tokenizer.encode("# user\nx = 1<|endoftext|># assistant\n").ids
         assert (reply.token_ids, reply.text) == (expected, tokenizer.decode(expected))
     with djinn.share_model(tiny, kv_bytes=KV, address=address) as handle:
         with djinn.Session(handle.name, address=address) as s:

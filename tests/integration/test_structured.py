@@ -86,7 +86,7 @@ def test_a_stream_has_the_text_of_a_collected_call(open_session: Callable[[], Se
 def test_a_format_that_cannot_be_followed_is_refused_and_the_session_stays(open_session: Callable[[], Session]) -> None:
     with open_session() as session:
         session.generate("Once", max_tokens=2)
-        before = session.token_ids
+        before = session.token_ids()
         refused: list[Any] = [
             {"response_format": {"type": "json_schema", "schema": {"type": "string", "minLength": 3, "maxLength": 1}}},
             {"response_format": {"type": "json_schema", "schema": {"type": "nonsense"}}},
@@ -97,7 +97,7 @@ def test_a_format_that_cannot_be_followed_is_refused_and_the_session_stays(open_
         for options in refused:
             with pytest.raises(GrammarRejected):
                 session.generate(" more", max_tokens=20, **options)
-            assert session.token_ids == before
+            assert session.token_ids() == before
         with pytest.raises(InvalidRequest):
             session.generate(" more", regex="a", grammar='start: "a"')
 
@@ -109,7 +109,7 @@ def test_forced_tokens_in_one_chunk_equal_those_computed_one_by_one(open_session
         with open_session() as session, open_session() as other:
             reply = session.generate("A person:", **options)
             told = other.generate("A person:", logprobs=2, **options)
-            assert reply.token_ids == told.token_ids == session.token_ids[-len(reply.token_ids) :]
+            assert reply.token_ids == told.token_ids == session.token_ids()[-len(reply.token_ids) :]
             assert len(told.logprobs) == len(told.token_ids)
             assert all(entry.token <= 0 and len(entry.top) == 2 for entry in told.logprobs)
 

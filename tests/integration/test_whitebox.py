@@ -67,7 +67,7 @@ def test_captures_equal_what_hooks_see(family: Path, roomy_daemon: Daemon) -> No
     prompt = prompt_of(300, 1)
     with djinn.Session(str(family), address=roomy_daemon.address) as s:
         cache = s.capture(names).run(prompt, max_tokens=NEW, ignore_eos=True)
-        tokens = s.token_ids
+        tokens = s.token_ids()
         last = s.capture("blocks.*.hook_resid_post").run()
     assert tokens[300:] == cache.generated.token_ids == reference.greedy(family, prompt, NEW)
     assert cache.positions == range(300 + NEW - 1) and last.positions == range(300 + NEW - 1, 300 + NEW)
@@ -255,5 +255,5 @@ def test_refused_requests_leave_the_session_as_it_was(llama: Path, roomy_daemon:
         ):
             with pytest.raises(djinn.InvalidRequest, match=words):
                 act()
-        assert s.token_ids == [] and s.edits() == []
+        assert s.token_ids() == [] and s.edits() == []
         assert go_on(s, prompt) == reference.greedy(llama, prompt, NEW)

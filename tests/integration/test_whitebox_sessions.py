@@ -41,7 +41,7 @@ def test_an_edit_without_positions_applies_until_it_is_removed(llama: Path, room
         assert [told.spans for told in s.edits()] == [[(began, ended)]]
         until = Change(WHERE, ops.add(V, 3), start=began, end=ended)
         assert go_on(s) == model.greedy(tokens, NEW, [until])
-        assert s.token_ids[: len(tokens)] == tokens
+        assert s.token_ids()[: len(tokens)] == tokens
 
 
 def test_computed_positions_are_computed_again(llama: Path, roomy_daemon: Daemon) -> None:
@@ -197,8 +197,8 @@ class Edited:
 
     def check(self, address: str) -> None:
         """Checks that tokens, edits and next tokens are as they were."""
-        with djinn.attach(self.id, address=address) as s:
-            assert s.token_ids == self.tokens
+        with djinn.Session.attach(self.id, address=address) as s:
+            assert s.token_ids() == self.tokens
             assert s.edits() == self.edits and s.info.edits == 2  # that have not ended
             with s.fork() as t:
                 assert go_on(t) == self.next
@@ -209,7 +209,7 @@ class Edited:
 def test_edited_pages_leave_the_device_and_come_back(llama: Path, roomy_daemon: Daemon, tier: Tier) -> None:
     edited = Edited(llama, str(llama), roomy_daemon.address)
     djinn.pause(edited.id, tier, address=roomy_daemon.address)
-    djinn.resume(edited.id, address=roomy_daemon.address)
+    djinn.unpause(edited.id, address=roomy_daemon.address)
     edited.check(roomy_daemon.address)
 
 
@@ -220,7 +220,7 @@ def test_a_session_saved_with_its_kv(llama: Path, roomy_daemon: Daemon, tmp_path
         s.steer("blocks.2", V, scale=3)
         tokens = prompt + go_on(s, prompt)
         s.save(tmp_path / "edited")
-    with djinn.load(tmp_path / "edited", address=roomy_daemon.address) as t:
+    with djinn.load_session(tmp_path / "edited", address=roomy_daemon.address) as t:
         assert t.info.foreign_kv and t.edits() == []
         # The last token's KV is computed again if nothing follows it: see docs/guide/export.md.
         over = Change(WHERE, ops.add(V, 3), end=len(tokens) - 1)
@@ -232,7 +232,7 @@ def test_kv_of_a_client_can_be_edited_only_from_its_end_on(llama: Path, roomy_da
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         tokens = prompt + go_on(s, prompt)
         kv = s.kv()
-    with djinn.from_kv(str(llama), tokens, kv, address=roomy_daemon.address) as t:
+    with djinn.Session.from_kv(str(llama), tokens, kv, address=roomy_daemon.address) as t:
         with pytest.raises(djinn.InvalidRequest, match="cannot be computed again"):
             t.patch(V, "blocks.1", positions=[3])
         t.steer("blocks.2", V, scale=3)

@@ -361,7 +361,7 @@ def models_of_others(address: str, folder: Path) -> None:
 def sessions_of_others(address: str, folder: Path) -> None:
     for info in djinn.sessions(address=address):
         with suppress(DjinnError):
-            djinn.attach(info.id, address=address).close()
+            djinn.Session.attach(info.id, address=address).close()
 
 
 ATTACKS: tuple[Attack, ...] = (

@@ -61,8 +61,8 @@ def paused(session: Session) -> None:
                 size, took = f"{moved.nbytes / 2**20:.1f} MiB", f"{moved.seconds * 1e3:.0f} ms"
                 pages = "1 page" if moved.pages == 1 else f"{moved.pages} pages"
                 page.note(f"{pages}, {size}, went to the host in {took}.")
-                page.code("s.resume()")
-                session.resume()
+                page.code("s.unpause()")
+                session.unpause()
     said.end()
 
 

@@ -32,10 +32,10 @@ def difference(cache):
 # %% The clean run, of which everything is kept; and the other one, which stays open.
 with djinn.Session(MODEL) as s:
     clean = s.capture(["blocks.*.hook_resid_post", "logits"]).run(CLEAN)
-    clean_ids = s.token_ids
+    clean_ids = s.token_ids()
 corrupted = djinn.Session(MODEL)
 high, low = difference(clean), difference(corrupted.capture("logits").run(CORRUPTED))
-ids = corrupted.token_ids
+ids = corrupted.token_ids()
 assert len(ids) == len(clean_ids), "the texts must have their tokens at the same positions"
 print(f"' self' over ' cls': {high:+.2f} in the clean run, {low:+.2f} in the other one")
 

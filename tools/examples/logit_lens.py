@@ -40,7 +40,7 @@ def shown(probabilities):
     return f"{tokenizer.decode([best])!r:.9} {float(probabilities[best]):.0%}"
 
 
-tokens = [tokenizer.decode([token]) for token in session.token_ids]
+tokens = [tokenizer.decode([token]) for token in session.token_ids()]
 print(f"{'after':26}" + "".join(f"{token!r:>16}" for token in tokens[-SHOWN:]))
 for name in residuals:
     print(f"{name:26}" + "".join(f"{shown(row):>16}" for row in lens[name][-SHOWN:]))

@@ -8,7 +8,7 @@ import msgspec
 
 from djinn_client.protocol.fields.bounds import Name, Whole
 
-When = Literal["always", "prefill", "decode"]
+When = Literal["every", "prefill", "decode", "always"]  # "always" is "every" in the words of older clients
 
 
 class BreakpointInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -17,7 +17,7 @@ class BreakpointInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     id: int
     point: str
-    when: When = "always"
+    when: When = "every"
     every: int = 1
     spans: list[tuple[int, int]] | None = None
 

@@ -9,8 +9,8 @@ import msgspec
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.bounds import Name
 
-SignalKind = Literal["IO_WAIT", "COMPUTE", "PREFILL", "DECODE"]
-SIGNAL_KINDS: tuple[SignalKind, ...] = ("IO_WAIT", "COMPUTE", "PREFILL", "DECODE")
+SignalKind = Literal["IO_WAIT", "COMPUTE", "PREFILL", "DECODE", "io_wait", "compute", "prefill", "decode"]
+SIGNAL_KINDS = ("IO_WAIT", "COMPUTE", "PREFILL", "DECODE")
 MAX_EXPECTED_S = 86400.0
 MAX_TOOL_NAME = 64  # characters
 
@@ -24,7 +24,7 @@ class Signal(msgspec.Struct, tag="signal", omit_defaults=True):
     It is advice: a daemon ignores one that it does not understand, and one for a session that it does not know."""
 
     session: Name
-    kind: Name  # a SignalKind; any word decodes, so that a newer client's does no harm
+    kind: Name  # of SIGNAL_KINDS; any word decodes, so that a newer client's does no harm
     expected_s: float = 0.0
     tool: Name = ""
 

@@ -90,7 +90,7 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
     if hit is None:
         raise InvalidRequest(
             "the session is at no hit: its last call did not stop at a breakpoint, or its tokens have "
-            "changed since; resume(from_=hit) goes back to one",
+            "changed since; resume_from(hit) goes back to one",
             field="resume",
         )
     assert model.points is not None

@@ -23,7 +23,7 @@ class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
     number: int
     point: str  # as the client has named it
     block: int
-    when: When = "always"
+    when: When = "every"
     every: int = 1
     extents: tuple[Extent, ...] | None = None  # None: all positions
 

@@ -286,7 +286,7 @@ def test_pausing_and_resuming_while_a_stream_is_open(daemon: ScriptedDaemon) -> 
         assert next(stream).text == "a"
         reply = s.pause(tier="disk")
         assert (reply.tier, reply.pages, reply.nbytes, reply.seconds) == ("disk", 3, 12, 0.5)
-        s.resume()
+        s.unpause()
         assert [piece.text for piece in stream] == ["b"]
 
 
@@ -316,7 +316,7 @@ def test_asyncio_pauses_while_a_call_runs(daemon: ScriptedDaemon) -> None:
             call = asyncio.create_task(s.generate())
             await asyncio.sleep(0)
             assert (await s.pause()).pages == 1
-            await s.resume()
+            await s.unpause()
             assert (await call).text == "whole"
 
     address = daemon.play(session, pause, resume)

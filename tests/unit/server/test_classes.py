@@ -176,7 +176,7 @@ def test_a_session_restored_after_a_restart(daemon, wire, opened):
     daemon.stop()
     daemon.start()
     wait_for(lambda: daemon.log.count("djinnd_ready") == 2)
-    with djinn.attach(opened, address=daemon.address) as s:
+    with djinn.Session.attach(opened, address=daemon.address) as s:
         told = s.why()
         assert (told.state, told.reason) == (
             "idle",
@@ -186,7 +186,7 @@ def test_a_session_restored_after_a_restart(daemon, wire, opened):
 
 def test_both_clients_and_the_module_give_the_same_answer(daemon, wire, opened):
     async def main():
-        session = await djinn.attach_async(opened, address=daemon.address)
+        session = await djinn.AsyncSession.attach(opened, address=daemon.address)
         try:
             return await session.why()
         finally:

@@ -134,8 +134,8 @@ def test_clients_attach_to_sessions_while_the_last_engine_ends(serve, folder):
         stack.callback(process.kill)  # if an assertion fails
         sleeper = int(process.stdout.readline())
         wait_for(lambda: is_listening(daemon.address))
-        attached = djinn.attach(session.id, address=daemon.address)
-        assert attached.token_ids == [5, 2, 3]
+        attached = djinn.Session.attach(session.id, address=daemon.address)
+        assert attached.token_ids() == [5, 2, 3]
         assert (djinn.status(address=daemon.address).state, daemon.starts) == ("starting", 1)
         os.kill(sleeper, signal.SIGKILL)
         assert attached.generate(max_tokens=2).token_ids == [1, 2]

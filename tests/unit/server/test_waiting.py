@@ -108,7 +108,7 @@ def test_pausing_during_a_stream_from_another_connection(daemon, wire, opened):
     assert (info.state, info.pages, info.host_pages) == ("paused", 0, 1)
     assert states(daemon) == (0, 1)
     assert wire.ask(Ping(id=3)) == Done(id=3), "a piece came after the pause"
-    djinn.resume(opened, address=daemon.address)
+    djinn.unpause(opened, address=daemon.address)
     assert info_of(daemon, opened).state == "running"
     daemon.step(2)
     pieces += [wire.reply(), wire.reply()]

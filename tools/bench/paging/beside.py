@@ -128,7 +128,7 @@ class Pagers:
             self._present.append(comes)
             self._waiting.append(leaves)
             await leaves.pause("host")
-            await comes.resume()
+            await comes.unpause()
             moves += 1
             await asyncio.sleep(self._arrival_s)
             with suppress(TimeoutError):

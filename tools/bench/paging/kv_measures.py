@@ -88,7 +88,7 @@ def exchange(model: PagedModel, expected_s: float) -> tuple[Copied, Copied]:
 
 def _arrival(model: PagedModel, session: djinn.Session) -> float:
     began = time.perf_counter()
-    session.resume()
+    session.unpause()
     model.wait_until(session, lambda info: info.state == "idle" and info.pages > 0)
     return time.perf_counter() - began
 
@@ -159,7 +159,7 @@ def from_disk(model: PagedModel, rounds: int) -> tuple[list[Copied], list[Woken]
             down.append(Copied(reply.nbytes, reply.seconds, 0, 0.0))
             model.overwrite()
             began = time.perf_counter()
-            session.resume()
+            session.unpause()
             computed = session.generate(max_tokens=1, ignore_eos=True).usage.computed_tokens
             up.append(Woken(time.perf_counter() - began, reply.nbytes, computed))
     return down, up

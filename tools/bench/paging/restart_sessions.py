@@ -94,7 +94,7 @@ def restarted(address: str, left: Sequence[Left], work: Work) -> dict[str, Any]:
         clock = Clock(address)
         client.restart(warm=True)
     clock.await_successor()
-    sessions = [djinn.attach(one.id, address=address) for one in left]
+    sessions = [djinn.Session.attach(one.id, address=address) for one in left]
     clock.note("all attached")
     replies = []
     for session in sessions:

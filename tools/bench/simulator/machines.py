@@ -204,7 +204,7 @@ async def _moving(model: PagedModel, alone: float) -> tuple[Line, Line]:
             down.append(time.perf_counter() - began)
             await asyncio.to_thread(model.overwrite)
             began = time.perf_counter()
-            await session.resume()
+            await session.unpause()
             up.append((await _times(session, 1))[0] - began - alone)
             await session.close()
         ups.append((pages * info.page_bytes, statistics.median(up)))

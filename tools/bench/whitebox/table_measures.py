@@ -69,7 +69,7 @@ def stopped(model: PagedModel, depth: int, prompt: Sequence[int], tokens: int) -
     generated tokens."""
     found = Stopping([], [], [], [])
     with djinn.Session(MODEL, address=model.address) as session:
-        session.breakpoint(layer=depth - 1)
+        session.breakpoint(layer=depth - 1, when="every")
         for number in range(tokens):
             hit = session.run(None if number else prompt, max_tokens=1, ignore_eos=True)
             assert isinstance(hit, djinn.Hit) and hit.info.block == depth, hit
@@ -103,7 +103,7 @@ def beside(model: PagedModel, depth: int) -> dict[str, list[Joined]]:
     found: dict[str, list[Joined]] = {}
     with ExitStack() as opened:
         other, plain, stops, captures = (opened.enter_context(model.session(CONTEXT)) for _ in range(4))
-        stops.breakpoint(layer=depth - 1)
+        stops.breakpoint(layer=depth - 1, when="every")
         capture = captures.capture([point_behind(depth)])
         ways: dict[str, tuple[djinn.Session, Callable[[], object]]] = {
             "plain": (plain, lambda: plain.generate(max_tokens=1, ignore_eos=True)),

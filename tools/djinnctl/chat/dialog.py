@@ -105,5 +105,5 @@ class Dialog:
 
     def _wake(self) -> None:
         if self.branch.paused:
-            self.branch.session.resume()
+            self.branch.session.unpause()
             self.branch.paused = False

@@ -70,7 +70,7 @@ def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> No
 def resume(settings: Settings, session: str) -> None:
     """Let SESSION go on from where `djinnctl pause` stopped it."""
     with settings.client() as client:
-        client.resume_session(session)
+        client.unpause_session(session)
     settings.tell({"resumed": session}, f"resumed {session}")
 
 

@@ -160,7 +160,7 @@ def test_each_call_of_the_module(daemon: ScriptedDaemon) -> None:
     assert djinn.trace(steps=3, seconds=0.5, address=address).spans == [Span("step", "step", 0.0, 0.5, {"rows": 3})]
     assert djinn.pause("s-1", address=address).tier == "host"
     assert djinn.pause("s-1", "disk", address=address).tier == "disk"
-    djinn.resume("s-1", address=address)
+    djinn.unpause("s-1", address=address)
     djinn.set_priority("s-1", "batch", address=address)
     assert djinn.why("s-1", address=address) == WHY
     djinn.unload("djinn-tiny", force=True, address=address)

@@ -96,7 +96,7 @@ def test_every_call(daemon: ScriptedDaemon) -> None:
             assert stream.result.text == "abc"
             np.testing.assert_array_equal(await s.forward([1, 2]), values)
             await s.truncate(1)
-            assert await s.token_ids == [7]
+            assert await s.token_ids() == [7]
         await s.close()
 
     address = daemon.play(script)
@@ -256,7 +256,7 @@ def test_detach_and_attach(daemon: ScriptedDaemon) -> None:
     async def main() -> None:
         s = await djinn.AsyncSession("djinn-tiny", address=address).open()
         await s.detach()
-        async with await djinn.attach_async(s.id, address=address) as again:
+        async with await djinn.AsyncSession.attach(s.id, address=address) as again:
             assert again.info.tokens == 7
 
     address = daemon.play(Line.open_session, second)

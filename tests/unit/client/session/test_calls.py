@@ -189,7 +189,7 @@ def test_closing_a_stream_that_is_still_held(daemon: ScriptedDaemon, how: str) -
                 pass
         stream.close()
         assert list(stream) == []
-        assert s.token_ids == [1]
+        assert s.token_ids() == [1]
 
 
 def test_a_call_inside_the_loop_over_a_stream_is_refused(daemon: ScriptedDaemon) -> None:
@@ -291,7 +291,7 @@ def test_truncate_and_token_ids(daemon: ScriptedDaemon) -> None:
 
     with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
         s.truncate(10)
-        assert s.token_ids == [4, 5]
+        assert s.token_ids() == [4, 5]
 
 
 def test_the_daemon_s_errors_leave_the_session_usable(daemon: ScriptedDaemon) -> None:
@@ -368,7 +368,7 @@ def test_detach_and_attach(daemon: ScriptedDaemon) -> None:
     with pytest.raises(InvalidRequest, match="was detached here"):
         s.generate("x")
     s.close()  # leaves it alive
-    with djinn.attach(s.id, address=address) as again:
+    with djinn.Session.attach(s.id, address=address) as again:
         assert again.info.tokens == 7
     with pytest.raises(InvalidRequest, match="was closed here"):
         again.generate("x")
@@ -382,7 +382,7 @@ def test_attach_to_nothing(daemon: ScriptedDaemon) -> None:
         line.expect_hang_up()
 
     with pytest.raises(SessionNotFound, match="s-9"):
-        djinn.attach("s-9", address=daemon.play(script))
+        djinn.Session.attach("s-9", address=daemon.play(script))
 
 
 def test_a_lost_connection_is_an_error_once_and_then_made_anew(daemon: ScriptedDaemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import djinn_client as djinn
-from djinn_client.errors import InvalidRequest, ProtocolError
+from djinn_client.errors import InvalidRequest, ProtocolError, SessionStateError
 from djinn_client.protocol import (
     AddBreakpoint,
     AddEdit,
@@ -25,7 +26,6 @@ from djinn_client.protocol import (
     ListModels,
     Models,
     Piece,
-    ResumeSession,
     SessionOpened,
     Truncate,
 )
@@ -56,7 +56,7 @@ def test_breakpoints(daemon: ScriptedDaemon) -> None:
 
     def script(line: Line) -> None:
         line.open_session()
-        for number in (7, 8):
+        for number in (7, 8, 9):
             requests.append(line.expect(AddBreakpoint))
             line.send(BreakpointAdded(id=requests[-1].id, breakpoint=number))
         line.send(Breakpoints(id=line.expect(ListBreakpoints).id, breakpoints=[info]))
@@ -68,15 +68,17 @@ def test_breakpoints(daemon: ScriptedDaemon) -> None:
     with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
         layer = s.breakpoint(layer=20, when="decode", every=3)
         point = s.breakpoint("hook_embed", positions=torch.tensor([2, 4]))
+        s.breakpoint("blocks.3")
         assert (layer.id, point.id, repr(layer)) == (7, 8, "<Breakpoint 7 of s-1>")
         assert s.breakpoints() == [info]
         layer.remove()
         for arguments in ({}, {"point": "blocks.1", "layer": 1}, {"layer": 1, "when": "now"}):
             with pytest.raises(InvalidRequest):
                 s.breakpoint(**arguments)  # type: ignore[arg-type]
-    first, second = requests
+    first, second, third = requests
     assert (first.session, first.point, first.when, first.every) == ("s-1", info.point, "decode", 3)
-    assert (second.point, second.when, second.every, second.positions) == ("hook_embed", "always", 1, [2, 4])
+    assert (second.point, second.when, second.every, second.positions) == ("hook_embed", "every", 1, [2, 4])
+    assert (third.when, third.every, third.positions) == ("prefill", 1, None), "a call stops once"
 
 
 # --- hits -----------------------------------------------------------------------------------------------------------
@@ -181,9 +183,9 @@ def test_what_is_no_replacement_leaves_the_session_at_the_hit(daemon: ScriptedDa
             (np.zeros((3, 3)), "is float64, and the activation float32"),
             ([[1.0] * 3] * 3, "and the activation"),
         ):
-            for from_ in (None, hit, earlier):
+            for refused in (s.resume, partial(s.resume_from, hit), partial(s.resume_from, earlier)):
                 with pytest.raises(InvalidRequest, match=words):
-                    s.resume(wrong, from_=from_)
+                    refused(wrong)
         assert isinstance(s.resume(), djinn.Generated), "as it was, and nothing is sent of it"
 
 
@@ -260,11 +262,11 @@ def test_from_an_earlier_hit_and_on_a_fork(daemon: ScriptedDaemon) -> None:
         hit = s.run("text")
         assert isinstance(hit, djinn.Hit)
         s.resume()
-        s.resume(from_=hit, max_tokens=3)
+        s.resume_from(hit, max_tokens=3)
         hit.activation[0, 0] = 0
-        s.resume(from_=hit)
+        s.resume_from(hit)
         with s.fork() as t:
-            t.resume(from_=hit)
+            t.resume_from(hit)
     assert [call.hit for call in calls] == [AT] * 3 and all(call.resume for call in calls)
     assert [edit.positions for edit in edits] == [[4, 5, 6]] * 3, "all of it, whatever has been edited since"
     assert [rows(edit)[0] for edit in edits] == [[4.0] * 3, [0.0] * 3, [0.0] * 3]
@@ -289,7 +291,7 @@ def test_from_a_checkpoint_of_what_a_call_has_captured(daemon: ScriptedDaemon) -
         cache = s.capture("model.layers.1").run("text", max_tokens=1)
         checkpoint = cache.checkpoint("blocks.1")
         checkpoint.activation[0, 0] = 0
-        s.resume(from_=checkpoint)
+        s.resume_from(checkpoint)
     at = HitInfo(breakpoint=None, point="blocks.1", block=2, first=FIRST, end=6, prompt_end=6)
     assert (calls[0].resume, calls[0].hit) == (True, at)
     assert (edits[0].points, edits[0].positions) == (["blocks.1"], [4, 5])
@@ -301,16 +303,11 @@ def test_from_the_hit_that_the_session_is_at(daemon: ScriptedDaemon) -> None:
     with djinn.Session("djinn-tiny", address=at_hit(daemon, lambda line: calls.append(finish(line)))) as s:
         hit = s.run("text")
         assert isinstance(hit, djinn.Hit)
-        s.resume(from_=hit)
+        s.resume_from(hit)
     assert calls[0].resume and calls[0].hit is None
 
 
-def test_a_paused_session_and_one_that_is_neither(daemon: ScriptedDaemon) -> None:
-    def beside(line: Line) -> None:
-        line.welcome()
-        line.send(Done(id=line.expect(ResumeSession).id))
-        line.expect_hang_up()
-
+def test_a_session_at_no_hit_is_not_resumed(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.open_session()
         finish(line)
@@ -319,15 +316,18 @@ def test_a_paused_session_and_one_that_is_neither(daemon: ScriptedDaemon) -> Non
         line.send(Done(id=request.id))
         expect_close(line)
 
-    address = daemon.play(script, beside)
-    with djinn.Session("djinn-tiny", address=address) as s:
-        assert s.resume() is None
-        assert isinstance(s.run("text"), djinn.Generated) and s.resume() is None
+    def expect_refusal(s: djinn.Session, *arguments: object) -> None:
+        with pytest.raises(SessionStateError, match="at no breakpoint"):
+            s.resume(*arguments)
+
+    with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
+        expect_refusal(s)
+        assert isinstance(s.run("text"), djinn.Generated)
+        expect_refusal(s)
         assert isinstance(s.run("text"), djinn.Hit)
         s.truncate(2)
-        assert s.resume() is None, "it is at no hit any more"
-        with pytest.raises(InvalidRequest, match="at no hit"):
-            s.resume(np.zeros((3, 3), np.float32))
+        expect_refusal(s)
+        expect_refusal(s, np.zeros((3, 3), np.float32))
 
 
 def test_a_session_that_is_found_at_a_hit(daemon: ScriptedDaemon) -> None:
@@ -424,7 +424,7 @@ def test_the_same_in_asyncio(daemon: ScriptedDaemon) -> None:
             assert isinstance(hit, djinn.Hit)
             hit.activation[:, -1] *= 0.5
             hit = await s.resume()
-            assert isinstance(hit, djinn.Hit) and isinstance(await s.resume(from_=hit), djinn.Generated)
+            assert isinstance(hit, djinn.Hit) and isinstance(await s.resume_from(hit), djinn.Generated)
             await breakpoint.remove()
 
     before = open_descriptors()

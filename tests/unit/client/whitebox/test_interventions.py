@@ -78,7 +78,7 @@ def test_a_call_goes_on_by_itself(daemon: ScriptedDaemon) -> None:
     daemon.stop()
     assert open_descriptors() == before - 1  # the listener's is closed, too
     breakpoint, _, first, second, (edit,), third = told
-    assert (breakpoint.point, breakpoint.when, breakpoint.every) == ("model.layers.1", "always", 1)
+    assert (breakpoint.point, breakpoint.when, breakpoint.every) == ("model.layers.1", "every", 1)
     assert [call.resume for call in (first, second, third)] == [False, True, True]
     assert [call.max_tokens for call in (first, second, third)] == [5, 5, 4]
     assert (first.text, second.text, third.sampling.temperature) == ("text", None, 0.5)
@@ -221,7 +221,7 @@ def test_a_stop_string_over_two_parts_leaves_the_hit(daemon: ScriptedDaemon) -> 
         answer = s.generate("text", stop="\n\n")
         assert (answer.text, answer.token_ids, answer.finish_reason) == ("x", [5, 6], "stop")
         assert answer.hit is None and answer.captured is None
-        assert s.resume() is None
+        s.unpause()
         s.generate()
     daemon.stop()
     assert open_descriptors() == before - 1  # the listener's is closed, too

@@ -301,7 +301,7 @@ def test_a_sleeping_model_sleeps_on_in_the_next_daemon_and_finds_its_pages(serve
     with daemon.client() as client:
         assert asleep(client) and len(daemon.arena()) == 2
         assert client.status(check=True).integrity == []
-        session = djinn.attach(session.id, address=daemon.address)
+        session = djinn.Session.attach(session.id, address=daemon.address)
         assert session.generate(max_tokens=1).token_ids == [3]
         wait_for(lambda: "pages: kept" in str(model(client).notes))
         session.close()
