@@ -8,7 +8,7 @@ from typing import Literal
 
 import click
 
-from djinn_client import Client, SessionNotFound, attach
+from djinn_client import Client, Session, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnctl.command import EXIT_CODES, FAILED, Settings, everywhere, pass_settings
 from djinnctl.options import watch_option
@@ -108,10 +108,10 @@ def why(settings: Settings, watch: float | None, session: str) -> None:
 def fork(settings: Settings, session: str) -> None:
     """Fork SESSION and print the id of the new session. SESSION must be yours and idle.
 
-    `djinn_client.attach` takes the new session up, within limits.session_grace.
+    `djinn_client.Session.attach` takes the new session up, within limits.session_grace.
     """
     with settings.patience():
-        parent = attach(session, address=settings.address)
+        parent = Session.attach(session, address=settings.address)
     forked = parent.fork()
     for each in (forked, parent):
         each.detach()

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 
 import djinn_client as djinn
@@ -198,3 +201,18 @@ def test_a_client_makes_a_lost_connection_anew(daemon: ScriptedDaemon) -> None:
             client.ping()  # meets the hang-up
         except djinn.ConnectionLost:
             client.ping()
+
+
+def test_threads_share_a_client(daemon: ScriptedDaemon) -> None:
+    together = threading.Barrier(2, timeout=30)
+
+    def script(line: Line) -> None:
+        line.welcome()
+        while (request := line.receive()) is not None:
+            together.wait()  # both calls have come
+            line.send(Done(id=request.id))
+
+    with djinn.Client(daemon.play(script)) as client, ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            for call in [threads.submit(client.ping) for _ in range(2)]:
+                call.result(30)
