@@ -82,7 +82,7 @@ async def test_a_call_on_a_paused_session_waits_for_its_end(api: Api, session: O
 async def test_closing_a_paused_session(api: Api, session: Opener) -> None:
     async with session() as s:
         await s.pause()
-    for call in (djinn.pause, djinn.resume):
+    for call in (djinn.pause, djinn.unpause):
         with pytest.raises(SessionNotFound):
             await asyncio.to_thread(call, s.id, address=api.address)
 

@@ -325,9 +325,10 @@ def test_a_refused_request_leaves_the_session_at_its_hit(llama: Path, roomy_daem
             assert s.edits() == [] and djinn.sessions(address=roomy_daemon.address)[0].state == "stopped"
         breakpoint.remove()
         assert expect_end(s.resume(max_tokens=NEW, ignore_eos=True)) == reference.greedy(llama, prompt, NEW)
-        with pytest.raises(djinn.InvalidRequest, match="at no hit"):
-            s.resume(max_tokens=NEW)
-        assert s.resume() is None, "the session is not paused either"
+        for options in ({}, {"max_tokens": NEW}):
+            with pytest.raises(djinn.SessionStateError, match="at no breakpoint"):
+                s.resume(**options)  # type: ignore[arg-type]
+        s.unpause()  # of a session that is not paused
 
 
 def test_ten_thousand_breakpoints_are_refused_at_the_limit(llama: Path, roomy_daemon: Daemon) -> None:
