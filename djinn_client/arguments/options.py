@@ -13,7 +13,7 @@ from djinn_client.arguments.mistakes import mistake
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
 from djinn_client.protocol import Generate, Request, Sampling, Signal
 from djinn_client.protocol.fields.output_format import output_format
-from djinn_client.protocol.fields.placing import ring_bytes
+from djinn_client.protocol.fields.placing import Placing, ring_bytes
 
 M = TypeVar("M", bound=Request | Signal)
 
@@ -127,8 +127,6 @@ class PlacingOptions(TypedDict, total=False):
     slots                of the ring, each for the largest streamed block; default: the engine decides
     packing              False: no block is put into the lossless 12-bit code; default True
     keep_host            False: the copy in host memory goes once every block is resident; default True
-    prefetch             False: each copy waits for its block's turn, for comparison; default True
-    piece_bytes          of one copy over the bus; default: the engine decides
     """
 
     resident: int | float | Literal["auto"] | None
@@ -136,8 +134,6 @@ class PlacingOptions(TypedDict, total=False):
     slots: int | None
     packing: bool | None
     keep_host: bool | None
-    prefetch: bool | None
-    piece_bytes: int | None
 
 
 _SAMPLING = frozenset(Sampling.__struct_fields__)
@@ -185,7 +181,8 @@ def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
     """The fields of a Placing; None: as configured. Raises TypeError for an option that does not exist, InvalidRequest
     for gigabytes that are none."""
     fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    if unknown := sorted(options.keys() - PlacingOptions.__annotations__.keys()):
+    # The other fields of a Placing are for benches, which compare.
+    if unknown := sorted(options.keys() - PlacingOptions.__annotations__.keys() - set(Placing.__struct_fields__)):
         raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(PlacingOptions.__annotations__)}")
     if fields.get("resident") == "auto":
         fields["resident"] = None

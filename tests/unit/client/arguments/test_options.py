@@ -116,9 +116,7 @@ def test_placing_options() -> None:
     assert placing(resident=29) == Placing(resident=29)
     assert placing(resident="auto") == Placing()
     assert placing(ring_gb=4.5, packing=False) == Placing(ring_bytes=4_500_000_000, packing=False)
-    assert placing(keep_host=False, prefetch=False, piece_bytes=1 << 20, slots=None) == Placing(
-        keep_host=False, prefetch=False, piece_bytes=1 << 20
-    )
+    assert placing(keep_host=False, slots=None) == Placing(keep_host=False)
 
 
 def test_every_placing_option_is_documented() -> None:
