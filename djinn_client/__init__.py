@@ -45,7 +45,6 @@ from djinn_client.api.functions import (
     unpause,
     why,
 )
-from djinn_client.arguments.old_names import warn_of
 from djinn_client.arguments.options import ChatOptions, GenerateOptions, PlacingOptions
 from djinn_client.errors import (
     Busy,
@@ -83,6 +82,7 @@ from djinn_client.errors import (
     VersionMismatch,
 )
 from djinn_client.handover.kv import KV, KvWindow, kv_window
+from djinn_client.old_names import warn_of
 from djinn_client.protocol import (
     BudgetReply,
     DeviceInfo,
@@ -114,8 +114,8 @@ from djinn_client.protocol.fields.placing import ModelPlan
 from djinn_client.protocol.fields.scheduling import Latency, QuotaUse, ResourceUse, Spread, Why
 from djinn_client.session.streaming import Stream
 from djinn_client.tensors.cache import Cache
-from djinn_client.tensors.checkpoints import Checkpoint
 from djinn_client.tensors.hits import Hit
+from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.version import __version__
 from djinn_client.whitebox.breakpoint_calls import Breakpoint
 from djinn_client.whitebox.interventions import Intervention, InterventionContext
@@ -143,7 +143,6 @@ __all__ = [
     "ChatDelta",
     "ChatMessage",
     "ChatOptions",
-    "Checkpoint",
     "Client",
     "ConnectionLost",
     "DeviceInfo",
@@ -194,6 +193,7 @@ __all__ = [
     "Record",
     "RecordInfo",
     "ResourceUse",
+    "ResumePoint",
     "Retry",
     "Session",
     "SessionBusy",
@@ -262,6 +262,7 @@ _LATER = {
 }
 
 _OLD_NAMES = {  # names of the last release, and what they are now
+    "Checkpoint": "ResumePoint",
     "attach": "Session.attach",
     "attach_async": "AsyncSession.attach",
     "from_kv": "Session.from_kv",

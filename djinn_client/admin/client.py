@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from djinn_client.admin.daemon_calls import DaemonCalls
 from djinn_client.admin.loading_line import loading_line
-from djinn_client.arguments.old_names import warn_of
+from djinn_client.old_names import warn_of
 from djinn_client.transport.steps import Steps, run
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from djinn_client.arguments.messages import Message
-from djinn_client.arguments.old_names import former_property
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
 from djinn_client.handover.kv import KV, exported_kv
 from djinn_client.handover.session_import import Import, import_of_file, import_of_kv, save
+from djinn_client.old_names import former_property
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
 from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
 from djinn_client.protocol.fields.edits import EditInfo, Op
@@ -23,8 +23,8 @@ from djinn_client.protocol.fields.scheduling import Why
 from djinn_client.session.calls import SessionSteps
 from djinn_client.session.streaming import StreamSteps
 from djinn_client.tensors.cache import Cache
-from djinn_client.tensors.checkpoints import Checkpoint
 from djinn_client.tensors.hits import Hit
+from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.transport.aio_steps import run
 from djinn_client.transport.connection import OnProgress
 from djinn_client.whitebox import breakpoint_calls as breaking
@@ -209,10 +209,10 @@ class AsyncSession:
         return await run(breaking.resume(self._steps, replacement, options))
 
     async def resume_from(
-        self, checkpoint: Checkpoint, replacement: Any = None, **options: Unpack[GenerateOptions]
+        self, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
     ) -> Hit | Generated:
         """See Session.resume_from."""
-        return await run(breaking.resume_from(self._steps, checkpoint, replacement, options))
+        return await run(breaking.resume_from(self._steps, start, replacement, options))
 
     async def kv(self) -> KV:
         """See Session.kv."""

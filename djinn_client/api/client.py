@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from djinn_client.admin.loading_line import loading_line
 from djinn_client.arguments.messages import Message
-from djinn_client.arguments.old_names import former_property
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
 from djinn_client.handover.kv import KV, exported_kv
 from djinn_client.handover.session_import import Import, import_of_file, import_of_kv, save
+from djinn_client.old_names import former_property
 from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
 from djinn_client.protocol.fields.scheduling import Why
 from djinn_client.session.calls import SessionSteps

@@ -11,9 +11,9 @@ from djinn_client.admin.embeddings import Embeddings
 from djinn_client.admin.stateless import ConversedChatOptions, ConversedOptions, Pooling
 from djinn_client.api.client import Session
 from djinn_client.arguments.messages import Message
-from djinn_client.arguments.old_names import warn_of
 from djinn_client.arguments.options import OfChats, PlacingOptions
 from djinn_client.handover.saved_session import is_saved_session
+from djinn_client.old_names import warn_of
 from djinn_client.protocol import (
     BudgetReply,
     Class,

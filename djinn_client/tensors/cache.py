@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from djinn_client.errors import InvalidRequest, ProtocolError
+from djinn_client.old_names import warn_of
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.edits import Captured
 from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from djinn_client.protocol.fields.points import Point, PointMap
 from djinn_client.protocol.replies import Generated
 from djinn_client.tensors.arrays import window_array
-from djinn_client.tensors.checkpoints import Checkpoint
+from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.transport.shm import map_window
 
 
@@ -68,9 +69,9 @@ class Cache(Mapping[str, Any]):
         where = f"{self.positions.start} to {self.positions.stop - 1}" if self.positions else "none"
         return f"<Cache of {len(self)} points at positions {where}: {', '.join(self)}>"
 
-    def checkpoint(self, name: str, end: int | None = None) -> Checkpoint:
-        """A checkpoint of the activation at this point: `session.resume_from(cache.checkpoint(name))` goes on from it.
-        It has the positions before `end`; None is the prompt's end, and then all output is generated anew. Its
+    def resume_point(self, name: str, end: int | None = None) -> ResumePoint:
+        """The activation at this point, to go on from: `session.resume_from(cache.resume_point(name))`. It has the
+        positions before `end`; None is the prompt's end, and then all output is generated anew. Its
         activation shares this tensor's memory.
 
         Raises KeyError for a point that was not captured, InvalidRequest for one that is not between two blocks, and
@@ -87,7 +88,7 @@ class Cache(Mapping[str, Any]):
         first, end = self.positions.start, prompt_end if end is None else end
         if not first < end <= self.positions.stop:
             raise InvalidRequest(
-                f"a checkpoint ends behind one of the positions {first} to {self.positions.stop - 1}, not at {end}",
+                f"a resume point ends behind one of the positions {first} to {self.positions.stop - 1}, not at {end}",
                 field="end",
             )
         info = HitInfo(
@@ -98,7 +99,12 @@ class Cache(Mapping[str, Any]):
             end=end,
             prompt_end=min(prompt_end, end),
         )
-        return Checkpoint(info, tensor[:, : end - first], self._dtype)
+        return ResumePoint(info, tensor[:, : end - first], self._dtype)
+
+    def checkpoint(self, name: str, end: int | None = None) -> ResumePoint:
+        """The old name of `resume_point`."""
+        warn_of("checkpoint", "resume_point", stacklevel=2)
+        return self.resume_point(name, end)
 
     def _point(self, name: str) -> Point | None:
         if self._points is None or "*" in name:

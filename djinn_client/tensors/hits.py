@@ -11,7 +11,7 @@ from djinn_client.protocol import Generated
 from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from djinn_client.tensors.arrays import window_array
 from djinn_client.tensors.cache import mapped, placed
-from djinn_client.tensors.checkpoints import Checkpoint
+from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.shm import map_read_only
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class Hit(Checkpoint):
-    """A call that has stopped at a breakpoint: `run` and `resume` of a session return it. Beside what a Checkpoint has:
+class Hit(ResumePoint):
+    """A call that has stopped at a breakpoint: `run` and `resume` of a session return it. Beside what a
+    ResumePoint has:
 
     activation   is mapped from the memory that the daemon has copied it into
     generated    what `generate` would have returned: the text of this call so far, its tokens, usage, timings
@@ -52,7 +53,7 @@ class Hit(Checkpoint):
 
     @property
     def activation(self) -> Any:
-        """See Checkpoint."""
+        """See ResumePoint."""
         self._given_out = True
         return self._activation
 
@@ -73,7 +74,7 @@ class Hit(Checkpoint):
         self._written.update(position - self.positions.start for position in positions)
 
     def _bits(self, replacement: Any) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """See Checkpoint; of what is mapped, without a copy."""
+        """See ResumePoint; of what is mapped, without a copy."""
         if replacement is self._mapped or (replacement is None and self._activation is self._mapped):
             return self._window(self._memory)
         return super()._bits(replacement)

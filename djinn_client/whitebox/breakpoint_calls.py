@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
-from djinn_client.arguments.old_names import warn_of
 from djinn_client.arguments.options import GenerateOptions, build, generate_request
 from djinn_client.errors import InvalidRequest, SessionStateError
+from djinn_client.old_names import warn_of
 from djinn_client.protocol import (
     AddBreakpoint,
     AddEdit,
@@ -23,8 +23,8 @@ from djinn_client.protocol import (
 from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
 from djinn_client.session.calls import SessionSteps
 from djinn_client.tensors.arrays import expect_arrays
-from djinn_client.tensors.checkpoints import Checkpoint
 from djinn_client.tensors.hits import Hit
+from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.tensors.values import MAX_VALUES, positions_of
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.steps import Steps
@@ -95,10 +95,10 @@ def run_on(
 
 def resume(session: SessionSteps, replacement: Any, options: GenerateOptions) -> Steps[Hit | Generated]:
     """Raises SessionStateError where the session is at no hit."""
-    checkpoint = cast("dict[str, Any]", options).pop("from_", None)
-    if checkpoint is not None:
+    start = cast("dict[str, Any]", options).pop("from_", None)
+    if start is not None:
         warn_of("resume(from_=hit)", "resume_from(hit)")
-        return (yield from resume_from(session, checkpoint, replacement, options))
+        return (yield from resume_from(session, start, replacement, options))
     if session.at is None and session.is_paused and replacement is None and not options:
         warn_of("resume() of a paused session", "unpause()")
         yield from session.unpause()
@@ -119,15 +119,15 @@ def resume(session: SessionSteps, replacement: Any, options: GenerateOptions) ->
 
 
 def resume_from(
-    session: SessionSteps, checkpoint: Checkpoint, replacement: Any, options: GenerateOptions
+    session: SessionSteps, start: ResumePoint, replacement: Any, options: GenerateOptions
 ) -> Steps[Hit | Generated]:
-    if session.at is not None and checkpoint is session.hit:
+    if session.at is not None and start is session.hit:
         return (yield from resume(session, replacement, options))
     request = _resuming(session, options)
-    request.hit = checkpoint.info
+    request.hit = start.info
     # All rows: edits may have changed any of them since.
-    edits = replacing(session.info.id, checkpoint, replacement, range(len(checkpoint.positions)))
-    yield from session.truncate(checkpoint.info.end)
+    edits = replacing(session.info.id, start, replacement, range(len(start.positions)))
+    yield from session.truncate(start.info.end)
     for edit in edits:
         yield from session.call(edit, EditAdded)
     return (yield from _call(session, request))
@@ -148,18 +148,18 @@ def _call(session: SessionSteps, request: Generate) -> Steps[Hit | Generated]:
     return session.hit
 
 
-def replacing(session: str, checkpoint: Checkpoint, replacement: Any, rows: Sequence[int]) -> list[AddEdit]:
+def replacing(session: str, start: ResumePoint, replacement: Any, rows: Sequence[int]) -> list[AddEdit]:
     """The requests for the edits, as few as can carry them. Raises InvalidRequest before anything is sent."""
-    most = max(1, MAX_VALUES // checkpoint.row_bytes)
+    most = max(1, MAX_VALUES // start.row_bytes)
     edits = []
     for part in (rows[start : start + most] for start in range(0, len(rows), most)):
-        values = checkpoint.values(replacement, part)
+        values = start.values(replacement, part)
         edit = build(
             AddEdit,
             session=session,
-            points=[checkpoint.point],
+            points=[start.point],
             op="replace",
-            positions=[checkpoint.positions[row] for row in part],
+            positions=[start.positions[row] for row in part],
             rows=values.rows,
             dtype=values.dtype,
             values=values.data,

@@ -11,8 +11,8 @@ from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
 from djinn_client.protocol.fields.edits import EditInfo, Op
 from djinn_client.session.calls import SessionSteps
 from djinn_client.tensors.cache import Cache
-from djinn_client.tensors.checkpoints import Checkpoint
 from djinn_client.tensors.hits import Hit
+from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.transport.steps import run
 from djinn_client.whitebox import breakpoint_calls as breaking
 from djinn_client.whitebox import interventions
@@ -165,9 +165,9 @@ class InsideModel:
         return run(breaking.resume(self._steps, replacement, options))
 
     def resume_from(
-        self, checkpoint: Checkpoint, replacement: Any = None, **options: Unpack[GenerateOptions]
+        self, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
     ) -> Hit | Generated:
-        """Goes on as `resume` does, from this hit or checkpoint: as often as wanted, also if the session has gone on
-        since or is a fork of the session that had it. The session is truncated to the checkpoint's last position first.
+        """Goes on as `resume` does, from this hit or resume point: as often as wanted, also if the session has gone on
+        since or is a fork of the session that had it. The session is truncated to the point's last position first.
         Raises what `resume` raises."""
-        return run(breaking.resume_from(self._steps, checkpoint, replacement, options))
+        return run(breaking.resume_from(self._steps, start, replacement, options))

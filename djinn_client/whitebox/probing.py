@@ -57,7 +57,7 @@ class Capture(Generic[T]):
         given: nothing is generated. The Cache has all positions that the call computes: the prompt's and those of all
         generated tokens but the last; without a prompt it has the session's last one, at which the next token is
         chosen. Positions at which edits have just become due are computed again, and are there too. The call does not
-        stop at breakpoints: each point that it captures between two blocks is a checkpoint, see Cache.
+        stop at breakpoints: a session goes on from what it captures between two blocks, see Cache.resume_point.
 
         Raises what `generate` raises, SessionStateError while the session has functions (`intervene`), and
         InvalidRequest for points that the model does not have, and for more than a call may capture (1 GiB)."""

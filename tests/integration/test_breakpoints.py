@@ -221,7 +221,7 @@ def test_edits_from_one_block_to_the_next(llama: Path, roomy_daemon: Daemon) -> 
     assert tokens == Hooked(llama).greedy(prompt, 7, changes)
 
 
-# --- a hit is a checkpoint ------------------------------------------------------------------------------------------
+# --- a hit is a resume point ----------------------------------------------------------------------------------------
 
 
 def test_a_hit_can_be_used_repeatedly_and_on_forks(llama: Path, roomy_daemon: Daemon) -> None:
@@ -248,7 +248,7 @@ def test_a_hit_can_be_used_repeatedly_and_on_forks(llama: Path, roomy_daemon: Da
             assert expect_hit(early.run(prompt[:9])).positions == range(270 + NEW, 279 + NEW)
 
 
-def test_a_captured_call_leaves_checkpoints_at_each_block(llama: Path, roomy_daemon: Daemon) -> None:
+def test_a_captured_call_leaves_a_resume_point_behind_each_block(llama: Path, roomy_daemon: Daemon) -> None:
     """A later call goes back to each block, without or with an edit, to the prompt's end or further."""
     prompt, hooked = prompt_of(40, 17), Hooked(llama)
     plain = hooked.greedy(prompt, NEW)
@@ -256,16 +256,16 @@ def test_a_captured_call_leaves_checkpoints_at_each_block(llama: Path, roomy_dae
         cache = s.capture("blocks.*.hook_resid_post").run(prompt, max_tokens=NEW, ignore_eos=True)
         assert cache.generated.token_ids == plain
         with s.fork() as t:
-            assert expect_end(t.resume_from(cache.checkpoint("blocks.2", 42), max_tokens=NEW, ignore_eos=True)) == (
+            assert expect_end(t.resume_from(cache.resume_point("blocks.2", 42), max_tokens=NEW, ignore_eos=True)) == (
                 hooked.greedy([*prompt, *plain[:2]], NEW)
             )
         for layer in (0, 3):
-            checkpoint = cache.checkpoint(f"blocks.{layer}")
-            assert (checkpoint.layer, checkpoint.positions) == (layer, range(40))
+            point = cache.resume_point(f"blocks.{layer}")
+            assert (point.layer, point.positions) == (layer, range(40))
             with s.fork() as t:
-                assert expect_end(t.resume_from(checkpoint, max_tokens=NEW, ignore_eos=True)) == plain
-                checkpoint.activation[:, -1] *= -1
-                told = expect_end(t.resume_from(checkpoint, max_tokens=NEW, ignore_eos=True))
+                assert expect_end(t.resume_from(point, max_tokens=NEW, ignore_eos=True)) == plain
+                point.activation[:, -1] *= -1
+                told = expect_end(t.resume_from(point, max_tokens=NEW, ignore_eos=True))
             assert told == hooked.greedy(prompt, NEW, [Change(AT[layer + 1], ops.scale(-1.0), positions=[39])])
 
 

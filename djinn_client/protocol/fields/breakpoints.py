@@ -26,7 +26,7 @@ class HitInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A call has stopped: the positions from `first` up to and without `end` have been through the blocks before
     `block`, and wait there."""
 
-    breakpoint: Whole | None  # None: of a checkpoint, which no breakpoint has made
+    breakpoint: Whole | None  # None: a capture has brought them here, and no breakpoint
     point: Name  # as the breakpoint names it
     block: Whole  # that they would be given to next; the number of blocks for what the last one gives
     first: Whole

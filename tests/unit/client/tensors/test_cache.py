@@ -110,12 +110,12 @@ def test_two_names_of_a_point_are_one_point() -> None:
 
 
 @pytest.mark.parametrize("has_torch", [True, False])
-def test_a_checkpoint_has_the_prompt_s_positions(monkeypatch: pytest.MonkeyPatch, has_torch: bool) -> None:
+def test_a_resume_point_has_the_prompt_s_positions(monkeypatch: pytest.MonkeyPatch, has_torch: bool) -> None:
     """And its activation is the memory of what was captured."""
     if not has_torch:
         monkeypatch.setattr(tensors.importlib.util, "find_spec", lambda name: None)
     there = cache()
-    whole, part = there.checkpoint("model.layers.1"), there.checkpoint("blocks.1", 12)
+    whole, part = there.resume_point("model.layers.1"), there.resume_point("blocks.1", 12)
     assert whole.info == HitInfo(breakpoint=None, point="model.layers.1", block=2, first=10, end=13, prompt_end=13)
     assert part.info == HitInfo(breakpoint=None, point="blocks.1", block=2, first=10, end=12, prompt_end=12)
     assert (whole.layer, whole.positions, part.positions) == (1, range(10, 13), range(10, 12))
@@ -126,17 +126,23 @@ def test_a_checkpoint_has_the_prompt_s_positions(monkeypatch: pytest.MonkeyPatch
         assert (values.dtype, values.rows, values.data) == ("float32", 1, np.full(4, 7, np.float32).tobytes())
 
 
-def test_what_is_no_checkpoint() -> None:
+def test_a_point_from_which_no_session_resumes() -> None:
     there = cache()
     with pytest.raises(KeyError, match="was not captured"):
-        there.checkpoint("blocks.0")
+        there.resume_point("blocks.0")
     with pytest.raises(InvalidRequest, match="logits is no such point"):
-        there.checkpoint("logits")
+        there.resume_point("logits")
     for end in (10, 14):
         with pytest.raises(InvalidRequest, match=f"positions 10 to 12, not at {end}"):
-            there.checkpoint("blocks.1", end)
+            there.resume_point("blocks.1", end)
     with pytest.raises(InvalidRequest, match="of a model that is loaded"):
-        cache(points=None).checkpoint("blocks.1")
+        cache(points=None).resume_point("blocks.1")
+
+
+def test_the_old_name_of_resume_point_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="checkpoint is resume_point now") as warned:
+        assert cache().checkpoint("blocks.1", 12).positions == range(10, 12)
+    assert warned[0].filename == __file__
 
 
 def test_where_the_model_is_gone_names_are_those_that_were_asked_for() -> None:

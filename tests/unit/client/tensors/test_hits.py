@@ -273,7 +273,7 @@ def test_from_an_earlier_hit_and_on_a_fork(daemon: ScriptedDaemon) -> None:
     assert edits[2].session == "s-2"
 
 
-def test_from_a_checkpoint_of_what_a_call_has_captured(daemon: ScriptedDaemon) -> None:
+def test_from_a_resume_point_that_a_call_has_captured(daemon: ScriptedDaemon) -> None:
     """That ran to its end."""
     calls: list[Generate] = []
     edits: list[AddEdit] = []
@@ -289,9 +289,9 @@ def test_from_a_checkpoint_of_what_a_call_has_captured(daemon: ScriptedDaemon) -
 
     with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
         cache = s.capture("model.layers.1").run("text", max_tokens=1)
-        checkpoint = cache.checkpoint("blocks.1")
-        checkpoint.activation[0, 0] = 0
-        s.resume_from(checkpoint)
+        point = cache.resume_point("blocks.1")
+        point.activation[0, 0] = 0
+        s.resume_from(point)
     at = HitInfo(breakpoint=None, point="blocks.1", block=2, first=FIRST, end=6, prompt_end=6)
     assert (calls[0].resume, calls[0].hit) == (True, at)
     assert (edits[0].points, edits[0].positions) == (["blocks.1"], [4, 5])

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class Checkpoint:
+class ResumePoint:
     """The activations of some of a session's positions at a point between two blocks.
-    `session.resume_from(checkpoint)` goes on from there, as often as wanted, on the same session or a fork of it.
-    `Cache.checkpoint` makes one of captured activations; a Hit is one.
+    `session.resume_from(point)` goes on from there, as often as wanted, on the same session or a fork of it.
+    `Cache.resume_point` makes one of captured activations; a Hit is one.
 
     point        its name
     layer        the block that has run last, counted from 0; None where none has

@@ -30,6 +30,7 @@ from tests.support.scripted_hits import AT, expect_close, finish, stop, take_edi
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("Checkpoint", djinn.ResumePoint),
         ("attach", djinn.Session.attach),
         ("attach_async", djinn.AsyncSession.attach),
         ("from_kv", djinn.Session.from_kv),
