@@ -14,7 +14,7 @@ from djinn_client.arguments.messages import Message
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
 from djinn_client.handover.kv import KV, exported_kv
-from djinn_client.handover.session_import import Import, import_of_file, import_of_kv, save
+from djinn_client.handover.session_import import SessionImport, import_of_file, import_of_kv, save
 from djinn_client.old_names import former_property
 from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
 from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
@@ -27,9 +27,7 @@ from djinn_client.tensors.hits import Hit
 from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.transport.aio_steps import run
 from djinn_client.transport.connection import OnProgress
-from djinn_client.whitebox import breakpoint_calls as breaking
-from djinn_client.whitebox import interventions
-from djinn_client.whitebox import probing as whitebox
+from djinn_client.whitebox import breakpoint_calls, interventions, probing
 from djinn_client.whitebox.breakpoint_calls import Breakpoint
 from djinn_client.whitebox.interventions import Function, Intervention
 from djinn_client.whitebox.probing import Capture, Edit
@@ -153,22 +151,22 @@ class AsyncSession:
         positions: Iterable[int] | None = None,
     ) -> AsyncEdit:
         """See Session.steer. `await edit.remove()` ends it."""
-        steps = whitebox.steer(self._steps, point, vector, op, scale, low, high, positions)
+        steps = probing.steer(self._steps, point, vector, op, scale, low, high, positions)
         return Edit(self._steps, await run(steps), run)
 
     async def patch(
         self, activation: Any, point: str | None = None, *, positions: Iterable[int] | None = None
     ) -> AsyncEdit:
         """See Session.patch."""
-        return Edit(self._steps, await run(whitebox.patch(self._steps, activation, point, positions)), run)
+        return Edit(self._steps, await run(probing.patch(self._steps, activation, point, positions)), run)
 
     async def unsteer(self, edit: AsyncEdit | int | None = None) -> None:
         """See Session.unsteer."""
-        await run(whitebox.unsteer(self._steps, edit))
+        await run(probing.unsteer(self._steps, edit))
 
     async def edits(self) -> list[EditInfo]:
         """See Session.edits."""
-        return await run(whitebox.edits(self._steps))
+        return await run(probing.edits(self._steps))
 
     def capture(self, points: str | Iterable[str]) -> Capture[Coroutine[Any, Any, Cache]]:
         """`await s.capture(points).run("text")`. See Session.capture."""
@@ -184,12 +182,12 @@ class AsyncSession:
         positions: Iterable[int] | None = None,
     ) -> AsyncBreakpoint:
         """See Session.breakpoint. `await breakpoint.remove()` ends it."""
-        steps = breaking.add(self._steps, point, layer, when, every, positions)
+        steps = breakpoint_calls.add(self._steps, point, layer, when, every, positions)
         return Breakpoint(self._steps, await run(steps), run)
 
     async def breakpoints(self) -> list[BreakpointInfo]:
         """See Session.breakpoints."""
-        return await run(breaking.breakpoints(self._steps))
+        return await run(breakpoint_calls.breakpoints(self._steps))
 
     async def intervene(
         self, point: str, function: Function, *, local: bool = False, when: When = "every"
@@ -202,17 +200,17 @@ class AsyncSession:
         self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
     ) -> Hit | Generated:
         """See Session.run."""
-        return await run(breaking.run_on(self._steps, prompt, options))
+        return await run(breakpoint_calls.run_on(self._steps, prompt, options))
 
     async def resume(self, replacement: Any = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
         """See Session.resume."""
-        return await run(breaking.resume(self._steps, replacement, options))
+        return await run(breakpoint_calls.resume(self._steps, replacement, options))
 
     async def resume_from(
         self, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
     ) -> Hit | Generated:
         """See Session.resume_from."""
-        return await run(breaking.resume_from(self._steps, start, replacement, options))
+        return await run(breakpoint_calls.resume_from(self._steps, start, replacement, options))
 
     async def kv(self) -> KV:
         """See Session.kv."""
@@ -260,7 +258,7 @@ class AsyncSession:
         return await cls._imported(handed, address, on_progress)
 
     @classmethod
-    async def _imported(cls, handed: Import, address: str | None, on_progress: OnProgress | None) -> Self:
+    async def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
         steps = SessionSteps(address)
         await run(steps.import_(handed.request, handed.fds, on_progress))
         return cls._over(steps, steps.info.id)

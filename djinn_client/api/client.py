@@ -13,7 +13,7 @@ from djinn_client.arguments.messages import Message
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
 from djinn_client.handover.kv import KV, exported_kv
-from djinn_client.handover.session_import import Import, import_of_file, import_of_kv, save
+from djinn_client.handover.session_import import SessionImport, import_of_file, import_of_kv, save
 from djinn_client.old_names import former_property
 from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
 from djinn_client.protocol.fields.scheduling import Why
@@ -215,7 +215,7 @@ class Session(InsideModel):
         return cls._imported(import_of_file(path, model, priority, kv), address, on_progress)
 
     @classmethod
-    def _imported(cls, handed: Import, address: str | None, on_progress: OnProgress | None) -> Self:
+    def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
         steps = SessionSteps(address)
         with loading_line(on_progress) as told:
             run(steps.import_(handed.request, handed.fds, told))

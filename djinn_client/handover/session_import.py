@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from djinn_client.transport.connection import OnProgress
 
 
-class Import(NamedTuple):
+class SessionImport(NamedTuple):
     """A request, and the window that goes with it."""
 
     request: ImportSession
@@ -47,7 +47,7 @@ def save(path: str | os.PathLike[str], info: SessionInfo, answer: Answer[Session
 
 def import_of_file(
     path: str | os.PathLike[str], model: str | None, priority: Class | None, with_kv: bool | None
-) -> Import:
+) -> SessionImport:
     """Reads the file, its KV into a window. Raises OSError, FileDamaged, InvalidRequest, OutOfMemory."""
     file = SavedFile(path)
     try:
@@ -65,7 +65,7 @@ def import_of_file(
         priority=priority or saved.priority,
         fingerprint=saved.fingerprint,
     )
-    return Import(_with(request, window), window)
+    return SessionImport(_with(request, window), window)
 
 
 def import_of_kv(
@@ -75,11 +75,11 @@ def import_of_kv(
     priority: Class | None,
     address: str | None,
     on_progress: OnProgress | None,
-) -> Import:
+) -> SessionImport:
     """Raises InvalidRequest, TokenOutOfRange, OutOfMemory, and what loading raises."""
     ids = token_ids(tokens)
     window = window_with(model, ids, kv, address, on_progress)
-    return Import(
+    return SessionImport(
         _with(build(ImportSession, model=model_name(model), token_ids=ids, priority=priority), window), window
     )
 

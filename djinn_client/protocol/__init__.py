@@ -16,6 +16,6 @@ from djinn_client.protocol.fields.scheduling import CLASSES as CLASSES
 from djinn_client.protocol.fields.scheduling import Class as Class
 from djinn_client.protocol.fields.signals import *  # noqa: F403
 from djinn_client.protocol.frames import *  # noqa: F403
-from djinn_client.protocol.infos import *  # noqa: F403
+from djinn_client.protocol.info import *  # noqa: F403
 from djinn_client.protocol.replies import *  # noqa: F403
 from djinn_client.protocol.requests import *  # noqa: F403

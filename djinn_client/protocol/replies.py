@@ -16,7 +16,7 @@ from djinn_client.protocol.fields.logprobs import Logprobs as Logprobs
 from djinn_client.protocol.fields.logprobs import PromptLogprobs as PromptLogprobs
 from djinn_client.protocol.fields.placing import ModelPlan
 from djinn_client.protocol.fields.scheduling import Latency, QuotaUse, Why
-from djinn_client.protocol.infos import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
+from djinn_client.protocol.info import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
 
 FinishReason = Literal["length", "stop", "cancelled", "breakpoint", "not_finite"]
 

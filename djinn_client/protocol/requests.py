@@ -18,7 +18,7 @@ from djinn_client.protocol.fields.output_format import OutputFormat
 from djinn_client.protocol.fields.placing import Placing
 from djinn_client.protocol.fields.sampling import Sampling
 from djinn_client.protocol.fields.scheduling import Class
-from djinn_client.protocol.infos import Tier
+from djinn_client.protocol.info import Tier
 
 DEFAULT_TOKENS = 256
 

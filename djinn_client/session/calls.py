@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from djinn_client.arguments import folders
 from djinn_client.arguments.messages import Message, as_message, continued, history
@@ -68,14 +68,25 @@ from djinn_client.transport.exchange import Delivery, close_all
 from djinn_client.transport.steps import Steps
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import numpy as np
     import numpy.typing as npt
 
     from djinn_client.tensors.hits import Hit
-    from djinn_client.whitebox.interventions import Interventions
 
 R = TypeVar("R", bound=Reply)
 Entry = OpenSession | AttachSession | ForkSession | ImportSession  # requests that give a connection its session
+
+
+class Runner(Protocol):
+    """Runs each Generate of a session in a way of its own, while it is true."""
+
+    def __bool__(self) -> bool: ...
+
+    def copy(self) -> Self: ...
+
+    def run(self, session: SessionSteps, connection: Connection, request: Generate) -> Steps[Answer[Generated]]: ...
 
 
 class SessionSteps:
@@ -95,7 +106,7 @@ class SessionSteps:
         self.at: HitInfo | None = None  # the breakpoint at which the last call has stopped
         self.hit: Hit | None = None  # the activation there, if it is mapped
         self._left: Hit | None = None  # of the call before: unmapping 20 MB takes 1 ms, done during the next call
-        self.interventions: Interventions | None = None
+        self.interventions: Runner | None = None  # the functions that the session's calls stop for
         self.messages: list[Message] = []  # of the chat
         self.is_paused = False  # by a call of this object
         self._ended = ""  # "closed" or "detached"

@@ -14,9 +14,7 @@ from djinn_client.tensors.cache import Cache
 from djinn_client.tensors.hits import Hit
 from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.transport.steps import run
-from djinn_client.whitebox import breakpoint_calls as breaking
-from djinn_client.whitebox import interventions
-from djinn_client.whitebox import probing as whitebox
+from djinn_client.whitebox import breakpoint_calls, interventions, probing
 from djinn_client.whitebox.breakpoint_calls import Breakpoint
 from djinn_client.whitebox.interventions import Function, Intervention
 from djinn_client.whitebox.probing import Capture, Edit
@@ -61,7 +59,7 @@ class InsideModel:
         Raises InvalidRequest for a point that the model has not, a vector of another width, one with NaN or infinities
         (which may only replace something: see docs/guide/whitebox.md), or one that is larger than a call can carry
         (15 MiB); SessionBusy, QuotaExceeded, Retry."""
-        steps = whitebox.steer(self._steps, point, vector, op, scale, low, high, positions)
+        steps = probing.steer(self._steps, point, vector, op, scale, low, high, positions)
         return Edit(self._steps, run(steps), run)
 
     def patch(self, activation: Any, point: str | None = None, *, positions: Iterable[int] | None = None) -> Edit[None]:
@@ -73,16 +71,16 @@ class InsideModel:
         elsewhere: `t.patch(cache["blocks.9"][:, 5:6], "blocks.9", positions=[7])`.
 
         Raises what `steer` raises."""
-        return Edit(self._steps, run(whitebox.patch(self._steps, activation, point, positions)), run)
+        return Edit(self._steps, run(probing.patch(self._steps, activation, point, positions)), run)
 
     def unsteer(self, edit: Edit[None] | int | None = None) -> None:
         """Ends this edit, or the one with this id; None: all. Positions that it has changed stay changed, as they are
         in the session's KV, until `truncate` removes them. Raises SessionBusy."""
-        run(whitebox.unsteer(self._steps, edit))
+        run(probing.unsteer(self._steps, edit))
 
     def edits(self) -> list[EditInfo]:
         """The edits of the session. Removed ones are among them if they have changed positions that are still there."""
-        return run(whitebox.edits(self._steps))
+        return run(probing.edits(self._steps))
 
     def capture(self, points: str | Iterable[str]) -> Capture[Cache]:
         """`s.capture(["blocks.*.hook_resid_post", "logits"]).run("text")` runs the text and returns the activations at
@@ -112,10 +110,12 @@ class InsideModel:
 
         Raises InvalidRequest for a point within a block, or one that the model does not have; SessionBusy,
         QuotaExceeded, Retry."""
-        return Breakpoint(self._steps, run(breaking.add(self._steps, point, layer, when, every, positions)), run)
+        return Breakpoint(
+            self._steps, run(breakpoint_calls.add(self._steps, point, layer, when, every, positions)), run
+        )
 
     def breakpoints(self) -> list[BreakpointInfo]:
-        return run(breaking.breakpoints(self._steps))
+        return run(breakpoint_calls.breakpoints(self._steps))
 
     def intervene(
         self, point: str, function: Function, *, local: bool = False, when: When = "every"
@@ -150,7 +150,7 @@ class InsideModel:
             out = s.resume(max_tokens=20)
 
         (`generate` and `stream` stop there, too, with `finish_reason` "breakpoint".) Raises what `generate` raises."""
-        return run(breaking.run_on(self._steps, prompt, options))
+        return run(breakpoint_calls.run_on(self._steps, prompt, options))
 
     def resume(self, replacement: Any = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
         """Goes on from the hit at which the session has stopped: from the next block, with the activation as it is now
@@ -162,7 +162,7 @@ class InsideModel:
 
         Raises SessionStateError where the session is at no hit, InvalidRequest for a replacement of another shape or
         dtype, and for a hit that is gone; SessionBusy, QuotaExceeded, Retry. Nothing has changed then."""
-        return run(breaking.resume(self._steps, replacement, options))
+        return run(breakpoint_calls.resume(self._steps, replacement, options))
 
     def resume_from(
         self, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
@@ -170,4 +170,4 @@ class InsideModel:
         """Goes on as `resume` does, from this hit or resume point: as often as wanted, also if the session has gone on
         since or is a fork of the session that had it. The session is truncated to the point's last position first.
         Raises what `resume` raises."""
-        return run(breaking.resume_from(self._steps, start, replacement, options))
+        return run(breakpoint_calls.resume_from(self._steps, start, replacement, options))

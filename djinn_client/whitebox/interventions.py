@@ -28,9 +28,9 @@ from djinn_client.tensors.hits import Hit
 from djinn_client.transport.connection import Answer, Connection
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.steps import Steps
-from djinn_client.whitebox import breakpoint_calls as breaking
+from djinn_client.whitebox import breakpoint_calls
 from djinn_client.whitebox.functions import PYTHON, code_of
-from djinn_client.whitebox.split_call import Parts, expect_parts_possible
+from djinn_client.whitebox.split_call import SplitCall, expect_splittable
 
 if TYPE_CHECKING:
     from djinn_client.session.calls import SessionSteps
@@ -120,19 +120,19 @@ class Interventions:
     def run(self, session: SessionSteps, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
         """The whole call. It ends at a hit where there is no intervention, and where one has failed."""
         if any(entry.when != "prefill" for entry in self._entries):
-            expect_parts_possible(request)
-        parts = Parts(request)
+            expect_splittable(request)
+        split = SplitCall(request)
         while True:
-            answer = yield from session.run_over(connection, parts.next(), Generated)
-            parts.add(answer.message)
-            if parts.ended:
+            answer = yield from session.run_over(connection, split.next(), Generated)
+            split.add(answer.message)
+            if split.ended:
                 close_all(answer.fds)
                 session.stopped_at(None)  # the daemon has it at the hit yet: no call minds
-                return Answer(parts.whole(), [])
+                return Answer(split.whole(), [])
             at = answer.message.hit
             here = [] if at is None else [entry for entry in self._entries if entry.is_at(at)]
             if not here:
-                return Answer(parts.whole(), answer.fds)
+                return Answer(split.whole(), answer.fds)
             if here[0].code is None:
                 yield from _run_here(session, connection, here, Hit(answer.message, answer.fds))
             else:
@@ -144,9 +144,9 @@ def add(session: SessionSteps, point: str, function: Function, local: bool, when
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise InvalidRequest(f"{function!r} is no plain function(activation, context)", field="function")
     code = None if local else code_of(function)
-    id = yield from breaking.add(session, point, None, when, 1, None)
+    id = yield from breakpoint_calls.add(session, point, None, when, 1, None)
     when = "every" if when == "always" else when
-    others = session.interventions or Interventions()
+    others = _of(session)
     try:
         points = yield from session.points()
         if points is None:
@@ -157,7 +157,7 @@ def add(session: SessionSteps, point: str, function: Function, local: bool, when
             yield from session.call(_sending(session, entry), Done)
     except DjinnError:
         with suppress(DjinnError):  # the caller must see the first error
-            yield from breaking.remove(session, id)
+            yield from breakpoint_calls.remove(session, id)
         raise
     others.add(entry)
     session.interventions = others
@@ -165,9 +165,12 @@ def add(session: SessionSteps, point: str, function: Function, local: bool, when
 
 
 def remove(session: SessionSteps, id: int) -> Steps[None]:
-    yield from breaking.remove(session, id)
-    if session.interventions is not None:
-        session.interventions.remove(id)
+    yield from breakpoint_calls.remove(session, id)
+    _of(session).remove(id)
+
+
+def _of(session: SessionSteps) -> Interventions:
+    return session.interventions if isinstance(session.interventions, Interventions) else Interventions()
 
 
 def apply(function: Function, point: str, hit: Hit) -> None:
@@ -181,7 +184,7 @@ def apply(function: Function, point: str, hit: Hit) -> None:
 def _run_here(session: SessionSteps, connection: Connection, entries: Sequence[_Entry], hit: Hit) -> Steps[None]:
     for entry in entries:
         apply(entry.function, entry.point, hit)
-    for edit in breaking.replacing(session.info.id, hit, None, hit.changes(None)):
+    for edit in breakpoint_calls.replacing(session.info.id, hit, None, hit.changes(None)):
         yield from connection.call(edit, EditAdded)
 
 

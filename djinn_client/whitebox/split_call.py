@@ -17,7 +17,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 LATE_S = 1e-3  # stands for a deadline that is over: 0 would mean that there is none
 
 
-class Parts:
+class SplitCall:
     """Once there is text, each part generates one token: nothing but stopping at each of them ends one. So a part ends
     where a stop string does that began in another one, and no token is too many."""
 
@@ -101,7 +101,7 @@ class Parts:
             self._text = self._text[: min(complete)[1]]
 
 
-def expect_parts_possible(request: Generate) -> None:
+def expect_splittable(request: Generate) -> None:
     """Raises InvalidRequest for options that a call cannot have if it may stop at generated tokens."""
     for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
         if getattr(request.sampling, name):

@@ -22,7 +22,7 @@ from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.edits import Captured, CapturedPoint
 from djinn_client.tensors.hits import Hit
 from djinn_client.transport.shm import new_window
-from djinn_client.whitebox import breakpoint_calls as breaking
+from djinn_client.whitebox import breakpoint_calls
 from djinn_client.whitebox.interventions import Function, apply
 from djinnd.confinement.channel import Channel
 from djinnd.jobs import sandbox as interventions
@@ -98,7 +98,7 @@ class Serving:
             with _telling(f"the function at {function.point} raised"):
                 apply(function.call, function.point, hit)
         with _telling("the activation that the functions changed cannot be read", InvalidRequest):
-            return breaking.replacing(message.functions[0][0], hit, None, hit.changes(None))
+            return breakpoint_calls.replacing(message.functions[0][0], hit, None, hit.changes(None))
 
     def _answers(self, act: Callable[[], list[AddEdit]]) -> list[FromProcess]:
         try:

@@ -13,7 +13,7 @@ from djinn_client.handover import kv as kv_module
 from djinn_client.handover.kv import KV, KvWindow, exported_kv, kv_window, window_with
 from djinn_client.protocol import LoadModel, ModelInfo, ModelReply, SessionExported
 from djinn_client.protocol.fields.kv_layout import KvLayout
-from djinn_client.tensors import arrays as tensors
+from djinn_client.tensors import arrays
 from djinn_client.transport.shm import new_window
 from tests.support.descriptors import open_descriptors
 from tests.support.scripted_daemon import Line, ScriptedDaemon
@@ -98,7 +98,7 @@ def test_a_window_that_the_host_has_no_memory_for() -> None:
 
 
 def test_without_torch_there_are_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(arrays.importlib.util, "find_spec", lambda name: None)
     window = KvWindow(LAYOUT, TOKENS)
     assert isinstance(window.pages, np.ndarray) and window.pages.dtype == np.float32
     window.put(1, rows(1).numpy(), rows(2).numpy())

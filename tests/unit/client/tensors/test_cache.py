@@ -12,7 +12,7 @@ from djinn_client.protocol import Generated, Timings, Usage
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.edits import Captured, CapturedPoint
 from djinn_client.protocol.fields.points import PointMap
-from djinn_client.tensors import arrays as tensors
+from djinn_client.tensors import arrays
 from djinn_client.tensors.cache import Cache, mapped
 from djinn_client.transport.shm import new_window
 from tests.support.descriptors import open_descriptors
@@ -113,7 +113,7 @@ def test_two_names_of_a_point_are_one_point() -> None:
 def test_a_resume_point_has_the_prompt_s_positions(monkeypatch: pytest.MonkeyPatch, has_torch: bool) -> None:
     """And its activation is the memory of what was captured."""
     if not has_torch:
-        monkeypatch.setattr(tensors.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(arrays.importlib.util, "find_spec", lambda name: None)
     there = cache()
     whole, part = there.resume_point("model.layers.1"), there.resume_point("blocks.1", 12)
     assert whole.info == HitInfo(breakpoint=None, point="model.layers.1", block=2, first=10, end=13, prompt_end=13)
@@ -157,7 +157,7 @@ def test_bfloat16() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_without_torch_there_are_arrays(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    monkeypatch.setattr(tensors.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(arrays.importlib.util, "find_spec", lambda name: None)
     resid = cache(dtype)["model.layers.1"]
     assert isinstance(resid, np.ndarray) and resid.shape == (1, POSITIONS, 4)
     assert resid.dtype == (np.uint16 if dtype == "bfloat16" else dtype)

@@ -30,7 +30,7 @@ from djinn_client.protocol import (
     Truncate,
 )
 from djinn_client.protocol.fields.breakpoints import BreakpointInfo, HitInfo
-from djinn_client.tensors import arrays as tensors
+from djinn_client.tensors import arrays
 from djinn_client.tensors.values import MAX_VALUES
 from tests.support.descriptors import open_descriptors
 from tests.support.scripted_daemon import Line, Script, ScriptedDaemon, session_info
@@ -90,7 +90,7 @@ def test_untouched_and_edited(
     daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, dtype: str, has_torch: bool
 ) -> None:
     if not has_torch:
-        monkeypatch.setattr(tensors.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(arrays.importlib.util, "find_spec", lambda name: None)
     calls: list[Generate] = []
     edits: list[AddEdit] = []
 

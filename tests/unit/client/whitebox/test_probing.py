@@ -36,8 +36,8 @@ from djinn_client.protocol import (
 )
 from djinn_client.protocol.fields.edits import Captured, CapturedPoint
 from djinn_client.protocol.fields.points import PointMap
-from djinn_client.protocol.infos import ModelInfo
-from djinn_client.tensors import arrays as tensors
+from djinn_client.protocol.info import ModelInfo
+from djinn_client.tensors import arrays
 from djinn_client.transport.shm import new_window
 from tests.support.descriptors import open_descriptors
 from tests.support.scripted_daemon import Line, ScriptedDaemon
@@ -304,7 +304,7 @@ class Patching(Taking):
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_patch(daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, dtype: str, has_torch: bool) -> None:
     if not has_torch:
-        monkeypatch.setattr(tensors.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(arrays.importlib.util, "find_spec", lambda name: None)
     script = Patching(dtype)
     with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
         cache = s.capture("blocks.*").run("text")

@@ -10,7 +10,7 @@ from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import Generate, Generated, Logprobs, Sampling, Timings, Usage
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.whitebox import split_call as parts_module
-from djinn_client.whitebox.split_call import Parts, expect_parts_possible
+from djinn_client.whitebox.split_call import SplitCall, expect_splittable
 
 AT = HitInfo(breakpoint=1, point="blocks.1", block=2, first=0, end=3, prompt_end=3)
 
@@ -27,13 +27,13 @@ def generated(text: str = "", tokens: list[int] | None = None, **fields: Any) ->
     return Generated(text=text, **given | fields)
 
 
-def joined(*texts: str, **request: Any) -> Parts:
+def joined(*texts: str, **request: Any) -> SplitCall:
     """One token each, up to a stop string."""
-    parts = Parts(Generate(id=1, session="s", **request))
+    split = SplitCall(Generate(id=1, session="s", **request))
     for text in texts:
-        assert not parts.ended
-        parts.add(generated(text, [7]))
-    return parts
+        assert not split.ended
+        split.add(generated(text, [7]))
+    return split
 
 
 def test_each_part_is_asked_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,17 +52,17 @@ def test_each_part_is_asked_for_what_is_left(monkeypatch: pytest.MonkeyPatch) ->
         deadline_s=2.0,
         logprobs=2,
     )
-    parts = Parts(request)
-    assert parts.next() is request
-    parts.add(generated())
+    split = SplitCall(request)
+    assert split.next() is request
+    split.add(generated())
     now[0] += 0.5
-    second = parts.next()
+    second = split.next()
     assert (second.text, second.token_ids, second.resume) == (None, None, True)
     assert (second.max_tokens, second.stop, second.expected_tokens, second.deadline_s) == (9, ["."], 1, 1.5)
     assert (second.sampling, second.stop_token_ids, second.logprobs) == (sampling, [4], 2)
-    parts.add(generated("ab", [5, 6]))
+    split.add(generated("ab", [5, 6]))
     now[0] += 5.0
-    third = parts.next()
+    third = split.next()
     assert (third.max_tokens, third.stop, third.expected_tokens) == (7, [], 0)
     assert 0 < third.deadline_s < 0.1, "it is late, which is not: without a deadline"
 
@@ -77,15 +77,15 @@ def test_a_call_that_goes_on_from_a_hit_is_gone_on_with_from_the_next() -> None:
 
 
 def test_what_the_parts_give_is_one() -> None:
-    parts = Parts(Generate(id=1, session="s", logprobs=0))
+    split = SplitCall(Generate(id=1, session="s", logprobs=0))
     first = Usage(prompt_tokens=3, generated_tokens=0, session_tokens=3, computed_tokens=2)
-    parts.add(generated(usage=first, timings=Timings(queued=0.25, first_token=0.0, total=1.0)))
+    split.add(generated(usage=first, timings=Timings(queued=0.25, first_token=0.0, total=1.0)))
     second = Usage(prompt_tokens=0, generated_tokens=1, session_tokens=4, computed_tokens=3)
-    parts.add(generated("a", usage=second, timings=Timings(0.125, 0.5, 2.0), logprobs=[Logprobs(-1.0)]))
+    split.add(generated("a", usage=second, timings=Timings(0.125, 0.5, 2.0), logprobs=[Logprobs(-1.0)]))
     third = Usage(prompt_tokens=0, generated_tokens=1, session_tokens=5, computed_tokens=1)
     end = {"finish_reason": "length", "hit": None}
-    parts.add(generated("b", usage=third, timings=Timings(0.0, 0.25, 4.0), logprobs=[Logprobs(-2.0)], **end))
-    whole = parts.whole()
+    split.add(generated("b", usage=third, timings=Timings(0.0, 0.25, 4.0), logprobs=[Logprobs(-2.0)], **end))
+    whole = split.whole()
     assert (whole.text, whole.token_ids, whole.finish_reason, whole.hit) == ("ab", [97, 98], "length", None)
     assert whole.logprobs == [Logprobs(-1.0), Logprobs(-2.0)]
     assert whole.usage == Usage(prompt_tokens=3, generated_tokens=2, session_tokens=5, computed_tokens=2)
@@ -104,15 +104,15 @@ def test_what_the_parts_give_is_one() -> None:
     ],
 )
 def test_stop_strings_over_parts(texts: list[str], stops: list[str], text: str) -> None:
-    parts = joined(*texts, stop=stops)
-    whole = parts.whole()
-    assert (parts.ended, whole.text, whole.finish_reason, whole.hit) == (True, text, "stop", None)
+    split = joined(*texts, stop=stops)
+    whole = split.whole()
+    assert (split.ended, whole.text, whole.finish_reason, whole.hit) == (True, text, "stop", None)
     assert len(whole.token_ids) == len(texts)
 
 
 def test_a_stop_string_that_is_not_there() -> None:
-    parts = joined("a", "b", "a", stop=["bb", "ac"])
-    assert not parts.ended and parts.whole().text == "aba" and parts.whole().hit is AT
+    split = joined("a", "b", "a", stop=["bb", "ac"])
+    assert not split.ended and split.whole().text == "aba" and split.whole().hit is AT
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_a_character_over_parts(texts: list[str], text: str) -> None:
 
 
 def test_a_stop_string_behind_a_character_over_parts() -> None:
-    parts = joined("\ufffd", "\u00e9", ".", stop=["\u00e9."])
-    assert parts.ended and parts.whole().text == ""
+    split = joined("\ufffd", "\u00e9", ".", stop=["\u00e9."])
+    assert split.ended and split.whole().text == ""
 
 
 def test_what_a_part_cannot_count() -> None:
-    expect_parts_possible(Generate(id=1, session="s", sampling=Sampling(repetition_penalty=2.0)))
+    expect_splittable(Generate(id=1, session="s", sampling=Sampling(repetition_penalty=2.0)))
     with pytest.raises(InvalidRequest, match="presence_penalty"):
-        expect_parts_possible(Generate(id=1, session="s", sampling=Sampling(presence_penalty=-0.5)))
+        expect_splittable(Generate(id=1, session="s", sampling=Sampling(presence_penalty=-0.5)))
