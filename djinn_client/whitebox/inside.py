@@ -110,9 +110,8 @@ class InsideModel:
 
         Raises InvalidRequest for a point within a block, or one that the model does not have; SessionBusy,
         QuotaExceeded, Retry."""
-        return Breakpoint(
-            self._steps, run(breakpoint_calls.add(self._steps, point, layer, when, every, positions)), run
-        )
+        steps = breakpoint_calls.add(self._steps, point, layer, when, every, positions)
+        return Breakpoint(self._steps, run(steps), run)
 
     def breakpoints(self) -> list[BreakpointInfo]:
         return run(breakpoint_calls.breakpoints(self._steps))
