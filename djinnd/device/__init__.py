@@ -6,8 +6,8 @@ the layers above run the same code on both.
 
 from __future__ import annotations
 
-from djinnd.device.device import Device, Event, Lane, Mark, Pinning, Rates
-from djinnd.device.trace import Stamp, Trace
+from djinnd.device.device import CopyLane, Device, Event, Pinning, Rates, StreamMark
+from djinnd.device.trace import DeviceTrace, Stamp
 
 
 def open_device(name: str, memory: int) -> Device:
@@ -23,4 +23,4 @@ def open_device(name: str, memory: int) -> Device:
     return CpuDevice(memory) if name == "cpu" else CudaDevice(name, memory)
 
 
-__all__ = ["Device", "Event", "Lane", "Mark", "Pinning", "Rates", "Stamp", "Trace", "open_device"]
+__all__ = ["CopyLane", "Device", "DeviceTrace", "Event", "Pinning", "Rates", "Stamp", "StreamMark", "open_device"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from djinn_client.transport.host_memory import anonymous_bytes, tightest
 from djinnd.device.budget import MemoryBudget
-from djinnd.device.device import Device, Lane, Mark, Rates
+from djinnd.device.device import CopyLane, Device, Rates, StreamMark
 
 log = logging.getLogger("djinnd.device")
 
@@ -141,9 +141,9 @@ class CpuDevice(Device):
         self,
         target: Tensor,
         source: Tensor,
-        after: Mark | None = None,
+        after: StreamMark | None = None,
         name: str = "copy",
-        lane: Lane = Lane.WEIGHTS,
+        lane: CopyLane = CopyLane.WEIGHTS,
     ) -> _CopyEvent:
         self._count(source.nbytes, lane)
         event, trace, stamps = _CopyEvent(), self.trace, None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinnd.device.budget import MemoryBudget, gib
-from djinnd.device.device import Device, Lane, Mark, Rates
+from djinnd.device.device import CopyLane, Device, Rates, StreamMark
 
 _DEFAULT_SHARE = 0.9  # of the memory that is free when the engine starts
 _BESIDE = 960 << 20  # context, cuBLAS, kernels and captured graphs, outside torch's allocator: 0.82 GiB measured
@@ -122,9 +122,9 @@ class CudaDevice(Device):
         self.compute_stream = torch.cuda.Stream(index)
         self.copy_stream = torch.cuda.Stream(index)
         self._lanes = {
-            Lane.WEIGHTS: self.copy_stream,
-            Lane.UP: torch.cuda.Stream(index),
-            Lane.DOWN: torch.cuda.Stream(index),
+            CopyLane.WEIGHTS: self.copy_stream,
+            CopyLane.UP: torch.cuda.Stream(index),
+            CopyLane.DOWN: torch.cuda.Stream(index),
         }
         self._aside = torch.cuda.Stream(index)
         self._rates: Rates | None = None
@@ -140,9 +140,9 @@ class CudaDevice(Device):
         self,
         target: Tensor,
         source: Tensor,
-        after: Mark | None = None,
+        after: StreamMark | None = None,
         name: str = "copy",
-        lane: Lane = Lane.WEIGHTS,
+        lane: CopyLane = CopyLane.WEIGHTS,
     ) -> _CopyEvent:
         self._count(source.nbytes, lane)
         trace, began, stream = self.trace, None, self._lanes[lane]
@@ -178,7 +178,7 @@ class CudaDevice(Device):
 
     def rates(self) -> Rates:
         if self._rates is None:
-            with self.aside():
+            with self.side_stream():
                 self._rates = _measure(self.torch_device)
             self.trim()
         return self._rates
@@ -228,7 +228,7 @@ class CudaDevice(Device):
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         with torch.cuda.stream(self._aside):
             yield
         self._aside.synchronize()

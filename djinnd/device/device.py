@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from djinnd.device.budget import MemoryBudget
-from djinnd.device.trace import Stamp, Trace
+from djinnd.device.trace import DeviceTrace, Stamp
 
 
 class Event(Protocol):
@@ -33,7 +33,7 @@ class Event(Protocol):
         """True if the copy is done; the host does not block. Raises the copy's error, if it failed."""
 
 
-class Lane(Enum):
+class CopyLane(Enum):
     """A copy queue. Copies of one lane happen in the order queued and overlap with other lanes. The value names the
     lane's track in a trace."""
 
@@ -42,7 +42,7 @@ class Lane(Enum):
     DOWN = "pages down"  # device to host: copies both ways at once move nearly twice as much over the bus
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in the compute stream that copies wait for. Only the device that made it can read it."""
 
 
@@ -74,7 +74,7 @@ class Device(ABC):
     description: str
     budget: MemoryBudget
     reserved = 0  # bytes of the budget that the device itself takes: its context and libraries
-    trace: Trace | None = None  # records the current step, if it is traced
+    trace: DeviceTrace | None = None  # records the current step, if it is traced
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -123,9 +123,9 @@ class Device(ABC):
         self,
         target: Tensor,
         source: Tensor,
-        after: Mark | None = None,
+        after: StreamMark | None = None,
         name: str = "copy",
-        lane: Lane = Lane.WEIGHTS,
+        lane: CopyLane = CopyLane.WEIGHTS,
     ) -> Event:
         """Queues a copy between host and device memory; the dtypes may differ. Copies of a lane happen in the order
         queued, and this one starts after the compute stream has passed `after`. `name`: of its span in a trace."""
@@ -156,7 +156,7 @@ class Device(ABC):
         return bool(self._expected)
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """The current end of the compute stream: after all work queued on it."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ class Device(ABC):
             trace.end(track)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def side_stream(self) -> Iterator[None]:
         """The thread's work goes to a separate stream and does not delay the compute stream. It is done when the
         context ends."""
         yield

@@ -37,7 +37,7 @@ class _Recorded(NamedTuple):
     args: dict[str, Any]
 
 
-class Trace:
+class DeviceTrace:
     """Spans that one thread begins and ends, and copies, which any thread may add."""
 
     def __init__(self, stamp: Callable[[], Stamp]) -> None:

@@ -16,7 +16,7 @@ from djinnd.device.budget import at_least, gib
 from djinnd.engine.memory.memory import MIN_TOKENS, kv_floor, pages_share, plan_kv, takes_all
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
-from djinnd.weights.plan import Plan, fewest_streams, least_bytes, plan_places
+from djinnd.weights.plan import PlacementPlan, fewest_streams, least_bytes, plan_places
 
 _ROOM = 1.25  # factor: pages to keep for the pages in use, so that sessions can go on
 
@@ -111,7 +111,7 @@ class Refit:
         yield max(runner.kv.pool.used + 1, self._least_pages) * page, True
         yield self._least_pages * page, True
 
-    def _plan(self, free: int) -> Plan:
+    def _plan(self, free: int) -> PlacementPlan:
         if not self._can_move:
             if self._runner.places.nbytes > free:
                 raise OutOfMemory("the blocks have no copy on the host and cannot move")
@@ -119,7 +119,7 @@ class Refit:
         share = pages_share(self._runner.load.kv_bytes)
         return plan_places(self._sizes, free, self._placing, self._staging, may_stream_more=True, pages_share=share)
 
-    def _pages(self, plan: Plan, left: int, floor: int) -> int:
+    def _pages(self, plan: PlacementPlan, left: int, floor: int) -> int:
         runner = self._runner
         if runner.load.kv_bytes:
             return floor // runner.plan.page_bytes

@@ -18,7 +18,7 @@ from typing import Any
 from djinn_client.errors import Retry
 from djinnd import messages
 from djinnd.core.batch import Batch
-from djinnd.device import Device, Stamp, Trace
+from djinnd.device import Device, DeviceTrace, Stamp
 
 READ_AT_ONCE = 128  # spans; reading one takes a few microseconds
 
@@ -26,7 +26,7 @@ READ_AT_ONCE = 128  # spans; reading one takes a few microseconds
 @dataclass(slots=True)
 class _UnderWay:
     request: int
-    trace: Trace
+    trace: DeviceTrace
     steps: int  # still to be recorded
     until: float
 
@@ -61,7 +61,7 @@ class Tracer:
             busy = Retry(f"another trace is being recorded, for up to {left:.1f} s more: try again then", seconds=left)
             self._send(messages.Failed(message.request, busy.code, busy.message, busy.data))
             return
-        trace = self._device.trace = Trace(self._device.stamp)
+        trace = self._device.trace = DeviceTrace(self._device.stamp)
         self._under_way = _UnderWay(message.request, trace, message.steps, now + message.seconds)
 
     def turn(self) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint: a Hugging Face checkpoint, its tensors, the files that hold them, and their bytes.
+"""A Hugging Face checkpoint: its tensors, the files that hold them, and their bytes.
 
 Reads only safetensors, never pickles, and only through descriptors (`ModelFiles`). A file that is cut during the read
 gives an error, and a file that is replaced is still read from its descriptor; neither gives a signal. A tensor's bytes
@@ -54,7 +54,7 @@ class _Index(msgspec.Struct):
 _index = msgspec.json.Decoder(_Index)
 
 
-class Checkpoint:
+class CheckpointFiles:
     """The tensors of a checkpoint. The constructor reads the headers and checks that the files are complete.
 
     The caller owns the files and keeps them open while tensors are read. Any number of threads may read.

@@ -122,7 +122,7 @@ class Packer:
         if self._memory is None:
             form.pack(plain, out)
             return
-        with self._device.aside():
+        with self._device.side_stream():
             there = self._memory[: form.numel * 2].view(torch.bfloat16)
             packed = self._memory[form.numel * 2 :][: form.nbytes]
             there.copy_(plain, non_blocking=True)

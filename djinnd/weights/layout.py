@@ -26,7 +26,7 @@ _RUNS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LayoutEntry:
     """One tensor of a buffer. `offset` counts elements, so that one layout serves every dtype."""
 
     name: str
@@ -46,7 +46,7 @@ class Layout:
     """Entries, runs and units of a block's flat buffer. Offsets count elements."""
 
     def __init__(self, shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, LayoutEntry] = {}
         self.runs: list[tuple[str, ...]] = []
         self.units: list[tuple[str, ...]] = []  # the matrices: each run, and each matrix that is in no run
         self.matrices = 0  # elements of all matrices, including the padding after the last one
@@ -54,7 +54,7 @@ class Layout:
         for run in sorted(_runs({name: tuple(shape) for name, shape in shapes}), key=_is_vector):
             names = tuple(name for name, _ in run)
             for name, shape in run:
-                self.entries[name] = Entry(name, shape, offset)
+                self.entries[name] = LayoutEntry(name, shape, offset)
                 offset = self.entries[name].end
             offset = -(-offset // STEP) * STEP
             if len(run) > 1:

@@ -99,7 +99,7 @@ class BlockSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlacementPlan:
     """The places of all blocks, and the device memory that they take."""
 
     sizes: tuple[BlockSize, ...]
@@ -154,7 +154,7 @@ def plan_places(
     *,
     may_stream_more: bool = False,
     pages_share: float = PAGES_SHARE,
-) -> Plan:
+) -> PlacementPlan:
     """The first plan that fits `free` bytes.
 
     staging: extra bytes that a plain block needs while it is unpacked from its packed form in host memory.
@@ -190,7 +190,7 @@ def fewest_streams(placing: Placing, blocks: int) -> int:
     return min(_wanted_streams(placing, blocks, may_stream_more=True))
 
 
-def _peak(plan: Plan, staging: int) -> int:
+def _peak(plan: PlacementPlan, staging: int) -> int:
     """Bytes of device memory while the blocks are brought to their places. Scratch, if there is any, serves as
     staging."""
     return plan.nbytes + (staging if Place.PLAIN in plan.places and not plan.scratch_bytes else 0)
@@ -214,7 +214,7 @@ def _wanted_streams(placing: Placing, blocks: int, may_stream_more: bool) -> Seq
 
 def _candidates(
     sizes: Sequence[BlockSize], wanted: Sequence[int], placing: Placing, may_stream_more: bool
-) -> Iterator[Plan]:
+) -> Iterator[PlacementPlan]:
     """Plans from the fastest to the smallest. If more blocks may stream than the user asked for, a plan whose ring is
     too small for them is left out instead of raising an error."""
     packable = any(size.packed is not None for size in sizes)
@@ -236,7 +236,7 @@ def _plans(
     placing: Placing,
     fewest_slots: int,
     is_more: bool,
-) -> Iterator[Plan]:
+) -> Iterator[PlacementPlan]:
     """Plans with `streams` streamed blocks and the others `resident`, from the largest ring to the smallest."""
     places = [Place.PLAIN if size.packed is None else resident for size in sizes]
     for index in spread(streams, len(sizes)) if streams else []:
@@ -244,10 +244,10 @@ def _plans(
     travelling = [aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is Place.STREAMED]
     scratch = aligned(max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True)))
     if not travelling:
-        yield Plan(tuple(sizes), tuple(places), 0, scratch, 0)
+        yield PlacementPlan(tuple(sizes), tuple(places), 0, scratch, 0)
         return
     for ring in _ring_sizes(travelling, placing, fewest_slots, is_more):
-        yield Plan(tuple(sizes), tuple(places), ring, scratch, min(ring // max(travelling), len(travelling)))
+        yield PlacementPlan(tuple(sizes), tuple(places), ring, scratch, min(ring // max(travelling), len(travelling)))
 
 
 def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, is_more: bool) -> Iterator[int]:
@@ -268,7 +268,7 @@ def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, 
         yield min(slots * largest, sum(travelling))
 
 
-def _upgraded(plan: Plan, free: int, pages_share: float) -> Plan:
+def _upgraded(plan: PlacementPlan, free: int, pages_share: float) -> PlacementPlan:
     """If all blocks are resident and some packed, makes packed blocks plain with the memory that is left beside the
     share of KV pages."""
     packed = [index for index, place in enumerate(plan.places) if place is Place.PACKED]
@@ -279,7 +279,7 @@ def _upgraded(plan: Plan, free: int, pages_share: float) -> Plan:
     places = list(plan.places)
     for k in spread(count, len(packed)) if count else []:
         places[packed[k]] = Place.PLAIN
-    return Plan(plan.sizes, tuple(places), plan.ring_bytes, plan.scratch_bytes, plan.slots)
+    return PlacementPlan(plan.sizes, tuple(places), plan.ring_bytes, plan.scratch_bytes, plan.slots)
 
 
 def _in_scratch(size: BlockSize, place: Place) -> int:

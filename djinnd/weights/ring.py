@@ -16,37 +16,37 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from djinnd.device import Device, Event, Mark
+from djinnd.device import Device, Event, StreamMark
 
 PIECE = 128 << 20  # bytes of one copy: 16 MiB lose 1 %, 512 gain 0.3 (docs/log)
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class RingRegion:
     """Bytes [start, end) of the ring."""
 
     start: int
     end: int
 
-    def overlaps(self, other: Region) -> bool:
+    def overlaps(self, other: RingRegion) -> bool:
         return self.start < other.end and other.start < self.end
 
 
-def place_regions(sizes: Sequence[int], capacity: int) -> list[Region]:
+def place_regions(sizes: Sequence[int], capacity: int) -> list[RingRegion]:
     """The region of each block of a pass. A block that does not fit before the end begins at the start. Every size is
     at most `capacity`."""
-    regions: list[Region] = []
+    regions: list[RingRegion] = []
     at = 0
     for size in sizes:
         assert 0 < size <= capacity, (size, capacity)
         if at + size > capacity:
             at = 0
-        regions.append(Region(at, at + size))
+        regions.append(RingRegion(at, at + size))
         at += size
     return regions
 
 
-def distances(regions: Sequence[Region]) -> list[int]:
+def distances(regions: Sequence[RingRegion]) -> list[int]:
     """For each block, how many turns earlier the last block with an overlapping region came: from 1 to the number of
     blocks."""
     count = len(regions)
@@ -68,7 +68,7 @@ class Ring:
         self,
         device: Device,
         memory: Tensor,
-        regions: Sequence[Region],
+        regions: Sequence[RingRegion],
         sources: Callable[[int], tuple[Tensor, Tensor]],
         *,
         prefetch: bool = True,
@@ -96,7 +96,7 @@ class Ring:
     def _start(self) -> None:
         self._queued = self._taken = self._given_back = 0
         self._ready: dict[int, list[Event]] = {}  # turn → an event for each piece, for turns queued and not yet taken
-        self._passed: dict[int, Mark] = {}  # turn → mark, for turns given back that a later copy may wait for
+        self._passed: dict[int, StreamMark] = {}  # turn → mark, for turns given back that a later copy may wait for
         self._queue_copies()
 
     @property
@@ -151,7 +151,7 @@ class Ring:
                 return
             self._queue(self._passed.get(before))
 
-    def _queue(self, after: Mark | None) -> None:
+    def _queue(self, after: StreamMark | None) -> None:
         k = self._queued % len(self._regions)
         (target, source), name = self._sources[k], self._names[k]
         count = max(1, self._piece // source.element_size())

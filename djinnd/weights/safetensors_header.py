@@ -39,7 +39,7 @@ BITS = {
 _NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Stored(NamedTuple):
+class HeaderEntry(NamedTuple):
     """The dtype, shape and place of a tensor in its file."""
 
     dtype: str  # name in safetensors; a dtype that is not in BITS is passed on, and its size is not checked
@@ -78,7 +78,7 @@ def header_bytes(prefix: bytes, file_bytes: int) -> int:
     return int(size)
 
 
-def parse_header(header: bytes, file_bytes: int) -> dict[str, Stored]:
+def parse_header(header: bytes, file_bytes: int) -> dict[str, HeaderEntry]:
     """name → tensor, from the JSON of a file of `file_bytes` bytes. Raises BadHeader."""
     try:
         entries = _header.decode(header)
@@ -93,7 +93,7 @@ def parse_header(header: bytes, file_bytes: int) -> dict[str, Stored]:
     return tensors
 
 
-def _stored(name: str, raw: msgspec.Raw, first: int) -> Stored:
+def _stored(name: str, raw: msgspec.Raw, first: int) -> HeaderEntry:
     if len(raw) > MAX_ENTRY:
         raise BadHeader(f"the entry of tensor {name[:80]} has {len(raw):,} bytes", name)
     try:
@@ -107,10 +107,10 @@ def _stored(name: str, raw: msgspec.Raw, first: int) -> Stored:
     if nbytes < 0 or (bits is not None and math.prod(entry.shape) * bits != nbytes * 8):
         told = f"tensor {name[:80]} of {entry.dtype} {list(entry.shape)} cannot have {nbytes:,} bytes"
         raise BadHeader(told, name)
-    return Stored(entry.dtype, entry.shape, first + begin, nbytes)
+    return HeaderEntry(entry.dtype, entry.shape, first + begin, nbytes)
 
 
-def _check_whole(tensors: dict[str, Stored], first: int, file_bytes: int) -> None:
+def _check_whole(tensors: dict[str, HeaderEntry], first: int, file_bytes: int) -> None:
     """Raises BadHeader unless each byte behind the header belongs to exactly one tensor. This also finds a name that
     occurs twice, because the bytes of its first entry then belong to no tensor."""
     end = first

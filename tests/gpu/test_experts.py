@@ -104,7 +104,7 @@ def check_only(form: PackedForm, out: Tensor, plain: Tensor, experts: list[int])
 def serve(folder: Path, device: CudaDevice, placing: Placing, place: Place | None = None) -> Served:
     served = Served(folder, device, dtype="bfloat16", plan=small_pages(60), max_batch_tokens=64, placing=placing)
     if place is not None:
-        served.runner.weights.residency.move(plan_of(served.runner.weights, [place] * 4))
+        served.runner.weights.placement.move(plan_of(served.runner.weights, [place] * 4))
     return served
 
 
@@ -145,17 +145,17 @@ def test_a_replayed_step_moves_only_the_picked_experts(
 ) -> None:
     """Sessions with equal tokens pick equal experts. The graph for three sessions has a fourth row of padding."""
     with serve(in_bf16, device, Placing(resident=0, packing=packing)) as served:
-        residency, sizes = served.runner.weights.residency, served.runner.places.sizes
+        placement, sizes = served.runner.weights.placement, served.runner.places.sizes
         sessions = [served.open() for _ in range(count)]
         for session in sessions:
             served.submit(session, random_prompt(1, 512, 2), max_tokens=20)
         while len(sessions[-1].tokens) < 6:
             served.step()
         device.synchronize()
-        before = residency.fetched_bytes
+        before = placement.fetched_bytes
         for _ in range(5):
             served.step()
         device.synchronize()
         plain = sum(size.experts.plain for size in sizes if size.experts is not None) * 2 // 4
-        assert residency.fetched_bytes - before == 5 * (plain * 3 // 4 if packing else plain)
+        assert placement.fetched_bytes - before == 5 * (plain * 3 // 4 if packing else plain)
         served.run()

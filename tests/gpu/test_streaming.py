@@ -74,7 +74,7 @@ def tell(served: Served, rows: int, *, captured: bool) -> tuple[Tensor, list[lis
         seen += sampled.logprobs
         served.complete(batch, sampled)
         runner.settle()
-        runner.model.residency.check_integrity()
+        runner.model.placement.check_integrity()
     assert not captured or (runner.graphs is not None and runner.graphs._captured)
     return logits, [session.tokens for session in sessions], seen
 
@@ -141,7 +141,7 @@ def test_blocks_on_the_device_equal_the_checkpoint_to_the_bit(
         assert_as_in_the_checkpoint(weights, sixteen_bit, passes=3)
         P, K, S = Place.PLAIN, Place.PACKED, Place.STREAMED
         for places in ((K, K, K, K), (S, P, S, K), (P, P, P, P), (K, S, P, S)):
-            weights.residency.move(plan_of(weights, places))
+            weights.placement.move(plan_of(weights, places))
             assert_as_in_the_checkpoint(weights, sixteen_bit, passes=2)
             assert device.budget.used == device.reserved + weights.nbytes
     weights.release(device)
@@ -150,12 +150,12 @@ def test_blocks_on_the_device_equal_the_checkpoint_to_the_bit(
 def test_a_broken_off_pass_begins_again_with_graphs(device: CudaDevice, sixteen_bit: Path) -> None:
     wanted = told(device, sixteen_bit, "bfloat16", Placing(packing=False), FEW, captured=True)
     with Served(sixteen_bit, device, dtype="bfloat16", placing=Placing(resident=1), max_batch_tokens=256) as served:
-        residency = served.runner.model.residency
+        placement = served.runner.model.placement
         with device.computing():
             for index in range(3):
-                residency.begin(index)
+                placement.begin(index)
                 if index < 2:
-                    residency.end(index)
+                    placement.end(index)
         served.runner.recover()
         got = tell(served, FEW, captured=True)
     assert torch.equal(got[0], wanted[0]) and got[1:] == wanted[1:]
@@ -224,7 +224,7 @@ def test_a_copy_waits_for_the_mark_and_compute_for_the_copy(device: CudaDevice) 
 def test_work_aside_is_complete_at_its_end_and_waits_for_no_other_stream(device: CudaDevice) -> None:
     with device.computing():
         torch.cuda._sleep(1_000_000_000)
-    with device.aside():
+    with device.side_stream():
         there = torch.ones(1 << 20, device=device.torch_device)
         doubled = there * 2
     busy = not device.compute_stream.query()
@@ -234,7 +234,7 @@ def test_work_aside_is_complete_at_its_end_and_waits_for_no_other_stream(device:
 
 
 def test_rates_are_plausible_and_leave_no_memory(device: CudaDevice) -> None:
-    with device.aside():  # where cuBLAS takes a workspace at its first product, and keeps it
+    with device.side_stream():  # where cuBLAS takes a workspace at its first product, and keeps it
         side = torch.ones(64, 64, device=device.torch_device, dtype=torch.bfloat16)
         side @ side
     del side

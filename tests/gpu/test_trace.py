@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from djinn_client.protocol import Placing
 from djinnd import messages
-from djinnd.device import Trace
+from djinnd.device import DeviceTrace
 from djinnd.device.cuda import CudaDevice
 from tests.support.cuda import cuda_device
 from tests.support.engine_thread import EngineThread
@@ -61,7 +61,7 @@ def test_a_copy_is_measured_on_its_own_stream(device: CudaDevice) -> None:
     source = device.staging(64 << 20)
     target = torch.empty_like(source, device=device.torch_device)
     device.copy(target, source).wait()
-    device.trace = trace = Trace(device.stamp)
+    device.trace = trace = DeviceTrace(device.stamp)
     with device.computing(), device.span("compute", "before"):
         torch.cuda._sleep(50_000_000)
     event = device.copy(target, source, device.mark(), "block 3")

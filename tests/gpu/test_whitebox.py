@@ -53,9 +53,9 @@ def test_a_session_that_is_steered_between_blocks_keeps_its_graphs(engine: White
     assert graphs is not None
     run = graphs.run
 
-    def noted(shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
+    def noted(shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
         ran.append((shape in graphs._captured, probe is not None))
-        return run(shape, picks, probe, blocks)
+        return run(shape, logit_rows, probe, blocks)
 
     graphs.run = noted  # type: ignore[method-assign]
     for _ in range(2):

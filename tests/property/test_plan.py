@@ -14,7 +14,7 @@ from djinnd.weights.plan import (
     BlockSize,
     ExpertsSize,
     Place,
-    Plan,
+    PlacementPlan,
     fewest_streams,
     least_bytes,
     plan_places,
@@ -61,7 +61,7 @@ PLACINGS = st.builds(
 
 def attempt(
     sizes: list[BlockSize], free: int, placing: Placing, staging: int = 0, may_stream_more: bool = False
-) -> Plan | DjinnError:
+) -> PlacementPlan | DjinnError:
     try:
         return plan_places(sizes, free, placing, staging, may_stream_more=may_stream_more)
     except (OutOfMemory, InvalidRequest) as error:
@@ -108,16 +108,16 @@ def test_the_figure_of_a_refusal_is_a_budget_that_does_and_a_byte_less_does_not(
     least = least_bytes(sizes, placing, staging)
     assert needed == least if more or placing.resident is None else needed >= least
     plan = attempt(sizes, needed, placing, staging, more)
-    assert isinstance(plan, Plan) and plan.nbytes <= needed
+    assert isinstance(plan, PlacementPlan) and plan.nbytes <= needed
     assert isinstance(attempt(sizes, needed - 1, placing, staging, more), OutOfMemory)
 
 
 @given(block_sizes(), st.integers(0, 1 << 18), PLACINGS)
 def test_no_more_blocks_are_resident_than_asked_for(sizes: list[BlockSize], free: int, placing: Placing) -> None:
     strict, lax = (attempt(sizes, free, placing, 0, more) for more in (False, True))
-    if isinstance(strict, Plan):
+    if isinstance(strict, PlacementPlan):
         assert lax == strict  # the wish takes precedence
-    elif isinstance(lax, Plan):
+    elif isinstance(lax, PlacementPlan):
         assert len(lax.streamed) > fewest_streams(placing, len(sizes))
 
 
@@ -126,12 +126,12 @@ def test_no_block_streams_if_all_fit(sizes: list[BlockSize], free: int) -> None:
     plan = attempt(sizes, free, Placing())
     plain = sum(-(-size.plain // ALIGNMENT) * ALIGNMENT for size in sizes)
     if plain <= free:
-        assert isinstance(plan, Plan) and plan.places == (Place.PLAIN,) * len(sizes)
+        assert isinstance(plan, PlacementPlan) and plan.places == (Place.PLAIN,) * len(sizes)
         return
     scratch = max(-(-size.plain // ALIGNMENT) * ALIGNMENT for size in sizes)
     packed = sum(-(-size.least // ALIGNMENT) * ALIGNMENT for size in sizes) + scratch
     if all(size.packed for size in sizes) and packed <= free:
-        assert isinstance(plan, Plan) and not plan.streamed
+        assert isinstance(plan, PlacementPlan) and not plan.streamed
 
 
 @given(block_sizes(most=9), st.integers(0, 1 << 17))
@@ -161,14 +161,14 @@ def test_no_plan_that_fits_streams_fewer(sizes: list[BlockSize], free: int) -> N
     if not possible:
         assert isinstance(plan, OutOfMemory)
     else:
-        assert isinstance(plan, Plan) and len(plan.streamed) == min(possible)
+        assert isinstance(plan, PlacementPlan) and len(plan.streamed) == min(possible)
 
 
 @given(block_sizes(), st.integers(0, 1 << 18), st.integers(0, 1 << 14))
 def test_more_memory_never_streams_more(sizes: list[BlockSize], free: int, more: int) -> None:
     less, larger = attempt(sizes, free, Placing()), attempt(sizes, free + more, Placing())
-    if isinstance(less, Plan):
-        assert isinstance(larger, Plan) and len(larger.streamed) <= len(less.streamed)
+    if isinstance(less, PlacementPlan):
+        assert isinstance(larger, PlacementPlan) and len(larger.streamed) <= len(less.streamed)
 
 
 @given(st.integers(1, 200), st.data())

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from djinnd.device import Device
-from djinnd.weights.ring import Region, Ring, distances, place_regions
+from djinnd.weights.ring import Ring, RingRegion, distances, place_regions
 from tests.support.streams import TwoStreams
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=9)
@@ -34,7 +34,7 @@ class RingMachine(RuleBasedStateMachine):
         kind = torch.int16 if wide else torch.uint8
         self.blocks = [torch.arange(size).add(20 * k).to(kind) for k, size in enumerate(sizes)]
         self.targets = [memory[r.start * step : r.end * step].view(kind) for r in self.regions]
-        regions = [Region(r.start * step, r.end * step) for r in self.regions]
+        regions = [RingRegion(r.start * step, r.end * step) for r in self.regions]
         device = cast(Device, self.streams)
         self.ring = Ring(device, memory, regions, self.source, prefetch=prefetch, piece=piece * step)
         self.prefetch = prefetch

@@ -41,18 +41,18 @@ class Graphed:
         assert shape is not None
         inputs = self.graphs.inputs(shape)
         fill(inputs, rows, PAGE)
-        inputs.host["picks"][: len(rows)] = inputs.host["starts"][1 : len(rows) + 1] - 1
+        inputs.host["logit_rows"][: len(rows)] = inputs.host["starts"][1 : len(rows) + 1] - 1
         inputs.pad(sum(counts), len(rows), len(rows))
         return shape, len(rows)
 
     @torch.inference_mode()
     def replay(self, rows: list[InputRow], probe: Probe | None = None) -> Tensor:
-        shape, picks = self.compose(rows)
+        shape, logit_rows = self.compose(rows)
         with self.device.computing():
             if self.graphs.wants(shape):
-                self.graphs.run(shape, picks)
+                self.graphs.run(shape, logit_rows)
                 self.graphs.capture(shape)
-            logits = self.graphs.run(shape, picks, probe)
+            logits = self.graphs.run(shape, logit_rows, probe)
         self.device.synchronize()
         assert logits is not None
         return logits.clone()
@@ -60,15 +60,15 @@ class Graphed:
     @torch.inference_mode()
     def eager(self, rows: list[InputRow], probe: Probe | None = None) -> Tensor:
         """Runs the same inputs with the same bounds, without a graph."""
-        shape, picks = self.compose(rows)
+        shape, logit_rows = self.compose(rows)
         inputs = self.graphs.inputs(shape)
         with self.device.computing():
             inputs.send()
             longest = WIDTH * PAGE
             hidden = self.model.forward(inputs, max_query=shape.max_query, max_kv=longest, fresh=False, probe=probe)
-            logits = self.model.logits(hidden, inputs.picks(shape.rows), probe)
+            logits = self.model.logits(hidden, inputs.logit_rows(shape.rows), probe)
         self.device.synchronize()
-        return logits[:picks].clone()
+        return logits[:logit_rows].clone()
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def graphed_model(dtype: str, placing: Placing) -> Iterator[Graphed]:
         kv, blocks = weights.skeleton.kv_shape, weights.skeleton.num_blocks
         shape = (PAGES, blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
         pool = device.allocate("pool", shape, weights.dtype, zero=True)
-        model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+        model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
         yield Graphed(device, weights, model, StepGraphs(model, device, MAX_TOKENS, MAX_ROWS, WIDTH, WIDTH * PAGE))
         weights.release(device)
         device.release("pool")

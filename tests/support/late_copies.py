@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch import Tensor
 
-from djinnd.device import Lane, Mark, Rates
+from djinnd.device import CopyLane, Rates, StreamMark
 from djinnd.device.cpu import CpuDevice, _CopyEvent
 from tests.support.loaded import MEMORY
 
@@ -47,9 +47,9 @@ class LateDevice(CpuDevice):
         self,
         target: Tensor,
         source: Tensor,
-        after: Mark | None = None,
+        after: StreamMark | None = None,
         name: str = "copy",
-        lane: Lane = Lane.WEIGHTS,
+        lane: CopyLane = CopyLane.WEIGHTS,
     ) -> _CopyEvent:
         self.copied[name] += 1
         if name == "promote second half":

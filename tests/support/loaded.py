@@ -36,7 +36,7 @@ MEMORY = 1 << 30  # bytes of a CPU device with room for any reduced model
 
 
 def anonymous_arena(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
-    """Private host memory, as an arena for `Loader.run`."""
+    """Private host memory, as an arena for `ModelLoader.run`."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8), None
 
 
@@ -74,7 +74,7 @@ def _runner_with(
     shape = (plan.num_pages, blocks, 2, plan.page_size, kv.kv_heads, kv.head_dim)
     device.budget.reserve(workspace_label("m"), 0)
     pool = device.allocate(kv_label("m"), shape, weights.dtype, zero=True)
-    model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
     check_all(model, device, plan.page_size, plan.max_context)
     return ModelRunner(Load(0, "m", ""), weights, model, figures, plan, device, max_tokens, max_rows)
 
@@ -212,7 +212,7 @@ InputRow = tuple[Sequence[int], int, Sequence[int]]  # tokens, position of the f
 
 
 def fill(inputs: StepInputs, rows: Sequence[InputRow], page_size: int) -> None:
-    """Writes `rows` into `inputs`. The picks, and everything after the rows, stay as they are."""
+    """Writes `rows` into `inputs`. The logit_rows, and everything after the rows, stay as they are."""
     host, token = inputs.host, 0
     host["starts"][0] = 0
     for row, (tokens, start, pages) in enumerate(rows):

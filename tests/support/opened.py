@@ -11,14 +11,14 @@ from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Placing
 from djinnd.device import Device
 from djinnd.model.family.skeleton import make_config
-from djinnd.model.placing.loader import Loader
-from djinnd.weights.checkpoint import Checkpoint
+from djinnd.model.placing.loader import ModelLoader
+from djinnd.weights.checkpoint import CheckpointFiles
 
 
-def checkpoint_of(folder: Path, *, has_weights: bool = True) -> Checkpoint:
+def checkpoint_of(folder: Path, *, has_weights: bool = True) -> CheckpointFiles:
     files = ModelFiles.open(str(folder))
     try:
-        checkpoint = Checkpoint(files, has_weights=has_weights)
+        checkpoint = CheckpointFiles(files, has_weights=has_weights)
     except BaseException:
         files.close()
         raise
@@ -33,8 +33,8 @@ def loader_of(
     placing: Placing | None = None,
     shared: str | None = None,
     name: str = "m",
-) -> Loader:
-    return Loader(name, checkpoint_of(folder, has_weights=shared is None), device, dtype, placing, shared)
+) -> ModelLoader:
+    return ModelLoader(name, checkpoint_of(folder, has_weights=shared is None), device, dtype, placing, shared)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from djinnd.model.attention.paged import PagedAttention, PagedBatch
-from djinnd.model.attention.worklist import EXTENT, VISIT, fill_visits
+from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
 
 BLOCKS, BLOCK = 3, 1
 TOLERANCE = {  # relative and absolute; softmax weights are rounded to the type before the product with the values
@@ -80,13 +80,13 @@ class Scene:
     def batch(self, *, max_kv: int | None = None, fresh: bool = False) -> PagedBatch:
         starts = torch.tensor([0, *self.counts, *[1] * self.padding]).cumsum(0).int()
         lengths = torch.tensor([*self.lengths, *[1] * self.padding], dtype=torch.int32)
-        visits, extent = (torch.zeros(shape, dtype=torch.int32) for shape in ((len(lengths), VISIT), (EXTENT,)))
-        fill_visits(starts.numpy(), lengths.numpy(), visits.numpy(), extent.numpy())
+        worklist, extent = (torch.zeros(shape, dtype=torch.int32) for shape in ((len(lengths), FIELDS), (EXTENT,)))
+        fill_worklist(starts.numpy(), lengths.numpy(), worklist.numpy(), extent.numpy())
         return PagedBatch(
             query_starts=starts.to(self.device),
             kv_lengths=lengths.to(self.device),
             page_table=self.table,
-            visits=visits.to(self.device),
+            worklist=worklist.to(self.device),
             extent=extent.to(self.device),
             slots=self.slots,
             max_query=max(self.counts),

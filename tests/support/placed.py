@@ -12,17 +12,17 @@ from transformers import AutoModelForCausalLM
 
 from djinnd.model.placing.loader import Weights
 from djinnd.model.placing.projections import Product, Projection, SharedProjection
-from djinnd.weights.plan import Place, Plan, _in_scratch
+from djinnd.weights.plan import Place, PlacementPlan, _in_scratch
 
 
-def plan_of(weights: Weights, places: Sequence[Place], slots: int = 2) -> Plan:
+def plan_of(weights: Weights, places: Sequence[Place], slots: int = 2) -> PlacementPlan:
     """The planner's plan, if it had chosen these places."""
     sizes = weights.store.sizes(weights.dtype)
     travelling = [size.passing for size, place in zip(sizes, places, strict=True) if place is Place.STREAMED]
     scratch = max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True))
     slots = min(slots, len(travelling))
     ring = min(slots * max(travelling), sum(travelling)) if travelling else 0
-    return Plan(tuple(sizes), tuple(places), ring, scratch, slots)
+    return PlacementPlan(tuple(sizes), tuple(places), ring, scratch, slots)
 
 
 def products_of(block: nn.Module) -> Iterator[tuple[str, Product, slice]]:
@@ -71,21 +71,21 @@ def assert_as_in_the_checkpoint(weights: Weights, folder: Path, passes: int) -> 
     wanted = from_files(folder, weights.dtype, tuple(weights.skeleton.prefixes))
     for _ in range(passes):
         for index, block in enumerate(weights.skeleton.adapter.blocks):
-            weights.residency.begin(index)
+            weights.placement.begin(index)
             prepare(weights, index)
-            weights.residency.check_integrity()
+            weights.placement.check_integrity()
             assert_same(seen_by(block), wanted[index], f"block {index}")
-            weights.residency._device.synchronize()
+            weights.placement._device.synchronize()
             assert_same(seen_by(block), wanted[index], f"block {index}, when all copies had happened")
-            weights.residency.end(index)
+            weights.placement.end(index)
 
 
 def prepare(weights: Weights, index: int) -> None:
     """Prepares a block for a batch that picks every expert."""
-    weights.residency.prepare(index, 16)
-    experts = weights.residency._blocks[index].experts
+    weights.placement.prepare(index, 16)
+    experts = weights.placement._blocks[index].experts
     if experts is not None and experts._source is not None:
-        experts.fetch(torch.arange(experts._routing.count, device=weights.residency.device.torch_device))
+        experts.fetch(torch.arange(experts._routing.count, device=weights.placement.device.torch_device))
 
 
 def assert_same(seen: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from djinn_client.protocol import Placing, Span
 from djinnd import messages
-from djinnd.weights.plan import Plan
-from djinnd.weights.ring import Region, place_regions
+from djinnd.weights.plan import PlacementPlan
+from djinnd.weights.ring import RingRegion, place_regions
 from tests.support.engine_thread import EngineThread
 from tests.support.loaded import random_prompt
 from tests.support.models import tiny_model
@@ -24,8 +24,8 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
         messages.Trace(99, steps, seconds=60.0), engine.run_message("s", random_prompt(PROMPT, VOCAB, 0), steps + 3)
     )
     spans = engine.until(messages.Traced, messages.Stepped, messages.Finished).spans
-    residency = engine.engine._runners["m"].model.residency
-    plan = residency.plan
+    placement = engine.engine._runners["m"].model.placement
+    plan = placement.plan
     assert plan is not None and plan.streamed
     tracks = ("step", "compute", "copy", "host")
     step, compute, copy, host = ([span for span in spans if span.track == track] for track in tracks)
@@ -41,7 +41,7 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
     copied = {f"block {index}": 0 for index in plan.streamed}
     for span in copy:
         copied[span.name] += span.args["bytes"]
-    assert copied == {f"block {index}": steps * residency._store.travelling(index).nbytes for index in plan.streamed}
+    assert copied == {f"block {index}": steps * placement._store.travelling(index).nbytes for index in plan.streamed}
 
     composed = [span.name for span in host].count("compose")
     assert steps - 1 <= composed <= steps, "the trace may begin in the turn of the first step"
@@ -58,7 +58,7 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
                 assert apart, f"{other} while {span}"
 
 
-def regions_of(plan: Plan) -> dict[str, Region]:
+def regions_of(plan: PlacementPlan) -> dict[str, RingRegion]:
     """The regions of streamed blocks, by the names of their spans."""
     sizes = [-(-plan.sizes[index].least // 256) * 256 for index in plan.streamed]
     regions = place_regions(sizes, plan.ring_bytes)

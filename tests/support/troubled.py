@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from djinnd.device.cpu import CpuDevice, _CopyEvent
-from djinnd.device.device import Mark
+from djinnd.device.device import StreamMark
 
 FOREVER = 60.0  # seconds
 
@@ -42,7 +42,7 @@ class TroubledDevice(CpuDevice):
         self.fail_any = 0  # number of copies to fail, from any source
         super().__init__(memory)
 
-    def copy(self, target: Tensor, source: Tensor, after: Mark | None = None, name: str = "copy") -> _CopyEvent:
+    def copy(self, target: Tensor, source: Tensor, after: StreamMark | None = None, name: str = "copy") -> _CopyEvent:
         with torch.inference_mode():
             watched = source.as_subclass(_Watched)
         watched.device_ = self

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from djinnd.device import Rates
 from djinnd.model.placing.projections import PACKED_ROWS
-from djinnd.weights.plan import BlockSize, Place, Plan
+from djinnd.weights.plan import BlockSize, Place, PlacementPlan
 
 # The part of each measured rate that our steps reach, on an H200 with a 13B model: docs/log.
 _READING_ONE = 1.08  # of memory: a product with one row only reads, while the measured copy also writes
@@ -30,7 +30,7 @@ CONTEXT = 512  # tokens of KV in each session
 class Forecast:
     """`parameters`: all weights that one row is multiplied with. `token_bytes`: KV of one token in all blocks."""
 
-    plan: Plan
+    plan: PlacementPlan
     rates: Rates
     parameters: int
     token_bytes: int

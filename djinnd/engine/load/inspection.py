@@ -26,8 +26,8 @@ from djinnd.engine.load.planning import describe
 from djinnd.messages import DescribeImage, DeviceFigures, Failed, ImageDescribed, Planned
 from djinnd.messages.inspections import Confined, Inspect, Passed
 from djinnd.model.placing.image import image_of
-from djinnd.model.placing.loader import Loader
-from djinnd.weights.checkpoint import Checkpoint
+from djinnd.model.placing.loader import ModelLoader
+from djinnd.weights.checkpoint import CheckpointFiles
 
 _MAX_FRAME = 1 << 20
 _DESCRIPTORS = 512  # a checkpoint has up to 240 files, and each is passed as a descriptor
@@ -68,8 +68,8 @@ def inspect(message: Inspect, fds: list[int]) -> Answer:
 def _inspected(message: Inspect, files: ModelFiles) -> Answer:
     job = message.job
     device = cast(Device, DescribedDevice(message.figures))
-    checkpoint = Checkpoint(files, has_weights=job.shared is None)
-    loader = Loader(job.model, checkpoint, device, job.dtype, job.placing, job.shared)
+    checkpoint = CheckpointFiles(files, has_weights=job.shared is None)
+    loader = ModelLoader(job.model, checkpoint, device, job.dtype, job.placing, job.shared)
     if isinstance(job, DescribeImage):
         return ImageDescribed(job.request, image_of(loader))
     shape = model_shape(loader)

@@ -11,7 +11,7 @@ from functools import partial
 from djinn_client.files.model_files import ModelFiles
 from djinnd.engine.load.turns import Turn
 from djinnd.messages import DescribeImage, Load, Plan
-from djinnd.weights.checkpoint import Checkpoint
+from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.reading import Patience, Readers, Wait
 
 WithFiles = Load | Plan | DescribeImage
@@ -26,15 +26,15 @@ class JobFiles:
         self._look = look
         self._files: ModelFiles | None = None
 
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> CheckpointFiles:
         """Opens the checkpoint and reads its headers. Raises DjinnError, and the errors of `look`."""
         with self.reading() as wait:
             readers = Readers(1, "djinn-open")
             try:
                 self._files = self._open(readers, wait)
                 has_weights = self._job.shared is None
-                act = partial(Checkpoint, self._files, has_weights=has_weights)
-                checkpoint: Checkpoint = wait(readers.submit(act))
+                act = partial(CheckpointFiles, self._files, has_weights=has_weights)
+                checkpoint: CheckpointFiles = wait(readers.submit(act))
                 return checkpoint
             finally:
                 readers.close()

@@ -53,7 +53,7 @@ from djinnd.messages import (
     Planned,
 )
 from djinnd.model.placing.image import image_of
-from djinnd.model.placing.loader import Loader, Weights
+from djinnd.model.placing.loader import ModelLoader, Weights
 
 log = logging.getLogger("djinnd.engine")
 
@@ -233,8 +233,8 @@ class LoadQueue:
         else:
             self._channel.send(ImageDescribed(job.request, image_of(loader)))
 
-    def _loader(self, job: WithFiles, files: JobFiles) -> Loader:
-        return Loader(job.model, files.checkpoint(), self._device, job.dtype, job.placing, job.shared)
+    def _loader(self, job: WithFiles, files: JobFiles) -> ModelLoader:
+        return ModelLoader(job.model, files.checkpoint(), self._device, job.dtype, job.placing, job.shared)
 
     def _load(self, load: Load, files: JobFiles) -> LoadResult:
         def progress(stage: str, done: int, total: int) -> None:
@@ -333,7 +333,7 @@ def map_image(fd: int, nbytes: int) -> Tensor:
         os.close(fd)
 
 
-def model_shape(loader: Loader) -> ModelShape:
+def model_shape(loader: ModelLoader) -> ModelShape:
     skeleton = loader.skeleton
     config = skeleton.config
     layouts = [buffer.layout for buffer in loader.store.buffers[:-1]]  # of blocks and experts

@@ -8,7 +8,7 @@ from djinnd import messages
 from djinnd.device import Device
 from djinnd.engine.load.forecast import Forecast
 from djinnd.engine.memory.memory import ModelShape, kv_floor, pages_share, plan_kv, takes_all, workspace_bytes
-from djinnd.model.placing.loader import Loader
+from djinnd.model.placing.loader import ModelLoader
 from djinnd.weights.plan import Place
 from djinnd.weights.store import Buffer
 
@@ -17,7 +17,7 @@ SESSIONS = (1, 16)
 
 
 def bytes_beside(
-    loader: Loader, shape: ModelShape, kv_bytes: int, max_batch_tokens: int, budget: int, free: int
+    loader: ModelLoader, shape: ModelShape, kv_bytes: int, max_batch_tokens: int, budget: int, free: int
 ) -> int:
     """Bytes that KV and workspace take before blocks are placed. They include the share of the budget set aside for
     pages, or only the least number of pages if the blocks cannot be placed otherwise."""
@@ -31,7 +31,7 @@ def bytes_beside(
 
 
 def describe(
-    asked: messages.Plan, loader: Loader, shape: ModelShape, device: Device, max_batch_tokens: int
+    asked: messages.Plan, loader: ModelLoader, shape: ModelShape, device: Device, max_batch_tokens: int
 ) -> ModelPlan:
     """Raises OutOfMemory with the figures. Assumes that nothing is loaded, so only the device's own reservation is
     taken."""

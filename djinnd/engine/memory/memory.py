@@ -9,7 +9,7 @@ from djinn_client.protocol.fields.placing import Placing
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tier import MAX_SLOTS
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
-from djinnd.weights.plan import PAGES_SHARE, Place, Plan
+from djinnd.weights.plan import PAGES_SHARE, Place, PlacementPlan
 
 MIN_TOKENS = 512  # shorter sessions make a model not worth loading
 FULL_SESSIONS = 64  # automatic KV: never more pages than this many sessions of full length could use
@@ -95,7 +95,7 @@ def pages_share(wanted: int) -> float:
     return 0.0 if wanted else PAGES_SHARE
 
 
-def takes_all(placing: Placing, places: Plan) -> bool:
+def takes_all(placing: Placing, places: PlacementPlan) -> bool:
     """True if the model's pages may take all memory that its blocks leave: not all blocks are plain, so no second model
     would fit."""
     return placing.resident is None and places.count(Place.PLAIN) < len(places.places)

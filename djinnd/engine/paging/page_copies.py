@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from djinnd.device import Device, Event, Lane, Mark
+from djinnd.device import CopyLane, Device, Event, StreamMark
 from djinnd.engine.memory.host_pages import HostPages
 from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.moves import Direction, Move, Moves, Transfer
@@ -33,7 +33,7 @@ IN_FLIGHT = 512 << 20  # most bytes in a lane: ten milliseconds of PCIe 5
 IN_FLIGHT_BESIDE_RING = 64 << 20
 AHEAD_S = 0.004  # from a step's launch until it begins: 1.4 to 1.7 ms measured; with 3 ms here many copies were late
 HALF_BYTES = 2 << 20  # least bytes of a page's half: each half is a copy by itself
-_LANES = {Direction.DEMOTE: Lane.DOWN, Direction.PROMOTE: Lane.UP}
+_LANES = {Direction.DEMOTE: CopyLane.DOWN, Direction.PROMOTE: CopyLane.UP}
 
 
 class _Copy(NamedTuple):
@@ -83,7 +83,7 @@ class PageCopies:
 
     # --- they begin -------------------------------------------------------------------------------------------------
 
-    def begin(self, mark: Mark, rate: float, *, beside_ring: bool) -> None:
+    def begin(self, mark: StreamMark, rate: float, *, beside_ring: bool) -> None:
         """Queues copies of added moves after `mark`, up to the limit in flight. `rate`: bytes a second each way for
         moves that no call waits for. `beside_ring`: weights stream."""
         most = IN_FLIGHT_BESIDE_RING if beside_ring else IN_FLIGHT
@@ -142,7 +142,7 @@ class PageCopies:
             moves.append(queued.popleft())
         return moves
 
-    def _copy(self, direction: Direction, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
+    def _copy(self, direction: Direction, moves: list[Move], pool: Tensor, after: StreamMark) -> _Copy:
         first, count = moves[0], len(moves)
         slots = self._host.slots(_slot(first), count)
         if direction is Direction.DEMOTE:
@@ -152,7 +152,7 @@ class PageCopies:
         event = self._device.copy(target, source, after, f"{direction.value} {count}", _LANES[direction])
         return _Copy(event, moves, event, slots.numel())
 
-    def _copy_in_halves(self, direction: Direction, moves: list[Move], pool: Tensor, after: Mark) -> _Copy:
+    def _copy_in_halves(self, direction: Direction, moves: list[Move], pool: Tensor, after: StreamMark) -> _Copy:
         """To the device, first halves before second halves. Each page is a copy by itself, because the halves of
         neighbours are not contiguous."""
         ends, events = [(pool[move.target], self._host.slot(move.source)) for move in moves], list[Event]()

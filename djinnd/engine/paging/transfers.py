@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from djinnd.device import Device, Mark
+from djinnd.device import Device, StreamMark
 from djinnd.engine.memory.host_pages import HostPages
 from djinnd.engine.paging.checksums import Checksums
 from djinnd.engine.paging.page_copies import PageCopies
@@ -58,7 +58,7 @@ class Transfers:
         self._checksums = Checksums()  # of pages to be promoted, and of pages that have been demoted
         self._filing: list[_Job] = []
         self._fetching_since, self._fetched = 0.0, 0  # start of the current run of file reads, and bytes read since
-        self._mark: Mark | None = None  # from the last turn, if copies may begin
+        self._mark: StreamMark | None = None  # from the last turn, if copies may begin
         self._asked = 0  # moves that had been asked for at the last turn, and have not begun
         self._failed_at = 0.0  # time of the last logged failure of a file
 

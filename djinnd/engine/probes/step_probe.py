@@ -1,7 +1,7 @@
 """The edits and captures of one step, for all its rows together. At each point edits come first, then captures.
 
     edits, captures ──join──► hits, by token of the batch ──probe──► hits, by row of the tensor at the point ──► device
-                                                                     (the pass's tokens, or its picks)
+                                                                     (the pass's tokens, or its logit_rows)
 
 Hits of one point are grouped, so that no row is twice in a group. Groups apply in the order of the edits' numbers. All
 indices of a probe are sent to the device in one copy.
@@ -238,9 +238,9 @@ class Part:
         """The probe of prologue and blocks."""
         return self._touched.probe(self._rows)
 
-    def probe_behind(self, picks: Sequence[int]) -> StepProbe | None:
+    def probe_behind(self, logit_rows: Sequence[int]) -> StepProbe | None:
         """The probe of an epilogue that gets these distinct tokens."""
-        return self._touched.probe_behind(self._tokens[list(picks)])
+        return self._touched.probe_behind(self._tokens[list(logit_rows)])
 
     def seen_behind(self, others: Sequence[int]) -> list[int]:
         """Tokens whose norm or logits are captured, without `others`."""

@@ -1,4 +1,4 @@
-"""The picks: tokens of a pass that get logits, because they are sampled from, returned, or captured."""
+"""The tokens of a pass that get logits, because they are sampled from, returned, or captured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 
 
-class Picks:
-    """The picks of one pass, all distinct, and the logits of some of them at a time."""
+class LogitRows:
+    """The tokens of one pass that get logits, all distinct, and the logits of some of them at a time."""
 
     def __init__(self, model: PagedModel, inputs: StepInputs, part: Part | None, tokens: list[int]) -> None:
-        """Fills the picks of `inputs`. The caller sets `hidden` to the blocks' output."""
-        inputs.host["picks"][: len(tokens)] = tokens
+        """Fills `logit_rows` of `inputs`. The caller sets `hidden` to the blocks' output."""
+        inputs.host["logit_rows"][: len(tokens)] = tokens
         self.hidden: Tensor
         self._model = model
         self._inputs = inputs
@@ -27,7 +27,7 @@ class Picks:
     def logits(self, first: int, count: int) -> Tensor:
         """[count, vocab], after edits."""
         probe = None if self._part is None else self._part.probe_behind(self._tokens[first : first + count])
-        return self._model.logits(self.hidden, self._inputs.picks(first + count)[first:], probe)
+        return self._model.logits(self.hidden, self._inputs.logit_rows(first + count)[first:], probe)
 
     def pieces(self, first: int, count: int) -> Iterator[Tensor]:
         """Like `logits`, at most LOGIT_ROWS rows at a time."""

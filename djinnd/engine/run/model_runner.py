@@ -24,7 +24,7 @@ from djinnd.engine.probes.parked_states import HeldRows
 from djinnd.engine.probes.partial_rows import through
 from djinnd.engine.probes.step_probe import Part, Touched
 from djinnd.engine.run.batch_inputs import Rows, compose, in_order, told_positions
-from djinnd.engine.run.logit_rows import Picks
+from djinnd.engine.run.logit_rows import LogitRows
 from djinnd.engine.run.logits_window import LogitsWindow
 from djinnd.engine.run.prompt_scores import PromptScores
 from djinnd.kvcache.manager import KvManager
@@ -36,7 +36,7 @@ from djinnd.model.step.graphs import Shape, StepGraphs
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.whitebox.probe import Probe
-from djinnd.weights.plan import Place, Plan
+from djinnd.weights.plan import Place, PlacementPlan
 
 log = logging.getLogger("djinnd.engine")
 
@@ -127,8 +127,8 @@ class ModelRunner:
 
     @property
     def half_bytes(self) -> int:
-        """Bytes of a page, from its beginning, that hold the KV of the blocks before Residency.half."""
-        return self.model.pool[0, : self.weights.residency.half].nbytes
+        """Bytes of a page, from its beginning, that hold the KV of the blocks before WeightPlacement.half."""
+        return self.model.pool[0, : self.weights.placement.half].nbytes
 
     @property
     def pool_bytes(self) -> int:
@@ -140,16 +140,16 @@ class ModelRunner:
         touched = self.edits.nbytes + self.captures.nbytes + self.held.nbytes
         return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0]) + touched
 
-    def move(self, places: Plan, num_pages: int) -> None:
+    def move(self, places: PlacementPlan, num_pages: int) -> None:
         """Between two steps: moves blocks to their places, and pages in use into a pool of `num_pages`, which counts
         the scratch page. Parts that shrink go first, to make room."""
-        residency = self.weights.residency
+        placement = self.weights.placement
         self.graphs = None  # graphs hold addresses, and memory
         self.device.synchronize()
-        residency.make_room(places)
+        placement.make_room(places)
         if num_pages != self.plan.num_pages:
             self._resize_pool(num_pages)
-        residency.move(places)
+        placement.move(places)
         self.graphs = self._new_graphs()
 
     @torch.inference_mode()
@@ -181,7 +181,7 @@ class ModelRunner:
     def recover(self) -> None:
         """Resets the model after a step that failed."""
         self.scores.clear()
-        self.model.residency.restart()
+        self.model.placement.restart()
 
     def copy_page(self, source: int, target: int) -> None:
         """Between two steps: copies a whole page, in order with the work that the device still has."""
@@ -251,7 +251,7 @@ class ModelRunner:
         apart = [i for i, row in enumerate(rows) if i in behind or (row.request.tells and told_positions(row))]
         if not apart:
             return rows, self._replay(rows, whole)
-        if len(apart) == len(rows) or self.model.residency.streams:
+        if len(apart) == len(rows) or self.model.placement.streams:
             return rows, self._mixed(rows, whole)
         others = sorted(set(range(len(rows))).difference(apart))
         first, last = (None if touched is None else touched.part(some) for some in (others, apart))
@@ -272,7 +272,7 @@ class ModelRunner:
         inputs = graphs.inputs(shape)
         self._compose(inputs, rows)
         sampling = [end - 1 for row, end in zip(rows, accumulate(counts), strict=True) if row.samples]
-        inputs.host["picks"][: len(sampling)] = sampling
+        inputs.host["logit_rows"][: len(sampling)] = sampling
         inputs.pad(sum(counts), len(rows), len(sampling))
         probe = self._probe(inputs, rows, part)
         blocks = blocks_of(rows)
@@ -295,10 +295,10 @@ class ModelRunner:
         sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
         told = [at + end - row.end for row, end in zip(rows, ends, strict=True) for at in told_positions(row)]
         seen = [] if part is None else part.seen_behind(sampling)
-        picks = Picks(self.model, inputs, part, [*sampling, *told, *seen])
+        logit_rows = LogitRows(self.model, inputs, part, [*sampling, *told, *seen])
         probe = self._probe(inputs, rows, part)
         inputs.send()
-        picks.hidden = self.model.forward(
+        logit_rows.hidden = self.model.forward(
             inputs,
             max_query=max(counts),
             max_kv=max(row.end for row in rows),
@@ -306,9 +306,9 @@ class ModelRunner:
             probe=probe,
             blocks=blocks_of(rows),
         )
-        logits = picks.logits(0, len(sampling)) if sampling else None
-        self._tell_logits(picks, len(sampling), rows)
-        for _ in picks.pieces(len(sampling) + len(told), len(seen)):
+        logits = logit_rows.logits(0, len(sampling)) if sampling else None
+        self._tell_logits(logit_rows, len(sampling), rows)
+        for _ in logit_rows.pieces(len(sampling) + len(told), len(seen)):
             pass  # the probe reads them
         return logits
 
@@ -319,14 +319,14 @@ class ModelRunner:
             return probe
         return through(self.device, inputs, self.held, rows, self.model.num_blocks, probe)
 
-    def _tell_logits(self, picks: Picks, first: int, rows: Rows) -> None:
-        """Writes the logits from pick `first` on to the windows of forward passes, and scores the prompts that
-        want it."""
+    def _tell_logits(self, logit_rows: LogitRows, first: int, rows: Rows) -> None:
+        """Writes the logits from entry `first` of `logit_rows` on to the windows of forward passes, and scores the
+        prompts that want it."""
         for row in rows:
             positions = told_positions(row)
             if not positions:
                 continue
-            pieces = picks.pieces(first, len(positions))
+            pieces = logit_rows.pieces(first, len(positions))
             if row.request.logits:
                 position = positions.start - row.request.first
                 for logits in pieces:
@@ -369,8 +369,8 @@ class ModelRunner:
             self.device.release(label)
 
     @property
-    def places(self) -> Plan:
-        plan = self.weights.residency.plan
+    def places(self) -> PlacementPlan:
+        plan = self.weights.placement.plan
         assert plan is not None
         return plan
 

@@ -51,8 +51,8 @@ class Preparation:
         try:
             self._reserve(workspace_label(load.model), workspace_bytes(shape, max_batch_tokens))
             floor = kv_floor(shape, load.kv_bytes, device.budget.total)
-            assert weights.residency.plan is not None
-            greedy = takes_all(load.placing, weights.residency.plan)
+            assert weights.placement.plan is not None
+            greedy = takes_all(load.placing, weights.placement.plan)
             plan = plan_kv(shape, device.budget.free, floor, load.kv_bytes, load.max_context, greedy)
             pool = device.allocate(
                 kv_label(load.model),
@@ -61,7 +61,7 @@ class Preparation:
                 zero=True,
             )
             self._labels.append(kv_label(load.model))
-            model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+            model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
             self.runner = ModelRunner(load, weights, model, shape, plan, device, max_batch_tokens, max_rows)
         except BaseException:
             self.abandon()

@@ -32,7 +32,7 @@ from djinn_client.protocol.fields.points import Point
 from djinn_client.transport.shm import map_writable, new_window
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.device import Device, Mark
+from djinnd.device import Device, StreamMark
 from djinnd.engine.io.background import Course, Courses
 from djinnd.engine.io.channel import Channel
 from djinnd.engine.run.model_runner import ModelRunner
@@ -46,7 +46,7 @@ class _Filled(NamedTuple):
     """The captured bytes of each point: uint8 on the device, complete at the mark."""
 
     rows: Iterator[Tensor]
-    after: Mark
+    after: StreamMark
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from djinnd.device import Device, Event, Lane, Mark
+from djinnd.device import CopyLane, Device, Event, StreamMark
 from djinnd.engine.io.background import Courses
 
 PIECE_BYTES = 32 << 20
@@ -29,7 +29,7 @@ class Window:
         self._page_bytes = page_bytes
         self._courses = courses
         self._read_only = read_only
-        self._lane = Lane.UP if read_only else Lane.DOWN
+        self._lane = CopyLane.UP if read_only else CopyLane.DOWN
         self._pinned: list[Tensor] = []
         self._flying: deque[Event] = deque()
 
@@ -48,7 +48,7 @@ class Window:
         self._device.pin(pieces, read_only=self._read_only)
         self._pinned = pieces
 
-    def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: Mark | None = None) -> None:
+    def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: StreamMark | None = None) -> None:
         """Queues the copies of one piece, as pairs of target and source. Their sources are complete at the mark
         `after`, or at the current end of the compute stream. Blocks while more than two pieces are in flight."""
         after, event = self._device.mark() if after is None else after, None
@@ -96,7 +96,7 @@ class StagedWindow(Window):
         """Touches the pages, so that the engine's thread does not take the page faults."""
         self._memory.zero_()
 
-    def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: Mark | None = None) -> None:
+    def queue(self, copies: Iterable[tuple[Tensor, Tensor]], after: StreamMark | None = None) -> None:
         targets, sources = zip(*copies, strict=True)
         sizes = [len(target) for target in targets]
         staged = self._device.staging(sum(sizes)).split(sizes)

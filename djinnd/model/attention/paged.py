@@ -35,7 +35,7 @@ class PagedBatch:
     query_starts: Tensor  # int32 [rows + 1], cumulative token counts
     kv_lengths: Tensor  # int32 [rows], tokens in KV including this step's
     page_table: Tensor  # int32 [rows, max_pages], page ids
-    visits: Tensor  # int32 [rows, 4]: see worklist.py
+    worklist: Tensor  # int32 [rows, 4]: see worklist.py
     extent: Tensor  # int32 [3]: see worklist.py
     slots: Tensor  # int64 [tokens], page * page_size + offset of each token of the batch
     max_query: int  # tokens of the longest row

@@ -55,7 +55,7 @@ def check_paging(
     checked these weights. Raises ModelRejected.
     """
     family = model.skeleton.family
-    count = sum(CHUNKS) + (FEW_SINGLES if model.residency.streams or again else SINGLES)
+    count = sum(CHUNKS) + (FEW_SINGLES if model.placement.streams or again else SINGLES)
     pages = np.arange(1, 2 + count // page_size, dtype=np.int32)
     tokens = np.random.default_rng(0).integers(0, model.vocab, count)
     for paged in model.paged:
@@ -108,7 +108,7 @@ def check_paging(
 
 
 def _refuse_not_finite(model: PagedModel) -> None:
-    family, tensor = model.skeleton.family, model.residency.not_finite()
+    family, tensor = model.skeleton.family, model.placement.not_finite()
     why = f"its activations overflow {model.dtype}" if tensor is None else f"NaN or infinity in tensor {tensor}"
     raise ModelRejected(
         f"{family} fails the check at load: its logits contain NaN: {why}", family=family, tensor=tensor
@@ -132,13 +132,13 @@ def _run(
     host["ids"][:] = tokens
     host["positions"][:] = positions
     host["slots"][:] = pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
-    host["picks"][:] = np.arange(count)
+    host["logit_rows"][:] = np.arange(count)
     host["starts"][:] = (0, count)
     host["lengths"][:] = start + count
     host["table"][:] = pages
     with device.computing(), torch.inference_mode():
         inputs.send()
         hidden = model.forward(inputs, max_query=count, max_kv=max_kv, fresh=start == 0)
-        logits = model.logits(hidden, inputs.picks(count)).float()
+        logits = model.logits(hidden, inputs.logit_rows(count)).float()
         device.synchronize()
     return logits

@@ -64,7 +64,7 @@ def check_far_positions(model: PagedModel, device: Device, max_context: int) -> 
     looked_at = boundaries(model.skeleton.config.to_dict(), max_context)
     rows = [range(max(0, end - _BESIDE - 1), min(end + 1, max_context)) for end in looked_at]
     usual, model.context.kernels = model.context.kernels, (catching := _Catching())
-    model.residency.tokens.real = None  # all tokens are real
+    model.placement.tokens.real = None  # all tokens are real
     try:
         with device.computing():
             _check(model, rows, catching)
@@ -95,7 +95,7 @@ def _check(model: PagedModel, rows: list[range], catching: _Catching) -> None:
                     f"block {index} calls attention with {wanted.options} behind a cache, {given.options} without",
                 )
             _check_mask(model, index, rules[index], given.options["window"], rows)
-        model.residency.end(index)
+        model.placement.end(index)
 
 
 def _run(model: PagedModel, index: int, prologue: Prologue, catching: _Catching) -> _Given:
@@ -104,16 +104,16 @@ def _run(model: PagedModel, index: int, prologue: Prologue, catching: _Catching)
 
 
 def _one_of_each_kind(model: PagedModel) -> Iterator[int]:
-    """One pass over the model that yields one block of each kind; the caller calls `residency.end` for it. Blocks are
+    """One pass over the model that yields one block of each kind; the caller calls `placement.end` for it. Blocks are
     of the same kind if they differ only in their weights."""
     seen: set[object] = set()
     for index, block in enumerate(model.adapter.blocks):
         kind = _kind(block)
         if kind in seen:
-            model.residency.pass_over(range(index, index + 1))
+            model.placement.skip(range(index, index + 1))
             continue
         seen.add(kind)
-        model.residency.begin(index)
+        model.placement.begin(index)
         yield index
 
 

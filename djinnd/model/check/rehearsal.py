@@ -20,7 +20,7 @@ from torch import Tensor
 
 from djinnd.device import Device
 from djinnd.model.attention.paged import PagedAttention, PagedBatch, TritonAttention
-from djinnd.model.copies.pinned_io import Inbox
+from djinnd.model.copies.pinned_io import ResultReader
 from djinnd.model.kernels import MAX_QUERY
 from djinnd.model.kernels.launches import launches
 from djinnd.model.kernels.variants import Variant
@@ -49,10 +49,10 @@ def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int
                 for width in (model.skeleton.points.width, model.vocab):
                     editing.warm_up(width, model.dtype, model.pool.device)
                 token_masks.warm_up(model.vocab, model.dtype, model.pool.device)
-                Inbox().read(torch.zeros(1, dtype=torch.int64, device=model.pool.device), lambda: False)
+                ResultReader().read(torch.zeros(1, dtype=torch.int64, device=model.pool.device), lambda: False)
         except Exception as fault:  # the check at load reports the fault of the model
             log.warning("kernels_not_listed family=%s error=%r", model.skeleton.family, fault)
-            model.residency.restart()
+            model.placement.restart()
         finally:
             model.context.kernels = own
             model.zero_pages([0])
@@ -66,7 +66,7 @@ def _run_empty(model: PagedModel, device: Device, tokens: int, max_kv: int) -> N
     with device.computing(), torch.inference_mode():
         inputs.send()
         hidden = model.forward(inputs, max_query=tokens, max_kv=max_kv, fresh=False, blocks=blocks)
-        model.logits(hidden, inputs.picks(min(tokens, max(_TOKENS))))
+        model.logits(hidden, inputs.logit_rows(min(tokens, max(_TOKENS))))
         device.synchronize()
 
 

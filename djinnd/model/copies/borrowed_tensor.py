@@ -1,4 +1,4 @@
-"""Unowned tensors: views of device memory that do not keep it allocated.
+"""Borrowed tensors: views of device memory that do not keep it allocated.
 
 A tensor made during a capture owns its memory in the graphs' pool: while it is held, the pool cannot reuse that memory.
 Holding the hidden states of every block and shape would take the memory of all of them, while the blocks of a step need
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def unowned(tensor: Tensor) -> Tensor:
+def borrow(tensor: Tensor) -> Tensor:
     """A tensor with the same memory, shape, strides and dtype (of 2 or 4 bytes) that does not own the memory. The
     caller makes sure that the memory is still there and holds the expected values."""
     return torch.as_tensor(_Described(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Crossing: copies small arrays between host and device in every step, by a kernel instead of a copy engine.
+"""Copies small arrays between host and device in every step, by a kernel instead of a copy engine.
 
 A copy engine carries the copies of one direction in the order queued, whatever their streams. A step's inputs, a few
 kilobytes, could wait 5 ms behind 256 MB of pages, and the step with them. A kernel reads and writes pinned host memory
@@ -28,24 +28,24 @@ def send(target: Tensor, source: Tensor) -> None:
     if not target.is_cuda:
         target.copy_(source)
     elif target.numel():
-        from djinnd.model.kernels.cross import cross  # needs Triton, which comes with CUDA builds of torch
+        from djinnd.model.kernels.pinned_copy import copy  # needs Triton, which comes with CUDA builds of torch
 
-        cross(source, target)
+        copy(source, target)
 
 
 def send_counted(target: Tensor, source: Tensor) -> None:
     """Like `send`, but copies only as many 64-bit words as the first word of `source` says, including that word. A
     replay of a graph that captured this call reads the source, and the count, at the time of the replay."""
     if target.is_cuda:
-        from djinnd.model.kernels.cross import cross_counted
+        from djinnd.model.kernels.pinned_copy import copy_counted
 
-        cross_counted(source, target)
+        copy_counted(source, target)
     else:
         words = int(source[:8].view(torch.int64))
         target[: 8 * words].copy_(source[: 8 * words])
 
 
-class Inbox:
+class ResultReader:
     """Reads the results of a step on the host. Used by one thread, for one array at a time."""
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Inbox:
         if not (values.is_cuda and values.numel()):
             meanwhile()
             return list[int](values.tolist())
-        from djinnd.model.kernels.cross import cross
+        from djinnd.model.kernels.pinned_copy import copy
 
         count = values.numel()
         if self._event is None or count > self._staging.numel():
             self._staging = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=True)
             self._numbers = self._staging.numpy()
             self._event = torch.cuda.Event()
-        cross(values.contiguous(), self._staging[:count])
+        copy(values.contiguous(), self._staging[:count])
         self._event.record()
         began = time.perf_counter()
         until = began + self._seconds * _LOOKS_AWAY

@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from djinn_client.errors import ModelRejected
-from djinnd.weights.checkpoint import Checkpoint, wrong_shape
+from djinnd.weights.checkpoint import CheckpointFiles, wrong_shape
 from djinnd.weights.store import Recipe
 
 
@@ -54,7 +54,7 @@ class _Parameters:
 class RecipeBook:
     """The recipes of all parameters. Made while the model still has its own layers; see Adapter."""
 
-    def __init__(self, model: Any, checkpoint: Checkpoint) -> None:
+    def __init__(self, model: Any, checkpoint: CheckpointFiles) -> None:
         self._checkpoint = checkpoint
         self._config = model.config
         self._parameters = _Parameters(model.state_dict())
@@ -174,7 +174,7 @@ def is_stack(converter: WeightConverter) -> bool:
     return len(others) == 1 and type(others[0]) is Concatenate and others[0].dim == 1
 
 
-def _match(model: Any, checkpoint: Checkpoint) -> dict[str, _Sources]:
+def _match(model: Any, checkpoint: CheckpointFiles) -> dict[str, _Sources]:
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]

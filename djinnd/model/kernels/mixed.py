@@ -2,8 +2,8 @@
 
 The number of rows of each kind changes from step to step, but the grid of a captured graph does not. So each kind has a
 fixed number of programs, no more than it can use and the device can hold. They take one piece of work after another,
-and find the work in `visits` and `extent` (djinnd/model/attention/worklist.py). A grid for all possible rows would have
-tens of thousands of programs without work, at some nanoseconds each.
+and find the work in `worklist` and `extent` (djinnd/model/attention/worklist.py). A grid for all possible rows would
+have tens of thousands of programs without work, at some nanoseconds each.
 
 A chunk is bound by the matrix units and a decode row by memory, so both run side by side (as in POD-Attention: Kamath
 et al., 2025). A second kernel combines the pieces of either kind.
@@ -38,7 +38,7 @@ NO_LIMIT = 1 << 30
 @triton.jit(do_not_specialize=["table_row", "window", "chunk_programs", "most_chunk_splits", "filling", "useful",
                                "needed", "processors"])  # fmt: skip
 def mixed_kernel(
-    query, keys, values, out, chunk_partial, chunk_stats, partial, stats, page_table, visits, extent, sinks,
+    query, keys, values, out, chunk_partial, chunk_stats, partial, stats, page_table, worklist, extent, sinks,
     query_token, query_head, pool_page, pool_token, pool_head, table_row,
     score_scale, cap, window, chunk_programs, most_chunk_splits, filling, useful, needed, processors,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
@@ -51,7 +51,7 @@ def mixed_kernel(
     if program < chunk_programs:
         chunks, blocks, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
         for piece in range(program, chunks * blocks * splits * KV_HEADS, chunk_programs):
-            row, start, queries, length = visited(visits, piece // KV_HEADS % chunks)
+            row, start, queries, length = work_at(worklist, piece // KV_HEADS % chunks)
             later = piece // (KV_HEADS * chunks)  # the blocks with the most keys come first
             attend_block(
                 row, start, queries, length, piece % KV_HEADS, blocks - 1 - later // splits, later % splits,
@@ -65,7 +65,7 @@ def mixed_kernel(
         programs = tl.num_programs(0) - chunk_programs
         for piece in range(program - chunk_programs, singles * splits * KV_HEADS, programs):
             nth = piece // (KV_HEADS * splits)
-            row, start, _, length = visited(visits, chunks + nth)
+            row, start, _, length = work_at(worklist, chunks + nth)
             attend_split(
                 piece % splits, piece // splits % KV_HEADS, row, start, 1, length, nth,
                 query, keys, values, out, partial, stats, page_table, sinks,
@@ -77,7 +77,7 @@ def mixed_kernel(
 
 @triton.jit(do_not_specialize=["window", "most_chunk_splits", "filling", "useful", "needed", "processors"])
 def combine_mixed_kernel(
-    chunk_partial, chunk_stats, partial, stats, out, visits, extent, sinks,
+    chunk_partial, chunk_stats, partial, stats, out, worklist, extent, sinks,
     window, most_chunk_splits, filling, useful, needed, processors,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr,
     TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
@@ -90,7 +90,7 @@ def combine_mixed_kernel(
         chunks, _, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
         longest = tl.load(extent + 1)
         for piece in range(program, chunks * longest * HEADS, programs):
-            _, start, queries, _ = visited(visits, piece // (longest * HEADS))
+            _, start, queries, _ = work_at(worklist, piece // (longest * HEADS))
             token = piece // HEADS % longest
             if token < queries:
                 combine_blocks(
@@ -101,7 +101,7 @@ def combine_mixed_kernel(
         chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
         for piece in range(program, singles * HEADS, programs):
             nth = piece // HEADS
-            _, token, _, length = visited(visits, chunks + nth)
+            _, token, _, length = work_at(worklist, chunks + nth)
             combine_splits(
                 piece % HEADS, token, 1, length, nth, partial, stats, out, sinks, window, splits,
                 HEADS, HEAD_DIM, DIM, TILE, SPLITS, WINDOW, SINKS,
@@ -118,7 +118,7 @@ def chunks_of(extent, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
-    """→ index of the first visit with one token, number of such visits, splits of each."""
+    """→ index of the first row with one token, number of such rows, splits of each."""
     chunks = tl.load(extent)
     singles = tl.load(extent + 2) - chunks
     waves = tl.minimum(singles, SINGLES)
@@ -126,10 +126,10 @@ def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
 
 
 @triton.jit
-def visited(visits, nth):
-    """→ the nth visit: row, its first token, its tokens in this step, its tokens in KV."""
-    visit = visits + nth * 4
-    return tl.load(visit), tl.load(visit + 1), tl.load(visit + 2), tl.load(visit + 3)
+def work_at(worklist, nth):
+    """→ the nth item: row, its first token, its tokens in this step, its tokens in KV."""
+    item = worklist + nth * 4
+    return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
 
 
 def mixed(
@@ -178,7 +178,7 @@ def mixed(
     options["SINKS"] = sinks is not None
     sinks = q if sinks is None else sinks
     mixed_kernel[(chunk_programs + programs,)](
-        q, keys, values, out, *parts, batch.page_table, batch.visits, batch.extent, sinks,
+        q, keys, values, out, *parts, batch.page_table, batch.worklist, batch.extent, sinks,
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
         *score_factors(scale, softcap), window, chunk_programs, most, filling, useful, needed, processors,
         PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softcap > 0, UPCAST=INTERPRETED,
@@ -186,7 +186,7 @@ def mixed(
     )  # fmt: skip
     if sum(sizes):
         combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
-            *parts, out, batch.visits, batch.extent, sinks, window, most, filling, useful, needed, processors,
+            *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, processors,
             CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
         )  # fmt: skip
 

@@ -35,7 +35,7 @@ class PagedRows(Protocol):
     query_starts: Tensor  # int32 [rows + 1]
     kv_lengths: Tensor  # int32 [rows]
     page_table: Tensor  # int32 [rows, pages]
-    visits: Tensor  # int32 [rows, 4]: see djinnd/model/attention/worklist.py
+    worklist: Tensor  # int32 [rows, 4]: see djinnd/model/attention/worklist.py
     extent: Tensor  # int32 [3]: see djinnd/model/attention/worklist.py
     max_query: int
     max_kv: int

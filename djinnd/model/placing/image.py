@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import cast
 
 from djinn_client.protocol.fields.image import Dtype, Image, ImageBuffer, ImageTensor, ImageUnit
-from djinnd.model.placing.loader import Loader
+from djinnd.model.placing.loader import ModelLoader
 
 
-def image_of(loader: Loader) -> Image:
+def image_of(loader: ModelLoader) -> Image:
     store, tied = loader.store, loader.skeleton.tied
     buffers = []
     for index, buffer in enumerate(store.buffers):

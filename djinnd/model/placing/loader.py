@@ -1,4 +1,4 @@
-"""Loader: turns a checkpoint into modules that are bound to device buffers. The steps of a load:
+"""ModelLoader: turns a checkpoint into modules that are bound to device buffers. The steps of a load:
 
     lay out  builds the family's modules on the meta device and the layout of every buffer; no weight is read
     plan     chooses a place for each block within the memory budget, or raises OutOfMemory with the figures
@@ -30,11 +30,11 @@ from djinnd.model.family.derived import materialise_buffers
 from djinnd.model.family.recipes import RecipeBook
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
 from djinnd.model.placing.projections import Product, install_products
-from djinnd.model.placing.weight_placement import Residency
-from djinnd.weights.checkpoint import Checkpoint
+from djinnd.model.placing.weight_placement import WeightPlacement
+from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
 from djinnd.weights.layout import Layout
-from djinnd.weights.plan import PAGES_SHARE, Plan, plan_places
+from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
 from djinnd.weights.store import Buffer, Routing, WeightStore
 
@@ -43,7 +43,7 @@ log = logging.getLogger("djinnd.engine")
 Progress = Callable[[str, int, int], None]  # stage, done, total; in bytes, or in kernels while compiling
 # (bytes, fingerprint) → host memory uint8 [bytes], and the identity of the weights in it, or None if it is not filled.
 Arena = Callable[[int, str], tuple[Tensor, str | None]]
-Reading = Callable[[], AbstractContextManager[Wait]]  # see `Loader.run`
+Reading = Callable[[], AbstractContextManager[Wait]]  # see `ModelLoader.run`
 
 MAX_BLOCKS = 1024
 
@@ -57,7 +57,7 @@ class Weights:
     name: str
     skeleton: Skeleton
     store: WeightStore
-    residency: Residency
+    placement: WeightPlacement
     dtype: torch.dtype
     parameters: int
     notes: list[str]
@@ -69,7 +69,7 @@ class Weights:
     @property
     def nbytes(self) -> int:
         """Device memory, in bytes."""
-        return self.residency.nbytes + (0 if self.rest is None else self.rest.nbytes + self.skeleton.derived_bytes)
+        return self.placement.nbytes + (0 if self.rest is None else self.rest.nbytes + self.skeleton.derived_bytes)
 
     def release_host(self, device: Device) -> None:
         """Unpins and detaches the host copy. Every block must be resident, and none can be moved afterwards."""
@@ -80,21 +80,21 @@ class Weights:
         """Frees device memory and pinning. The modules must not run afterwards. The server removes the arena."""
         device.synchronize()
         device.unpin(self.store.pieces())
-        self.residency.release()
+        self.placement.release()
         if self.rest is not None:
             self.rest = None
             device.release(rest_label(self.name))
             device.budget.release(tables_label(self.name))
 
 
-class Loader:
-    """Loads one model: `Loader(…)`, then `plan` (optional), then `run`. A failed load leaves no device memory
+class ModelLoader:
+    """Loads one model: `ModelLoader(…)`, then `plan` (optional), then `run`. A failed load leaves no device memory
     reserved."""
 
     def __init__(
         self,
         name: str,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointFiles,
         device: Device,
         dtype: str,
         placing: Placing | None = None,
@@ -180,7 +180,9 @@ class Loader:
             digest.update(each)
         return digest.hexdigest()
 
-    def plan(self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = PAGES_SHARE) -> Plan:
+    def plan(
+        self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = PAGES_SHARE
+    ) -> PlacementPlan:
         """Chooses a place for every block.
 
         beside: bytes that KV and workspace take of `free`.
@@ -260,7 +262,7 @@ class Loader:
             weights.identity = identity or self._identity()
             weights.fingerprint = self._laid_out(weights.identity)
             plan = self.plan(beside, pages_share=pages_share)
-            weights.residency.move(plan, lambda done, total: progress("uploading", done, total), pinning)
+            weights.placement.move(plan, lambda done, total: progress("uploading", done, total), pinning)
             self._bring_rest(weights, progress)
             clock.told("blocks_placed", weights.nbytes)
         except BaseException:
@@ -276,9 +278,9 @@ class Loader:
     def _weights(self, products: list[list[Product]]) -> Weights:
         skeleton, store = self.skeleton, self.store
         blocks = skeleton.adapter.blocks
-        residency = Residency(self.name, self.device, store, self.dtype, blocks, products, self.placing)
+        placement = WeightPlacement(self.name, self.device, store, self.dtype, blocks, products, self.placing)
         parameters = sum(e.numel for b in self._buffers for e in b.layout.entries.values())
-        return Weights(self.name, skeleton, store, residency, self.dtype, parameters, self.notes)
+        return Weights(self.name, skeleton, store, placement, self.dtype, parameters, self.notes)
 
     def _bring_rest(self, weights: Weights, progress: Progress) -> None:
         skeleton, layout = self.skeleton, self._buffers[-1].layout
@@ -355,7 +357,7 @@ def _check_image(name: str, store: WeightStore) -> None:
             raise ModelRejected(f"{name}: the shared weights of {where}: {error}", block=where) from error
 
 
-def _check_depth(blocks: int, checkpoint: Checkpoint | None) -> None:
+def _check_depth(blocks: int, checkpoint: CheckpointFiles | None) -> None:
     """Raises ModelRejected if there are more blocks than the checkpoint can have, since each has a tensor of its own.
     Comes before the modules are built, because building takes time for each block."""
     if checkpoint is not None and blocks > len(checkpoint.tensors):

@@ -17,7 +17,8 @@ from djinnd.weights.plan import Place
 
 @dataclass(slots=True)
 class PlacedBlock:
-    """A block, its place and its memory. Residency allocates the memory and sets `place`, `memory` and `packed`."""
+    """A block, its place and its memory. WeightPlacement allocates the memory and sets `place`, `memory` and
+    `packed`."""
 
     module: nn.Module
     layout: Layout  # without stacked experts

@@ -1,4 +1,4 @@
-"""Residency: where the weights of each block are on the device, and the ring that streams blocks from host memory.
+"""Where the weights of each block are on the device, and the ring that streams blocks from host memory.
 
     place      device memory of its own   the block computes from
     plain      flat buffer                that buffer
@@ -9,7 +9,7 @@ Stacked experts of packed and streamed blocks are handled apart: the experts tha
 the scratch buffer, behind the block's own weights (model/family/experts.py). The ring carries a streamed block without
 them.
 
-A pass over the blocks calls, for each block in order, either `begin`, `prepare`, the module and `end`, or `pass_over`.
+A pass over the blocks calls, for each block in order, either `begin`, `prepare`, the module and `end`, or `skip`.
 `prepare` queues only kernels over fixed addresses, so a captured graph may hold it. The other calls order copies, and
 stay outside of graphs.
 """
@@ -26,14 +26,14 @@ from djinnd.device import Device, Pinning
 from djinnd.model.family.experts import Experts, StepTokens
 from djinnd.model.placing.placed_block import PlacedBlock, unpack
 from djinnd.model.placing.projections import Product
-from djinnd.weights.plan import Place, Plan, aligned
+from djinnd.weights.plan import Place, PlacementPlan, aligned
 from djinnd.weights.ring import PIECE, Ring, place_regions
 from djinnd.weights.store import WeightStore
 
 Progress = Callable[[int, int], None]  # bytes copied to the device, bytes in all
 
 
-class Residency:
+class WeightPlacement:
     """Owns the device memory of a model's blocks. One thread at a time uses it: the loader's during the load, then the
     engine's."""
 
@@ -47,7 +47,7 @@ class Residency:
         products: list[list[Product]],
         placing: Placing,
     ) -> None:
-        self.plan: Plan | None = None
+        self.plan: PlacementPlan | None = None
         self.tokens = StepTokens()
         self._name = name
         self._device = device
@@ -110,7 +110,7 @@ class Residency:
         if self._ring is not None and self._blocks[index].place is Place.STREAMED:
             self._ring.give_back()
 
-    def pass_over(self, blocks: range) -> None:
+    def skip(self, blocks: range) -> None:
         """Skips these blocks in this pass."""
         if self._ring is not None:
             self._ring.skip(sum(self._blocks[index].place is Place.STREAMED for index in blocks))
@@ -138,7 +138,9 @@ class Residency:
         """Bytes of the device's budget that the blocks take."""
         return 0 if self.plan is None else self.plan.nbytes
 
-    def move(self, plan: Plan, progress: Progress = lambda done, total: None, pinning: Pinning | None = None) -> None:
+    def move(
+        self, plan: PlacementPlan, progress: Progress = lambda done, total: None, pinning: Pinning | None = None
+    ) -> None:
         """Brings every block to its place in `plan`. No pass may be under way, and graphs captured before are invalid.
 
         pinning: pinning of the store's pieces that is still under way.
@@ -165,16 +167,16 @@ class Residency:
         for index, block in enumerate(self._blocks):
             block.bind(self._scratch, self._source_of_experts(index))
 
-    def make_room(self, plan: Plan) -> None:
+    def make_room(self, plan: PlacementPlan) -> None:
         """First part of `move(plan)`, which must follow: frees the ring, scratch, and each block that will move."""
         self._device.synchronize()
-        self._drop_passage()
+        self._drop_streaming()
         for index, place in enumerate(plan.places):
             if self._blocks[index].place is not place:
                 self._drop(index)
         self._device.trim()
 
-    def _bring(self, indices: list[int], plan: Plan, progress: Progress, pinning: Pinning | None) -> None:
+    def _bring(self, indices: list[int], plan: PlacementPlan, progress: Progress, pinning: Pinning | None) -> None:
         done, total = 0, sum(plan.sizes[i].plain for i in indices)
         staged = [i for i in indices if plan.places[i] is Place.PLAIN and self._blocks[i].form is not None]
         staging = self._staging(staged)
@@ -184,7 +186,7 @@ class Residency:
                 block.memory = self._allocate(f"block {index}", size.least, torch.uint8)
             else:
                 block.memory = self._allocate(f"block {index}", size.plain // self._dtype.itemsize, self._dtype)
-            with self._device.aside(), torch.inference_mode():
+            with self._device.side_stream(), torch.inference_mode():
                 for number, target in zip(self._store.parts(index), self._parts(index), strict=True):
                     if pinning is not None:
                         pinning.wait(number)
@@ -221,7 +223,7 @@ class Residency:
             sizes = [self._store.buffers[number].layout.numel for number in numbers]
         return list(memory.split(sizes))
 
-    def _make_ring(self, plan: Plan) -> Ring:
+    def _make_ring(self, plan: PlacementPlan) -> Ring:
         streamed = plan.streamed
         memory = self._allocate("ring", plan.ring_bytes, torch.uint8)
         sizes = [aligned(plan.sizes[i].passing) for i in streamed]
@@ -262,14 +264,14 @@ class Residency:
 
     def release(self) -> None:
         """Frees all device memory of the blocks. The modules must not run afterwards."""
-        self._drop_passage()
+        self._drop_streaming()
         for index in range(len(self._blocks)):
             self._drop(index)
         for label in list(self._labels):  # left over from a move that was broken off
             self._release(label)
         self.plan = None
 
-    def _drop_passage(self) -> None:
+    def _drop_streaming(self) -> None:
         """Frees ring and scratch, and unbinds the modules that compute from them."""
         self._ring = None
         self._scratch = None

@@ -27,7 +27,7 @@ from torch import Tensor
 from djinn_client.protocol import Logprobs
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.model.copies.pinned_io import Inbox
+from djinnd.model.copies.pinned_io import ResultReader
 from djinnd.model.copies.upload import upload
 from djinnd.model.sampling.draw import Draw, is_greedy
 from djinnd.model.sampling.logit_shifts import ShiftTable
@@ -86,7 +86,7 @@ class Sampler:
         self._shifts = ShiftTable(vocab)
         self._masks = TokenMasks(vocab, device, GROUP_LOGITS)
         self._plan = _Plan()
-        self._inbox = Inbox()
+        self._inbox = ResultReader()
 
     @torch.inference_mode()
     def sample(
@@ -100,7 +100,7 @@ class Sampler:
 
         logits: [rows, vocab], any float dtype; unchanged except for tokens that `masks` forbid.
         sessions: one a row, each with a request, which has a seed if its temperature is above 0.
-        meanwhile: see Inbox.read.
+        meanwhile: see ResultReader.read.
         """
         assert logits.shape == (len(sessions), self._vocab)
         plan = self._plan_for(sessions)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from djinn_client.protocol.fields.points import Point
 from djinnd.device.cuda import CudaDevice
-from djinnd.model.copies.borrowed_tensor import unowned
+from djinnd.model.copies.borrowed_tensor import borrow
 from djinnd.model.family.adapter import Prologue
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
@@ -57,7 +57,7 @@ class _Captured:
 
     graphs: list[torch.cuda.CUDAGraph]  # prologue, one a block, epilogue
     prologue: Prologue
-    resid: list[Tensor]  # hidden states at resid 0 … N; from 1 on unowned: the pool may reuse their memory
+    resid: list[Tensor]  # hidden states at resid 0 … N; from 1 on borrowed: the pool may reuse their memory
     logits: Tensor
 
 
@@ -108,64 +108,67 @@ class StepGraphs:
             self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width)
         return self._inputs[shape]
 
-    def run(self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
-        """Sends the filled inputs of the shape and runs the step → logits [picks, vocab], or None if `picks` is 0.
+    def run(
+        self, shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None
+    ) -> Tensor | None:
+        """Sends the filled inputs of the shape and runs the step → logits [logit_rows, vocab], or None if `logit_rows`
+        is 0.
 
         Replays graphs if the shape has been captured, and runs eagerly otherwise. `blocks` and `probe`: as in
         PagedModel.forward. The logits are valid until the next step. The caller may fill the inputs again after it has
         read a result that depends on the logits or, without logits, after `StepInputs.wait`.
         """
         blocks = range(self._model.num_blocks) if blocks is None else blocks
-        assert not picks or blocks.stop == self._model.num_blocks, "logits need a step through the last block"
-        captured, residency = self._captured.get(shape), self._model.residency
+        assert not logit_rows or blocks.stop == self._model.num_blocks, "logits need a step through the last block"
+        captured, placement = self._captured.get(shape), self._model.placement
         inputs = self.inputs(shape)
         if captured is None:
             inputs.send()
-            return self._run_eagerly(shape, picks, probe, blocks)
+            return self._run_eagerly(shape, logit_rows, probe, blocks)
         prologue, *graphs, epilogue = captured.graphs
         inputs.seal()
         with self._device.span("compute", "prologue"):
             prologue.replay()
-        if not picks:
+        if not logit_rows:
             inputs.sent()
         if blocks.start:
             captured.resid[blocks.start].copy_(captured.resid[0])
-        residency.pass_over(range(blocks.start))
+        placement.skip(range(blocks.start))
         if probe is not None:
             look(probe, Point("resid", blocks.start), captured.resid[blocks.start])
         device = self._device
-        if residency.streams or device.is_behind or device.trace is not None or probe is not None:
+        if placement.streams or device.is_behind or device.trace is not None or probe is not None:
             for index in blocks:
-                residency.begin(index)
+                placement.begin(index)
                 if probe is not None and looks_inside(probe, index):
                     self._attend(shape)
                     given = captured.resid[index], captured.prologue.arguments[index]
                     captured.resid[index + 1].copy_(self._model.run_block(index, *given, probe))
                 else:
                     graphs[index].replay()
-                residency.end(index)
+                placement.end(index)
                 if probe is not None:
                     look(probe, Point("resid", index + 1), captured.resid[index + 1])
         else:
             for graph in graphs[blocks.start : blocks.stop]:
                 graph.replay()
-        residency.pass_over(range(blocks.stop, len(graphs)))
-        if not picks:
+        placement.skip(range(blocks.stop, len(graphs)))
+        if not logit_rows:
             return None
         if probe is not None and looks_behind(probe):
-            return self._model.logits(captured.resid[-1], inputs.picks(shape.rows), probe)[:picks]
+            return self._model.logits(captured.resid[-1], inputs.logit_rows(shape.rows), probe)[:logit_rows]
         with self._device.span("compute", "epilogue"):
             epilogue.replay()
-        return captured.logits[:picks]
+        return captured.logits[:logit_rows]
 
     def _run_eagerly(
-        self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None
+        self, shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None
     ) -> Tensor | None:
         model, inputs = self._model, self.inputs(shape)
         hidden = model.forward(
             inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe, blocks=blocks
         )
-        return model.logits(hidden, inputs.picks(shape.rows), probe)[:picks] if picks else None
+        return model.logits(hidden, inputs.logit_rows(shape.rows), probe)[:logit_rows] if logit_rows else None
 
     def _attend(self, shape: Shape) -> None:
         self._model.attend(self.inputs(shape), max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
@@ -184,7 +187,7 @@ class StepGraphs:
         A kernel that this machine has not compiled before takes a second and a half. The caller may step other models
         between two shapes. Does nothing for a model that streams.
         """
-        if not self._model.residency.streams:
+        if not self._model.placement.streams:
             for shape in self._in_advance:
                 self._run_empty(shape, 0, range(min(KINDS, self._model.num_blocks)))
                 yield
@@ -196,7 +199,7 @@ class StepGraphs:
 
         Captures nothing for a model that streams, because the step before a capture would wait for the bus.
         """
-        while self._in_advance and not self._is_full and not self._model.residency.streams:
+        while self._in_advance and not self._is_full and not self._model.placement.streams:
             shape = self._in_advance.pop()
             if shape not in self._captured:
                 self._run_empty(shape, shape.rows)
@@ -204,13 +207,13 @@ class StepGraphs:
                 return True
         return False
 
-    def _run_empty(self, shape: Shape, picks: int, blocks: range | None = None) -> None:
+    def _run_empty(self, shape: Shape, logit_rows: int, blocks: range | None = None) -> None:
         inputs = self.inputs(shape)
         inputs.wait()
         inputs.pad(0, 0, 0)
         with self._device.computing(), torch.inference_mode():
             inputs.send()
-            self._run_eagerly(shape, picks, blocks=blocks)
+            self._run_eagerly(shape, logit_rows, blocks=blocks)
 
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
@@ -221,16 +224,16 @@ class StepGraphs:
         self._attend(shape)
         graphs: list[torch.cuda.CUDAGraph] = []
         with self._record(graphs):
-            inputs.cross()
+            inputs.send_sealed()
             prologue = adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
         resid = [hidden]
         for index, arguments in enumerate(prologue.arguments):
             with self._record(graphs):
                 hidden = model.run_block(index, hidden, arguments)
-            resid.append(unowned(hidden))
+            resid.append(borrow(hidden))
         with self._record(graphs):
-            logits = adapter.epilogue(hidden.index_select(1, inputs.picks(shape.rows)))
+            logits = adapter.epilogue(hidden.index_select(1, inputs.logit_rows(shape.rows)))
         self._captured[shape] = _Captured(graphs, prologue, resid, logits)
 
     def _record(self, graphs: list[torch.cuda.CUDAGraph]) -> torch.cuda.graph:

@@ -3,9 +3,9 @@
 Staging memory (host, pinned) and device memory have the same layout. Each array is aligned to 16 bytes, which kernels
 are compiled for:
 
-    │ words i64 [1] │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ picks i64 [max(T, R)] │ starts i32 [R+1] │ …
+    │ words i64 [1] │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ logit_rows i64 [max(T, R)] │ …
 
-    … │ lengths i32 [R] │ visits i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
+    … │ starts i32 [R+1] │ lengths i32 [R] │ worklist i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
 
 T: tokens, R: rows, W: pages of the widest row. A captured graph keeps the addresses, so its inputs are allocated once
 and padded. The page table is by far the largest array, and only its used rows are sent: `words` is the number of 64-bit
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from djinnd.device import Device
 from djinnd.model.attention.paged import PagedBatch
-from djinnd.model.attention.worklist import EXTENT, VISIT, fill_visits
+from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
 from djinnd.model.copies.pinned_io import send_counted
 
 _ALIGNMENT = 16
@@ -34,7 +34,8 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 class StepInputs:
     """Owns the host and device memory of a step's inputs, for up to `tokens` tokens, `rows` rows, `width` pages a row.
 
-    The caller fills `host`, then calls `send`, or `seal` and `cross` apart, and `wait` before it fills `host` again.
+    The caller fills `host`, then calls `send`, or `seal` and `send_sealed` apart, and `wait` before it fills `host`
+    again.
     """
 
     def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
@@ -44,10 +45,10 @@ class StepInputs:
             "ids": ((tokens,), np.int64),
             "positions": ((tokens,), np.int64),
             "slots": ((tokens,), np.int64),
-            "picks": ((max(tokens, rows),), np.int64),
+            "logit_rows": ((max(tokens, rows),), np.int64),
             "starts": ((rows + 1,), np.int32),
             "lengths": ((rows,), np.int32),
-            "visits": ((rows, VISIT), np.int32),
+            "worklist": ((rows, FIELDS), np.int32),
             "extent": ((EXTENT,), np.int32),
             "table": ((rows, width), np.int32),
         }
@@ -77,17 +78,17 @@ class StepInputs:
         """Queues the copy on the current stream. Until `wait` has returned, the caller leaves the host side unchanged
         and keeps this object."""
         self.seal()
-        self.cross()
+        self.send_sealed()
         self.sent()
 
     def seal(self) -> None:
-        """Completes a filled host side: computes `visits` and `extent`, and the number of words to send."""
+        """Completes a filled host side: computes `worklist` and `extent`, and the number of words to send."""
         host = self.host
-        rows = fill_visits(host["starts"], host["lengths"], host["visits"], host["extent"])
+        rows = fill_worklist(host["starts"], host["lengths"], host["worklist"], host["extent"])
         used = self._table_at + -(-rows * self._table_row // _ALIGNMENT) * _ALIGNMENT
         host["words"][0] = used // 8
 
-    def cross(self) -> None:
+    def send_sealed(self) -> None:
         """Queues the copy of a sealed host side. A graph that captured this call copies the contents of the host side
         at the time of the replay."""
         send_counted(self._device_bytes, self._staging)
@@ -122,16 +123,16 @@ class StepInputs:
         """int32 [1]: number of tokens that belong to rows. The tokens behind them are padding."""
         return self._views["starts"][-1:]
 
-    def picks(self, count: int) -> Tensor:
+    def logit_rows(self, count: int) -> Tensor:
         """int64 [count]: indices of the tokens that need logits."""
-        return self._views["picks"][:count]
+        return self._views["logit_rows"][:count]
 
     def paged_batch(self, *, max_query: int, max_kv: int, fresh: bool) -> PagedBatch:
         return PagedBatch(
             query_starts=self._views["starts"],
             kv_lengths=self._views["lengths"],
             page_table=self._views["table"],
-            visits=self._views["visits"],
+            worklist=self._views["worklist"],
             extent=self._views["extent"],
             slots=self.slots,
             max_query=max_query,
@@ -139,15 +140,15 @@ class StepInputs:
             fresh=fresh,
         )
 
-    def pad(self, tokens: int, rows: int, picks: int) -> None:
-        """Fills the host side behind the first `tokens`, `rows` and `picks` with padding: tokens of no row, with slots
-        in the scratch page, and rows without tokens."""
+    def pad(self, tokens: int, rows: int, logit_rows: int) -> None:
+        """Fills the host side behind the first `tokens`, `rows` and `logit_rows` with padding: tokens of no row, with
+        slots in the scratch page, and rows without tokens."""
         host = self.host
         if tokens < self.tokens:
             for name in ("ids", "positions", "slots"):
                 host[name][tokens:] = 0
-        if picks < max(self.tokens, self.rows):
-            host["picks"][picks:] = 0
+        if logit_rows < max(self.tokens, self.rows):
+            host["logit_rows"][logit_rows:] = 0
         host["starts"][rows:] = tokens
         host["lengths"][rows:] = 0
 

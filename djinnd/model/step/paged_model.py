@@ -12,7 +12,7 @@ from djinnd.model.attention.paged import attention_for
 from djinnd.model.copies.upload import upload
 from djinnd.model.family.hf_attention import AttentionContext, BlockKV
 from djinnd.model.family.skeleton import Skeleton
-from djinnd.model.placing.weight_placement import Residency
+from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.whitebox.probe import Probe, look, looks_inside, watching
 
@@ -24,11 +24,11 @@ class PagedModel:
     of all blocks are contiguous. Page 0 is the scratch page: the KV of padding tokens is written there.
     """
 
-    def __init__(self, skeleton: Skeleton, residency: Residency, dtype: torch.dtype, pool: Tensor) -> None:
+    def __init__(self, skeleton: Skeleton, placement: WeightPlacement, dtype: torch.dtype, pool: Tensor) -> None:
         self.skeleton = skeleton
         self.adapter = skeleton.adapter
-        self.residency = residency
-        self.device = residency.device
+        self.placement = placement
+        self.device = placement.device
         self.dtype = dtype
         self.context = AttentionContext(attention_for(pool.device))
         self.use_pool(pool)
@@ -71,44 +71,44 @@ class PagedModel:
         with self.device.span("compute", "prologue"):
             prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
-        self.residency.pass_over(range(blocks.start))
+        self.placement.skip(range(blocks.start))
         if probe is not None:
             look(probe, Point("resid", blocks.start), hidden)
         for index in blocks:
-            self.residency.begin(index)
+            self.placement.begin(index)
             within = probe if probe is not None and looks_inside(probe, index) else None
             hidden = self.run_block(index, hidden, prologue.arguments[index], within)
-            self.residency.end(index)
+            self.placement.end(index)
             if probe is not None:
                 look(probe, Point("resid", index + 1), hidden)
-        self.residency.pass_over(range(blocks.stop, self.num_blocks))
+        self.placement.skip(range(blocks.stop, self.num_blocks))
         return hidden
 
     def attend(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> None:
         """Sets the batch of `inputs` for the blocks that run next: attention reads its pages, and only its real tokens
         choose the experts to fetch."""
-        self.residency.tokens.real = inputs.real
+        self.placement.tokens.real = inputs.real
         self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:
         """Unpacks the block if its form needs that, and computes it. A captured graph holds exactly this call.
         `probe` is called at the block's attn and mlp points."""
-        self.residency.prepare(index, hidden.shape[1])
+        self.placement.prepare(index, hidden.shape[1])
         if probe is None:
             return self.adapter.run_block(index, hidden, arguments)
         with watching(probe, self._points_in(index)):
             return self.adapter.run_block(index, hidden, arguments)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, picks: Tensor, probe: Probe | None = None) -> Tensor:
-        """hidden [1, tokens, width], picks int64 [rows] → logits [rows, vocab] of the picked tokens. `probe` is called
+    def logits(self, hidden: Tensor, logit_rows: Tensor, probe: Probe | None = None) -> Tensor:
+        """hidden [1, tokens, width], logit_rows int64 [rows] → logits [rows, vocab] of these tokens. `probe` is called
         at the norm and logits points."""
-        picked = hidden.index_select(1, picks)
+        chosen = hidden.index_select(1, logit_rows)
         with self.device.span("compute", "epilogue"):
             if probe is None:
-                return self.adapter.epilogue(picked)
+                return self.adapter.epilogue(chosen)
             with watching(probe, self._points_behind()):
-                logits = self.adapter.epilogue(picked)
+                logits = self.adapter.epilogue(chosen)
             look(probe, Point("logits"), logits.unsqueeze(0))
             return logits
 

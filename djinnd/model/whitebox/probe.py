@@ -38,7 +38,7 @@ class Probe(Protocol):
         """Reads or changes `value` in place; the model continues with it. The probe must not keep it.
 
         value: the model's dtype, [1, tokens, width], one row for each token of the step's inputs; for norm and logits
-            [1, picks, width or vocab], one row for each pick. Padding rows may follow.
+            [1, logit_rows, width or vocab], one row for each token that gets logits. Padding rows may follow.
         """
 
 

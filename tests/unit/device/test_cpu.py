@@ -188,7 +188,7 @@ def test_catch_up_and_mark_wait_for_expected_copies(device: CpuDevice) -> None:
 
 
 def test_work_done_aside_is_complete_when_the_context_ends(device: CpuDevice) -> None:
-    with device.aside():
+    with device.side_stream():
         out = torch.ones(8) * 2
     assert out.tolist() == [2.0] * 8
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from djinn_client.protocol import Span
-from djinnd.device import Lane, Trace
+from djinnd.device import CopyLane, DeviceTrace
 from djinnd.device.cpu import CpuDevice
 from tests.support.troubled import TroubledDevice
 
@@ -31,7 +31,7 @@ class Passed:
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
-        self.trace = Trace(lambda: Passed(self.now))
+        self.trace = DeviceTrace(lambda: Passed(self.now))
 
     def span(self, track: str, name: str, start: float, end: float, **args: object) -> None:
         self.now = start
@@ -40,7 +40,7 @@ class Clock:
         self.trace.end(track)
 
 
-def read(trace: Trace) -> list[Span]:
+def read(trace: DeviceTrace) -> list[Span]:
     trace.read(999)
     return trace.spans()
 
@@ -107,7 +107,7 @@ def test_reading_stops_at_spans_not_passed_yet_and_at_the_given_number(clock: Cl
 def test_a_device_without_a_trace_records_nothing(device: CpuDevice) -> None:
     with device.span("compute", "prologue"):
         device.copy(torch.zeros(4), torch.ones(4)).wait()
-    device.trace = trace = Trace(device.stamp)
+    device.trace = trace = DeviceTrace(device.stamp)
     device.trace = None
     with device.span("compute", "prologue"):
         device.copy(torch.zeros(4), torch.ones(4)).wait()
@@ -115,7 +115,7 @@ def test_a_device_without_a_trace_records_nothing(device: CpuDevice) -> None:
 
 
 def test_copies_and_compute_of_a_cpu_are_on_one_clock(device: TroubledDevice) -> None:
-    device.trace = trace = Trace(device.stamp)
+    device.trace = trace = DeviceTrace(device.stamp)
     with device.span("compute", "before"):
         pass
     device.gate.clear()
@@ -135,8 +135,8 @@ def test_copies_and_compute_of_a_cpu_are_on_one_clock(device: TroubledDevice) ->
 
 def test_each_lane_has_a_track() -> None:
     device = CpuDevice(1 << 20)
-    device.trace = trace = Trace(device.stamp)
-    for lane in Lane:
+    device.trace = trace = DeviceTrace(device.stamp)
+    for lane in CopyLane:
         device.copy(torch.zeros(4), torch.ones(4), lane=lane).wait()
     device.close()
     assert [span.track for span in read(trace)] == ["copy", "pages up", "pages down"]
@@ -147,7 +147,7 @@ def test_a_copy_belongs_to_the_trace_in_which_it_was_queued(device: TroubledDevi
     source = torch.ones(4)
     device.gate.clear()
     device.fail(source)
-    device.trace = trace = Trace(device.stamp)
+    device.trace = trace = DeviceTrace(device.stamp)
     broken = device.copy(torch.zeros(4), source, name="broken")
     device.trace = None
     sound = device.copy(torch.zeros(4), torch.ones(4), name="of no trace")
@@ -159,7 +159,7 @@ def test_a_copy_belongs_to_the_trace_in_which_it_was_queued(device: TroubledDevi
 
 
 def test_failed_work_has_no_span(device: CpuDevice) -> None:
-    device.trace = trace = Trace(device.stamp)
+    device.trace = trace = DeviceTrace(device.stamp)
     with pytest.raises(ValueError, match="in mid-way"), device.span("compute", "block 0"):
         raise ValueError("in mid-way")
     with device.span("compute", "block 0"):
@@ -168,7 +168,7 @@ def test_failed_work_has_no_span(device: CpuDevice) -> None:
 
 
 def test_any_thread_may_copy_during_a_trace(device: CpuDevice) -> None:
-    device.trace = trace = Trace(device.stamp)
+    device.trace = trace = DeviceTrace(device.stamp)
     copying = [
         threading.Thread(target=lambda: [device.copy(torch.zeros(4), torch.ones(4)) for _ in range(50)])
         for _ in range(4)

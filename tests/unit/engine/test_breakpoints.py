@@ -603,7 +603,7 @@ def test_streamed_weights(family: str, placing: Placing, boundaries: Sequence[in
     with Engine() as engine:
         engine.loaded(reduced_model(family), placing=placing)
         engine.family = family
-        residency = runner_of(engine).weights.residency
+        residency = runner_of(engine).weights.placement
         for block in boundaries:
             engine.open(f"s{block}")
             engine.open(f"t{block}")

@@ -52,7 +52,7 @@ def set_budget(served: Served, total: int) -> None:
     assert device.budget.total == total
     device.budget.check_integrity()
     served.scheduler.check_integrity()
-    runner.model.residency.check_integrity()
+    runner.model.placement.check_integrity()
     assert device.budget.used == runner.nbytes <= total
     assert runner.model.pool.nbytes == runner.pool_bytes == (runner.kv.pool.capacity + 1) * runner.plan.page_bytes
 

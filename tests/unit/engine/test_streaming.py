@@ -38,7 +38,7 @@ def test_streamed_blocks_give_the_tokens_of_transformers(family: str) -> None:
                 sessions.append(served.open())
                 served.submit(sessions[-1], prompt, max_tokens=wish)
                 served.step()
-                served.runner.model.residency.check_integrity()
+                served.runner.model.placement.check_integrity()
             served.run()
             for session, prompt, wish in zip(sessions, prompts, wishes, strict=True):
                 told = session.tokens[len(prompt) :]

@@ -168,13 +168,13 @@ def test_rows_touched_behind_the_blocks_leave_graphs_to_the_others(
 
     class Graphs(StepGraphs):
         def run(
-            self, shape: Shape, picks: int, probe: Probe | None = None, blocks: range | None = None
+            self, shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None
         ) -> Tensor | None:
             points = frozenset[Point]() if probe is None else probe.points
             assert not any(point.is_behind for point in points)
             inside.append(any(point.where in INSIDE for point in points))
             replays.append(shape)
-            return super().run(shape, picks, probe, blocks)
+            return super().run(shape, logit_rows, probe, blocks)
 
     with Engine() as engine:
         engine.loaded(FOLDER, placing=placing)

@@ -14,7 +14,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from djinnd.model.kernels.block_tokens import WARPS, WORDS, block_tokens_kernel
-from djinnd.model.kernels.cross import cross_kernel
 from djinnd.model.kernels.decode import combine_kernel, decode_kernel, decode_tiles
 from djinnd.model.kernels.edit import edit_kernel
 from djinnd.model.kernels.fetch import fetch_packed_kernel, fetch_patches_kernel, fetch_plain_kernel
@@ -24,6 +23,7 @@ from djinnd.model.kernels.kv_write import kv_write_kernel
 from djinnd.model.kernels.matvec import matvec_kernel
 from djinnd.model.kernels.mixed import combine_mixed_kernel, mixed_kernel
 from djinnd.model.kernels.packed_product import matrix_kernel, sum_kernel, vector_kernel
+from djinnd.model.kernels.pinned_copy import pinned_copy_kernel
 from djinnd.model.kernels.prefill import prefill_tiles
 from djinnd.model.kernels.rms_norm import rms_norm_kernel
 from djinnd.model.kernels.rope import rope_kernel
@@ -36,7 +36,7 @@ AMPERE, ADA, HOPPER = 80, 89, 90
 SHARED_MEMORY = {AMPERE: 163 << 10, ADA: 99 << 10, HOPPER: 227 << 10}  # bytes a program may have
 
 POINTERS = {
-    **dict.fromkeys(("query_starts", "kv_lengths", "page_table", "visits", "extent"), "*i32"),
+    **dict.fromkeys(("query_starts", "kv_lengths", "page_table", "worklist", "extent"), "*i32"),
     **dict.fromkeys(("partial", "stats", "chunk_partial", "chunk_stats"), "*fp32"),
     **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight", "bias", "bank"), "*bf16"),
     **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "gate", "up"), "*bf16"),
@@ -121,7 +121,7 @@ def test_the_small_kernels_compile(capability: int) -> None:
     combined |= {"GROUP": 4, "CHUNK_ROWS": 64, "TILE": 64, "CHUNK_SPLITS": 8, "SPLITS": 16, "WINDOW": True}
     for chunks, singles in ((False, False), (True, False), (False, True)):
         compile_for(capability, combine_mixed_kernel, CHUNKS_DIRECT=chunks, DIRECT=singles, **combined)
-    compile_for(capability, cross_kernel, WORDS=1024)
+    compile_for(capability, pinned_copy_kernel, WORDS=1024)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEAD_DIM=128, DIM=128, HEADS=16)
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)
     for width in (5120, 128_256):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from djinn_client.errors import ModelNotFound, ModelRejected
-from djinnd.weights.checkpoint import Checkpoint
+from djinnd.weights.checkpoint import CheckpointFiles
 from tests.support.opened import checkpoint_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -240,7 +240,7 @@ def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
         checkpoint_of(single(tmp_path)).read_into("a", torch.empty(3, 2, dtype=BF16))
 
 
-def read_whole(folder: Path) -> Checkpoint:
+def read_whole(folder: Path) -> CheckpointFiles:
     checkpoint = checkpoint_of(folder)
     for name in checkpoint.tensors:
         checkpoint.read(name)

@@ -4,14 +4,23 @@ import pytest
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.protocol import Placing
-from djinnd.weights.plan import BlockSize, ExpertsSize, Place, Plan, are_fetched, least_bytes, plan_places, spread
+from djinnd.weights.plan import (
+    BlockSize,
+    ExpertsSize,
+    Place,
+    PlacementPlan,
+    are_fetched,
+    least_bytes,
+    plan_places,
+    spread,
+)
 
 PLAIN, PACKED, STREAMED = Place.PLAIN, Place.PACKED, Place.STREAMED
 BLOCK = BlockSize(1024, 768)  # 4 : 3, the ratio of the packed code
 FLOAT = BlockSize(1024, None)  # a block that cannot be packed
 
 
-def places(size: BlockSize, blocks: int, free: int, **wishes: object) -> Plan:
+def places(size: BlockSize, blocks: int, free: int, **wishes: object) -> PlacementPlan:
     return plan_places([size] * blocks, free, Placing(**wishes))  # type: ignore[arg-type]
 
 

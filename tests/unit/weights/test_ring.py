@@ -11,7 +11,7 @@ from torch import Tensor
 
 from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
-from djinnd.weights.ring import Region, Ring, place_regions
+from djinnd.weights.ring import Ring, RingRegion, place_regions
 from tests.support.streams import TwoStreams
 from tests.support.troubled import TroubledDevice
 
@@ -71,7 +71,7 @@ def test_a_copy_may_be_divided_into_pieces(device: TroubledDevice, piece: int) -
 
 def test_a_block_that_does_not_fit_before_the_end_begins_at_the_start(device: TroubledDevice) -> None:
     scene = Scene(device, [60, 30, 50, 40], 100)
-    assert scene.regions == [Region(0, 60), Region(60, 90), Region(0, 50), Region(50, 90)]
+    assert scene.regions == [RingRegion(0, 60), RingRegion(60, 90), RingRegion(0, 50), RingRegion(50, 90)]
     assert [scene.turn() for _ in range(9)] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
@@ -186,7 +186,7 @@ def test_check_integrity_detects_a_region_that_is_filled_while_in_use(device: Tr
 def test_a_region_outside_of_the_memory_is_an_assertion(device: TroubledDevice) -> None:
     memory = torch.zeros(10, dtype=torch.uint8)
     with pytest.raises(AssertionError):
-        Ring(device, memory, [Region(0, 11)], lambda k: (memory, memory))
+        Ring(device, memory, [RingRegion(0, 11)], lambda k: (memory, memory))
     with pytest.raises(AssertionError):
         place_regions([11], 10)
 
@@ -195,7 +195,7 @@ def test_a_copy_after_a_skipped_block_waits_for_the_block_that_computes_before_i
     """The third block overlaps both others, and the second is skipped."""
     streams, memory = TwoStreams(), torch.zeros(12, dtype=torch.uint8)
     blocks = [torch.full((size,), k + 1, dtype=torch.uint8) for k, size in enumerate((6, 6, 12))]
-    regions = [Region(0, 6), Region(6, 12), Region(0, 12)]
+    regions = [RingRegion(0, 6), RingRegion(6, 12), RingRegion(0, 12)]
     targets = [memory[region.start : region.end] for region in regions]
     ring = Ring(cast(Device, streams), memory, regions, lambda k: (targets[k], blocks[k]))
     found: list[bool] = []

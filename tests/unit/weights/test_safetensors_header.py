@@ -16,7 +16,7 @@ from djinnd.weights.safetensors_header import (
     MAX_HEADER,
     PREFIX,
     BadHeader,
-    Stored,
+    HeaderEntry,
     header_bytes,
     parse_header,
 )
@@ -26,7 +26,7 @@ B = {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]}
 DATA = 32  # bytes of both tensors
 
 
-def parsed(entries: Any, data: int = DATA) -> dict[str, Stored]:
+def parsed(entries: Any, data: int = DATA) -> dict[str, HeaderEntry]:
     header = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return parse_header(header, PREFIX + len(header) + data)
 

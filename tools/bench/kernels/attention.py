@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from djinnd.model.attention.worklist import EXTENT, VISIT, fill_visits
+from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
 from djinnd.model.kernels import Scratch, Tiles, decode, kv_write, mixed
 from tools.bench.kernels.timing import (
     CHOSEN,
@@ -63,7 +63,7 @@ class Rows:
     query_starts: Tensor = field(init=False)
     kv_lengths: Tensor = field(init=False)
     page_table: Tensor = field(init=False)
-    visits: Tensor = field(init=False)
+    worklist: Tensor = field(init=False)
     extent: Tensor = field(init=False)
     max_query: int = field(init=False)
     max_kv: int = field(init=False)
@@ -75,10 +75,10 @@ class Rows:
         self.max_query, self.max_kv = max(self.counts), max(self.lengths)
         starts = torch.tensor([0, *itertools.accumulate(self.counts)], dtype=torch.int32)
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        visits, extent = (torch.zeros(shape, dtype=torch.int32) for shape in ((len(lengths), VISIT), (EXTENT,)))
-        fill_visits(starts.numpy(), lengths.numpy(), visits.numpy(), extent.numpy())
-        self.query_starts, self.kv_lengths, self.visits, self.extent = (
-            x.cuda() for x in (starts, lengths, visits, extent)
+        worklist, extent = (torch.zeros(shape, dtype=torch.int32) for shape in ((len(lengths), FIELDS), (EXTENT,)))
+        fill_worklist(starts.numpy(), lengths.numpy(), worklist.numpy(), extent.numpy())
+        self.query_starts, self.kv_lengths, self.worklist, self.extent = (
+            x.cuda() for x in (starts, lengths, worklist, extent)
         )
         rows, width = len(self.counts), math.ceil(self.max_kv / PAGE_SIZE)
         self.page_table = torch.randperm(rows * width, device="cuda").int().view(rows, width)

@@ -6,7 +6,7 @@ import pytest
 
 from djinnd.device import Rates
 from djinnd.engine.load.forecast import Forecast
-from djinnd.weights.plan import BlockSize, Place, Plan
+from djinnd.weights.plan import BlockSize, Place, PlacementPlan
 
 RATES = Rates(bus=55.40e9, memory=3.90e12, products=757e12)
 BLOCKS, PARAMETERS, TOKEN_BYTES = 40, 317_194_240, 819_200
@@ -16,7 +16,7 @@ STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the bl
 
 def forecast(size: BlockSize, places: list[Place]) -> Forecast:
     slots = 3 if Place.STREAMED in places else 0
-    plan = Plan((size,) * BLOCKS, tuple(places), slots * size.passing, 0, slots)
+    plan = PlacementPlan((size,) * BLOCKS, tuple(places), slots * size.passing, 0, slots)
     return Forecast(plan, RATES, BLOCKS * PARAMETERS, TOKEN_BYTES)
 
 

@@ -126,13 +126,13 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_have_arrived(monkeypat
         runner = engine.engine._runners["m"]
         runner.kv._prefixes.forget(range(1, runner.kv.pool.capacity + 1))
         runner.page_bytes()[1:] = 0x3C  # not large as numbers of any dtype, whichever data is there meanwhile
-        begin = runner.model.residency.begin
+        begin = runner.model.placement.begin
 
         def noted(index: int) -> None:
             begin(index)
             begun.append((index, device.ordered))
 
-        monkeypatch.setattr(runner.model.residency, "begin", noted)
+        monkeypatch.setattr(runner.model.placement, "begin", noted)
         tokens, reply = engine.outcome(engine.run("s", [5], NEW))
         assert isinstance(reply, messages.Finished)
         assert begun[:4] == [(0, 0), (1, 0), (2, 1), (3, 1)]

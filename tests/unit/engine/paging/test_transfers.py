@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinnd.device import Lane, Mark, Rates
+from djinnd.device import CopyLane, Rates, StreamMark
 from djinnd.device.cpu import CpuDevice, _CopyEvent
 from djinnd.engine.memory import host_pages
 from djinnd.engine.memory.host_pages import HostPages, object_bytes
@@ -60,9 +60,9 @@ class Device(CpuDevice):
         self,
         target: Tensor,
         source: Tensor,
-        after: Mark | None = None,
+        after: StreamMark | None = None,
         name: str = "copy",
-        lane: Lane = Lane.WEIGHTS,
+        lane: CopyLane = CopyLane.WEIGHTS,
     ) -> _CopyEvent:
         if name != "copy":
             self.copied.append(name)

@@ -123,13 +123,13 @@ def test_editing_all_rows_together_equals_editing_each_session_separately(
     batch = touching.batch(*[(s, data.draw(st.integers(0, 10)), data.draw(st.integers(1, 5))) for s in order])
     part = touching.touched(batch).part(range(len(edits)))
     probe = part.probe()
-    picks = data.draw(st.lists(st.integers(0, batch.tokens - 1), unique=True, min_size=1))
+    logit_rows = data.draw(st.lists(st.integers(0, batch.tokens - 1), unique=True, min_size=1))
     for point in POINTS:
         behind = point in (NORM, LOGITS)
         value = activations(batch.tokens, VOCAB if point == LOGITS else WIDTH)
-        wanted = expected(value, point, batch)[:, picks if behind else slice(None)]
-        seen = part.probe_behind(picks) if behind else probe
-        given_ = value[:, picks].clone() if behind else value.clone()
+        wanted = expected(value, point, batch)[:, logit_rows if behind else slice(None)]
+        seen = part.probe_behind(logit_rows) if behind else probe
+        given_ = value[:, logit_rows].clone() if behind else value.clone()
         is_changed = not torch.equal(given_, wanted)
         if seen is not None and point in seen.points:
             seen.at(point, given_)

@@ -217,7 +217,7 @@ class Expected:
 def seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records a step's actions while the device expects a copy."""
     seen, model = list[str](), served.runner.model
-    begin, zero_pages = model.residency.begin, model.zero_pages
+    begin, zero_pages = model.placement.begin, model.zero_pages
 
     def begun(index: int) -> None:
         begin(index)
@@ -227,7 +227,7 @@ def seen(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("zeroed")
         zero_pages(pages)
 
-    monkeypatch.setattr(model.residency, "begin", begun)
+    monkeypatch.setattr(model.placement, "begin", begun)
     monkeypatch.setattr(model, "zero_pages", zeroed)
     served.device.expect(Expected(lambda: seen.append("caught up")))
     return seen

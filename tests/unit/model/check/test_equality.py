@@ -34,7 +34,7 @@ def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "au
     weights = load_weights(folder, device, dtype)
     kv, pages = weights.skeleton.kv_shape, 2 + (sum(CHUNKS) + SINGLES) // PAGE
     pool = torch.zeros(pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
-    return PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    return PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -39,7 +39,7 @@ def model_of(device: CpuDevice, folder: Path, dtype: str = "auto", placing: Plac
     weights = load_weights(folder, device, dtype, placing=placing)
     kv = weights.skeleton.kv_shape
     pool = torch.zeros(8, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
-    return PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    return PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
 
 
 def llama_4(folder: Path, floor_scale: int, **more: Any) -> Path:
@@ -159,7 +159,7 @@ def test_an_embedding_row_of_nan_is_not_a_fault_of_positions(device: CpuDevice, 
 def test_correct_models_pass_streamed_and_in_half_precision(device: CpuDevice, tmp_path: Path, variant: str) -> None:
     folder = random_model(tmp_path, VARIANTS[variant])
     model = model_of(device, folder, "bfloat16", Placing(resident=1))
-    assert model.residency.streams
+    assert model.placement.streams
     for _ in range(2):  # the check must leave no pass under way
         check_all(model, device, PAGE, CONTEXT)
         check_far_positions(model, device, CONTEXT)

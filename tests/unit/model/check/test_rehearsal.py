@@ -50,7 +50,7 @@ def model_of(family: str, device: CpuDevice) -> PagedModel:
     weights = load_weights(reduced_model(family), device)
     kv = weights.skeleton.kv_shape
     pool = torch.zeros(2, weights.skeleton.num_blocks, 2, 16, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
-    model = PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
     model.context.kernels = TritonAttention(torch.device("cpu"))
     return model
 

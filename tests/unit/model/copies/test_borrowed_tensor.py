@@ -1,4 +1,4 @@
-"""The array interface of unowned tensors, as NumPy reads it. tests/gpu/test_unowned.py tests the tensors."""
+"""The array interface of borrowed tensors, as NumPy reads it. tests/gpu/test_borrowed_tensor.py tests the tensors."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from djinnd.model.copies.pinned_io import Inbox, send
+from djinnd.model.copies.pinned_io import ResultReader, send
 
 
 def test_on_a_cpu_a_send_is_a_copy() -> None:
@@ -13,7 +13,7 @@ def test_on_a_cpu_a_send_is_a_copy() -> None:
 
 
 def test_on_a_cpu_meanwhile_is_called_once_a_read() -> None:
-    inbox, done = Inbox(), list[str]()
+    inbox, done = ResultReader(), list[str]()
     assert inbox.read(torch.tensor([3, -1]), lambda: bool(done.append("a"))) == [3, -1]
     assert inbox.read(torch.tensor([], dtype=torch.int64), lambda: bool(done.append("b"))) == []
     assert done == ["a", "b"]

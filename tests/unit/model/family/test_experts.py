@@ -130,13 +130,13 @@ def test_greedy_tokens_equal_transformers(family: str, resident: int) -> None:
 
 def test_only_picked_experts_move(in_bf16: Path) -> None:
     with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), placing=Placing(resident=1, packing=False)) as served:
-        residency, sizes = served.runner.weights.residency, served.runner.places.sizes
-        before, picked = residency.fetched_bytes, Picked(served)
+        placement, sizes = served.runner.weights.placement, served.runner.places.sizes
+        before, picked = placement.fetched_bytes, Picked(served)
         session = served.open()
         served.submit(session, prompt(1), max_tokens=8)
         served.run()
         moved = sum(len(experts) * sizes[block].experts.plain // 4 for block, experts in picked.calls)  # type: ignore[union-attr]
-        assert residency.fetched_bytes - before == moved
+        assert placement.fetched_bytes - before == moved
         assert all(len(experts) == 2 for _, experts in picked.calls)
         assert moved == 8 * served.runner.places.fetched_bytes(1)
         assert served.runner.places.streamed_bytes == served.runner.places.passing_bytes + moved // 8
@@ -147,7 +147,7 @@ def test_modules_see_the_checkpoint_in_every_place(in_bf16: Path, packing: bool,
     with closing(CpuDevice(MEMORY)) as device:
         weights = load_weights(in_bf16, device, "bfloat16", placing=Placing(packing=packing))
         for way in ways:
-            weights.residency.move(plan_of(weights, [PLACES[place] for place in way]))
+            weights.placement.move(plan_of(weights, [PLACES[place] for place in way]))
             assert device.budget.used == weights.nbytes
             assert_as_in_the_checkpoint(weights, in_bf16, passes=2)
         weights.release(device)
@@ -158,17 +158,17 @@ def test_modules_see_the_checkpoint_in_every_place(in_bf16: Path, packing: bool,
 @torch.inference_mode()
 def test_nothing_is_fetched_for_padding_tokens(in_bf16: Path) -> None:
     with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), placing=Placing(resident=0)) as served:
-        model, residency = served.runner.model, served.runner.weights.residency
+        model, placement = served.runner.model, served.runner.weights.placement
         inputs = StepInputs(served.device, tokens=8, rows=8, width=1)
         fill(inputs, [(prompt(1), 0, [1])], page_size=16)
-        inputs.pad(tokens=1, rows=1, picks=0)
+        inputs.pad(tokens=1, rows=1, logit_rows=0)
         inputs.host["ids"][1:] = prompt(7)  # any tokens
         inputs.send()
-        before, picked = residency.fetched_bytes, Picked(served)
+        before, picked = placement.fetched_bytes, Picked(served)
         model.forward(inputs, max_query=1, max_kv=16, fresh=False)
         weights = served.runner.places.fetched_bytes(1)
         assert [len(experts) for _, experts in picked.calls] == [2] * len(picked.calls)
-        assert 0 < residency.fetched_bytes - before <= weights
+        assert 0 < placement.fetched_bytes - before <= weights
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -206,7 +206,7 @@ def test_logits_equal_those_of_resident_blocks_to_the_bit(in_bf16: Path, places:
     def logits(placing: Placing, place: Place | None = None) -> list[Tensor]:
         with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), max_batch_tokens=48, placing=placing) as served:
             if place is not None:
-                served.runner.weights.residency.move(plan_of(served.runner.weights, [place] * 4))
+                served.runner.weights.placement.move(plan_of(served.runner.weights, [place] * 4))
                 assert served.runner.places.count(place) == 4
             requests = [served.submit(served.open(), prompt(length)) for length in (1, 40, 90)]
             served.run()

@@ -14,7 +14,7 @@ from transformers import BloomConfig, FalconConfig, PreTrainedConfig
 from djinn_client.errors import DjinnError, InvalidRequest, ModelNotFound, ModelRejected, OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.placing.loader import Loader, Weights, compute_dtype
+from djinnd.model.placing.loader import ModelLoader, Weights, compute_dtype
 from djinnd.model.placing.projections import Projection, SharedProjection
 from djinnd.weights.plan import Place
 from tests.support.checkpoints import Tensors, altered, cast, random_model
@@ -40,7 +40,7 @@ def quiet(stage: str, done: int, total: int) -> None:
 
 def device_buffer(weights: Weights, index: int) -> Tensor:
     """Device memory of a buffer; the last buffer is the rest."""
-    blocks = weights.residency._blocks
+    blocks = weights.placement._blocks
     buffer = blocks[index].memory if index < len(blocks) else weights.rest
     assert buffer is not None
     return buffer
@@ -52,10 +52,10 @@ def device_buffer(weights: Weights, index: int) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_is_in_a_buffer_of_its_own_block(device: CpuDevice, family: str) -> None:
     weights = load_weights(reduced_model(family), device)
-    blocks, plan = weights.skeleton.adapter.blocks, weights.residency.plan
+    blocks, plan = weights.skeleton.adapter.blocks, weights.placement.plan
     assert plan is not None and plan.places == (Place.PLAIN,) * len(blocks)
     for index, block in enumerate(blocks):
-        products = weights.residency._blocks[index].products
+        products = weights.placement._blocks[index].products
         tensors = [*block.parameters(), *(t for p in products for t in (p._weight, p._bias) if t is not None)]
         buffer = device_buffer(weights, index)
         start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
@@ -92,7 +92,7 @@ def test_progress_reports_reading_and_uploading_to_the_end(device: CpuDevice) ->
     assert [stage for stage, _, _ in told] == ["reading"] * 5 + ["uploading"] * 4
     assert [(done, total) for stage, done, total in told if done == total] == [
         (loader.store.nbytes, loader.store.nbytes),
-        (weights.residency.nbytes, weights.residency.nbytes),
+        (weights.placement.nbytes, weights.placement.nbytes),
     ]
     weights.release(device)
 
@@ -152,7 +152,7 @@ def test_an_unknown_dtype_is_refused(device: CpuDevice) -> None:
 
 def test_an_unloaded_model_is_freed_without_the_garbage_collector(device: CpuDevice) -> None:
     weights = load_weights(reduced_model("llama-2"), device)
-    gone = weakref.ref(weights.residency._blocks[0].memory)
+    gone = weakref.ref(weights.placement._blocks[0].memory)
     gc.disable()
     try:
         weights.release(device)
@@ -231,7 +231,7 @@ def test_a_bad_checkpoint_is_refused_with_the_fault(
     assert device.budget.used == 0
 
 
-def least(loader: Loader) -> int:
+def least(loader: ModelLoader) -> int:
     """The least device memory: one slot, embedding and head."""
     return max(size.least for size in loader.store.sizes(loader.dtype)) + loader.rest_bytes
 

@@ -13,7 +13,7 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing.loader import Weights
-from djinnd.model.placing.weight_placement import Residency
+from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.plan import Place
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY, load_weights
@@ -60,8 +60,8 @@ def test_modules_see_the_checkpoint_in_every_place(
 ) -> None:
     for places in way:
         plan = plan_of(weights, places)
-        weights.residency.move(plan)
-        assert weights.residency.plan is plan
+        weights.placement.move(plan)
+        assert weights.placement.plan is plan
         assert weights.rest is not None
         always = weights.rest.nbytes + weights.skeleton.derived_bytes
         assert device.budget.used == weights.nbytes == plan.nbytes + always
@@ -75,7 +75,7 @@ def test_streamed_blocks_pass_in_any_number_of_slots(
 ) -> None:
     placing = Placing(resident=0, slots=slots, **options)  # type: ignore[arg-type]
     weights = load_weights(folder, device, "bfloat16", placing=placing)
-    plan = weights.residency.plan
+    plan = weights.placement.plan
     assert plan is not None and (plan.slots, plan.count(S)) == (slots, 4)
     assert_as_in_the_checkpoint(weights, folder, passes=3)
     weights.release(device)
@@ -85,7 +85,7 @@ def test_streamed_blocks_pass_in_any_number_of_slots(
 def test_plain_blocks_are_not_unpacked(device: CpuDevice, folder: Path, dtype: str) -> None:
     """Blocks are streamed in the checkpoint's dtype and computed in another."""
     weights = load_weights(folder, device, dtype, placing=Placing(resident=2))
-    plan = weights.residency.plan
+    plan = weights.placement.plan
     assert plan is not None and plan.scratch_bytes == 0 and plan.places == (P, S, P, S)
     assert any("only bfloat16 weights can be packed" in note for note in weights.notes)
     assert_as_in_the_checkpoint(weights, folder, passes=2)
@@ -100,9 +100,9 @@ def test_every_family_streams(device: CpuDevice, family: str) -> None:
     weights.release(device)
 
 
-def memories(residency: Residency) -> list[Tensor]:
-    own = [t for block in residency._blocks for t in (block.memory, block.packed) if t is not None]
-    return own + [t for t in (residency._scratch,) if t is not None]
+def memories(placement: WeightPlacement) -> list[Tensor]:
+    own = [t for block in placement._blocks for t in (block.memory, block.packed) if t is not None]
+    return own + [t for t in (placement._scratch,) if t is not None]
 
 
 def held_by(block: nn.Module) -> set[int]:
@@ -111,29 +111,29 @@ def held_by(block: nn.Module) -> set[int]:
 
 def test_dropped_memory_is_freed_without_the_garbage_collector(weights: Weights) -> None:
     """After a move nothing references the old memory: blocks of every place, scratch and ring."""
-    residency = weights.residency
-    weights.residency.move(plan_of(weights, (P, K, S, S)))
-    gone = [weakref.ref(tensor) for tensor in memories(residency)]
+    placement = weights.placement
+    weights.placement.move(plan_of(weights, (P, K, S, S)))
+    gone = [weakref.ref(tensor) for tensor in memories(placement)]
     blocks = weights.skeleton.adapter.blocks
     assert len(gone) == 6 and all(held_by(block) for block in blocks)
     gc.disable()
     try:
-        residency.make_room(plan_of(weights, (S, S, P, P)))
+        placement.make_room(plan_of(weights, (S, S, P, P)))
         assert [ref() for ref in gone] == [None] * 6
         assert not any(held_by(block) for block in blocks)
     finally:
         gc.enable()
-    residency.move(plan_of(weights, (S, S, P, P)))
+    placement.move(plan_of(weights, (S, S, P, P)))
 
 
 def test_blocks_that_stay_are_not_copied_again(weights: Weights) -> None:
-    residency = weights.residency
-    residency.move(plan_of(weights, (P, K, S, P)))
-    kept = [residency._blocks[i].memory for i in (0, 1)]
+    placement = weights.placement
+    placement.move(plan_of(weights, (P, K, S, P)))
+    kept = [placement._blocks[i].memory for i in (0, 1)]
     told: list[tuple[int, int]] = []
-    residency.move(plan_of(weights, (P, K, P, S)), lambda done, total: told.append((done, total)))
+    placement.move(plan_of(weights, (P, K, P, S)), lambda done, total: told.append((done, total)))
     for index, memory in enumerate(kept):
-        assert residency._blocks[index].memory is memory
+        assert placement._blocks[index].memory is memory
     assert len(told) == 1 and told[0][0] == told[0][1]
 
 
@@ -145,7 +145,7 @@ def test_old_memory_is_freed_before_new_memory_is_allocated(device: CpuDevice, f
     filler = device.budget.free - max(plain.nbytes + staging, packed.nbytes) + plain.nbytes
     device.budget.reserve("somebody else", filler)
     for plan in (packed, plain, packed, plain):
-        weights.residency.move(plan)
+        weights.placement.move(plan)
         assert_as_in_the_checkpoint(weights, folder, passes=1)
     device.budget.release("somebody else")
     weights.release(device)
@@ -161,7 +161,7 @@ def test_a_move_that_is_broken_off_can_still_be_released(device: CpuDevice, fold
     for places in ((P, K, S, S), (K,) * 4, (S, P, P, P)):
         weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=0))
         with pytest.raises(Enough):
-            weights.residency.move(plan_of(weights, places), progress)
+            weights.placement.move(plan_of(weights, places), progress)
         weights.release(device)
         assert device.budget.used == 0
 
@@ -170,21 +170,21 @@ def test_a_move_without_memory_is_refused_and_can_still_be_released(device: CpuD
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=0, slots=1))
     device.budget.reserve("somebody else", device.budget.free - 1000)
     with pytest.raises(OutOfMemory, match=r"block 1 of m needs"):
-        weights.residency.move(plan_of(weights, (P,) * 4))
+        weights.placement.move(plan_of(weights, (P,) * 4))
     weights.release(device)
     device.budget.release("somebody else")
 
 
 def test_a_broken_off_pass_begins_again(device: CpuDevice, folder: Path) -> None:
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=1, slots=2))
-    residency = weights.residency
+    placement = weights.placement
     for index in range(3):
-        residency.begin(index)
-        residency.prepare(index, 1)
+        placement.begin(index)
+        placement.prepare(index, 1)
         if index < 2:
-            residency.end(index)
-    residency.restart()
-    residency.check_integrity()
+            placement.end(index)
+    placement.restart()
+    placement.check_integrity()
     assert_as_in_the_checkpoint(weights, folder, passes=2)
     weights.release(device)
 
@@ -192,5 +192,5 @@ def test_a_broken_off_pass_begins_again(device: CpuDevice, folder: Path) -> None
 def test_release_frees_all_memory_and_unbinds_the_modules(device: CpuDevice, folder: Path) -> None:
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=2))
     weights.release(device)
-    assert device.budget.used == 0 and weights.residency.nbytes == 0
+    assert device.budget.used == 0 and weights.placement.nbytes == 0
     assert all(not held_by(block) for block in weights.skeleton.adapter.blocks)

@@ -55,7 +55,7 @@ def model() -> Iterator[PagedModel]:
     weights = load_weights(reduced_model("llama-2"), device)
     kv = weights.skeleton.kv_shape
     pool = torch.zeros(4, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-    yield PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    yield PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
     weights.release(device)
     device.close()
 
@@ -68,7 +68,7 @@ def graphs(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     graphs = StepGraphs(model, model.device, 16, 4, 4, 16)  # type: ignore[arg-type]
     inputs = graphs.inputs(SHAPE)
     fill(inputs, [(random_prompt(TOKENS, 512, 1), 0, [1, 2])], PAGE)
-    inputs.host["picks"][:] = TOKENS - 1
+    inputs.host["logit_rows"][:] = TOKENS - 1
     inputs.send()
     model.attend(inputs, max_query=TOKENS, max_kv=16, fresh=False)
     prologue = model.adapter.prologue(inputs.ids, inputs.positions)
@@ -80,7 +80,7 @@ def graphs(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
         resid[index + 1].copy_(model.run_block(index, resid[index], prologue.arguments[index]))
 
     def epilogue() -> None:
-        logits.copy_(model.adapter.epilogue(resid[-1].index_select(1, inputs.picks(1))))
+        logits.copy_(model.adapter.epilogue(resid[-1].index_select(1, inputs.logit_rows(1))))
 
     work = [lambda: resid[0].copy_(embedded), *(lambda i=i: block(i) for i in range(BLOCKS)), epilogue]
     graphs._captured[SHAPE] = _Captured([Graph(each) for each in work], prologue, resid, logits)  # type: ignore[arg-type]
@@ -116,22 +116,22 @@ def test_a_step_without_a_probe_gives_the_same(graphs: StepGraphs) -> None:
     assert logits is not None and torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("picks", [0, 1])
+@pytest.mark.parametrize("logit_rows", [0, 1])
 @torch.inference_mode()
 def test_the_first_graph_sends_the_inputs_and_an_event_is_recorded_without_logits(
-    graphs: StepGraphs, picks: int, monkeypatch: pytest.MonkeyPatch
+    graphs: StepGraphs, logit_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, sent = graphs.inputs(SHAPE), list[list[int]]()
-    graphs._captured[SHAPE].graphs[0] = Graph(inputs.cross)  # type: ignore[call-overload]
+    graphs._captured[SHAPE].graphs[0] = Graph(inputs.send_sealed)  # type: ignore[call-overload]
     monkeypatch.setattr(inputs, "sent", lambda: sent.append(inputs.ids.flatten().tolist()))
     batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
     ids = list(range(100, 100 + TOKENS))
     inputs.host["ids"][:] = ids
     inputs.host["starts"][:] = (0, 5)
-    graphs.run(SHAPE, picks)
+    graphs.run(SHAPE, logit_rows)
     assert inputs.ids.tolist() == [ids]
-    assert batch.visits.tolist() == [[0, 0, 5, TOKENS]] and batch.extent.tolist() == [1, 5, 1]
-    assert sent == ([] if picks else [ids]), "behind the first graph, which crosses"
+    assert batch.worklist.tolist() == [[0, 0, 5, TOKENS]] and batch.extent.tolist() == [1, 5, 1]
+    assert sent == ([] if logit_rows else [ids]), "behind the first graph, which sends the inputs"
 
 
 def inside(graphs: StepGraphs) -> list[Point]:

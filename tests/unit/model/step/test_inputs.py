@@ -32,7 +32,7 @@ def test_one_copy_brings_everything(device: CpuDevice, tokens: int, rows: int, w
     batch = inputs.paged_batch(max_query=3, max_kv=9, fresh=True)
     assert inputs.ids.tolist() == [wanted["ids"]] and inputs.ids.dtype == torch.int64
     assert inputs.positions.tolist() == [wanted["positions"]]
-    assert inputs.picks(rows).tolist() == wanted["picks"][:rows]  # a row may have a pick whatever its tokens
+    assert inputs.logit_rows(rows).tolist() == wanted["logit_rows"][:rows]  # a row may have logits whatever its tokens
     assert batch.query_starts.tolist() == wanted["starts"] and len(wanted["starts"]) == rows + 1
     assert batch.kv_lengths.tolist() == wanted["lengths"]
     assert batch.slots.tolist() == wanted["slots"] and batch.slots.dtype == torch.int64
@@ -44,8 +44,8 @@ def test_one_copy_brings_everything(device: CpuDevice, tokens: int, rows: int, w
 def test_every_array_is_aligned(device: CpuDevice) -> None:
     inputs = StepInputs(device, 3, 2, 3)
     batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
-    tensors = [inputs.ids, inputs.positions, inputs.picks(3), batch.slots]
-    tensors += [batch.query_starts, batch.kv_lengths, batch.page_table, batch.visits, batch.extent]
+    tensors = [inputs.ids, inputs.positions, inputs.logit_rows(3), batch.slots]
+    tensors += [batch.query_starts, batch.kv_lengths, batch.page_table, batch.worklist, batch.extent]
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
@@ -58,8 +58,8 @@ def test_inputs_that_are_sent_again_keep_their_addresses(device: CpuDevice) -> N
     assert (batch.slots.tolist(), batch.kv_lengths.tolist()) == ([5, 6], [7, 8])
 
 
-def test_each_crossing_sends_the_inputs_that_are_sealed_then(device: CpuDevice) -> None:
-    """A graph captures the crossing once, and each replay sends as much as is sealed at that time."""
+def test_each_replay_sends_the_inputs_that_are_sealed_at_that_time(device: CpuDevice) -> None:
+    """A graph captures the copy once, and each replay sends as much as is sealed at that time."""
     inputs = StepInputs(device, 4, 2, 4)
     table = inputs.paged_batch(max_query=1, max_kv=1, fresh=False).page_table
     table.fill_(-1)
@@ -68,21 +68,21 @@ def test_each_crossing_sends_the_inputs_that_are_sealed_then(device: CpuDevice) 
         inputs.host["ids"][:] = number
         inputs.host["table"][:] = number
         inputs.seal()
-        inputs.cross()
+        inputs.send_sealed()
         assert inputs.ids.tolist() == [[number] * 4]
         assert table.tolist() == [[number] * 4, [-1 if number == 0 else 1] * 4]
 
 
-@pytest.mark.parametrize(("tokens", "rows", "picks"), [(0, 0, 0), (1, 1, 1), (5, 2, 1), (6, 4, 4)])
+@pytest.mark.parametrize(("tokens", "rows", "logit_rows"), [(0, 0, 0), (1, 1, 1), (5, 2, 1), (6, 4, 4)])
 def test_padding_is_written_to_the_scratch_page_and_not_read(
-    device: CpuDevice, tokens: int, rows: int, picks: int
+    device: CpuDevice, tokens: int, rows: int, logit_rows: int
 ) -> None:
     """Padding is tokens that belong to no row, and rows without tokens."""
     inputs = StepInputs(device, 6, 4, 3)
     before = numbered(inputs)
-    inputs.pad(tokens, rows, picks)
+    inputs.pad(tokens, rows, logit_rows)
     host = inputs.host
-    for name, kept in (("ids", tokens), ("positions", tokens), ("slots", tokens), ("picks", picks)):
+    for name, kept in (("ids", tokens), ("positions", tokens), ("slots", tokens), ("logit_rows", logit_rows)):
         assert host[name].tolist() == before[name][:kept] + [0] * (6 - kept)
     assert host["starts"].tolist() == before["starts"][:rows] + [tokens] * (5 - rows)
     assert host["lengths"].tolist() == before["lengths"][:rows] + [0] * (4 - rows)
@@ -105,11 +105,11 @@ def test_visits_have_chunks_before_single_tokens(device: CpuDevice) -> None:
     inputs.host["starts"][:] = (0, 1, 3, 3, 4, 8, 8)
     inputs.host["lengths"][:] = (10, 11, 0, 13, 14, 0)
     inputs.send()
-    assert batch.visits.tolist()[:4] == [[1, 1, 2, 11], [4, 4, 4, 14], [0, 0, 1, 10], [3, 3, 1, 13]]
+    assert batch.worklist.tolist()[:4] == [[1, 1, 2, 11], [4, 4, 4, 14], [0, 0, 1, 10], [3, 3, 1, 13]]
     assert batch.extent.tolist() == [2, 4, 4]
     inputs.host["starts"][:] = (0, 1, 2, 3, 3, 3, 3)
     inputs.send()
-    assert batch.visits.tolist()[:3] == [[0, 0, 1, 10], [1, 1, 1, 11], [2, 2, 1, 0]]
+    assert batch.worklist.tolist()[:3] == [[0, 0, 1, 10], [1, 1, 1, 11], [2, 2, 1, 0]]
     assert batch.extent.tolist() == [0, 1, 3]
     inputs.pad(0, 0, 0)
     inputs.send()

@@ -30,7 +30,7 @@ def model(device: CpuDevice) -> Iterator[PagedModel]:
     weights = load_weights(FOLDER, device)
     kv = weights.skeleton.kv_shape
     pool = torch.zeros(20, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-    yield PagedModel(weights.skeleton, weights.residency, weights.dtype, pool)
+    yield PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
     weights.release(device)
 
 
@@ -39,12 +39,12 @@ def step(model: PagedModel, device: CpuDevice, rows: list[InputRow]) -> Tensor:
     counts = [len(tokens) for tokens, _, _ in rows]
     inputs = StepInputs(device, sum(counts), len(rows), max(len(pages) for _, _, pages in rows))
     fill(inputs, rows, PAGE)
-    inputs.host["picks"][:] = range(sum(counts))
+    inputs.host["logit_rows"][:] = range(sum(counts))
     inputs.send()
     longest = max(start + len(tokens) for tokens, start, _ in rows)
     fresh = all(start == 0 for _, start, _ in rows)
     hidden = model.forward(inputs, max_query=max(counts), max_kv=longest, fresh=fresh)
-    return model.logits(hidden, inputs.picks(sum(counts)))
+    return model.logits(hidden, inputs.logit_rows(sum(counts)))
 
 
 def test_rows_of_all_kinds_share_a_step(model: PagedModel, device: CpuDevice) -> None:
@@ -64,10 +64,10 @@ def test_logits_are_those_of_the_picked_tokens(model: PagedModel, device: CpuDev
     assert whole.shape == (8, model.vocab)
     inputs = StepInputs(device, 8, 1, 2)
     fill(inputs, [(prompt, 0, [5, 6])], PAGE)
-    inputs.host["picks"][:2] = (6, 1)
+    inputs.host["logit_rows"][:2] = (6, 1)
     inputs.send()
     hidden = model.forward(inputs, max_query=8, max_kv=8, fresh=True)
-    torch.testing.assert_close(model.logits(hidden, inputs.picks(2)), whole[[6, 1]])
+    torch.testing.assert_close(model.logits(hidden, inputs.logit_rows(2)), whole[[6, 1]])
 
 
 class Handing:
@@ -92,7 +92,7 @@ def test_blocks_in_two_parts_give_the_same_as_in_one(model: PagedModel, device: 
     tokens, boundary = random_prompt(7, 512, 1), Point("resid", block)
     inputs = StepInputs(device, 7, 1, 2)
     fill(inputs, [(tokens, 0, [5, 6])], PAGE)
-    inputs.host["picks"][:] = range(7)
+    inputs.host["logit_rows"][:] = range(7)
     inputs.send()
     whole, first = Handing(Point("resid"), boundary), Handing(*(Point("resid", b) for b in range(5)))
     how = {"max_query": 7, "max_kv": 7, "fresh": False}

@@ -64,12 +64,12 @@ class Driven:
             counts = [len(tokens) for tokens, _, _ in rows]
             inputs = StepInputs(self.device, sum(counts), len(rows), max(map(len, TABLES)))
             fill(inputs, rows, PAGE)
-            inputs.host["picks"][:] = range(sum(counts))
+            inputs.host["logit_rows"][:] = range(sum(counts))
             inputs.send()
             longest, fresh = max(end for _, _, end in step), number == 0
             probe = probe_of(number)
             hidden = self.model.forward(inputs, max_query=max(counts), max_kv=longest, fresh=fresh, probe=probe)
-            logits = self.model.logits(hidden, inputs.picks(sum(counts)), probe)
+            logits = self.model.logits(hidden, inputs.logit_rows(sum(counts)), probe)
             for (session, _, _), own in zip(step, logits.split(counts), strict=True):
                 parts[session].append(own)
         return [torch.cat(own) for own in parts]
@@ -82,7 +82,7 @@ def driven(family: str, placing: Placing | None = None) -> Iterator[Driven]:
     weights = load_weights(folder, device, placing=placing)
     kv = weights.skeleton.kv_shape
     pool = torch.zeros(PAGES, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-    yield Driven(folder, weights, PagedModel(weights.skeleton, weights.residency, weights.dtype, pool), device)
+    yield Driven(folder, weights, PagedModel(weights.skeleton, weights.placement, weights.dtype, pool), device)
     weights.release(device)
     device.close()
 
@@ -97,7 +97,7 @@ def family(request: pytest.FixtureRequest) -> Iterator[Driven]:
 def streamed(request: pytest.FixtureRequest) -> Iterator[Driven]:
     """Three of four blocks pass through the ring."""
     with driven(request.param, Placing(resident=1)) as one:
-        assert one.weights.residency.streams
+        assert one.weights.placement.streams
         yield one
 
 
@@ -316,7 +316,7 @@ def test_a_probe_that_fails_in_a_step_leaves_no_hook(family: Driven) -> None:
     alone = family.run()
     with pytest.raises(RuntimeError, match="refused"):
         family.run(lambda step: Looking(all_points(family.points), {Point("mlp", 1): refuse}))
-    family.weights.residency.restart()
+    family.weights.placement.restart()
     assert all(same_bytes(got, own) for got, own in zip(family.run(), alone, strict=True))
     for root in (family.model.adapter.model, *family.model.adapter.blocks):
         assert not any(module._forward_hooks for module in root.modules())

@@ -35,31 +35,31 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(data=st.data(), slots=st.integers(1, 4))
     def move(self, data: st.DataObject, slots: int) -> None:
         plan = plan_of(self.weights, data.draw(self.places), slots)
-        self.weights.residency.move(plan)
+        self.weights.placement.move(plan)
         assert_as_in_the_checkpoint(self.weights, self.folder, passes=1)
 
     @rule(steps=st.integers(0, 3))
     def pass_broken_off(self, steps: int) -> None:
         for index in range(steps):
-            self.weights.residency.begin(index)
-            self.weights.residency.prepare(index, 1)
-            self.weights.residency.end(index)
-        self.weights.residency.begin(steps)
-        self.weights.residency.restart()
+            self.weights.placement.begin(index)
+            self.weights.placement.prepare(index, 1)
+            self.weights.placement.end(index)
+        self.weights.placement.begin(steps)
+        self.weights.placement.restart()
         assert_as_in_the_checkpoint(self.weights, self.folder, passes=1)
 
     @invariant()
     def accounts(self) -> None:
         if not hasattr(self, "weights"):
             return
-        residency, rest = self.weights.residency, self.weights.rest
-        assert residency.plan is not None and rest is not None
+        placement, rest = self.weights.placement, self.weights.rest
+        assert placement.plan is not None and rest is not None
         assert (
             self.device.budget.used
             == self.weights.nbytes
-            == residency.plan.nbytes + rest.nbytes + self.weights.skeleton.derived_bytes
+            == placement.plan.nbytes + rest.nbytes + self.weights.skeleton.derived_bytes
         )
-        residency.check_integrity()
+        placement.check_integrity()
 
     def teardown(self) -> None:
         if not hasattr(self, "weights"):

@@ -9,7 +9,7 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinnd.model.copies.pinned_io import Inbox, send
+from djinnd.model.copies.pinned_io import ResultReader, send
 from djinnd.model.step.inputs import StepInputs
 from tests.support.cuda import cuda_device
 
@@ -62,7 +62,7 @@ def test_a_send_does_not_wait_for_copies_on_another_stream(bulk: tuple[Tensor, T
 
 def test_a_read_does_not_wait_for_copies_on_another_stream(bulk: tuple[Tensor, Tensor]) -> None:
     host, device = bulk
-    inbox, seen = Inbox(), list[bool]()
+    inbox, seen = ResultReader(), list[bool]()
     values = torch.arange(5, device="cuda")
     assert inbox.read(values, lambda: False) == [0, 1, 2, 3, 4]  # compiles
     all_of_it = begin(host, device)
@@ -71,7 +71,7 @@ def test_a_read_does_not_wait_for_copies_on_another_stream(bulk: tuple[Tensor, T
 
 
 def test_meanwhile_is_called_again_while_the_device_is_busy() -> None:
-    inbox, calls = Inbox(), list[int]()
+    inbox, calls = ResultReader(), list[int]()
     values = torch.arange(5, device="cuda")
 
     def there_is_more() -> bool:
@@ -108,7 +108,7 @@ def test_inputs_are_filled_again_when_the_device_has_taken_them() -> None:
 
 
 def test_a_read_may_have_more_numbers_than_the_one_before() -> None:
-    inbox = Inbox()
+    inbox = ResultReader()
     for count in (1, 2, 7, 300, 4, 4097):
         values = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")
         assert inbox.read(values, lambda: False) == values.tolist()
