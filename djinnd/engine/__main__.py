@@ -44,11 +44,11 @@ def main(
     configure_logging(log_level, log_format)
     from djinnd.device import open_device  # importing torch takes seconds, and the signal must be ignored before
     from djinnd.engine.engine import Engine
-    from djinnd.engine.io.channel import Channel
+    from djinnd.engine.io.channel import ServerChannel
     from djinnd.engine.kernels.compiler import kernel_compiler_for
 
     log = logging.getLogger("djinnd.engine")
-    channel = Channel(fd)
+    channel = ServerChannel(fd)
     try:
         opened = open_device(device, memory)
     except DjinnError as error:

@@ -19,17 +19,17 @@ from typing import Any
 
 from djinn_client.errors import SessionNotFound
 from djinnd import messages
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.requests import Requests
 from djinnd.scheduler.scheduler import Scheduler
 
 
-class Mailbox:
+class Dispatcher:
     """Owns the messages that have been received and not handled. Used by the engine's thread."""
 
     def __init__(
         self,
-        channel: Channel,
+        channel: ServerChannel,
         scheduler: Scheduler,
         requests: Requests,
         handlers: Mapping[type, Callable[[Any], None]],

@@ -20,15 +20,15 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.collector import Collector
-from djinnd.engine.dispatch import Mailbox
-from djinnd.engine.io.background import Courses
-from djinnd.engine.io.channel import Channel, ServerGone
+from djinnd.engine.dispatch import Dispatcher
+from djinnd.engine.io.background import BackgroundWork
+from djinnd.engine.io.channel import ServerChannel, ServerGone
 from djinnd.engine.kernels.compiler import KernelCompiler
 from djinnd.engine.load.loading import LoadQueue
-from djinnd.engine.models import Models
+from djinnd.engine.models import EngineModels
 from djinnd.engine.paging.pauses import Pauses
 from djinnd.engine.paging.tiers import Tiers
-from djinnd.engine.report import Figures
+from djinnd.engine.report import Reporter
 from djinnd.engine.requests import Requests
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.tracing import Tracer
@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: ServerChannel,
         device: Device,
         max_batch_tokens: int,
         max_rows: int,
@@ -68,28 +68,28 @@ class Engine:
         self._pauses = Pauses(self._scheduler, self._runners, channel)
         self._tiers = Tiers(device, self._scheduler, self._loads, self._pauses)
         self._tracer = Tracer(device, channel.send)
-        self._courses = Courses(channel)
+        self._background = BackgroundWork(channel)
         self._requests = Requests(
             device,
             self._scheduler,
             self._runners,
             self._tiers,
             channel,
-            self._courses,
+            self._background,
             self._spare_idle,
             grammar_limits,
         )
         self._guidance = self._requests.guidance
-        self._figures = Figures(
+        self._reporter = Reporter(
             device, self._scheduler, self._tiers, self._runners, self._requests.under_way, self._guidance
         )
-        self._models = Models(
+        self._models = EngineModels(
             device,
             self._scheduler,
             self._loads,
             self._tiers,
             self._requests.deliveries,
-            self._figures,
+            self._reporter,
             self._runners,
             channel,
             (max_batch_tokens, max_rows),
@@ -127,8 +127,8 @@ class Engine:
             messages.Truncate: self._truncate,
             messages.AddEdit: lambda m: self._scheduler.edit(m.session, m.edit),
             messages.EndEdits: lambda m: self._scheduler.end_edits(m.session, m.edits, m.at),
-            messages.ExportKv: self._requests.passages.export,
-            messages.ImportKv: self._requests.passages.import_,
+            messages.ExportKv: self._requests.kv_transfers.export,
+            messages.ImportKv: self._requests.kv_transfers.import_,
             messages.Signal: self._tiers.signal,
             messages.Pause: self._pauses.ask,
             messages.Resume: lambda m: self._scheduler.resume(m.session),
@@ -140,7 +140,7 @@ class Engine:
             messages.Inquire: self._inquire,
             messages.Shutdown: self._shutdown,
         }
-        self._mailbox = Mailbox(channel, self._scheduler, self._requests, handlers)
+        self._dispatcher = Dispatcher(channel, self._scheduler, self._requests, handlers)
 
     def serve(self) -> None:
         """Runs until the server sends Shutdown or closes the channel."""
@@ -150,21 +150,21 @@ class Engine:
         try:
             self._channel.send(messages.Ready(device.name, device.description, device.budget.total, os.getpid()))
             while not self._stopping:
-                received = self._mailbox.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
+                received = self._dispatcher.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
                 self._tracer.turn()
                 quiet = not received and (quiet or not busy)
                 # the next step is expected to run like the last one
                 has_beside, self._was_beside = self._was_beside, False
-                self._mailbox.hear(before_step=has_beside)
+                self._dispatcher.hear(before_step=has_beside)
                 self._models.turn()
-                self._tracer.did("messages", calls=self._mailbox.take_calls())
+                self._tracer.did("messages", calls=self._dispatcher.take_calls())
                 moving = self._tiers.turn(before_step=has_beside)
                 self._tracer.did("pages")
                 stepped = self._step()
                 leaving = self._tiers.step_over()
                 self._answer_inquiries()
                 busy = stepped or leaving or self._models.is_adopting or (quiet and self._models.prepare())
-                busy = self._courses.turn() or busy
+                busy = self._background.turn() or busy
                 if moving and not busy and not self._tiers.follow():
                     self._tiers.wait()
                 busy = busy or self._tiers.is_busy  # composing a step may have asked for page copies
@@ -179,7 +179,7 @@ class Engine:
             collector.close()
             self._models.close()
             self._loads.close()
-            self._courses.close()
+            self._background.close()
             self._guidance.close()
             self._tiers.stop()
 
@@ -206,7 +206,7 @@ class Engine:
         except Exception as error:
             self._fail_batch(batch, error)
             return True
-        self._figures.steps += 1
+        self._reporter.steps += 1
         self._unwaited_s += time.monotonic() - began
         tokens = batch.tokens
         self._unwaited[batch.model] += tokens
@@ -235,7 +235,7 @@ class Engine:
         self._was_beside = True
         self._send_started()
         moving = self._tiers.beside_step(batch)
-        hearing = self._mailbox.hear_beside()
+        hearing = self._dispatcher.hear_beside()
         self._answer_inquiries()
         reading = self._tracer.answer()
         return self._requests.deliveries.beside_step() or moving or hearing or reading
@@ -270,7 +270,7 @@ class Engine:
             for index, (request, token, logprobs) in enumerate(given)
             if index not in tokenless
         ]
-        self._figures.generated += len(tokens)
+        self._reporter.generated += len(tokens)
         self._send_started()
         if tokens:
             self._channel.send(messages.Stepped(tokens))
@@ -328,7 +328,7 @@ class Engine:
         runner = self._runners[self._scheduler.session(message.session).model]
         self._requests.finish(self._scheduler.close(message.session))
         runner.use_edits(message.session, ())
-        runner.held.drop(message.session)
+        runner.parked.drop(message.session)
 
     def _truncate(self, message: messages.Truncate) -> None:
         """The session may be closed already: the server truncates when a run ends, and that end can cross with
@@ -369,7 +369,7 @@ class Engine:
 
     def _answer_inquiries(self) -> None:
         for message in self._inquiries:
-            self._channel.send(self._figures.report(message))
+            self._channel.send(self._reporter.report(message))
         self._inquiries.clear()
 
     def _spare_idle(self) -> None:
@@ -382,7 +382,7 @@ class Engine:
             self._send_alive()
 
     def _send_alive(self, *_: int) -> None:
-        self._channel.send(messages.Alive(self._figures.steps))
+        self._channel.send(messages.Alive(self._reporter.steps))
 
     def _shutdown(self, message: messages.Shutdown) -> None:
         if message.keep_pages:

@@ -23,11 +23,11 @@ from djinnd import messages
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.budgeting import change_budget
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.kernels.compiler import Compiling, KernelCompiler
 from djinnd.engine.load.loading import LoadQueue, LoadResult
 from djinnd.engine.paging.tiers import Tiers
-from djinnd.engine.report import Figures
+from djinnd.engine.report import Reporter
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.run.prepare_model import Preparation
 from djinnd.engine.windows.deliveries import Deliveries
@@ -36,7 +36,7 @@ from djinnd.scheduler.scheduler import Scheduler
 log = logging.getLogger("djinnd.engine")
 
 
-class Models:
+class EngineModels:
     """Used by the engine's thread, and the only writer of `runners`, by model. `limits`: most tokens and rows of a
     step. `compiler`: None if kernels are compiled at launch or not at all."""
 
@@ -47,9 +47,9 @@ class Models:
         loads: LoadQueue,
         tiers: Tiers,
         deliveries: Deliveries,
-        figures: Figures,
+        reporter: Reporter,
         runners: dict[str, ModelRunner],
-        channel: Channel,
+        channel: ServerChannel,
         limits: tuple[int, int],
         compiler: KernelCompiler | None,
     ) -> None:
@@ -58,7 +58,7 @@ class Models:
         self._loads = loads
         self._tiers = tiers
         self._deliveries = deliveries
-        self._figures = figures
+        self._reporter = reporter
         self._runners = runners
         self._channel = channel
         self._limits = limits
@@ -74,7 +74,7 @@ class Models:
         self._loads.submit(message)
 
     def turn(self) -> None:
-        """Advances all loads, and drops held rows that no session needs."""
+        """Advances all loads, and drops parked rows that no session needs."""
         while (result := self._loads.take()) is not None:
             load, refusal = result.load, _attempt(partial(self._prepare, result))
             del result
@@ -87,8 +87,8 @@ class Models:
         if self._adopting:
             self._adopt_some()
         for runner in self._runners.values():
-            if runner.held:
-                runner.held.sweep()
+            if runner.parked:
+                runner.parked.sweep()
 
     def _refuse(self, load: messages.Load, refusal: DjinnError | None) -> None:
         """Ends the load's request, if there is a refusal. The caller keeps no reference to the refused model, only
@@ -151,7 +151,7 @@ class Models:
         self._runners[load.model] = runner
         paging = self._tiers.add(runner)
         self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks, paging)
-        self._channel.send(messages.Loaded(load.request, self._figures.info(runner)))
+        self._channel.send(messages.Loaded(load.request, self._reporter.info(runner)))
 
     def close(self) -> None:
         """Stops all compilations."""
@@ -186,7 +186,7 @@ class Models:
 
     def _drop_stage(self, session: Session) -> None:
         self._scheduler.drop_stage(session.id)
-        self._runners[session.model].held.drop(session.id)
+        self._runners[session.model].parked.drop(session.id)
 
     def set_budget(self, message: messages.SetBudget) -> None:
         began = time.monotonic()
@@ -201,7 +201,7 @@ class Models:
         except DjinnError as error:
             self._channel.refuse(message.request, error)
             return
-        budget, models = self._device.budget, [self._figures.info(runner) for runner in self._runners.values()]
+        budget, models = self._device.budget, [self._reporter.info(runner) for runner in self._runners.values()]
         log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)
         self._channel.send(
             messages.BudgetSet(message.request, budget.total, budget.used, time.monotonic() - began, models)

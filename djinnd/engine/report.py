@@ -21,7 +21,7 @@ class Audited(Protocol):
     def check_integrity(self) -> None: ...
 
 
-class Figures:
+class Reporter:
     """`runners`, by model, and `under_way`, the numbers of running requests, are live views."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Figures:
         findings = []
         audited: dict[str, Audited] = {"scheduler": self._scheduler, "budget": self._device.budget}
         audited |= {f"edits of {runner.name}": runner.edits for runner in self._runners.values()}
-        audited |= {f"held rows of {runner.name}": runner.held for runner in self._runners.values()}
+        audited |= {f"parked rows of {runner.name}": runner.parked for runner in self._runners.values()}
         for name, part in audited.items():
             try:
                 part.check_integrity()
@@ -81,6 +81,6 @@ class Figures:
         for session in self._scheduler.sessions():
             stage = session.stage if session.left_stage is None else session.left_stage.stage
             waits = stage is not None and stage.first > 0
-            if waits and not self._runners[session.model].held.holds(session):
-                findings.append(f"engine: session {session.id} waits in mid-model, and its rows are not held")
+            if waits and not self._runners[session.model].parked.holds(session):
+                findings.append(f"engine: session {session.id} waits in mid-model, and its rows are not parked")
         return findings

@@ -22,12 +22,12 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.grammar.guidance import Guidance
-from djinnd.engine.io.background import Courses
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.background import BackgroundWork
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.paging.tiers import Tiers
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.windows.deliveries import Deliveries
-from djinnd.engine.windows.kv_transfers import Passages
+from djinnd.engine.windows.kv_transfers import KvTransfers
 from djinnd.engine.windows.stop_captures import StopCaptures
 from djinnd.scheduler.scheduler import Scheduler
 
@@ -41,16 +41,16 @@ class Requests:
         scheduler: Scheduler,
         runners: Mapping[str, ModelRunner],
         tiers: Tiers,
-        channel: Channel,
-        courses: Courses,
+        channel: ServerChannel,
+        background: BackgroundWork,
         spare_idle: Callable[[], object],
         grammar_limits: tuple[float, int],
     ) -> None:
         """`runners`: by model, a live view. `spare_idle`: frees device memory of idle sessions. `grammar_limits`: see
         Guidance."""
         self.under_way: dict[int, Session] = {}  # by request
-        self.passages = Passages(device, scheduler, runners, channel, courses, self._compute_kv)
-        self.deliveries = Deliveries(device, channel, courses, self._fail_delivery)
+        self.kv_transfers = KvTransfers(device, scheduler, runners, channel, background, self._compute_kv)
+        self.deliveries = Deliveries(device, channel, background, self._fail_delivery)
         self.guidance = Guidance(scheduler, channel, grammar_limits, self.fail, self.finish)
         self._stop_captures = StopCaptures(self.deliveries, runners)
         self._waiting: set[int] = set()  # requests that have had no row yet
@@ -191,7 +191,7 @@ class Requests:
         session = self._forget(request)
         length = len(session.tokens)
         window = self._runners[session.model].forget(request)
-        if self.passages.filled(request.id, _cancelled(request)):
+        if self.kv_transfers.filled(request.id, _cancelled(request)):
             return
         if window is None or request.finish_reason == "cancelled":
             assert request.finish_reason is not None
@@ -210,11 +210,11 @@ class Requests:
             window.close()
 
     def _stopped(self, session: Session, request: Request) -> int | None:
-        """The block before which the request has stopped, or None. If its rows are not held there, the stage is
+        """The block before which the request has stopped, or None. If its rows are not parked there, the stage is
         dropped, and the session recomputes them when it goes on."""
         if request.stopped is None:
             return None
-        if request.stopped.block and not self._runners[session.model].held.holds(session):
+        if request.stopped.block and not self._runners[session.model].parked.holds(session):
             self._scheduler.drop_stage(session.id)
         return request.stopped.block
 
@@ -235,7 +235,7 @@ class Requests:
         window = self._runners[session.model].forget(request)
         if window is not None:
             window.close()
-        if not self.passages.filled(request.id, error):
+        if not self.kv_transfers.filled(request.id, error):
             self._channel.refuse(request.id, error)
 
     def _forget(self, request: Request) -> Session:

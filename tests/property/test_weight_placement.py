@@ -23,7 +23,7 @@ PLACES = st.tuples(*[st.sampled_from(list(Place))] * 4)
 OTHERS = st.tuples(*[st.sampled_from([Place.PLAIN, Place.STREAMED])] * 4)  # places of blocks that have no packed form
 
 
-class ResidencyMachine(RuleBasedStateMachine):
+class WeightPlacementMachine(RuleBasedStateMachine):
     @initialize(packed=st.booleans(), prefetch=st.booleans(), piece=st.sampled_from([0, 1 << 16]))
     def begin(self, packed: bool, prefetch: bool, piece: int) -> None:
         self.folder = folder()
@@ -80,10 +80,10 @@ def folder() -> Path:
     return Path(_kept[0].name) / "m"
 
 
-class TestResidency(ResidencyMachine.TestCase):
+class TestWeightPlacement(WeightPlacementMachine.TestCase):
     settings = settings(max_examples=8, stateful_step_count=8)
 
 
 @pytest.mark.long
-class TestResidencyAtLength(ResidencyMachine.TestCase):
+class TestWeightPlacementAtLength(WeightPlacementMachine.TestCase):
     settings = settings(max_examples=20, stateful_step_count=8)

@@ -22,7 +22,7 @@ from djinnd import messages
 from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.engine import Engine
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
 from tests.support.loaded import MEMORY
 
@@ -40,7 +40,7 @@ class EngineThread:
         ours, theirs = socket.socketpair()
         self.socket = ours
         self.socket.settimeout(FOREVER)
-        self.channel = Channel(theirs.detach())
+        self.channel = ServerChannel(theirs.detach())
         self.engine = Engine(self.channel, self.device, max_batch_tokens, max_rows)
         self.error: BaseException | None = None  # raised by `serve`
         self._decoder = FrameDecoder(MAX_FRAME)

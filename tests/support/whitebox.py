@@ -63,7 +63,7 @@ class WhiteBoxEngine(EngineThread):
         self.send(*(messages.Close(use.session) for use in self.report().sessions))
         report, runner, device = self.report(), self.engine._runners["m"], self.engine._device
         assert runner.edits.nbytes == runner.captures.nbytes == len(runner.edits) == len(runner.captures) == 0
-        assert runner.held.nbytes == len(runner.held) == 0
+        assert runner.parked.nbytes == len(runner.parked) == 0
         assert not self.engine._requests._stop_captures._open
         assert report.used_bytes == device.reserved + runner.nbytes and report.models[0].pages_used == 0
 

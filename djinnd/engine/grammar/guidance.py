@@ -29,7 +29,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.engine.grammar.process import GrammarProcess
 from djinnd.engine.grammar.processes import GrammarProcesses
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.jobs.grammar import WORD, Advance, Begin, End, States
 from djinnd.model.sampling.sampler import Sampled
 from djinnd.model.sampling.token_masks import RowMasks
@@ -76,7 +76,7 @@ class Guidance:
     def __init__(
         self,
         scheduler: Scheduler,
-        channel: Channel,
+        channel: ServerChannel,
         limits: tuple[float, int],
         fail: Callable[[Request, DjinnError], None],
         finish: Callable[[Request | None], None],

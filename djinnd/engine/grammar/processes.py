@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from djinn_client.errors import Busy, TextFailed
 from djinnd import messages
 from djinnd.engine.grammar.process import GrammarProcess
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 
 _PROCESSES = 64  # at a time
 _IDLE = 60.0  # seconds without a run, after which a process ends
@@ -19,7 +19,7 @@ Key = tuple[int, int]  # tenant, and number of the tokenizer
 class GrammarProcesses:
     """Belongs to the engine's thread, which the channel wakes when one of them has something to say."""
 
-    def __init__(self, channel: Channel, seconds: float, memory: int) -> None:
+    def __init__(self, channel: ServerChannel, seconds: float, memory: int) -> None:
         """`seconds` and bytes of `memory` that each process may take: see GrammarProcess."""
         self._channel = channel
         self._limits = (seconds, memory)

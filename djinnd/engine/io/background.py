@@ -1,6 +1,6 @@
 """Runs work that must not hold up a step: a part in each turn of the engine's loop, or on a thread.
 
-A course is a generator. It yields an object to wait for, such as a future, or None to continue in the next turn. It
+A task is a generator. It yields an object to wait for, such as a future, or None to continue in the next turn. It
 ends by returning, or with a DjinnError, which is then sent to its request. Closing the generator makes it clean up.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from djinn_client.errors import DjinnError
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 
 log = logging.getLogger("djinnd.engine")
 
@@ -27,44 +27,44 @@ class Awaited(Protocol):
 
 
 Wait = Awaited | None
-Course = Generator[Wait, None, None]
+BackgroundTask = Generator[Wait, None, None]
 
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    course: Course
+    task: BackgroundTask
     waits: Wait = None
 
 
-class Courses:
-    """Used by the engine's thread. A request has at most one course at a time. There is one thread for blocking work,
+class BackgroundWork:
+    """Used by the engine's thread. A request has at most one task at a time. There is one thread for blocking work,
     so work runs in the order in which it is submitted."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ServerChannel) -> None:
         self._channel = channel
         self._under_way: dict[int, _UnderWay] = {}  # by request
         self._aside = ThreadPoolExecutor(1, "djinn-windows")
 
-    def start(self, request: int, course: Course) -> None:
-        """The course begins in the next turn."""
+    def start(self, request: int, task: BackgroundTask) -> None:
+        """The task begins in the next turn."""
         assert request not in self._under_way
-        self._under_way[request] = _UnderWay(course)
+        self._under_way[request] = _UnderWay(task)
 
     def drop(self, request: int) -> None:
-        """Closes the request's course without a reply; the caller sends one. Must not be called by the course
+        """Closes the request's task without a reply; the caller sends one. Must not be called by the task
         itself."""
-        self._under_way.pop(request).course.close()
+        self._under_way.pop(request).task.close()
 
     def turn(self) -> bool:
-        """Called in each turn of the engine's loop. → True if a course continues at once."""
+        """Called in each turn of the engine's loop. → True if a task continues at once."""
         busy = False
         for request, one in list(self._under_way.items()):
             if self._under_way.get(request) is not one or (one.waits is not None and not one.waits.done()):
                 continue
             try:
-                one.waits = next(one.course)
+                one.waits = next(one.task)
                 while one.waits is not None and one.waits.done():
-                    one.waits = next(one.course)
+                    one.waits = next(one.task)
             except StopIteration:
                 del self._under_way[request]
             except DjinnError as error:
@@ -85,15 +85,15 @@ class Courses:
         future.add_done_callback(lambda _: self._channel.wake())
         return future
 
-    def elsewhere(self, act: Callable[[], T]) -> Generator[Wait, None, T]:
-        """Runs `act` on the thread and waits for its result. For use inside a course."""
+    def on_thread(self, act: Callable[[], T]) -> Generator[Wait, None, T]:
+        """Runs `act` on the thread and waits for its result. For use inside a task."""
         future = self.begin(act)
         yield future
         return future.result()
 
     def close(self) -> None:
         for one in self._under_way.values():
-            one.course.close()
+            one.task.close()
         self._aside.shutdown()
 
 

@@ -31,7 +31,7 @@ def _gone_where_broken() -> Iterator[None]:
         raise ServerGone from error
 
 
-class Channel:
+class ServerChannel:
     """Frames over the socket pair to the server. Owns the socket, and descriptors until their message is decoded."""
 
     def __init__(self, fd: int) -> None:

@@ -32,22 +32,22 @@ MOST_MEMORY = 8 << 30  # bytes of data of one fork: LLVM has no limit of its own
 _REASON_BYTES = 2000  # less than a pipe takes without a reader
 
 
-class Limits(NamedTuple):
+class CompilerLimits(NamedTuple):
     target: GPUTarget
     shared_memory: int  # bytes that a program may use on that GPU
     seconds: float  # time limit for one variant
 
 
-class Running(NamedTuple):
+class RunningCompiler(NamedTuple):
     number: int
     pid: int
     reason: int  # a pipe: the fork writes here why it failed, or "ok"
     deadline: float
 
 
-def compile_all(variants: list[Variant], jobs: int, limits: Limits) -> None:
+def compile_all(variants: list[Variant], jobs: int, limits: CompilerLimits) -> None:
     waiting = deque(enumerate(variants))
-    running: dict[int, Running] = {}  # by pidfd
+    running: dict[int, RunningCompiler] = {}  # by pidfd
     while waiting or running:
         while waiting and len(running) < jobs:
             pidfd, fork = _start(*waiting.popleft(), limits)
@@ -59,7 +59,7 @@ def compile_all(variants: list[Variant], jobs: int, limits: Limits) -> None:
                 _tell(running[pidfd].number, _end(pidfd, running.pop(pidfd), limits.seconds))
 
 
-def _start(number: int, variant: Variant, limits: Limits) -> tuple[int, Running]:
+def _start(number: int, variant: Variant, limits: CompilerLimits) -> tuple[int, RunningCompiler]:
     parent, (reading, writing) = os.getpid(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -67,10 +67,10 @@ def _start(number: int, variant: Variant, limits: Limits) -> tuple[int, Running]
         os.write(writing, _compile(variant, limits, parent).encode()[:_REASON_BYTES])
         os._exit(0)
     os.close(writing)
-    return os.pidfd_open(pid), Running(number, pid, reading, time.monotonic() + limits.seconds)
+    return os.pidfd_open(pid), RunningCompiler(number, pid, reading, time.monotonic() + limits.seconds)
 
 
-def _compile(variant: Variant, limits: Limits, parent: int) -> str:
+def _compile(variant: Variant, limits: CompilerLimits, parent: int) -> str:
     """Runs in the fork. → the reason why the variant could not be compiled, or "ok"."""
     tie_to(parent)
     seconds = int(limits.seconds) + 1
@@ -86,7 +86,7 @@ def _compile(variant: Variant, limits: Limits, parent: int) -> str:
     return "ok"
 
 
-def _end(pidfd: int, fork: Running, seconds: float) -> str:
+def _end(pidfd: int, fork: RunningCompiler, seconds: float) -> str:
     """Ends a fork that is done or too late. → the reason why its variant could not be compiled, or ""."""
     with suppress(ProcessLookupError):
         os.kill(fork.pid, signal.SIGKILL)
@@ -116,7 +116,7 @@ def main() -> None:
     tie_to(given.parent)
     os.nice(NICENESS)
     settle_keys()
-    limits = Limits(GPUTarget("cuda", given.arch, 32), given.shared_memory, given.seconds)
+    limits = CompilerLimits(GPUTarget("cuda", given.arch, 32), given.shared_memory, given.seconds)
     compile_all([Variant(*json.loads(line)) for line in sys.stdin], given.jobs, limits)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from djinn_client.files.model_files import ModelFiles
-from djinnd.engine.load.turns import Turn
+from djinnd.engine.load.turns import DeviceTurn
 from djinnd.messages import DescribeImage, Load, Plan
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.reading import Patience, Readers, Wait
@@ -20,7 +20,7 @@ WithFiles = Load | Plan | DescribeImage
 class JobFiles:
     """Used by the job's thread. `look` is called from time to time while the thread waits, and may raise."""
 
-    def __init__(self, job: WithFiles, turn: Turn, look: Callable[[], None]) -> None:
+    def __init__(self, job: WithFiles, turn: DeviceTurn, look: Callable[[], None]) -> None:
         self._job = job
         self._turn = turn
         self._look = look

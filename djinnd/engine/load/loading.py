@@ -30,10 +30,10 @@ from torch import Tensor
 from djinn_client.errors import DjinnError, OutOfMemory, from_code
 from djinn_client.transport.shm import map_read_only
 from djinnd.device import Device
-from djinnd.engine.io.channel import Channel, ServerGone
+from djinnd.engine.io.channel import ServerChannel, ServerGone
 from djinnd.engine.load.job_files import JobFiles, WithFiles
 from djinnd.engine.load.planning import bytes_beside, describe
-from djinnd.engine.load.turns import Line, Turn
+from djinnd.engine.load.turns import DeviceQueue, DeviceTurn
 from djinnd.engine.memory.host_pages import HostPages, object_bytes
 from djinnd.engine.memory.memory import ModelShape, pages_share
 from djinnd.kvcache.page_file import PageFile
@@ -123,12 +123,12 @@ class _Closing(Exception):
 class LoadQueue:
     """Owns the jobs' threads. The engine's thread takes `results` and `_pages`; each new one wakes it."""
 
-    def __init__(self, channel: Channel, device: Device, max_batch_tokens: int) -> None:
+    def __init__(self, channel: ServerChannel, device: Device, max_batch_tokens: int) -> None:
         self._channel = channel
         self._device = device
         self._max_batch_tokens = max_batch_tokens
         self._closing = False
-        self._line = Line()
+        self._device_queue = DeviceQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0  # loads without a result that the engine has taken
         self._arenas: dict[int, Answers] = {}  # by request that waits for an arena
@@ -137,7 +137,9 @@ class LoadQueue:
 
     def submit(self, job: Job) -> None:
         self._unfinished += isinstance(job, Load)
-        thread = threading.Thread(target=self._work, args=(job, Turn(self._line)), name="djinn-load", daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(job, DeviceTurn(self._device_queue)), name="djinn-load", daemon=True
+        )
         self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
 
@@ -164,7 +166,7 @@ class LoadQueue:
         elif isinstance(answer, ArenaReady) and answer.fd >= 0:
             os.close(answer.fd)
 
-    def _work(self, job: Job, turn: Turn) -> None:
+    def _work(self, job: Job, turn: DeviceTurn) -> None:
         """The thread of one job. It keeps no reference to the result, because the memory must go with the model."""
         files = None if isinstance(job, WantPages | DescribeDevice) else JobFiles(job, turn, self._check_open)
         try:
@@ -290,7 +292,7 @@ class LoadQueue:
     def close(self) -> None:
         """Stops all jobs and waits for their threads, for up to `_JOIN_S` seconds: a file system may hold one."""
         self._closing = True
-        self._line.close()
+        self._device_queue.close()
         for answers in list(self._arenas.values()):
             answers.put(None)
         until = time.monotonic() + _JOIN_S

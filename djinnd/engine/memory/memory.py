@@ -16,7 +16,7 @@ FULL_SESSIONS = 64  # automatic KV: never more pages than this many sessions of 
 _SHARE = 0.5  # automatic KV: share of the budget that is left, so that a second model can still be loaded
 _FLOOR = 1 / 32  # automatic KV: share of the budget that is set aside before weights are placed
 LOGIT_ROWS = 256  # most rows of logits that exist at once
-ROWS_AT_HAND = 32  # rows for captures, and as many for held states, before more memory is allocated
+ROWS_AT_HAND = 32  # rows for captures, and as many for parked states, before more memory is allocated
 HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and for direct I/O
 
 # Automatic tiers: a multiple of the pool, but at most 1/_HOST_SHARE of the free memory, 1/_DISK_SHARE of the free disk.
@@ -74,7 +74,7 @@ class TierPages:
 
 
 def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
-    """Activations of the largest step, captured and eager; rows at hand for captures and held states; the step's
+    """Activations of the largest step, captured and eager; rows at hand for captures and parked states; the step's
     logits, and the sampler's temporaries."""
     activations = 2 * max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
     activations += 2 * ROWS_AT_HAND * shape.width * shape.itemsize

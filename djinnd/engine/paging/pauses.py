@@ -15,7 +15,7 @@ from djinn_client.errors import DjinnError, OutOfMemory, QuotaExceeded, Retry, S
 from djinn_client.protocol import Tier
 from djinnd import messages
 from djinnd.core.session import Session
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
@@ -42,7 +42,7 @@ class _Pause:
 class Pauses:
     """Owns the pauses that have no reply yet. Used by the engine's thread."""
 
-    def __init__(self, scheduler: Scheduler, runners: Mapping[str, ModelRunner], channel: Channel) -> None:
+    def __init__(self, scheduler: Scheduler, runners: Mapping[str, ModelRunner], channel: ServerChannel) -> None:
         """`runners`: by model, a live view."""
         self._scheduler = scheduler
         self._runners = runners

@@ -7,7 +7,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -20,15 +20,24 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.device import Device
 from djinnd.engine.memory.memory import ROWS_AT_HAND
 from djinnd.engine.probes.device_rows import DeviceRows
-from djinnd.engine.probes.single_capture import SoleCapture
-from djinnd.engine.probes.spans import SPAN, Ints, Overlaps, Reach, Records, SpanTable, kinds_of, reach_of, sites_of
+from djinnd.engine.probes.spans import (
+    SPAN,
+    Ints,
+    Overlaps,
+    PointReach,
+    Records,
+    SpanTable,
+    kinds_of,
+    reach_of,
+    sites_of,
+)
 
 
 class _Layout(NamedTuple):
     """Properties of a tuple of points that do not depend on the request."""
 
     of_kind: dict[bool, list[Point]]
-    reach: Reach
+    reach: PointReach
 
 
 @lru_cache(256)  # computed between two steps, and the same points are captured again and again
@@ -42,7 +51,7 @@ class _Captured(msgspec.Struct, frozen=True):
     room: int
     rows: dict[bool, int]  # the first row, of points that are logits and of the others
     shifts: dict[Point, int]  # of each point, from that row
-    reach: Reach
+    reach: PointReach
 
     def spans(self) -> tuple[Records, Records]:
         """Spans and sites, for a SpanTable."""
@@ -106,7 +115,7 @@ class Captures:
         shifts = {point: index * room for some in of_kind.values() for index, point in enumerate(some)}
         self._captured[request] = _Captured(points, first, room, rows, shifts, reach)
 
-    def sole_probe(self, request: int, start: int, end: int, first_token: int) -> SoleCapture | None:
+    def single_probe(self, request: int, start: int, end: int, first_token: int) -> SingleCapture | None:
         """A probe for the only capturing request of a pass. Its row brings positions [start, end) to the pass, from
         `first_token` on, and none of its points is after the last block. → None if it captures none of them."""
         captured = self._captured[request]
@@ -116,9 +125,9 @@ class Captures:
             return None
         row = captured.rows[False] + first - captured.first
         into, token = self.into(of_logits=False), first_token + first - start
-        return SoleCapture(into, row, captured.shifts, captured.reach.first, token, count)
+        return SingleCapture(into, row, captured.shifts, captured.reach.first, token, count)
 
-    def reaches(self, requests: Sequence[int]) -> dict[int, Reach]:
+    def reaches(self, requests: Sequence[int]) -> dict[int, PointReach]:
         """The reach of each of these requests that captures."""
         captured = self._captured
         return {request: captured[request].reach for request in requests if request in captured}
@@ -157,3 +166,33 @@ class Captures:
         for rows in self._rows.values():
             rows.release()
         self._captured.clear()
+
+
+class SingleCapture:
+    """The probe (model/whitebox/probe.py) of a pass in which one row captures and nothing is edited: the usual case at
+    a breakpoint, so it is fast.
+
+    The row's tokens are contiguous in the pass, and so are its captured rows. Nothing is looked up and nothing is sent
+    to the device, as it must be if several sessions capture or edit (step_probe.py). Each point is one copy.
+    """
+
+    def __init__(
+        self, into: Tensor, row: int, shifts: Mapping[Point, int], first_block: int, first_token: int, count: int
+    ) -> None:
+        """Copies `count` tokens of the pass, from `first_token` on, to `into`, from row `row` plus the point's shift
+        on. No point is after the last block or in a block before `first_block`."""
+        self.first = first_block
+        self._into = into
+        self._row = row
+        self._shifts = shifts
+        self._tokens = slice(first_token, first_token + count)
+
+    @cached_property
+    def points(self) -> frozenset[Point]:
+        return frozenset(self._shifts)
+
+    def at(self, point: Point, value: Tensor) -> None:
+        """See Probe."""
+        row = self._row + self._shifts[point]
+        tokens = value[0, self._tokens]
+        self._into[row : row + len(tokens)].copy_(tokens)

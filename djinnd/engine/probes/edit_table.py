@@ -15,7 +15,7 @@ from torch import Tensor
 from djinnd.core.edits import Edit
 from djinnd.device import Device
 from djinnd.engine.probes.device_rows import DeviceRows
-from djinnd.engine.probes.spans import Ints, Overlaps, Reach, Records, SpanTable, kinds_of, sites_of
+from djinnd.engine.probes.spans import Ints, Overlaps, PointReach, Records, SpanTable, kinds_of, sites_of
 from djinnd.model.placing.loader import DTYPES
 from djinnd.model.whitebox.editing import CODES
 
@@ -88,7 +88,7 @@ class EditTable:
         else:
             self._table.drop(session)
 
-    def reach(self, sessions: Sequence[str]) -> Reach | None:
+    def reach(self, sessions: Sequence[str]) -> PointReach | None:
         """See SpanTable.reach."""
         return self._table.reach(sessions)
 

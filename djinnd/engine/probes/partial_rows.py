@@ -1,8 +1,8 @@
 """Rows that run only some of the blocks, in a step that runs more.
 
     blocks of the step     0 ──────── 3 ──────────── 7 ────── N
-    a row [0, 7)           ━━━━━━━━━━━━━━━━━━━━━━━━━━┄┄┄┄┄┄┄┄┄    leaves before block 7: its hidden state is held
-    a row [3, N)           ┄┄┄┄┄┄┄┄┄┄━━━━━━━━━━━━━━━━━━━━━━━━━    joins before block 3: with its held hidden state
+    a row [0, 7)           ━━━━━━━━━━━━━━━━━━━━━━━━━━┄┄┄┄┄┄┄┄┄    leaves before block 7: its hidden state is parked
+    a row [3, N)           ┄┄┄┄┄┄┄┄┄┄━━━━━━━━━━━━━━━━━━━━━━━━━    joins before block 3: with its parked hidden state
 
 All rows of a step are in all blocks that the step runs, so shapes and graphs are the same as in other steps. Outside
 its own blocks (┄) a row has no effect: its keys and values go to the scratch page. For that, its slots are changed on
@@ -21,14 +21,14 @@ from torch import Tensor
 from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import Row
 from djinnd.device import Device
-from djinnd.engine.probes.parked_states import HeldRows
+from djinnd.engine.probes.parked_states import ParkedStates
 from djinnd.engine.probes.spans import Ints, spread
-from djinnd.engine.probes.upload_arrays import send
+from djinnd.model.copies.upload import upload_arrays
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.whitebox.probe import Probe, look
 
 _SCRATCH = 0  # a slot of the scratch page
-_Moves = list[tuple[int, int, int, int]]  # of each row: block, first token, number of tokens, first held row
+_Moves = list[tuple[int, int, int, int]]  # of each row: block, first token, number of tokens, first parked row
 _Where = slice | Tensor  # rows of a tensor: a range, or indices
 
 
@@ -37,8 +37,8 @@ def waits(row: Row, num_blocks: int) -> bool:
     return row.stage is not None and row.stage.last <= num_blocks
 
 
-def through(
-    device: Device, inputs: StepInputs, held: HeldRows, rows: Sequence[Row], num_blocks: int, inner: Probe | None
+def with_partial_rows(
+    device: Device, inputs: StepInputs, parked: ParkedStates, rows: Sequence[Row], num_blocks: int, inner: Probe | None
 ) -> Probe | None:
     """The probe of a pass with these rows. `inputs` have been filled for the pass and not been sent. → `inner` if all
     rows run all blocks."""
@@ -47,18 +47,18 @@ def through(
     for row in rows:
         if row.stage is not None:
             if row.first_block > 0:
-                joining.append((row.first_block, first, row.count, held.row_of(row)))
+                joining.append((row.first_block, first, row.count, parked.row_of(row)))
             if waits(row, num_blocks):
                 leaving.append((row, first))
         first += row.count
-    return Passage(device, inputs, held, leaving, joining, inner) if leaving or joining else inner
+    return PartialRows(device, inputs, parked, leaving, joining, inner) if leaving or joining else inner
 
 
-class Passage:
-    """The Probe of a pass with such rows. At each boundary `inner` comes second: held states are from before edits, and
-    edits apply to rows that have joined.
+class PartialRows:
+    """The Probe of a pass with such rows. At each boundary `inner` comes second: parked states are from before edits,
+    and edits apply to rows that have joined.
 
-    It does as little as possible before the step is launched. Rows to hold are reserved, and indices are sent, when the
+    It does as little as possible before the step is launched. Rows to park are reserved, and indices are sent, when the
     first row leaves or joins, while the device runs the blocks before. For a single row, nothing is sent.
     """
 
@@ -66,14 +66,14 @@ class Passage:
         self,
         device: Device,
         inputs: StepInputs,
-        held: HeldRows,
+        parked: ParkedStates,
         leaving: Sequence[tuple[Row, int]],
         joining: _Moves,
         inner: Probe | None,
     ) -> None:
         """`leaving`: rows that leave, each with its first token in the pass. Redirects the slots of joining rows to the
         scratch page, on the host side of `inputs`."""
-        self._joining = _Spread(joining)
+        self._joining = _MovesByBlock(joining)
         self._joining_slots = np.empty(0, np.int64)
         if joining:
             host = inputs.host["slots"]
@@ -81,7 +81,7 @@ class Passage:
             host[self._joining.tokens] = _SCRATCH
         self._rows = leaving
         self._device = device
-        self._held = held
+        self._parked = parked
         self._slots = inputs.slots
         self._inner = inner
         blocks = [*(row.last_block for row, _ in leaving), *(block for block, *_ in joining)]
@@ -95,21 +95,21 @@ class Passage:
     def at(self, point: Point, value: Tensor) -> None:
         """See Probe."""
         if point in self._own:
-            self._pass(point.block, value[0])
+            self._at_boundary(point.block, value[0])
         if self._inner is not None:
             look(self._inner, point, value)
 
     @cached_property
     def _on_device(self) -> tuple[_Places, _Places, _Places, Tensor]:
-        """Places of rows that leave, of leaving rows that are held, and of rows that join, by block; and the slots of
+        """Places of rows that leave, of leaving rows that are parked, and of rows that join, by block; and the slots of
         joining rows."""
-        held = self._held
-        leaving = _Spread([(row.last_block, first, row.count, 0) for row, first in self._rows])
-        kept = _Spread(
+        parked = self._parked
+        leaving = _MovesByBlock([(row.last_block, first, row.count, 0) for row, first in self._rows])
+        kept = _MovesByBlock(
             [
-                (row.last_block, first, row.count, held.row_of(row))
+                (row.last_block, first, row.count, parked.row_of(row))
                 for row, first in self._rows
-                if row.first_block > 0 or (row.last_block > 0 and held.give_room(row))
+                if row.first_block > 0 or (row.last_block > 0 and parked.give_room(row))
             ]
         )
         spreads = leaving, kept, self._joining
@@ -118,38 +118,40 @@ class Passage:
         places = [each.places([next(there) for _ in each.to_send]) for each in spreads]
         return places[0], places[1], places[2], next(there)
 
-    def _pass(self, block: int, rows: Tensor) -> None:
+    def _at_boundary(self, block: int, rows: Tensor) -> None:
         leaving, kept, joining, slots = self._on_device
         if block in kept:
-            tokens, held_as, _ = kept[block]
-            _scatter(self._held.tensor, held_as, _gather(rows, tokens))
+            tokens, parked_as, _ = kept[block]
+            _scatter(self._parked.tensor, parked_as, _gather(rows, tokens))
         if block in leaving:
             tokens, _, _ = leaving[block]
             _fill_rows(self._slots, tokens, _SCRATCH)
         if block in joining:
-            tokens, held_as, which = joining[block]
-            _scatter(rows, tokens, _gather(self._held.tensor, held_as))
+            tokens, parked_as, which = joining[block]
+            _scatter(rows, tokens, _gather(self._parked.tensor, parked_as))
             _scatter(self._slots, tokens, slots[which])
 
 
-_Places = Mapping[int, tuple[_Where, _Where, slice]]  # by block: tokens, held rows, and the block's part of all tokens
+_Places = Mapping[
+    int, tuple[_Where, _Where, slice]
+]  # by block: tokens, parked rows, and the block's part of all tokens
 
 
-class _Spread:
+class _MovesByBlock:
     """Moves by token, in the order of blocks."""
 
     def __init__(self, moves: _Moves) -> None:
         self.tokens: Ints
-        self._held: Ints
+        self._parked: Ints
         self._at: dict[int, slice] = {}  # by block: its part of the tokens
-        self._sole: _Places | None = None
+        self._single: _Places | None = None
         moves.sort()
         if not moves:
-            self._sole = {}
+            self._single = {}
         elif len(moves) == 1:
             (block, first, count, row) = moves[0]
             self.tokens = np.arange(first, first + count)
-            self._sole = {block: (slice(first, first + count), slice(row, row + count), slice(None))}
+            self._single = {block: (slice(first, first + count), slice(row, row + count), slice(None))}
         else:
             end = 0
             for block, _, count, _ in moves:
@@ -157,18 +159,18 @@ class _Spread:
                 end += count
             _, firsts, counts, rows = np.array(moves, np.int64).reshape(-1, 4).T
             self.tokens, of = spread(firsts, counts)
-            self._held = self.tokens + (rows - firsts)[of]
+            self._parked = self.tokens + (rows - firsts)[of]
 
     @property
     def to_send(self) -> list[Ints]:
-        return [] if self._sole is not None else [self.tokens, self._held]
+        return [] if self._single is not None else [self.tokens, self._parked]
 
     def places(self, sent: Sequence[Tensor]) -> _Places:
         """`sent`: the arrays of `to_send`, on the device."""
-        if self._sole is not None:
-            return self._sole
-        tokens, held = sent
-        return {block: (tokens[which], held[which], which) for block, which in self._at.items()}
+        if self._single is not None:
+            return self._single
+        tokens, parked = sent
+        return {block: (tokens[which], parked[which], which) for block, which in self._at.items()}
 
 
 def _send_together(device: Device, arrays: Sequence[Ints]) -> Sequence[Tensor]:
@@ -176,7 +178,7 @@ def _send_together(device: Device, arrays: Sequence[Ints]) -> Sequence[Tensor]:
     sizes = [len(array) for array in arrays]
     if not any(sizes):
         return [torch.empty(0, dtype=torch.int64)] * len(arrays)
-    (there,) = send(device, [np.concatenate(arrays)])
+    (there,) = upload_arrays(device, [np.concatenate(arrays)])
     return torch.split(there, sizes)
 
 

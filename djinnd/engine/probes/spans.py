@@ -76,22 +76,22 @@ def kinds_of(points: Iterable[Point]) -> dict[bool, list[Point]]:
     return {kind: some for kind, some in kinds.items() if some}
 
 
-class Reach(NamedTuple):
+class PointReach(NamedTuple):
     """The extent of the points of some keys."""
 
     first: int  # lowest block of a point that is not after the last block
     is_behind: bool  # some point is after the last block
 
 
-def reach_of(points: Iterable[Point]) -> Reach:
+def reach_of(points: Iterable[Point]) -> PointReach:
     blocks = [_NOWHERE if point.is_behind else point.block for point in points]
-    return Reach(min(blocks), _NOWHERE in blocks)
+    return PointReach(min(blocks), _NOWHERE in blocks)
 
 
-def together(some: Sequence[Reach]) -> Reach | None:
+def together(some: Sequence[PointReach]) -> PointReach | None:
     if len(some) == 1:
         return some[0]
-    return Reach(min(each.first for each in some), any(each.is_behind for each in some)) if some else None
+    return PointReach(min(each.first for each in some), any(each.is_behind for each in some)) if some else None
 
 
 class Hits(NamedTuple):
@@ -145,7 +145,7 @@ class SpanTable:
         self.version = 0  # counts changes
         # spans and sites; `site` of a span counts in these sites
         self._entries: dict[Hashable, tuple[Records, Records]] = {}
-        self._reach: dict[Hashable, Reach] = {}
+        self._reach: dict[Hashable, PointReach] = {}
         self._built: int  # the version of the arrays below
         self._place: dict[Hashable, int]
         self._first: Ints  # first run and number of runs, by place
@@ -167,7 +167,7 @@ class SpanTable:
         codes = sites["point"]
         behind = is_behind(codes)
         self._entries[key] = (spans, sites)
-        self._reach[key] = Reach(int((codes[~behind] // _KINDS).min(initial=_NOWHERE)), bool(behind.any()))
+        self._reach[key] = PointReach(int((codes[~behind] // _KINDS).min(initial=_NOWHERE)), bool(behind.any()))
         self.version += 1
 
     def drop(self, key: Hashable) -> None:
@@ -175,7 +175,7 @@ class SpanTable:
         self.version += self._entries.pop(key, None) is not None
         self._reach.pop(key, None)
 
-    def reach(self, keys: Iterable[Hashable]) -> Reach | None:
+    def reach(self, keys: Iterable[Hashable]) -> PointReach | None:
         """The reach of these keys' spans, at any position; None: they have none."""
         return together([self._reach[key] for key in self._reach.keys() & keys]) if self._reach else None
 

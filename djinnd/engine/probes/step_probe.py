@@ -21,11 +21,10 @@ from torch import Tensor
 from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import Batch
 from djinnd.device import Device
-from djinnd.engine.probes.captures import Captures
+from djinnd.engine.probes.captures import Captures, SingleCapture
 from djinnd.engine.probes.edit_table import EditTable
-from djinnd.engine.probes.single_capture import SoleCapture
 from djinnd.engine.probes.spans import Hits, Ints, Overlaps, is_behind, point_of, spread, together
-from djinnd.engine.probes.upload_arrays import send
+from djinnd.model.copies.upload import upload_arrays
 from djinnd.model.whitebox.editing import EditRows, apply
 from djinnd.model.whitebox.probe import Probe
 
@@ -67,7 +66,7 @@ class StepProbe:
             does = self._table.spans[edits.span]
             arrays += [edits.token, edits.row]
             arrays += [np.ascontiguousarray(does[name]) for name in ("op", "scale", "low", "high")]
-        source, target, *given = send(self._device, arrays)
+        source, target, *given = upload_arrays(self._device, arrays)
         edited: dict[Point, list[tuple[Tensor, EditRows]]] = {}
         captured: dict[Point, tuple[Tensor, Tensor, Tensor]] = {}
         for point, group in edit_groups:
@@ -108,9 +107,9 @@ class Touched:
         edits, seen = table.reach(self._names) if table else None, captures.reaches(self._requests)
         self._reach = together([*seen.values()] if edits is None else [edits, *seen.values()])
         self._is_behind = self._reach is not None and self._reach.is_behind
-        self._sole = None  # index of the only row that captures, if there are no edits
+        self._single = None  # index of the only row that captures, if there are no edits
         if edits is None and len(seen) == 1 and not self._is_behind:
-            self._sole = self._requests.index(*seen)
+            self._single = self._requests.index(*seen)
         self._lasts = 1
         if not captures and batch.decode_only:
             self._lasts = table.lasts(self._names, self._starts)
@@ -175,8 +174,8 @@ class Touched:
         and no captures."""
         if self._reach is None:
             return None
-        if self._sole is not None:
-            return self._sole_probe(self._sole, which)
+        if self._single is not None:
+            return self._single_probe(self._single, which)
         rows = np.array(which)
         key = rows.tobytes(), False
         if key not in self._probes:
@@ -184,12 +183,12 @@ class Touched:
             self._probes[key] = self._new_probe(self._reach.first, codes, tokens, False)
         return self._probes[key]
 
-    def _sole_probe(self, sole: int, rows: Sequence[int]) -> SoleCapture | None:
+    def _single_probe(self, single: int, rows: Sequence[int]) -> SingleCapture | None:
         """None if the pass does not have that row, or captures none of its positions."""
-        if sole not in rows:
+        if single not in rows:
             return None
-        row, before = self._rows[sole], sum([self._rows[index].count for index in rows[: rows.index(sole)]])
-        return self._captures.sole_probe(row.request.id, row.start, row.end, before)
+        row, before = self._rows[single], sum([self._rows[index].count for index in rows[: rows.index(single)]])
+        return self._captures.single_probe(row.request.id, row.start, row.end, before)
 
     def _codes(self, rows: Ints) -> set[int]:
         """Codes of the points, before the end of the last block, that touch these rows."""

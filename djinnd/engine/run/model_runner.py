@@ -20,13 +20,13 @@ from djinnd.device.cuda import CudaDevice
 from djinnd.engine.memory.memory import KvPlan, ModelShape, workspace_bytes
 from djinnd.engine.probes.captures import Captures
 from djinnd.engine.probes.edit_table import EditTable
-from djinnd.engine.probes.parked_states import HeldRows
-from djinnd.engine.probes.partial_rows import through
+from djinnd.engine.probes.parked_states import ParkedStates
+from djinnd.engine.probes.partial_rows import with_partial_rows
 from djinnd.engine.probes.step_probe import Part, Touched
 from djinnd.engine.run.batch_inputs import Rows, compose, in_order, told_positions
 from djinnd.engine.run.logit_rows import LogitRows
 from djinnd.engine.run.logits_window import LogitsWindow
-from djinnd.engine.run.prompt_scores import PromptScores
+from djinnd.engine.run.prompt_scores import PromptScorer
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
 from djinnd.model.placing.loader import Weights
@@ -72,11 +72,11 @@ class ModelRunner:
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: the logits of forward passes that run
-        self.scores = PromptScores()
+        self.scores = PromptScorer()
         points = model.skeleton.points
         self.edits = EditTable(device, self.name, points.width, points.vocab)
         self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
-        self.held = HeldRows(device, self.name, points.width, model.dtype)
+        self.parked = ParkedStates(device, self.name, points.width, model.dtype)
         self._touched: Touched | None = None  # the last batch that edits or captures may have touched
         self._is_eager = False
         self.graphs = self._new_graphs()
@@ -137,7 +137,7 @@ class ModelRunner:
     @property
     def nbytes(self) -> int:
         """Bytes of the device's budget that the model takes."""
-        touched = self.edits.nbytes + self.captures.nbytes + self.held.nbytes
+        touched = self.edits.nbytes + self.captures.nbytes + self.parked.nbytes
         return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0]) + touched
 
     def move(self, places: PlacementPlan, num_pages: int) -> None:
@@ -315,9 +315,9 @@ class ModelRunner:
     def _probe(self, inputs: StepInputs, rows: Rows, part: Part | None) -> Probe | None:
         """The probe of a pass's prologue and blocks. `inputs` have been filled for the pass."""
         probe = None if part is None else part.probe()
-        if not self.held and not self.captures:  # a row that will wait is captured, one that has waited is held
+        if not self.parked and not self.captures:  # a row that will wait is captured, one that has waited is parked
             return probe
-        return through(self.device, inputs, self.held, rows, self.model.num_blocks, probe)
+        return with_partial_rows(self.device, inputs, self.parked, rows, self.model.num_blocks, probe)
 
     def _tell_logits(self, logit_rows: LogitRows, first: int, rows: Rows) -> None:
         """Writes the logits from entry `first` of `logit_rows` on to the windows of forward passes, and scores the
@@ -362,7 +362,7 @@ class ModelRunner:
         self._touched = None
         self.edits.release()
         self.captures.release()
-        self.held.release()
+        self.parked.release()
         labels = [kv_label(self.name), workspace_label(self.name)]
         self.weights.release(self.device)
         for label in labels:

@@ -24,7 +24,7 @@ class _Scored(NamedTuple):
     parts: list[TokenLogprobs]
 
 
-class PromptScores:
+class PromptScorer:
     """The scores of one model's last step."""
 
     def __init__(self) -> None:

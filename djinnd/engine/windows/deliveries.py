@@ -33,8 +33,8 @@ from djinn_client.transport.shm import map_writable, new_window
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device, StreamMark
-from djinnd.engine.io.background import Course, Courses
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.background import BackgroundTask, BackgroundWork
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.windows.window import HOST_PAGE, STAGED_BYTES, StagedWindow, Window
 from djinnd.messages import Capture, Finished
@@ -65,7 +65,7 @@ class _Delivery:
     pieces: deque[Copies] | None = None  # pieces to be copied; None: none has been copied yet
 
     def done(self) -> bool:
-        """True if the request has ended; the course waits for that."""
+        """True if the request has ended; the task waits for that."""
         return self.reply is not None
 
     @property
@@ -116,11 +116,15 @@ class Deliveries:
     """Used by the engine's thread. `fail` ends a request whose window cannot be made, with the error."""
 
     def __init__(
-        self, device: Device, channel: Channel, courses: Courses, fail: Callable[[Session, Request, DjinnError], None]
+        self,
+        device: Device,
+        channel: ServerChannel,
+        background: BackgroundWork,
+        fail: Callable[[Session, Request, DjinnError], None],
     ) -> None:
         self._device = device
         self._channel = channel
-        self._courses = courses
+        self._background = background
         self._fail = fail
         self._deliveries: dict[int, _Delivery] = {}  # by request
         self._to_make: list[_Delivery] = []
@@ -150,10 +154,10 @@ class Deliveries:
         room: int,
     ) -> None:
         runner.captures.open(request.id, points, first, room)
-        delivery = _Delivery(session, request, runner, first, room, _Memory(self._device, self._courses))
+        delivery = _Delivery(session, request, runner, first, room, _Memory(self._device, self._background))
         self._deliveries[request.id] = delivery
         self._to_make.append(delivery)
-        self._courses.start(request.id, self._deliver(delivery))
+        self._background.start(request.id, self._deliver(delivery))
 
     def beside_step(self) -> bool:
         """Advances deliveries while the device runs a step. → True if one may finish during the step."""
@@ -163,7 +167,7 @@ class Deliveries:
             self._copy_piece(delivery)
         for delivery in [each for each in self._to_send if each.memory.window.is_filled]:
             self._send_reply(delivery)
-            self._courses.drop(delivery.request.id)
+            self._background.drop(delivery.request.id)
         return bool(self._to_send)
 
     def ended(self, request: Request, reply: Finished) -> None:
@@ -179,8 +183,8 @@ class Deliveries:
         with a reply."""
         delivery = self._deliveries.pop(request.id, None)
         if delivery is not None:
-            self._courses.drop(request.id)
-            self._close(delivery)  # needed if the course has not begun
+            self._background.drop(request.id)
+            self._close(delivery)  # needed if the task has not begun
 
     def abandon(self, runner: ModelRunner) -> None:
         """Before a model is unloaded: sends all outstanding replies without their captures. A request that stopped at a
@@ -193,7 +197,7 @@ class Deliveries:
                 reply = msgspec.structs.replace(reply, reason="cancelled", stopped=None)
             self._channel.send(reply)
 
-    def _deliver(self, delivery: _Delivery) -> Course:
+    def _deliver(self, delivery: _Delivery) -> BackgroundTask:
         request = delivery.request
         try:
             yield None  # a short delivery is handled by `beside_step` from here on
@@ -233,7 +237,7 @@ class Deliveries:
             self._to_make.remove(delivery)
             *delivery.offsets, end = delivery.runner.captures.offsets(delivery.request.id)
             nbytes = -(-end // HOST_PAGE) * HOST_PAGE
-            delivery.made = self._courses.begin(lambda: delivery.memory.make(nbytes))
+            delivery.made = self._background.begin(lambda: delivery.memory.make(nbytes))
         return delivery.made
 
     def _send_reply(self, delivery: _Delivery) -> None:
@@ -249,15 +253,15 @@ class Deliveries:
             if delivery in some:
                 some.remove(delivery)
         delivery.runner.captures.close(delivery.request.id)
-        self._courses.later(delivery.memory.close)
+        self._background.later(delivery.memory.close)
 
 
 class _Memory:
-    """The memory of a window, made and freed on the thread of Courses."""
+    """The memory of a window, made and freed on the thread of BackgroundWork."""
 
-    def __init__(self, device: Device, courses: Courses) -> None:
+    def __init__(self, device: Device, background: BackgroundWork) -> None:
         self._device = device
-        self._courses = courses
+        self._background = background
         self.fd = -1
         self.bytes: Tensor
         self.window: Window
@@ -276,7 +280,7 @@ class _Memory:
             ) from error
         self.bytes = torch.frombuffer(map_writable(self.fd, nbytes), dtype=torch.uint8)
         kind = StagedWindow if nbytes <= STAGED_BYTES else Window
-        self.window = kind(self._device, self.bytes, HOST_PAGE, self._courses)
+        self.window = kind(self._device, self.bytes, HOST_PAGE, self._background)
         self.window.pin()
 
     def close(self) -> None:

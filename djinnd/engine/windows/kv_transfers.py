@@ -26,15 +26,15 @@ from djinn_client.errors import DjinnError, OutOfMemory, Retry, SessionNotFound
 from djinn_client.transport.shm import map_read_only, map_writable, new_window
 from djinnd.core.session import Session
 from djinnd.device import Device
-from djinnd.engine.io.background import Course, Courses
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.background import BackgroundTask, BackgroundWork
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.windows.window import Window
 from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.scheduler.scheduler import Scheduler
 
 
-class Passages:
+class KvTransfers:
     """Used by the engine's thread. `fill` submits a request with the passage's number that computes the session's
     missing KV; `filled` is called when it ends."""
 
@@ -43,8 +43,8 @@ class Passages:
         device: Device,
         scheduler: Scheduler,
         runners: Mapping[str, ModelRunner],
-        channel: Channel,
-        courses: Courses,
+        channel: ServerChannel,
+        background: BackgroundWork,
         fill: Callable[[int, Session], None],
     ) -> None:
         """`runners`: by model, a live view."""
@@ -52,7 +52,7 @@ class Passages:
         self._scheduler = scheduler
         self._runners = runners
         self._channel = channel
-        self._courses = courses
+        self._background = background
         self._fill = fill
         self._filling: dict[int, Future[None]] = {}  # by request, while missing KV is computed
 
@@ -64,15 +64,15 @@ class Passages:
         except SessionNotFound as error:
             self._channel.refuse(message.request, error)
             return
-        self._courses.start(message.request, self._export(message.request, session, self._runners[session.model]))
+        self._background.start(message.request, self._export(message.request, session, self._runners[session.model]))
 
     def import_(self, message: ImportKv) -> None:
         """Opens the session and takes the descriptor. After Failed the session is useless, and the server closes it."""
         session = Session(message.session, message.model, message.tenant, message.priority, message.tokens)
         session.salt = message.salt
         self._scheduler.open(session)
-        course = self._import(message.request, session, self._runners[session.model], message.kv_tokens, message.fd)
-        self._courses.start(message.request, course)
+        task = self._import(message.request, session, self._runners[session.model], message.kv_tokens, message.fd)
+        self._background.start(message.request, task)
 
     def filled(self, request: int, error: DjinnError | None) -> bool:
         """Called for every request that has ended. → False if it computed no KV for a passage."""
@@ -87,20 +87,20 @@ class Passages:
 
     # --- the two ----------------------------------------------------------------------------------------------------
 
-    def _export(self, request: int, session: Session, runner: ModelRunner) -> Course:
+    def _export(self, request: int, session: Session, runner: ModelRunner) -> BackgroundTask:
         length = len(session.tokens)
         shape, dtype = _shape(runner, length), runner.model.dtype
         nbytes = math.prod(shape) * dtype.itemsize
         try:
-            fd = yield from self._courses.elsewhere(lambda: new_window("djinnd-kv", nbytes))
+            fd = yield from self._background.on_thread(lambda: new_window("djinnd-kv", nbytes))
         except OSError as error:
             raise OutOfMemory(
                 f"the host has no {nbytes:,} bytes for the session's KV: {error}", needed=nbytes
             ) from error
         try:
             memory = torch.frombuffer(map_writable(fd, nbytes), dtype=torch.uint8)
-            with Window(self._device, memory, runner.plan.page_bytes, self._courses) as window:
-                yield from self._courses.elsewhere(window.pin)
+            with Window(self._device, memory, runner.plan.page_bytes, self._background) as window:
+                yield from self._background.on_thread(window.pin)
                 pages = memory.view(dtype).view(shape)
                 for first, count in window.pieces():
                     while self._present(session.id).computed < length:
@@ -114,14 +114,14 @@ class Passages:
         finally:
             os.close(fd)
 
-    def _import(self, request: int, session: Session, runner: ModelRunner, tokens: int, fd: int) -> Course:
+    def _import(self, request: int, session: Session, runner: ModelRunner, tokens: int, fd: int) -> BackgroundTask:
         shape, dtype = _shape(runner, tokens), runner.model.dtype
         try:
             memory = torch.frombuffer(map_read_only(fd, math.prod(shape) * dtype.itemsize), dtype=torch.uint8)
         finally:
             os.close(fd)
-        with Window(self._device, memory, runner.plan.page_bytes, self._courses, read_only=True) as window:
-            yield from self._courses.elsewhere(window.pin)
+        with Window(self._device, memory, runner.plan.page_bytes, self._background, read_only=True) as window:
+            yield from self._background.on_thread(window.pin)
             yield from self._reserve(self._present(session.id), runner, tokens)
             pages = memory.view(dtype).view(shape)
             for first, count in window.pieces():
@@ -135,7 +135,7 @@ class Passages:
                 yield None
         self._channel.send(Finished(request, "length", len(session.tokens), generated=0, computed=0))
 
-    def _reserve(self, session: Session, runner: ModelRunner, tokens: int) -> Course:
+    def _reserve(self, session: Session, runner: ModelRunner, tokens: int) -> BackgroundTask:
         """Reserves pages for the tokens, evicting other sessions if needed. Raises OutOfMemory."""
         kv, length = runner.kv, len(session.tokens)
         if length > kv.capacity_tokens:
@@ -160,7 +160,7 @@ class Passages:
         """Raises SessionNotFound if the session has been closed meanwhile."""
         return self._scheduler.session(session_id)
 
-    def _fill_up(self, request: int, session: Session) -> Course:
+    def _fill_up(self, request: int, session: Session) -> BackgroundTask:
         """Returns when the KV of all tokens is on the device, copied from a lower tier or computed. Raises the error of
         the request that computes it."""
         residency = self._scheduler.residency(session.model)

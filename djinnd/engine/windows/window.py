@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from djinnd.device import CopyLane, Device, Event, StreamMark
-from djinnd.engine.io.background import Courses
+from djinnd.engine.io.background import BackgroundWork
 
 PIECE_BYTES = 32 << 20
 STAGED_BYTES = 512 << 10
@@ -18,16 +18,16 @@ HOST_PAGE = 4096
 
 class Window:
     """Pins host memory and copies to or from it. Leaving the context waits for the copies in flight; the memory is then
-    unpinned on the thread of Courses."""
+    unpinned on the thread of BackgroundWork."""
 
     def __init__(
-        self, device: Device, memory: Tensor, page_bytes: int, courses: Courses, *, read_only: bool = False
+        self, device: Device, memory: Tensor, page_bytes: int, background: BackgroundWork, *, read_only: bool = False
     ) -> None:
         """memory: uint8 [pages * page_bytes], aligned to a host page."""
         self._device = device
         self._memory = memory
         self._page_bytes = page_bytes
-        self._courses = courses
+        self._background = background
         self._read_only = read_only
         self._lane = CopyLane.UP if read_only else CopyLane.DOWN
         self._pinned: list[Tensor] = []
@@ -80,7 +80,7 @@ class Window:
 
     def __exit__(self, *error: object) -> None:
         self.settle()
-        self._courses.later(self.release)  # runs after `pin`, if that is still under way on the same thread
+        self._background.later(self.release)  # runs after `pin`, if that is still under way on the same thread
 
 
 class StagedWindow(Window):
@@ -88,8 +88,8 @@ class StagedWindow(Window):
     the window in `settle`. Pinning and unpinning a few pages takes the driver longer than that, and a step's calls to
     the driver wait meanwhile."""
 
-    def __init__(self, device: Device, memory: Tensor, page_bytes: int, courses: Courses) -> None:
-        super().__init__(device, memory, page_bytes, courses)
+    def __init__(self, device: Device, memory: Tensor, page_bytes: int, background: BackgroundWork) -> None:
+        super().__init__(device, memory, page_bytes, background)
         self._staged: list[tuple[Tensor, Tensor]] = []  # target, and its bytes in staging memory
 
     def pin(self) -> None:

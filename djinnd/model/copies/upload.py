@@ -10,6 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from djinnd.device import Device
+
+_TORCH: dict[np.dtype[np.generic], torch.dtype] = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+}
+
 
 def upload(
     values: Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
@@ -23,3 +31,19 @@ def upload(
     else:
         host = torch.tensor(values, dtype=dtype, pin_memory=pinned)
     return host.to(device, non_blocking=pinned)
+
+
+def upload_arrays(device: Device, arrays: Sequence[npt.NDArray[np.generic]]) -> list[Tensor]:
+    """Queues one copy of all arrays. torch keeps the staging memory until the copy is done."""
+    sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
+    offsets = np.cumsum(sizes) - sizes
+    staging = device.staging(sum(sizes))
+    host = staging.numpy()
+    for array, offset in zip(arrays, offsets, strict=True):
+        host[offset : offset + array.nbytes] = array.view(np.uint8)
+    there = torch.empty(len(staging), dtype=torch.uint8, device=device.torch_device)
+    there.copy_(staging, non_blocking=True)
+    return [
+        there[offset : offset + array.nbytes].view(_TORCH[array.dtype])
+        for array, offset in zip(arrays, offsets.tolist(), strict=True)
+    ]

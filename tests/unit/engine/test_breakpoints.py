@@ -390,7 +390,8 @@ def test_steering_inside_blocks_before_and_behind_a_stop(engine: Engine) -> None
     assert resumed(engine, "s", found, NEW) == hooked(engine).greedy(prompt(100), NEW, edits)
 
 
-# --- held rows are lost -----------------------------------------------------------------------------------------------
+# --- parked rows are lost
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("edited", [False, True])
@@ -398,12 +399,12 @@ def test_pages_taken_by_others_during_a_stop_are_recomputed(alone: Engine, edite
     engine = alone
     engine.open("s")
     found = hit(engine, "s", prompt(300), NEW, at(2))
-    held = runner_of(engine).held
-    assert len(held) == 1
+    parked = runner_of(engine).parked
+    assert len(parked) == 1
     engine.open("u")
     engine.outcome(engine.run("u", prompt(500, seed=3), 0, logits=True))  # takes all pages
     engine.report()
-    assert len(held) == 0
+    assert len(parked) == 0
     edits = [found.replaced(-found.activation)] if edited else []
     engine.edit("s", *edits)
     assert resumed(engine, "s", found, NEW, at(2, (0, 300))) == hooked(engine).greedy(prompt(300), NEW, edits)
@@ -458,7 +459,7 @@ def test_a_device_without_room_for_held_rows_recomputes_them(engine: Engine, mon
     """The tokens and the captured activations are the same."""
 
     def refuses(rows: DeviceRows, count: int) -> int:
-        if "held" in rows._label:
+        if "parked" in rows._label:
             raise OutOfMemory("no room", needed=count)
         return take(rows, count)
 
@@ -491,11 +492,11 @@ def test_held_rows_are_dropped_to_make_room_for_other_sessions(
     engine.open("s")
     engine.open("t")
     found = hit(engine, "s", prompt(LONG), NEW, at(2))
-    held = runner_of(engine).held
-    assert len(held) == 1
+    parked = runner_of(engine).parked
+    assert len(parked) == 1
 
     def refuses(rows: DeviceRows, count: int) -> int:
-        if len(held):
+        if len(parked):
             raise OutOfMemory("no room", needed=count)
         return take(rows, count)
 
@@ -515,7 +516,7 @@ def test_a_load_drops_the_held_rows_of_idle_sessions(alone: Engine) -> None:
     engine.open("s")
     found = hit(engine, "s", prompt(100), NEW, at(2))
     engine.loaded(FOLDER, "n", kv_bytes=1)
-    assert runner_of(engine).held.nbytes == 0
+    assert runner_of(engine).parked.nbytes == 0
     assert resumed(engine, "s", found, NEW) == greedy(engine, prompt(100), NEW)
 
 
@@ -534,7 +535,7 @@ def test_the_budget_may_change_during_a_stop(alone: Engine) -> None:
     found = hit(engine, "s", prompt(100), NEW, at(2))
     engine.send(messages.SetBudget(engine.number(), engine.report().budget_bytes // 2))
     engine.until(messages.BudgetSet)
-    assert runner_of(engine).held.nbytes == 0
+    assert runner_of(engine).parked.nbytes == 0
     assert resumed(engine, "s", found, NEW, at(2, (0, 100))) == greedy(engine, prompt(100), NEW)
     engine.check_idle()
 
@@ -543,7 +544,7 @@ def test_the_budget_may_change_during_a_stop(alone: Engine) -> None:
 def test_held_rows_are_dropped_with_their_session_or_stage(engine: Engine, message: str) -> None:
     engine.open("s")
     hit(engine, "s", prompt(LONG), NEW, at(2))
-    assert len(runner_of(engine).held) == 1
+    assert len(runner_of(engine).parked) == 1
     if message == "truncate":
         engine.send(messages.Truncate("s", 100))
     elif message == "close":
@@ -552,7 +553,7 @@ def test_held_rows_are_dropped_with_their_session_or_stage(engine: Engine, messa
         assert engine.tokens("s", [7], NEW) == greedy(engine, [*prompt(LONG), 7], NEW)
     for _ in range(2):  # the engine sweeps once a turn
         engine.report()
-    assert runner_of(engine).held.nbytes == 0
+    assert runner_of(engine).parked.nbytes == 0
 
 
 @pytest.mark.parametrize("what", ["cancel", "close"])

@@ -525,13 +525,13 @@ def test_logits_that_are_no_numbers_fail_only_their_request(
 def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The messages handled from now on, and whether during a step."""
     engine, seen = serving.engine, list[tuple[str, bool]]()
-    is_beside, hand_over = watched(monkeypatch, engine, "_beside_step"), engine._mailbox._handle
+    is_beside, hand_over = watched(monkeypatch, engine, "_beside_step"), engine._dispatcher._handle
 
     def recorded(message: Any) -> None:
         seen.append((type(message).__name__, is_beside()))
         hand_over(message)
 
-    monkeypatch.setattr(engine._mailbox, "_handle", recorded)
+    monkeypatch.setattr(engine._dispatcher, "_handle", recorded)
     return seen
 
 
@@ -687,13 +687,13 @@ def test_a_report_is_made_during_a_step_and_an_audit_between_two(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = serving.engine, list[tuple[int, bool]]()
-    is_beside, report = watched(monkeypatch, engine, "_beside_step"), engine._figures.report
+    is_beside, report = watched(monkeypatch, engine, "_beside_step"), engine._reporter.report
 
     def reported(message: messages.Inquire) -> messages.Report:
         seen.append((message.request, is_beside()))
         return report(message)
 
-    monkeypatch.setattr(engine._figures, "report", reported)
+    monkeypatch.setattr(engine._reporter, "report", reported)
     run = serving.run_message("s", prompt(10), 2)
     looks = [messages.Inquire(1), messages.Inquire(2, check=True), messages.Inquire(3)]
     serving.send(run, *looks)  # received together

@@ -187,7 +187,7 @@ def test_rows_touched_behind_the_blocks_leave_graphs_to_the_others(
         engine.open("alone")
         engine.tokens("alone", prompt(5), NEW)
         engine.check_idle()
-    steps = engine.engine._figures.steps
+    steps = engine.engine._reporter.steps
     assert len(passes) == steps if placing.resident else len(passes) > steps, "a pass costs the bus where blocks stream"
     assert replays and any(inside) != bool(placing.resident), "who is touched within blocks is with the others"
 
@@ -438,7 +438,7 @@ def test_no_window_is_leaked(engine: Engine) -> None:
         engine.send(messages.CancelRun(request))
         engine.outcome(request)
         engine.report()
-    engine.engine._courses._aside.submit(lambda: None).result()
+    engine.engine._background._aside.submit(lambda: None).result()
     assert open_descriptors() == before
 
 

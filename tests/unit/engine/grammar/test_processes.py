@@ -13,7 +13,7 @@ from djinnd.text.grammar import grammar_text
 from tests.support.serving import TINY
 
 
-class Channel:
+class ServerChannel:
     """Keeps the messages to the server."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Channel:
 
 
 def test_the_server_is_told_the_cpu_time_of_each_tenant() -> None:
-    channel, tenant = Channel(), 7
+    channel, tenant = ServerChannel(), 7
     processes = GrammarProcesses(channel, 30.0, 1 << 30)  # type: ignore[arg-type]
     grammar = grammar_text(OutputFormat("json_object"))
     with open(TINY / "tokenizer.json", "rb") as tokenizer:

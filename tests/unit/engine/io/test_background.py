@@ -10,8 +10,8 @@ import pytest
 from djinn_client.errors import OutOfMemory
 from djinn_client.protocol import FrameDecoder
 from djinnd import messages
-from djinnd.engine.io.background import Course, Courses
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.background import BackgroundTask, BackgroundWork
+from djinnd.engine.io.channel import ServerChannel
 
 SECONDS = 60.0  # seconds until a test has failed
 
@@ -20,8 +20,8 @@ class Engine:
     def __init__(self) -> None:
         self.server, theirs = socket.socketpair()
         self.server.settimeout(SECONDS)
-        self.channel = Channel(theirs.detach())
-        self.courses = Courses(self.channel)
+        self.channel = ServerChannel(theirs.detach())
+        self.background = BackgroundWork(self.channel)
 
     def told(self) -> messages.FromEngine:
         (frame,) = FrameDecoder(1 << 20).feed(self.server.recv(1 << 16))
@@ -32,12 +32,12 @@ class Engine:
 def engine() -> Iterator[Engine]:
     engine = Engine()
     yield engine
-    engine.courses.close()
+    engine.background.close()
     engine.channel.close()
     engine.server.close()
 
 
-def noted(log: list[str], waits: Future[None] | None = None) -> Course:
+def noted(log: list[str], waits: Future[None] | None = None) -> BackgroundTask:
     try:
         log.append("begun")
         yield waits
@@ -50,33 +50,33 @@ def noted(log: list[str], waits: Future[None] | None = None) -> Course:
 
 def test_a_course_runs_one_part_a_turn(engine: Engine) -> None:
     log: list[str] = []
-    engine.courses.start(1, noted(log))
+    engine.background.start(1, noted(log))
     assert log == []
-    assert [engine.courses.turn() for _ in range(4)] == [True, True, False, False]
+    assert [engine.background.turn() for _ in range(4)] == [True, True, False, False]
     assert log == ["begun", "gone on", "ended", "cleaned up"]
 
 
 def test_a_waiting_course_does_not_keep_the_engine_busy(engine: Engine) -> None:
     log: list[str] = []
     ready: Future[None] = Future()
-    engine.courses.start(1, noted(log, ready))
-    assert [engine.courses.turn() for _ in range(3)] == [False] * 3 and log == ["begun"]
+    engine.background.start(1, noted(log, ready))
+    assert [engine.background.turn() for _ in range(3)] == [False] * 3 and log == ["begun"]
     ready.set_result(None)
-    assert engine.courses.turn() and log == ["begun", "gone on"]
+    assert engine.background.turn() and log == ["begun", "gone on"]
 
 
 def test_work_on_the_thread_wakes_the_engine(engine: Engine) -> None:
     found: list[bool] = []
     gate = Event()
 
-    def course() -> Course:
-        found.append((yield from engine.courses.elsewhere(lambda: gate.wait(SECONDS))))
+    def task() -> BackgroundTask:
+        found.append((yield from engine.background.on_thread(lambda: gate.wait(SECONDS))))
 
-    engine.courses.start(1, course())
-    assert not engine.courses.turn()
+    engine.background.start(1, task())
+    assert not engine.background.turn()
     gate.set()
     assert engine.channel.receive(SECONDS) == []
-    engine.courses.turn()
+    engine.background.turn()
     assert found == [True]
 
 
@@ -84,40 +84,40 @@ def test_a_course_that_waits_for_a_done_future_goes_on_at_once(engine: Engine) -
     log: list[str] = []
     ready: Future[None] = Future()
     ready.set_result(None)
-    engine.courses.start(1, noted(log, ready))
-    assert engine.courses.turn() and log == ["begun", "gone on"]
+    engine.background.start(1, noted(log, ready))
+    assert engine.background.turn() and log == ["begun", "gone on"]
 
 
 def test_a_course_s_error_is_its_request_s_reply(engine: Engine) -> None:
-    def course() -> Course:
+    def task() -> BackgroundTask:
         yield None
         raise OutOfMemory("no room", needed=3)
 
-    engine.courses.start(9, course())
-    assert [engine.courses.turn() for _ in range(3)] == [True, False, False]
+    engine.background.start(9, task())
+    assert [engine.background.turn() for _ in range(3)] == [True, False, False]
     assert engine.told() == messages.Failed(9, "out_of_memory", "no room", {"needed": 3})
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
 def test_a_dropped_course_cleans_up_if_it_had_begun(engine: Engine, turns: int) -> None:
     log: list[str] = []
-    engine.courses.start(1, noted(log))
+    engine.background.start(1, noted(log))
     for _ in range(turns):
-        engine.courses.turn()
-    engine.courses.drop(1)
-    assert log[turns:] == ["cleaned up"] * bool(turns) and not engine.courses.turn()
+        engine.background.turn()
+    engine.background.drop(1)
+    assert log[turns:] == ["cleaned up"] * bool(turns) and not engine.background.turn()
 
 
 def test_a_course_may_drop_another(engine: Engine) -> None:
     log: list[str] = []
 
-    def course() -> Course:
-        engine.courses.drop(2)
+    def task() -> BackgroundTask:
+        engine.background.drop(2)
         yield None
 
-    engine.courses.start(1, course())
-    engine.courses.start(2, noted(log))
-    assert [engine.courses.turn() for _ in range(2)] == [True, False] and log == []
+    engine.background.start(1, task())
+    engine.background.start(2, noted(log))
+    assert [engine.background.turn() for _ in range(2)] == [True, False] and log == []
 
 
 def test_work_without_a_waiter_runs_in_order_and_its_errors_are_logged(
@@ -129,7 +129,7 @@ def test_work_without_a_waiter_runs_in_order_and_its_errors_are_logged(
         log.append(1)
         raise OSError(5, "oh")
 
-    engine.courses.later(fails)
-    engine.courses.later(lambda: log.append(2))
-    engine.courses.close()
+    engine.background.later(fails)
+    engine.background.later(lambda: log.append(2))
+    engine.background.close()
     assert log == [1, 2] and "background_work_failed" in caplog.text

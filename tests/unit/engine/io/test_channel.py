@@ -9,7 +9,7 @@ import pytest
 
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import FrameDecoder, Sampling
-from djinnd.engine.io.channel import Channel, ServerGone
+from djinnd.engine.io.channel import ServerChannel, ServerGone
 from djinnd.messages import (
     MAX_FDS,
     MAX_FRAME,
@@ -30,23 +30,23 @@ FOREVER = 60.0  # seconds until a test has failed
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Channel, socket.socket]]:
+def pair() -> Iterator[tuple[ServerChannel, socket.socket]]:
     ours, theirs = socket.socketpair()
     theirs.settimeout(FOREVER)
-    channel = Channel(ours.detach())
+    channel = ServerChannel(ours.detach())
     yield channel, theirs
     channel.close()
     theirs.close()
 
 
-def receive(channel: Channel, count: int) -> list[ToEngine]:
+def receive(channel: ServerChannel, count: int) -> list[ToEngine]:
     messages: list[ToEngine] = []
     while len(messages) < count:
         messages += channel.receive(FOREVER)
     return messages
 
 
-def test_messages_arrive_in_order_however_they_were_cut(pair: tuple[Channel, socket.socket]) -> None:
+def test_messages_arrive_in_order_however_they_were_cut(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     sent = [CancelRun(1), Run(2, "s", [1, 2, 3], 4, Sampling(seed=5)), Shutdown()]
     stream = b"".join(encode(message) for message in sent)
@@ -57,7 +57,7 @@ def test_messages_arrive_in_order_however_they_were_cut(pair: tuple[Channel, soc
         assert got + (receive(channel, 3 - len(got)) if len(got) < 3 else []) == sent
 
 
-def test_a_descriptor_arrives_with_the_message_that_it_belongs_to(pair: tuple[Channel, socket.socket]) -> None:
+def test_a_descriptor_arrives_with_the_message_that_it_belongs_to(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     window = os.memfd_create("window")
     os.write(window, b"weights")
@@ -74,11 +74,11 @@ def test_a_descriptor_arrives_with_the_message_that_it_belongs_to(pair: tuple[Ch
     os.close(shared.fd)
 
 
-def test_receive_returns_at_once_without_a_message_and_patience(pair: tuple[Channel, socket.socket]) -> None:
+def test_receive_returns_at_once_without_a_message_and_patience(pair: tuple[ServerChannel, socket.socket]) -> None:
     assert pair[0].receive(0.0) == []
 
 
-def test_a_frame_arrives_whole_with_its_descriptor(pair: tuple[Channel, socket.socket]) -> None:
+def test_a_frame_arrives_whole_with_its_descriptor(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     read, write = os.pipe()
     message = LogitsReady(1, length=2, computed=2, tokens=2, vocab=3)
@@ -93,7 +93,7 @@ def test_a_frame_arrives_whole_with_its_descriptor(pair: tuple[Channel, socket.s
     os.close(fds[0])
 
 
-def test_frames_of_several_threads_do_not_mix(pair: tuple[Channel, socket.socket]) -> None:
+def test_frames_of_several_threads_do_not_mix(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     threads = [
         threading.Thread(target=lambda name=name: [channel.send(Loading(name * 5000, "reading", i)) for i in range(50)])
@@ -110,7 +110,7 @@ def test_frames_of_several_threads_do_not_mix(pair: tuple[Channel, socket.socket
         assert [message.done for message in got if message.model[0] == name] == list(range(50))
 
 
-def test_wake_ends_a_wait(pair: tuple[Channel, socket.socket]) -> None:
+def test_wake_ends_a_wait(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, _ = pair
     waiting = threading.Thread(target=channel.wake)
     waiting.start()
@@ -119,7 +119,7 @@ def test_wake_ends_a_wait(pair: tuple[Channel, socket.socket]) -> None:
     assert channel.receive(0.0) == []
 
 
-def test_the_end_of_the_stream_means_that_the_server_is_gone(pair: tuple[Channel, socket.socket]) -> None:
+def test_the_end_of_the_stream_means_that_the_server_is_gone(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     server.sendall(encode(CancelRun(1)))
     server.close()
@@ -128,7 +128,7 @@ def test_the_end_of_the_stream_means_that_the_server_is_gone(pair: tuple[Channel
         channel.receive(FOREVER)
 
 
-def test_a_server_that_exits_without_reading_is_gone(pair: tuple[Channel, socket.socket]) -> None:
+def test_a_server_that_exits_without_reading_is_gone(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     channel.send(Alive(1))
     server.close()
@@ -136,21 +136,21 @@ def test_a_server_that_exits_without_reading_is_gone(pair: tuple[Channel, socket
         channel.receive(FOREVER)
 
 
-def test_a_broken_pipe_means_that_the_server_is_gone(pair: tuple[Channel, socket.socket]) -> None:
+def test_a_broken_pipe_means_that_the_server_is_gone(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     server.close()
     with pytest.raises(ServerGone):
         channel.send(Alive(1))
 
 
-def test_invalid_bytes_are_an_error(pair: tuple[Channel, socket.socket]) -> None:
+def test_invalid_bytes_are_an_error(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     server.sendall(b"this is no frame")
     with pytest.raises(ProtocolError):
         channel.receive(FOREVER)
 
 
-def test_the_files_of_a_checkpoint_arrive_with_their_load(pair: tuple[Channel, socket.socket]) -> None:
+def test_the_files_of_a_checkpoint_arrive_with_their_load(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     fds = [os.memfd_create(f"{number}") for number in range(MAX_FDS)]
     names = [f"{number}.safetensors" for number in range(MAX_FDS)]

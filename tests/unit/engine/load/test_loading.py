@@ -17,7 +17,7 @@ from djinn_client.errors import DjinnError, InvalidRequest, ModelRejected, OutOf
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import FrameDecoder
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.load.loading import LoadQueue, PagesResult, WantFile, WantPages, map_arena, model_shape
 from djinnd.engine.memory.host_pages import object_bytes
 from djinnd.kvcache.tier import Tier
@@ -89,7 +89,7 @@ class Queue:
     def __init__(self) -> None:
         ours, self.server = socket.socketpair()
         self.device = CpuDevice(MEMORY)
-        self.channel = Channel(ours.detach())
+        self.channel = ServerChannel(ours.detach())
         self.loads = LoadQueue(self.channel, self.device, max_batch_tokens=64)
         self.server.settimeout(FOREVER)
         self._decoder = FrameDecoder(MAX_FRAME)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from djinnd.engine.load.turns import Line, Turn
+from djinnd.engine.load.turns import DeviceQueue, DeviceTurn
 
 FOREVER = 60.0  # seconds until a test has failed
 
@@ -15,8 +15,8 @@ def beside(act: Callable[[], None]) -> threading.Thread:
 
 
 def test_turns_come_in_the_order_of_the_line() -> None:
-    line, order = Line(), list[int]()
-    turns = [Turn(line) for _ in range(5)]
+    queue, order = DeviceQueue(), list[int]()
+    turns = [DeviceTurn(queue) for _ in range(5)]
 
     def go(index: int) -> None:
         turns[index].take()
@@ -30,8 +30,8 @@ def test_turns_come_in_the_order_of_the_line() -> None:
 
 
 def test_a_load_that_gave_way_comes_after_the_others_in_line() -> None:
-    line, order = Line(), list[str]()
-    first, second = Turn(line), Turn(line)
+    queue, order = DeviceQueue(), list[str]()
+    first, second = DeviceTurn(queue), DeviceTurn(queue)
     first.take()
     first.give_way()
     first.give_way()  # does nothing
@@ -50,10 +50,10 @@ def test_a_load_that_gave_way_comes_after_the_others_in_line() -> None:
 
 
 def test_a_closed_line_ends_all_waiting() -> None:
-    line = Line()
-    first, second = Turn(line), Turn(line)
+    queue = DeviceQueue()
+    first, second = DeviceTurn(queue), DeviceTurn(queue)
     first.take()
     thread = beside(second.take)
-    line.close()
+    queue.close()
     thread.join(FOREVER)
     assert not thread.is_alive()

@@ -361,8 +361,8 @@ def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_aft
     before = [*PROMPT, *engine.ran("s")]
     assert before == [*PROMPT, *engine.ran("t")] == [*PROMPT, *engine.ran("u")]
     engine.paused("u")
-    mailbox, tiers, heard = engine.engine._mailbox, engine.engine._tiers, list[tuple[str, str, bool]]()
-    is_beside, hand_over = watched(monkeypatch, engine.engine, "_beside_step"), mailbox._handle
+    dispatcher, tiers, heard = engine.engine._dispatcher, engine.engine._tiers, list[tuple[str, str, bool]]()
+    is_beside, hand_over = watched(monkeypatch, engine.engine, "_beside_step"), dispatcher._handle
     beside_step = tiers.beside_step
     idle, running = engine.pause("t"), engine.pause("s")
     said = [messages.Resume("u"), idle, messages.Open("v", "m", 0, "agent", []), running, messages.Resume("t")]
@@ -376,7 +376,7 @@ def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_aft
         engine.send(*sent)
         return beside_step(batch)
 
-    monkeypatch.setattr(mailbox, "_handle", recorded)
+    monkeypatch.setattr(dispatcher, "_handle", recorded)
     monkeypatch.setattr(tiers, "beside_step", speaking)
     run = engine.run_message("s", [5], NEW)
     engine.send(run)
@@ -408,8 +408,8 @@ def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_aft
 def test_work_that_no_call_waits_for_is_left_for_the_next_step(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.open("t")
     engine.ran("t")
-    mailbox, seen = engine.engine._mailbox, list[tuple[str, bool]]()
-    scheduler, tend, hand_over = engine.engine._scheduler, engine.engine._scheduler.tend, mailbox._handle
+    dispatcher, seen = engine.engine._dispatcher, list[tuple[str, bool]]()
+    scheduler, tend, hand_over = engine.engine._scheduler, engine.engine._scheduler.tend, dispatcher._handle
     is_beside = watched(monkeypatch, engine.engine, "_beside_step")
 
     def recorded(message: Any) -> None:
@@ -420,7 +420,7 @@ def test_work_that_no_call_waits_for_is_left_for_the_next_step(engine: Tiered, m
         seen.append(("tend", is_beside()))
         tend(now)
 
-    monkeypatch.setattr(mailbox, "_handle", recorded)
+    monkeypatch.setattr(dispatcher, "_handle", recorded)
     monkeypatch.setattr(scheduler, "tend", tended)
     run = engine.run_message("s", PROMPT, 1000)
     engine.send(run)

@@ -16,8 +16,8 @@ from djinnd import messages
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.io.background import Courses
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.background import BackgroundWork
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.memory.memory import KvPlan
 from djinnd.engine.probes.captures import Captures
 from djinnd.engine.windows.deliveries import Deliveries
@@ -43,10 +43,10 @@ class Engine:
         self.device = CpuDevice(1 << 24)
         self.server, theirs = socket.socketpair()
         self.server.settimeout(SECONDS)
-        self.channel = Channel(theirs.detach())
-        self.courses = Courses(self.channel)
+        self.channel = ServerChannel(theirs.detach())
+        self.background = BackgroundWork(self.channel)
         self.failed: list[tuple[int, DjinnError]] = []
-        self.deliveries = Deliveries(self.device, self.channel, self.courses, self.fail)
+        self.deliveries = Deliveries(self.device, self.channel, self.background, self.fail)
         self.runner = Runner(self.device)
 
     def fail(self, session: Session, request: Request, error: DjinnError) -> None:
@@ -69,7 +69,7 @@ class Engine:
         self.server.setblocking(False)
         while len(told) + len(self.failed) < done:
             assert time.monotonic() < until
-            self.courses.turn()
+            self.background.turn()
             try:
                 data, fds, _, _ = socket.recv_fds(self.server, 1 << 16, 4)
             except BlockingIOError:
@@ -78,7 +78,7 @@ class Engine:
         return told
 
     def close(self) -> None:
-        self.courses.close()
+        self.background.close()
         self.channel.close()
         self.server.close()
         self.device.close()
@@ -126,7 +126,7 @@ def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None
     made.result(SECONDS)
     engine.deliveries.ended(request, finished(request, 4))
     engine.server.setblocking(False)
-    assert engine.courses.turn(), "it goes on in the next turn, if no step comes first"
+    assert engine.background.turn(), "it goes on in the next turn, if no step comes first"
     with pytest.raises(BlockingIOError):
         engine.server.recv(1, socket.MSG_PEEK)
     until = time.monotonic() + SECONDS
@@ -139,7 +139,7 @@ def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None
     assert isinstance(reply, messages.Finished) and reply.capture is not None
     assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0, "the rows were given back, too"
     engine.deliveries.drop(request)
-    assert engine.courses.turn() is False
+    assert engine.background.turn() is False
     with pytest.raises(BlockingIOError):
         engine.server.recv(1)
 
@@ -171,10 +171,10 @@ def test_a_delivery_dropped_during_a_step_sends_nothing(engine: Engine, turns: i
     made.result(SECONDS)
     engine.deliveries.ended(request, finished(request, 4))
     for _ in range(turns):
-        engine.courses.turn()
+        engine.background.turn()
     engine.deliveries.drop(request)
-    assert not engine.deliveries.beside_step() and not engine.courses.turn()
-    engine.courses.close()
+    assert not engine.deliveries.beside_step() and not engine.background.turn()
+    engine.background.close()
     assert engine.device.budget.used == 0 and open_descriptors() == before
     engine.server.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -186,10 +186,10 @@ def test_a_dropped_delivery_frees_everything_and_sends_nothing(engine: Engine, b
     before = open_descriptors()
     request = engine.begin()
     if begun:
-        engine.courses.turn()
+        engine.background.turn()
     engine.deliveries.drop(request)
     engine.deliveries.drop(request)
-    engine.courses.close()
+    engine.background.close()
     assert engine.device.budget.used == 0 and open_descriptors() == before
     engine.server.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -198,7 +198,7 @@ def test_a_dropped_delivery_frees_everything_and_sends_nothing(engine: Engine, b
 
 def test_an_unloaded_model_ends_deliveries_without_their_captures(engine: Engine) -> None:
     request = engine.begin()
-    engine.courses.turn()
+    engine.background.turn()
     engine.deliveries.ended(request, finished(request, 4))
     engine.deliveries.abandon(engine.runner)  # type: ignore[arg-type]
     assert engine.turns() == [(finished(request, 4), [])]

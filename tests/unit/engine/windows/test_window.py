@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.io.background import Courses
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.background import BackgroundWork
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.windows.window import HOST_PAGE, StagedWindow, Window
 
 
 @pytest.fixture
-def courses() -> Iterator[Courses]:
+def background() -> Iterator[BackgroundWork]:
     ours, theirs = socket.socketpair()
-    channel = Channel(theirs.detach())
-    courses = Courses(channel)
-    yield courses
-    courses.close()
+    channel = ServerChannel(theirs.detach())
+    background = BackgroundWork(channel)
+    yield background
+    background.close()
     channel.close()
     ours.close()
 
@@ -47,34 +47,41 @@ def device() -> Iterator[PinningDevice]:
 
 @pytest.mark.parametrize(("page", "piece", "least"), [(HOST_PAGE, 1, 1), (HOST_PAGE, 3 * HOST_PAGE, 3), (96, 1, 128)])
 def test_pieces_begin_on_host_pages_and_cover_the_memory(
-    device: PinningDevice, courses: Courses, monkeypatch: pytest.MonkeyPatch, page: int, piece: int, least: int
+    device: PinningDevice,
+    background: BackgroundWork,
+    monkeypatch: pytest.MonkeyPatch,
+    page: int,
+    piece: int,
+    least: int,
 ) -> None:
     monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", piece)
-    window = Window(device, torch.zeros(200 * page, dtype=torch.uint8), page, courses)
+    window = Window(device, torch.zeros(200 * page, dtype=torch.uint8), page, background)
     pieces = list(window.pieces())
     assert all(first * page % HOST_PAGE == 0 for first, _ in pieces)
     assert [first for first, _ in pieces] == list(range(0, 200, least)) and sum(count for _, count in pieces) == 200
 
 
 def test_leaving_a_window_completes_its_copies_and_unpins_its_memory(
-    device: PinningDevice, courses: Courses, monkeypatch: pytest.MonkeyPatch
+    device: PinningDevice, background: BackgroundWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", HOST_PAGE)
     memory, source = torch.zeros(4 * HOST_PAGE, dtype=torch.uint8), torch.arange(4).repeat_interleave(HOST_PAGE).byte()
-    with Window(device, memory, HOST_PAGE, courses) as window:
+    with Window(device, memory, HOST_PAGE, background) as window:
         window.pin()
         assert device.pinned == [HOST_PAGE] * 4
         for first, count in window.pieces():
             part = slice(first * HOST_PAGE, (first + count) * HOST_PAGE)
             window.queue([(memory[part], source[part])])
     assert torch.equal(memory, source)
-    courses.close()
+    background.close()
     assert device.pinned == []
 
 
-def test_a_small_window_is_not_pinned_and_is_filled_by_settle(device: PinningDevice, courses: Courses) -> None:
+def test_a_small_window_is_not_pinned_and_is_filled_by_settle(
+    device: PinningDevice, background: BackgroundWork
+) -> None:
     memory, source = torch.full((2 * HOST_PAGE,), 7, dtype=torch.uint8), torch.arange(1, 101, dtype=torch.uint8)
-    with StagedWindow(device, memory, HOST_PAGE, courses) as window:
+    with StagedWindow(device, memory, HOST_PAGE, background) as window:
         window.pin()
         assert device.pinned == [] and not memory.any()
         window.queue([(memory[50:80], source[:30]), (memory[HOST_PAGE : HOST_PAGE + 70], source[30:])])
