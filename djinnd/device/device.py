@@ -81,7 +81,7 @@ class Device(ABC):
         self._computing = 0  # number of threads
         self._computed_at = -math.inf
         self._expected: list[Event] = []
-        self.copied = dict.fromkeys(Lane, 0)  # bytes that `copy` has queued in each lane
+        self.copied = dict.fromkeys(CopyLane, 0)  # bytes that `copy` has queued in each lane
 
     @property
     def name(self) -> str:
@@ -130,7 +130,7 @@ class Device(ABC):
         """Queues a copy between host and device memory; the dtypes may differ. Copies of a lane happen in the order
         queued, and this one starts after the compute stream has passed `after`. `name`: of its span in a trace."""
 
-    def _count(self, nbytes: int, lane: Lane) -> None:
+    def _count(self, nbytes: int, lane: CopyLane) -> None:
         with self._lock:
             self.copied[lane] += nbytes
 

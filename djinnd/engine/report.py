@@ -8,13 +8,13 @@ from typing import Protocol
 
 from djinn_client.protocol import ModelInfo
 from djinnd import messages
-from djinnd.device import Device, Lane
+from djinnd.device import CopyLane, Device
 from djinnd.engine.grammar.guidance import Guidance
 from djinnd.engine.paging.tiers import Tiers
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
 
-_COPIED = {Lane.WEIGHTS: "weights", Lane.UP: "pages up", Lane.DOWN: "pages down"}  # names in Report.copied
+_COPIED = {CopyLane.WEIGHTS: "weights", CopyLane.UP: "pages up", CopyLane.DOWN: "pages down"}  # names in Report.copied
 
 
 class Audited(Protocol):
