@@ -123,7 +123,6 @@ from djinn_client.whitebox.probing import Capture, Edit
 
 if TYPE_CHECKING:
     from djinn_client.api.aio import AsyncSession, AsyncStream
-    from djinn_client.api.aio_calls import chat_async, embed_async, generate_async
     from djinn_client.api.aio_client import AsyncClient
     from djinn_client.handover.sharing import ModelHandle, share_model
     from djinn_client.tensors.arrays import as_torch
@@ -221,13 +220,10 @@ __all__ = [
     "__version__",
     "as_torch",
     "chat",
-    "chat_async",
     "close",
     "detokenize",
     "embed",
-    "embed_async",
     "generate",
-    "generate_async",
     "kv_window",
     "load",
     "load_session",
@@ -255,9 +251,9 @@ _LATER = {
     "AsyncClient": "djinn_client.api.aio_client",
     "AsyncSession": "djinn_client.api.aio",
     "AsyncStream": "djinn_client.api.aio",
-    "chat_async": "djinn_client.api.aio_calls",
-    "embed_async": "djinn_client.api.aio_calls",
-    "generate_async": "djinn_client.api.aio_calls",
+    "chat_async": "djinn_client.api.aio_client",
+    "embed_async": "djinn_client.api.aio_client",
+    "generate_async": "djinn_client.api.aio_client",
     "as_torch": "djinn_client.tensors.arrays",
 }
 
@@ -265,8 +261,11 @@ _OLD_NAMES = {  # names of the last release, and what they are now
     "Checkpoint": "ResumePoint",
     "attach": "Session.attach",
     "attach_async": "AsyncSession.attach",
+    "chat_async": "AsyncClient.chat",
+    "embed_async": "AsyncClient.embed",
     "from_kv": "Session.from_kv",
     "from_kv_async": "AsyncSession.from_kv",
+    "generate_async": "AsyncClient.generate",
     "resume": "unpause",
 }
 
@@ -274,10 +273,11 @@ _OLD_NAMES = {  # names of the last release, and what they are now
 def __getattr__(name: str) -> Any:
     if name in _OLD_NAMES:
         warn_of(f"djinn_client.{name}", _OLD_NAMES[name], stacklevel=2)
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
+    if name in _OLD_NAMES:
         return attrgetter(_OLD_NAMES[name])(sys.modules[__name__])
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

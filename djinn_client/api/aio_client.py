@@ -88,3 +88,17 @@ class AsyncClient:
 
     async def __aexit__(self, *error: object) -> None:
         self._calls.close()
+
+
+def _called_once(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """The call as a function that makes a client for itself."""
+
+    async def call(*args: Any, address: str | None = None, token: str | None = None, **options: Any) -> Any:
+        async with AsyncClient(address, token=token) as client:
+            return await getattr(client, name)(*args, **options)
+
+    return call
+
+
+# Names of the last release: djinn_client warns of them.
+chat_async, embed_async, generate_async = (_called_once(name) for name in ("chat", "embed", "generate"))

@@ -94,7 +94,12 @@ def test_embeddings_are_pooled_from_the_final_norm(talkative: Daemon) -> None:
     assert (len(mean.tokens), mean.tokens[0], mean.pooling) == (len(texts), len(tokens), "mean")
     np.testing.assert_allclose(np.asarray(mean)[0], rows.mean(axis=0), atol=1e-5)
     np.testing.assert_allclose(np.asarray(mean)[3], np.asarray(mean)[0], atol=1e-5)
-    last = asyncio.run(djinn.embed_async(MODEL, [tokens], pooling="last", address=talkative.address))
+
+    async def last_rows() -> djinn.Embeddings:
+        async with djinn.AsyncClient(talkative.address) as client:
+            return await client.embed(MODEL, [tokens], pooling="last")
+
+    last = asyncio.run(last_rows())
     np.testing.assert_allclose(np.asarray(last)[0], rows[-1] / np.linalg.norm(rows[-1]), atol=1e-5)
     with talkative.client() as client:
         assert [info for info in client.sessions() if info.state not in ("kept", "detached")] == []
