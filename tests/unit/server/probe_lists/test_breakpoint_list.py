@@ -32,6 +32,7 @@ def stops(reach, *breakpoints):
         ({"when": "decode"}, 20),
         ({"when": "decode", "every": 4}, 23),
         ({"every": 4}, 10),
+        ({"when": "always"}, 10),  # "every" in the words of older journals
         ({"when": "decode", "every": 30}, 49),
         ({"when": "decode", "every": 31}, None),
         ({"spans": [(2, 4), (8, 12), (19, 22), (60, 61)]}, 10),
