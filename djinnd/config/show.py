@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from djinnd.config.sources import Effective, Key
-from djinnd.config.units import Unit, unit_of
+from djinnd.config.units import ConfigUnit, unit_of
 
 _COLUMN = 44  # at which the origins begin
 
@@ -30,7 +30,7 @@ def _lines(section: Any, key: Key, origins: dict[Key, str]) -> Iterator[str]:
             yield f"{head + ' ' + _yaml(written):<{_COLUMN}}  # {origins.get(inner, 'default')}"
 
 
-def _entries(section: Any) -> list[tuple[str, Any, Unit | None]]:
+def _entries(section: Any) -> list[tuple[str, Any, ConfigUnit | None]]:
     if isinstance(section, dict):
         return [(name, value, None) for name, value in section.items()]
     return [(f.name, getattr(section, f.name), unit_of(f.type)) for f in msgspec.structs.fields(section)]

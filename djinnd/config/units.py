@@ -1,7 +1,7 @@
 """Units: values whose written form differs from their value in Config, such as sizes, times, users and devices.
 
-A type of the schema carries its `Unit`. The unit reads a value from YAML, a variable or a flag, or raises ValueError
-with the fault. It also writes a value in a form that it can read. Config keeps a plain int, float or str.
+A type of the schema carries its `ConfigUnit`. The unit reads a value from YAML, a variable or a flag, or raises
+ValueError with the fault. It also writes a value in a form that it can read. Config keeps a plain int, float or str.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MAX_COUNT = (1 << 31) - 1
 MAX_ID = (1 << 32) - 2  # of a user or a group
 
 
-class Unit(NamedTuple):
+class ConfigUnit(NamedTuple):
     """Converts a value of the configuration."""
 
     read: Callable[[Any], Any]  # from its written form; raises ValueError
     write: Callable[[Any], Any] = lambda value: value
 
 
-def unit_of(type_: Any) -> Unit | None:
+def unit_of(type_: Any) -> ConfigUnit | None:
     """The unit that a type of the schema carries; None if it has none."""
     metas = [meta for meta in get_args(type_)[1:] if isinstance(meta, Meta)]
     return next((meta.extra["unit"] for meta in metas if meta.extra), None)
@@ -173,29 +173,31 @@ def _split(value: Any, kind: str, example: str) -> tuple[float, str]:
     return float(number) if "." in number else int(number), match[2]
 
 
-def _limit(read: Callable[[Any], Any], write: Callable[[Any], Any] = lambda value: value) -> Unit:
+def _limit(read: Callable[[Any], Any], write: Callable[[Any], Any] = lambda value: value) -> ConfigUnit:
     """The unit of a value that may also be `none`, which becomes None."""
-    return Unit(
+    return ConfigUnit(
         lambda value: None if value == "none" else read(value),
         lambda value: "none" if value is None else write(value),
     )
 
 
-Size = Annotated[int, Meta(extra={"unit": Unit(read_size, write_size)})]
+Size = Annotated[int, Meta(extra={"unit": ConfigUnit(read_size, write_size)})]
 AutoSize = Annotated[
-    int | None, Meta(extra={"unit": Unit(read_auto_size, lambda size: "auto" if size is None else write_size(size))})
+    int | None,
+    Meta(extra={"unit": ConfigUnit(read_auto_size, lambda size: "auto" if size is None else write_size(size))}),
 ]
 LimitSize = Annotated[int | None, Meta(extra={"unit": _limit(read_size, write_size)})]
 LimitCount = Annotated[int | None, Meta(extra={"unit": _limit(read_count)})]
 LimitRate = Annotated[float | None, Meta(extra={"unit": _limit(read_rate)})]
-Seconds = Annotated[float, Meta(extra={"unit": Unit(read_seconds, write_seconds)})]
-User = Annotated[int, Meta(extra={"unit": Unit(read_user)})]
-Principal = Annotated[int | str, Meta(extra={"unit": Unit(read_principal)})]
-Group = Annotated[int, Meta(extra={"unit": Unit(read_group)})]
-Device = Annotated[str, Meta(extra={"unit": Unit(read_device)})]
+Seconds = Annotated[float, Meta(extra={"unit": ConfigUnit(read_seconds, write_seconds)})]
+User = Annotated[int, Meta(extra={"unit": ConfigUnit(read_user)})]
+Principal = Annotated[int | str, Meta(extra={"unit": ConfigUnit(read_principal)})]
+Group = Annotated[int, Meta(extra={"unit": ConfigUnit(read_group)})]
+Device = Annotated[str, Meta(extra={"unit": ConfigUnit(read_device)})]
 Resident = Annotated[
-    int | float | None, Meta(extra={"unit": Unit(read_resident, lambda value: "auto" if value is None else value)})
+    int | float | None,
+    Meta(extra={"unit": ConfigUnit(read_resident, lambda value: "auto" if value is None else value)}),
 ]
-Gigabytes = Annotated[float, Meta(extra={"unit": Unit(read_gigabytes)})]
-PathText = Annotated[str, Meta(extra={"unit": Unit(read_path)})]
-Packing = Annotated[bool, Meta(extra={"unit": Unit(read_packing, lambda value: "auto" if value else "off")})]
+Gigabytes = Annotated[float, Meta(extra={"unit": ConfigUnit(read_gigabytes)})]
+PathText = Annotated[str, Meta(extra={"unit": ConfigUnit(read_path)})]
+Packing = Annotated[bool, Meta(extra={"unit": ConfigUnit(read_packing, lambda value: "auto" if value else "off")})]

@@ -18,7 +18,7 @@ Heard = TypeVar("Heard")
 Said = TypeVar("Said")
 
 
-class Channel(Generic[Heard, Said]):
+class ConfinedChannel(Generic[Heard, Said]):
     """Sends and receives messages. decode, encode: of the process's protocol. max_frame: most bytes of a message from
     the server."""
 

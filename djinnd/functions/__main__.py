@@ -15,7 +15,7 @@ def main() -> None:
     import cloudpickle  # noqa: F401  # unpickling a function needs it, and nothing can be imported later
     import torch
 
-    from djinnd.functions.serving import Serving, channel_to_server, rehearse
+    from djinnd.functions.serving import FunctionService, channel_to_server, rehearse
 
     tempfile.tempdir = "/tmp"  # torch asks for the folder's name at import; the sandbox prevents writing there
     torch.set_num_threads(1)
@@ -24,11 +24,11 @@ def main() -> None:
     channel = channel_to_server(child.server)
     lacking = sandbox.missing()
     if lacking:
-        channel.send(interventions.Unfit(lacking))
+        channel.send(interventions.ConfinementFailed(lacking))
         return
     sandbox.close(child.user, child.parent, child.memory)
-    channel.send(interventions.Ready())
-    Serving(child.memory).serve(channel)
+    channel.send(interventions.FunctionsReady())
+    FunctionService(child.memory).serve(channel)
 
 
 if __name__ == "__main__":

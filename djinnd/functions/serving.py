@@ -24,18 +24,18 @@ from djinn_client.tensors.hits import Hit
 from djinn_client.transport.shm import new_window
 from djinn_client.whitebox import breakpoint_calls
 from djinn_client.whitebox.interventions import Function, apply
-from djinnd.confinement.channel import Channel
+from djinnd.confinement.channel import ConfinedChannel
 from djinnd.jobs import sandbox as interventions
 from djinnd.jobs.sandbox import (
     MAX_FRAME,
-    Changed,
-    Done,
-    Failed,
-    Forget,
+    CallFunctions,
+    ForgetFunctions,
     FromProcess,
+    FunctionEdit,
+    FunctionsDone,
+    FunctionsFailed,
     Key,
-    Load,
-    Run,
+    LoadFunction,
     ToProcess,
     decode_to_process,
 )
@@ -43,8 +43,8 @@ from djinnd.jobs.sandbox import (
 _MOST_TOLD = 2000  # characters of an exception that are reported
 
 
-def channel_to_server(sock: socket.socket) -> Channel[ToProcess, FromProcess]:
-    return Channel(sock, MAX_FRAME, decode_to_process, interventions.encode)
+def channel_to_server(sock: socket.socket) -> ConfinedChannel[ToProcess, FromProcess]:
+    return ConfinedChannel(sock, MAX_FRAME, decode_to_process, interventions.encode)
 
 
 class _Loaded(NamedTuple):
@@ -61,26 +61,26 @@ class _Raised(Exception):
         self.error = error
 
 
-class Serving:
+class FunctionService:
     """Owns the loaded functions. memory: bytes that functions may take, for error messages."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._functions: dict[Key, _Loaded] = {}
 
-    def serve(self, channel: Channel[ToProcess, FromProcess]) -> None:
+    def serve(self, channel: ConfinedChannel[ToProcess, FromProcess]) -> None:
         """Serves until the server closes the socket. An exception of a function is reported, and the process goes
         on."""
         for message, fds in channel.messages():
-            if isinstance(message, Forget):
+            if isinstance(message, ForgetFunctions):
                 for key in message.functions:
                     self._functions.pop(key, None)
                 continue
-            act = partial(self.load, message) if isinstance(message, Load) else partial(self.run, message, fds)
+            act = partial(self.load, message) if isinstance(message, LoadFunction) else partial(self.run, message, fds)
             for answer in self._answers(act):
                 channel.send(answer)
 
-    def load(self, message: Load) -> list[AddEdit]:
+    def load(self, message: LoadFunction) -> list[AddEdit]:
         """Unpickles a function. Raises _Raised, or InvalidRequest for an object that is not callable."""
         with _telling("the function cannot be unpickled"):
             function = pickle.loads(message.code)
@@ -89,7 +89,7 @@ class Serving:
         self._functions[message.function] = _Loaded(message.point, function)
         return []
 
-    def run(self, message: Run, fds: list[int]) -> list[AddEdit]:
+    def run(self, message: CallFunctions, fds: list[int]) -> list[AddEdit]:
         """Calls the functions → edits that make their changes to the activation. Closes the descriptors."""
         with _telling("the activation cannot be mapped"):
             hit = _hit_of(message, fds)
@@ -104,10 +104,10 @@ class Serving:
         try:
             edits = act()
         except InvalidRequest as error:  # raised by the client library for a bad result, as it would be in the client
-            return [Failed("invalid_request", error.message)]
+            return [FunctionsFailed("invalid_request", error.message)]
         except _Raised as raised:
-            return [Failed("function_failed", self._account(raised.what, raised.error))]
-        return [*map(Changed, edits), Done()]
+            return [FunctionsFailed("function_failed", self._account(raised.what, raised.error))]
+        return [*map(FunctionEdit, edits), FunctionsDone()]
 
     def _account(self, what: str, error: BaseException) -> str:
         """An error message for an exception: its text and the last line of the tenant's code in its traceback. After an
@@ -142,7 +142,7 @@ def _telling(what: str, *but: type[Exception]) -> Iterator[None]:
         raise _Raised(what, error) from None
 
 
-def _hit_of(message: Run, fds: list[int]) -> Hit:
+def _hit_of(message: CallFunctions, fds: list[int]) -> Hit:
     """The hit as Session.run returns it. Raises the errors of Hit."""
     generated = Generated(
         id=0,
@@ -170,11 +170,11 @@ def rehearse() -> None:
         points=[CapturedPoint("hook_embed", width, 0)],
     )
     hit = HitInfo(breakpoint=1, point="hook_embed", block=0, first=0, end=rows, prompt_end=rows)
-    serving = Serving(0)
+    serving = FunctionService(0)
     for function in (_scale, _fail):
-        serving.load(Load(("", 1), "hook_embed", pickle.dumps(function)))
+        serving.load(LoadFunction(("", 1), "hook_embed", pickle.dumps(function)))
         window = new_window("rehearsal", captured.nbytes)
-        serving._answers(partial(serving.run, Run([("", 1)], hit, captured), [window]))
+        serving._answers(partial(serving.run, CallFunctions([("", 1)], hit, captured), [window]))
 
 
 def _scale(activation: Any, context: Any) -> Any:

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from llguidance import LLTokenizer
 
-from djinnd.confinement.channel import Channel
+from djinnd.confinement.channel import ConfinedChannel
 from djinnd.confinement.sandbox import tie_to
-from djinnd.grammars.serving import Serving
+from djinnd.grammars.serving import GrammarService
 from djinnd.jobs import grammar as grammar_jobs
 from djinnd.jobs.grammar import SLOTS, WORD, words_of
 from djinnd.text.grammar import TokenTable, open_tokenizer, tokenizer_of
@@ -43,11 +43,11 @@ def main() -> None:
         score.write("1000")  # where the machine's memory ends, this goes before the engine
     words = words_of(given.vocab)
     masks = np.frombuffer(mmap.mmap(given.masks, SLOTS * words * 4), np.uint32).reshape(SLOTS, words)
-    channel: Channel[grammar_jobs.ToProcess, grammar_jobs.States] = Channel(
+    channel: ConfinedChannel[grammar_jobs.ToProcess, grammar_jobs.GrammarStates] = ConfinedChannel(
         socket.socket(fileno=given.fd), grammar_jobs.MAX_FRAME, grammar_jobs.decode_to_process, grammar_jobs.encode
     )
     tokenizer = _tokenizer(given.tokenizer, given.table, given.eos, WORD * words)
-    Serving(tokenizer, given.vocab, masks, given.threads, channel).serve()
+    GrammarService(tokenizer, given.vocab, masks, given.threads, channel).serve()
 
 
 def _tokenizer(fd: int, is_table: bool, eos: list[int], room: int) -> LLTokenizer:

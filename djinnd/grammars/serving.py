@@ -20,24 +20,29 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from djinn_client.errors import GrammarRejected
-from djinnd.confinement.channel import Channel
-from djinnd.jobs.grammar import WORD, Advance, Begin, End, State, States, ToProcess
+from djinnd.confinement.channel import ConfinedChannel
+from djinnd.jobs.grammar import WORD, AdvanceGrammars, BeginGrammar, EndGrammar, GrammarState, GrammarStates, ToProcess
 from djinnd.text.grammar import compiled, expect_sound
 
 Masks = npt.NDArray[np.uint32]  # [runs, words]: a bit a token, 1 where it may follow
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class GrammarRun:
     number: int
     slot: int
     matcher: LLMatcher | None = None  # None: it is being compiled
     is_over: bool = False
 
 
-class Serving:
+class GrammarService:
     def __init__(
-        self, tokenizer: LLTokenizer, vocab: int, masks: Masks, threads: int, channel: Channel[ToProcess, States]
+        self,
+        tokenizer: LLTokenizer,
+        vocab: int,
+        masks: Masks,
+        threads: int,
+        channel: ConfinedChannel[ToProcess, GrammarStates],
     ) -> None:
         """`vocab`: of the model. `masks`: of all slots, shared with the engine. The tokenizer has as many tokens as a
         slot has room for, or more: its masks are cut off then."""
@@ -50,7 +55,7 @@ class Serving:
         self._table = masks if words == masks.shape[1] else np.zeros((len(masks), words), np.uint32)
         self._goes_on = _bits(set(range(min(tokenizer.vocab_size, vocab))) - {*tokenizer.eos_tokens}, words)
         self._common = _words_of_characters(tokenizer)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, GrammarRun] = {}
         self._compiling = ThreadPoolExecutor(1, "djinn-compile")
         self._sending = threading.Lock()
 
@@ -58,16 +63,16 @@ class Serving:
         """Answers messages until the engine hangs up."""
         for message, _ in self._channel.messages():
             match message:
-                case Begin():
-                    run = self._runs[message.run] = Run(message.run, message.slot)
+                case BeginGrammar():
+                    run = self._runs[message.run] = GrammarRun(message.run, message.slot)
                     self._compiling.submit(self._begin, run, message)
-                case Advance():
+                case AdvanceGrammars():
                     self._advance(message)
-                case End():
+                case EndGrammar():
                     self._runs.pop(message.run).is_over = True
         self._compiling.shutdown(cancel_futures=True)
 
-    def _begin(self, run: Run, message: Begin) -> None:
+    def _begin(self, run: GrammarRun, message: BeginGrammar) -> None:
         """In the thread. A run that is over by then is not worth the work."""
         if run.is_over:
             return
@@ -78,23 +83,23 @@ class Serving:
             run.matcher = matcher
             states = self._look([run])
         except GrammarRejected as error:
-            states = States(others=[State(run.number, error=error.message)])
+            states = GrammarStates(others=[GrammarState(run.number, error=error.message)])
         self._tell(states)
 
-    def _advance(self, message: Advance) -> None:
+    def _advance(self, message: AdvanceGrammars) -> None:
         runs = [self._runs[number] for number, _ in message.tokens]
         self._executor.consume_token_par(
             [(_matcher(run), token) for run, (_, token) in zip(runs, message.tokens, strict=True)]
         )
         self._tell(self._look(runs))
 
-    def _tell(self, states: States) -> None:
+    def _tell(self, states: GrammarStates) -> None:
         with self._sending:
             self._channel.send(states)
 
     # --- what may follow --------------------------------------------------------------------------------------------
 
-    def _look(self, runs: Sequence[Run]) -> States:
+    def _look(self, runs: Sequence[GrammarRun]) -> GrammarStates:
         """Brings each run's mask into its slot, behind the tokens that must come."""
         self._compute(runs)
         unclear = [run for run, is_clear in zip(runs, self._are_clear(runs), strict=True) if not is_clear]
@@ -106,9 +111,9 @@ class Serving:
             self._masks[slots] = self._table[slots, : self._masks.shape[1]]
         others = [state for run in unclear if (state := self._state(run, forced.get(run, [])))]
         told = {state.run for state in others}
-        return States([run.number for run in runs if run.number not in told], others)
+        return GrammarStates([run.number for run in runs if run.number not in told], others)
 
-    def _compute(self, runs: Sequence[Run]) -> None:
+    def _compute(self, runs: Sequence[GrammarRun]) -> None:
         nbytes = 4 * self._table.shape[1]
         if len(runs) == 1:
             _matcher(runs[0]).unsafe_compute_mask_ptr(self._table[runs[0].slot].ctypes.data, nbytes)
@@ -116,7 +121,7 @@ class Serving:
             jobs: list[Any] = [(_matcher(run), run.slot) for run in runs]
             self._executor.unsafe_compute_mask_ptr(jobs, self._table.ctypes.data, nbytes, len(self._table))
 
-    def _are_clear(self, runs: Sequence[Run]) -> list[bool]:
+    def _are_clear(self, runs: Sequence[GrammarRun]) -> list[bool]:
         """Looks at a few words of each mask: if they allow two tokens that are no end tokens, there is nothing to say
         of the run. To look at a whole mask takes 5 µs, and all masks of a step are computed in a few hundred."""
         slots = [run.slot for run in runs]
@@ -124,7 +129,7 @@ class Serving:
         has_two: list[bool] = (np.bitwise_count(common).sum(axis=1) > 1).tolist()
         return [clear and not _matcher(run).is_error() for run, clear in zip(runs, has_two, strict=True)]
 
-    def _state(self, run: Run, forced: list[int]) -> State | None:
+    def _state(self, run: GrammarRun, forced: list[int]) -> GrammarState | None:
         """Returns None if there is nothing to say of the run but that its mask is there."""
         matcher = _matcher(run)
         goes_on = bool((self._table[run.slot] & self._goes_on).any())  # with a token of the model's that is no end
@@ -133,8 +138,8 @@ class Serving:
             if max(forced, default=0) >= self._vocab or not (goes_on or matcher.is_accepting()):
                 raise GrammarRejected("the format demands what no token of the model can say", field="format")
         except GrammarRejected as error:
-            return State(run.number, error=error.message)
-        return None if goes_on and not forced else State(run.number, forced, ended=not goes_on)
+            return GrammarState(run.number, error=error.message)
+        return None if goes_on and not forced else GrammarState(run.number, forced, ended=not goes_on)
 
 
 def _words_of_characters(tokenizer: LLTokenizer) -> list[int]:
@@ -158,6 +163,6 @@ def _forced(matcher: LLMatcher) -> list[int]:
     return tokens
 
 
-def _matcher(run: Run) -> LLMatcher:
+def _matcher(run: GrammarRun) -> LLMatcher:
     assert run.matcher is not None, "nobody has a token for a run that has no mask yet"
     return run.matcher

@@ -29,7 +29,7 @@ def words_of(vocab: int) -> int:
 # --- engine to process ------------------------------------------------------------------------------------------------
 
 
-class Begin(msgspec.Struct, tag="begin", array_like=True):
+class BeginGrammar(msgspec.Struct, tag="begin", array_like=True):
     """Begins a run whose output must match the grammar and has `tokens` already."""
 
     run: int
@@ -38,13 +38,13 @@ class Begin(msgspec.Struct, tag="begin", array_like=True):
     tokens: list[int]
 
 
-class Advance(msgspec.Struct, tag="advance", array_like=True):
+class AdvanceGrammars(msgspec.Struct, tag="advance", array_like=True):
     """The next token of each run. Tokens that a state has listed as `forced` are not sent."""
 
     tokens: list[tuple[int, int]]  # (run, token)
 
 
-class End(msgspec.Struct, tag="end", array_like=True):
+class EndGrammar(msgspec.Struct, tag="end", array_like=True):
     """Ends a run and frees its slot."""
 
     run: int
@@ -53,7 +53,7 @@ class End(msgspec.Struct, tag="end", array_like=True):
 # --- process to engine ------------------------------------------------------------------------------------------------
 
 
-class State(msgspec.Struct, array_like=True):
+class GrammarState(msgspec.Struct, array_like=True):
     """The state of a run, after its mask has been written."""
 
     run: int
@@ -62,21 +62,21 @@ class State(msgspec.Struct, array_like=True):
     error: str = ""  # why the run cannot continue; the run has ended
 
 
-class States(msgspec.Struct, tag="states", array_like=True):
+class GrammarStates(msgspec.Struct, tag="states", array_like=True):
     """The states of several runs. Most runs are in `plain`, which the engine reads quickly between two steps."""
 
     plain: list[int] = []  # runs with a new mask, without forced tokens, end or error
-    others: list[State] = []
+    others: list[GrammarState] = []
 
 
-ToProcess = Begin | Advance | End
+ToProcess = BeginGrammar | AdvanceGrammars | EndGrammar
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_process: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
-_to_engine: msgspec.msgpack.Decoder[States] = msgspec.msgpack.Decoder(States)
+_to_engine: msgspec.msgpack.Decoder[GrammarStates] = msgspec.msgpack.Decoder(GrammarStates)
 
 
-def encode(message: ToProcess | States) -> bytes:
+def encode(message: ToProcess | GrammarStates) -> bytes:
     return framed(_encode(message), 0)
 
 
@@ -84,6 +84,6 @@ def decode_to_process(payload: bytes) -> ToProcess:
     return decoded(_to_process, payload)
 
 
-def decode_to_engine(payload: bytes) -> States:
+def decode_to_engine(payload: bytes) -> GrammarStates:
     """Raises ProtocolError."""
     return decoded(_to_engine, payload)

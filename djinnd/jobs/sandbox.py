@@ -4,8 +4,8 @@
            ──Run, with the window──► ──Changed, as often as needed, then Done | Failed──►
            ──Forget──►
 
-The first message of the process is Ready or Unfit. Later messages may have been forged by a tenant's function, so the
-server trusts them no more than messages of clients.
+The first message of the process is Ready or ConfinementFailed. Later messages may have been forged by a tenant's
+function, so the server trusts them no more than messages of clients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[str, int]  # of a function: its session and the number of its breakp
 MAX_FRAME = 16 << 20  # bytes, in either direction
 
 
-class Load(msgspec.Struct, tag="load"):
+class LoadFunction(msgspec.Struct, tag="load"):
     """Loads a function. Replaces an earlier function with this key."""
 
     function: Key
@@ -31,7 +31,7 @@ class Load(msgspec.Struct, tag="load"):
     code: bytes  # pickled by cloudpickle
 
 
-class Run(msgspec.Struct, tag="run"):
+class CallFunctions(msgspec.Struct, tag="run"):
     """Calls functions of one session, one after another, with the activation in the window that comes with this
     message."""
 
@@ -40,41 +40,41 @@ class Run(msgspec.Struct, tag="run"):
     captured: Captured
 
 
-class Forget(msgspec.Struct, tag="forget"):
+class ForgetFunctions(msgspec.Struct, tag="forget"):
     """Drops functions. Has no answer."""
 
     functions: list[Key]
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class FunctionsReady(msgspec.Struct, tag="ready"):
     """The process has confined itself."""
 
 
-class Unfit(msgspec.Struct, tag="unfit"):
+class ConfinementFailed(msgspec.Struct, tag="unfit"):
     """The process cannot confine itself, and ends."""
 
     lacking: str  # the missing feature of the machine
 
 
-class Changed(msgspec.Struct, tag="changed"):
+class FunctionEdit(msgspec.Struct, tag="changed"):
     """One edit that makes the change of the functions."""
 
     edit: AddEdit
 
 
-class Done(msgspec.Struct, tag="done"):
+class FunctionsDone(msgspec.Struct, tag="done"):
     """The Load or Run is complete."""
 
 
-class Failed(msgspec.Struct, tag="failed"):
+class FunctionsFailed(msgspec.Struct, tag="failed"):
     """The Load or Run failed. The process goes on."""
 
     code: Literal["function_failed", "invalid_request"]
     message: str
 
 
-ToProcess = Load | Run | Forget
-FromProcess = Ready | Unfit | Changed | Done | Failed
+ToProcess = LoadFunction | CallFunctions | ForgetFunctions
+FromProcess = FunctionsReady | ConfinementFailed | FunctionEdit | FunctionsDone | FunctionsFailed
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_process: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)

@@ -32,7 +32,7 @@ READ_TOKENS = 1024  # most tokens of one Read
 # --- server to worker -----------------------------------------------------------------------------------------------
 
 
-class Open(msgspec.Struct, tag="open"):
+class OpenModel(msgspec.Struct, tag="open"):
     """Opens a model. Descriptors of its files come with this message; the worker reads and closes them."""
 
     model: int
@@ -42,7 +42,7 @@ class Open(msgspec.Struct, tag="open"):
     template: str = ""  # chat template that replaces the checkpoint's
 
 
-class Forget(msgspec.Struct, tag="forget"):
+class ForgetModel(msgspec.Struct, tag="forget"):
     """Drops a model. Its readings go on. Has no answer."""
 
     model: int
@@ -94,7 +94,7 @@ class ChatReading(msgspec.Struct):
     parallel: bool  # False: the answer ends with its first call
 
 
-class Begin(msgspec.Struct, tag="begin"):
+class BeginReading(msgspec.Struct, tag="begin"):
     """Begins a reading: the text of tokens that follow `context`. With `chat`, it is the answer of a chat. `stops`,
     `skip_special` and `least` are fields of ReadingRules."""
 
@@ -107,7 +107,7 @@ class Begin(msgspec.Struct, tag="begin"):
     chat: ChatReading | None = None
 
 
-class Read(msgspec.Struct, tag="read"):
+class ReadTokens(msgspec.Struct, tag="read"):
     """Reads the next tokens."""
 
     reading: int
@@ -116,14 +116,14 @@ class Read(msgspec.Struct, tag="read"):
     named: list[int] = []  # tokens for which the answer has the bytes
 
 
-class Name(msgspec.Struct, tag="name"):
+class SpellTokens(msgspec.Struct, tag="name"):
     """Asks for the bytes of tokens."""
 
     model: int
     tokens: bytes  # 32 bits each, little-endian; a token may occur many times
 
 
-class End(msgspec.Struct, tag="end"):
+class EndReading(msgspec.Struct, tag="end"):
     """Ends a reading early. Has no answer."""
 
     reading: int
@@ -132,13 +132,13 @@ class End(msgspec.Struct, tag="end"):
 # --- worker to server -----------------------------------------------------------------------------------------------
 
 
-class Ready(msgspec.Struct, tag="ready"):
+class WorkerReady(msgspec.Struct, tag="ready"):
     """The worker has confined itself as far as the machine permits."""
 
     lacking: str = ""  # the feature of the sandbox that this machine lacks; "" if none
 
 
-class Opened(msgspec.Struct, tag="opened"):
+class ModelOpened(msgspec.Struct, tag="opened"):
     """The model's vocabulary and chat templates."""
 
     has_text: bool  # False: the model has no tokenizer
@@ -195,33 +195,44 @@ class ReadText(msgspec.Struct, tag="read_text"):
         return len(self.text) + len(self.delta.reasoning) + calls
 
 
-class Named(msgspec.Struct, tag="named"):
+class TokensSpelled(msgspec.Struct, tag="named"):
     """The bytes of the tokens of a Name."""
 
     token_bytes: dict[int, bytes]
 
 
-class Failed(msgspec.Struct, tag="failed"):
+class QuestionFailed(msgspec.Struct, tag="failed"):
     """The question failed. The worker goes on."""
 
     code: Literal["model_rejected", "text_failed", "invalid_request", "grammar_rejected"]
     message: str
 
 
-def opened(vocabulary: Vocabulary) -> Opened:
+def opened(vocabulary: Vocabulary) -> ModelOpened:
     """The answer to Open for a vocabulary."""
     if not vocabulary.has_text:
-        return Opened(has_text=False, eos=sorted(vocabulary.eos))
+        return ModelOpened(has_text=False, eos=sorted(vocabulary.eos))
     assert vocabulary.chats is not None
     bos, eos = vocabulary.named
     ends, template = sorted(vocabulary.turn_ends), vocabulary.chats.default
     joined = vocabulary.chats.joined[:MAX_TEMPLATES]
-    return Opened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined)
+    return ModelOpened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined)
 
 
-ToWorker = Open | Forget | Encode | EncodeChat | CheckGrammar | Decode | Begin | Read | End | Name
-Answer = Opened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | Named | Failed
-FromWorker = Ready | Answer
+ToWorker = (
+    OpenModel
+    | ForgetModel
+    | Encode
+    | EncodeChat
+    | CheckGrammar
+    | Decode
+    | BeginReading
+    | ReadTokens
+    | EndReading
+    | SpellTokens
+)
+Answer = ModelOpened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | TokensSpelled | QuestionFailed
+FromWorker = WorkerReady | Answer
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -55,7 +55,7 @@ from djinnd.messages.protocol import (
 )
 from djinnd.messages.runs import (
     CancelRun,
-    Capture,
+    CaptureLayout,
     Finished,
     Grammar,
     GrammarTime,
@@ -94,7 +94,7 @@ __all__ = [
     "ArenaRefused",
     "BudgetSet",
     "CancelRun",
-    "Capture",
+    "CaptureLayout",
     "Close",
     "DescribeDevice",
     "DescribeImage",

@@ -42,7 +42,7 @@ class Run(msgspec.Struct, tag="run"):
     logits: bool = False
     expected_tokens: int = 0  # 0: unknown
     deadline: float = 0.0  # CLOCK_MONOTONIC, the same in every process; 0: none
-    capture: list[Point] = []  # see Capture
+    capture: list[Point] = []  # see CaptureLayout
     stops: list[Stop] = []  # breakpoints at this call's positions that have not been reached yet
     # The last Run stopped before this block. This Run continues there, or repeats the pass if that state is lost.
     resume_block: int | None = None
@@ -116,7 +116,7 @@ class GrammarTime(msgspec.Struct, tag="grammar_time"):
     seconds: dict[int, float]
 
 
-class Capture(msgspec.Struct, frozen=True):
+class CaptureLayout(msgspec.Struct, frozen=True):
     """Layout of the sealed memfd that comes with the frame. Each point of the Run's `capture`, in their order, has an
     array [room, width of the point] of the dtype, row-major, at its offset. The first `positions` rows hold the
     activations at the session's positions from `first` on."""
@@ -137,7 +137,7 @@ class Finished(msgspec.Struct, tag="finished"):
     length: int
     generated: int
     computed: int
-    capture: Capture | None = None  # at a breakpoint between blocks, it has that point
+    capture: CaptureLayout | None = None  # at a breakpoint between blocks, it has that point
     stopped: int | None = None  # with reason "breakpoint": the block before which the Run stopped
 
 

@@ -30,8 +30,7 @@ from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.engine_process import STOPPING
 from djinnd.server.engines.fork_server import FORK_SERVER_FDS, ForkServer
-from djinnd.server.engines.previous_engine import ENGINE_FD, LastEngine
-from djinnd.server.engines.router import Router
+from djinnd.server.engines.previous_engine import ENGINE_FD, PreviousEngine
 from djinnd.server.engines.supervisor import Supervisor
 from djinnd.server.gateway_process import GatewayProcess
 from djinnd.server.handover.notify import Notifier
@@ -40,23 +39,23 @@ from djinnd.server.handover.socket_path import StartError, listen
 from djinnd.server.handover.stopping import Restart, Stopping
 from djinnd.server.handover.succession import Inherited, inherited
 from djinnd.server.journal.journal import Journal
-from djinnd.server.loading.models import Models
-from djinnd.server.loading.sharing import Sharing
+from djinnd.server.loading.models import ModelTable
+from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.principals.names import groups_of, unix_name
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.quotas.queueing import Queue
-from djinnd.server.quotas.quotas import Quotas
+from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.requests.handlers import Handlers
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.records import RecordTable
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.status.metrics import Metrics
+from djinnd.server.status.metrics import DaemonMetrics
 from djinnd.server.status.metrics_socket import MetricsSocket
 from djinnd.server.status.status import Status
 from djinnd.server.text.texts import Texts
-from djinnd.server.whitebox.functions import Functions
-from djinnd.server.wire.client import Client
-from djinnd.server.wire.clients import Clients
+from djinnd.server.whitebox.functions import FunctionRequests
+from djinnd.server.wire.client import ConnectedClient
+from djinnd.server.wire.clients import ClientTable
 from djinnd.server.wire.listener import Listener
 
 log = logging.getLogger("djinnd.server")
@@ -100,7 +99,7 @@ class Server:
         self._fork_server = ForkServer(fork_server_command, environ, fork_server)
         self.address: str = self._socket.getsockname()
         self._journal = Journal(config.state_dir)
-        self._quotas = Quotas(config.quotas, groups_of, config.limits)
+        self._quotas = QuotaTable(config.quotas, groups_of, config.limits)
         self._queue = Queue(config.limits.queue, time.monotonic())
         self._sessions = SessionTable(config.limits, self._quotas, self._close_in_engine, self._journal)
         self._prefixes = PrefixTable(config.limits, self._journal)
@@ -110,12 +109,12 @@ class Server:
         self._texts = Texts(config.limits)
         time_of = (self._texts.time.charge, self._texts.time.expect)
         self._inspector = Inspector(inspect_command, self._fork_server, config.limits, *time_of)
-        self._models = Models(
+        self._models = ModelTable(
             config.models,
             self._sessions,
             self._arena,
-            lambda model: self._router.engine_for(model),
-            lambda model: self._router.next_engine_for(model),
+            lambda model: self._supervisor.engine(),
+            lambda model: self._supervisor.next_engine(),
             self._page_folder,
             self._prefixes,
             config.limits,
@@ -134,20 +133,19 @@ class Server:
             config.limits,
             config.scheduling,
             self._models,
-            LastEngine(engine),
+            PreviousEngine(engine),
         )
-        self._router = Router([self._supervisor])
-        self._sharing = Sharing(
+        self._sharing = ShareTable(
             Path(config.state_dir, "shared"),
             config.limits,
             self._models,
             self._sessions,
-            self._router.engine_for,
+            lambda model: self._supervisor.engine(),
             self._inspector,
         )
-        self._functions = Functions(config.functions, self._sessions, self._models, groups_of)
+        self._functions = FunctionRequests(config.functions, self._sessions, self._models, groups_of)
         self._tokens = Tokens(config.state_dir, config.limits, lambda: self._clients)
-        self._clients = Clients(
+        self._clients = ClientTable(
             config.limits,
             config.admins,
             lambda *c: self._handlers.handle(*c),
@@ -185,7 +183,7 @@ class Server:
             self._restart,
         )
         self._listener = Listener(self._socket, self._clients.accept)
-        self._metrics = MetricsSocket(config.metrics, Metrics(self._status, self._sessions))
+        self._metrics = MetricsSocket(config.metrics, DaemonMetrics(self._status, self._sessions))
 
     async def serve(self) -> list[Inherited]:
         """Runs until the server is asked to stop. Returns the descriptors for the successor; an empty list if there is
@@ -377,7 +375,7 @@ class Server:
         self._models.session_closed(session)
         self._sharing.session_closed(session.model)
 
-    def _client_gone(self, client: Client) -> None:
+    def _client_gone(self, client: ConnectedClient) -> None:
         self._sessions.detach(client)
         self._sharing.detach(client)
 

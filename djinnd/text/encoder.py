@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, Tokenizer, models
 
 from djinn_client.errors import InvalidRequest
-from djinnd.text.chat.control import Span
+from djinnd.text.chat.control import ControlSpan
 from djinnd.text.segments import Segments
 
 
@@ -83,7 +83,7 @@ class Encoder:
         if self._plain is None and not any(token.single_word for token in added):
             self._segments = Segments(self._tokenizer)
 
-    def encode_spans(self, spans: Sequence[Span]) -> list[int]:
+    def encode_spans(self, spans: Sequence[ControlSpan]) -> list[int]:
         """Encodes a rendered chat, which has its own special tokens. Raises InvalidRequest as `encode`."""
         ids: list[int] = []
         for index, span in enumerate(spans):

@@ -45,14 +45,14 @@ class ChatPrompt(NamedTuple):
     tail: str
 
 
-class Named(NamedTuple):
+class SpecialTokens(NamedTuple):
     """Special tokens that the tokenizer's settings name; "": none."""
 
     bos: str = ""
     eos: str = ""
 
 
-_NAMELESS = Named()
+_NAMELESS = SpecialTokens()
 
 
 class Vocabulary:
@@ -64,7 +64,7 @@ class Vocabulary:
         eos: frozenset[int],
         lacking: str = "",
         chats: ChatTemplates | None = None,
-        named: Named = _NAMELESS,
+        named: SpecialTokens = _NAMELESS,
         told: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`told`: the content of tokenizer_config.json."""
@@ -90,7 +90,7 @@ class Vocabulary:
             return cls(None, eos, lacking(files))
         variables = special_variables(told, [tokens])
         chats = ChatTemplates(chat_templates(files, told, template), variables, _added(tokenizer))
-        named = Named(variables.get("bos_token", ""), variables.get("eos_token", ""))
+        named = SpecialTokens(variables.get("bos_token", ""), variables.get("eos_token", ""))
         return cls(tokenizer, eos, chats=chats, named=named, told=told)
 
     @property

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 
-from djinnd.confinement.channel import Channel
+from djinnd.confinement.channel import ConfinedChannel
 from djinnd.confinement.child import begin
 from djinnd.jobs import text as text_jobs
-from djinnd.text_worker.serving import Serving, rehearse
+from djinnd.text_worker.serving import TextService, rehearse
 
 
 def main() -> None:
     child = begin(__doc__)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the sandbox lets it start no thread
     rehearse()
-    channel = Channel(child.server, text_jobs.MAX_QUESTION, text_jobs.decode_to_worker, text_jobs.encode)
+    channel = ConfinedChannel(child.server, text_jobs.MAX_QUESTION, text_jobs.decode_to_worker, text_jobs.encode)
     lacking = child.close_sandbox()  # tokenizers are memory-safe code, and what bounds them holds without the sandbox
-    channel.send(text_jobs.Ready(lacking))
-    Serving().serve(channel)
+    channel.send(text_jobs.WorkerReady(lacking))
+    TextService().serve(channel)
 
 
 if __name__ == "__main__":

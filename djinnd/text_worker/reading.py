@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from djinn_client.errors import TextFailed
-from djinnd.jobs.text import Begin, ChatReading, Read, ReadText
+from djinnd.jobs.text import BeginReading, ChatReading, ReadText, ReadTokens
 from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import ReadingRules
@@ -13,7 +13,7 @@ from djinnd.text.vocabulary import Vocabulary
 class Reading:
     """Reads the tokens of one run. The answer of a chat is also read for reasoning and tool calls."""
 
-    def __init__(self, vocabulary: Vocabulary, begin: Begin) -> None:
+    def __init__(self, vocabulary: Vocabulary, begin: BeginReading) -> None:
         """Raises InvalidRequest."""
         self.is_over = False
         self._vocabulary = vocabulary
@@ -25,7 +25,7 @@ class Reading:
         self._reader = reader
         self._least = begin.least
 
-    def read(self, message: Read) -> ReadText:
+    def read(self, message: ReadTokens) -> ReadText:
         """Raises TextFailed."""
         text, stopped_after = self._plain(message) if self._reply is None else self._answer(self._reply, message)
         self.is_over = message.last or stopped_after is not None
@@ -33,7 +33,7 @@ class Reading:
         delta = None if self._reply is None else self._reply.take_delta()
         return ReadText(text, stopped_after, named, delta, (self._reply or self._reader).stopped_by)
 
-    def _plain(self, message: Read) -> tuple[str, int | None]:
+    def _plain(self, message: ReadTokens) -> tuple[str, int | None]:
         """Returns the text, and the number of tokens up to the one that completed a stop string."""
         before = self._reader.tokens
         text = self._reader.read(message.tokens)
@@ -42,7 +42,7 @@ class Reading:
         stopped_after = self._reader.stopped_after
         return text, None if stopped_after is None else max(0, stopped_after - before)
 
-    def _answer(self, reply: ChatReply, message: Read) -> tuple[str, int | None]:
+    def _answer(self, reply: ChatReply, message: ReadTokens) -> tuple[str, int | None]:
         """Returns the content, and the number of tokens up to the one that ended the answer. Tokens are read one by one
         if the answer may end at each."""
         tokens, content = message.tokens, list[str]()

@@ -16,26 +16,26 @@ from djinn_client.errors import GrammarRejected, InvalidRequest, ModelRejected, 
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import OutputFormat
 from djinn_client.protocol.fields.chat import ChatInput
-from djinnd.confinement.channel import Channel
+from djinnd.confinement.channel import ConfinedChannel
 from djinnd.jobs.text import (
     MAX_ANSWER,
     Answer,
-    Begin,
+    BeginReading,
     CheckGrammar,
     Decode,
     Decoded,
     Encode,
     EncodeChat,
     Encoded,
-    End,
-    Failed,
-    Forget,
+    EndReading,
+    ForgetModel,
     GrammarChecked,
-    Name,
-    Named,
-    Open,
-    Read,
+    OpenModel,
+    QuestionFailed,
     ReadText,
+    ReadTokens,
+    SpellTokens,
+    TokensSpelled,
     TooMany,
     ToWorker,
     opened,
@@ -53,12 +53,12 @@ _MOST_TOLD = 2000  # characters of an error
 _MOST_TOKENS = MAX_ANSWER // 5 - 16  # of one answer: a token is five bytes at the most
 
 
-class Serving:
+class TextService:
     def __init__(self) -> None:
         self._vocabularies: dict[int, Vocabulary] = {}
         self._readings: dict[int, Reading] = {}
 
-    def serve(self, channel: Channel[ToWorker, Any]) -> None:
+    def serve(self, channel: ConfinedChannel[ToWorker, Any]) -> None:
         """Answers questions until the server hangs up."""
         for message, fds in channel.messages():
             answer = self.answer(message, fds)
@@ -68,30 +68,32 @@ class Serving:
     def answer(self, message: ToWorker, fds: list[int]) -> Answer | None:
         """Answers one message; None if it wants no answer."""
         match message:
-            case Forget(model=model):
+            case ForgetModel(model=model):
                 self._vocabularies.pop(model, None)
                 return None
-            case End(reading=reading):
+            case EndReading(reading=reading):
                 self._readings.pop(reading, None)
                 return None
         try:
             return self._answer(message, fds)
         except GrammarRejected as error:
-            return Failed("grammar_rejected", error.message[:_MOST_TOLD])
+            return QuestionFailed("grammar_rejected", error.message[:_MOST_TOLD])
         except ModelRejected as error:
-            return Failed("model_rejected", error.message[:_MOST_TOLD])
+            return QuestionFailed("model_rejected", error.message[:_MOST_TOLD])
         except TextFailed as error:
-            return Failed("text_failed", error.message[:_MOST_TOLD])
+            return QuestionFailed("text_failed", error.message[:_MOST_TOLD])
         except InvalidRequest as error:
-            return Failed("invalid_request", error.message[:_MOST_TOLD])
+            return QuestionFailed("invalid_request", error.message[:_MOST_TOLD])
         except BaseException as error:  # a panic in Rust code is no Exception
-            return Failed("text_failed", f"the tokenizer failed: {type(error).__name__}: {error}"[:_MOST_TOLD])
+            return QuestionFailed("text_failed", f"the tokenizer failed: {type(error).__name__}: {error}"[:_MOST_TOLD])
 
     def _answer(
-        self, message: Open | Encode | EncodeChat | CheckGrammar | Decode | Begin | Read | Name, fds: list[int]
+        self,
+        message: OpenModel | Encode | EncodeChat | CheckGrammar | Decode | BeginReading | ReadTokens | SpellTokens,
+        fds: list[int],
     ) -> Answer | None:
         match message:
-            case Open():
+            case OpenModel():
                 with ModelFiles.handed_over(message.name, message.files, fds) as files:
                     vocabulary = Vocabulary.read(message.name, files, message.most, message.template)
                 vocabulary.remember_chats()
@@ -103,21 +105,21 @@ class Serving:
                 return _decoded(self._vocabulary(message.model), message)
             case CheckGrammar():
                 return _checked(self._vocabulary(message.model), message)
-            case Begin():
+            case BeginReading():
                 self._begin(message)
                 return None
-            case Read():
+            case ReadTokens():
                 return self._read(message)
-            case Name():
+            case SpellTokens():
                 tokens = {*memoryview(message.tokens).cast("i")}
-                return Named(self._vocabulary(message.model).token_bytes.of(tokens))
+                return TokensSpelled(self._vocabulary(message.model).token_bytes.of(tokens))
 
-    def _begin(self, message: Begin) -> None:
+    def _begin(self, message: BeginReading) -> None:
         """Begins a reading. After a failure the first Read finds no reading, and says so."""
         with suppress(BaseException):
             self._readings[message.reading] = Reading(self._vocabulary(message.model), message)
 
-    def _read(self, message: Read) -> ReadText:
+    def _read(self, message: ReadTokens) -> ReadText:
         reading = self._readings.pop(message.reading, None)
         if reading is None:
             raise TextFailed("the tokenizer failed on the tokens before the call's")

@@ -22,7 +22,7 @@ import torch
 import djinn_client as djinn
 from djinn_client.errors import DjinnError, FunctionFailed, InvalidRequest, NotPermitted
 from djinn_client.protocol import AddEdit
-from djinnd.jobs.sandbox import Changed, encode
+from djinnd.jobs.sandbox import FunctionEdit, encode
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
 from tests.support.confined import confined, intervention_processes
@@ -237,7 +237,7 @@ def test_a_function_that_loops_for_ever_is_ended(session: djinn.Session, target:
 def test_a_forged_message_changes_only_its_own_session(session: djinn.Session, target: Daemon) -> None:
     with djinn.Session(MODEL, address=target.address) as other:
         wanted = AddEdit(id=0, session=other.id, points=["blocks.0"], op="scale", scale=0.0)
-        forged = encode(Changed(wanted))
+        forged = encode(FunctionEdit(wanted))
 
         def forge(activation: Any, context: Any) -> None:
             for fd in range(3, 64):

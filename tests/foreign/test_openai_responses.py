@@ -14,7 +14,7 @@ from djinn_client.arguments.options import build
 from djinn_client.protocol import KeepRecord, RecordKept
 from djinnctl.restart import restart
 from tests.support.chat_families import TOOLS
-from tests.support.conversing import Program
+from tests.support.conversations import Program
 
 openai = pytest.importorskip("openai")
 

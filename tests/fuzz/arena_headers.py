@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from djinnd.server.arenas.header import HEADER_BYTES, Header, State
+from djinnd.server.arenas.header import HEADER_BYTES, FillState, Header
 from tests.fuzz.target import Target
 
 
 def seeds() -> Iterator[bytes]:
     for holds in ("weights", "pages"):
-        yield Header(1, 2, 3, State.COMPLETE, 4, 5, "f", holds, "m", "/s").pack()  # type: ignore[arg-type]
+        yield Header(1, 2, 3, FillState.COMPLETE, 4, 5, "f", holds, "m", "/s").pack()  # type: ignore[arg-type]
 
 
 def check(data: bytes) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from djinnd.server.handover.socket_path import StartError
-from djinnd.server.journal.changes import Change, Extended, Opened
+from djinnd.server.journal.changes import Change, Extended, SessionAdded
 from djinnd.server.journal.file import NAME, JournalFile
 from tests.fuzz.target import Target
 
@@ -21,7 +21,7 @@ _whole: list[bytes] = []
 
 def commits() -> Iterator[list[Change]]:
     for number, name in enumerate(NAMES):
-        yield [Opened(name, number, "m", False, "agent", 5.0), Extended(name, 0, [number + 7] * 300)]
+        yield [SessionAdded(name, number, "m", False, "agent", 5.0), Extended(name, 0, [number + 7] * 300)]
     for number, name in enumerate(NAMES):
         yield [Extended(name, 200, [number + 90] * 40)]
 

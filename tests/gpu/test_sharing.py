@@ -20,7 +20,7 @@ from djinnd.engine.load.loading import map_image
 from djinnd.model.placing.image import image_of
 from tests.support.cuda import cuda_device
 from tests.support.models import reduced_model
-from tests.support.opened import loader_of
+from tests.support.open_files import loader_of
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from djinn_client.arguments.options import GenerateOptions, build
 from djinn_client.protocol import Conversation, Generate, Generated
 from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.conversing import Program
+from tests.support.conversations import Program
 from tests.support.daemon import Daemon
 
 LIMITS = {"conversations_per_user": 4, "sessions_per_user": 8}  # fewer than inputs of an embedding that run together

@@ -264,7 +264,7 @@ class Engine:
                     value = float(first + row + shift(session, first + row))
                     for column in range(width):
                         values[offset // 4 + row * width + column] = value
-        finished.capture = messages.Capture("float32", first, positions, room, nbytes, offsets)
+        finished.capture = messages.CaptureLayout("float32", first, positions, room, nbytes, offsets)
         self.send(finished, (fd,))
         os.close(fd)
 

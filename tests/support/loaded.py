@@ -30,7 +30,7 @@ from djinnd.model.sampling.sampler import Sampled
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.scheduler.scheduler import Scheduler
-from tests.support.opened import loader_of
+from tests.support.open_files import loader_of
 
 MEMORY = 1 << 30  # bytes of a CPU device with room for any reduced model
 

@@ -30,7 +30,7 @@ from djinnd.core.session import Session
 from djinnd.engine.grammar.process import GrammarProcess
 from djinnd.engine.grammar.processes import GrammarProcesses
 from djinnd.engine.io.channel import ServerChannel
-from djinnd.jobs.grammar import WORD, Advance, Begin, End, States
+from djinnd.jobs.grammar import WORD, AdvanceGrammars, BeginGrammar, EndGrammar, GrammarStates
 from djinnd.model.sampling.sampler import Sampled
 from djinnd.model.sampling.token_masks import RowMasks
 from djinnd.scheduler.scheduler import Scheduler
@@ -113,7 +113,7 @@ class Guidance:
         self._runs[request.id] = run
         self._due.add(request.id)
         given = session.tokens[len(session.tokens) - message.given :] if message.given else []
-        process.ask(Begin(request.id, run.slot, grammar.text, given), [request.id])
+        process.ask(BeginGrammar(request.id, run.slot, grammar.text, given), [request.id])
 
     def forget(self, request: Request) -> None:
         """Called when the request has ended."""
@@ -128,7 +128,7 @@ class Guidance:
         process.free.append(run.slot)
         process.idle_since = time.monotonic()
         if not process.failure:
-            process.ask(End(request.id))
+            process.ask(EndGrammar(request.id))
 
     def close(self) -> None:
         self._processes.close()
@@ -195,7 +195,7 @@ class Guidance:
             if process.failure:
                 self._bury(process)
 
-    def _take(self, heard: States) -> None:
+    def _take(self, heard: GrammarStates) -> None:
         """Notes answers. `_act` does the rest between two steps, since an answer may come in the midst of one."""
         self._due.difference_update(heard.plain)
         for state in heard.others:
@@ -272,7 +272,7 @@ class Guidance:
                 advances.setdefault(run.process, []).append((number, sampled.tokens[index]))
         for process, tokens in advances.items():
             numbers = [number for number, _ in tokens]
-            process.ask(Advance(tokens), numbers)
+            process.ask(AdvanceGrammars(tokens), numbers)
             self._due.update(numbers)
         return replace(sampled, late=late) if late else sampled
 

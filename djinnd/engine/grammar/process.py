@@ -18,7 +18,7 @@ from djinn_client.errors import ProtocolError
 from djinn_client.protocol import FrameDecoder
 from djinn_client.transport.shm import SEALS
 from djinnd.confinement.cpu import cpu_seconds
-from djinnd.jobs.grammar import MAX_FRAME, SLOTS, States, ToProcess, decode_to_engine, encode, words_of
+from djinnd.jobs.grammar import MAX_FRAME, SLOTS, GrammarStates, ToProcess, decode_to_engine, encode, words_of
 
 _STARTS_IN = 60.0  # seconds to read a tokenizer of any size
 _ENDS_IN = 0.02  # seconds, from the end of its stream
@@ -83,12 +83,12 @@ class GrammarProcess:
         """Ignores the run's state if it still comes."""
         self._unanswered.pop(run, None)
 
-    def hear(self) -> States:
+    def hear(self) -> GrammarStates:
         """Reads the answers that have come, without waiting. Answers about runs that it has not
         been asked about are left out."""
         if self._unsent:
             self._send()
-        heard = States()
+        heard = GrammarStates()
         try:
             while data := self._socket.recv(_READ):
                 for frame in self._decoder.feed(data):

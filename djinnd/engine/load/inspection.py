@@ -16,7 +16,7 @@ import torch
 from djinn_client.errors import DjinnError
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import decoded, framed
-from djinnd.confinement.channel import Channel
+from djinnd.confinement.channel import ConfinedChannel
 from djinnd.confinement.child import begin
 from djinnd.device import Device
 from djinnd.device.budget import MemoryBudget
@@ -82,7 +82,7 @@ def main() -> None:
     child = begin(__doc__)
     tempfile.tempdir = "/tmp"  # parts of torch ask for its name when they are imported; no file can be created there
     torch.set_num_threads(1)
-    channel: Channel[Inspect, Confined | Answer] = Channel(
+    channel: ConfinedChannel[Inspect, Confined | Answer] = ConfinedChannel(
         child.server,
         _MAX_FRAME,
         lambda payload: decoded(_decoder, payload),

@@ -37,7 +37,7 @@ from djinnd.engine.io.background import BackgroundTask, BackgroundWork
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.windows.window import HOST_PAGE, STAGED_BYTES, StagedWindow, Window
-from djinnd.messages import Capture, Finished
+from djinnd.messages import CaptureLayout, Finished
 
 Copies = list[tuple[Tensor, Tensor]]  # target and source
 
@@ -101,7 +101,7 @@ class _Delivery:
     def finished(self) -> Finished:
         assert self.reply is not None
         dtype = str(self.runner.captures.dtype).removeprefix("torch.")
-        capture = Capture(
+        capture = CaptureLayout(
             dtype=dtype,  # type: ignore[arg-type]
             first=self.first,
             positions=self.positions,

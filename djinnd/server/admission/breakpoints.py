@@ -14,11 +14,11 @@ from djinnd.core.stops import Stop
 from djinnd.server.admission import admission
 from djinnd.server.admission.captures import MAX_CAPTURE_BYTES
 from djinnd.server.admission.edits import check_positions, extents_at
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList, Reach
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan, SessionBreakpoint
 from djinnd.server.sessions.sessions import SessionRecord
 
 
-def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: ModelInfo) -> Breakpoint:
+def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: ModelInfo) -> SessionBreakpoint:
     """Returns the session's next breakpoint, as requested. Raises InvalidRequest."""
     if request.every < 1:
         raise InvalidRequest(f"every is {request.every}; it must be 1 or more", field="every")
@@ -36,10 +36,10 @@ def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: Mo
     point = points[request.point]
     assert model.points is not None
     _check_between_blocks(request.point, point, model.points)
-    return Breakpoint(breakpoints.given + 1, request.point, point.block, request.when, request.every, extents)
+    return SessionBreakpoint(breakpoints.given + 1, request.point, point.block, request.when, request.every, extents)
 
 
-def check_room(breakpoint: Breakpoint, breakpoints: BreakpointList, limits: Limits) -> None:
+def check_room(breakpoint: SessionBreakpoint, breakpoints: BreakpointList, limits: Limits) -> None:
     """Checks that the session may have one more breakpoint. Raises QuotaExceeded."""
     used, most = breakpoints.count, limits.breakpoints_per_session
     if used + breakpoint.count > most:
@@ -107,19 +107,19 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
 
 def reach_of(
     request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
-) -> Reach:
+) -> CallSpan:
     """The range of positions that a call may compute behind the first `kept` tokens of the session; None: behind all of
     them. Raises the errors of `hit_of`."""
     hit, length = hit_of(request, session, model), len(session.tokens) if kept is None else kept
     end = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
     if hit is not None:
-        return Reach(min(session.due_from, hit.first), hit.prompt_end, length, end, hit)
+        return CallSpan(min(session.due_from, hit.first), hit.prompt_end, length, end, hit)
     first = min(session.due_from, length if prompt_tokens else now(length))
     length += prompt_tokens
-    return Reach(first, length, length, end)
+    return CallSpan(first, length, length, end)
 
 
-def stops_of(request: Generate, reach: Reach, breakpoints: BreakpointList, model: ModelInfo) -> list[Stop]:
+def stops_of(request: Generate, reach: CallSpan, breakpoints: BreakpointList, model: ModelInfo) -> list[Stop]:
     """The places where a call may stop. A call that captures does not stop. Raises InvalidRequest."""
     if request.capture:
         return []

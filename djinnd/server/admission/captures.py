@@ -8,14 +8,14 @@ from djinn_client.protocol.fields.edits import Captured, CapturedPoint
 from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd.core.edits import now
-from djinnd.messages import Capture
+from djinnd.messages import CaptureLayout
 from djinnd.server.admission import admission
 from djinnd.server.sessions.sessions import SessionRecord
 
 MAX_CAPTURE_BYTES = 1 << 30  # in one call
 
 
-class Capturing:
+class CallCapture:
     """`points` are the points that the engine captures. A point that the request names twice is captured once."""
 
     def __init__(self, names: dict[str, Point], model: PointMap) -> None:
@@ -29,7 +29,7 @@ class Capturing:
         """Sum of the points' widths."""
         return sum(map(self._model.width_at, self.points))
 
-    def told(self, capture: Capture, positions: int) -> Captured:
+    def told(self, capture: CaptureLayout, positions: int) -> Captured:
         """Describes to the client what the engine has captured. `positions`: how many of its positions the session
         keeps."""
         offsets = dict(zip(self.points, capture.offsets, strict=True))
@@ -45,21 +45,21 @@ class Capturing:
         )
 
 
-def capturing_of(
+def capture_of(
     request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
-) -> Capturing | None:
+) -> CallCapture | None:
     """The capture of a call behind the session's first `kept` tokens; None: behind all of them. Returns None if the
     request captures nothing. Raises InvalidRequest for unknown points, and for more than MAX_CAPTURE_BYTES."""
     if not request.capture:
         return None
     names = admission.points_named(request.capture, model, "capture")
     assert model.points is not None
-    capturing = Capturing(names, model.points)
+    capture = CallCapture(names, model.points)
     rows = _rows(request, prompt_tokens, session, model, len(session.tokens) if kept is None else kept)
-    row_bytes = capturing.width * ITEM_BYTES[model.dtype]  # type: ignore[index]
+    row_bytes = capture.width * ITEM_BYTES[model.dtype]  # type: ignore[index]
     if rows * row_bytes > MAX_CAPTURE_BYTES:
         raise InvalidRequest(
-            f"{len(capturing.points):,} points of {rows:,} positions are {rows * row_bytes:,} bytes of {model.dtype}; "
+            f"{len(capture.points):,} points of {rows:,} positions are {rows * row_bytes:,} bytes of {model.dtype}; "
             f"the limit of a call is {MAX_CAPTURE_BYTES:,}: capture fewer points, or at most "
             f"{MAX_CAPTURE_BYTES // row_bytes:,} positions (the prompt's, and max_tokens)",
             field="capture",
@@ -67,8 +67,8 @@ def capturing_of(
             limit=MAX_CAPTURE_BYTES,
             positions=rows,
         )
-    capturing.nbytes = rows * row_bytes
-    return capturing
+    capture.nbytes = rows * row_bytes
+    return capture
 
 
 def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, length: int) -> int:

@@ -32,7 +32,7 @@ import posix_ipc
 from djinn_client.errors import OutOfMemory
 from djinn_client.transport.host_memory import tightest
 from djinnd.messages import Holding
-from djinnd.server.arenas.header import HEADER_BYTES, MAGIC, VERSION, Header, State, start_ticks
+from djinnd.server.arenas.header import HEADER_BYTES, MAGIC, VERSION, FillState, Header, start_ticks
 from djinnd.server.system.shared_objects import PREFIX, SHM, own_objects
 
 log = logging.getLogger("djinnd.server")
@@ -99,7 +99,7 @@ class Arena:
             there = None
         if there is None:
             there = self._create(model, nbytes, fingerprint, holds)
-        state = State.COMPLETE if there.header.is_whole else there.header.state
+        state = FillState.COMPLETE if there.header.is_whole else there.header.state
         there.write_header(there.header._replace(state=state, generation=there.header.generation + 1))
         return Grant(there.name, HEADER_BYTES, there.header.is_whole, there.header.identity)
 
@@ -118,20 +118,20 @@ class Arena:
     def is_asleep(self, model: str) -> bool:
         """True if `rest` was called last for the model, by this daemon or the one before."""
         there = self._objects_of(model)
-        return bool(there) and all(each.header.state is State.ASLEEP for each in there)
+        return bool(there) and all(each.header.state is FillState.ASLEEP for each in there)
 
     def rest(self, model: str) -> None:
         """Marks the model's objects as asleep: they stay without an engine, and the next daemon does not load them at
         start."""
         for there in self._objects_of(model):
             if there.header.is_whole:
-                there.write_header(there.header._replace(state=State.ASLEEP))
+                there.write_header(there.header._replace(state=FillState.ASLEEP))
 
     def complete(self, model: str, identity: str = "") -> None:
         """Marks the model's weights as complete, after the engine has filled them. `identity` is that of the
         weights."""
         there = self._objects[model, "weights"]
-        there.write_header(there.header._replace(state=State.COMPLETE, identity=identity))
+        there.write_header(there.header._replace(state=FillState.COMPLETE, identity=identity))
 
     def remove(self, model: str, holds: Holding | None = None) -> None:
         """Removes the model's object of one kind, or all of them. Does nothing if there is none. A process that still
@@ -192,14 +192,14 @@ class Arena:
         _check_room(model, HEADER_BYTES + nbytes, holds)
         name, fd = self._open_new(model)
         owner = (os.getpid(), start_ticks(os.getpid()))
-        header = Header(*owner, VERSION, State.FILLING, nbytes, 0, fingerprint, holds, model, self._state_dir)
+        header = Header(*owner, VERSION, FillState.FILLING, nbytes, 0, fingerprint, holds, model, self._state_dir)
         there = self._objects[model, holds] = _Object(name, fd, header)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             there.write_header(header)  # before the memory: without a header it would never be removed
             os.posix_fallocate(fd, 0, HEADER_BYTES + nbytes)
             if holds == "pages":
-                there.write_header(header._replace(state=State.COMPLETE))
+                there.write_header(header._replace(state=FillState.COMPLETE))
         except OSError as error:
             self.remove(model, holds)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):

@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<8sQQIIQQ64s16s1920s1984s64s")
 HEADER_BYTES = _HEADER.size
 
 
-class State(IntEnum):
+class FillState(IntEnum):
     """How far an object's payload is filled."""
 
     FILLING = 1
@@ -40,7 +40,7 @@ class Header(NamedTuple):
     pid: int
     start_ticks: int
     version: int
-    state: State
+    state: FillState
     payload: int  # bytes
     generation: int  # number of times that the object was granted
     fingerprint: str  # sha256, in hex, of all that decides the payload: see Checkpoint.fingerprint
@@ -51,7 +51,7 @@ class Header(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        return self.state is not State.FILLING
+        return self.state is not FillState.FILLING
 
     def pack(self) -> bytes:
         return _HEADER.pack(MAGIC, *self[:6], *(text.encode(errors="replace") for text in self[6:]))
@@ -69,7 +69,7 @@ class Header(NamedTuple):
         if holds not in get_args(Holding):
             raise ValueError(f"an arena object that holds {holds!r}")
         told = (fingerprint, holds, model, state_dir, identity)
-        return cls(pid, ticks, version, State(state), payload, generation, *told)
+        return cls(pid, ticks, version, FillState(state), payload, generation, *told)
 
 
 def start_ticks(pid: int) -> int:

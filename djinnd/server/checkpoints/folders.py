@@ -25,12 +25,12 @@ from djinn_client.files.model_files import ModelFiles
 from djinnd import config
 from djinnd.server.checkpoints.hub import Hub
 from djinnd.server.checkpoints.names import is_hub_id
-from djinnd.server.models.model import Model
-from djinnd.server.models.opened import Marks, Opened, are_same, digest, is_at, open_folder, take_over, taken_out
+from djinnd.server.models.model import ServedModel
+from djinnd.server.models.open_files import Marks, OpenFiles, are_same, digest, is_at, open_folder, take_over, taken_out
 from djinnd.server.quotas.ledger import MODEL_FILES
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.system.slow_files import SlowFiles
-from djinnd.server.wire.client import Client
+from djinnd.server.wire.client import ConnectedClient
 
 MAX_NAME = 1900  # bytes of a path: the header of an arena object has room for that many
 _UNUSED = 60.0  # seconds that the files of a model are kept if it is not loaded
@@ -43,13 +43,13 @@ class Folders:
 
     def __init__(
         self,
-        models: dict[str, Model],
+        models: dict[str, ServedModel],
         configured: Mapping[str, config.Model],
         sessions: SessionTable,
         limits: config.Limits,
         is_admin: Callable[[int], bool],
         changed: Callable[[], None],
-        unused: Callable[[Model], None],
+        unused: Callable[[ServedModel], None],
     ) -> None:
         self.hub = Hub(limits)
         self.slow_files = SlowFiles(limits.files)
@@ -66,7 +66,7 @@ class Folders:
 
     # --- the model of a folder ----------------------------------------------------------------------------------------
 
-    async def named(self, name: str, client: Client) -> Model:
+    async def named(self, name: str, client: ConnectedClient) -> ServedModel:
         """The model in a folder. Raises FilesWanted if the client must open the folder, InvalidRequest if it is no
         path."""
         folder = folder_name(name)
@@ -76,25 +76,25 @@ class Folders:
         if not client.is_admin:
             raise _wanted(folder)
         try:
-            opened = await self.slow_files.run(client.user, partial(open_folder, folder), Opened.close)
+            opened = await self.slow_files.run(client.user, partial(open_folder, folder), OpenFiles.close)
         except (ModelNotFound, ModelRejected, InvalidRequest) as error:
             raise _wanted(folder, error.message) from error
         return await self._identify(folder, opened, client)
 
     async def take(
-        self, client: Client, folder: str, names: Sequence[str], others: Sequence[str], fds: list[int]
-    ) -> Model:
+        self, client: ConnectedClient, folder: str, names: Sequence[str], others: Sequence[str], fds: list[int]
+    ) -> ServedModel:
         """Returns the model with these files, which the client has handed over. Takes the descriptors out of the list.
         Raises InvalidRequest, QuotaExceeded, ModelNotFound, Retry."""
         try:
             work = partial(take_over, folder_name(folder), names, fds, others)
-            opened = await self.slow_files.run(client.user, work, Opened.close)
+            opened = await self.slow_files.run(client.user, work, OpenFiles.close)
         finally:
             if fds:
                 client.traffic.discard(taken_out(fds))
         return await self._identify(opened.files.folder, opened, client)
 
-    async def _identify(self, folder: str, opened: Opened, client: Client) -> Model:
+    async def _identify(self, folder: str, opened: OpenFiles, client: ConnectedClient) -> ServedModel:
         """Finds or adds the model with these files. Owns the files from now on."""
         try:
             configured = await self._configured_model_with(opened.marks)
@@ -113,13 +113,13 @@ class Folders:
             self._changed()
         return model
 
-    def _model_with(self, marks: Marks) -> Model | None:
+    def _model_with(self, marks: Marks) -> ServedModel | None:
         for model in self._models.values():
             if model.share is None and model.marks is not None and are_same(model.marks, marks):
                 return model
         return None
 
-    async def _configured_model_with(self, marks: Marks) -> Model | None:
+    async def _configured_model_with(self, marks: Marks) -> ServedModel | None:
         """The configured model with these files, if it is not loaded. `_model_with` finds loaded ones."""
         paths = {name: source.path for name, source in self._configured.items() if not is_hub_id(source.path)}
 
@@ -129,23 +129,23 @@ class Folders:
         name = await self.slow_files.run(os.geteuid(), find)
         return None if name is None else self._models[name]
 
-    def _model_without_files(self, folder: str, user: int) -> Model | None:
+    def _model_without_files(self, folder: str, user: int) -> ServedModel | None:
         """The model of that name that has lost its files, if only this user has sessions of it."""
         model = self._models.get(folder)
         if model is None or model.users is None or model.files is not None or model.changing is not None:
             return None
         return model if all(session.user == user for session in self._sessions.of_model(folder)) else None
 
-    def _add(self, folder: str, opened: Opened, client: Client) -> Model:
+    def _add(self, folder: str, opened: OpenFiles, client: ConnectedClient) -> ServedModel:
         name = folder if folder not in self._models else f"{folder}@{digest(opened.marks)}"
-        model = Model.configured(name, config.Model(path=folder))
+        model = ServedModel.configured(name, config.Model(path=folder))
         model.users = set()
         self._give_files(model, opened, client)
         self._models[name] = model
         asyncio.get_running_loop().call_later(_UNUSED, self._drop_if_unused, model)
         return model
 
-    def _give_files(self, model: Model, opened: Opened, client: Client) -> None:
+    def _give_files(self, model: ServedModel, opened: OpenFiles, client: ConnectedClient) -> None:
         """Gives the files to the model and charges the client's user for them. Raises QuotaExceeded."""
         ledger = client.tenant.ledger
         ledger.charge(MODEL_FILES, len(opened.marks))
@@ -153,13 +153,13 @@ class Folders:
             model.owner, model.users = client.user, set()
         model.files, model.marks, model.ledger = opened.files, opened.marks, ledger
 
-    def _drop_if_unused(self, model: Model) -> None:
+    def _drop_if_unused(self, model: ServedModel) -> None:
         if model.state == "available" and model.changing is None and self._models.get(model.name) is model:
             self._unused(model)
 
     # --- open files ---------------------------------------------------------------------------------------------------
 
-    async def files_of(self, model: Model) -> ModelFiles:
+    async def files_of(self, model: ServedModel) -> ModelFiles:
         """Returns the model's open files. They are opened once, and belong to the model until `close`. Raises
         ModelNotFound, ModelRejected, Retry."""
         if model.files is None:
@@ -170,7 +170,7 @@ class Folders:
                 model.files, model.marks = opened.files, opened.marks
         return model.files
 
-    def close(self, model: Model) -> None:
+    def close(self, model: ServedModel) -> None:
         """Closes the model's files. The next load opens them again."""
         if model.files is not None:
             ledger, charged = model.ledger, len(model.marks or ())
@@ -182,15 +182,15 @@ class Folders:
             self.slow_files.let_go(model.opener, model.files.close, closed)
         model.files = model.marks = model.ledger = None
 
-    async def _open(self, model: Model) -> Opened:
+    async def _open(self, model: ServedModel) -> OpenFiles:
         folder = model.source.path
         if is_hub_id(folder):
             folder = await self.hub.folder(folder, model.opener)
         elif model.users is not None and not self._is_admin(model.opener):
             return await self._open_again(model)
-        return await self.slow_files.run(model.opener, partial(open_folder, folder), Opened.close)
+        return await self.slow_files.run(model.opener, partial(open_folder, folder), OpenFiles.close)
 
-    async def _open_again(self, model: Model) -> Opened:
+    async def _open_again(self, model: ServedModel) -> OpenFiles:
         """Opens the files of a model that a user brought to an earlier daemon. If the path now leads to other files,
         the user learns nothing about them."""
         wanted = FilesWanted(
@@ -201,7 +201,7 @@ class Folders:
         if model.marks is None:
             raise wanted
         try:
-            opened = await self.slow_files.run(model.opener, partial(open_folder, model.source.path), Opened.close)
+            opened = await self.slow_files.run(model.opener, partial(open_folder, model.source.path), OpenFiles.close)
         except Retry:
             raise
         except DjinnError:

@@ -29,7 +29,7 @@ from djinnd.server.engines.confined_process import ConfinedProcess, sparse_envir
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.engines.engine_process import Process
 from djinnd.server.engines.fork_server import ForkServer
-from djinnd.server.models.opened import duplicates
+from djinnd.server.models.open_files import duplicates
 
 log = logging.getLogger("djinnd.server")
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from djinnd.server.models.model import Model
-from djinnd.server.models.opened import Mark
+from djinnd.server.models.model import ServedModel
+from djinnd.server.models.open_files import FileIdentity
 from djinnd.server.system.whole_file import replace_file
 
 log = logging.getLogger("djinnd.server")
@@ -25,18 +25,18 @@ log = logging.getLogger("djinnd.server")
 NAME = "models.json"
 
 
-class Record(msgspec.Struct, frozen=True):
+class ModelRecord(msgspec.Struct, frozen=True):
     """The facts about one model. `owner` and `users` are None for a model of the configuration."""
 
     name: str
     folder: str
     owner: int | None
     users: list[int] | None
-    files: dict[str, Mark]
+    files: dict[str, FileIdentity]
     template: str = ""  # chat template that came with its load
 
     @classmethod
-    def of(cls, model: Model) -> Record:
+    def of(cls, model: ServedModel) -> ModelRecord:
         if model.users is None:
             return cls(model.name, model.source.path, None, None, {}, model.template)
         return cls(model.name, model.source.path, model.owner, sorted(model.users), model.marks or {}, model.template)
@@ -45,16 +45,16 @@ class Record(msgspec.Struct, frozen=True):
 class ModelRecords:
     """Reads and writes the file. `records` returns the models to write."""
 
-    def __init__(self, state_dir: str, records: Callable[[], list[Record]]) -> None:
+    def __init__(self, state_dir: str, records: Callable[[], list[ModelRecord]]) -> None:
         self._path = Path(state_dir, NAME)
         self._records = records
         self._writing: asyncio.Task[None] | None = None
         self._changed = False
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[ModelRecord]:
         """The models of the daemon before; none if there is no such file, or it is damaged."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=list[Record])
+            return msgspec.json.decode(self._path.read_bytes(), type=list[ModelRecord])
         except FileNotFoundError:
             return []
         except (OSError, msgspec.DecodeError) as error:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 MOST_DEATHS = 2  # of engines that are blamed on a request before it fails
 
 
-class Standing(IntEnum):
+class RunProgress(IntEnum):
     """State of a request on one engine."""
 
     WAITS = 0  # held or paused: it has no row in a step
@@ -29,8 +29,8 @@ class Suspect(NamedTuple):
     user: int | None  # the request's; None: the model was being loaded
 
 
-def blamed_standing(standings: Collection[Standing], loads: bool) -> Standing | None:
-    """The standing of the requests that are blamed for an engine's death; None if no request is blamed. `loads`: a
+def blamed_progress(progress_of_runs: Collection[RunProgress], loads: bool) -> RunProgress | None:
+    """The progress of the requests that are blamed for an engine's death; None if no request is blamed. `loads`: a
     model was being loaded."""
-    worst = max(standings, default=Standing.WAITS)
-    return None if loads or worst is Standing.WAITS else worst
+    worst = max(progress_of_runs, default=RunProgress.WAITS)
+    return None if loads or worst is RunProgress.WAITS else worst

@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from djinn_client.errors import DjinnError, ProtocolError
 from djinnd.server.engines.engine_process import Process
-from djinnd.server.wire.connection import Connection
+from djinnd.server.wire.connection import FrameConnection
 
 log = logging.getLogger("djinnd.server")
 
@@ -54,7 +54,7 @@ class ConfinedProcess:
         self._pid = 0
         self._hung_up: asyncio.TimerHandle | None = None
         ours, theirs = socket.socketpair()
-        self._connection = Connection(ours, self, max_frame, max_output)
+        self._connection = FrameConnection(ours, self, max_frame, max_output)
         whose = ("--user", str(user), "--memory", str(memory))
         self.gone = asyncio.create_task(self._live([*command, *whose], environ, theirs))
 

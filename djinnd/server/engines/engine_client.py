@@ -19,9 +19,9 @@ from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
 from djinn_client.protocol import Logprobs
 from djinnd import messages
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
-from djinnd.server.engines.blame import Standing, Suspect, blamed_standing
+from djinnd.server.engines.blame import RunProgress, Suspect, blamed_progress
 from djinnd.server.system.closer import close_fds
-from djinnd.server.wire.connection import Connection
+from djinnd.server.wire.connection import FrameConnection
 
 log = logging.getLogger("djinnd.server")
 
@@ -53,11 +53,11 @@ Reply = (
 _numbers = itertools.count(1)  # of requests to engines: unique in the daemon's life, across engines
 
 
-class Run(Protocol):
+class EngineRun(Protocol):
     """Receives the events of one message that `EngineClient.run` has sent. Times are CLOCK_MONOTONIC."""
 
     @property
-    def standing(self) -> Standing: ...
+    def progress(self) -> RunProgress: ...
     @property
     def suspect(self) -> Suspect: ...
     @property
@@ -85,7 +85,7 @@ class Run(Protocol):
         """The engine is lost, and the run with it. `blamed`: this run may have killed the engine."""
 
 
-class Audience(Protocol):
+class EngineEvents(Protocol):
     """Receives the engine's messages that belong to no request."""
 
     def need_arena(self, engine: EngineClient, message: messages.NeedArena) -> None: ...
@@ -101,7 +101,7 @@ class EngineClient:
     while the engine is silent. `on_lost` is called once with the suspects of the engine's death, before the requests
     fail. A request that then asks for an engine waits for the next one."""
 
-    def __init__(self, sock: socket.socket, listener: Audience, on_lost: Callable[[list[Suspect]], None]) -> None:
+    def __init__(self, sock: socket.socket, listener: EngineEvents, on_lost: Callable[[list[Suspect]], None]) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[messages.Ready] = loop.create_future()
         self.lost: asyncio.Future[DjinnError] = loop.create_future()
@@ -110,10 +110,10 @@ class EngineClient:
         self._tenants: dict[int, messages.TenantLimits] = {}  # as last sent to the engine
         self._listener = listener
         self._on_lost = on_lost
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, EngineRun] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._loads: dict[int, str] = {}  # by number of their Load: models that are being loaded
-        self._connection = Connection(sock, self, MAX_FRAME, output_limit=1 << 40, accept_fds=True)
+        self._connection = FrameConnection(sock, self, MAX_FRAME, output_limit=1 << 40, accept_fds=True)
 
     def send(self, message: ToEngine, fds: Sequence[int] = ()) -> None:
         """Sends a message. Does nothing if the engine is lost: its requests have failed, and the next engine receives
@@ -133,7 +133,7 @@ class EngineClient:
 
     def run(
         self,
-        run: Run,
+        run: EngineRun,
         kind: type[messages.Run | messages.ExportKv | messages.ImportKv] = messages.Run,
         fds: Sequence[int] = (),
         **fields: Any,
@@ -174,10 +174,10 @@ class EngineClient:
             return
         self.lost.set_result(error)
         runs, self._runs = self._runs, {}
-        worst = blamed_standing([run.standing for run in runs.values()], loads=bool(self._loads))
-        blamed = [run.standing is worst for run in runs.values()]
+        worst = blamed_progress([run.progress for run in runs.values()], loads=bool(self._loads))
+        blamed = [run.progress is worst for run in runs.values()]
         loads = [Suspect(model, None) for model in self._loads.values()]
-        self._on_lost(loads or [run.suspect for run in runs.values() if run.standing is worst])
+        self._on_lost(loads or [run.suspect for run in runs.values() if run.progress is worst])
         for run, is_blamed in zip(runs.values(), blamed, strict=True):
             run.lost(error, is_blamed)
         if not self.ready.done():

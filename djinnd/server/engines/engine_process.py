@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from djinnd.config import Limits
 from djinnd.server.engines.blame import Suspect
-from djinnd.server.engines.engine_client import Audience, EngineClient
+from djinnd.server.engines.engine_client import EngineClient, EngineEvents
 from djinnd.server.engines.fork_server import ForkServer
 from djinnd.server.engines.previous_engine import ENGINE_FD
 from djinnd.server.handover.pidfds import open_pidfd
@@ -23,7 +23,7 @@ STOPPING = 5.0  # seconds that an engine gets to end by itself
 _TICK = 1.0  # seconds: the longest interval between two checks for silence
 
 
-class Death(NamedTuple):
+class EngineDeath(NamedTuple):
     """Why an engine process has ended."""
 
     reason: str
@@ -57,7 +57,7 @@ class EngineProcess:
         environ: Mapping[str, str],
         fork_server: ForkServer,
         limits: Limits,
-        listener: Audience,
+        listener: EngineEvents,
         on_lost: Callable[[list[Suspect]], None],
     ) -> EngineProcess:
         """Starts an engine. `command` is a `python -m …`. Appended are `--fd`, its socket's number, and `--parent`, the
@@ -72,7 +72,7 @@ class EngineProcess:
             raise
         return cls(process, EngineClient(ours, listener, on_lost))
 
-    async def watch(self, limits: Limits) -> Death:
+    async def watch(self, limits: Limits) -> EngineDeath:
         """Returns when the process has ended or must be killed.
 
         Silence is counted in checks and not by the clock: if this process itself was stopped or late, the engine is not
@@ -88,19 +88,19 @@ class EngineProcess:
             silent = silent + tick if heard == self.client.heard else 0.0
             heard = self.client.heard
             if silent >= (limits.engine_silence if heard else limits.engine_start):
-                return Death(f"the engine gave no sign of life for {silent:g} s", is_final=False)
+                return EngineDeath(f"the engine gave no sign of life for {silent:g} s", is_final=False)
 
-    async def _death(self) -> Death:
+    async def _death(self) -> EngineDeath:
         """Finds the reason of an engine's end. The exit status tells more than the closed stream, and comes a moment
         later."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_TICK):
                 status = await asyncio.shield(self._exited)
                 if status < 0:
-                    return Death(f"the engine was killed by {signal.Signals(-status).name}", is_final=False)
+                    return EngineDeath(f"the engine was killed by {signal.Signals(-status).name}", is_final=False)
                 is_final = status == DEVICE_REFUSED and self.client.heard == 0
-                return Death(f"the engine ended with status {status}", is_final)
-        return Death("the engine closed its connection", is_final=False)
+                return EngineDeath(f"the engine ended with status {status}", is_final)
+        return EngineDeath("the engine closed its connection", is_final=False)
 
     async def exited(self) -> None:
         await asyncio.wait([self._exited])

@@ -19,7 +19,7 @@ log = logging.getLogger("djinnd.server")
 ENGINE_FD = "djinnd-engine"  # name of its pidfd among the descriptors that a predecessor hands over
 
 
-class LastEngine:
+class PreviousEngine:
     """Owns the ending engine's pidfd, if there is one."""
 
     def __init__(self, given: Sequence[Inherited]) -> None:

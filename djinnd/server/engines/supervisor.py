@@ -22,10 +22,10 @@ from djinn_client.protocol import ModelInfo
 from djinnd.config import Limits, Scheduling
 from djinnd.messages import BudgetSet, Ready, SetBudget, SetPolicy, Shutdown
 from djinnd.server.engines.blame import Suspect
-from djinnd.server.engines.engine_client import Audience, EngineClient
-from djinnd.server.engines.engine_process import Death, EngineProcess
+from djinnd.server.engines.engine_client import EngineClient, EngineEvents
+from djinnd.server.engines.engine_process import EngineDeath, EngineProcess
 from djinnd.server.engines.fork_server import ForkServer
-from djinnd.server.engines.previous_engine import LastEngine
+from djinnd.server.engines.previous_engine import PreviousEngine
 from djinnd.server.handover.succession import Inherited
 
 log = logging.getLogger("djinnd.server")
@@ -46,7 +46,7 @@ class BackOff:
 
     def died(self, at: float, over_a_user: bool = False) -> float:
         """Returns the seconds until the next start: 0 at first, then doubled from death to death. `over_a_user`: the
-        models of one user are to blame, see Owner.engine_lost."""
+        models of one user are to blame, see ModelOwner.engine_lost."""
         if at >= self._quiet_from:
             self._delay = 0.0
         else:
@@ -56,7 +56,7 @@ class BackOff:
         return self._delay
 
 
-class Owner(Audience, Protocol):
+class ModelOwner(EngineEvents, Protocol):
     """The owner of the models on an engine, which the supervisor informs."""
 
     def engine_lost(self, suspects: Collection[Suspect]) -> bool:
@@ -80,8 +80,8 @@ class Supervisor:
         fork_server: ForkServer,
         limits: Limits,
         scheduling: Scheduling,
-        owner: Owner,
-        last: LastEngine,
+        owner: ModelOwner,
+        last: PreviousEngine,
     ) -> None:
         self.state: EngineState = "starting"
         self.restarts = 0
@@ -97,7 +97,7 @@ class Supervisor:
         self._last = last
         self.failure = ""  # why no engine will ever be ready
         self._last_death = ""  # reason of the previous engine's death
-        self._died_over_a_user = False  # by the previous engine: see Owner.engine_lost
+        self._died_over_a_user = False  # by the previous engine: see ModelOwner.engine_lost
         self._next_start = 0.0  # when the next engine is started, on the loop's clock; while the state is "lost"
         self._process: EngineProcess | None = None
         self._settled = asyncio.Event()  # ready or failed
@@ -240,7 +240,7 @@ class Supervisor:
         log.error("engine_failed reason=%s", self.failure)
         self._settled.set()
 
-    async def _live(self) -> Death:
+    async def _live(self) -> EngineDeath:
         """Starts an engine and returns when it is gone."""
         self._died_over_a_user = False
         try:
@@ -249,7 +249,7 @@ class Supervisor:
                 command, self._environ, self._fork_server, self.limits, self._owner, self._lost
             )
         except OSError as error:
-            return Death(f"no engine could be started: {error}", is_final=False)
+            return EngineDeath(f"no engine could be started: {error}", is_final=False)
         self._process = process
         process.client.ready.add_done_callback(self._ready)
         log.info("engine_started pid=%d", process.pid)

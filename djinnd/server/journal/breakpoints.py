@@ -12,7 +12,7 @@ import msgspec
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.server.journal.fold import SessionFold
 from djinnd.server.journal.rows import BREAKPOINT, Row
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 
 TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"
 
@@ -21,7 +21,7 @@ class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
     """A breakpoint was added to the session."""
 
     session: str
-    breakpoint: Breakpoint
+    breakpoint: SessionBreakpoint
 
 
 class BreakpointsEnded(msgspec.Struct, array_like=True, tag="breakpoints_ended", frozen=True):

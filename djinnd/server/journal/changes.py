@@ -14,7 +14,7 @@ from djinnd.server.journal.edits import EditChange
 from djinnd.server.journal.records import Recorded, Unrecorded
 
 
-class Opened(msgspec.Struct, array_like=True, tag="opened", frozen=True):
+class SessionAdded(msgspec.Struct, array_like=True, tag="opened", frozen=True):
     """`shared`: the model was a client's, and a later model of that name is another one. `created`: seconds since
     1970."""
 
@@ -64,7 +64,7 @@ class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
 
 
 Change = (
-    Opened
+    SessionAdded
     | Extended
     | Reclassified
     | Conversed

@@ -14,18 +14,18 @@ from typing import NamedTuple
 DOWNTIME = 86400.0  # seconds
 
 
-class Mark(NamedTuple):
+class ClockMark(NamedTuple):
     """The journal's time and the wall clock at one moment."""
 
     at: float
     wall: float
 
 
-def resumed(mark: Mark | None, last: float | None, wall: float) -> float:
+def resumed(mark: ClockMark | None, last: float | None, wall: float) -> float:
     """The journal's time when a daemon starts. `last`: the latest time in the journal, or None. `wall`: the wall
     clock."""
     if mark is None:
-        mark = Mark(wall, wall) if last is None else Mark(last, last)
+        mark = ClockMark(wall, wall) if last is None else ClockMark(last, last)
     last = mark.at if last is None else max(last, mark.at)
     away = wall - (mark.wall + last - mark.at)
     return last + min(max(away, 0.0), DOWNTIME)
@@ -46,5 +46,5 @@ class JournalClock:
         """The journal's time at a time of CLOCK_MONOTONIC."""
         return monotonic + self._ahead
 
-    def mark(self) -> Mark:
-        return Mark(self.now(), time.time())
+    def mark(self) -> ClockMark:
+        return ClockMark(self.now(), time.time())

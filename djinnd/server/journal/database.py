@@ -30,9 +30,9 @@ from djinnd.server.journal.rows import (
     PREFIX,
     RECORD,
     SESSION,
+    ChecksumTable,
     DamagedRow,
     Row,
-    Table,
     register,
 )
 from djinnd.server.system.whole_file import sync_folder
@@ -186,7 +186,7 @@ def _copy(old: sqlite3.Connection, into: sqlite3.Connection, found: Examined) ->
     return sessions
 
 
-def _sound(old: sqlite3.Connection, table: Table) -> Iterable[Row]:
+def _sound(old: sqlite3.Connection, table: ChecksumTable) -> Iterable[Row]:
     return (row for row in table.scan(old) if not isinstance(row, DamagedRow))
 
 
@@ -196,7 +196,7 @@ def _renumbered(old: sqlite3.Connection, found: Examined) -> Iterable[Row]:
         yield (number, row[1], _encoder.encode(changes))
 
 
-def _insert(into: sqlite3.Connection, table: Table, rows: Iterable[Row]) -> int:
+def _insert(into: sqlite3.Connection, table: ChecksumTable, rows: Iterable[Row]) -> int:
     count = 0
     for row in rows:
         into.execute(table.insert, table.sealed(*row))

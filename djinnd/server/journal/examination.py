@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from djinnd.server.journal.changes import Change, Opened
-from djinnd.server.journal.clock import Mark
+from djinnd.server.journal.changes import Change, SessionAdded
+from djinnd.server.journal.clock import ClockMark
 from djinnd.server.journal.rows import CHANGE, MARK, PARTS, PREFIX, RECORD, SESSION, DamagedRow, Row
 
 _decoder = msgspec.msgpack.Decoder(list[Change])
@@ -26,7 +26,7 @@ class Examined:
 
     damaged: dict[str, str] = field(default_factory=dict)  # by session: the damaged part
     losses: list[str] = field(default_factory=list)  # rows that cannot be read
-    mark: Mark | None = None
+    mark: ClockMark | None = None
     folded: int | None = None  # number of the last change that is folded into the tables
     _owned: set[str] = field(default_factory=set)  # sessions in the tables
 
@@ -67,7 +67,7 @@ def _examine_mark(db: sqlite3.Connection, found: Examined) -> None:
             found.losses.append(str(row.args[0]))
         else:
             _, found.folded, at, wall = row
-            found.mark = Mark(at, wall)
+            found.mark = ClockMark(at, wall)
 
 
 def _examine_tables(db: sqlite3.Connection, found: Examined) -> None:
@@ -113,7 +113,7 @@ def _suspect(changes: list[Change], opened: set[str], found: Examined) -> None:
     updated)."""
     for change in changes:
         session = session_of(change)
-        if isinstance(change, Opened):
+        if isinstance(change, SessionAdded):
             opened.add(change.session)
         elif session is not None and session not in opened:
             found.damaged.setdefault(session, "a change before its last one is lost")

@@ -44,9 +44,9 @@ from djinnd.server.journal.changes import (
     Change,
     Closed,
     Extended,
-    Opened,
     Published,
     Reclassified,
+    SessionAdded,
     Unfolded,
     Withdrawn,
 )
@@ -71,7 +71,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
-class KeptSession:
+class JournalSession:
     """A session in the journal. Times are the journal's (clock.py); `used` is the time of the last change of
     its tokens. `parts`: number of rows of its edits, breakpoints and conversation."""
 
@@ -127,7 +127,7 @@ class JournalFile:
         """Files that earlier damage has left and that still exist."""
         return [path for path in self._damaged_files if path.exists()]
 
-    def sessions(self) -> list[KeptSession]:
+    def sessions(self) -> list[JournalSession]:
         """The sessions as of the last fold."""
         return [_kept(*row) for row in SESSION.read(self._db, "ORDER BY created")]
 
@@ -227,7 +227,7 @@ class JournalFile:
         self._fold_left, freed = self._to_fold, self._freed
         if not self._unfolded:
             return
-        images: dict[str, KeptSession | None] = {}
+        images: dict[str, JournalSession | None] = {}
         prefixes: dict[str, Published | None] = {}
 
         def exists(session: str) -> bool:
@@ -285,7 +285,7 @@ class JournalFile:
         self,
         change: Change,
         at: float,
-        images: dict[str, KeptSession | None],
+        images: dict[str, JournalSession | None],
         prefixes: dict[str, Published | None],
         edits: EditFold,
         breakpoints: BreakpointFold,
@@ -293,8 +293,8 @@ class JournalFile:
         records: RecordFold,
     ) -> None:
         match change:
-            case Opened(session, user, model, shared, priority, created):
-                images[session] = KeptSession(session, user, model, shared, priority, created, at, array(_TOKEN))
+            case SessionAdded(session, user, model, shared, priority, created):
+                images[session] = JournalSession(session, user, model, shared, priority, created, at, array(_TOKEN))
             case Reclassified(session, priority):
                 image = self._image(session, images)
                 if image is not None:
@@ -326,12 +326,12 @@ class JournalFile:
                 image.tokens.extend(tokens)
                 image.used = at
 
-    def _image(self, session: str, images: dict[str, KeptSession | None]) -> KeptSession | None:
+    def _image(self, session: str, images: dict[str, JournalSession | None]) -> JournalSession | None:
         if session not in images:
             images[session] = self._read(session)
         return images[session]
 
-    def _read(self, session: str) -> KeptSession | None:
+    def _read(self, session: str) -> JournalSession | None:
         return next((_kept(*row) for row in SESSION.read(self._db, "WHERE id = ?", (session,))), None)
 
     def _count_parts(self, session: str) -> int:
@@ -349,11 +349,11 @@ def _kept(
     used: float,
     tokens: bytes,
     parts: int,
-) -> KeptSession:
-    return KeptSession(name, user, model, bool(shared), priority, created, used, array(_TOKEN, tokens), parts)
+) -> JournalSession:
+    return JournalSession(name, user, model, bool(shared), priority, created, used, array(_TOKEN, tokens), parts)
 
 
-def _row(image: KeptSession) -> Row:
+def _row(image: JournalSession) -> Row:
     return SESSION.sealed(
         *(image.id, image.user, image.model, int(image.shared), image.priority),
         *(float(image.created), image.used, image.tokens.tobytes(), image.parts),

@@ -36,13 +36,13 @@ from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.core.edits import Edit
 from djinnd.server.handover.stopping import leave_signals_to_the_loop
 from djinnd.server.journal.breakpoints import BreakpointsEnded, Broken, Stopped
-from djinnd.server.journal.changes import Change, Closed, Extended, Opened, Published, Reclassified, Withdrawn
+from djinnd.server.journal.changes import Change, Closed, Extended, Published, Reclassified, SessionAdded, Withdrawn
 from djinnd.server.journal.conversations import Conversed
 from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
-from djinnd.server.journal.file import JournalFile, KeptSession
+from djinnd.server.journal.file import JournalFile, JournalSession
 from djinnd.server.journal.records import Recorded, Unrecorded
 from djinnd.server.journal.space import COPIES
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 from djinnd.server.probe_lists.edit_list import PART_BYTES, EditList, nbytes_of
 
 log = logging.getLogger("djinnd.server")
@@ -68,10 +68,10 @@ class Journalled(Protocol):
     journalled: int
 
 
-class Kept(NamedTuple):
+class JournalContent(NamedTuple):
     """Everything that earlier daemons have left in the journal."""
 
-    sessions: list[KeptSession]
+    sessions: list[JournalSession]
     prefixes: list[Published]
     edits: dict[str, EditList]  # by session
     breakpoints: dict[str, BreakpointList]  # by session
@@ -113,13 +113,13 @@ class Journal:
         self._free, self._looked_at = 1 << 62, -math.inf
         self._short_until = -math.inf
 
-    def open(self) -> Kept:
+    def open(self) -> JournalContent:
         """Opens the journal's file and returns its content. Raises StartError."""
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
         file = self._file
         parts = (file.edits(), file.breakpoints(), file.conversations(), file.records())
-        kept = Kept(file.sessions(), file.prefixes(), *parts, file.clock.now())
+        kept = JournalContent(file.sessions(), file.prefixes(), *parts, file.clock.now())
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
         log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept.sessions))
@@ -196,7 +196,7 @@ class Journal:
         if self._file is None:
             return
         created = self._file.clock.at(session.created)
-        self._note(Opened(session.id, session.user, session.model, session.shared, session.priority, created))
+        self._note(SessionAdded(session.id, session.user, session.model, session.shared, session.priority, created))
         if session.tokens:
             self.changed(session)
 
@@ -231,7 +231,7 @@ class Journal:
     def edits_cut(self, session: str, length: int) -> None:
         self._note(EditsCut(session, length))
 
-    def broken(self, session: str, breakpoint: Breakpoint) -> None:
+    def broken(self, session: str, breakpoint: SessionBreakpoint) -> None:
         if self._thread is not None:
             self._gathering.nbytes += PART_BYTES * breakpoint.count
         self._note(Broken(session, breakpoint))

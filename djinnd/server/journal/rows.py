@@ -26,7 +26,7 @@ class DamagedRow(ValueError):
 
 
 @dataclass(frozen=True)
-class Table:
+class ChecksumTable:
     """One table with checksums."""
 
     name: str
@@ -97,15 +97,15 @@ def _checksum(*values: Any) -> bytes:
     return xxh3_64_digest(_encoder.encode(values))
 
 
-MARK = Table("mark", ("id", "number", "at", "wall"))  # one row, id 0; number: of the last folded change
-CHANGE = Table("change", ("number", "at", "changes"))
-SESSION = Table("session", ("id", "user", "model", "shared", "priority", "created", "used", "tokens", "parts"))
-EDIT = Table("edit", ("session", "number", "names", "edit"))
-EDIT_COUNT = Table("edit_count", ("session", "given"))
-BREAKPOINT = Table("breakpoint", ("session", "list"))
-PREFIX = Table("prefix", ("id", "model", "user", "created", "tokens"))
-CONVERSATION = Table("conversation", ("session", "key", "prompt"))
-RECORD = Table("record", ("user", "id", "model", "session", "created", "tokens", "body"))
+MARK = ChecksumTable("mark", ("id", "number", "at", "wall"))  # one row, id 0; number: of the last folded change
+CHANGE = ChecksumTable("change", ("number", "at", "changes"))
+SESSION = ChecksumTable("session", ("id", "user", "model", "shared", "priority", "created", "used", "tokens", "parts"))
+EDIT = ChecksumTable("edit", ("session", "number", "names", "edit"))
+EDIT_COUNT = ChecksumTable("edit_count", ("session", "given"))
+BREAKPOINT = ChecksumTable("breakpoint", ("session", "list"))
+PREFIX = ChecksumTable("prefix", ("id", "model", "user", "created", "tokens"))
+CONVERSATION = ChecksumTable("conversation", ("session", "key", "prompt"))
+RECORD = ChecksumTable("record", ("user", "id", "model", "session", "created", "tokens", "body"))
 PARTS = (EDIT, EDIT_COUNT, BREAKPOINT, CONVERSATION)  # rows of a session, which stores their number
 
 # Upgrade of version 5, which had no checksums.

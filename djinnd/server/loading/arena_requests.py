@@ -17,12 +17,12 @@ from djinnd.messages import ArenaFilled, ArenaReady, ArenaRefused, Holding, Host
 from djinnd.server.arenas.arena import Arena, Grant
 from djinnd.server.arenas.charges import ArenaCharges
 from djinnd.server.engines.engine_client import EngineClient
-from djinnd.server.models.model import Model
+from djinnd.server.models.model import ServedModel
 from djinnd.server.models.share import Share
 from djinnd.server.quotas.ledger import Ledger
 
 
-class Granting:
+class ArenaRequests:
     """Changes the arena for Models, which receives the engines' messages and owns the arena."""
 
     def __init__(self, arena: Arena) -> None:
@@ -31,9 +31,9 @@ class Granting:
         self._lock = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()  # under way, on engines' requests
 
-    # --- messages from engines: see engine_client.Audience------------------------------------------------------------
+    # --- messages from engines: see engine_client.EngineEvents ------------------------------------------------------
 
-    def need(self, engine: EngineClient, message: NeedArena, model: Model | None) -> None:
+    def need(self, engine: EngineClient, message: NeedArena, model: ServedModel | None) -> None:
         """Handles an engine's request for memory. `model` is the model of that name, or None if it is no longer
         known."""
         if message.holds == "pages" and (model is None or model.state not in ("loading", "ready")):

@@ -20,7 +20,7 @@ from djinn_client.errors import EngineLost, ModelRejected
 from djinnd.messages import Loaded
 from djinnd.server.engines.blame import MOST_DEATHS
 from djinnd.server.engines.engine_client import EngineClient
-from djinnd.server.models.model import Model
+from djinnd.server.models.model import ServedModel
 
 log = logging.getLogger("djinnd.server")
 
@@ -29,15 +29,15 @@ class LoadDeaths:
     """Loads models, one at a time after a death. `models` iterates over all known models. `next_engine` waits for an
     engine, without a limit."""
 
-    def __init__(self, models: Iterable[Model], next_engine: Callable[[str], Awaitable[EngineClient]]) -> None:
+    def __init__(self, models: Iterable[ServedModel], next_engine: Callable[[str], Awaitable[EngineClient]]) -> None:
         self._models = models
         self._next_engine = next_engine
         self._alone = asyncio.Lock()
-        self.trials: set[Model] = set()  # configured models that an engine died over, until they are loaded
+        self.trials: set[ServedModel] = set()  # configured models that an engine died over, until they are loaded
 
     async def on_an_engine(
         self,
-        model: Model,
+        model: ServedModel,
         check: Callable[[EngineClient], Awaitable[None]],
         load: Callable[[EngineClient], Awaitable[Loaded]],
     ) -> tuple[EngineClient, Loaded]:
@@ -50,7 +50,7 @@ class LoadDeaths:
 
     async def _loaded(
         self,
-        model: Model,
+        model: ServedModel,
         check: Callable[[EngineClient], Awaitable[None]],
         load: Callable[[EngineClient], Awaitable[Loaded]],
     ) -> tuple[EngineClient, Loaded]:
@@ -76,7 +76,7 @@ class LoadDeaths:
         return self._alone if is_suspicious else nullcontext()
 
 
-def _count(model: Model, error: EngineLost) -> None:
+def _count(model: ServedModel, error: EngineLost) -> None:
     model.load_deaths += 1
     model.progress = None
     log.error("load_killed_engine model=%s deaths=%d reason=%s", model.name, model.load_deaths, error.message)

@@ -1,6 +1,6 @@
 """Loads a model onto an engine, puts it to sleep, and unloads it.
 
-Each change is a task, `Model.changing`. A model has at most one at a time, which continues if its callers are
+Each change is a task, `ServedModel.changing`. A model has at most one at a time, which continues if its callers are
 cancelled. The states are drawn in models.py.
 """
 
@@ -23,12 +23,12 @@ from djinnd.server.checkpoints.folders import Folders
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.blame import MOST_DEATHS
 from djinnd.server.engines.engine_client import EngineClient
-from djinnd.server.loading.arena_requests import Granting
+from djinnd.server.loading.arena_requests import ArenaRequests
 from djinnd.server.loading.load_deaths import LoadDeaths
 from djinnd.server.loading.user_deaths import UserDeaths
 from djinnd.server.models.keep_alive import KeepAlive
-from djinnd.server.models.model import Model
-from djinnd.server.models.opened import duplicates
+from djinnd.server.models.model import ServedModel
+from djinnd.server.models.open_files import duplicates
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.text.texts import Texts
@@ -36,17 +36,17 @@ from djinnd.server.text.texts import Texts
 log = logging.getLogger("djinnd.server")
 
 
-class Loader:
+class ModelLoader:
     """Changes the state of models. `models` iterates over all known models. `gone` is called with a model that has been
     unloaded or could not be loaded. `page_folder` holds the pages that engines keep on disk; it outlives the daemon."""
 
     def __init__(
         self,
-        models: Iterable[Model],
+        models: Iterable[ServedModel],
         sessions: SessionTable,
         prefixes: PrefixTable,
         arena: Arena,
-        granting: Granting,
+        arena_requests: ArenaRequests,
         engine_for: Callable[[str], Awaitable[EngineClient]],
         next_engine: Callable[[str], Awaitable[EngineClient]],
         page_folder: Path,
@@ -54,14 +54,14 @@ class Loader:
         texts: Texts,
         inspector: Inspector,
         user_deaths: UserDeaths,
-        gone: Callable[[Model], None],
+        gone: Callable[[ServedModel], None],
     ) -> None:
         self.keep_alive = KeepAlive(sessions, self.sleep)
         self._models = models
         self._sessions = sessions
         self._prefixes = prefixes
         self._arena = arena
-        self._granting = granting
+        self._arena_requests = arena_requests
         self._engine_for = engine_for
         self._deaths = LoadDeaths(models, next_engine)
         self._page_folder = page_folder
@@ -71,7 +71,7 @@ class Loader:
         self._user_deaths = user_deaths
         self._gone = gone
 
-    async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
+    async def plan(self, model: ServedModel, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
         """Computes what loading the model would take. Raises ModelNotFound, and the engine's refusals."""
         files = await self._folders.files_of(model)
         engine = await self._engine_for(model.name)
@@ -83,17 +83,17 @@ class Loader:
         return planned.plan
 
     @property
-    def trials(self) -> set[Model]:
+    def trials(self) -> set[ServedModel]:
         """Models that are loaded one at a time after an engine's death. See LoadDeaths."""
         return self._deaths.trials
 
-    def load(self, model: Model) -> None:
+    def load(self, model: ServedModel) -> None:
         wakes = model.state == "asleep"
         model.state, model.error = "loading", ""
         model.changing = asyncio.create_task(self._load(model, wakes))
         model.changing.add_done_callback(_mark_error_seen)
 
-    def sleep(self, model: Model) -> None:
+    def sleep(self, model: ServedModel) -> None:
         """Makes the engine free all device memory of a ready model without calls. Its sessions and its objects in the
         arena stay. Its pages move from the device to the host, as far as the host has room."""
         assert model.engine is not None and model.changing is None
@@ -102,7 +102,7 @@ class Loader:
         model.changing = asyncio.create_task(self._fall_asleep(model, engine))
         model.changing.add_done_callback(_mark_error_seen)
 
-    async def unload(self, model: Model) -> None:
+    async def unload(self, model: ServedModel) -> None:
         """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
         if model.changing is not None and model.state == "asleep":
             await model.join()
@@ -128,7 +128,7 @@ class Loader:
 
     # --- load ---------------------------------------------------------------------------------------------------------
 
-    async def _load(self, model: Model, wakes: bool) -> None:
+    async def _load(self, model: ServedModel, wakes: bool) -> None:
         """Loads the model and opens its sessions. Nothing is awaited between the engine's reply and opening the
         sessions: each caller that finds the model ready finds its sessions open."""
         try:
@@ -138,7 +138,7 @@ class Loader:
             text = await self._texts.open(model.opener, model.name, files, configured, model.template)
             await self._wait_for_leaving()
             if model.kv.host == 0:
-                await self._granting.remove(model.name, "pages")
+                await self._arena_requests.remove(model.name, "pages")
             engine, loaded = await self._deaths.on_an_engine(
                 model, partial(self._check, model, files), partial(self._load_on, model, files)
             )
@@ -156,26 +156,26 @@ class Loader:
             open_in(engine, session)
         log.info("model_ready model=%s bytes=%d", model.name, loaded.model.weight_bytes)
 
-    def _expect_load(self, model: Model) -> None:
+    def _expect_load(self, model: ServedModel) -> None:
         """Raises QuotaExceeded if too many engines have died over models of the model's owner."""
         if not model.is_configured and model.owner is not None:
             self._user_deaths.expect_load(model.owner, time.monotonic())
 
-    def _is_inspected(self, model: Model) -> bool:
+    def _is_inspected(self, model: ServedModel) -> bool:
         return self._inspector.is_there and not model.is_configured
 
-    async def _check(self, model: Model, files: ModelFiles, engine: EngineClient) -> None:
+    async def _check(self, model: ServedModel, files: ModelFiles, engine: EngineClient) -> None:
         self._expect_load(model)
         if self._is_inspected(model) and model.passed is not files:
             await self._inspector.check(model.opener, engine, files, **model.load_fields(files, model.placing))
             model.passed = files
 
-    async def _load_on(self, model: Model, files: ModelFiles, engine: EngineClient) -> Loaded:
+    async def _load_on(self, model: ServedModel, files: ModelFiles, engine: EngineClient) -> Loaded:
         fields = model.load_fields(files, model.placing) | model.kv.fields
         try:
             loaded: Loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
         except EngineLost:
-            await self._granting.remove_incomplete(model.name)
+            await self._arena_requests.remove_incomplete(model.name)
             raise
         return loaded
 
@@ -185,7 +185,7 @@ class Loader:
         if leaving:
             await asyncio.wait(leaving)
 
-    async def _load_failed(self, model: Model, error: Exception, wakes: bool) -> None:
+    async def _load_failed(self, model: ServedModel, error: Exception, wakes: bool) -> None:
         """Sets the state after a failed load. A model that was asleep stays so if it only lacked memory, an engine, or
         its owner's quota."""
         message = error.message if isinstance(error, DjinnError) else repr(error)
@@ -195,7 +195,7 @@ class Loader:
         model.state = "asleep" if sleeps_on else "set aside" if is_set_aside else "failed"
         model.error, model.failed_at = message, time.monotonic()
         keep = sleeps_on or isinstance(error, EngineLost)
-        await (self._granting.remove_incomplete(model.name) if keep else self._granting.remove(model.name))
+        await (self._arena_requests.remove_incomplete(model.name) if keep else self._arena_requests.remove(model.name))
         if not isinstance(error, OutOfMemory | QuotaExceeded | Retry):
             self._folders.close(model)  # they may be the fault
         if sleeps_on:
@@ -203,14 +203,14 @@ class Loader:
         elif not is_set_aside:  # a model that is set aside stays known, with the reason
             self._gone(model)
 
-    def _disk_folder(self, model: Model) -> str:
+    def _disk_folder(self, model: ServedModel) -> str:
         """Folder for pages on disk. None for a model that a client shares: later weights of that name may differ, which
         could not be detected."""
         return str(self._page_folder) if model.share is None else ""
 
     # --- off the engine -----------------------------------------------------------------------------------------------
 
-    async def _fall_asleep(self, model: Model, engine: EngineClient) -> None:
+    async def _fall_asleep(self, model: ServedModel, engine: EngineClient) -> None:
         log.info("model_falls_asleep model=%s keep_alive=%g", model.name, model.keep_alive)
         try:
             with suppress(EngineLost):  # then its memory is free, too
@@ -219,12 +219,12 @@ class Loader:
             model.changing = None
         log.info("model_asleep model=%s", model.name)
 
-    async def _unload(self, model: Model, engine: EngineClient | None) -> None:
+    async def _unload(self, model: ServedModel, engine: EngineClient | None) -> None:
         try:
             if engine is not None:
                 with suppress(EngineLost):  # then it is unloaded, too
                     await engine.call(Unload, model=model.name)
-            await self._granting.remove(model.name)
+            await self._arena_requests.remove(model.name)
         finally:
             model.changing = None
         self._folders.close(model)

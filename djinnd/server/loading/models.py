@@ -42,29 +42,29 @@ from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.folders import Folders
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.checkpoints.names import is_hub_id, known_models, model_named
-from djinnd.server.checkpoints.records import ModelRecords, Record
+from djinnd.server.checkpoints.records import ModelRecord, ModelRecords
 from djinnd.server.engines.blame import MOST_DEATHS, Suspect
 from djinnd.server.engines.engine_client import EngineClient
-from djinnd.server.loading.arena_requests import Granting
-from djinnd.server.loading.loader import Loader
+from djinnd.server.loading.arena_requests import ArenaRequests
+from djinnd.server.loading.loader import ModelLoader
 from djinnd.server.loading.user_deaths import UserDeaths
 from djinnd.server.models.keep_alive import idle_seconds
 from djinnd.server.models.kv_sizes import AS_CONFIGURED, KvSizes
-from djinnd.server.models.model import Model as Model
 from djinnd.server.models.model import OnLoading as OnLoading
+from djinnd.server.models.model import ServedModel as ServedModel
 from djinnd.server.models.share import Share
 from djinnd.server.quotas.ledger import MODELS, Ledger
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.text.texts import Texts
-from djinnd.server.wire.client import Client
+from djinnd.server.wire.client import ConnectedClient
 
 log = logging.getLogger("djinnd.server")
 
 
-class Models:
+class ModelTable:
     """The table of models. Owns their arena, and receives from the engines, as their Owner, the messages about models.
-    `page_folder`: see Loader."""
+    `page_folder`: see ModelLoader."""
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class Models:
         """`hub`: clients may name hub ids. `is_admin` tells if a user is an administrator."""
         self._known = known_models(configured)
         self._models = {
-            name: Model.configured(name, source, is_configured=True) for name, source in self._known.items()
+            name: ServedModel.configured(name, source, is_configured=True) for name, source in self._known.items()
         }
         self._sessions = sessions
         self._engine_for = engine_for
         self._prefixes = prefixes
         self._texts = texts
         self._arena = arena
-        self._granting = Granting(arena)
+        self._arena_requests = ArenaRequests(arena)
         self._has_hub = hub
         self._ledger_of = ledger_of
         self._records = ModelRecords(state_dir, self._record)
@@ -102,12 +102,12 @@ class Models:
         )
         self._is_admin = is_admin
         self._user_deaths = UserDeaths(limits)
-        self._loader = Loader(
+        self._loader = ModelLoader(
             self,
             sessions,
             prefixes,
             arena,
-            self._granting,
+            self._arena_requests,
             engine_for,
             next_engine,
             page_folder,
@@ -119,7 +119,7 @@ class Models:
         )
         self._closing = False
 
-    def __iter__(self) -> Iterator[Model]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._models.values()))
 
     def follow(self, limits: config.Limits) -> None:
@@ -127,13 +127,15 @@ class Models:
         self._folders.follow(limits)
         self._user_deaths.limits = limits
 
-    def find(self, name: str) -> Model:
+    def find(self, name: str) -> ServedModel:
         """Finds a model by its name. A hub id becomes a known model when a client loads it. Raises ModelNotFound."""
         if name in self._models:
             return self._models[name]
-        return Model.configured(name, model_named(name, self._known, self._has_hub), is_configured=name in self._known)
+        return ServedModel.configured(
+            name, model_named(name, self._known, self._has_hub), is_configured=name in self._known
+        )
 
-    async def named(self, name: str, client: Client) -> Model:
+    async def named(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds the model that a client names. If it names a folder, the folder is opened, here or by the client (see
         Folders). For the daemon's own user, a hub id that `djinnctl pull` has fetched stands for its folder: native
         clients find the folder themselves, HTTP clients cannot. Raises ModelNotFound, FilesWanted, InvalidRequest,
@@ -149,7 +151,7 @@ class Models:
             model.owner = client.user
         return model
 
-    async def hand_over(self, client: Client, request: HandOverFiles, fds: list[int]) -> Model:
+    async def hand_over(self, client: ConnectedClient, request: HandOverFiles, fds: list[int]) -> ServedModel:
         """Takes the open files of a client's checkpoint. See Folders.take."""
         return await self._folders.take(client, request.folder, request.names, request.others, fds)
 
@@ -165,30 +167,30 @@ class Models:
         if engine is not None:
             engine.send(message)
 
-    def model_of(self, session: SessionRecord) -> Model | None:
+    def model_of(self, session: SessionRecord) -> ServedModel | None:
         return self._models.get(session.model) if session.is_servable else None
 
     def is_known(self, name: str) -> bool:
         return name in self._models or name in self._known
 
-    def is_configured(self, model: Model) -> bool:
+    def is_configured(self, model: ServedModel) -> bool:
         return model.name in self._known
 
-    def find_open(self, name: str, client: Client) -> Model:
+    def find_open(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds a model for a new session. Raises ModelNotFound, also if the client may not use the model or its owner
         has withdrawn it."""
         model = self.find_visible(name, client)
         expect_open(model)
         return model
 
-    def find_visible(self, name: str, client: Client) -> Model:
+    def find_visible(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds a model by its name. Raises ModelNotFound, also if the client may not see the model."""
         model = self.find(name)
         if not model.is_open_to(client):
-            return Model.configured(name, model_named(name, self._known, self._has_hub))  # raises ModelNotFound
+            return ServedModel.configured(name, model_named(name, self._known, self._has_hub))  # raises ModelNotFound
         return model
 
-    def visible(self, client: Client) -> list[Model]:
+    def visible(self, client: ConnectedClient) -> list[ServedModel]:
         return [model for model in self if model.is_open_to(client)]
 
     def preload(self, adopted: Iterable[str] = ()) -> None:
@@ -224,12 +226,14 @@ class Models:
                     model = self._models[record.name] = self.find(record.name)
                     model.template = record.template
             elif record.name not in self._known:
-                model = self._models[record.name] = Model.configured(record.name, config.Model(path=record.folder))
+                model = self._models[record.name] = ServedModel.configured(
+                    record.name, config.Model(path=record.folder)
+                )
                 model.owner, model.users, model.marks = record.owner, set(record.users), record.files
                 model.template = record.template
         for session in sessions:
             if session.model.startswith("/") and session.model not in self._models:  # left by a daemon without records
-                model = Model.configured(session.model, config.Model(path=session.model))
+                model = ServedModel.configured(session.model, config.Model(path=session.model))
                 self._models[session.model] = model
                 model.owner, model.users = session.user, {session.user}
 
@@ -287,7 +291,7 @@ class Models:
                 if model in self._loader.trials:  # the load has not failed: there is no engine
                     raise
 
-    async def _join(self, model: Model, on_loading: OnLoading) -> None:
+    async def _join(self, model: ServedModel, on_loading: OnLoading) -> None:
         missed = asyncio.create_task(self._engine_missed(model.name))
         try:
             await model.join(on_loading, missed)
@@ -301,17 +305,17 @@ class Models:
             engine = await self._engine_for(name)
             await asyncio.wait([engine.lost])
 
-    def try_again(self, model: Model) -> None:
+    def try_again(self, model: ServedModel) -> None:
         """Makes a model that is set aside available for one more load. One more death sets it aside again."""
         assert model.state == "set aside"
         model.state, model.load_deaths = "available", MOST_DEATHS - 1
 
-    def set_keep_alive(self, model: Model, seconds: float) -> None:
+    def set_keep_alive(self, model: ServedModel, seconds: float) -> None:
         """Sets the idle time after which a model sleeps. The model is loaded, being loaded, or asleep."""
         model.keep_alive = seconds
         self._loader.keep_alive.begin(model)
 
-    async def once_ready(self, session: SessionRecord) -> Model:
+    async def once_ready(self, session: SessionRecord) -> ServedModel:
         """Returns the session's model, after it has been ready once. For a session of an earlier daemon this loads the
         model and checks that the session's tokens and edits fit it. Raises SessionLost, ModelNotFound, TokenOutOfRange,
         InvalidRequest, and the errors of a load."""
@@ -325,7 +329,7 @@ class Models:
             session.is_restored = False
         return model
 
-    def idle_seconds(self, model: Model) -> float:
+    def idle_seconds(self, model: ServedModel) -> float:
         """Seconds since the model's last call, if it is loaded or asleep; else 0."""
         if model.state not in ("ready", "asleep"):
             return 0.0
@@ -349,7 +353,7 @@ class Models:
             last = session.used if session.call is None else time.monotonic()
             model.used = max(model.used, last)
 
-    async def plan(self, model: Model, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
+    async def plan(self, model: ServedModel, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
         """Computes what loading the model would take. 0 and None stand for the configured values and the device's own
         budget. Raises ModelNotFound, and the engine's refusals."""
         try:
@@ -358,14 +362,14 @@ class Models:
             if model.state == "available" and model.changing is None:
                 self._forget_unless_used(model)
 
-    async def unload(self, model: Model) -> None:
+    async def unload(self, model: ServedModel) -> None:
         """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
         await self._loader.unload(model)
 
-    def add_shared(self, share: Share) -> Model:
+    def add_shared(self, share: Share) -> ServedModel:
         """Adds the model that a client shares. It is known until `drop`."""
         source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
-        model = self._models[share.model] = Model.configured(share.model, source)
+        model = self._models[share.model] = ServedModel.configured(share.model, source)
         model.placing, model.share, model.owner = share.placing, share, share.user
         return model
 
@@ -393,7 +397,7 @@ class Models:
         """Called after `stop`, when the engine is gone. Returns when the arena is empty, or is left to the next
         daemon."""
         await self._loader.close()
-        await self._granting.close(keep_blocks)
+        await self._arena_requests.close(keep_blocks)
         await self._records.close()
 
     def set_tenants(self, limits: Collection[TenantLimits]) -> None:
@@ -445,10 +449,10 @@ class Models:
                 listener(message)
 
     def need_arena(self, engine: EngineClient, message: NeedArena) -> None:
-        self._granting.need(engine, message, self._models.get(message.model))
+        self._arena_requests.need(engine, message, self._models.get(message.model))
 
     def arena_filled(self, message: ArenaFilled) -> None:
-        self._granting.filled(message)
+        self._arena_requests.filled(message)
 
     def recomputed(self, message: Recomputed) -> None:
         for tenant, tokens in message.tokens.items():
@@ -459,7 +463,7 @@ class Models:
             self._texts.grammar_time.charge(tenant, seconds)
 
     def host_released(self, message: HostReleased) -> None:
-        self._granting.released(message)
+        self._arena_requests.released(message)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -467,7 +471,7 @@ class Models:
         """The ledger that is charged for this user's models. None for administrators and for configured models."""
         return None if user is None or self._is_admin(user) else self._ledger_of(user)
 
-    def _charge(self, model: Model) -> None:
+    def _charge(self, model: ServedModel) -> None:
         """Charges the model to its owner before the load; it counts until it is forgotten. Raises QuotaExceeded."""
         payer = self.payer_of(model.owner)
         if payer is not model.payer:
@@ -476,19 +480,19 @@ class Models:
             _release(model)
             model.payer = payer
 
-    def _adopt_charges(self, model: Model) -> None:
+    def _adopt_charges(self, model: ServedModel) -> None:
         """Charges an adopted model to its owner even beyond the limits, because its memory is already in use."""
         payer = self.payer_of(model.owner)
         if payer is not None:
             payer.add(MODELS, 1)
             model.payer = payer
-            self._granting.adopted(model.name, payer)
+            self._arena_requests.adopted(model.name, payer)
 
-    def _load(self, model: Model) -> None:
+    def _load(self, model: ServedModel) -> None:
         self._models[model.name] = model
         self._loader.load(model)
 
-    def _forget_unless_used(self, model: Model) -> None:
+    def _forget_unless_used(self, model: ServedModel) -> None:
         """Drops settings that differ from the configuration, and forgets a model that users brought, unless it still
         has sessions or is shared."""
         if self._sessions.of_model(model.name) or model.share is not None:
@@ -502,17 +506,19 @@ class Models:
         if had_template or model.name not in self._known:
             self._records.changed()
 
-    def _record(self) -> list[Record]:
-        return [Record.of(model) for model in self if model.users is not None or (model.template and not model.share)]
+    def _record(self) -> list[ModelRecord]:
+        return [
+            ModelRecord.of(model) for model in self if model.users is not None or (model.template and not model.share)
+        ]
 
 
-def expect_open(model: Model) -> None:
+def expect_open(model: ServedModel) -> None:
     """Raises ModelNotFound if the client that shares the model has withdrawn it: no new session may use it."""
     if model.share is not None and model.share.ended:
         raise ModelNotFound(f"{model.name} is no longer shared: its client has withdrawn it")
 
 
-def _release(model: Model) -> None:
+def _release(model: ServedModel) -> None:
     if model.payer is not None:
         model.payer.release(MODELS)
     model.payer = None

@@ -22,25 +22,25 @@ from djinnd.config import Limits
 from djinnd.messages import DescribeImage, ImageDescribed
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.engine_client import EngineClient
-from djinnd.server.loading.models import Model, Models, OnLoading
+from djinnd.server.loading.models import ModelTable, OnLoading, ServedModel
 from djinnd.server.models.share import Share, check_files, sweep
 from djinnd.server.quotas.ledger import ARENA_BYTES, MODELS
 from djinnd.server.sessions.sessions import SessionTable
-from djinnd.server.wire.client import Client
+from djinnd.server.wire.client import ConnectedClient
 
 log = logging.getLogger("djinnd.server")
 
 _NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # never a path or a hub id
 
 
-class Sharing:
+class ShareTable:
     """All shares. `folder` holds their files; it belongs to this daemon."""
 
     def __init__(
         self,
         folder: Path,
         limits: Limits,
-        models: Models,
+        models: ModelTable,
         sessions: SessionTable,
         engine_for: Callable[[str], Awaitable[EngineClient]],
         inspector: Inspector,
@@ -64,7 +64,7 @@ class Sharing:
 
     # --- beginning of a share -----------------------------------------------------------------------------------------
 
-    async def describe(self, client: Client, request: ShareModel, fd: int) -> tuple[Share, Image]:
+    async def describe(self, client: ConnectedClient, request: ShareModel, fd: int) -> tuple[Share, Image]:
         """Creates a share, and returns it with the layout that its weights must have. Owns the descriptor. `check` has
         passed. Raises InvalidRequest, OutOfMemory, QuotaExceeded, and the engine's refusals."""
         share = self._new(client, request)
@@ -104,7 +104,7 @@ class Sharing:
             payer.expect_room(MODELS)
             payer.expect_room(ARENA_BYTES, nbytes)
 
-    def check(self, client: Client, request: ShareModel) -> None:
+    def check(self, client: ConnectedClient, request: ShareModel) -> None:
         """Checks the files, the name and the limit of shares. Raises InvalidRequest, NotPermitted."""
         check_files(request.files)
         own = sum(share.user == client.user for share in self._shares.values())
@@ -116,7 +116,7 @@ class Sharing:
         if self._models.is_known(name) or any(share.model == name for share in self._shares.values()):
             raise InvalidRequest(f"there is a model {name} already: share yours under another name", field="model")
 
-    def _new(self, client: Client, request: ShareModel) -> Share:
+    def _new(self, client: ConnectedClient, request: ShareModel) -> Share:
         number = secrets.token_hex(8)
         share = self._shares[number] = Share(
             id=number,
@@ -132,7 +132,7 @@ class Sharing:
         )
         return share
 
-    async def accept(self, client: Client, number: str, fd: int, on_loading: OnLoading) -> Model:
+    async def accept(self, client: ConnectedClient, number: str, fd: int, on_loading: OnLoading) -> ServedModel:
         """Takes the weights, and returns the model when it is ready. The descriptor stays the caller's. Raises
         NotFound, InvalidRequest, and the errors of a load; then the share has ended."""
         share = self._shares.get(number)
@@ -160,7 +160,7 @@ class Sharing:
 
     # --- end of a share -----------------------------------------------------------------------------------------------
 
-    async def end(self, client: Client, number: str) -> None:
+    async def end(self, client: ConnectedClient, number: str) -> None:
         """Ends a share of this client. Does nothing if the client has no such share."""
         share = self._shares.get(number)
         if share is not None and share.client is client:
@@ -172,7 +172,7 @@ class Sharing:
         if share.leaving is not None:
             await asyncio.shield(share.leaving)
 
-    def detach(self, client: Client) -> None:
+    def detach(self, client: ConnectedClient) -> None:
         """Called when a client's connection has closed: its shares end after their grace time."""
         for share in list(self._shares.values()):
             if share.client is not client:
@@ -213,7 +213,7 @@ class Sharing:
 
     async def _unload_and_release(self, share: Share) -> None:
         """Unloads the model and frees the share. No session uses the model, and none can be opened: see
-        Models.ready."""
+        ModelTable.ready."""
         try:
             await self._models.drop(share)
         except DjinnError as error:

@@ -13,32 +13,32 @@ import asyncio
 import time
 from collections.abc import Callable, Collection
 
-from djinnd.server.models.model import Model
+from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 
 
 class KeepAlive:
     """Watches ready models. `sleep` is called with a model that has been idle for its keep_alive."""
 
-    def __init__(self, sessions: SessionTable, sleep: Callable[[Model], None]) -> None:
+    def __init__(self, sessions: SessionTable, sleep: Callable[[ServedModel], None]) -> None:
         self._sessions = sessions
         self._sleep = sleep
 
-    def begin(self, model: Model) -> None:
+    def begin(self, model: ServedModel) -> None:
         """Starts watching a model, when it is ready or its keep_alive has changed."""
         self.end(model)
         if model.keep_alive and model.engine is not None:
             self._check_in(model, model.keep_alive)
 
-    def end(self, model: Model) -> None:
+    def end(self, model: ServedModel) -> None:
         if model.next_look is not None:
             model.next_look.cancel()
             model.next_look = None
 
-    def _check_in(self, model: Model, seconds: float) -> None:
+    def _check_in(self, model: ServedModel, seconds: float) -> None:
         model.next_look = asyncio.get_running_loop().call_later(seconds, self._check, model)
 
-    def _check(self, model: Model) -> None:
+    def _check(self, model: ServedModel) -> None:
         model.next_look = None
         if model.engine is None:
             return  # watched again when it is ready
@@ -52,7 +52,7 @@ class KeepAlive:
             self._sleep(model)
 
 
-def idle_seconds(model: Model, sessions: Collection[SessionRecord]) -> float:
+def idle_seconds(model: ServedModel, sessions: Collection[SessionRecord]) -> float:
     """Seconds since the model's last call; 0 while there is one. `sessions` are those of the model."""
     if model.in_use or any(session.call is not None for session in sessions):
         return 0.0

@@ -19,18 +19,18 @@ from djinnd.messages import Loading
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.models.call_counts import CallCounts
 from djinnd.server.models.kv_sizes import KvSizes
-from djinnd.server.models.opened import Marks
+from djinnd.server.models.open_files import Marks
 from djinnd.server.models.share import Share
 from djinnd.server.models.text import ModelText
 from djinnd.server.quotas.ledger import Ledger
-from djinnd.server.wire.client import Client
+from djinnd.server.wire.client import ConnectedClient
 
 ModelState = Literal["available", "loading", "ready", "asleep", "failed", "set aside"]
 OnLoading = Callable[[Loading], None]
 
 
 @dataclass(slots=True, eq=False)
-class Model:
+class ServedModel:
     """State of one model.
 
     `info` and `text` are set when the model is first ready, and stay.
@@ -71,7 +71,7 @@ class Model:
     calls: CallCounts = field(default_factory=CallCounts)
 
     @classmethod
-    def configured(cls, name: str, source: config.Model, is_configured: bool = False) -> Model:
+    def configured(cls, name: str, source: config.Model, is_configured: bool = False) -> ServedModel:
         sizes = KvSizes.configured(source)
         return cls(name, source, sizes, source.placing, source.keep_alive, is_configured=is_configured)
 
@@ -80,13 +80,13 @@ class Model:
         self.kv, self.placing = KvSizes.configured(self.source), self.source.placing
         self.keep_alive, self.template = self.source.keep_alive, ""
 
-    def is_open_to(self, client: Client) -> bool:
+    def is_open_to(self, client: ConnectedClient) -> bool:
         """True if this client may use the model, and know that it exists."""
         if self.share is not None:
             return self.share.is_open_to(client)
         return self.users is None or client.user in self.users or client.is_admin
 
-    def is_of(self, client: Client) -> bool:
+    def is_of(self, client: ConnectedClient) -> bool:
         """True if this client may load and unload the model."""
         if self.share is not None:
             return self.share.is_of(client)

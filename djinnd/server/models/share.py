@@ -18,8 +18,8 @@ from djinn_client.files.model_files import SMALL_FILE
 from djinn_client.protocol.fields.image import Dtype
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.server.quotas.ledger import Ledger
-from djinnd.server.wire.client import Client
-from djinnd.server.wire.handed_over import expect_memfd, open_window
+from djinnd.server.wire.client import ConnectedClient
+from djinnd.server.wire.memfds import expect_memfd, open_window
 
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _PIECE = 1 << 20  # bytes of a file that are copied at once
@@ -37,7 +37,7 @@ class Share:
     model: str  # name of the model
     user: int
     public: bool
-    client: Client | None  # None after its connection has closed
+    client: ConnectedClient | None  # None after its connection has closed
     folder: Path
     stored: Dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"]  # in which it computes
@@ -52,10 +52,10 @@ class Share:
     payer: Ledger | None = None  # charged for the window while it exists
     lock: int = -1  # on the folder, while this daemon lives
 
-    def is_open_to(self, client: Client) -> bool:
+    def is_open_to(self, client: ConnectedClient) -> bool:
         return self.public or self.is_of(client)
 
-    def is_of(self, client: Client) -> bool:
+    def is_of(self, client: ConnectedClient) -> bool:
         return client.user == self.user or client.is_admin
 
     def write_files(self, fd: int, sizes: Mapping[str, int]) -> None:

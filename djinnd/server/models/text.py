@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Generate
-from djinnd.jobs.text import MAX_TEMPLATES, Opened, opened
+from djinnd.jobs.text import MAX_TEMPLATES, ModelOpened, opened
 from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import ReadingRules, TextReader
@@ -22,7 +22,7 @@ from djinnd.text.vocabulary import Vocabulary, lacking
 _numbers = itertools.count(1)
 
 
-class Prompt(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt in tokens. `stop_tokens`: the special tokens among the stop strings. For a chat, `tail` is the end of
     its text, and `tools` are the tools that the answer may call."""
 
@@ -55,7 +55,7 @@ class ModelText:
         self.vocabulary = vocabulary
         self.template = template
         self._configured_format = configured_format
-        self.told = Opened(False, []) if vocabulary is None else opened(vocabulary)
+        self.told = ModelOpened(False, []) if vocabulary is None else opened(vocabulary)
 
     @property
     def lacking(self) -> str:
@@ -84,7 +84,7 @@ class ModelText:
             return self.vocabulary.reply_format(self._configured_format)
         return reply_format(self.told.templates[:MAX_TEMPLATES], {})
 
-    def answer(self, request: Generate, prompt: Prompt) -> ChatAnswer | None:
+    def answer(self, request: Generate, prompt: TokenizedPrompt) -> ChatAnswer | None:
         """Reads the answer of a chat; None for other requests. Text workers read the answers of models that are not
         configured."""
         chat = request.chat

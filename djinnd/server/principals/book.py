@@ -21,7 +21,7 @@ _BYTES = 32
 MAX_RETIRED = 4096  # names without a token that are remembered, the latest
 
 
-class Token(msgspec.Struct, frozen=True):
+class AccessToken(msgspec.Struct, frozen=True):
     """Times are seconds since 1970. `highest_class`: that connections with it may use; None: as its principal."""
 
     name: str
@@ -40,38 +40,40 @@ class Token(msgspec.Struct, frozen=True):
         return self.expires is not None and self.expires <= now
 
 
-class Content(msgspec.Struct, frozen=True):
+class TokenFileContent(msgspec.Struct, frozen=True):
     """The content of the file. `retired`: names without a token, the latest last. They may still have sessions."""
 
-    tokens: list[Token] = []
+    tokens: list[AccessToken] = []
     retired: list[str] = []
 
 
 class TokenBook:
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: TokenFileContent) -> None:
         self._tokens = {token.name: token for token in content.tokens}
         self._by_digest = {token.digest: token.name for token in content.tokens}
         self._retired = dict.fromkeys(content.retired)
         self._names = {number_of(name): name for name in (*self._retired, *self._tokens)}
 
-    def __iter__(self) -> Iterator[Token]:
+    def __iter__(self) -> Iterator[AccessToken]:
         return iter(list(self._tokens.values()))
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def content(self, *more: Token) -> Content:
+    def content(self, *more: AccessToken) -> TokenFileContent:
         """The content of the file, with these further tokens."""
-        return Content([*self, *more], [name for name in self._retired if name not in {token.name for token in more}])
+        return TokenFileContent(
+            [*self, *more], [name for name in self._retired if name not in {token.name for token in more}]
+        )
 
     def name_of(self, principal: int) -> str | None:
         """The name of a principal that is no Unix user."""
         return self._names.get(principal)
 
-    def get(self, name: str) -> Token | None:
+    def get(self, name: str) -> AccessToken | None:
         return self._tokens.get(name)
 
-    def find(self, secret: str, now: float) -> Token | None:
+    def find(self, secret: str, now: float) -> AccessToken | None:
         """Finds a valid token; None if there is none, or it has expired."""
         name = self._by_digest.get(_digest(secret))
         token = None if name is None else self._tokens[name]
@@ -96,7 +98,7 @@ class TokenBook:
                 used=len(self),
             )
 
-    def add(self, token: Token) -> None:
+    def add(self, token: AccessToken) -> None:
         """Adds a token, whose name must be new."""
         assert token.name not in self._tokens
         self._tokens[token.name] = token
@@ -104,11 +106,11 @@ class TokenBook:
         self._retired.pop(token.name, None)
         self._names[number_of(token.name)] = token.name
 
-    def used(self, token: Token, now: float) -> None:
+    def used(self, token: AccessToken, now: float) -> None:
         """Notes that a connection has begun with the token."""
         self._tokens[token.name] = msgspec.structs.replace(self._tokens[token.name], used=now)
 
-    def revoke(self, name: str) -> Token:
+    def revoke(self, name: str) -> AccessToken:
         """Removes the token of this name. Raises NotFound."""
         token = self._tokens.pop(name, None)
         if token is None:
@@ -124,10 +126,10 @@ class TokenBook:
 
 def new_token(
     name: str, user: int | None, highest: Class | None, now: float, expires: float | None
-) -> tuple[Token, str]:
+) -> tuple[AccessToken, str]:
     """Makes a token and its secret, which is stored nowhere."""
     secret = PREFIX + secrets.token_urlsafe(_BYTES)
-    return Token(name, _digest(secret), user, highest, now, expires), secret
+    return AccessToken(name, _digest(secret), user, highest, now, expires), secret
 
 
 def _digest(secret: str) -> bytes:

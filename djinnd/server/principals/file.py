@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from djinnd.server.handover.socket_path import StartError
-from djinnd.server.principals.book import Content
+from djinnd.server.principals.book import TokenFileContent
 from djinnd.server.system.whole_file import replace_file, sync_folder
 
 log = logging.getLogger("djinnd.server")
@@ -29,22 +29,22 @@ class TokenFile:
     def __init__(self, state_dir: str) -> None:
         self.path = Path(state_dir, NAME)
 
-    def read(self) -> Content:
+    def read(self) -> TokenFileContent:
         """At start. A damaged file is set aside, and then there are no tokens. Raises StartError where the file cannot
         be read: starting without would close the door to all who have a token."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
-            return Content()
+            return TokenFileContent()
         except OSError as error:
             raise StartError(f"the tokens in {self.path} cannot be read: {error}") from error
         try:
             return _content(data)
         except ValueError as error:
             self._set_aside(error)
-            return Content()
+            return TokenFileContent()
 
-    def write(self, content: Content) -> None:
+    def write(self, content: TokenFileContent) -> None:
         """Returns when it is on the disk. Raises OSError."""
         payload = msgspec.json.encode(content)
         replace_file(self.path, _MAGIC + sha256(payload).hexdigest().encode() + b"\n" + payload)
@@ -72,11 +72,11 @@ class TokenFile:
         log.error("tokens_damaged path=%s error=%s kept=%s", self.path, error, aside)
 
 
-def _content(data: bytes) -> Content:
+def _content(data: bytes) -> TokenFileContent:
     """Raises ValueError with what is wrong."""
     head, _, payload = data.partition(b"\n")
     if not head.startswith(_MAGIC):
         raise ValueError("it does not begin as a file of tokens does")
     if head.removeprefix(_MAGIC) != sha256(payload).hexdigest().encode():
         raise ValueError("its checksum is wrong")
-    return msgspec.json.decode(payload, type=Content)
+    return msgspec.json.decode(payload, type=TokenFileContent)

@@ -19,7 +19,7 @@ from djinn_client.protocol.info import TokenInfo
 from djinn_client.protocol.requests import AddToken
 from djinnd.config import Limits
 from djinnd.config.units import MAX_SECONDS
-from djinnd.server.principals.book import Content, Token, TokenBook, new_token
+from djinnd.server.principals.book import AccessToken, TokenBook, TokenFileContent, new_token
 from djinnd.server.principals.file import TokenFile
 from djinnd.server.principals.names import is_unix_name, uid_of, unix_name
 from djinnd.server.system.peers import nobody_in_particular
@@ -43,7 +43,7 @@ class Bearer(NamedTuple):
     highest_class: Class | None
 
 
-class Connected(Protocol):
+class TokenConnection(Protocol):
     bearer: Bearer | None
 
     def dismiss(self, error: NotAuthenticated) -> None:
@@ -53,11 +53,11 @@ class Connected(Protocol):
 class Tokens:
     """`connections`: all that there are at the time. `limits` may be replaced."""
 
-    def __init__(self, state_dir: str, limits: Limits, connections: Callable[[], Iterable[Connected]]) -> None:
+    def __init__(self, state_dir: str, limits: Limits, connections: Callable[[], Iterable[TokenConnection]]) -> None:
         self.limits = limits
         self._file = TokenFile(state_dir)
         self._connections = connections
-        self._book = TokenBook(Content())
+        self._book = TokenBook(TokenFileContent())
         self._nobody = nobody_in_particular()
         self._writing = asyncio.Lock()
         self._wants_writing = False  # the book has what the file lacks
@@ -184,7 +184,7 @@ class Tokens:
                     f"be written, which is tried every {WRITE_USES_EVERY:g} s: {error}"
                 ) from error
 
-    def _info(self, token: Token) -> TokenInfo:
+    def _info(self, token: AccessToken) -> TokenInfo:
         principal = token.principal
         return TokenInfo(
             name=token.name,
@@ -214,7 +214,7 @@ class Tokens:
             except OSError as error:
                 log.warning("tokens_not_written path=%s error=%s", self._file.path, error)
 
-    async def _write(self, *more: Token) -> None:
+    async def _write(self, *more: AccessToken) -> None:
         """The book, and these tokens. With the lock. Raises OSError."""
         self._wants_writing = False
         try:

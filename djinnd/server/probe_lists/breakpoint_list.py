@@ -16,7 +16,7 @@ from djinnd.core.edits import Extent
 from djinnd.core.stops import Stop
 
 
-class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
+class SessionBreakpoint(msgspec.Struct, frozen=True, array_like=True):
     """Stops calls before block `block`. `extents`: the positions where it stops, if `when` and `every` select them too;
     ascending, without overlap."""
 
@@ -39,7 +39,7 @@ class Breakpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class CallSpan:
     """The positions [first, end) that a call may compute if it generates as many tokens as it may. Positions before
     `prompt_end` are the prompt's, the others are generated. A call that continues from a `hit` has generated positions
     before `length` too."""
@@ -55,11 +55,11 @@ class BreakpointList(msgspec.Struct, array_like=True):
     """All breakpoints of a session. `given` is the last number given. `hit` is where the last call has stopped, unless
     the tokens have changed since."""
 
-    breakpoints: tuple[Breakpoint, ...] = ()
+    breakpoints: tuple[SessionBreakpoint, ...] = ()
     given: int = 0
     hit: HitInfo | None = None
 
-    def add(self, breakpoint: Breakpoint) -> None:
+    def add(self, breakpoint: SessionBreakpoint) -> None:
         assert breakpoint.number > self.given
         self.breakpoints = (*self.breakpoints, breakpoint)
         self.given = breakpoint.number
@@ -75,7 +75,7 @@ class BreakpointList(msgspec.Struct, array_like=True):
     def count(self) -> int:
         return sum(each.count for each in self.breakpoints)
 
-    def stops(self, reach: Reach) -> list[Stop]:
+    def stops(self, reach: CallSpan) -> list[Stop]:
         """The places where such a call may stop: the first position of each block, in ascending order of blocks."""
         found: dict[int, int] = {}
         for each in self.breakpoints:
@@ -84,7 +84,7 @@ class BreakpointList(msgspec.Struct, array_like=True):
                 found[each.block] = min(position, found.get(each.block, position))
         return [Stop(block, position) for block, position in sorted(found.items())]
 
-    def met(self, block: int, end: int, reach: Reach) -> Breakpoint:
+    def met(self, block: int, end: int, reach: CallSpan) -> SessionBreakpoint:
         """The first breakpoint that has stopped a call before this block, at a position before `end`."""
         for each in self.breakpoints:
             if each.block == block and (position := _stops_at(each, reach)) is not None and position < end:
@@ -92,7 +92,7 @@ class BreakpointList(msgspec.Struct, array_like=True):
         raise AssertionError(f"no breakpoint before block {block} and position {end}: {self.breakpoints}")
 
 
-def _stops_at(breakpoint: Breakpoint, reach: Reach) -> int | None:
+def _stops_at(breakpoint: SessionBreakpoint, reach: CallSpan) -> int | None:
     """The first position at which the breakpoint stops such a call; None if it does not. Positions that wait at a hit
     stop only at later blocks."""
     hit, prompt_end = reach.hit, reach.prompt_end

@@ -29,11 +29,11 @@ class Queue:
         return self._waiting.total()
 
     @contextmanager
-    def place(self, user: int, at: float) -> Iterator[Place]:
+    def place(self, user: int, at: float) -> Iterator[QueuePlace]:
         """Gives a request a place until it starts or ends. Raises Busy."""
         self._expect_room(user, at)
         self._waiting[user] += 1
-        place = Place(self, user)
+        place = QueuePlace(self, user)
         try:
             yield place
         finally:
@@ -71,7 +71,7 @@ class Queue:
         return round(min(max(seconds, _SOONEST), _LATEST), 3)
 
 
-class Place:
+class QueuePlace:
     """The place of one request. It is given up once."""
 
     def __init__(self, queue: Queue, user: int) -> None:

@@ -175,7 +175,7 @@ def _arena_bytes() -> int:
 _AUTO = {"window_bytes": _window_bytes, "arena_bytes": _arena_bytes}
 
 
-class Quotas:
+class QuotaTable:
     """The rules, and all tenants that have been seen. `limits` may be replaced."""
 
     def __init__(

@@ -13,11 +13,11 @@ from djinnd.messages import PublicPrefix, Trace
 from djinnd.server.admission import admission
 from djinnd.server.engines.supervisor import Supervisor
 from djinnd.server.handover.stopping import Restart
-from djinnd.server.loading.models import Models
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.sessions.prefixes import Prefix, PrefixTable
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 
 class DaemonRequests:
@@ -26,7 +26,7 @@ class DaemonRequests:
     def __init__(
         self,
         sessions: SessionTable,
-        models: Models,
+        models: ModelTable,
         prefixes: PrefixTable,
         supervisor: Supervisor,
         status: Status,
@@ -41,30 +41,30 @@ class DaemonRequests:
         self._begin_restart = restart
         self._notes = notes  # messages for administrators
 
-    async def ping(self, call: Call, request: protocol.Ping) -> Answer:
-        return Answer(Done(id=call.id))
+    async def ping(self, call: ClientCall, request: protocol.Ping) -> FinalReply:
+        return FinalReply(Done(id=call.id))
 
-    async def get_status(self, call: Call, request: protocol.GetStatus) -> Answer:
+    async def get_status(self, call: ClientCall, request: protocol.GetStatus) -> FinalReply:
         if request.check:
             expect_admin(call, "have the daemon check itself")
         reply = await self._status.reply(call.id, request.check, call.client)
         reply.notes = self._notes() if call.client.is_admin else []
-        return Answer(reply)
+        return FinalReply(reply)
 
-    async def get_quotas(self, call: Call, request: protocol.GetQuotas) -> Answer:
+    async def get_quotas(self, call: ClientCall, request: protocol.GetQuotas) -> FinalReply:
         if request.all:
             expect_admin(call, "see the quotas of all users")
         users = {call.client.user, *(session.user for session in self._sessions if request.all)}
         uses = await self._status.quota_uses(sorted(users))
         if not request.all:  # for this connection: its token may allow less than the user's quota
             uses = [replace(use, highest_class=call.client.class_for(None)) for use in uses]
-        return Answer(protocol.Quotas(id=call.id, quotas=uses))
+        return FinalReply(protocol.Quotas(id=call.id, quotas=uses))
 
-    async def set_budget(self, call: Call, request: protocol.SetBudget) -> Answer:
+    async def set_budget(self, call: ClientCall, request: protocol.SetBudget) -> FinalReply:
         expect_admin(call, "change the budget of device memory")
         admission.check_budget(request.memory_bytes)
         changed = await self._supervisor.set_budget(request.memory_bytes)
-        return Answer(
+        return FinalReply(
             BudgetReply(
                 id=call.id,
                 budget_bytes=changed.budget_bytes,
@@ -74,22 +74,22 @@ class DaemonRequests:
             )
         )
 
-    async def trace(self, call: Call, request: protocol.GetTrace) -> Answer:
+    async def trace(self, call: ClientCall, request: protocol.GetTrace) -> FinalReply:
         expect_admin(call, "trace the device: it shows what all users do")
         admission.check_trace(request)
         engine = await self._supervisor.engine()
         traced = await engine.call(Trace, steps=request.steps, seconds=request.seconds)
-        return Answer(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
+        return FinalReply(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
 
-    async def restart(self, call: Call, request: protocol.Restart) -> Answer:
+    async def restart(self, call: ClientCall, request: protocol.Restart) -> FinalReply:
         """Begins a restart. The caller has its reply before the daemon drains and closes the connection."""
         expect_admin(call, "restart the daemon")
         await self._begin_restart("warm" if request.warm else "cold")
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
     # --- public prefixes ----------------------------------------------------------------------------------------------
 
-    async def publish_prefix(self, call: Call, request: protocol.PublishPrefix) -> Answer:
+    async def publish_prefix(self, call: ClientCall, request: protocol.PublishPrefix) -> FinalReply:
         """Publishes a prefix and tells the engine. Nothing is awaited between the two: an engine that has the model is
         told here, and an engine that loads it later is told by the loader."""
         expect_admin(call, "make a prefix public: other users' sessions share its pages")
@@ -101,23 +101,23 @@ class DaemonRequests:
         prefix = self._prefixes.publish(model.name, call.client.user, session.tokens[:count], shared)
         if model.engine is not None:  # else the loader tells the next engine
             model.engine.send(PublicPrefix(model.name, prefix.tokens))
-        return Answer(PrefixPublished(id=call.id, prefix=self._info(prefix)))
+        return FinalReply(PrefixPublished(id=call.id, prefix=self._info(prefix)))
 
-    async def list_prefixes(self, call: Call, request: protocol.ListPrefixes) -> Answer:
+    async def list_prefixes(self, call: ClientCall, request: protocol.ListPrefixes) -> FinalReply:
         expect_admin(call, "list the public prefixes")
-        return Answer(protocol.Prefixes(id=call.id, prefixes=list(map(self._info, self._prefixes))))
+        return FinalReply(protocol.Prefixes(id=call.id, prefixes=list(map(self._info, self._prefixes))))
 
     def _info(self, prefix: Prefix) -> PrefixInfo:
         return replace(prefix.info, user_name=self._status.name_of(prefix.user))
 
-    async def withdraw_prefix(self, call: Call, request: protocol.WithdrawPrefix) -> Answer:
+    async def withdraw_prefix(self, call: ClientCall, request: protocol.WithdrawPrefix) -> FinalReply:
         expect_admin(call, "withdraw a public prefix")
         prefix = self._prefixes.withdraw(request.prefix)
         in_force = any(model.name == prefix.model and model.engine is not None for model in self._models)
-        return Answer(PrefixWithdrawn(id=call.id, in_force=in_force))
+        return FinalReply(PrefixWithdrawn(id=call.id, in_force=in_force))
 
 
-def expect_admin(call: Call, what: str) -> None:
+def expect_admin(call: ClientCall, what: str) -> None:
     """Raises NotPermitted if the client is not an administrator."""
     if not call.client.is_admin:
         raise NotPermitted(f"only an administrator may {what}")

@@ -16,35 +16,35 @@ from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.server.admission import admission
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import Models, expect_open
-from djinnd.server.runs.carrying import Carrying
+from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.runs.failover import RunFailover
 from djinnd.server.runs.runs import SessionRun
 from djinnd.server.sessions.sessions import TOKEN_BYTES, SessionRecord, SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import Answer, Call
-from djinnd.server.wire.handed_over import open_window
+from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.memfds import open_window
 
 SALT_BYTES = 16
 
 
-class Exporting:
+class ExportRequests:
     """The requests about export and import. Nothing is awaited between finding the engine and sending to it: see
     handlers.py."""
 
-    def __init__(self, sessions: SessionTable, models: Models, status: Status, carrying: Carrying) -> None:
+    def __init__(self, sessions: SessionTable, models: ModelTable, status: Status, failover: RunFailover) -> None:
         self._sessions = sessions
         self._models = models
         self._status = status
-        self._carrying = carrying
+        self._failover = failover
 
-    async def export(self, call: Call, request: ExportSession) -> Answer:
+    async def export(self, call: ClientCall, request: ExportSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         call.client.expect_class(session.priority)
         with session.in_use(call):
             info, _ = (await self._models.once_ready(session)).described
             reply = SessionExported(id=call.id, token_ids=list(session.tokens), fingerprint=info.fingerprint)
             if not request.kv:
-                return Answer(reply)
+                return FinalReply(reply)
             if not session.tokens:
                 raise InvalidRequest("the session is empty: it has no KV")
             session.tenant.expect_tokens(call.received)
@@ -52,9 +52,9 @@ class Exporting:
             session.expect_model()
             reply.kv = _layout_of(info)
             call.reserve_window(reply.kv.nbytes(len(session.tokens)))
-            return await self._carrying.answer(call, ExportRun(call, session, engine, reply))
+            return await self._failover.answer(call, ExportRun(call, session, engine, reply))
 
-    async def import_(self, call: Call, request: ImportSession) -> Answer:
+    async def import_(self, call: ClientCall, request: ImportSession) -> FinalReply:
         window = call.descriptor if request.kv is not None or call.fds else None
         if (request.kv is not None) != (window is not None):
             raise InvalidRequest("KV comes with the descriptor of a window, and a window only with KV", field="kv")
@@ -86,20 +86,20 @@ class Exporting:
         session.charge_journal()
         if ours < 0:
             open_in(engine, session)
-            return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+            return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
         with session.in_use(call):
             engine.set_tenants([tenant.limits])
             run = ImportRun(call, session, engine, self._sessions, request.kv_tokens, ours)
             call.client.started(call, run)
             await run.done
-        return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+        return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
 
 class ExportRun(SessionRun):
     """Exports a session's KV. `reply` lacks only the fields that the engine will give. If it is cancelled while KV is
     still being computed, it ends with Cancelled; while KV is being copied, it completes."""
 
-    def __init__(self, call: Call, session: SessionRecord, engine: EngineClient, reply: SessionExported) -> None:
+    def __init__(self, call: ClientCall, session: SessionRecord, engine: EngineClient, reply: SessionExported) -> None:
         super().__init__(call, session)
         self._reply = reply
         self.submit(engine)
@@ -110,7 +110,7 @@ class ExportRun(SessionRun):
 
     def exported(self, message: KvExported, fd: int) -> None:
         self._reply.kv_tokens = message.tokens
-        self.done.set_result(Answer(self._reply, [fd]))
+        self.done.set_result(FinalReply(self._reply, [fd]))
 
 
 class ImportRun(SessionRun):
@@ -118,7 +118,7 @@ class ImportRun(SessionRun):
 
     def __init__(
         self,
-        call: Call,
+        call: ClientCall,
         session: SessionRecord,
         engine: EngineClient,
         sessions: SessionTable,
@@ -159,7 +159,7 @@ class ImportRun(SessionRun):
         if self._cancelled:
             self.failed(Cancelled("the request was cancelled"))
         else:
-            self.done.set_result(Answer(SessionExported(id=0, token_ids=[], fingerprint="")))
+            self.done.set_result(FinalReply(SessionExported(id=0, token_ids=[], fingerprint="")))
 
     def failed(self, error: DjinnError) -> None:
         self.done.set_exception(error)

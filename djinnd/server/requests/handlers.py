@@ -18,30 +18,30 @@ from djinnd.messages import Signal
 from djinnd.server.engines.supervisor import Supervisor
 from djinnd.server.handover.stopping import Restart
 from djinnd.server.journal.journal import Journal
-from djinnd.server.loading.models import Models
-from djinnd.server.loading.sharing import Sharing
-from djinnd.server.principals.requests import TokenRequests
+from djinnd.server.loading.models import ModelTable
+from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.quotas.queueing import Queue
 from djinnd.server.requests.daemon import DaemonRequests
-from djinnd.server.requests.embedding import Embedding
-from djinnd.server.requests.explaining import Explaining
-from djinnd.server.requests.export import Exporting
+from djinnd.server.requests.embeddings import EmbedRequests
+from djinnd.server.requests.explain import ExplainRequests
+from djinnd.server.requests.export import ExportRequests
 from djinnd.server.requests.models import ModelRequests
 from djinnd.server.requests.sessions import SessionRequests
-from djinnd.server.requests.tokenizing import Tokenizing
+from djinnd.server.requests.tokenizer import TokenizerRequests
+from djinnd.server.requests.tokens import TokenRequests
 from djinnd.server.requests.work import WorkRequests
-from djinnd.server.runs.carrying import Carrying
+from djinnd.server.runs.failover import RunFailover
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.records import RecordTable
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.sessions.signals import Signals
 from djinnd.server.status.status import Status
 from djinnd.server.text.texts import Texts
-from djinnd.server.whitebox.breakpoint_requests import Breaking
-from djinnd.server.whitebox.edit_requests import Editing
-from djinnd.server.whitebox.functions import Functions
-from djinnd.server.wire.client import Answer, Call, Client
+from djinnd.server.whitebox.breakpoint_requests import BreakpointRequests
+from djinnd.server.whitebox.edit_requests import EditRequests
+from djinnd.server.whitebox.functions import FunctionRequests
+from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
 
 log = logging.getLogger("djinnd.server")
 
@@ -115,15 +115,15 @@ class Handlers:
     def __init__(
         self,
         sessions: SessionTable,
-        models: Models,
+        models: ModelTable,
         texts: Texts,
-        sharing: Sharing,
+        sharing: ShareTable,
         prefixes: PrefixTable,
         records: RecordTable,
         queue: Queue,
         status: Status,
         supervisor: Supervisor,
-        functions: Functions,
+        functions: FunctionRequests,
         journal: Journal,
         tokens: Tokens,
         restart: Callable[[Restart], Awaitable[None]],
@@ -134,20 +134,20 @@ class Handlers:
         self._journal = journal
         self._signals = Signals(self._tell_signal)
         of_sessions = SessionRequests(sessions, models, status)
-        carrying = Carrying(models)
-        of_work = WorkRequests(sessions, models, texts, queue, carrying, records)
-        tokenizing = Tokenizing(models, texts)
+        failover = RunFailover(models)
+        of_work = WorkRequests(sessions, models, texts, queue, failover, records)
+        of_tokenizers = TokenizerRequests(models, texts)
         of_models = ModelRequests(sessions, models, sharing, status)
         of_daemon = DaemonRequests(
             sessions, models, prefixes, supervisor, status, restart, lambda: [*journal.notes, *tokens.notes]
         )
-        editing = Editing(sessions, models)
-        breaking = Breaking(sessions, models, functions)
+        of_edits = EditRequests(sessions, models)
+        of_breakpoints = BreakpointRequests(sessions, models, functions)
         of_tokens = TokenRequests(tokens)
-        embedding = Embedding(sessions, models, of_work.generate)
-        exporting = Exporting(sessions, models, status, carrying)
-        explaining = Explaining(sessions, models, supervisor, status)
-        self._handlers: dict[type, Callable[[Call, Any], Awaitable[Answer]]] = {
+        of_embeddings = EmbedRequests(sessions, models, of_work.generate)
+        of_exports = ExportRequests(sessions, models, status, failover)
+        of_explanations = ExplainRequests(sessions, models, supervisor, status)
+        self._handlers: dict[type, Callable[[ClientCall, Any], Awaitable[FinalReply]]] = {
             protocol.OpenSession: of_sessions.open,
             protocol.AttachSession: of_sessions.attach,
             protocol.ForkSession: of_sessions.fork,
@@ -157,24 +157,24 @@ class Handlers:
             protocol.ResumeSession: of_sessions.resume,
             protocol.SetPriority: of_sessions.set_priority,
             protocol.GetTokens: of_sessions.get_tokens,
-            protocol.Tokenize: tokenizing.tokenize,
-            protocol.Detokenize: tokenizing.detokenize,
-            protocol.DescribeTokenizer: tokenizing.describe,
+            protocol.Tokenize: of_tokenizers.tokenize,
+            protocol.Detokenize: of_tokenizers.detokenize,
+            protocol.DescribeTokenizer: of_tokenizers.describe,
             protocol.ListSessions: of_sessions.list_sessions,
-            protocol.ExportSession: exporting.export,
-            protocol.ImportSession: exporting.import_,
-            protocol.ExplainSession: explaining.explain,
-            protocol.AddEdit: editing.add,
-            protocol.EndEdits: editing.end,
-            protocol.ListEdits: editing.list_edits,
-            protocol.AddBreakpoint: breaking.add,
-            protocol.EndBreakpoints: breaking.end,
-            protocol.ListBreakpoints: breaking.list_breakpoints,
+            protocol.ExportSession: of_exports.export,
+            protocol.ImportSession: of_exports.import_,
+            protocol.ExplainSession: of_explanations.explain,
+            protocol.AddEdit: of_edits.add,
+            protocol.EndEdits: of_edits.end,
+            protocol.ListEdits: of_edits.list_edits,
+            protocol.AddBreakpoint: of_breakpoints.add,
+            protocol.EndBreakpoints: of_breakpoints.end,
+            protocol.ListBreakpoints: of_breakpoints.list_breakpoints,
             protocol.AddFunction: functions.add,
             protocol.RunFunctions: functions.run,
             protocol.Generate: of_work.generate,
             protocol.Forward: of_work.forward,
-            protocol.Embed: embedding.embed,
+            protocol.Embed: of_embeddings.embed,
             protocol.KeepRecord: records.keep,
             protocol.GetRecord: records.get,
             protocol.DropRecord: records.drop,
@@ -201,7 +201,7 @@ class Handlers:
             protocol.WithdrawPrefix: of_daemon.withdraw_prefix,
         }
 
-    async def handle(self, call: Call, request: protocol.Request) -> Answer:
+    async def handle(self, call: ClientCall, request: protocol.Request) -> FinalReply:
         if self._status.is_draining and _is_new_work(type(request)):
             raise ShuttingDown("the daemon is stopping and takes no new work: try again when it is back")
         if _changes(type(request)):
@@ -210,7 +210,7 @@ class Handlers:
             self._sessions.expect_journal(call.client.tenant, 0)
         return await self._handlers[type(request)](call, request)
 
-    def signal(self, client: Client, signal: protocol.Signal) -> None:
+    def signal(self, client: ConnectedClient, signal: protocol.Signal) -> None:
         """Handles a one-way message. Errors are only logged, as there is no reply."""
         try:
             signal.validate()

@@ -15,12 +15,12 @@ from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, NotPermitted, Retry
 from djinn_client.protocol import Done, FilesHandedOver, ModelReply, PlanReply, ShareDescribed
 from djinnd.server.admission import admission
-from djinnd.server.loading.models import Model, Models, expect_open
-from djinnd.server.loading.sharing import Sharing
+from djinnd.server.loading.models import ModelTable, ServedModel, expect_open
+from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.models.kv_sizes import KvSizes
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import Answer, Call, Client
+from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
 
 _WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s", "chat_template")  # in a LoadModel
 _SECOND_CHANCE = 600.0  # seconds until a user that is no administrator may load a model again that was set aside
@@ -29,18 +29,18 @@ _SECOND_CHANCE = 600.0  # seconds until a user that is no administrator may load
 class ModelRequests:
     """The requests about models."""
 
-    def __init__(self, sessions: SessionTable, models: Models, sharing: Sharing, status: Status) -> None:
+    def __init__(self, sessions: SessionTable, models: ModelTable, sharing: ShareTable, status: Status) -> None:
         self._sessions = sessions
         self._models = models
         self._sharing = sharing
         self._status = status
 
-    async def list_models(self, call: Call, request: protocol.ListModels) -> Answer:
-        return Answer(
+    async def list_models(self, call: ClientCall, request: protocol.ListModels) -> FinalReply:
+        return FinalReply(
             protocol.Models(id=call.id, models=await self._status.model_infos(self._models.visible(call.client)))
         )
 
-    async def load(self, call: Call, request: protocol.LoadModel) -> Answer:
+    async def load(self, call: ClientCall, request: protocol.LoadModel) -> FinalReply:
         admission.check_load(request)
         kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
         model = await self._models.named(request.model, call.client)
@@ -66,27 +66,27 @@ class ModelRequests:
         wishes = (kv, request.placing, request.keep_alive_s, user, request.chat_template)
         await self._models.ready(model.name, call.tell_loading, *wishes)
         model = self._models.find(model.name)
-        return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+        return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
 
-    async def _load_as_it_is(self, call: Call, request: protocol.LoadModel, model: Model) -> Answer:
+    async def _load_as_it_is(self, call: ClientCall, request: protocol.LoadModel, model: ServedModel) -> FinalReply:
         """Loads the model as configured, for a client that may use it but not choose its settings. The reply says which
         settings were ignored."""
         await self._models.ready(model.name, call.tell_loading)
         model = self._models.find_visible(model.name, call.client)
         wishes = [name for name in _WISHES if getattr(request, name) not in (0, None, "")]
         if not wishes:
-            return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+            return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
         info = await self._status.complete_info(model)
         note = f"{', '.join(wishes)}: ignored, as only {_deciders(model)} may set that"
-        return Answer(ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note])))
+        return FinalReply(ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note])))
 
-    async def plan(self, call: Call, request: protocol.PlanModel) -> Answer:
+    async def plan(self, call: ClientCall, request: protocol.PlanModel) -> FinalReply:
         admission.check_plan(request)
         model = await self._models.named(request.model, call.client)
         plan = await self._models.plan(model, request.memory_bytes, request.kv_bytes, request.placing)
-        return Answer(PlanReply(id=call.id, plan=plan))
+        return FinalReply(PlanReply(id=call.id, plan=plan))
 
-    async def unload(self, call: Call, request: protocol.UnloadModel) -> Answer:
+    async def unload(self, call: ClientCall, request: protocol.UnloadModel) -> FinalReply:
         model = await self._models.named(request.model, call.client)
         self._expect_own(model, call.client)
         sessions = self._sessions.of_model(model.name)
@@ -99,20 +99,20 @@ class ModelRequests:
             await self._sharing.withdraw(model.share)
         else:
             await self._models.unload(model)
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    def _expect_own(self, model: Model, client: Client) -> None:
+    def _expect_own(self, model: ServedModel, client: ConnectedClient) -> None:
         """Raises NotPermitted if the model does not belong to the client, or other users have sessions of it."""
         if not model.is_of(client):
             raise NotPermitted(f"{model.name} is not yours: only {_deciders(model)} may do that")
         if not client.is_admin and any(s.user != client.user for s in self._sessions.of_model(model.name)):
             raise NotPermitted(f"other users have sessions of {model.name}: only an administrator may do that")
 
-    async def hand_over_files(self, call: Call, request: protocol.HandOverFiles) -> Answer:
+    async def hand_over_files(self, call: ClientCall, request: protocol.HandOverFiles) -> FinalReply:
         model = await self._models.hand_over(call.client, request, call.take_descriptors())
-        return Answer(FilesHandedOver(id=call.id, model=model.name))
+        return FinalReply(FilesHandedOver(id=call.id, model=model.name))
 
-    def _expect_second_chance(self, model: Model, client: Client) -> None:
+    def _expect_second_chance(self, model: ServedModel, client: ConnectedClient) -> None:
         """Checks that the client may load a model that is set aside. Raises NotPermitted, and Retry if its user has
         tried that recently."""
         if client.is_admin:
@@ -127,20 +127,20 @@ class ModelRequests:
 
     # --- shares -------------------------------------------------------------------------------------------------------
 
-    async def share_model(self, call: Call, request: protocol.ShareModel) -> Answer:
+    async def share_model(self, call: ClientCall, request: protocol.ShareModel) -> FinalReply:
         admission.check_share(request)
         self._sharing.check(call.client, request)
         share, image = await self._sharing.describe(call.client, request, os.dup(call.descriptor))
-        return Answer(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
+        return FinalReply(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
 
-    async def share_weights(self, call: Call, request: protocol.ShareWeights) -> Answer:
+    async def share_weights(self, call: ClientCall, request: protocol.ShareWeights) -> FinalReply:
         model = await self._sharing.accept(call.client, request.share, call.descriptor, call.tell_loading)
-        return Answer(ModelReply(id=call.id, model=self._status.model_info(model)))
+        return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
 
-    async def end_share(self, call: Call, request: protocol.EndShare) -> Answer:
+    async def end_share(self, call: ClientCall, request: protocol.EndShare) -> FinalReply:
         await self._sharing.end(call.client, request.share)
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
 
-def _deciders(model: Model) -> str:
+def _deciders(model: ServedModel) -> str:
     return "administrators" if model.is_configured else "its owner or an administrator"

@@ -15,10 +15,10 @@ from djinn_client.protocol import Done, PauseReply, SessionOpened, Sessions, Tok
 from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, Truncate
 from djinnd.server.admission import admission
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import Models, expect_open
+from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 log = logging.getLogger("djinnd.server")
 
@@ -26,12 +26,12 @@ log = logging.getLogger("djinnd.server")
 class SessionRequests:
     """The requests about sessions."""
 
-    def __init__(self, sessions: SessionTable, models: Models, status: Status) -> None:
+    def __init__(self, sessions: SessionTable, models: ModelTable, status: Status) -> None:
         self._sessions = sessions
         self._models = models
         self._status = status
 
-    async def open(self, call: Call, request: protocol.OpenSession) -> Answer:
+    async def open(self, call: ClientCall, request: protocol.OpenSession) -> FinalReply:
         model = await self._models.named(request.model, call.client)
         expect_open(model)
         priority = call.client.class_for(request.priority)
@@ -40,14 +40,14 @@ class SessionRequests:
         self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
         session = self._sessions.open(call.client, model.name, priority, shared=model.share is not None)
         open_in(engine, session)
-        return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+        return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
-    async def attach(self, call: Call, request: protocol.AttachSession) -> Answer:
+    async def attach(self, call: ClientCall, request: protocol.AttachSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         self._sessions.attach(session, call.client)
-        return Answer(SessionOpened(id=call.id, session=(await self._status.session_infos([session]))[0]))
+        return FinalReply(SessionOpened(id=call.id, session=(await self._status.session_infos([session]))[0]))
 
-    async def fork(self, call: Call, request: protocol.ForkSession) -> Answer:
+    async def fork(self, call: ClientCall, request: protocol.ForkSession) -> FinalReply:
         parent = self._sessions.lookup(request.session, call.client)
         parent.expect_model()
         engine = self._models.find_open(parent.model, call.client).engine
@@ -56,22 +56,22 @@ class SessionRequests:
         session = self._sessions.fork(parent, call.client, priority)
         if engine is not None:
             engine.send(Fork(session.id, parent.id, session.priority))
-        return Answer(SessionOpened(id=call.id, session=self._status.session_info(session)))
+        return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
-    async def close(self, call: Call, request: protocol.CloseSession) -> Answer:
+    async def close(self, call: ClientCall, request: protocol.CloseSession) -> FinalReply:
         self._sessions.close(self._sessions.lookup(request.session, call.client))
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def truncate(self, call: Call, request: protocol.Truncate) -> Answer:
+    async def truncate(self, call: ClientCall, request: protocol.Truncate) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         admission.check_truncate(request.length, len(session.tokens))
         if request.length < len(session.tokens):
             session.cut(request.length)
             self._models.tell(session, Truncate(session.id, request.length))
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def pause(self, call: Call, request: protocol.PauseSession) -> Answer:
+    async def pause(self, call: ClientCall, request: protocol.PauseSession) -> FinalReply:
         """Pauses a session, also during a call. Without an engine, or if it is lost meanwhile, the next engine opens
         the session as paused."""
         admission.check_pause(request)
@@ -88,29 +88,29 @@ class SessionRequests:
             session.is_paused = was_paused and session.is_paused  # it may have been resumed meanwhile
             raise
         log.info("session_paused session=%s tier=%s pages=%d", session.id, request.tier, paused.pages)
-        return Answer(
+        return FinalReply(
             PauseReply(id=call.id, tier=request.tier, pages=paused.pages, nbytes=paused.nbytes, seconds=paused.seconds)
         )
 
-    async def resume(self, call: Call, request: protocol.ResumeSession) -> Answer:
+    async def resume(self, call: ClientCall, request: protocol.ResumeSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.is_paused = False
         session.latency.interrupted()
         self._models.tell(session, Resume(session.id))
         log.info("session_resumed session=%s", session.id)
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def set_priority(self, call: Call, request: protocol.SetPriority) -> Answer:
+    async def set_priority(self, call: ClientCall, request: protocol.SetPriority) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         call.client.expect_class(request.priority)
         self._sessions.set_class(session, request.priority)
         self._models.tell(session, SetClass(session.id, session.priority))
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def get_tokens(self, call: Call, request: protocol.GetTokens) -> Answer:
+    async def get_tokens(self, call: ClientCall, request: protocol.GetTokens) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
-        return Answer(TokenIds(id=call.id, token_ids=session.tokens))
+        return FinalReply(TokenIds(id=call.id, token_ids=session.tokens))
 
-    async def list_sessions(self, call: Call, request: protocol.ListSessions) -> Answer:
+    async def list_sessions(self, call: ClientCall, request: protocol.ListSessions) -> FinalReply:
         visible = self._sessions.visible(call.client)
-        return Answer(Sessions(id=call.id, sessions=await self._status.session_infos(visible)))
+        return FinalReply(Sessions(id=call.id, sessions=await self._status.session_infos(visible)))

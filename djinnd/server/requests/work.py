@@ -15,14 +15,14 @@ from djinn_client.protocol.fields.bounds import pack
 from djinn_client.protocol.fields.conversations import Conversation
 from djinnd.messages import Resume, Truncate
 from djinnd.server.admission import admission
-from djinnd.server.admission.captures import capturing_of
-from djinnd.server.loading.models import Models
-from djinnd.server.models.model import Model
-from djinnd.server.models.text import ModelText, Prompt
-from djinnd.server.quotas.queueing import Place, Queue
-from djinnd.server.requests.conversing import Conversing
+from djinnd.server.admission.captures import capture_of
+from djinnd.server.loading.models import ModelTable
+from djinnd.server.models.model import ServedModel
+from djinnd.server.models.text import ModelText, TokenizedPrompt
+from djinnd.server.quotas.queueing import Queue, QueuePlace
+from djinnd.server.requests.conversations import ConversationRequests
 from djinnd.server.requests.notes import notes_on
-from djinnd.server.runs.carrying import Carrying
+from djinnd.server.runs.failover import RunFailover
 from djinnd.server.runs.generate_run import GenerateRun
 from djinnd.server.runs.runs import ForwardRun
 from djinnd.server.sessions.common_prefix import common_prefix
@@ -31,7 +31,7 @@ from djinnd.server.sessions.sessions import TOKEN_BYTES, SessionRecord, SessionT
 from djinnd.server.text.formats import Formats, Guide, expect_no_stops
 from djinnd.server.text.texts import Texts
 from djinnd.server.whitebox.call_breakpoints import breakpoints_of
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 
 class WorkRequests:
@@ -40,10 +40,10 @@ class WorkRequests:
     def __init__(
         self,
         sessions: SessionTable,
-        models: Models,
+        models: ModelTable,
         texts: Texts,
         queue: Queue,
-        carrying: Carrying,
+        failover: RunFailover,
         records: RecordTable,
     ) -> None:
         self._sessions = sessions
@@ -51,10 +51,10 @@ class WorkRequests:
         self._texts = texts
         self._formats = Formats(texts)
         self._queue = queue
-        self._carrying = carrying
-        self._conversing = Conversing(sessions, models, records)
+        self._failover = failover
+        self._conversations = ConversationRequests(sessions, models, records)
 
-    async def generate(self, call: Call, request: Generate) -> Answer:
+    async def generate(self, call: ClientCall, request: Generate) -> FinalReply:
         if request.conversation is not None:
             return await self._converse(call, request, request.conversation)
         if not request.session:
@@ -70,25 +70,25 @@ class WorkRequests:
             guide = await self._formats.guide(model.described[1], session.user, request, prompt)
             return await self._run(call, session, place, request, model, prompt, kept, guide)
 
-    async def _converse(self, call: Call, request: Generate, conversation: Conversation) -> Answer:
+    async def _converse(self, call: ClientCall, request: Generate, conversation: Conversation) -> FinalReply:
         """Generates for a conversation. The daemon chooses the session when the prompt is in tokens."""
         if request.session:
             raise InvalidRequest("give a session or a conversation, not both", field="conversation")
         with self._placed(call) as place:
-            model = await self._conversing.model(call, conversation)
-            before = self._conversing.before(call, request, conversation, model)
+            model = await self._conversations.model(call, conversation)
+            before = self._conversations.before(call, request, conversation, model)
             prompt = await self._prompt(call.client.user, request, model, len(before))
             prompt = prompt._replace(tokens=[*before, *prompt.tokens])
             guide = await self._formats.guide(model.described[1], call.client.user, request, prompt)
             await self._models.ready(model.name)
             model = self._models.find_open(model.name, call.client)
             is_scored = request.prompt_logprobs is not None
-            with self._conversing.session(call, conversation, model, prompt.tokens, is_scored) as (session, kept):
+            with self._conversations.session(call, conversation, model, prompt.tokens, is_scored) as (session, kept):
                 rest = prompt._replace(tokens=prompt.tokens[kept:])
                 answer = await self._run(call, session, place, request, model, rest, kept, guide)
-                return self._conversing.told(session, conversation, len(prompt.tokens), answer)
+                return self._conversations.told(session, conversation, len(prompt.tokens), answer)
 
-    async def _prompt(self, user: int, request: Generate, model: Model, before: int) -> Prompt:
+    async def _prompt(self, user: int, request: Generate, model: ServedModel, before: int) -> TokenizedPrompt:
         """Tokenises the request's prompt, for a session that has `before` tokens. For a chat, these are all tokens of
         the session. Raises the request's faults."""
         info, text = model.described
@@ -108,28 +108,28 @@ class WorkRequests:
 
     async def _run(
         self,
-        call: Call,
+        call: ClientCall,
         session: SessionRecord,
-        place: Place,
+        place: QueuePlace,
         request: Generate,
-        model: Model,
-        prompt: Prompt,
+        model: ServedModel,
+        prompt: TokenizedPrompt,
         kept: int,
         guide: Guide | None,
-    ) -> Answer:
+    ) -> FinalReply:
         """Runs the call behind the first `kept` tokens of the session. The other tokens are cut when an engine is
         ready."""
         (info, text), count = model.described, len(prompt.tokens)
         self._sessions.make_room(session.user, TOKEN_BYTES * count)
         self._sessions.expect_journal(session.tenant, TOKEN_BYTES * count)
-        breaking = breakpoints_of(request, count, session, info, kept)
+        breakpoints = breakpoints_of(request, count, session, info, kept)
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = min(request.prompt_logprobs, info.vocab)
-            admission.check_scored(request.prompt_logprobs, count, bool(breaking.stops))
-        expect_no_stops(request, guide, has_breakpoints=bool(breaking.stops))
-        capturing = capturing_of(request, count, session, info, kept)
-        if capturing is not None:
-            call.reserve_window(capturing.nbytes)
+            admission.check_scored(request.prompt_logprobs, count, bool(breakpoints.stops))
+        expect_no_stops(request, guide, has_breakpoints=bool(breakpoints.stops))
+        capture = capture_of(request, count, session, info, kept)
+        if capture is not None:
+            call.reserve_window(capture.nbytes)
         engine = await self._models.ready(session.model)
         session.expect_model()
         worker = self._texts.reading_worker(text, session.user)
@@ -139,9 +139,9 @@ class WorkRequests:
         if kept < len(session.tokens):
             session.cut(kept)
             engine.send(Truncate(session.id, kept))
-        run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capturing, breaking, guide)
+        run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capture, breakpoints, guide)
         try:
-            answer = await self._carrying.answer(call, run)
+            answer = await self._failover.answer(call, run)
         except DjinnError as error:
             model.calls.failed(session.user, error.code)
             raise
@@ -168,7 +168,7 @@ class WorkRequests:
             self._models.tell(session, Truncate(session.id, length))
             raise
 
-    async def forward(self, call: Call, request: Forward) -> Answer:
+    async def forward(self, call: ClientCall, request: Forward) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         with self._admitted(call, session) as place:
             info, _ = (await self._models.once_ready(session)).described
@@ -178,10 +178,10 @@ class WorkRequests:
             engine = await self._models.ready(session.model)
             session.expect_model()
             run = ForwardRun(call, session, engine, place, request)
-            return await self._carrying.answer(call, run)
+            return await self._failover.answer(call, run)
 
     @contextmanager
-    def _admitted(self, call: Call, session: SessionRecord) -> Iterator[Place]:
+    def _admitted(self, call: ClientCall, session: SessionRecord) -> Iterator[QueuePlace]:
         """Reserves the session and a place in the queue before any work is done. Raises SessionBusy, QuotaExceeded,
         Busy."""
         call.client.expect_class(session.priority)
@@ -189,7 +189,7 @@ class WorkRequests:
             yield place
 
     @contextmanager
-    def _placed(self, call: Call, session: SessionRecord | None = None) -> Iterator[Place]:
+    def _placed(self, call: ClientCall, session: SessionRecord | None = None) -> Iterator[QueuePlace]:
         """Takes a place in the queue, for the session's user, or without a session for the caller. Raises
         QuotaExceeded, Busy."""
         tenant = call.client.tenant if session is None else session.tenant

@@ -13,20 +13,20 @@ from djinn_client.errors import DjinnError
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece
 from djinnd.core.edits import FOREVER
 from djinnd.jobs.text import ChatReading, ReadText
-from djinnd.messages import Capture, Finished, Grammar, Halt, PromptScored, Truncate
-from djinnd.server.admission.captures import Capturing
+from djinnd.messages import CaptureLayout, Finished, Grammar, Halt, PromptScored, Truncate
+from djinnd.server.admission.captures import CallCapture
 from djinnd.server.engines.engine_client import EngineClient
-from djinnd.server.models.text import ModelText, Prompt
-from djinnd.server.quotas.queueing import Place
-from djinnd.server.runs.prompt_scores import PromptScores
+from djinnd.server.models.text import ModelText, TokenizedPrompt
+from djinnd.server.quotas.queueing import QueuePlace
+from djinnd.server.runs.prompt_scores import ReceivedScores
 from djinnd.server.runs.runs import SessionRun
 from djinnd.server.sessions.sessions import SessionRecord
 from djinnd.server.text.formats import Guide
 from djinnd.server.text.generation import Generation
-from djinnd.server.text.late_text import LateText
 from djinnd.server.text.text_worker import TextWorker
+from djinnd.server.text.worker_reading import WorkerReading
 from djinnd.server.whitebox.call_breakpoints import CallBreakpoints
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.detokenizer import CONTEXT_TOKENS
 from djinnd.text.reader import ReadingRules
@@ -39,16 +39,16 @@ class GenerateRun(SessionRun):
 
     def __init__(
         self,
-        call: Call,
+        call: ClientCall,
         session: SessionRecord,
         engine: EngineClient,
-        place: Place,
+        place: QueuePlace,
         request: Generate,
-        prompt: Prompt,
+        prompt: TokenizedPrompt,
         text: ModelText,
         worker: TextWorker | None,
-        capturing: Capturing | None,
-        breaking: CallBreakpoints,
+        capture: CallCapture | None,
+        breakpoints: CallBreakpoints,
         guide: Guide | None = None,
     ) -> None:
         """`worker`: the text worker that has the model's tokenizer and detokenises; None: the server detokenises."""
@@ -57,15 +57,15 @@ class GenerateRun(SessionRun):
         self._request = request
         self._prompt = prompt.tokens
         self._stop_tokens = prompt.stop_tokens
-        self._capturing = capturing
-        self._breaking = breaking
+        self._capture = capture
+        self._breakpoints = breakpoints
         self._guide = guide
         self._extend(prompt.tokens)
         self._fault: BaseException | None = None
         self._halted = False
-        self._late: LateText | None = None
+        self._late: WorkerReading | None = None
         likeliest = request.prompt_logprobs
-        self._scores = None if likeliest is None else PromptScores(len(prompt.tokens), self._first, likeliest)
+        self._scores = None if likeliest is None else ReceivedScores(len(prompt.tokens), self._first, likeliest)
         self._is_over = False  # the engine has ended it
         self._held_by: set[str] = set()
         self._reason: FinishReason | None = None  # why it has ended, if only the engine's Finished is missing
@@ -80,7 +80,7 @@ class GenerateRun(SessionRun):
             self._blame(fault)
             self.cancel()
 
-    def _begin_reading(self, prompt: Prompt, text: ModelText, worker: TextWorker | None) -> None:
+    def _begin_reading(self, prompt: TokenizedPrompt, text: ModelText, worker: TextWorker | None) -> None:
         """Prepares the text of the tokens to come: how it is read, here or by the worker."""
         request, tokens = self._request, self._session.tokens
         chat, least = text.answer(request, prompt), request.sampling.min_tokens
@@ -94,7 +94,7 @@ class GenerateRun(SessionRun):
         self._generation = Generation(*fields, is_late=worker is not None, token_bytes=naming, chat=chat)
         if worker is not None:
             context = tokens[-CONTEXT_TOKENS * 4 :]  # more than CONTEXT_TOKENS, as some have no text
-            self._late = LateText(worker, text.number, context, rules, _chat_reading(request, prompt), self)
+            self._late = WorkerReading(worker, text.number, context, rules, _chat_reading(request, prompt), self)
 
     def _send(self, engine: EngineClient, is_new: bool) -> int:
         """Sends the run to an engine. Tokens generated before the loss of an engine are part of the run. A run that has
@@ -113,9 +113,9 @@ class GenerateRun(SessionRun):
             prompt_logprobs=None if self._scores is None else self._scores.wanted(),
             expected_tokens=request.expected_tokens,
             deadline=self._call.received + request.deadline_s if request.deadline_s else 0.0,
-            capture=[] if self._capturing is None else self._capturing.points,
-            stops=self._breaking.stops,
-            resume_block=None if given else self._breaking.resume_block,
+            capture=[] if self._capture is None else self._capture.points,
+            stops=self._breakpoints.stops,
+            resume_block=None if given else self._breakpoints.resume_block,
             first=None if is_new else self._first,
             given=given,
             grammar=grammar,
@@ -189,7 +189,8 @@ class GenerateRun(SessionRun):
         if bool(self._held_by) != was and not self._is_over:
             super().hold(not was)
 
-    # --- events of the text worker: see LateText ----------------------------------------------------------------------
+    # --- events of the text worker: see WorkerReading
+    # ----------------------------------------------------------------------
 
     def text_came(self, read: ReadText) -> None:
         piece = self._generation.heard(read)
@@ -234,7 +235,7 @@ class GenerateRun(SessionRun):
     def _finish(self, message: Finished) -> None:
         reply = self._ended(message)
         if reply is not None:
-            self.done.set_result(Answer(reply))
+            self.done.set_result(FinalReply(reply))
 
     # --- without an engine --------------------------------------------------------------------------------------------
 
@@ -244,16 +245,16 @@ class GenerateRun(SessionRun):
         else:
             self.failed(_client_error(self._fault))
 
-    def completed(self, context: int) -> Answer | None:
+    def completed(self, context: int) -> FinalReply | None:
         """Returns the answer if the run needs no other engine. A capture, or text that a worker still reads, needs the
         next engine's Finished."""
         self._reason = self._generation.ended_by_itself(context)
-        if self._reason is None or self._capturing is not None or self._late is not None:
+        if self._reason is None or self._capture is not None or self._late is not None:
             return None
         self._session.due_from = FOREVER
         return self._answer_without_engine(self._reason)
 
-    def cut_short(self) -> Answer | None:
+    def cut_short(self) -> FinalReply | None:
         """Ends the run after a cancellation: cuts tokens whose text has not been read. Raises the error of the text
         side, if it has failed."""
         self._end_reading()
@@ -280,13 +281,13 @@ class GenerateRun(SessionRun):
         if self._late is not None:
             self._late.end()
 
-    def _answer_without_engine(self, reason: FinishReason) -> Answer | None:
+    def _answer_without_engine(self, reason: FinishReason) -> FinalReply | None:
         length = len(self._session.tokens)
         reply = self._reply(Finished(0, reason, length, self._generated, computed=0))
         if reply is None:
             return None
         self._keep(reply)
-        return Answer(reply)
+        return FinalReply(reply)
 
     # --- the final reply ----------------------------------------------------------------------------------------------
 
@@ -297,14 +298,14 @@ class GenerateRun(SessionRun):
             self._call.client.traffic.discard(fds)
             fds = []
         elif reply.hit is not None:
-            reply.captured = self._breaking.told(message.capture, reply.hit)
+            reply.captured = self._breakpoints.told(message.capture, reply.hit)
         else:
-            assert self._capturing is not None
-            reply.captured = self._capturing.told(message.capture, self._positions(message.capture, reply))
+            assert self._capture is not None
+            reply.captured = self._capture.told(message.capture, self._positions(message.capture, reply))
         if reply is not None:
-            self.done.set_result(Answer(reply, fds))
+            self.done.set_result(FinalReply(reply, fds))
 
-    def _positions(self, capture: Capture, reply: Generated) -> int:
+    def _positions(self, capture: CaptureLayout, reply: Generated) -> int:
         """Number of captured positions that belong to the session. The engine may have gone on before it received the
         Halt; further positions do not count. The last generated token is not computed, unless no token could follow it
         (not_finite)."""
@@ -324,7 +325,7 @@ class GenerateRun(SessionRun):
             assert self._halted and message.length > length, (message, length)
             self._engine.send(Truncate(self._session.id, length))  # it ended before it received the Halt
         if reply.finish_reason == "breakpoint":  # and no stop string came before
-            reply.hit = self._breaking.hit(message)
+            reply.hit = self._breakpoints.hit(message)
         self._keep(reply)
         return reply
 
@@ -355,7 +356,7 @@ class GenerateRun(SessionRun):
         self._fault = fault
 
 
-def _chat_reading(request: Generate, prompt: Prompt) -> ChatReading | None:
+def _chat_reading(request: Generate, prompt: TokenizedPrompt) -> ChatReading | None:
     """The chat's settings that a text worker needs to parse the answer; None if the request is no chat."""
     chat = request.chat
     if chat is None:

@@ -6,7 +6,7 @@ from djinn_client.protocol.fields.logprobs import PromptLogprobs
 from djinnd.messages import PromptScored
 
 
-class PromptScores:
+class ReceivedScores:
     def __init__(self, prompt_tokens: int, session_tokens: int, likeliest: int) -> None:
         """`session_tokens`: that the session had before the prompt; without any, nothing tells of the first token."""
         self._tokens = prompt_tokens

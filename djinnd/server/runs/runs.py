@@ -17,11 +17,11 @@ from djinn_client.protocol import CLASSES, Forward, Logits, Logprobs, Sampling, 
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.core.edits import FOREVER
 from djinnd.messages import CancelRun, Finished, Hold, KvExported, LogitsReady, PromptScored, Truncate
-from djinnd.server.engines.blame import Standing, Suspect
+from djinnd.server.engines.blame import RunProgress, Suspect
 from djinnd.server.engines.engine_client import EngineClient
-from djinnd.server.quotas.queueing import Place
+from djinnd.server.quotas.queueing import QueuePlace
 from djinnd.server.sessions.sessions import SessionRecord
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 RunState = Literal["queued", "running", "held"]
 
@@ -38,10 +38,10 @@ class SessionRun:
     """The common part of all kinds of runs. A run is made in the same turn of the loop that finds the engine, so the
     engine lives. `proven` is done when the engine has given a token."""
 
-    done: asyncio.Future[Answer]
+    done: asyncio.Future[FinalReply]
     proven: asyncio.Future[None]
 
-    def __init__(self, call: Call, session: SessionRecord) -> None:
+    def __init__(self, call: ClientCall, session: SessionRecord) -> None:
         self.deaths = 0  # of engines for which this run may be to blame
         self.is_cancelled = False
         self._call = call
@@ -90,10 +90,10 @@ class SessionRun:
         return "running" if self._started else "queued"
 
     @property
-    def standing(self) -> Standing:
+    def progress(self) -> RunProgress:
         if self._held or self._session.is_paused:
-            return Standing.WAITS
-        return Standing.PROVEN if self._is_proven else Standing.UNPROVEN
+            return RunProgress.WAITS
+        return RunProgress.PROVEN if self._is_proven else RunProgress.UNPROVEN
 
     @property
     def suspect(self) -> Suspect:
@@ -156,12 +156,12 @@ class SessionRun:
         self.done.set_exception(Interrupted(error))
         self.done.exception()  # its caller may have been cancelled
 
-    def completed(self, context: int) -> Answer | None:
+    def completed(self, context: int) -> FinalReply | None:
         """The final answer of a run that only lacked the last word of an engine that was lost. `context`: the most
         tokens that the session may have."""
         return None
 
-    def cut_short(self) -> Answer | None:
+    def cut_short(self) -> FinalReply | None:
         """Ends a run that is cancelled while no engine has it. None: it has no result."""
         self.give_up()
         return None
@@ -202,7 +202,7 @@ class ForwardRun(SessionRun):
     """The run of a Forward. Cancelled, it leaves the session as it was."""
 
     def __init__(
-        self, call: Call, session: SessionRecord, engine: EngineClient, place: Place, request: Forward
+        self, call: ClientCall, session: SessionRecord, engine: EngineClient, place: QueuePlace, request: Forward
     ) -> None:
         super().__init__(call, session)
         self._place = place
@@ -237,4 +237,4 @@ class ForwardRun(SessionRun):
         reply = Logits(id=self._call.id, tokens=message.tokens, vocab=message.vocab, timings=timings)
         self._ended_at(None)
         self._session.changed()
-        self.done.set_result(Answer(reply, [fd]))
+        self.done.set_result(FinalReply(reply, [fd]))

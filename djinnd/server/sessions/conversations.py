@@ -29,7 +29,7 @@ COMPARED = 8  # candidates, at most, whose tokens are compared with the prompt
 
 
 @dataclass(slots=True, frozen=True)
-class Kept:
+class ConversationState:
     """A description of a kept session. `prompt`: how many of its tokens were its last prompt; `digest`: the hash of the
     tokens that the next prompt must begin with."""
 
@@ -38,13 +38,13 @@ class Kept:
     digest: bytes = b""
 
 
-class KeptSession(Protocol):
+class ConversationSession(Protocol):
     id: str
     user: int
     model: str
     tokens: list[int]
     used: float
-    kept: Kept | None
+    kept: ConversationState | None
 
     @property
     def is_free(self) -> bool:
@@ -55,14 +55,14 @@ class KeptSession(Protocol):
         """Its output follows from its tokens alone."""
 
 
-S = TypeVar("S", bound=KeptSession)
+S = TypeVar("S", bound=ConversationSession)
 
 
-class Choice(NamedTuple, Generic[S]):
+class SessionChoice(NamedTuple, Generic[S]):
     """The session to go on with (None: a new one), and its description from now on."""
 
     session: S | None
-    kept: Kept
+    kept: ConversationState
 
 
 def settled(prompt: int) -> int:
@@ -82,10 +82,10 @@ def digests(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, bytes]:
     return found
 
 
-def kept_again(key: str, prompt: int, tokens: Sequence[int]) -> Kept:
+def kept_again(key: str, prompt: int, tokens: Sequence[int]) -> ConversationState:
     """Describes a session by its own tokens. After a restart or a failed call it may have fewer than the prompt."""
     prompt = min(prompt, len(tokens))
-    return Kept(key, prompt, b"" if key else digests(tokens, [settled(prompt)])[settled(prompt)])
+    return ConversationState(key, prompt, b"" if key else digests(tokens, [settled(prompt)])[settled(prompt)])
 
 
 class Conversations(Generic[S]):
@@ -101,20 +101,20 @@ class Conversations(Generic[S]):
     def count(self, user: int) -> int:
         return len(self._of.get(user, ()))
 
-    def choose(self, user: int, model: str, key: str, prompt: Sequence[int], at: S | None = None) -> Choice[S]:
+    def choose(self, user: int, model: str, key: str, prompt: Sequence[int], at: S | None = None) -> SessionChoice[S]:
         """Chooses for a call with this prompt. `at`: a free session at the very point from which the call goes on."""
         if at is not None and at.kept is not None:
-            return Choice(at, kept_again(at.kept.key, len(prompt), prompt))
+            return SessionChoice(at, kept_again(at.kept.key, len(prompt), prompt))
         if key:
             session = self._keyed.get((user, model, key))
             is_busy = session is not None and not session.is_free
             if not is_busy:
-                return Choice(session, Kept(key, len(prompt)))
+                return SessionChoice(session, ConversationState(key, len(prompt)))
         candidates = [] if key else list(self._candidates(user, model))
         end = settled(len(prompt))
         found = digests(prompt, [end, *(settled(kept.prompt) for _, kept in candidates)])
         alike = [each for each in candidates if found.get(settled(each[1].prompt)) == each[1].digest]
-        return Choice(_longest(alike, prompt), Kept("", len(prompt), found[end]))
+        return SessionChoice(_longest(alike, prompt), ConversationState("", len(prompt), found[end]))
 
     def add(self, session: S) -> None:
         """Adds a session whose `kept` is set. A key finds the first session that has it."""
@@ -142,14 +142,14 @@ class Conversations(Generic[S]):
         """The user's session that has been idle for longest."""
         return min(self.idle(user), key=lambda session: session.used, default=None)
 
-    def _candidates(self, user: int, model: str) -> Iterator[tuple[S, Kept]]:
+    def _candidates(self, user: int, model: str) -> Iterator[tuple[S, ConversationState]]:
         for session in self._of.get(user, {}).values():
             kept = session.kept
             if kept is not None and not kept.key and session.model == model and session.is_free and session.is_plain:
                 yield session, kept
 
 
-def _longest(alike: list[tuple[S, Kept]], prompt: Sequence[int]) -> S | None:
+def _longest(alike: list[tuple[S, ConversationState]], prompt: Sequence[int]) -> S | None:
     """Picks the session that begins like the prompt for longest, among sessions whose hashes say that they do."""
     alike.sort(key=lambda each: (each[1].prompt, each[0].used), reverse=True)
     best, most = None, 0

@@ -31,7 +31,7 @@ from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.records import Recorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES, Ledger
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 log = logging.getLogger("djinnd.server")
 
@@ -76,7 +76,7 @@ class RecordTable:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    async def keep(self, call: Call, request: KeepRecord) -> Answer:
+    async def keep(self, call: ClientCall, request: KeepRecord) -> FinalReply:
         user, model, tokens = call.client.user, request.model, b""
         if request.session:
             session = self._sessions.lookup(request.session, call.client)
@@ -94,11 +94,11 @@ class RecordTable:
         self._of.setdefault(record.user, {})[name] = record
         self._ledger(user).add(JOURNAL_BYTES, _nbytes(record))
         self._journal.recorded(record)
-        return Answer(RecordKept(id=call.id, record=name))
+        return FinalReply(RecordKept(id=call.id, record=name))
 
-    async def get(self, call: Call, request: GetRecord) -> Answer:
+    async def get(self, call: ClientCall, request: GetRecord) -> FinalReply:
         found = self.find(call.client.user, request.record)
-        return Answer(
+        return FinalReply(
             Record(
                 id=call.id,
                 record=found.record,
@@ -110,12 +110,12 @@ class RecordTable:
             )
         )
 
-    async def drop(self, call: Call, request: DropRecord) -> Answer:
+    async def drop(self, call: ClientCall, request: DropRecord) -> FinalReply:
         self._drop(self.find(call.client.user, request.record))
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def list_records(self, call: Call, request: ListRecords) -> Answer:
-        return Answer(Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)]))
+    async def list_records(self, call: ClientCall, request: ListRecords) -> FinalReply:
+        return FinalReply(Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)]))
 
     # --- room -------------------------------------------------------------------------------------------------------
 

@@ -20,16 +20,16 @@ from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.config import Limits
 from djinnd.core.edits import FOREVER, Edit, now
 from djinnd.server.journal.conversations import Conversed
-from djinnd.server.journal.file import KeptSession
+from djinnd.server.journal.file import JournalSession
 from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.space import expect_space
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 from djinnd.server.probe_lists.edit_list import PART_BYTES, EditList, nbytes_of
 from djinnd.server.quotas.latency import Latencies, SessionLatency
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
-from djinnd.server.quotas.quotas import Quotas, Tenant
-from djinnd.server.sessions.conversations import Conversations, Kept, kept_again
-from djinnd.server.wire.client import Call, Client
+from djinnd.server.quotas.quotas import QuotaTable, Tenant
+from djinnd.server.sessions.conversations import Conversations, ConversationState, kept_again
+from djinnd.server.wire.client import ClientCall, ConnectedClient
 
 log = logging.getLogger("djinnd.server")
 
@@ -64,7 +64,7 @@ class SessionRecord:
     tenant: Tenant  # of `user`
     shared: bool = False
     salt: bytes = b""
-    kept: Kept | None = None
+    kept: ConversationState | None = None
     is_lost: bool = False  # its engine died with KV of a client, which cannot be computed again
     is_restored: bool = False  # from the journal and not used yet: the checkpoint may have changed
     is_paused: bool = False
@@ -78,12 +78,12 @@ class SessionRecord:
     breakpoints: BreakpointList = field(default_factory=BreakpointList)
     due_from: int = FOREVER  # the next call computes from here on at the latest; see core.Session
     woken_at: float = 0.0
-    attached: set[Client] = field(default_factory=set)
-    call: Call | None = None  # the call that uses the session
+    attached: set[ConnectedClient] = field(default_factory=set)
+    call: ClientCall | None = None  # the call that uses the session
     grace: asyncio.TimerHandle | None = None  # runs while no client is attached
 
     @contextmanager
-    def in_use(self, call: Call) -> Iterator[None]:
+    def in_use(self, call: ClientCall) -> Iterator[None]:
         """Reserves the session for one call. Raises SessionBusy."""
         self.expect_idle()
         self.call = call
@@ -165,7 +165,7 @@ class SessionRecord:
         self.part_bytes += nbytes
         self.charge_journal()
 
-    def add_breakpoint(self, breakpoint: Breakpoint) -> None:
+    def add_breakpoint(self, breakpoint: SessionBreakpoint) -> None:
         self.breakpoints.add(breakpoint)
         self._add_part_bytes(PART_BYTES * breakpoint.count)
         if not self.salt:
@@ -238,7 +238,7 @@ class SessionTable:
     replaced. `latency` is measured over all sessions, also closed ones."""
 
     def __init__(
-        self, limits: Limits, quotas: Quotas, on_close: Callable[[SessionRecord], None], journal: Journal
+        self, limits: Limits, quotas: QuotaTable, on_close: Callable[[SessionRecord], None], journal: Journal
     ) -> None:
         self.limits = limits
         self._quotas = quotas
@@ -259,14 +259,14 @@ class SessionTable:
         """True if the session is open."""
         return self._sessions.get(session.id) is session
 
-    def visible(self, client: Client) -> list[SessionRecord]:
+    def visible(self, client: ConnectedClient) -> list[SessionRecord]:
         """The client's sessions; all sessions for an administrator."""
         return [s for s in self if s.user == client.user or client.is_admin]
 
     def of_model(self, model: str) -> list[SessionRecord]:
         return [s for s in self if s.model == model and s.is_servable]
 
-    def lookup(self, session_id: str, client: Client) -> SessionRecord:
+    def lookup(self, session_id: str, client: ConnectedClient) -> SessionRecord:
         """Finds a client's session. Raises SessionNotFound, with the same message if the id is unknown or the session
         is another user's."""
         session = self._sessions.get(session_id)
@@ -327,7 +327,7 @@ class SessionTable:
         most = self.tenant(user).most_sessions(self.limits.sessions_per_user)
         return max(0, most - self.count(user) + len(self.conversations.idle(user)))
 
-    def keep(self, session: SessionRecord, kept: Kept) -> None:
+    def keep(self, session: SessionRecord, kept: ConversationState) -> None:
         """Keeps the session for the next call of its user. Closes the longest idle kept session beyond
         limits.conversations_per_user."""
         is_new, session.kept = session.kept is None, kept
@@ -364,7 +364,7 @@ class SessionTable:
 
     def restore(
         self,
-        kept: Iterable[KeptSession],
+        kept: Iterable[JournalSession],
         edits: Mapping[str, EditList],
         breakpoints: Mapping[str, BreakpointList],
         clock: float,
@@ -402,7 +402,7 @@ class SessionTable:
 
     def open(
         self,
-        client: Client,
+        client: ConnectedClient,
         model: str,
         priority: Class,
         shared: bool = False,
@@ -430,7 +430,7 @@ class SessionTable:
         log.info("session_opened session=%s user=%d name=%s model=%s class=%s", *told)
         return session
 
-    def fork(self, parent: SessionRecord, client: Client, priority: Class | None) -> SessionRecord:
+    def fork(self, parent: SessionRecord, client: ConnectedClient, priority: Class | None) -> SessionRecord:
         """Opens a session with the parent's tokens, edits and breakpoints, attached to the client. Raises SessionBusy,
         NotPermitted, and the errors of expect_room. Not even an administrator may fork another user's session, because
         users share no pages."""
@@ -449,7 +449,7 @@ class SessionTable:
         log.info("session_forked session=%s parent=%s tokens=%d", session.id, parent.id, len(session.tokens))
         return session
 
-    def attach(self, session: SessionRecord, client: Client) -> None:
+    def attach(self, session: SessionRecord, client: ConnectedClient) -> None:
         session.attached.add(client)
         if session.grace is not None:
             session.grace.cancel()
@@ -465,7 +465,7 @@ class SessionTable:
             self._journal.reclassified(session)
         log.info("session_class session=%s user=%d class=%s", session.id, session.user, priority)
 
-    def detach(self, client: Client) -> None:
+    def detach(self, client: ConnectedClient) -> None:
         """Detaches a client after its connection has closed. A session without clients is closed when its grace time is
         over, or earlier if its user has more than limits.detached_per_user of them."""
         users = set()

@@ -32,7 +32,7 @@ class Due(NamedTuple):
     signal: Signal
 
 
-class Line:
+class SignalQueue:
     """The waiting signals of all users. For each session only the last signal is kept, with the `bulk` of the one
     before if it has none. A user's signals leave in the order of arrival."""
 
@@ -67,7 +67,7 @@ class Signals:
 
     def __init__(self, send: Callable[[SessionRecord, Signal], None]) -> None:
         self._send = send
-        self._line = Line()
+        self._line = SignalQueue()
         self._is_due = False
 
     def put(self, session: SessionRecord, signal: protocol.Signal) -> None:

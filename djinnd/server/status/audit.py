@@ -10,15 +10,15 @@ from pathlib import Path
 
 from djinnd.messages import Report
 from djinnd.server.arenas.arena import Arena
-from djinnd.server.loading.models import Models
-from djinnd.server.loading.sharing import Sharing
+from djinnd.server.loading.models import ModelTable
+from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.wire.clients import Clients
+from djinnd.server.wire.clients import ClientTable
 
 _FDS = Path("/proc/self/fd")
 
 
-def audit_tables(clients: Clients, sessions: SessionTable, models: Models, arena: Arena) -> Iterator[str]:
+def audit_tables(clients: ClientTable, sessions: SessionTable, models: ModelTable, arena: Arena) -> Iterator[str]:
     """Yields a line for each contradiction between the server's tables."""
     connected = set(clients)
     for session in sessions:
@@ -50,7 +50,9 @@ def audit_engine(expected: Iterable[SessionRecord], report: Report) -> Iterator[
     yield from report.findings
 
 
-def audit_descriptors(clients: Clients, sharing: Sharing, address: str, files: Collection[int] = ()) -> Iterator[str]:
+def audit_descriptors(
+    clients: ClientTable, sharing: ShareTable, address: str, files: Collection[int] = ()
+) -> Iterator[str]:
     """Checks the open descriptors of this process. Each accepted connection must be a client's. Each memfd must be
     shared weights, wait to be sent, or belong to a request under way. `files` are those of checkpoints, some of which
     may be memfds."""

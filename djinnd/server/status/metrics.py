@@ -45,7 +45,7 @@ _TIMES_OF_CALLS = {
 }
 
 
-class Metrics:
+class DaemonMetrics:
     """Collects the metrics of a scrape."""
 
     def __init__(self, status: Status, sessions: SessionTable) -> None:

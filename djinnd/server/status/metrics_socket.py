@@ -11,7 +11,7 @@ import logging
 import socket
 
 from djinnd.server.handover.socket_path import SocketPath
-from djinnd.server.status.metrics import CONTENT_TYPE, Metrics
+from djinnd.server.status.metrics import CONTENT_TYPE, DaemonMetrics
 from djinnd.server.wire.listener import Listener
 
 log = logging.getLogger("djinnd.server")
@@ -24,7 +24,7 @@ PATIENCE = 15.0  # seconds for an exchange; the engine may take 5 of them to ans
 class MetricsSocket:
     """Owns the socket's path from `start` to `close`."""
 
-    def __init__(self, path: str, metrics: Metrics) -> None:
+    def __init__(self, path: str, metrics: DaemonMetrics) -> None:
         """`path`: where the socket is; empty: there is none."""
         self._path = path
         self._metrics = metrics

@@ -18,15 +18,15 @@ from djinnd import __version__
 from djinnd.messages import Inquire, Report, SessionUse
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.engines.supervisor import Supervisor
-from djinnd.server.loading.models import Model, Models
-from djinnd.server.loading.sharing import Sharing
+from djinnd.server.loading.models import ModelTable, ServedModel
+from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.models.call_counts import CallCounts
-from djinnd.server.quotas.quotas import Quotas
+from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.status.audit import audit_descriptors, audit_engine, audit_tables
 from djinnd.server.text.texts import Texts
-from djinnd.server.wire.client import Client
-from djinnd.server.wire.clients import Clients
+from djinnd.server.wire.client import ConnectedClient
+from djinnd.server.wire.clients import ClientTable
 
 _NOTHING_ON_DEVICE = {
     "blocks_plain": 0,
@@ -58,12 +58,12 @@ class Status:
     def __init__(
         self,
         sessions: SessionTable,
-        quotas: Quotas,
-        models: Models,
+        quotas: QuotaTable,
+        models: ModelTable,
         supervisor: Supervisor,
-        clients: Clients,
+        clients: ClientTable,
         arena: Arena,
-        sharing: Sharing,
+        sharing: ShareTable,
         texts: Texts,
         address: str,
         name_of: Callable[[int], str],
@@ -81,7 +81,7 @@ class Status:
         self.name_of = name_of
         self._started = time.monotonic()
 
-    async def reply(self, request: int, check: bool, client: Client) -> StatusReply:
+    async def reply(self, request: int, check: bool, client: ConnectedClient) -> StatusReply:
         expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]
         report = await self.report(check)
         running, queued = self.requests(report)
@@ -190,11 +190,11 @@ class Status:
 
     # --- models and devices -------------------------------------------------------------------------------------------
 
-    async def model_infos(self, models: Sequence[Model]) -> list[ModelInfo]:
+    async def model_infos(self, models: Sequence[ServedModel]) -> list[ModelInfo]:
         report = await self.report()
         return [self.model_info(model, report) for model in models]
 
-    async def complete_info(self, model: Model) -> ModelInfo:
+    async def complete_info(self, model: ServedModel) -> ModelInfo:
         """Describes a model when its lower tiers are known, which the engine reports a moment after the model is
         ready."""
         deadline = time.monotonic() + PATIENCE
@@ -207,7 +207,7 @@ class Status:
                 return info
             await asyncio.sleep(_LOOK)
 
-    def model_info(self, model: Model, report: Report | None = None) -> ModelInfo:
+    def model_info(self, model: ServedModel, report: Report | None = None) -> ModelInfo:
         described = {info.name: info for info in report.models} if report else {}
         info = described.get(model.name) or model.info or ModelInfo(name=model.name, path=model.source.path)
         sessions = len(self._sessions.of_model(model.name))

@@ -27,12 +27,12 @@ class Closer:
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()  # guards the members below, and the lanes
         self._threads = 0
-        self._waiting: deque[Lane] = deque()  # an entry for each thread that a lane could not get
+        self._waiting: deque[CloseLane] = deque()  # an entry for each thread that a lane could not get
 
-    def lane(self) -> Lane:
-        return Lane(self)
+    def lane(self) -> CloseLane:
+        return CloseLane(self)
 
-    def start(self, lane: Lane) -> None:
+    def start(self, lane: CloseLane) -> None:
         """Lets a thread work on the lane, at once or when one is free."""
         with self._lock:
             if lane.threads >= EACH or not lane.fds:
@@ -44,7 +44,7 @@ class Closer:
             self._threads += 1
         threading.Thread(target=self._work, args=(lane,), name="closer", daemon=True).start()
 
-    def _work(self, lane: Lane) -> None:
+    def _work(self, lane: CloseLane) -> None:
         while True:
             with self._lock:
                 if not lane.fds:
@@ -62,7 +62,7 @@ class Closer:
                 return
 
 
-class Lane:
+class CloseLane:
     """The descriptors of one user. `fds`: descriptors that no thread has taken yet, each with the callback that the
     event loop runs after it was closed."""
 

@@ -25,7 +25,7 @@ from djinn_client.protocol.fields.chat import FUNCTION
 from djinn_client.transport.shm import new_window
 from djinnd.jobs.text import CheckGrammar
 from djinnd.messages import Grammar
-from djinnd.server.models.text import ModelText, Prompt
+from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.text.texts import SHORT_TEXT, Texts
 from djinnd.text.grammar import TokenTable, grammar_text
 from djinnd.text.replies.grammar import lark_around
@@ -68,7 +68,7 @@ class Formats:
         self._checked: weakref.WeakKeyDictionary[ModelText, OrderedDict[bytes, None]] = weakref.WeakKeyDictionary()
         self._tables: weakref.WeakKeyDictionary[ModelText, _Table] = weakref.WeakKeyDictionary()
 
-    async def guide(self, text: ModelText, user: int, request: Generate, prompt: Prompt) -> Guide | None:
+    async def guide(self, text: ModelText, user: int, request: Generate, prompt: TokenizedPrompt) -> Guide | None:
         """None: the output is free. Raises GrammarRejected, InvalidRequest, NoTokenizer, TextFailed, QuotaExceeded."""
         is_call = request.chat is not None and request.chat.tool_choice not in ("auto", "none")
         if request.format is None and not is_call:
@@ -131,7 +131,9 @@ def expect_no_stops(request: Generate, guide: Guide | None, *, has_breakpoints: 
         )
 
 
-def _grammar(text: ModelText, request: Generate, prompt: Prompt, special: Mapping[str, int], *, forces: bool) -> str:
+def _grammar(
+    text: ModelText, request: Generate, prompt: TokenizedPrompt, special: Mapping[str, int], *, forces: bool
+) -> str:
     """Raises InvalidRequest."""
     chat, form = request.chat, request.format
     if chat is not None and chat.tool_choice not in ("auto", "none"):
@@ -149,7 +151,7 @@ def _grammar(text: ModelText, request: Generate, prompt: Prompt, special: Mappin
     return grammar_text(form, around=around, calls=calls, forces=forces)
 
 
-def _calls(text: ModelText, prompt: Prompt, parallel: bool, special: Mapping[str, int]) -> str:
+def _calls(text: ModelText, prompt: TokenizedPrompt, parallel: bool, special: Mapping[str, int]) -> str:
     """A grammar of calls that an answer may make in the place of one with the format. Raises InvalidRequest."""
     form = text.reply_format
     if form.has_unmarked_calls:

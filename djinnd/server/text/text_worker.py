@@ -19,25 +19,25 @@ from djinnd.jobs import text as text_jobs
 from djinnd.jobs.text import (
     MAX_ANSWER,
     MAX_QUESTION,
-    Begin,
+    BeginReading,
     CheckGrammar,
     Decode,
     Decoded,
     Encode,
     EncodeChat,
     Encoded,
-    End,
-    Failed,
-    Forget,
+    EndReading,
+    ForgetModel,
     GrammarChecked,
-    Name,
-    Named,
-    Open,
-    Opened,
-    Read,
+    ModelOpened,
+    OpenModel,
+    QuestionFailed,
     ReadText,
-    Ready,
+    ReadTokens,
+    SpellTokens,
+    TokensSpelled,
     TooMany,
+    WorkerReady,
 )
 from djinnd.server.engines.confined_process import ConfinedProcess
 
@@ -47,18 +47,18 @@ WALL = 6  # times its CPU seconds, that a job may take by the clock: the machine
 MOST_MODELS = 8  # tokenizers that a worker holds; the longest unused one goes first
 _MOST_TOLD = 2000  # characters
 
-Question = Open | Encode | EncodeChat | CheckGrammar | Decode | Read | Name
-Reply = Opened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | Named
+Question = OpenModel | Encode | EncodeChat | CheckGrammar | Decode | ReadTokens | SpellTokens
+Reply = ModelOpened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | TokensSpelled
 Then = Callable[[Reply | DjinnError], None]
 
 _ANSWERS: dict[type[Question], tuple[type[Reply], ...]] = {
-    Open: (Opened,),
+    OpenModel: (ModelOpened,),
     Encode: (Encoded, TooMany),
     EncodeChat: (Encoded, TooMany),
     Decode: (Decoded,),
     CheckGrammar: (GrammarChecked,),
-    Read: (ReadText,),
-    Name: (Named,),
+    ReadTokens: (ReadText,),
+    SpellTokens: (TokensSpelled,),
 }
 
 
@@ -114,14 +114,14 @@ class TextWorker(ConfinedProcess):
         if len(self._jobs) == 1 and self._is_ready:
             self._begin_job()
 
-    def tell(self, message: Begin | End | Forget) -> None:
+    def tell(self, message: BeginReading | EndReading | ForgetModel) -> None:
         if self._end is None:
             self._connection.send(text_jobs.encode(message))
 
     def forget(self, model: int) -> None:
         if model in self.models:
             del self.models[model]
-            self.tell(Forget(model))
+            self.tell(ForgetModel(model))
 
     def kill(self) -> None:
         self._kill(TextFailed("the text worker was ended: try again"))
@@ -133,18 +133,22 @@ class TextWorker(ConfinedProcess):
             message = text_jobs.decode_from_worker(payload)
         except ProtocolError as error:
             return self.broken(error)
-        if isinstance(message, Ready):
+        if isinstance(message, WorkerReady):
             return self._started(message)
-        if not self._jobs or not isinstance(message, (Failed, *_ANSWERS[self._jobs[0][0]])):
+        if not self._jobs or not isinstance(message, (QuestionFailed, *_ANSWERS[self._jobs[0][0]])):
             return self._fail("the text worker has said to the daemon what nobody had asked")
         _, then = self._jobs.popleft()
         self._meter()
         if self._jobs:
             self._begin_job()
         self.used = time.monotonic()
-        then(from_code(message.code, message.message[:_MOST_TOLD], {}) if isinstance(message, Failed) else message)
+        then(
+            from_code(message.code, message.message[:_MOST_TOLD], {})
+            if isinstance(message, QuestionFailed)
+            else message
+        )
 
-    def _started(self, ready: Ready) -> None:
+    def _started(self, ready: WorkerReady) -> None:
         self._is_ready = True
         if ready.lacking:
             log.warning("text_worker_not_confined user=%d lacking=%s", self.user, ready.lacking)

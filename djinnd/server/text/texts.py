@@ -34,16 +34,16 @@ from djinnd.jobs.text import (
     EncodeChat,
     Encoded,
     GrammarChecked,
-    Name,
-    Named,
-    Open,
-    Opened,
+    ModelOpened,
+    OpenModel,
+    SpellTokens,
+    TokensSpelled,
     TooMany,
 )
 from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.handover.python import python_module
 from djinnd.server.handover.stopping import leave_signals_to_the_loop
-from djinnd.server.models.text import ModelText, Prompt
+from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.quotas.cpu_time import CpuTime
 from djinnd.server.text.text_worker import MOST_MODELS, Question, Reply, TextWorker
 from djinnd.text.chat.conversation import read_tools
@@ -98,37 +98,39 @@ class Texts:
             self.time.expect(user)
             worker = self.worker(user)
             told = await self._ask(worker, *_opening(text, self.limits))
-        assert isinstance(told, Opened)
+        assert isinstance(told, ModelOpened)
         if len({*told.eos, *told.turn_ends}) > MAX_END_TOKENS + 1:
             raise TextFailed("the text worker has told more end tokens than any model has")
         text.told = told
         worker.models[text.number] = None
         return text
 
-    async def prepare(self, text: ModelText, user: int, request: Generate, starts: bool, room: int) -> Prompt:
+    async def prepare(self, text: ModelText, user: int, request: Generate, starts: bool, room: int) -> TokenizedPrompt:
         """Prepares the prompt of a request without a chat. `room`: tokens that fit. Raises PromptTooLong,
         InvalidRequest, TextFailed, QuotaExceeded."""
         given = request.token_ids or []
         if request.text is None and not request.stop:
-            return Prompt(given)
+            return TokenizedPrompt(given)
         rules = TextRules(starts, request.parse_special, request.prefix_space)
         vocabulary, prompt = text.vocabulary, request.text or ""
         if vocabulary is not None:
             stop_tokens = vocabulary.stop_tokens(request.stop, request.skip_special_tokens)
             if request.text is None:
-                return Prompt(given, stop_tokens)
+                return TokenizedPrompt(given, stop_tokens)
             _expect_fits(text.name, vocabulary, prompt, room)
             if len(prompt) <= SHORT_TEXT:
-                return Prompt(vocabulary.encode(prompt, rules), stop_tokens)
+                return TokenizedPrompt(vocabulary.encode(prompt, rules), stop_tokens)
             if len(prompt) <= LONG_TEXT:
-                return Prompt(await self.in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens)
+                return TokenizedPrompt(
+                    await self.in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens
+                )
         question = Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
         prepared = await self._encoded(text, user, question)
         return prepared._replace(tokens=given) if request.text is None else prepared
 
     async def prepare_chat(
         self, text: ModelText, user: int, chat: ChatInput, stops: Sequence[str], room: int
-    ) -> Prompt:
+    ) -> TokenizedPrompt:
         """Prepares all tokens of a chat, up to the answer. Raises as `prepare`, and InvalidRequest with the template's
         own words."""
         vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
@@ -138,7 +140,7 @@ class Texts:
         else:
             encode = partial(vocabulary.encode_chat, chat)
             encoded = encode() if size <= SHORT_CHAT else await self.in_thread(user, encode)
-            prompt = Prompt(encoded.tokens, vocabulary.stop_tokens(stops, skip_special=False), encoded.tail)
+            prompt = TokenizedPrompt(encoded.tokens, vocabulary.stop_tokens(stops, skip_special=False), encoded.tail)
         if not chat.tools or chat.tool_choice == "none":
             return prompt
         read = partial(read_tools, chat.tools)
@@ -158,12 +160,12 @@ class Texts:
         async with self._turn(user, "thread"):
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
 
-    async def _encoded(self, text: ModelText, user: int, question: Encode | EncodeChat) -> Prompt:
+    async def _encoded(self, text: ModelText, user: int, question: Encode | EncodeChat) -> TokenizedPrompt:
         answer = await self._ask_one(text, user, question)
         if isinstance(answer, TooMany):
             raise _too_long(text.name, f"has {answer.tokens:,} tokens", question.most)
         assert isinstance(answer, Encoded)
-        return Prompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
+        return TokenizedPrompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
 
     async def _ask_one(self, text: ModelText, user: int, question: Question) -> Reply:
         """Asks the user's worker, when it is the user's turn."""
@@ -180,8 +182,8 @@ class Texts:
                 return await loop.run_in_executor(self._threads, lambda: naming.of({*memoryview(tokens).cast("i")}))
         async with self._turn(user, "worker"):
             self.time.expect(user)
-            answer = await self._ask(self.worker_with(text, user), Name(text.number, tokens))
-        assert isinstance(answer, Named)
+            answer = await self._ask(self.worker_with(text, user), SpellTokens(text.number, tokens))
+        assert isinstance(answer, TokensSpelled)
         return answer.token_bytes
 
     async def check(self, text: ModelText, user: int, question: CheckGrammar) -> GrammarChecked:
@@ -310,13 +312,13 @@ def _too_long(name: str, what: str, room: int) -> PromptTooLong:
     )
 
 
-def _opening(text: ModelText, limits: Limits) -> tuple[Open, list[int]]:
+def _opening(text: ModelText, limits: Limits) -> tuple[OpenModel, list[int]]:
     """Raises TextFailed where the model has been unloaded meanwhile."""
     names = text_files(text.files)
     if not names:
         raise TextFailed(f"{text.name} has been unloaded: load it again")
     fds = [os.dup(text.files.descriptor(name)) for name in names]
-    return Open(text.number, text.name, names, limits.tokenizer_bytes, text.template), fds
+    return OpenModel(text.number, text.name, names, limits.tokenizer_bytes, text.template), fds
 
 
 def _opened(worker: TextWorker, model: int, answer: Reply | DjinnError) -> None:

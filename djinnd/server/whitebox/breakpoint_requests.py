@@ -8,24 +8,24 @@ import logging
 from djinn_client import protocol
 from djinn_client.protocol import BreakpointAdded, Breakpoints, Done
 from djinnd.server.admission import breakpoints as breakpoint_admission
-from djinnd.server.loading.models import Models
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import PART_BYTES
 from djinnd.server.sessions.sessions import SessionTable
-from djinnd.server.whitebox.functions import Functions
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.whitebox.functions import FunctionRequests
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 log = logging.getLogger("djinnd.server")
 
 
-class Breaking:
+class BreakpointRequests:
     """The requests about breakpoints."""
 
-    def __init__(self, sessions: SessionTable, models: Models, functions: Functions) -> None:
+    def __init__(self, sessions: SessionTable, models: ModelTable, functions: FunctionRequests) -> None:
         self._sessions = sessions
         self._models = models
         self._functions = functions
 
-    async def add(self, call: Call, request: protocol.AddBreakpoint) -> Answer:
+    async def add(self, call: ClientCall, request: protocol.AddBreakpoint) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
             info, _ = (await self._models.once_ready(session)).described
@@ -35,18 +35,18 @@ class Breaking:
                 self._sessions.expect_journal(session.tenant, PART_BYTES * added.count)
             session.add_breakpoint(added)
         log.debug("breakpoint_added session=%s breakpoint=%d block=%d", session.id, added.number, added.block)
-        return Answer(BreakpointAdded(id=call.id, breakpoint=added.number))
+        return FinalReply(BreakpointAdded(id=call.id, breakpoint=added.number))
 
-    async def end(self, call: Call, request: protocol.EndBreakpoints) -> Answer:
+    async def end(self, call: ClientCall, request: protocol.EndBreakpoints) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         numbers = breakpoint_admission.numbers_to_end(request, session.breakpoints)
         if numbers:
             session.end_breakpoints(numbers)
             self._functions.breakpoints_ended(session, numbers)
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def list_breakpoints(self, call: Call, request: protocol.ListBreakpoints) -> Answer:
+    async def list_breakpoints(self, call: ClientCall, request: protocol.ListBreakpoints) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         infos = [each.info for each in session.breakpoints.breakpoints]
-        return Answer(Breakpoints(id=call.id, breakpoints=infos))
+        return FinalReply(Breakpoints(id=call.id, breakpoints=infos))

@@ -8,9 +8,9 @@ from djinn_client.protocol import Generate, ModelInfo
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.edits import Captured, CapturedPoint
 from djinnd.core.stops import Stop
-from djinnd.messages import Capture, Finished
+from djinnd.messages import CaptureLayout, Finished
 from djinnd.server.admission import breakpoints as breakpoint_admission
-from djinnd.server.probe_lists.breakpoint_list import BreakpointList, Reach
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan
 from djinnd.server.sessions.sessions import SessionRecord
 
 
@@ -20,7 +20,7 @@ class CallBreakpoints:
 
     stops: list[Stop]
     resume_block: int | None
-    _reach: Reach
+    _reach: CallSpan
     _breakpoints: BreakpointList  # unchanged while the call runs
     _width: int
 
@@ -37,7 +37,7 @@ class CallBreakpoints:
             prompt_end=self._reach.prompt_end,
         )
 
-    def told(self, capture: Capture, hit: HitInfo) -> Captured:
+    def told(self, capture: CaptureLayout, hit: HitInfo) -> Captured:
         """Describes to the client the activation that came with the hit."""
         return Captured(
             dtype=capture.dtype,

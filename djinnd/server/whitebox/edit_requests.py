@@ -13,25 +13,25 @@ from djinn_client.protocol import Done, EditAdded, Edits
 from djinnd.core.edits import now
 from djinnd.messages import AddEdit, EndEdits
 from djinnd.server.admission import edits as edit_admission
-from djinnd.server.loading.models import Models
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import nbytes_of
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 log = logging.getLogger("djinnd.server")
 
 
-class Editing:
+class EditRequests:
     """The requests about edits. Nothing is awaited between finding the engine and sending to it: see handlers.py."""
 
-    def __init__(self, sessions: SessionTable, models: Models) -> None:
+    def __init__(self, sessions: SessionTable, models: ModelTable) -> None:
         self._sessions = sessions
         self._models = models
 
-    async def add(self, call: Call, request: protocol.AddEdit) -> Answer:
+    async def add(self, call: ClientCall, request: protocol.AddEdit) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
-            return Answer(EditAdded(id=call.id, edit=await self.admit(session, request)))
+            return FinalReply(EditAdded(id=call.id, edit=await self.admit(session, request)))
 
     async def admit(self, session: SessionRecord, request: protocol.AddEdit) -> int:
         """Adds an edit to a session that the caller has in use, and returns its number. Ignores the session that the
@@ -52,7 +52,7 @@ class Editing:
         log.debug("edit_added session=%s edit=%d op=%s points=%d", session.id, edit.number, edit.op, len(edit.points))
         return edit.number
 
-    async def end(self, call: Call, request: protocol.EndEdits) -> Answer:
+    async def end(self, call: ClientCall, request: protocol.EndEdits) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         numbers = edit_admission.numbers_to_end(request, session.edits)
@@ -61,8 +61,8 @@ class Editing:
             session.end_edits(numbers, at)
             self._models.tell(session, EndEdits(session.id, numbers, at))
             log.debug("edits_ended session=%s edits=%d at=%d", session.id, len(numbers), at)
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def list_edits(self, call: Call, request: protocol.ListEdits) -> Answer:
+    async def list_edits(self, call: ClientCall, request: protocol.ListEdits) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
-        return Answer(Edits(id=call.id, edits=session.edits.infos()))
+        return FinalReply(Edits(id=call.id, edits=session.edits.infos()))

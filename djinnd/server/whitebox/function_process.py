@@ -2,7 +2,7 @@
 
     starting ──Ready──► idle ──Load, Run──► asked ──Done, Failed──► idle
         │                 │                   │
-        └── Unfit         │                   └── too long, too much, garbage, a signal ──► killed
+        └── ConfinementFailed         │                   └── too long, too much, garbage, a signal ──► killed
                           └── a message without a request ────────────────────────────────────┘
 
 However it ends, a waiting request gets the reason. Its functions are gone then.
@@ -27,15 +27,15 @@ from djinn_client.protocol import AddEdit
 from djinnd.jobs import sandbox as interventions
 from djinnd.jobs.sandbox import (
     MAX_FRAME,
-    Changed,
-    Done,
-    Failed,
-    Forget,
+    CallFunctions,
+    ConfinementFailed,
+    ForgetFunctions,
+    FunctionEdit,
+    FunctionsDone,
+    FunctionsFailed,
+    FunctionsReady,
     Key,
-    Load,
-    Ready,
-    Run,
-    Unfit,
+    LoadFunction,
     decode_from_process,
 )
 from djinnd.server.engines.confined_process import ConfinedProcess
@@ -73,9 +73,9 @@ class FunctionProcess(ConfinedProcess):
     async def load(self, function: Key, point: str, code: bytes, seconds: float) -> None:
         """Sends it a function. Raises FunctionFailed, InvalidRequest; NotPermitted if this machine cannot confine
         it."""
-        await self._ask(Load(function, point, code), None, seconds, 0)
+        await self._ask(LoadFunction(function, point, code), None, seconds, 0)
 
-    async def run(self, run: Run, window: int, seconds: float, room: int) -> list[AddEdit]:
+    async def run(self, run: CallFunctions, window: int, seconds: float, room: int) -> list[AddEdit]:
         """Runs functions that it has, and returns the edits that they make. `window` stays the caller's. `room`: bytes
         that the edits may take. Raises FunctionFailed, InvalidRequest; FunctionNotFound if it has ended meanwhile."""
         return await self._ask(run, window, seconds, room)
@@ -84,14 +84,16 @@ class FunctionProcess(ConfinedProcess):
         gone = self.functions & functions
         self.functions -= gone
         if gone and self._is_ready:
-            self._connection.send(interventions.encode(Forget(sorted(gone))))
+            self._connection.send(interventions.encode(ForgetFunctions(sorted(gone))))
 
     def kill(self) -> None:
         self._kill(FunctionNotFound("the intervention process was ended: intervene again"))
 
     # --- one exchange -------------------------------------------------------------------------------------------------
 
-    async def _ask(self, message: Load | Run, window: int | None, seconds: float, room: int) -> list[AddEdit]:
+    async def _ask(
+        self, message: LoadFunction | CallFunctions, window: int | None, seconds: float, room: int
+    ) -> list[AddEdit]:
         """Sends a request and waits for the answer. A caller that is cancelled during its turn kills the process,
         because a running function cannot be stopped otherwise."""
         async with self._turn:
@@ -123,28 +125,28 @@ class FunctionProcess(ConfinedProcess):
             message = decode_from_process(payload)
         except ProtocolError as error:
             return self.broken(error)
-        if isinstance(message, Ready | Unfit) and not self._ready.done():
+        if isinstance(message, FunctionsReady | ConfinementFailed) and not self._ready.done():
             return self._started(message)
         if self._answer is None or self._answer.done():
             return self._fail("the function has sent the daemon a message without a request")
         self._room -= len(payload)
         match message:
-            case Changed(edit=edit) if self._room >= 0:
+            case FunctionEdit(edit=edit) if self._room >= 0:
                 self._edits.append(edit)
-            case Changed():
+            case FunctionEdit():
                 told = "its changes take more bytes than a session's edits may (limits.edit_bytes_per_session)"
                 self._kill(QuotaExceeded(told, quota="edit_bytes_per_session"))
-            case Done():
+            case FunctionsDone():
                 self._answer.set_result(self._edits)
-            case Failed(code=code, message=told):
+            case FunctionsFailed(code=code, message=told):
                 self._answer.set_exception(from_code(code, told[:_MOST_TOLD], {}))
             case _:
                 self._fail("the function has sent the daemon garbage")
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
-    def _started(self, message: Ready | Unfit) -> None:
-        if isinstance(message, Ready):
+    def _started(self, message: FunctionsReady | ConfinementFailed) -> None:
+        if isinstance(message, FunctionsReady):
             self._is_ready = True
             self._ready.set_result(None)
         else:

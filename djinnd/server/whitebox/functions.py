@@ -15,37 +15,37 @@ from djinn_client.protocol import Done
 from djinn_client.transport.shm import SEALS
 from djinn_client.whitebox.functions import MAX_CODE, PYTHON
 from djinnd import config
-from djinnd.jobs.sandbox import Key, Run
+from djinnd.jobs.sandbox import CallFunctions, Key
 from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.handover.python import python_module
-from djinnd.server.loading.models import Models
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.whitebox.edit_requests import Editing
+from djinnd.server.whitebox.edit_requests import EditRequests
 from djinnd.server.whitebox.function_process import FunctionProcess
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 _COMMAND = python_module("djinnd.functions")
 
 
-class Functions:
+class FunctionRequests:
     """Owns the intervention processes, at most one per user."""
 
     def __init__(
         self,
         rules: config.Functions,
         sessions: SessionTable,
-        models: Models,
+        models: ModelTable,
         groups_of: Callable[[int], Collection[int]],
     ) -> None:
         self._rules = rules
         self._allowed: dict[int, bool] = {}  # a cache: groups may be known to a distant server only
         self._sessions = sessions
-        self._editing = Editing(sessions, models)
+        self._editing = EditRequests(sessions, models)
         self._groups_of = groups_of
         self._processes: dict[int, FunctionProcess] = {}  # by user; accept functions
         self._ending: set[FunctionProcess] = set()  # accept no functions any more, and have not ended yet
 
-    async def add(self, call: Call, request: protocol.AddFunction) -> Answer:
+    async def add(self, call: ClientCall, request: protocol.AddFunction) -> FinalReply:
         session = self._permitted(call, request.session)
         point = _point_of(request, session)
         with session.in_use(call):
@@ -57,9 +57,9 @@ class Functions:
             except BaseException:
                 self._forget({function})
                 raise
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
-    async def run(self, call: Call, request: protocol.RunFunctions) -> Answer:
+    async def run(self, call: ClientCall, request: protocol.RunFunctions) -> FinalReply:
         """Runs functions at the session's hit. Their edits are checked as if the client had sent them."""
         session = self._permitted(call, request.session)
         with session.in_use(call):
@@ -69,10 +69,10 @@ class Functions:
             _expect_sealed(call.fds)
             functions = [(session.id, number) for number in request.breakpoints]
             process = self._process_that_has(functions, session)
-            run, room = Run(functions, hit, request.captured), self._sessions.limits.edit_bytes_per_session
+            run, room = CallFunctions(functions, hit, request.captured), self._sessions.limits.edit_bytes_per_session
             for edit in await process.run(run, call.fds[0], self._rules.seconds, room):
                 await self._editing.admit(session, edit)
-        return Answer(Done(id=call.id))
+        return FinalReply(Done(id=call.id))
 
     def follow(self, rules: config.Functions) -> None:
         """Applies new rules, and looks up the users' groups again."""
@@ -94,7 +94,7 @@ class Functions:
 
     # --- permissions and processes ------------------------------------------------------------------------------------
 
-    def _permitted(self, call: Call, session_id: str) -> SessionRecord:
+    def _permitted(self, call: ClientCall, session_id: str) -> SessionRecord:
         """The session, if its user may run functions in it. Raises NotPermitted, SessionNotFound."""
         session = self._sessions.lookup(session_id, call.client)
         if session.user != call.client.user:

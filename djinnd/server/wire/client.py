@@ -52,8 +52,8 @@ from djinnd.server.principals.tokens import Bearer
 from djinnd.server.quotas.ledger import REQUESTS
 from djinnd.server.quotas.quotas import Tenant
 from djinnd.server.system.peers import Peer
-from djinnd.server.wire.connection import Connection
-from djinnd.server.wire.handed_over import expect_memfd
+from djinnd.server.wire.connection import FrameConnection
+from djinnd.server.wire.memfds import expect_memfd
 from djinnd.server.wire.traffic import SMALL, Traffic
 from djinnd.server.wire.windows import Windows
 
@@ -65,14 +65,14 @@ _LAST_WORD = 0.5  # seconds for a client to read that its token is no longer val
 _ALWAYS_ADMITTED = frozenset({Ping, GetStatus, GetQuotas, CloseSession})
 
 
-class Answer(NamedTuple):
+class FinalReply(NamedTuple):
     """A final reply with its descriptors."""
 
     message: Reply
     fds: Sequence[int] = ()
 
 
-class Work(Protocol):
+class CallRun(Protocol):
     """The work of an engine for a call."""
 
     @property
@@ -81,7 +81,7 @@ class Work(Protocol):
     def hold(self, held: bool) -> None: ...
 
 
-class Call:
+class ClientCall:
     """A request under way.
 
     - `run`: set while an engine works on it.
@@ -91,7 +91,7 @@ class Call:
     """
 
     def __init__(
-        self, client: Client, request: Request, fds: list[int], is_ordinary: bool = True, nbytes: int = 0
+        self, client: ConnectedClient, request: Request, fds: list[int], is_ordinary: bool = True, nbytes: int = 0
     ) -> None:
         self.client = client
         self.request = request
@@ -102,9 +102,9 @@ class Call:
         self.window_bytes = 0  # bytes of windows that are reserved
         self.whole = self  # the call of which this one is a part
         self.received = time.monotonic()
-        self.run: Work | None = None
+        self.run: CallRun | None = None
         self.fate: DjinnError = Cancelled("the request was cancelled")  # the client's error if cancelled
-        self.task: asyncio.Task[Answer]
+        self.task: asyncio.Task[FinalReply]
 
     def send(self, message: Piece | Progress) -> None:
         self.client.send(message)
@@ -129,10 +129,10 @@ class Call:
         self.client.windows.reserve(nbytes)
         self.window_bytes += nbytes
 
-    def part(self) -> Call:
+    def part(self) -> ClientCall:
         """Creates a call for a part of this call's work that has an engine run of its own. The current task works on
         the part, and ends with it."""
-        part = Call(self.client, self.request, [], is_ordinary=False)
+        part = ClientCall(self.client, self.request, [], is_ordinary=False)
         task = asyncio.current_task()
         assert task is not None
         part.whole, part.task = self.whole, task
@@ -157,7 +157,7 @@ class Call:
             self.task.cancel()
 
 
-class Desk(Protocol):
+class ClientServices(Protocol):
     """The parts of the server that all clients share."""
 
     limits: Limits
@@ -166,7 +166,7 @@ class Desk(Protocol):
 
     def is_admin(self, user: int) -> bool: ...
 
-    def authenticate(self, client: Client, token: str) -> Bearer:
+    def authenticate(self, client: ConnectedClient, token: str) -> Bearer:
         """Returns the bearer of a token. Raises NotAuthenticated, QuotaExceeded."""
 
     def name_of(self, user: int) -> str: ...
@@ -181,40 +181,40 @@ class Desk(Protocol):
 
     def ended(self) -> None: ...
 
-    def handle(self, call: Call, request: Request) -> Coroutine[Any, Any, Answer]:
+    def handle(self, call: ClientCall, request: Request) -> Coroutine[Any, Any, FinalReply]:
         """Returns the final reply, or raises a DjinnError."""
 
-    def signal(self, client: Client, signal: Signal) -> None: ...
+    def signal(self, client: ConnectedClient, signal: Signal) -> None: ...
 
-    def gone(self, client: Client) -> None: ...
+    def gone(self, client: ConnectedClient) -> None: ...
 
 
-class Client:
+class ConnectedClient:
     """One connection with its user and its requests under way."""
 
-    def __init__(self, sock: socket.socket, desk: Desk) -> None:
+    def __init__(self, sock: socket.socket, services: ClientServices) -> None:
         self.peer = Peer.of(sock)
         self.bearer: Bearer | None = None  # set if it has shown a token
-        self._desk = desk
+        self._services = services
         self._count_for(self.peer.user)
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, ClientCall] = {}
         self._introduced = False
         self._leaving = False  # its further messages are ignored
         self._held_fds = 0  # descriptors of replies that wait for the journal
-        self._ordinary = 0  # number of ordinary calls: see Call
-        limits = desk.limits
-        self._connection = Connection(sock, self, SMALL, limits.output_bytes, True, self.traffic, limits.frame)
+        self._ordinary = 0  # number of ordinary calls: see ClientCall
+        limits = services.limits
+        self._connection = FrameConnection(sock, self, SMALL, limits.output_bytes, True, self.traffic, limits.frame)
         loop = asyncio.get_running_loop()
         self._handshake = loop.call_later(limits.handshake, self._too_late)
 
     @property
     def is_admin(self) -> bool:
-        return self._desk.is_admin(self.user)
+        return self._services.is_admin(self.user)
 
     @property
     def name(self) -> str:
         """Name of the connection's principal."""
-        return self._desk.name_of(self.user)
+        return self._services.name_of(self.user)
 
     def class_for(self, asked: Class | None) -> Class:
         """The class of a session that is to be opened. None stands for the highest class that principal and token
@@ -239,7 +239,7 @@ class Client:
     @property
     def unfinished(self) -> int:
         """Number of requests of all clients under way."""
-        return self._desk.unfinished
+        return self._services.unfinished
 
     @property
     def fd(self) -> int:
@@ -251,7 +251,7 @@ class Client:
 
     def send(self, message: Reply) -> None:
         frame = encode(message)  # type: ignore[arg-type]  # every subclass of Reply is a ServerMessage
-        self._desk.after(self._connection.send, frame)
+        self._services.after(self._connection.send, frame)
 
     def flush(self) -> None:
         """Sends queued replies now instead of at the end of this turn of the loop, except replies that wait for the
@@ -311,7 +311,7 @@ class Client:
         elif not self._introduced:
             self._hang_up(ProtocolError("the first message of a connection must be Hello"))
         elif isinstance(message, Signal):
-            self._desk.signal(self, message)
+            self._services.signal(self, message)
         elif message.id in self.calls:
             self._hang_up(ProtocolError(f"request {message.id} is under way: its number may not be used again yet"))
         elif len(fds) > message.descriptors:
@@ -332,11 +332,11 @@ class Client:
     def closed(self) -> None:
         self._handshake.cancel()
         self.cancel_calls()
-        self._desk.gone(self)
+        self._services.gone(self)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def started(self, call: Call, run: Work) -> None:
+    def started(self, call: ClientCall, run: CallRun) -> None:
         """Called when an engine begins to work on the call. The run is held while the client does not read."""
         call.run = run
         if self._connection.congested:
@@ -354,7 +354,7 @@ class Client:
                 self._leave()
                 return
         self._introduced = True
-        self._connection.frame_limit = self._desk.limits.request_bytes
+        self._connection.frame_limit = self._services.limits.request_bytes
         self._handshake.cancel()
         told = (self.fd, self.peer.pid, self.user, self.name, hello.client[:80])
         log.debug("client_connected fd=%d pid=%d user=%d name=%s client=%s", *told)
@@ -362,19 +362,19 @@ class Client:
 
     def _show(self, token: str) -> None:
         """Authenticates the connection by a token. Raises NotAuthenticated, QuotaExceeded."""
-        self.bearer = self._desk.authenticate(self, token)
+        self.bearer = self._services.authenticate(self, token)
         if self.bearer.user != self.user:
             self._count_for(self.bearer.user)
             self._connection.change_traffic(self.traffic)
 
     def _count_for(self, user: int) -> None:
         self.user = user
-        self.tenant = self._desk.tenant_of(user)
-        self.traffic = self._desk.traffic_of(user)
-        self.windows = self._desk.windows_of(user)
+        self.tenant = self._services.tenant_of(user)
+        self.traffic = self._services.traffic_of(user)
+        self.windows = self._services.windows_of(user)
 
     def _too_late(self) -> None:
-        self._hang_up(ProtocolError(f"no Hello came within {self._desk.limits.handshake:g} s"))
+        self._hang_up(ProtocolError(f"no Hello came within {self._services.limits.handshake:g} s"))
 
     def _not_understood(self, payload: bytes, error: ProtocolError) -> None:
         number = request_id_of(payload)
@@ -393,23 +393,23 @@ class Client:
         except DjinnError as error:
             self._fail(request.id, error)
             return False
-        call = self.calls[request.id] = Call(self, request, fds, is_ordinary, self._connection.take_charge())
-        self._desk.begun()
-        call.task = asyncio.create_task(self._desk.handle(call, request))
+        call = self.calls[request.id] = ClientCall(self, request, fds, is_ordinary, self._connection.take_charge())
+        self._services.begun()
+        call.task = asyncio.create_task(self._services.handle(call, request))
         call.task.add_done_callback(lambda task: self._finish(call, task))
         return True
 
     def _expect_room(self, is_ordinary: bool) -> None:
         """Checks the limits on unfinished requests of this connection and of the daemon. Requests that are always
         admitted have a limit of their own on each connection. Raises Retry."""
-        limits = self._desk.limits
+        limits = self._services.limits
         others = self._ordinary if is_ordinary else len(self.calls) - self._ordinary
         if others >= limits.requests_per_connection:
             raise Retry(f"this connection has {others} unfinished requests, its limit: wait for one of them")
-        if is_ordinary and self._desk.unfinished >= limits.requests:
+        if is_ordinary and self._services.unfinished >= limits.requests:
             raise Retry(f"the daemon has {limits.requests:,} unfinished requests, its limit")
 
-    def _finish(self, call: Call, task: asyncio.Task[Answer]) -> None:
+    def _finish(self, call: ClientCall, task: asyncio.Task[FinalReply]) -> None:
         del self.calls[call.id]
         if call.is_ordinary:
             self._ordinary -= 1
@@ -418,7 +418,7 @@ class Client:
             self.traffic.give_back(call.nbytes)
         call.release_window()
         self.traffic.drop(call.fds)
-        self._desk.ended()
+        self._services.ended()
         error = call.fate if task.cancelled() else task.exception()
         if error is None:
             self._answer(call.id, task.result())
@@ -427,7 +427,7 @@ class Client:
         else:
             self._fail_ours(call.id, error)
 
-    def _answer(self, number: int, answer: Answer) -> None:
+    def _answer(self, number: int, answer: FinalReply) -> None:
         message, fds = answer
         if fds:
             fds = self.windows.hand_over(fds)
@@ -438,7 +438,7 @@ class Client:
             self._fail_ours(number, error)
             return
         self._held_fds += len(fds)
-        self._desk.after(self._send_with_fds, frame, fds)
+        self._services.after(self._send_with_fds, frame, fds)
 
     def _fail_ours(self, number: int, error: BaseException) -> None:
         log.error("request_failed user=%d", self.user, exc_info=error)
@@ -450,7 +450,7 @@ class Client:
 
     def _leave(self) -> None:
         self._leaving = True
-        self._desk.after(self._connection.close_when_sent)
+        self._services.after(self._connection.close_when_sent)
 
     def _fail(self, number: int, error: DjinnError) -> None:
         self.send(Failure(id=number, code=error.code, message=error.message, data=error.data))

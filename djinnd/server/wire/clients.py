@@ -1,4 +1,4 @@
-"""All connected clients, and their shared state: see client.Desk."""
+"""All connected clients, and their shared state: see client.ClientServices."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from djinnd.server.principals.tokens import Bearer, Tokens
 from djinnd.server.quotas.quotas import Tenant
 from djinnd.server.system.closer import Closer
 from djinnd.server.system.peers import UNKNOWN, Peer, nobody_in_particular
-from djinnd.server.wire.client import Answer, Call, Client
+from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
 from djinnd.server.wire.traffic import Traffic
 from djinnd.server.wire.windows import Windows
 
 log = logging.getLogger("djinnd.server")
 
-Handle = Callable[[Call, Request], Coroutine[Any, Any, Answer]]
+Handle = Callable[[ClientCall, Request], Coroutine[Any, Any, FinalReply]]
 
 
-class Clients:
+class ClientTable:
     """The table of connected clients, with the accounts of their users."""
 
     def __init__(
@@ -35,8 +35,8 @@ class Clients:
         limits: Limits,
         admins: Collection[int],
         handle: Handle,
-        signal: Callable[[Client, Signal], None],
-        on_gone: Callable[[Client], None],
+        signal: Callable[[ConnectedClient, Signal], None],
+        on_gone: Callable[[ConnectedClient], None],
         after: Callable[..., None],
         tenant_of: Callable[[int], Tenant],
         tokens: Tokens,
@@ -57,11 +57,11 @@ class Clients:
         self._traffic: dict[int, Traffic] = {}  # by user; never removed, as messages may outlive the connections
         self._windows: dict[int, Windows] = {}  # by user; never removed either
         self._on_gone = on_gone
-        self._clients: set[Client] = set()
+        self._clients: set[ConnectedClient] = set()
         self._connections: Counter[int] = Counter()  # by user
         self._fewer = asyncio.Event()  # set when a client disconnects
 
-    def __iter__(self) -> Iterator[Client]:
+    def __iter__(self) -> Iterator[ConnectedClient]:
         return iter(list(self._clients))
 
     def __len__(self) -> int:
@@ -85,9 +85,9 @@ class Clients:
             self.traffic_of(user).hang_up(sock)
         else:
             self._connections[user] += 1
-            self._clients.add(Client(sock, self))
+            self._clients.add(ConnectedClient(sock, self))
 
-    def authenticate(self, client: Client, token: str) -> Bearer:
+    def authenticate(self, client: ConnectedClient, token: str) -> Bearer:
         """Finds the bearer of a token and counts the client's connection for that principal from now on. Raises
         NotAuthenticated, QuotaExceeded."""
         bearer = self._tokens.authenticate(token)
@@ -140,7 +140,7 @@ class Clients:
         if not self.unfinished:
             self.idle.set()
 
-    def gone(self, client: Client) -> None:
+    def gone(self, client: ConnectedClient) -> None:
         self._clients.discard(client)
         self._connections[client.user] -= 1
         self._on_gone(client)

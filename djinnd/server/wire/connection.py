@@ -50,7 +50,7 @@ _read_buffer = bytearray(32 << 10)  # shared: its content is decoded before the 
 _read_view = memoryview(_read_buffer)
 
 
-class Events(Protocol):
+class ConnectionEvents(Protocol):
     """Calls to a connection's owner. None follows after `closed`."""
 
     def frame(self, payload: bytes, fds: list[int]) -> bool | None:
@@ -66,7 +66,7 @@ class Events(Protocol):
         """The connection is closed. Called in a turn of the loop of its own."""
 
 
-class Connection:
+class FrameConnection:
     """One socket with its queue of frames.
 
     - `accept_fds`: the peer may send descriptors. If not, the kernel drops them.
@@ -77,7 +77,7 @@ class Connection:
     def __init__(
         self,
         sock: socket.socket,
-        events: Events,
+        events: ConnectionEvents,
         frame_limit: int,
         output_limit: int,
         accept_fds: bool = False,

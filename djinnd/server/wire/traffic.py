@@ -19,14 +19,14 @@ from typing import Protocol
 
 from djinn_client.errors import FrameTooLarge
 from djinnd.server.quotas.ledger import CONNECTION_BYTES, DESCRIPTORS, Ledger
-from djinnd.server.system.closer import Lane
+from djinnd.server.system.closer import CloseLane
 
 log = logging.getLogger("djinnd.server")
 
 SMALL = 64 << 10
 
 
-class Holder(Protocol):
+class TrafficSource(Protocol):
     """A connection, as Traffic needs it."""
 
     @property
@@ -42,15 +42,15 @@ class Holder(Protocol):
 class Traffic:
     """The accounts of one user's connections. `lane` closes the user's descriptors."""
 
-    def __init__(self, ledger: Ledger, lane: Lane) -> None:
+    def __init__(self, ledger: Ledger, lane: CloseLane) -> None:
         self._ledger = ledger
         self._lane = lane
-        self._senders: set[Holder] = set()  # connections with more than SMALL bytes of queued replies
-        self._waiting: deque[tuple[Holder, int]] = deque()  # frames that wait for room
+        self._senders: set[TrafficSource] = set()  # connections with more than SMALL bytes of queued replies
+        self._waiting: deque[tuple[TrafficSource, int]] = deque()  # frames that wait for room
 
     # --- input --------------------------------------------------------------------------------------------------------
 
-    def take(self, holder: Holder, nbytes: int) -> bool:
+    def take(self, holder: TrafficSource, nbytes: int) -> bool:
         """Charges a frame. Returns False if it must wait; `room_made` is called when it has been charged. Raises
         FrameTooLarge."""
         if nbytes > (limit := self._ledger.limit(CONNECTION_BYTES)):
@@ -66,7 +66,7 @@ class Traffic:
         self._ledger.release(CONNECTION_BYTES, nbytes)
         self._admit()
 
-    def leave(self, holder: Holder) -> None:
+    def leave(self, holder: TrafficSource) -> None:
         """Removes a closed connection's frame from the queue."""
         if any(waiting is holder for waiting, _ in self._waiting):
             self._waiting = deque(each for each in self._waiting if each[0] is not holder)
@@ -80,7 +80,7 @@ class Traffic:
 
     # --- output -------------------------------------------------------------------------------------------------------
 
-    def replies(self, holder: Holder, was: int, nbytes: int) -> None:
+    def replies(self, holder: TrafficSource, was: int, nbytes: int) -> None:
         """Changes the charge for the connection's queued replies from `was` to `nbytes`."""
         (self._senders.add if nbytes else self._senders.discard)(holder)
         if nbytes < was:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 
 from djinnd.server.quotas.ledger import WINDOW_BYTES, Ledger
-from djinnd.server.system.closer import Lane
+from djinnd.server.system.closer import CloseLane
 
 PERIOD = 0.25  # seconds
 
@@ -25,7 +25,7 @@ PERIOD = 0.25  # seconds
 class Windows:
     """The windows of one user."""
 
-    def __init__(self, ledger: Ledger, lane: Lane) -> None:
+    def __init__(self, ledger: Ledger, lane: CloseLane) -> None:
         self._ledger = ledger
         self._lane = lane
         self._kept: dict[int, int] = {}  # bytes, by the descriptor that is kept for the test

@@ -23,7 +23,7 @@ PARTS, EDGE = "\ufdd0", "\ufdd1"
 _ESCAPED_PARTS, _ESCAPED_EDGE = (f"\\u{ord(mark):x}" for mark in (PARTS, EDGE))  # by tojson(ensure_ascii=True)
 
 
-class Span(NamedTuple):
+class ControlSpan(NamedTuple):
     """A stretch of a rendered text. `is_control`: control strings in it become control tokens."""
 
     text: str
@@ -60,21 +60,21 @@ class ControlStrings:
         together = self._any.search("".join(text.strip() for text in texts))
         return [texts[0], *(EDGE + text for text in texts[1:])] if together else [*texts]
 
-    def spans(self, rendered: str) -> Iterator[Span]:
+    def spans(self, rendered: str) -> Iterator[ControlSpan]:
         """Cuts a text that was rendered from marked values. The spans together are the text without the marks."""
         if not any(mark in rendered for mark in (PARTS, EDGE, _ESCAPED_PARTS, _ESCAPED_EDGE)):
-            yield from [Span(rendered, True)] * bool(rendered)
+            yield from [ControlSpan(rendered, True)] * bool(rendered)
             return
         at = 0
         for found in self._marked.finditer(rendered):
             if found.start() > at:
-                yield Span(rendered[at : found.start()], True)
+                yield ControlSpan(rendered[at : found.start()], True)
             kept = (found[1] or found[2] or "").replace(PARTS, "").replace(_ESCAPED_PARTS, "")
             if kept:
-                yield Span(kept, False)
+                yield ControlSpan(kept, False)
             at = found.end()
         if at < len(rendered):
-            yield Span(rendered[at:], True)
+            yield ControlSpan(rendered[at:], True)
 
     def _mark(self, found: re.Match[str]) -> str:
         text = found[0]

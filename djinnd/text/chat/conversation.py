@@ -23,7 +23,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class ChatConversation:
     """Plain JSON values. Arguments of tool calls are objects, as transformers asks for."""
 
     messages: list[dict[str, Any]]
@@ -56,7 +56,7 @@ _TESTS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|sequence|map
 _TESTS_FOR_NULL = re.compile(r"content(?:['\"]\])?\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)", re.IGNORECASE)
 
 
-def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool = False) -> Conversation:
+def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool = False) -> ChatConversation:
     """Reads and checks a chat. `text_arguments`: arguments of tool calls stay texts. Raises InvalidRequest for
     anything that is no conversation, and for parts that no text model takes."""
     messages = _list("messages", chat.messages)
@@ -70,7 +70,7 @@ def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool =
             raise InvalidRequest(f"{name} is no argument of a template: the daemon gives it", field="arguments")
     tools = [_tool(index, each) for index, each in enumerate(_list("tools", chat.tools))] if chat.tools else []
     read = [_message(index, each, tastes, text_arguments) for index, each in enumerate(messages)]
-    return Conversation(read, tools if tools and chat.tool_choice != "none" else None, arguments)
+    return ChatConversation(read, tools if tools and chat.tool_choice != "none" else None, arguments)
 
 
 def read_tools(text: bytes) -> Tools:

@@ -11,8 +11,8 @@ from jinja2 import nodes
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.chat import ChatInput
-from djinnd.text.chat.control import ControlStrings, Span
-from djinnd.text.chat.conversation import Conversation, Tastes, read_conversation
+from djinnd.text.chat.control import ControlSpan, ControlStrings
+from djinnd.text.chat.conversation import ChatConversation, Tastes, read_conversation
 from djinnd.text.chat.environment import ENVIRONMENT
 from djinnd.text.chat.templates import no_template, template_for
 
@@ -41,7 +41,7 @@ class Template:
         self.tastes = Tastes.of(text)
         self.control = ControlStrings(tokens.special, [each for each in tokens.others if each in literals])
 
-    def render(self, conversation: Conversation, variables: Mapping[str, Any], goes_on: bool) -> str:
+    def render(self, conversation: ChatConversation, variables: Mapping[str, Any], goes_on: bool) -> str:
         """Renders a conversation. Raises InvalidRequest for a text that is too long; any exception of the template
         passes through."""
         told = {"tools": conversation.tools, "documents": None, **variables, **conversation.arguments}
@@ -82,7 +82,7 @@ class ChatTemplates:
         for text in self._texts.values():
             self._of(text)
 
-    def spans(self, chat: ChatInput) -> list[Span]:
+    def spans(self, chat: ChatInput) -> list[ControlSpan]:
         """Renders the chat. Raises InvalidRequest."""
         if not self._texts:
             raise InvalidRequest(no_template(), field="chat")
@@ -100,7 +100,7 @@ class ChatTemplates:
             told = f"the chat template failed on these messages: {type(error).__name__}: {error}"
             raise InvalidRequest(told[:MOST_TOLD], field="chat") from error
 
-    def _spans(self, template: Template, chat: ChatInput, text_arguments: bool = False) -> list[Span]:
+    def _spans(self, template: Template, chat: ChatInput, text_arguments: bool = False) -> list[ControlSpan]:
         conversation = read_conversation(chat, template.tastes, text_arguments=text_arguments)
         messages, tools, arguments = (
             template.control.mark(each) for each in (conversation.messages, conversation.tools, conversation.arguments)
@@ -109,7 +109,7 @@ class ChatTemplates:
             _keep_apart(message.get("content"), template.control)
         if chat.continue_final:
             _mark_end(messages[-1])
-        text = template.render(Conversation(messages, tools, arguments), self._variables, chat.continue_final)
+        text = template.render(ChatConversation(messages, tools, arguments), self._variables, chat.continue_final)
         if chat.continue_final:
             text = _up_to_end(text)
         return list(template.control.spans(text))

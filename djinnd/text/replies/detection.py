@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from djinnd.text.replies.format import CallSyntax, ReplyFormat, Span
+from djinnd.text.replies.format import CallSyntax, ReplyFormat, TextSpan
 from djinnd.text.replies.gemma_calls import GemmaCalls
 from djinnd.text.replies.harmony import CHANNEL, MESSAGE, HarmonyFormat
 from djinnd.text.replies.marked_calls import ListCalls, LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
@@ -15,10 +15,10 @@ from djinnd.text.replies.tagged_calls import GlmCalls, InvokeCalls, QwenCoderCal
 from djinnd.text.replies.template_format import TemplateFormat
 from djinnd.text.replies.template_spec import read_spec
 
-THINK = Span("<think>", "</think>")
+THINK = TextSpan("<think>", "</think>")
 AUTO = "auto"
 PLAIN = "plain"
-_GEMMA_THOUGHT = Span("<|channel>thought\n", "<channel|>")
+_GEMMA_THOUGHT = TextSpan("<|channel>thought\n", "<channel|>")
 
 
 def _deepseek(words: str) -> str:
@@ -71,9 +71,9 @@ FAMILIES: tuple[tuple[str, tuple[str, ...], CallSyntax], ...] = (
 )
 REASONING = (
     THINK,
-    Span("[THINK]", "[/THINK]"),
-    Span("<seed:think>", "</seed:think>"),
-    Span("<|START_THINKING|>", "<|END_THINKING|>"),
+    TextSpan("[THINK]", "[/THINK]"),
+    TextSpan("<seed:think>", "</seed:think>"),
+    TextSpan("<|START_THINKING|>", "<|END_THINKING|>"),
 )
 NAMES = (PLAIN, "harmony", *dict.fromkeys(name for name, _, _ in FAMILIES))
 
@@ -106,7 +106,7 @@ def _by_family(template: str, configured: str) -> ReplyFormat:
     return SpanFormat(name, _reasoning(name, template), calls, nine_character_ids=name.startswith("mistral"))
 
 
-def _reasoning(name: str, template: str) -> Span | None:
+def _reasoning(name: str, template: str) -> TextSpan | None:
     """Finds the markers of reasoning. A template that knows where reasoning ends, even if only to leave earlier
     reasoning out, belongs to a model that reasons."""
     if name == "gemma4":

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from djinn_client.errors import InvalidRequest
 from djinnd.text.replies.grammar import Pieces
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Reading, Source
 from djinnd.text.replies.tools import Schema, Tools
 
@@ -17,7 +17,7 @@ _TOKEN = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]")
 
 
 @dataclass(frozen=True)
-class Span:
+class TextSpan:
     """Text between two markers."""
 
     begin: str
@@ -41,7 +41,7 @@ class CallSyntax(Protocol):
         """Every marker of the syntax."""
         ...
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         """Reads the calls that follow `begin`, which has been read; text of `starts` has not. Raises Malformed."""
         ...
 
@@ -100,7 +100,7 @@ class ReplyFormat(Protocol):
         """True if a prompt that ends like this has opened reasoning already."""
         ...
 
-    def read(self, prompt: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         """Reads a whole reply to the prompt."""
         ...
 

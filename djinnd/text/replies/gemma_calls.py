@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Json, Pieces, Until, listed
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.python_calls import whole
 from djinnd.text.replies.source import Malformed, Reading, Source
 from djinnd.text.replies.tools import Schema, Tools, is_name, is_string, members_of
@@ -27,7 +27,7 @@ class GemmaCalls(Marked):
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end, self.quote)
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         text = yield from whole(source, self.end)
         found = _HEAD.fullmatch(text)
         if not found or not is_name(found[1].strip()):

@@ -14,7 +14,7 @@ from djinnd.text.replies.format import ids_of
 from djinnd.text.replies.grammar import Maybe, Pieces, Until, lark
 from djinnd.text.replies.grammar import arguments as argument_grammar
 from djinnd.text.replies.json_calls import arguments
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import Tools, is_name
 
@@ -41,7 +41,7 @@ class HarmonyFormat:
     def begins_reasoning(self, prompt: str) -> bool:
         return prompt[-_MAX_HEADER:].endswith(f"{CHANNEL}analysis{MESSAGE}")
 
-    def read(self, prompt: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         header, in_body = _opened(prompt)
         begin = header if CHANNEL in header else (yield from source.comes(START, CHANNEL, " to="))
         while True:
@@ -52,7 +52,7 @@ class HarmonyFormat:
             begin = yield from self._message(header, source, output, tools)
             in_body = False
 
-    def _header(self, begin: str, source: Source, output: Output) -> Reading[str]:
+    def _header(self, begin: str, source: Source, output: ReplyEvents) -> Reading[str]:
         """The next message's header; "" if the reply ends before it. Text between messages is content."""
         while True:
             if begin and begin not in ENDS:
@@ -65,7 +65,7 @@ class HarmonyFormat:
             if not begin:
                 return ""
 
-    def _message(self, header: str, source: Source, output: Output, tools: Tools) -> Reading[str]:
+    def _message(self, header: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[str]:
         """Reads a message, and the marker after it."""
         source.told()
         name = _called(header, tools)

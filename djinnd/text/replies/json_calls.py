@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from djinnd.text.replies.json_text import read_string, value
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import MAX_NAME, Tools, is_name
 
@@ -13,7 +13,7 @@ ARGUMENTS = ("arguments", "parameters")
 _NO_ARGUMENTS = ("null", '""')
 
 
-def call_object(source: Source, output: Output, known: Tools | None = None) -> Reading[None]:
+def call_object(source: Source, output: ReplyEvents, known: Tools | None = None) -> Reading[None]:
     """One object with a name and arguments, in any order. Arguments are told while they arrive if the name comes first.
     `known`: any other name is malformed."""
     yield from source.expect("{")
@@ -43,7 +43,7 @@ def call_object(source: Source, output: Output, known: Tools | None = None) -> R
     output.end()
 
 
-def call_list(source: Source, output: Output) -> Reading[None]:
+def call_list(source: Source, output: ReplyEvents) -> Reading[None]:
     """One or more objects between brackets."""
     yield from source.expect("[")
     while True:
@@ -54,7 +54,7 @@ def call_list(source: Source, output: Output) -> Reading[None]:
             return
 
 
-def arguments(source: Source, output: Output, name: str, call_id: str = "") -> Reading[None]:
+def arguments(source: Source, output: ReplyEvents, name: str, call_id: str = "") -> Reading[None]:
     """Begins the call, and tells its arguments as they are written."""
     yield from source.space()
     if (yield from source.peek()) == "{":

@@ -10,7 +10,7 @@ from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.grammar import arguments as argument_grammar
 from djinnd.text.replies.json_calls import arguments, call_list, call_object, read_name
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.python_calls import read_python_call
 from djinnd.text.replies.source import Reading, Source
 from djinnd.text.replies.tools import Schema, Tools
@@ -23,7 +23,7 @@ class ObjectCalls(Marked):
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         yield from source.space()
         yield from call_object(source, output)
         yield from source.space()
@@ -43,7 +43,7 @@ class ListCalls(Marked):
     begin: str = "<|tool_call|>"
     end: str = "<|/tool_call|>"
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         yield from source.space()
         yield from call_list(source, output)
         yield from source.space()
@@ -67,7 +67,7 @@ class LlamaCalls:
     def markers(self) -> tuple[str, ...]:
         return self.begins
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         yield from source.space()
         if begin and (yield from source.peek()) != "{":
             yield from read_python_call(source, output)
@@ -99,7 +99,7 @@ class MistralCalls:
     def markers(self) -> tuple[str, ...]:
         return (*self.begins, "[ARGS]", "[CALL_ID]")
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         yield from source.space()
         following = yield from source.peek()
         if following == "[":
@@ -109,7 +109,7 @@ class MistralCalls:
         else:
             yield from self._named(source, output)
 
-    def _named(self, source: Source, output: Output) -> Reading[None]:
+    def _named(self, source: Source, output: ReplyEvents) -> Reading[None]:
         name, marker = yield from read_name(source, "[ARGS]", "[CALL_ID]")
         call_id = ""
         if marker == "[CALL_ID]":
@@ -153,7 +153,7 @@ class SectionCalls:
     def markers(self) -> tuple[str, ...]:
         return self.marks
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         if begin == self.marks.section:
             yield from source.space()
             yield from source.expect(self.marks.call)
@@ -163,7 +163,7 @@ class SectionCalls:
             if (yield from source.comes(self.marks.call, self.marks.section_end)) != self.marks.call:
                 return
 
-    def _call(self, source: Source, output: Output) -> Reading[None]:
+    def _call(self, source: Source, output: ReplyEvents) -> Reading[None]:
         name, _ = yield from read_name(source, self.marks.separator)
         call_id = ""
         yield from source.space()

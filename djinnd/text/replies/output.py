@@ -22,7 +22,7 @@ def nine_characters() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
-class Output:
+class ReplyEvents:
     def __init__(self, source: Source, make_id: NewId) -> None:
         self._source = source
         self._make_id = make_id

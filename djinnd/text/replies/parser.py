@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from djinnd.text.replies.events import Event
 from djinnd.text.replies.format import ReplyFormat
-from djinnd.text.replies.output import NewId, Output, new_id, nine_characters
+from djinnd.text.replies.output import NewId, ReplyEvents, new_id, nine_characters
 from djinnd.text.replies.source import Source
 from djinnd.text.replies.tools import Tools
 
@@ -26,7 +26,7 @@ class ReplyParser:
     ) -> None:
         make_id = make_id or (nine_characters if form.nine_character_ids else new_id)
         self._source = Source()
-        self._output = Output(self._source, make_id)
+        self._output = ReplyEvents(self._source, make_id)
         self._reading = form.read(prompt, self._source, self._output, tools or {})
 
     def feed(self, text: str) -> list[Event]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from djinnd.text.replies.grammar import Json, Pieces, listed
 from djinnd.text.replies.json_calls import read_name
 from djinnd.text.replies.json_text import MAX_DEPTH
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import Schema, Tools, members_of
 
@@ -50,7 +50,7 @@ class PythonCalls:
     def markers(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.begin, self.end)))
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         start = "" if begin else (yield from self._start(source, tools))
         text = yield from whole(source, self.end)
         tell(output, read_calls(start + text))
@@ -80,7 +80,7 @@ class ToolCode:
     def markers(self) -> tuple[str, ...]:
         return ()
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         text = (yield from whole(source, "```")).strip()
         if text.startswith("print(") and text.endswith(")"):
             text = text.removeprefix("print(")[:-1]
@@ -93,7 +93,7 @@ class ToolCode:
         return "```tool_code\n", "\n", "\n```"
 
 
-def read_python_call(source: Source, output: Output) -> Reading[None]:
+def read_python_call(source: Source, output: ReplyEvents) -> Reading[None]:
     """Reads one call up to the end of the reply, as Llama 3 writes its built-in tools:
     `brave_search.call(query="…")`."""
     text = yield from whole(source, "")
@@ -107,7 +107,7 @@ def whole(source: Source, end: str) -> Reading[str]:
     return "".join(parts)
 
 
-def tell(output: Output, calls: list[Call]) -> None:
+def tell(output: ReplyEvents, calls: list[Call]) -> None:
     if not calls:
         raise Malformed
     for name, arguments in calls:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from djinnd.text.replies.format import CallSyntax, Span, cannot_force, ids_of, tokens_in
+from djinnd.text.replies.format import CallSyntax, TextSpan, cannot_force, ids_of, tokens_in
 from djinnd.text.replies.grammar import Maybe, Pieces, Space, Until, lark
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import MAX_SPACE, Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import Tools
 
@@ -17,7 +17,7 @@ _TAIL = 1024  # characters of a prompt that can hold what opened the reasoning
 @dataclass(frozen=True)
 class SpanFormat:
     name: str
-    reasoning: Span | None = None
+    reasoning: TextSpan | None = None
     calls: CallSyntax | None = None
     nine_character_ids: bool = False
 
@@ -36,7 +36,7 @@ class SpanFormat:
     def begins_reasoning(self, prompt: str) -> bool:
         return self.reasoning is not None and prompt[-_TAIL:].rstrip().endswith(self.reasoning.begin.rstrip())
 
-    def read(self, prompt: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         if (yield from self._reasoning_starts(prompt, source)):
             yield from self._read_reasoning(source, output)
         if tools and (yield from self._call_starts(source)):
@@ -55,7 +55,7 @@ class SpanFormat:
         source.back()
         return False
 
-    def _read_reasoning(self, source: Source, output: Output) -> Reading[None]:
+    def _read_reasoning(self, source: Source, output: ReplyEvents) -> Reading[None]:
         assert self.reasoning is not None
         source.told()
         yield from source.drop_space()
@@ -74,7 +74,7 @@ class SpanFormat:
         source.back()
         return False
 
-    def _read_calls(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def _read_calls(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         assert self.calls is not None
         try:
             yield from self.calls.read(begin, source, output, tools)

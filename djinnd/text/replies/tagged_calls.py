@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Either, Json, Maybe, Piece, Pieces, Until
 from djinnd.text.replies.json_calls import read_name
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, Tell, markers
 from djinnd.text.replies.tools import MAX_NAME, Schema, Tools, as_json, is_string, members_of, parameter, quoted
 
@@ -27,7 +27,7 @@ class QwenCoderCalls(Marked):
     def begins(self) -> tuple[str, ...]:
         return (self.begin, "<function=")
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         if begin == self.begin:
             yield from source.space()
             yield from source.expect("<function=")
@@ -65,7 +65,7 @@ class GlmCalls:
     def markers(self) -> tuple[str, ...]:
         return ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         name, marker = yield from read_name(source, "<arg_key>", "</tool_call>")
         members = Members(output, name)
         while marker == "<arg_key>":
@@ -105,7 +105,7 @@ class InvokeCalls(Marked):
     def _parameter(self) -> str:
         return f'<{self.prefix}parameter name="'
 
-    def read(self, begin: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, begin: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         yield from source.space()
         yield from source.expect(self._call)
         while True:
@@ -114,7 +114,7 @@ class InvokeCalls(Marked):
             if (yield from source.comes(self._call, self.end)) != self._call:
                 return
 
-    def _read_call(self, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def _read_call(self, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         name, _ = yield from read_name(source, '">')
         yield from source.space()
         members, end = Members(output, name), f"</{self.prefix}invoke>"
@@ -149,7 +149,7 @@ _TEXT, _JSON = ' string="true">', ' string="false">'
 class Members:
     """Writes the arguments' JSON object, a member at a time. Strings are told while they arrive."""
 
-    def __init__(self, output: Output, name: str) -> None:
+    def __init__(self, output: ReplyEvents, name: str) -> None:
         self._output = output
         self._name = name
         self._begun = False

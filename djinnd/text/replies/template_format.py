@@ -11,9 +11,9 @@ import regex
 
 from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.replies.grammar import Pieces
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import CHUNK, Malformed, Reading, Source, space_before
-from djinnd.text.replies.template_spec import Delimiter, Region, ResponseTemplate
+from djinnd.text.replies.template_spec import Delimiter, ResponseTemplate, TemplateRegion
 from djinnd.text.replies.template_values import region_value
 from djinnd.text.replies.tools import Schema, Tools, as_json, is_name, parameter, types
 
@@ -51,7 +51,7 @@ class TemplateFormat:
     def before_content(self, prompt: str) -> Pieces:
         return self.otherwise.before_content(prompt)
 
-    def read(self, prompt: str, source: Source, output: Output, tools: Tools) -> Reading[None]:
+    def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         """The reply is read behind what the prompt has of the message, which is not told."""
         begun = self.template.message_start(prompt)
         source.add(begun)
@@ -61,7 +61,9 @@ class TemplateFormat:
 class _Reader:
     """`region`: the region of the current text; None: text outside all regions, which is dropped."""
 
-    def __init__(self, template: ResponseTemplate, source: Source, output: Output, tools: Tools, silent: int) -> None:
+    def __init__(
+        self, template: ResponseTemplate, source: Source, output: ReplyEvents, tools: Tools, silent: int
+    ) -> None:
         self._template = template
         self._source = source
         self._output = output
@@ -89,7 +91,7 @@ class _Reader:
                 self._enter(self._template.implicit, {})
                 self._fresh = False
 
-    def _enter(self, region: Region | None, captures: dict[str, str]) -> None:
+    def _enter(self, region: TemplateRegion | None, captures: dict[str, str]) -> None:
         self._region = region
         self._captures = captures
         self._body = ""
@@ -112,7 +114,7 @@ class _Reader:
             return first, first.start
         return None, sure if len(text) - sure <= _MAX_DELIMITER else len(text)
 
-    def _watched(self) -> list[tuple[bool, Region, Delimiter]]:
+    def _watched(self) -> list[tuple[bool, TemplateRegion, Delimiter]]:
         """Delimiters that matter now. True: it opens its region."""
         implicit = self._template.implicit
         if self._region is not None and self._region is not implicit:
@@ -148,7 +150,7 @@ class _Reader:
         else:
             self._tell(self._region, text[:sure], at_border)
 
-    def _tell(self, region: Region, text: str, at_border: bool) -> None:
+    def _tell(self, region: TemplateRegion, text: str, at_border: bool) -> None:
         body = text.rstrip() if at_border else text[: len(text) - space_before(text, len(text))]
         tell = self._output.reasoning if region.name in _REASONING else self._output.content
         for begin in range(0, len(body), CHUNK):
@@ -186,7 +188,7 @@ class _Found(NamedTuple):
     start: int
     shortness: int
     closes: bool
-    region: Region
+    region: TemplateRegion
     match: regex.Match[str]
 
 

@@ -26,7 +26,7 @@ class Delimiter:
 
 
 @dataclass(frozen=True)
-class Region:
+class TemplateRegion:
     name: str
     opening: Delimiter | None
     closing: Delimiter | None
@@ -38,11 +38,11 @@ class Region:
 
 @dataclass(frozen=True)
 class ResponseTemplate:
-    regions: tuple[Region, ...]
+    regions: tuple[TemplateRegion, ...]
     start: Delimiter
 
     @property
-    def implicit(self) -> Region | None:
+    def implicit(self) -> TemplateRegion | None:
         return next((region for region in self.regions if region.opening is None), None)
 
     def message_start(self, prompt: str) -> str:
@@ -67,13 +67,13 @@ def read_spec(spec: object) -> ResponseTemplate:
     return ResponseTemplate(regions, start)
 
 
-def _region(name: str, field: object) -> Region:
+def _region(name: str, field: object) -> TemplateRegion:
     if not isinstance(field, Mapping):
         raise ValueError(f"{name}: no object")
     arguments = field.get("content_args", {})
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{name}: content_args is no object")
-    return Region(
+    return TemplateRegion(
         name,
         _delimiter(field, "open"),
         _delimiter(field, "close"),

@@ -10,7 +10,7 @@ import regex
 
 from djinnd.text.replies.python_calls import read_calls
 from djinnd.text.replies.source import Malformed
-from djinnd.text.replies.template_spec import Region
+from djinnd.text.replies.template_spec import TemplateRegion
 
 Arguments = Mapping[str, Any]
 
@@ -19,7 +19,7 @@ _BARE_KEY = regex.compile(r'"(?:\\.|[^"\\])*"|(?<=[{,])(\s*)(\w+)(\s*):')
 _MAX_NESTED = 8
 
 
-def region_value(region: Region, body: str, captures: Mapping[str, str]) -> Any:
+def region_value(region: TemplateRegion, body: str, captures: Mapping[str, str]) -> Any:
     """Parses and transforms a region's text. Raises Malformed."""
     try:
         value = _parse(body, region.content, region.content_args)

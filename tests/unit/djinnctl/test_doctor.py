@@ -22,7 +22,7 @@ from djinnctl.cli import main
 from djinnctl.doctor import arena, daemon, gpu, memory, software
 from djinnctl.doctor.gpu import Cuda, Gpu
 from djinnctl.doctor.result import Result
-from djinnd.server.arenas.header import VERSION, Header, State
+from djinnd.server.arenas.header import VERSION, FillState, Header
 from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 GIB = 1 << 30
@@ -357,8 +357,8 @@ def test_what_nobody_will_adopt(tmp_path: Path, why: dict[str, int]) -> None:
     assert "is left from process" in result.finding
 
 
-@pytest.mark.parametrize("state", [State.COMPLETE, State.ASLEEP])
-def test_the_daemon_s_own_header_is_the_one_that_doctor_reads(tmp_path: Path, state: State) -> None:
+@pytest.mark.parametrize("state", [FillState.COMPLETE, FillState.ASLEEP])
+def test_the_daemon_s_own_header_is_the_one_that_doctor_reads(tmp_path: Path, state: FillState) -> None:
     header = Header(dead_process(), 1, VERSION, state, 4096, 1, "ab" * 32, "pages", "größe", "/state")
     (tmp_path / "djinnd-weights").write_bytes(header.pack() + bytes(4096))
     (result,) = arena.check(tmp_path)

@@ -18,8 +18,17 @@ from djinn_client.protocol import FrameDecoder
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.edits import Captured, CapturedPoint
 from djinn_client.transport.shm import new_window
-from djinnd.functions.serving import Serving, channel_to_server, rehearse
-from djinnd.jobs.sandbox import Changed, Done, Failed, Forget, Load, Run, decode_from_process, encode
+from djinnd.functions.serving import FunctionService, channel_to_server, rehearse
+from djinnd.jobs.sandbox import (
+    CallFunctions,
+    ForgetFunctions,
+    FunctionEdit,
+    FunctionsDone,
+    FunctionsFailed,
+    LoadFunction,
+    decode_from_process,
+    encode,
+)
 
 WIDTH, ROWS, OFFSET = 4, 3, 64
 AT = "blocks.1.hook_resid_post"
@@ -35,7 +44,7 @@ class Line:
         self._come: list[Any] = []
 
     def load(self, function: Any, number: int = 1) -> Any:
-        self.socket.sendall(encode(Load(("s", number), "blocks.1", cloudpickle.dumps(function))))
+        self.socket.sendall(encode(LoadFunction(("s", number), "blocks.1", cloudpickle.dumps(function))))
         return self.answer()
 
     def run(self, *numbers: int, dtype: torch.dtype = torch.float32, hit: HitInfo = HIT) -> Any:
@@ -53,11 +62,11 @@ class Line:
         )
         window = new_window("hit", captured.nbytes)
         os.pwrite(window, data, OFFSET)
-        request = Run([("s", number) for number in numbers or (1,)], hit, captured)
+        request = CallFunctions([("s", number) for number in numbers or (1,)], hit, captured)
         socket.send_fds(self.socket, [encode(request, 1)], [window])
         os.close(window)
         edits = []
-        while isinstance(answer := self.answer(), Changed):
+        while isinstance(answer := self.answer(), FunctionEdit):
             edits.append(answer.edit)
         return answer, edits
 
@@ -71,7 +80,7 @@ class Line:
 def line() -> Iterator[Line]:
     ours, theirs = socket.socketpair()
     with theirs:
-        thread = threading.Thread(target=Serving(123_456).serve, args=[channel_to_server(theirs)])
+        thread = threading.Thread(target=FunctionService(123_456).serve, args=[channel_to_server(theirs)])
         thread.start()
         with ours:
             yield Line(ours)
@@ -95,9 +104,9 @@ def test_changes_come_back_as_edits(line: Line, dtype: torch.dtype) -> None:
         assert activation.shape == (1, ROWS, WIDTH)
         activation[0, 1:] *= 2
 
-    assert line.load(change) == Done()
+    assert line.load(change) == FunctionsDone()
     done, (edit,) = line.run(dtype=dtype)
-    assert done == Done()
+    assert done == FunctionsDone()
     assert (edit.session, edit.points, edit.op, edit.positions, edit.rows) == ("s", [AT], "replace", [6, 7], 2)
     assert rows(edit) == [[12.0] * WIDTH, [14.0] * WIDTH]
 
@@ -108,7 +117,7 @@ def test_functions_run_one_after_another_and_may_only_read(line: Line) -> None:
     line.load(lambda activation, context: None, 3)
     _, (edit,) = line.run(1, 2, 3)
     assert rows(edit)[0] == [60.0] * WIDTH
-    assert line.run(3) == (Done(), [])
+    assert line.run(3) == (FunctionsDone(), [])
     line.load(lambda activation, context: activation - 1, 1)
     _, (edit,) = line.run(1)
     assert rows(edit)[0] == [4.0] * WIDTH, "in the other one's place"
@@ -120,7 +129,7 @@ def test_an_exception_is_reported_with_its_place(line: Line) -> None:
 
     line.load(fail)
     (failed, edits) = line.run()
-    assert isinstance(failed, Failed) and failed.code == "function_failed" and edits == []
+    assert isinstance(failed, FunctionsFailed) and failed.code == "function_failed" and edits == []
     place = f"(in fail, line {fail.__code__.co_firstlineno + 1}"
     assert failed.message.startswith("the function at blocks.1 raised: RuntimeError: The size of tensor a")
     assert failed.message.endswith((f"{place})", f"{place} of {__file__})")), "by cloudpickle's version"
@@ -152,7 +161,7 @@ def test_every_kind_of_exception_is_reported(line: Line, error: BaseException, w
     line.load(raising(error))
     failed, _ = line.run()
     assert (failed.code, words in failed.message, len(failed.message) < 3000) == ("function_failed", True, True)
-    assert isinstance(line.run()[0], Failed), "and it goes on"
+    assert isinstance(line.run()[0], FunctionsFailed), "and it goes on"
 
 
 def test_a_result_of_another_shape_or_dtype_is_refused(line: Line) -> None:
@@ -176,7 +185,7 @@ def test_objects_that_are_not_functions_are_refused(line: Line) -> None:
     failed = line.load(5)
     told = "a function was expected, not an object of type int"
     assert (failed.code, failed.message) == ("invalid_request", told)
-    line.socket.sendall(encode(Load(("s", 1), "blocks.1", b"\x80\x05no pickle")))
+    line.socket.sendall(encode(LoadFunction(("s", 1), "blocks.1", b"\x80\x05no pickle")))
     failed = line.answer()
     assert failed.code == "function_failed" and "cannot be unpickled: " in failed.message
 
@@ -187,8 +196,8 @@ def test_forgotten_functions_are_dropped(line: Line) -> None:
             pass
 
     line.load(Noted())
-    line.socket.sendall(encode(Forget([("s", 1), ("s", 2)])))
-    assert line.load(lambda activation, context: None, 2) == Done()
+    line.socket.sendall(encode(ForgetFunctions([("s", 1), ("s", 2)])))
+    assert line.load(lambda activation, context: None, 2) == FunctionsDone()
 
 
 def test_a_rehearsal_leaves_no_descriptors() -> None:

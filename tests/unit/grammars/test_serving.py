@@ -8,8 +8,8 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from djinn_client.protocol.fields.output_format import OutputFormat
-from djinnd.grammars.serving import Serving
-from djinnd.jobs.grammar import SLOTS, WORD, Advance, Begin, End, State, words_of
+from djinnd.grammars.serving import GrammarService
+from djinnd.jobs.grammar import SLOTS, WORD, AdvanceGrammars, BeginGrammar, EndGrammar, GrammarState, words_of
 from djinnd.text.grammar import compiled, grammar_text, open_tokenizer
 from tests.support.serving import TINY
 from tests.support.walks import END, tiny_tokenizer
@@ -19,9 +19,9 @@ class Talk:
     """A channel that has said these messages, one after another, each when the last one has been answered."""
 
     def __init__(self, *messages: Any) -> None:
-        self.said: list[State] = []
+        self.said: list[GrammarState] = []
         self._messages = messages
-        self.serving: Serving
+        self.serving: GrammarService
 
     def messages(self) -> Any:
         for message in self._messages:
@@ -29,14 +29,14 @@ class Talk:
             self.serving._compiling.submit(lambda: None).result()  # waits for the compiler
 
     def send(self, message: Any) -> None:
-        self.said += [*map(State, message.plain), *message.others]
+        self.said += [*map(GrammarState, message.plain), *message.others]
 
 
-def served(*messages: Any, vocab: int = 2048) -> tuple[list[State], Any]:
+def served(*messages: Any, vocab: int = 2048) -> tuple[list[GrammarState], Any]:
     talk = Talk(*messages)
     masks = np.full((SLOTS, words_of(vocab)), 0xFFFFFFFF, np.uint32)
     tokenizer = open_tokenizer((TINY / "tokenizer.json").read_text(), [END], WORD * masks.shape[1])
-    talk.serving = Serving(tokenizer, vocab, masks, 1, talk)  # type: ignore[arg-type]
+    talk.serving = GrammarService(tokenizer, vocab, masks, 1, talk)  # type: ignore[arg-type]
     talk.serving.serve()
     return talk.said, masks
 
@@ -56,10 +56,10 @@ def regex(text: str) -> str:
 
 def test_a_run_from_its_begin_to_its_end() -> None:
     states, masks = served(
-        Begin(1, 5, regex("[xy]z?"), []),
-        Advance([(1, ids("x")[0])]),
-        Advance([(1, ids("z")[0])]),
-        End(1),
+        BeginGrammar(1, 5, regex("[xy]z?"), []),
+        AdvanceGrammars([(1, ids("x")[0])]),
+        AdvanceGrammars([(1, ids("z")[0])]),
+        EndGrammar(1),
     )
     assert [(state.run, state.forced, state.ended, state.error) for state in states] == [
         (1, [], False, ""),
@@ -70,37 +70,39 @@ def test_a_run_from_its_begin_to_its_end() -> None:
 
 
 def test_forced_tokens_come_with_the_mask_behind_them() -> None:
-    states, masks = served(Begin(1, 0, regex("hello world[!?]"), []))
+    states, masks = served(BeginGrammar(1, 0, regex("hello world[!?]"), []))
     assert states[0].forced == ids("hello world") and not states[0].ended
     assert allowed(masks[0]) == ["!", "?"]
 
 
 def test_an_output_goes_on_behind_its_tokens() -> None:
-    states, masks = served(Begin(1, 0, regex("(abc){2}[!?]"), [*ids("abc")]), Begin(2, 1, regex("abc"), ids("xyz")))
+    states, masks = served(
+        BeginGrammar(1, 0, regex("(abc){2}[!?]"), [*ids("abc")]), BeginGrammar(2, 1, regex("abc"), ids("xyz"))
+    )
     assert states[0].forced == ids("abc") and allowed(masks[0]) == ["!", "?"]
     assert "does not follow its grammar" in states[1].error
 
 
 def test_runs_are_advanced_together_and_one_that_errs_ends_alone() -> None:
     states, masks = served(
-        Begin(1, 0, regex("[xy]+"), []),
-        Begin(2, 1, regex("[xy]+"), []),
-        Advance([(1, ids("x")[0]), (2, ids("7")[0])]),
+        BeginGrammar(1, 0, regex("[xy]+"), []),
+        BeginGrammar(2, 1, regex("[xy]+"), []),
+        AdvanceGrammars([(1, ids("x")[0]), (2, ids("7")[0])]),
     )
     assert not states[2].error and states[3].run == 2 and states[3].error
     assert "x" in allowed(masks[0])
 
 
 def test_a_grammar_that_nothing_meets_is_refused() -> None:
-    states, _ = served(Begin(1, 0, grammar_text(OutputFormat("lark", "start: X\nX: /a/ & /b/")), []))
+    states, _ = served(BeginGrammar(1, 0, grammar_text(OutputFormat("lark", "start: X\nX: /a/ & /b/")), []))
     assert states[0].error
 
 
 def test_padding_is_never_allowed_and_what_the_model_lacks_neither() -> None:
-    _, masks = served(Begin(1, 0, regex("(?s:.*)"), []), vocab=3000)
+    _, masks = served(BeginGrammar(1, 0, regex("(?s:.*)"), []), vocab=3000)
     assert not masks[0, 2048 // 32 :].any() and masks[0, : 2048 // 32].any()
     narrow = END + 1 + max(ids("!"))  # of a model that has no more tokens than these
-    states, _ = served(Begin(1, 0, regex("hello"), []), Begin(2, 1, regex("[!]"), []), vocab=narrow)
+    states, _ = served(BeginGrammar(1, 0, regex("hello"), []), BeginGrammar(2, 1, regex("[!]"), []), vocab=narrow)
     assert states[0].error and not states[1].error
 
 
@@ -108,11 +110,11 @@ def test_masks_are_what_a_run_alone_would_have() -> None:
     """Some forms leave much open, others little. Masks are computed one by one and in parallel, for models with more
     and fewer tokens than the tokenizer."""
     forms = [r"[a-z \n]{9}", "[A-Za-z0-9_]{3,20}", "(abc){2}[!?]", "[!]", "x", "(?s:.*)", "[0-9]{4}-[0-9]{2}"]
-    begins = [Begin(number, 9 - number, regex(form), []) for number, form in enumerate(forms)]
+    begins = [BeginGrammar(number, 9 - number, regex(form), []) for number, form in enumerate(forms)]
     tokens = {0: ids("z"), 1: ids("z"), 5: ids("z")}
     alone = LLTokenizer((TINY / "tokenizer.json").read_text(), eos_token=[END], slices=[])
     for vocab in (2048, 3000, END + 1 + max(ids("z"))):
-        told, masks = served(*begins, Advance([(run, token) for run, (token,) in tokens.items()]), vocab=vocab)
+        told, masks = served(*begins, AdvanceGrammars([(run, token) for run, (token,) in tokens.items()]), vocab=vocab)
         states = {state.run: state for state in told}
         for run, begin in enumerate(begins):
             matcher = compiled(begin.grammar, alone)

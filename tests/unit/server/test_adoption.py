@@ -12,7 +12,7 @@ import posix_ipc
 import pytest
 
 from djinnd.server.arenas.arena import Arena
-from djinnd.server.arenas.header import HEADER_BYTES, Header, State, start_ticks
+from djinnd.server.arenas.header import HEADER_BYTES, FillState, Header, start_ticks
 
 ROOT = Path(__file__).parents[3]
 FINGERPRINT = "ab" * 32
@@ -99,7 +99,7 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"state": State.FILLING}, "the weights of llama are incomplete"),
+        ({"state": FillState.FILLING}, "the weights of llama are incomplete"),
         ({"version": 1}, "arena version 1, this daemon knows 4"),
         ({"state": 7}, "7 is not a valid State"),
         ({"holds": "else"}, "an arena object that holds 'else'"),
@@ -149,7 +149,7 @@ def test_a_sleeping_model_is_adopted_as_asleep_until_it_is_granted_again(state, 
     assert successor.grant("m", 4096, FINGERPRINT) == weights._replace(complete=True)
     assert not successor.is_asleep("m")
     assert successor.grant("m", 8192, "cd" * 32, "pages") == pages
-    assert header_of(pages.name).state is State.COMPLETE
+    assert header_of(pages.name).state is FillState.COMPLETE
 
 
 def test_one_of_two_objects_of_a_model_is_adopted_and_the_other_removed(state, successor):
@@ -186,7 +186,7 @@ def test_pages_are_adopted_beside_incomplete_weights(state, successor):
 
 
 def test_objects_of_another_state_directory_are_left_to_its_daemon(state, successor, tmp_path):
-    whole, half = left_by(tmp_path), left_by(tmp_path, model="half", state=State.FILLING)
+    whole, half = left_by(tmp_path), left_by(tmp_path, model="half", state=FillState.FILLING)
     assert successor.adopt() == []
     assert path_of(whole).exists() and path_of(half).exists()
     other = Arena(str(tmp_path))

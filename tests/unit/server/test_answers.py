@@ -14,23 +14,23 @@ from djinn_client.protocol import Failure, FrameDecoder, GetTokens, Hello, Ping,
 from djinnd.config import Limits, Quota
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.quotas.quotas import Rule, Tenant
-from djinnd.server.wire.client import Answer, Call, Client
-from djinnd.server.wire.clients import Clients
+from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.clients import ClientTable
 from tests.support.descriptors import open_descriptors
 
 
-async def handle(call: Call, request: protocol.Request) -> Answer:
+async def handle(call: ClientCall, request: protocol.Request) -> FinalReply:
     """Answers a ping; answers any other request with token ids that cannot be encoded, and a window."""
     if isinstance(request, Ping):
-        return Answer(protocol.Done(id=call.id))
-    return Answer(TokenIds(id=call.id, token_ids=[1 << 64]), [os.memfd_create("window")])
+        return FinalReply(protocol.Done(id=call.id))
+    return FinalReply(TokenIds(id=call.id, token_ids=[1 << 64]), [os.memfd_create("window")])
 
 
-def clients() -> Clients:
+def clients() -> ClientTable:
     def tenant_of(user: int) -> Tenant:
         return Tenant(user, Rule("", Quota()), time.monotonic(), Limits)
 
-    return Clients(
+    return ClientTable(
         Limits(),
         admins=(),
         handle=handle,
@@ -50,7 +50,7 @@ def test_an_answer_that_cannot_be_encoded_is_a_failure_and_the_next_request_is_a
         ours, theirs = socket.socketpair()
         with theirs:
             theirs.setblocking(False)
-            client = Client(ours, clients())
+            client = ConnectedClient(ours, clients())
             frames = [Hello(id=0, client="test"), GetTokens(id=1, session="s"), Ping(id=2)]
             theirs.send(b"".join(map(protocol.encode, frames)))
             decoder, found = FrameDecoder(1 << 20), list[protocol.ServerMessage]()

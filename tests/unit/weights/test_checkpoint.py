@@ -11,7 +11,7 @@ from torch import Tensor
 
 from djinn_client.errors import ModelNotFound, ModelRejected
 from djinnd.weights.checkpoint import CheckpointFiles
-from tests.support.opened import checkpoint_of
+from tests.support.open_files import checkpoint_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 INDEXED = {"a": "1.safetensors", "b": "2.safetensors"}

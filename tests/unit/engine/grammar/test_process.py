@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from djinnd.engine.grammar.process import GrammarProcess
-from djinnd.jobs.grammar import Begin, State, States, encode
+from djinnd.jobs.grammar import BeginGrammar, GrammarState, GrammarStates, encode
 
 
 @pytest.fixture
@@ -37,26 +37,26 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[GrammarProcess, sock
 def test_only_what_it_has_been_asked_about_is_heard_and_that_once(ends: tuple[GrammarProcess, socket.socket]) -> None:
     process, theirs = ends
     for run in (1, 2, 3):
-        process.ask(Begin(run, run, "", []), [run])
+        process.ask(BeginGrammar(run, run, "", []), [run])
     process.forget(3)
-    told = encode(States([1, 3, 8], [State(2, [5]), State(9, [6])]))
+    told = encode(GrammarStates([1, 3, 8], [GrammarState(2, [5]), GrammarState(9, [6])]))
     theirs.sendall(told + told)
-    assert process.hear() == States([1], [State(2, [5])])
-    assert process.hear() == States() and not process.failure
+    assert process.hear() == GrammarStates([1], [GrammarState(2, [5])])
+    assert process.hear() == GrammarStates() and not process.failure
 
 
 def test_garbage_and_its_end_are_failures(ends: tuple[GrammarProcess, socket.socket]) -> None:
     process, theirs = ends
-    theirs.sendall(encode(States([1]))[:-1] + b"\xff")
-    assert process.hear() == States() and process.failure
+    theirs.sendall(encode(GrammarStates([1]))[:-1] + b"\xff")
+    assert process.hear() == GrammarStates() and process.failure
 
 
 def test_an_answer_that_takes_too_long_is_a_failure(ends: tuple[GrammarProcess, socket.socket]) -> None:
     process, theirs = ends
-    process.ask(Begin(1, 1, "", []), [1])
-    theirs.sendall(encode(States([1])))
-    assert process.hear() == States([1])
-    process.ask(Begin(2, 2, "", []), [2])
+    process.ask(BeginGrammar(1, 1, "", []), [1])
+    theirs.sendall(encode(GrammarStates([1])))
+    assert process.hear() == GrammarStates([1])
+    process.ask(BeginGrammar(2, 2, "", []), [2])
     process.check(0.0)
     assert not process.failure
     process.check(1e12)

@@ -8,7 +8,7 @@ from typing import Any
 from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd import messages
 from djinnd.engine.grammar.processes import GrammarProcesses
-from djinnd.jobs.grammar import Begin
+from djinnd.jobs.grammar import BeginGrammar
 from djinnd.text.grammar import grammar_text
 from tests.support.serving import TINY
 
@@ -34,7 +34,7 @@ def test_the_server_is_told_the_cpu_time_of_each_tenant() -> None:
         wanted = messages.Grammar(grammar, 1, False, [0], fd=os.dup(tokenizer.fileno()))
         process = processes.get((tenant, 1), wanted, 4096)
     try:
-        process.ask(Begin(1, process.free.pop(), grammar, []), [1])
+        process.ask(BeginGrammar(1, process.free.pop(), grammar, []), [1])
         until = time.monotonic() + 30
         heard = process.hear()
         while not (heard.plain or heard.others or process.failure) and time.monotonic() < until:

@@ -37,7 +37,7 @@ from tests.support.descriptors import open_descriptors
 from tests.support.engine_thread import FOREVER
 from tests.support.loaded import MEMORY
 from tests.support.models import reduced_model
-from tests.support.opened import loader_of
+from tests.support.open_files import loader_of
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from tests.support.checkpoints import altered, cast
 from tests.support.engine_thread import EngineThread
 from tests.support.loaded import MEMORY
 from tests.support.models import reduced_model
-from tests.support.opened import loader_of
+from tests.support.open_files import loader_of
 
 TOKENS = 64
 

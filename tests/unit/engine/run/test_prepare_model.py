@@ -17,7 +17,7 @@ from djinnd.messages import Load
 from djinnd.model.placing.loader import Weights
 from tests.support.loaded import MEMORY, anonymous_arena, made_runner
 from tests.support.models import reduced_model
-from tests.support.opened import loader_of
+from tests.support.open_files import loader_of
 
 TOKENS, ROWS = 64, 16
 

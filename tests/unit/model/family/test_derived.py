@@ -10,7 +10,7 @@ from djinn_client.errors import ModelRejected
 from djinnd.model.family.derived import MAX_DERIVED, derived_bytes, materialise_buffers
 from djinnd.model.family.skeleton import Skeleton, bind, build
 from tests.support.models import FAMILIES, reduced_model
-from tests.support.opened import read_config
+from tests.support.open_files import read_config
 from tests.unit.model.family.test_skeleton import SMALL
 
 

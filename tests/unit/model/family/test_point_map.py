@@ -20,7 +20,7 @@ from djinn_client.protocol.fields.points import PointMap
 from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.skeleton import Skeleton, build
 from tests.support.models import FAMILIES, reduced_model
-from tests.support.opened import read_config
+from tests.support.open_files import read_config
 from tests.unit.model.family.test_skeleton import SMALL
 
 LLAMA = ("model.layers", "self_attn", "mlp", "model.norm", "lm_head")

@@ -11,7 +11,7 @@ from djinn_client.errors import ModelRejected
 from djinnd.model.family.recipes import RecipeBook
 from tests.support.checkpoints import Tensors, altered
 from tests.support.models import FAMILIES, reduced_model
-from tests.support.opened import checkpoint_of
+from tests.support.open_files import checkpoint_of
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 TIED = {"transformer.wte.weight": ["lm_head.weight"]}

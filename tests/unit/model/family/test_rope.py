@@ -16,7 +16,7 @@ from djinnd.model.family.skeleton import Skeleton, build
 from tests.support.checkpoints import altered
 from tests.support.loaded import Served
 from tests.support.models import reduced_model
-from tests.support.opened import read_config
+from tests.support.open_files import read_config
 
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [4.0] * 8
 LONGROPE = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}

@@ -31,7 +31,7 @@ from transformers import (
 from djinn_client.errors import ModelRejected
 from djinnd.model.family.skeleton import Skeleton, bind, build
 from tests.support.models import FAMILIES, reduced_model
-from tests.support.opened import read_config
+from tests.support.open_files import read_config
 from tools.checkpoints.shapes import SHAPES, config_of
 
 SMALL: dict[str, Any] = {

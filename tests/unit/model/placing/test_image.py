@@ -23,7 +23,7 @@ from djinnd.weights.filling import fill as fill_from_checkpoint
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY
 from tests.support.models import FAMILIES, reduced_model
-from tests.support.opened import loader_of
+from tests.support.open_files import loader_of
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from djinnd.weights.plan import Place
 from tests.support.checkpoints import Tensors, altered, cast, random_model
 from tests.support.loaded import MEMORY, anonymous_arena, load_weights
 from tests.support.models import FAMILIES, reduced_model
-from tests.support.opened import loader_of
+from tests.support.open_files import loader_of
 from tests.support.placed import assert_as_in_the_checkpoint
 
 UP = "model.layers.2.mlp.up_proj.weight"

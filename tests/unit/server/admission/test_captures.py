@@ -9,8 +9,8 @@ from djinn_client.protocol import Cancel, Failure, Generate, Generated, ModelInf
 from djinn_client.protocol.fields.edits import CapturedPoint
 from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd.core.edits import FOREVER
-from djinnd.messages import Capture
-from djinnd.server.admission.captures import MAX_CAPTURE_BYTES, capturing_of
+from djinnd.messages import CaptureLayout
+from djinnd.server.admission.captures import MAX_CAPTURE_BYTES, capture_of
 from tests.support.engine import WIDTH, Script
 from tests.support.served import wait_for
 from tests.support.steered import STORY, Steered, told
@@ -25,15 +25,17 @@ class FakeSession:
     due_from: int = FOREVER
 
 
-def capturing(prompt_tokens=3, session=None, max_tokens=4, names=("blocks.1",)):
+def capture(prompt_tokens=3, session=None, max_tokens=4, names=("blocks.1",)):
     request = Generate(id=1, session="s", max_tokens=max_tokens, capture=list(names))
-    return capturing_of(request, prompt_tokens, session or FakeSession(), MODEL)
+    return capture_of(request, prompt_tokens, session or FakeSession(), MODEL)
 
 
 def test_a_point_is_captured_once_and_reported_by_all_its_names():
-    taken = capturing(names=["blocks.1", "logits", "blocks.2.hook_resid_pre", "blocks.1"])
+    taken = capture(names=["blocks.1", "logits", "blocks.2.hook_resid_pre", "blocks.1"])
     assert taken.points == [Point("resid", 2), Point("logits")]
-    told = taken.told(Capture("bfloat16", first=7, positions=9, room=12, nbytes=9000, offsets=[0, 4096]), positions=8)
+    told = taken.told(
+        CaptureLayout("bfloat16", first=7, positions=9, room=12, nbytes=9000, offsets=[0, 4096]), positions=8
+    )
     assert (told.dtype, told.first, told.positions, told.room, told.nbytes) == ("bfloat16", 7, 8, 12, 9000)
     assert told.points == [
         CapturedPoint("blocks.1", 1 << 10, 0),
@@ -43,39 +45,39 @@ def test_a_point_is_captured_once_and_reported_by_all_its_names():
 
 
 def test_nothing_to_capture():
-    assert capturing(names=[]) is None
+    assert capture(names=[]) is None
 
 
 def rows(**fields):
     """The positions that the call may compute, from the error just beyond the limit."""
     most = MAX_CAPTURE_BYTES // (2 << 10)
     with pytest.raises(InvalidRequest, match=rf"at most {most:,} positions") as refused:
-        capturing(**fields)
+        capture(**fields)
     return refused.value.data["positions"] - most
 
 
 def test_the_limit_of_a_gibibyte_per_call_is_told_with_figure_and_remedy():
     most = MAX_CAPTURE_BYTES // (2 << 10)
-    capturing(prompt_tokens=most, max_tokens=0)
-    capturing(prompt_tokens=most, max_tokens=1)
-    capturing(prompt_tokens=0, session=FakeSession([1]), max_tokens=most)
+    capture(prompt_tokens=most, max_tokens=0)
+    capture(prompt_tokens=most, max_tokens=1)
+    capture(prompt_tokens=0, session=FakeSession([1]), max_tokens=most)
     assert rows(prompt_tokens=most + 1, max_tokens=0) == 1
     assert rows(prompt_tokens=most, max_tokens=2) == 1
     assert rows(prompt_tokens=0, session=FakeSession([1] * 5), max_tokens=most + 1) == 1
     assert rows(prompt_tokens=most, session=FakeSession([1] * 5, due_from=2), max_tokens=0) == 3
     with pytest.raises(InvalidRequest, match="1 points of 524,289 positions are 1,073,743,872 bytes of bfloat16"):
-        capturing(prompt_tokens=most + 1, max_tokens=0)
+        capture(prompt_tokens=most + 1, max_tokens=0)
 
 
 def test_positions_beyond_the_context_do_not_count():
     with pytest.raises(InvalidRequest) as refused:
-        capturing(prompt_tokens=5, max_tokens=1 << 30)
+        capture(prompt_tokens=5, max_tokens=1 << 30)
     assert refused.value.data["positions"] == MODEL.max_context
 
 
 def test_an_unknown_point():
     with pytest.raises(InvalidRequest, match=r"no point 'blocks\.9'"):
-        capturing(names=["blocks.9"])
+        capture(names=["blocks.9"])
 
 
 # --- over real sockets, with a scripted engine ----------------------------------------------------------------------

@@ -16,11 +16,11 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.transport.host_memory import Bound
 from djinnd.server.arenas import arena as arena_module
 from djinnd.server.arenas.arena import Arena
-from djinnd.server.arenas.header import HEADER_BYTES, VERSION, Header, State, start_ticks
+from djinnd.server.arenas.header import HEADER_BYTES, VERSION, FillState, Header, start_ticks
 
 ROOT = Path(__file__).parents[3]
 FINGERPRINT = "ab" * 32
-TORN = Header(1, 1, VERSION, State.COMPLETE, 1, 1, FINGERPRINT, "something else", "llama", "/").pack()
+TORN = Header(1, 1, VERSION, FillState.COMPLETE, 1, 1, FINGERPRINT, "something else", "llama", "/").pack()
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_an_object_is_reserved_and_private_and_names_its_owner(arena):
     found = header(grant.name)
     assert (found.pid, found.start_ticks) == (os.getpid(), start_ticks(os.getpid()))
     assert (found.state, found.payload, found.model, found.fingerprint) == (
-        State.FILLING,
+        FillState.FILLING,
         100_000,
         "llama",
         FINGERPRINT,
@@ -79,7 +79,7 @@ def test_pages_are_complete_as_soon_as_they_are_reserved_and_lie_beside_the_weig
     pages = arena.grant("llama", 8192, "cd" * 32, "pages")
     assert pages.complete and not weights.complete
     found = header(pages.name)
-    assert (found.holds, found.state, found.payload) == ("pages", State.COMPLETE, 8192)
+    assert (found.holds, found.state, found.payload) == ("pages", FillState.COMPLETE, 8192)
     assert header(weights.name).holds == "weights"
     stat = content(pages.name).stat()
     assert stat.st_blocks * 512 >= stat.st_size == pages.offset + 8192, "memory is not reserved"
@@ -203,7 +203,7 @@ def test_bytes_that_are_no_header_are_refused(data):
 
 
 def test_a_header_reads_what_it_writes():
-    written = Header(7, 9, VERSION, State.COMPLETE, 1 << 40, 3, FINGERPRINT, "pages", "org/name", "/var/lib/größe")
+    written = Header(7, 9, VERSION, FillState.COMPLETE, 1 << 40, 3, FINGERPRINT, "pages", "org/name", "/var/lib/größe")
     assert len(written.pack()) == HEADER_BYTES
     assert Header.unpack(written.pack()) == written
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from djinnd.server.checkpoints.records import NAME, ModelRecords, Record
-from djinnd.server.models.opened import Mark
+from djinnd.server.checkpoints.records import NAME, ModelRecord, ModelRecords
+from djinnd.server.models.open_files import FileIdentity
 
-ONE = Record("/a", "/a", 1000, [1000, 1001], {"config.json": Mark(1, 2, 3)})
+ONE = ModelRecord("/a", "/a", 1000, [1000, 1001], {"config.json": FileIdentity(1, 2, 3)})
 
 
 def test_records_are_read_back_by_the_next_daemon(tmp_path):
@@ -17,8 +17,8 @@ def test_records_are_read_back_by_the_next_daemon(tmp_path):
         records = ModelRecords(str(tmp_path), lambda: there)
         for _ in range(100):
             records.changed()
-        there.append(Record("/b@1", "/b", 0, [0], {}))
-        there.append(Record("configured", "/c", None, None, {}, "{{ messages }}"))
+        there.append(ModelRecord("/b@1", "/b", 0, [0], {}))
+        there.append(ModelRecord("configured", "/c", None, None, {}, "{{ messages }}"))
         records.changed()
         await records.close()
 

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from djinnd.server.engines.blame import Standing, blamed_standing
+from djinnd.server.engines.blame import RunProgress, blamed_progress
 
-WAITS, PROVEN, UNPROVEN = Standing
+WAITS, PROVEN, UNPROVEN = RunProgress
 
 
 @pytest.mark.parametrize(
-    ("standings", "loads", "blamed"),
+    ("progress_of_runs", "loads", "blamed"),
     [
         ([], False, None),
         ([WAITS, WAITS], False, None),
@@ -17,5 +17,5 @@ WAITS, PROVEN, UNPROVEN = Standing
         ([PROVEN, UNPROVEN], True, None),
     ],
 )
-def test_requests_without_a_token_are_blamed_first_and_none_beside_a_load(standings, loads, blamed):
-    assert blamed_standing(standings, loads) is blamed
+def test_requests_without_a_token_are_blamed_first_and_none_beside_a_load(progress_of_runs, loads, blamed):
+    assert blamed_progress(progress_of_runs, loads) is blamed

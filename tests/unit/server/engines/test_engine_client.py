@@ -10,7 +10,7 @@ from djinn_client.errors import EngineLost, OutOfMemory
 from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
 from djinnd import messages
 from djinnd.messages import decode_to_engine
-from djinnd.server.engines.blame import Standing, Suspect
+from djinnd.server.engines.blame import RunProgress, Suspect
 from djinnd.server.engines.engine_client import EngineClient
 from tests.support.descriptors import open_descriptors
 
@@ -21,7 +21,7 @@ class Heard:
     def __init__(self, is_urgent=False):
         self.told = []
         self.is_urgent = is_urgent
-        self.standing = Standing.UNPROVEN
+        self.progress = RunProgress.UNPROVEN
         self.suspect = Suspect("m", 7)
 
     def __getattr__(self, name):
@@ -150,7 +150,7 @@ def test_a_capture_comes_with_its_descriptor(play):
     async def act(scene):
         run, memory = Heard(), os.memfd_create("captured")
         said = finished(scene.run(run))
-        said.capture = messages.Capture("float32", first=0, positions=1, room=2, nbytes=16, offsets=[0])
+        said.capture = messages.CaptureLayout("float32", first=0, positions=1, room=2, nbytes=16, offsets=[0])
         scene.say(said, fds=[memory])
         os.close(memory)
         await scene.until(lambda: run.told)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from djinnd.server.engines.previous_engine import ENGINE_FD, LastEngine
+from djinnd.server.engines.previous_engine import ENGINE_FD, PreviousEngine
 from djinnd.server.handover.succession import Inherited
 
 Sleeper = subprocess.Popen[bytes]
@@ -28,7 +28,7 @@ def given(process: Sleeper) -> list[Inherited]:
 
 
 def test_without_a_last_engine_nothing_waits_and_nothing_is_handed_over():
-    last = LastEngine([])
+    last = PreviousEngine([])
     asyncio.run(asyncio.wait_for(last.gone(), 1))
     assert last.hand_over() == []
 
@@ -37,7 +37,7 @@ def test_a_waiter_continues_when_the_engine_has_ended_and_later_waits_return_at_
     (left,) = given(sleeper)
 
     async def wait() -> None:
-        last = LastEngine([left])
+        last = PreviousEngine([left])
         waiting = asyncio.create_task(last.gone())
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -56,7 +56,7 @@ def test_a_daemon_that_is_stopped_meanwhile_hands_the_engine_on(sleeper):
     handed_over = given(sleeper)
 
     async def give_up() -> list[Inherited]:
-        last = LastEngine(handed_over)
+        last = PreviousEngine(handed_over)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(last.gone(), 0.05)
         return last.hand_over()

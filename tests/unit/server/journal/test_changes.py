@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnd.server.journal.changes import Change, Closed, Extended, Opened, Unfolded
+from djinnd.server.journal.changes import Change, Closed, Extended, SessionAdded, Unfolded
 
 NAMES = st.sampled_from("abc")
 STEPS = st.one_of(
@@ -19,7 +19,7 @@ def applied(changes: Iterable[tuple[float, Change]]) -> dict[str, tuple[float, l
     sessions: dict[str, tuple[float, list[int]]] = {}
     for at, change in changes:
         match change:
-            case Opened(session):
+            case SessionAdded(session):
                 sessions[session] = at, []
             case Closed(session):
                 sessions.pop(session)
@@ -36,7 +36,7 @@ def test_merged_changes_have_the_effect_of_all_changes(steps: list[tuple[str, st
     for number, (kind, name, back, tokens) in enumerate(steps):
         changes: list[Change] = []
         if name not in lengths:
-            changes.append(Opened(name, 0, "m", False, "agent", 0.0))
+            changes.append(SessionAdded(name, 0, "m", False, "agent", 0.0))
             lengths[name] = 0
         if kind == "close":
             changes.append(Closed(name))
@@ -53,7 +53,7 @@ def test_merged_changes_have_the_effect_of_all_changes(steps: list[tuple[str, st
 
 def test_a_thousand_steps_of_three_sessions_are_three_changes() -> None:
     unfolded = Unfolded()
-    unfolded.add(1.0, [Opened(name, 0, "m", False, "agent", 1.0) for name in "abc"])
+    unfolded.add(1.0, [SessionAdded(name, 0, "m", False, "agent", 1.0) for name in "abc"])
     for step in range(1000):
         unfolded.add(float(step), [Extended(name, step, [step]) for name in "abc"])
     assert len(unfolded) == 6

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinnd.server.journal.clock import DOWNTIME, JournalClock, Mark, resumed
+from djinnd.server.journal.clock import DOWNTIME, ClockMark, JournalClock, resumed
 
 YEAR = 365 * 86400.0
 
@@ -12,8 +12,8 @@ YEAR = 365 * 86400.0
     [(0, 0), (3600, 3600), (DOWNTIME, DOWNTIME), (YEAR, DOWNTIME), (10 * YEAR, DOWNTIME), (-3600, 0), (-10 * YEAR, 0)],
 )
 def test_time_between_two_daemons_counts_for_a_day_at_most(away: float, counted: float) -> None:
-    assert resumed(Mark(1000.0, 5000.0), None, 5000.0 + away) == 1000.0 + counted
-    assert resumed(Mark(1000.0, 5000.0), 1200.0, 5200.0 + away) == 1200.0 + counted, "counted from the last change"
+    assert resumed(ClockMark(1000.0, 5000.0), None, 5000.0 + away) == 1000.0 + counted
+    assert resumed(ClockMark(1000.0, 5000.0), 1200.0, 5200.0 + away) == 1200.0 + counted, "counted from the last change"
 
 
 def test_a_journal_without_a_mark_has_wall_clocks() -> None:
@@ -29,7 +29,7 @@ def test_a_new_journal_begins_with_the_wall_clock() -> None:
 def test_days_without_use_add_up_over_restarts() -> None:
     at = 0.0
     for start in range(1, 6):
-        at = resumed(Mark(at, start * YEAR), None, (start + 1) * YEAR)
+        at = resumed(ClockMark(at, start * YEAR), None, (start + 1) * YEAR)
     assert at == 5 * DOWNTIME
 
 
@@ -38,4 +38,4 @@ def test_the_wall_clock_does_not_matter_while_a_daemon_runs(monkeypatch: pytest.
     clock = JournalClock(1000.0, lambda: now)
     monkeypatch.setattr("time.time", lambda: 10 * YEAR)
     now = 60.0
-    assert (clock.now(), clock.at(55.0), clock.mark()) == (1010.0, 1005.0, Mark(1010.0, 10 * YEAR))
+    assert (clock.now(), clock.at(55.0), clock.mark()) == (1010.0, 1005.0, ClockMark(1010.0, 10 * YEAR))

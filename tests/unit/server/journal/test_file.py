@@ -18,15 +18,15 @@ from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
 from djinnd.server.journal import file as journal_file
 from djinnd.server.journal.breakpoints import BreakpointsEnded, Broken, Stopped
-from djinnd.server.journal.changes import Change, Closed, Extended, Opened, Published, Reclassified, Withdrawn
+from djinnd.server.journal.changes import Change, Closed, Extended, Published, Reclassified, SessionAdded, Withdrawn
 from djinnd.server.journal.conversations import Conversed
 from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import NAME, JournalFile
 from djinnd.server.journal.records import Recorded, Unrecorded
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 
-ONE = Opened("one", 1000, "llama", False, "agent", 5.0)
-TWO = Opened("two", 1001, "mine", True, "batch", 6.0)
+ONE = SessionAdded("one", 1000, "llama", False, "agent", 5.0)
+TWO = SessionAdded("two", 1001, "mine", True, "batch", 6.0)
 SYSTEM = Published("p1", "llama", 0, 7.5, [1, 2, 3, (1 << 31) - 1])
 TOOLS = Published("p2", "qwen", 1000, 8.0, list(range(1000)))
 
@@ -249,7 +249,10 @@ def test_a_journal_without_edits_is_read_and_written(tmp_path: Path, version: in
 
 @pytest.mark.parametrize("folds", [False, True])
 def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: Path, folds: bool) -> None:
-    one, two = Breakpoint(1, "blocks.1", 2, "decode", 3), Breakpoint(2, "a", 0, extents=(Extent(2, 4), Extent(9, 10)))
+    one, two = (
+        SessionBreakpoint(1, "blocks.1", 2, "decode", 3),
+        SessionBreakpoint(2, "a", 0, extents=(Extent(2, 4), Extent(9, 10))),
+    )
     hit = HitInfo(breakpoint=2, point="a", block=0, first=2, end=4, prompt_end=4)
 
     def found() -> dict[str, BreakpointList]:
@@ -321,7 +324,7 @@ def test_records_outlive_their_sessions(tmp_path: Path, folds: bool) -> None:
 def test_a_journal_without_breakpoints_is_read_and_written(tmp_path: Path) -> None:
     write(tmp_path, [ONE, added("one", 1, Extent(1))])
     make_older(tmp_path, 4, "breakpoint")
-    write(tmp_path, [Broken("one", Breakpoint(1, "a", 3))])
+    write(tmp_path, [Broken("one", SessionBreakpoint(1, "a", 3))])
     assert spans(tmp_path) == {"one": {1: [(1, FOREVER)]}}
     file = JournalFile(str(tmp_path))
     assert [each.number for each in file.breakpoints()["one"].breakpoints] == [1]

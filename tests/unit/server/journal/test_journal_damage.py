@@ -15,11 +15,11 @@ from djinnd.core.edits import Edit, Extent
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
 from djinnd.server.journal.breakpoints import Broken
-from djinnd.server.journal.changes import Change, Closed, Extended, Opened, Published
+from djinnd.server.journal.changes import Change, Closed, Extended, Published, SessionAdded
 from djinnd.server.journal.database import VERSION, damaged_files
 from djinnd.server.journal.edits import Edited
 from djinnd.server.journal.file import NAME, JournalFile
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint
+from djinnd.server.probe_lists.breakpoint_list import SessionBreakpoint
 
 SESSIONS = [f"{number:016x}" for number in range(12)]
 PREFIX = Published("p1", "llama", 0, 7.5, list(range(300)))
@@ -35,8 +35,10 @@ def commits() -> list[list[Change]]:
     """Several rows for each session, so that a missing row makes a difference."""
     made: list[list[Change]] = [[PREFIX]]
     for number, name in enumerate(SESSIONS):
-        made.append([Opened(name, 1000 + number, "llama", False, "agent", 5.0), Extended(name, 0, [number] * 700)])
-        made.append([edit(name, 1), edit(name, 2), Broken(name, Breakpoint(1, "blocks.1", 2, "decode", 3))])
+        made.append(
+            [SessionAdded(name, 1000 + number, "llama", False, "agent", 5.0), Extended(name, 0, [number] * 700)]
+        )
+        made.append([edit(name, 1), edit(name, 2), Broken(name, SessionBreakpoint(1, "blocks.1", 2, "decode", 3))])
     for number, name in enumerate(SESSIONS):
         made.append([Extended(name, 600, [number + 100] * 50), edit(name, 3)])
     return made
@@ -91,7 +93,7 @@ def opened(folder: Path, content: bytes | bytearray) -> dict[str, object]:
     first = JournalFile(str(folder))
     found = state(first)
     assert first.prefixes() in ([], [PREFIX])
-    first.append([Opened("new", 1, "m", False, "agent", 1.0), Extended("new", 0, [1])])
+    first.append([SessionAdded("new", 1, "m", False, "agent", 1.0), Extended("new", 0, [1])])
     first.leave()
     first.close()
     aside = len(damaged_files(folder))
@@ -236,7 +238,7 @@ def test_a_later_version_is_left_alone(tmp_path: Path, whole: tuple[bool, bytes]
 
 def test_damage_while_a_daemon_runs_is_not_folded_into_a_sound_row(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
-    file.append([Opened("one", 1, "m", False, "agent", 1.0), Extended("one", 0, [1, 2, 3])])
+    file.append([SessionAdded("one", 1, "m", False, "agent", 1.0), Extended("one", 0, [1, 2, 3])])
     file.fold()
     file._db.execute("UPDATE session SET tokens = x'0100000002000000ff000000'")
     file.append([Extended("one", 3, [4])])

@@ -5,13 +5,13 @@ import pytest
 from djinn_client.errors import QuotaExceeded
 from djinnd.server.journal.space import COPIES, expect_space
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
-from djinnd.server.quotas.quotas import Quotas, Tenant
+from djinnd.server.quotas.quotas import QuotaTable, Tenant
 
 RESERVE = 3000
 
 
 def tenants(*used: int) -> list[Tenant]:
-    quotas = Quotas({}, lambda user: ())
+    quotas = QuotaTable({}, lambda user: ())
     made = [quotas.tenant(user, 0.0) for user in range(len(used))]
     for tenant, nbytes in zip(made, used, strict=True):
         tenant.ledger.add(JOURNAL_BYTES, nbytes)

@@ -14,9 +14,9 @@ from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.fork_server import ForkServer
 from djinnd.server.journal.journal import Journal
-from djinnd.server.loading.models import Models
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.models.share import Share, sweep
-from djinnd.server.quotas.quotas import Quotas
+from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.text.texts import Texts
@@ -75,12 +75,12 @@ def test_a_folder_that_cannot_be_created_costs_no_descriptor(tmp_path):
 def models_with(made, tmp_path):
     journal = Journal("")
     sessions, prefixes = (
-        SessionTable(Limits(), Quotas({}, lambda user: ()), lambda session: None, journal),
+        SessionTable(Limits(), QuotaTable({}, lambda user: ()), lambda session: None, journal),
         PrefixTable(Limits(), journal),
     )
     arena = Arena(str(tmp_path))
     engine = lambda name: pytest.fail("no engine is needed")  # noqa: E731
-    models = Models(
+    models = ModelTable(
         {},
         sessions,
         arena,

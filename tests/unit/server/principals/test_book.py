@@ -5,12 +5,12 @@ import pytest
 from djinn_client.errors import InvalidRequest, NotFound, QuotaExceeded
 from djinn_client.protocol.fields.principals import number_of
 from djinnd.server.principals import book
-from djinnd.server.principals.book import Content, TokenBook, new_token
+from djinnd.server.principals.book import TokenBook, TokenFileContent, new_token
 
 
 def book_with(*names: str) -> tuple[TokenBook, list[str]]:
     """And the secrets."""
-    made, secrets = TokenBook(Content()), []
+    made, secrets = TokenBook(TokenFileContent()), []
     for name in names:
         token, secret = new_token(name, None, None, 1.0, None)
         made.add(token)
@@ -27,7 +27,7 @@ def test_a_secret_has_256_bits_and_is_not_kept() -> None:
 
 
 def test_an_expired_token_is_not_found() -> None:
-    made = TokenBook(Content())
+    made = TokenBook(TokenFileContent())
     token, secret = new_token("a", None, None, now=1.0, expires=5.0)
     made.add(token)
     assert made.find(secret, 4.9) is not None and made.find(secret, 5.0) is None
@@ -46,7 +46,11 @@ def test_revoked_names_keep_their_numbers() -> None:
         made.revoke("a")
     token, again = new_token("a", None, None, 3.0, None)
     made.add(token)
-    assert made.content() == Content([token], []) and made.find(secret, 4.0) is None and made.find(again, 4.0) == token
+    assert (
+        made.content() == TokenFileContent([token], [])
+        and made.find(secret, 4.0) is None
+        and made.find(again, 4.0) == token
+    )
 
 
 def test_revoked_names_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +78,7 @@ def test_content_can_have_a_token_that_is_about_to_be_added() -> None:
     made, _ = book_with("a", "b")
     made.revoke("b")
     token, _ = new_token("b", None, None, 3.0, None)
-    assert made.content(token) == Content([*made, token], [])
+    assert made.content(token) == TokenFileContent([*made, token], [])
     assert made.get("b") is None
 
 

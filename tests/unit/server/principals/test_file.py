@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from djinnd.server.handover.socket_path import StartError
-from djinnd.server.principals.book import Content, new_token
+from djinnd.server.principals.book import TokenFileContent, new_token
 from djinnd.server.principals.file import NAME, TokenFile
 
-CONTENT = Content([new_token("ci", None, "batch", 1.5, 2.5)[0], new_token("é", 1000, None, 1.0, None)[0]], ["old"])
+CONTENT = TokenFileContent(
+    [new_token("ci", None, "batch", 1.5, 2.5)[0], new_token("é", 1000, None, 1.0, None)[0]], ["old"]
+)
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def test_what_is_written_is_read(file: TokenFile) -> None:
 
 
 def test_no_file_is_no_token(tmp_path: Path) -> None:
-    assert TokenFile(str(tmp_path)).read() == Content()
+    assert TokenFile(str(tmp_path)).read() == TokenFileContent()
 
 
 def test_a_file_with_any_byte_changed_or_cut_off_is_set_aside(file: TokenFile) -> None:
@@ -36,7 +38,7 @@ def test_a_file_with_any_byte_changed_or_cut_off_is_set_aside(file: TokenFile) -
         changed[place] ^= 1
         for data in (bytes(changed), sound[:place]):
             file.path.write_bytes(data)
-            assert file.read() == Content(), (place, data)
+            assert file.read() == TokenFileContent(), (place, data)
             assert not file.path.exists()
     assert len(file.damaged_files) == 2 * -(-len(sound) // 7)
     assert f"kept as {file.damaged_files[0]}" in file.notes[0]
@@ -54,12 +56,12 @@ def test_where_nothing_can_be_written_the_old_file_stays(file: TokenFile, monkey
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        file.write(Content())
+        file.write(TokenFileContent())
     assert file.read() == CONTENT
 
 
 def test_a_file_of_any_size_is_read_whole(tmp_path: Path) -> None:
-    content = Content(retired=[f"{number:064}" for number in range(300_000)])
+    content = TokenFileContent(retired=[f"{number:064}" for number in range(300_000)])
     file = TokenFile(str(tmp_path))
     file.write(content)
     assert file.read() == content and file.damaged_files == []

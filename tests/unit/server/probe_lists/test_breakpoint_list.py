@@ -6,9 +6,9 @@ import pytest
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.core.edits import Extent
 from djinnd.core.stops import Stop
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList, Reach
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan, SessionBreakpoint
 
-PROMPT = Reach(first=10, prompt_end=20, length=20, end=50)  # ten prompt positions, thirty that may be generated
+PROMPT = CallSpan(first=10, prompt_end=20, length=20, end=50)  # ten prompt positions, thirty that may be generated
 
 
 def hit(block, first, end, prompt_end=20):
@@ -20,7 +20,7 @@ def stops(reach, *breakpoints):
     for number, (block, fields) in enumerate(breakpoints, 1):
         spans = fields.pop("spans", None)
         extents = None if spans is None else tuple(Extent(*span) for span in spans)
-        listed.add(Breakpoint(number, f"p{number}", block, extents=extents, **fields))
+        listed.add(SessionBreakpoint(number, f"p{number}", block, extents=extents, **fields))
     return {stop.block: stop.position for stop in listed.stops(reach)}
 
 
@@ -62,30 +62,30 @@ def test_breakpoints_of_a_block_are_one_stop_and_blocks_ascend():
 
 def test_a_call_that_continues_stops_at_later_places_only():
     """It stops at the hit's positions at later blocks, and behind them at any block."""
-    prompt = Reach(10, 20, 20, 50, hit(3, 10, 20))
+    prompt = CallSpan(10, 20, 20, 50, hit(3, 10, 20))
     found = stops(prompt, (3, {}), (2, {"when": "prefill"}), (5, {"spans": [(12, 13)]}), (4, {"every": 3}))
     assert found == {3: 20, 4: 10, 5: 12}
 
 
 def test_every_nth_counts_from_the_prompt_of_the_stopped_call():
     for position, following in ((22, 25), (23, 25), (25, 28)):
-        reach = Reach(position, 20, position + 1, 60, hit(3, position, position + 1))
+        reach = CallSpan(position, 20, position + 1, 60, hit(3, position, position + 1))
         assert stops(reach, (3, {"when": "decode", "every": 3})) == {3: following}
-    again = Reach(22, 20, 26, 60, hit(3, 25, 26))  # an edit has made earlier positions due
+    again = CallSpan(22, 20, 26, 60, hit(3, 25, 26))  # an edit has made earlier positions due
     assert stops(again, (5, {"when": "decode", "every": 3})) == {5: 22}
 
 
 def test_a_call_behind_its_prompt_has_no_prefill_left():
-    reach = Reach(25, 20, 26, 60, hit(3, 25, 26))
+    reach = CallSpan(25, 20, 26, 60, hit(3, 25, 26))
     assert stops(reach, (5, {"when": "prefill"})) == {}
 
 
 def test_met_is_the_first_breakpoint_that_stopped_the_call():
     listed = BreakpointList()
-    listed.add(Breakpoint(1, "a", 3, "decode"))
-    listed.add(Breakpoint(2, "b", 4))
-    listed.add(Breakpoint(3, "c", 3, "prefill"))
-    listed.add(Breakpoint(4, "d", 3))
+    listed.add(SessionBreakpoint(1, "a", 3, "decode"))
+    listed.add(SessionBreakpoint(2, "b", 4))
+    listed.add(SessionBreakpoint(3, "c", 3, "prefill"))
+    listed.add(SessionBreakpoint(4, "d", 3))
     assert listed.met(3, 20, PROMPT).point == "c"
     assert listed.met(3, 21, PROMPT).point == "a"
     listed.end([1, 3])
@@ -96,20 +96,20 @@ def test_a_long_session_with_many_breakpoints_takes_no_time():
     """Work for each position would hold up the server, and so all clients."""
     listed = BreakpointList()
     for number in range(1, 1001):
-        listed.add(Breakpoint(number, "p", number % 7, "decode", every=2))
+        listed.add(SessionBreakpoint(number, "p", number % 7, "decode", every=2))
     for _ in range(20):
-        listed.stops(Reach(0, 0, 1 << 40, 1 << 41, hit(0, 0, 1 << 40, 0)))
+        listed.stops(CallSpan(0, 0, 1 << 40, 1 << 41, hit(0, 0, 1 << 40, 0)))
 
 
 def test_numbers_spans_and_copies():
     listed = BreakpointList()
-    listed.add(Breakpoint(1, "a", 3, extents=(Extent(2, 4), Extent(9, 10))))
-    listed.add(Breakpoint(2, "b", 3))
+    listed.add(SessionBreakpoint(1, "a", 3, extents=(Extent(2, 4), Extent(9, 10))))
+    listed.add(SessionBreakpoint(2, "b", 3))
     listed.hit = hit(3, 1, 2)
     assert listed.count == 3
     assert [each.info.spans for each in listed.breakpoints] == [[(2, 4), (9, 10)], None]
     fork = listed.copy()
-    fork.add(Breakpoint(3, "c", 1))
+    fork.add(SessionBreakpoint(3, "c", 1))
     fork.end([1, 2])
     assert fork.hit is None and [each.number for each in fork.breakpoints] == [3]
     assert len(listed.breakpoints) == 2 and listed.hit is not None
@@ -119,5 +119,5 @@ def test_numbers_spans_and_copies():
 
 def test_stops_are_values():
     assert BreakpointList().stops(PROMPT) == []
-    listed = BreakpointList((Breakpoint(1, "a", 2),), 1)
+    listed = BreakpointList((SessionBreakpoint(1, "a", 2),), 1)
     assert listed.stops(PROMPT) == [Stop(2, 10)]

@@ -5,7 +5,7 @@ import pytest
 from djinn_client.errors import QuotaExceeded
 from djinnd.config import Limits, Quota
 from djinnd.server.quotas.ledger import JOURNAL_BYTES, REQUESTS, RESOURCES, Ledger, Limit
-from djinnd.server.quotas.quotas import Quotas
+from djinnd.server.quotas.quotas import QuotaTable
 
 
 def ledger(most=10):
@@ -59,7 +59,7 @@ def test_releasing_more_than_was_charged_is_a_fault():
 
 
 def test_the_limit_is_the_rule_s_or_else_that_of_limits_and_follows_a_reload():
-    quotas = Quotas({"few": Quota(users=(1,), requests=2)}, lambda user: (), Limits(requests_per_user=5))
+    quotas = QuotaTable({"few": Quota(users=(1,), requests=2)}, lambda user: (), Limits(requests_per_user=5))
     few, other = quotas.tenant(1, 0.0).ledger, quotas.tenant(2, 0.0).ledger
     with pytest.raises(QuotaExceeded, match=r"quotas\.few\.requests is 2"):
         few.charge(REQUESTS, 3)
@@ -70,6 +70,6 @@ def test_the_limit_is_the_rule_s_or_else_that_of_limits_and_follows_a_reload():
 
 
 def test_every_resource_has_a_default_and_is_reported():
-    told = {use.name: use for use in Quotas({}, lambda user: ()).tenant(1, 0.0).ledger.uses()}
+    told = {use.name: use for use in QuotaTable({}, lambda user: ()).tenant(1, 0.0).ledger.uses()}
     assert list(told) == [resource.name for resource in RESOURCES]
     assert all(use.limit > 0 and use.used == 0 for use in told.values())

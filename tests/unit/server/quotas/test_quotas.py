@@ -13,13 +13,13 @@ from djinn_client.protocol.fields.scheduling import ResourceUse
 from djinnd.config import Quota
 from djinnd.messages import TenantLimits, TenantUse
 from djinnd.server.principals.names import groups_of
-from djinnd.server.quotas.quotas import Quotas
+from djinnd.server.quotas.quotas import QuotaTable
 
 GROUPS = {1: [10], 2: [10, 20], 3: []}
 
 
 def quotas(groups=GROUPS.get, **rules):
-    return Quotas(rules, lambda user: groups(user, []))
+    return QuotaTable(rules, lambda user: groups(user, []))
 
 
 def tenant(user=1, **quota):

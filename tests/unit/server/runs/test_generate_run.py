@@ -12,8 +12,8 @@ from djinn_client.errors import DjinnError
 from djinn_client.protocol import Generate, Piece
 from djinnd.config import Limits, Quota
 from djinnd.messages import CancelRun, Finished, Truncate
-from djinnd.server.models.text import Prompt
-from djinnd.server.probe_lists.breakpoint_list import BreakpointList, Reach
+from djinnd.server.models.text import TokenizedPrompt
+from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan
 from djinnd.server.quotas.latency import Latencies, SessionLatency
 from djinnd.server.quotas.queueing import Queue
 from djinnd.server.quotas.quotas import Rule, Tenant
@@ -65,11 +65,11 @@ class Stage:
                 engine,
                 place,
                 message,
-                Prompt(PROMPT),
+                TokenizedPrompt(PROMPT),
                 reads,  # type: ignore[arg-type]
                 None,
                 None,
-                CallBreakpoints([], None, Reach(1, 3, 3, 9), BreakpointList(), 8),
+                CallBreakpoints([], None, CallSpan(1, 3, 3, 9), BreakpointList(), 8),
             )
 
     def end(self) -> None:

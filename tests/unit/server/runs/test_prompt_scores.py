@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from djinnd.messages import PromptScored
-from djinnd.server.runs.prompt_scores import PromptScores
+from djinnd.server.runs.prompt_scores import ReceivedScores
 
 
 def part(*values: float) -> PromptScored:
@@ -15,7 +15,7 @@ def part(*values: float) -> PromptScored:
 
 
 def test_parts_become_one_entry_a_token() -> None:
-    scores = PromptScores(4, session_tokens=0, likeliest=1)
+    scores = ReceivedScores(4, session_tokens=0, likeliest=1)
     assert scores.wanted() == 1
     scores.add(part(-2.0))
     assert scores.told() is None
@@ -30,7 +30,7 @@ def test_parts_become_one_entry_a_token() -> None:
 
 
 def test_the_first_token_behind_others_has_an_entry() -> None:
-    scores = PromptScores(1, session_tokens=7, likeliest=1)
+    scores = ReceivedScores(1, session_tokens=7, likeliest=1)
     scores.add(part(-2.0))
     told = scores.told()
     assert told is not None and told[0] is not None
@@ -38,14 +38,14 @@ def test_the_first_token_behind_others_has_an_entry() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_prompt_of_which_nothing_can_be_told(tokens: int) -> None:
-    scores = PromptScores(tokens, session_tokens=0, likeliest=0)
+    scores = ReceivedScores(tokens, session_tokens=0, likeliest=0)
     assert scores.wanted() is None
     told = scores.told()
     assert told is not None and list(told) == [None] * tokens
 
 
 def test_the_next_engine_is_asked_for_all_that_a_lost_one_had_not_finished() -> None:
-    scores = PromptScores(3, session_tokens=9, likeliest=1)
+    scores = ReceivedScores(3, session_tokens=9, likeliest=1)
     scores.add(part(-2.0))
     assert scores.wanted() == 1
     scores.add(part(-4.0, -6.0, -8.0))

@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from djinnd.server.sessions.conversations import COMPARED, TAIL, Conversations, Kept, digests, kept_again, settled
+from djinnd.server.sessions.conversations import (
+    COMPARED,
+    TAIL,
+    Conversations,
+    ConversationState,
+    digests,
+    kept_again,
+    settled,
+)
 
 PROMPT = list(range(100, 150))
 ANSWER = [7, 8, 9]
@@ -18,7 +26,7 @@ class Session:
     model: str = "m"
     tokens: list[int] = field(default_factory=list)
     used: float = 0.0
-    kept: Kept | None = None
+    kept: ConversationState | None = None
     is_free: bool = True
     is_plain: bool = True
 
@@ -75,7 +83,7 @@ def test_not_another_user_s_or_model_s_nor_a_busy_a_steered_or_a_keyed_one(conve
 def test_a_key_finds_its_session_whatever_the_prompt_is(conversations):
     session = spoken(conversations, PROMPT, key="k")
     assert chosen(conversations, [5, 5], key="k") is session
-    assert conversations.choose(1, "m", "k", [5, 5]).kept == Kept("k", 2)
+    assert conversations.choose(1, "m", "k", [5, 5]).kept == ConversationState("k", 2)
     assert chosen(conversations, PROMPT, key="other") is None
     assert chosen(conversations, PROMPT, key="k", user=2) is chosen(conversations, PROMPT, key="k", model="n") is None
 
@@ -124,7 +132,7 @@ def test_few_are_compared_however_many_are_alike(conversations):
 def test_a_session_that_an_earlier_daemon_has_kept(conversations):
     session = spoken(conversations, PROMPT)
     assert kept_again("", len(PROMPT), session.tokens) == session.kept
-    assert kept_again("k", len(PROMPT), session.tokens) == Kept("k", len(PROMPT))
+    assert kept_again("k", len(PROMPT), session.tokens) == ConversationState("k", len(PROMPT))
     cut = kept_again("", len(PROMPT), PROMPT[:20])  # the daemon died before all of the prompt was written
     assert (cut.prompt, cut.digest) == (20, digests(PROMPT, [settled(20)])[settled(20)])
     assert kept_again("", 5, []).prompt == 0

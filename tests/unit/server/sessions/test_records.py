@@ -14,7 +14,7 @@ from djinnd.core.edits import Edit, Extent
 from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.records import Recorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
-from djinnd.server.quotas.quotas import Quotas
+from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.sessions.records import RECORD_BYTES, RecordTable, tokens_of
 from djinnd.server.sessions.sessions import SESSION_BYTES, SessionTable
 
@@ -34,7 +34,7 @@ class Call:
 
 def table(**limits):
     own = Limits(**limits)
-    sessions = SessionTable(own, Quotas({}, lambda user: (), own), lambda _: None, Journal(""))
+    sessions = SessionTable(own, QuotaTable({}, lambda user: (), own), lambda _: None, Journal(""))
     return sessions, RecordTable(own, sessions, Journal(""))
 
 

@@ -14,16 +14,16 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.config import Limits, Quota
 from djinnd.core.edits import Edit, Extent
 from djinnd.server.journal.conversations import Conversed
-from djinnd.server.journal.file import KeptSession
+from djinnd.server.journal.file import JournalSession
 from djinnd.server.journal.journal import Journal
-from djinnd.server.probe_lists.breakpoint_list import Breakpoint
+from djinnd.server.probe_lists.breakpoint_list import SessionBreakpoint
 from djinnd.server.probe_lists.edit_list import PART_BYTES
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
-from djinnd.server.quotas.quotas import Quotas
-from djinnd.server.sessions.conversations import Kept
+from djinnd.server.quotas.quotas import QuotaTable
+from djinnd.server.sessions.conversations import ConversationState
 from djinnd.server.sessions.sessions import SESSION_BYTES, SessionTable
 
-UNLIMITED = Quotas({}, lambda user: ())
+UNLIMITED = QuotaTable({}, lambda user: ())
 
 
 @dataclass(eq=False)
@@ -99,7 +99,7 @@ def test_idle_kept_sessions_leave_places_for_others(table):
     sessions.open(FakeClient(1), "m", "agent")
     kept = sessions.open(FakeClient(1), "m", "agent", attached=False)
     assert sessions.openable(1) == 1
-    sessions.keep(kept, Kept("", 0, b""))
+    sessions.keep(kept, ConversationState("", 0, b""))
     assert sessions.openable(1) == 2 and sessions.idle_bytes(1) == SESSION_BYTES
     with kept.in_use(FakeCall()):
         assert sessions.openable(1) == 1 and sessions.idle_bytes(1) == 0
@@ -107,11 +107,11 @@ def test_idle_kept_sessions_leave_places_for_others(table):
 
 
 def test_kept_sessions_stay_where_their_end_would_not_make_room(table):
-    quotas = Quotas({}, lambda user: (), Limits(journal_bytes_per_user=3 * SESSION_BYTES))
+    quotas = QuotaTable({}, lambda user: (), Limits(journal_bytes_per_user=3 * SESSION_BYTES))
     sessions, closed = table(quotas)
     sessions.open(FakeClient(1), "m", "agent")
     for _ in range(2):
-        sessions.keep(sessions.open(FakeClient(1), "m", "agent", attached=False), Kept("", 0, b""))
+        sessions.keep(sessions.open(FakeClient(1), "m", "agent", attached=False), ConversationState("", 0, b""))
     sessions.make_room(1, 3 * SESSION_BYTES)
     assert closed == []
     sessions.make_room(1, SESSION_BYTES)
@@ -122,7 +122,7 @@ def test_kept_sessions_stay_where_their_end_would_not_make_room(table):
 
 def test_quotas_apply_to_sessions_and_forks_of_their_users(table):
     rule = Quota(users=(1,), sessions=2, highest_class="agent")
-    sessions, _ = table(Quotas({"few": rule}, lambda user: ()))
+    sessions, _ = table(QuotaTable({"few": rule}, lambda user: ()))
     limited, free = FakeClient(1), FakeClient(2)
     with pytest.raises(QuotaExceeded, match="highest_class is agent"):
         sessions.open(limited, "m", "interactive")
@@ -236,7 +236,7 @@ def test_a_busy_session_and_another_user_s_cannot_be_forked(table):
 def kept(name, **changes):
     now = time.time()
     fields = {"user": 1, "model": "m", "shared": False, "priority": "agent", "created": now - 90, "used": now - 60}
-    return KeptSession(name, **fields | changes, tokens=array("I", [1, 2, 3]))
+    return JournalSession(name, **fields | changes, tokens=array("I", [1, 2, 3]))
 
 
 def test_restored_sessions_begin_as_detached_and_count(table):
@@ -450,7 +450,7 @@ def edit_of(number, nbytes):
 
 
 def test_a_user_is_charged_for_the_journal_bytes_of_its_sessions(table):
-    quotas = Quotas({}, lambda user: ())
+    quotas = QuotaTable({}, lambda user: ())
     sessions, _ = table(quotas)
     one, other = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
     assert used(sessions, 1) == used(sessions, 2) == SESSION_BYTES
@@ -460,7 +460,7 @@ def test_a_user_is_charged_for_the_journal_bytes_of_its_sessions(table):
     assert used(sessions, 1) == SESSION_BYTES + 4000
     one.add_edit(edit_of(1, 5000), ["blocks.0"])
     one.add_edit(edit_of(2, 7000), ["blocks.0"])
-    one.add_breakpoint(Breakpoint(1, "blocks.0", 0))
+    one.add_breakpoint(SessionBreakpoint(1, "blocks.0", 0))
     full = used(sessions, 1)
     assert full == SESSION_BYTES + 4000 + one.edits.nbytes + PART_BYTES and one.edits.nbytes > 12_000
     fork = sessions.fork(one, FakeClient(1), None)
@@ -481,7 +481,7 @@ def test_a_user_is_charged_for_the_journal_bytes_of_its_sessions(table):
 
 
 def test_kv_of_a_client_is_not_in_the_journal_and_not_charged(table):
-    sessions, _ = table(Quotas({}, lambda user: ()))
+    sessions, _ = table(QuotaTable({}, lambda user: ()))
     session = sessions.open(FakeClient(1), "m", "agent", salt=b"salt")
     session.tokens += range(1000)
     session.changed()
@@ -491,7 +491,7 @@ def test_kv_of_a_client_is_not_in_the_journal_and_not_charged(table):
 
 
 def test_more_than_the_journal_has_room_for_is_refused_and_changes_nothing(table):
-    quotas = Quotas({"few": Quota(journal_bytes=20_000, users=(1,))}, lambda user: ())
+    quotas = QuotaTable({"few": Quota(journal_bytes=20_000, users=(1,))}, lambda user: ())
     sessions, _ = table(quotas)
     one = sessions.open(FakeClient(1), "m", "agent")
     tenant = one.tenant
@@ -508,7 +508,7 @@ def test_more_than_the_journal_has_room_for_is_refused_and_changes_nothing(table
 
 def test_restored_sessions_are_charged_beyond_the_limit(table):
     async def run():
-        sessions, _ = table(Quotas({"few": Quota(journal_bytes=1000)}, lambda user: ()))
+        sessions, _ = table(QuotaTable({"few": Quota(journal_bytes=1000)}, lambda user: ()))
         sessions.restore([kept("a"), kept("b")], {}, {}, time.time())
         assert used(sessions, 1) > 1000
         with pytest.raises(QuotaExceeded):
@@ -523,7 +523,7 @@ def test_restored_sessions_are_charged_beyond_the_limit(table):
 
 
 def test_the_user_with_most_data_is_refused_on_a_nearly_full_disk(table, monkeypatch):
-    sessions, _ = table(Quotas({}, lambda user: ()), journal_reserve=1 << 20)
+    sessions, _ = table(QuotaTable({}, lambda user: ()), journal_reserve=1 << 20)
     large, small = sessions.open(FakeClient(1), "m", "agent"), sessions.open(FakeClient(2), "m", "agent")
     large.add_edit(edit_of(1, 1 << 20), ["blocks.0"])
     monkeypatch.setattr(Journal, "free", lambda journal, nbytes=0: 900_000)

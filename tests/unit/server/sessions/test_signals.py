@@ -9,7 +9,7 @@ import pytest
 
 from djinn_client import protocol
 from djinnd.messages import Signal
-from djinnd.server.sessions.signals import BURST, RATE, Line, Signals
+from djinnd.server.sessions.signals import BURST, RATE, SignalQueue, Signals
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ def taken(line, at=0.0):
 
 
 def test_the_last_signal_of_a_session_counts():
-    line, s = Line(), Session("s")
+    line, s = SignalQueue(), Session("s")
     for signal in (WAITS, COMPUTES, Signal("s", waits=True, expected_s=2.0, tool="search")):
         line.put(s, signal)
     assert taken(line) == [Signal("s", waits=True, expected_s=2.0, tool="search")]
@@ -43,14 +43,14 @@ def test_the_last_signal_of_a_session_counts():
 
 
 def test_bulk_is_kept_from_an_earlier_signal():
-    line, s = Line(), Session("s")
+    line, s = SignalQueue(), Session("s")
     for bulk in (False, True, None, None):
         line.put(s, Signal("s", waits=bulk is None, bulk=bulk))
     assert taken(line) == [Signal("s", waits=True, bulk=True)]
 
 
 def test_a_user_beyond_its_allowance_waits_and_others_do_not():
-    line, mine = Line(), [Session(f"s{n}") for n in range(BURST + 100)]
+    line, mine = SignalQueue(), [Session(f"s{n}") for n in range(BURST + 100)]
     for session in mine:
         line.put(session, Signal(session.id, waits=True))
     line.put(Session("other", user=1001), Signal("other", waits=True))
@@ -65,7 +65,7 @@ def test_a_user_beyond_its_allowance_waits_and_others_do_not():
 
 
 def test_an_allowance_does_not_grow_for_ever():
-    line = Line()
+    line = SignalQueue()
     for at in (0.0, 1e6):
         for n in range(2 * BURST):
             line.put(Session(f"s{n}"), Signal(f"s{n}", waits=True))

@@ -17,8 +17,8 @@ from djinn_client.protocol import Generate
 from djinn_client.protocol.fields.bounds import pack
 from djinn_client.protocol.fields.chat import ChatDelta
 from djinnd.config import Limits, Model
-from djinnd.jobs.text import Begin, ChatReading, Read, ReadText
-from djinnd.server.models.text import ModelText, Prompt
+from djinnd.jobs.text import BeginReading, ChatReading, ReadText, ReadTokens
+from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.text.texts import LONG_TEXT, SHORT_TEXT, Texts
 from tests.support.checkpoint_files import slow_to_encode, tiny_with
 from tests.support.served import is_running
@@ -160,7 +160,7 @@ def test_stop_strings_are_looked_up_by_the_worker_too() -> None:
     async def play(texts: Texts) -> None:
         text = await opened(texts)
         request = Generate(id=1, session="s", token_ids=[5, 6], stop=["<|endoftext|>", "end"])
-        assert await texts.prepare(text, ME, request, True, ROOM) == Prompt([5, 6], frozenset({0}))
+        assert await texts.prepare(text, ME, request, True, ROOM) == TokenizedPrompt([5, 6], frozenset({0}))
         request.stop = ["a<|endoftext|>"]
         with pytest.raises(InvalidRequest, match="skip_special_tokens"):
             await texts.prepare(text, ME, request, True, ROOM)
@@ -223,10 +223,10 @@ def test_an_answer_is_read_by_the_worker_with_the_checkpoint_s_own_response_temp
         text = await opened(texts, answering(folder, template))
         worker = texts.reading_worker(text, ME)
         assert worker is not None
-        worker.tell(Begin(1, text.number, [], [], True, 0, ChatReading("#", b"", ["stop"], True)))
+        worker.tell(BeginReading(1, text.number, [], [], True, 0, ChatReading("#", b"", ["stop"], True)))
         tokens = await prompt(texts, text, "[Hm.] Well, stop it")
         said: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        worker.ask(Read(1, tokens, last=True), said.set_result)
+        worker.ask(ReadTokens(1, tokens, last=True), said.set_result)
         read = await said
         assert isinstance(read, ReadText), read
         assert (read.text, read.delta, read.stopped_by) == ("Well, ", ChatDelta("Hm."), "stop")

@@ -294,17 +294,17 @@ def test_activations_of_a_prompt_that_exceed_the_limit(serve):
     from djinn_client.protocol import ModelInfo
     from djinn_client.protocol.fields.points import PointMap
     from djinnd.server.admission import breakpoints as breakpoint_admission
-    from djinnd.server.probe_lists.breakpoint_list import Breakpoint, BreakpointList, Reach
+    from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan, SessionBreakpoint
 
     model = ModelInfo(
         name="m", path="/m", dtype="bfloat16", max_context=1 << 20, points=PointMap(blocks=4, width=1 << 10, vocab=9)
     )
-    listed = BreakpointList((Breakpoint(1, "blocks.1", 2),), 1)
+    listed = BreakpointList((SessionBreakpoint(1, "blocks.1", 2),), 1)
     request = Generate(id=1, session="s", max_tokens=4)
     most = (1 << 30) // (2 << 10)
-    assert breakpoint_admission.stops_of(request, Reach(5, most + 5, most + 5, most + 8), listed, model)
+    assert breakpoint_admission.stops_of(request, CallSpan(5, most + 5, most + 5, most + 8), listed, model)
     with pytest.raises(InvalidRequest, match=rf"{most + 1:,} positions .* send the prompt in parts"):
-        breakpoint_admission.stops_of(request, Reach(4, most + 5, most + 5, most + 8), listed, model)
+        breakpoint_admission.stops_of(request, CallSpan(4, most + 5, most + 5, most + 8), listed, model)
 
 
 @only_root

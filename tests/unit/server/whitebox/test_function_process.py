@@ -24,7 +24,7 @@ from djinn_client.protocol import AddEdit
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.edits import Captured
 from djinn_client.transport.shm import new_window
-from djinnd.jobs.sandbox import Run
+from djinnd.jobs.sandbox import CallFunctions
 from djinnd.server.whitebox.function_process import FunctionProcess
 from tests.support.daemon import ROOT
 
@@ -45,7 +45,7 @@ def hear():
         come.extend((decode_to_process(frame.payload), fds[: frame.fds]) for frame in decoder.feed(data))
     return come.pop(0)
 def edit(size):
-    return Changed(AddEdit(id=0, session="s", points=["blocks.1"], values=bytes(size), rows=1))
+    return FunctionEdit(AddEdit(id=0, session="s", points=["blocks.1"], values=bytes(size), rows=1))
 acts = sys.argv[1].split("|")
 exec(acts[0])
 for act in acts[1:]:
@@ -53,9 +53,9 @@ for act in acts[1:]:
     exec(act)
 hear()
 """
-READY, DONE = "send(Ready())", "send(Done())"
+READY, DONE = "send(FunctionsReady())", "send(FunctionsDone())"
 KEY = ("s", 1)
-RUN = Run(
+RUN = CallFunctions(
     [KEY],
     HitInfo(breakpoint=1, point="blocks.1", block=2, first=0, end=1, prompt_end=1),
     Captured(dtype="float32", first=0, positions=1, room=1, nbytes=64, points=[]),
@@ -113,9 +113,9 @@ def test_requests_are_answered_one_after_another() -> None:
         f"assert message == Load(('s', 1), 'blocks.1', b'code'); {DONE}",
         f"assert os.fstat(fds[0]).st_size == 64; send(edit(8), edit(8)); {DONE}",
         DONE,
-        "send(Failed('invalid_request', 'the replacement is nothing'))",
-        "send(Failed('function_failed', 'raised: ' + 'x' * 9999))",
-        "assert message == Forget([('s', 2)])",
+        "send(FunctionsFailed('invalid_request', 'the replacement is nothing'))",
+        "send(FunctionsFailed('function_failed', 'raised: ' + 'x' * 9999))",
+        "assert message == ForgetFunctions([('s', 2)])",
         DONE,
         test=test,
     )
@@ -130,7 +130,7 @@ def test_requests_are_answered_one_after_another() -> None:
         ("os.kill(os.getpid(), 9)", FunctionFailed, "out of memory"),
         ("sock.close(); time.sleep(60)", FunctionFailed, "has closed its connection"),
         ("sock.sendall(bytes(64)); time.sleep(60)", FunctionFailed, "garbage: these bytes"),
-        ("send(Ready()); time.sleep(60)", FunctionFailed, "sent the daemon garbage"),
+        ("send(FunctionsReady()); time.sleep(60)", FunctionFailed, "sent the daemon garbage"),
         ("sock.sendall(b'DJ' + bytes([1, 0, 0, 0, 0, 1, 0])); time.sleep(60)", FunctionFailed, "daemon garbage"),
         ("send(edit(1 << 19), edit(1 << 19)); time.sleep(60)", QuotaExceeded, "edit_bytes_per_session"),
     ],
@@ -179,7 +179,7 @@ def test_a_process_that_cannot_be_confined_or_does_not_start() -> None:
     async def broken(process: FunctionProcess) -> None:
         await refused(load(process), FunctionFailed, "before it was ready")
 
-    played("send(Unfit('Landlock'))", test=unfit)
+    played("send(ConfinementFailed('Landlock'))", test=unfit)
     played("sys.exit(1)", test=broken)
 
 

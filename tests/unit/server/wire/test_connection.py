@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from djinn_client.protocol import HEADER, MAX_FDS, Done, FrameDecoder, Piece, Ping, encode
-from djinnd.server.wire.connection import FRAMES_A_TURN, HIGH_WATER, Connection
+from djinnd.server.wire.connection import FRAMES_A_TURN, HIGH_WATER, FrameConnection
 from tests.support.descriptors import open_descriptors
 
 BIG = 1 << 20
@@ -55,7 +55,7 @@ def scene(request):
             with ours, theirs:
                 theirs.setblocking(False)
                 owner = Owner()
-                connection = Connection(ours, owner, 1 << 20, output_limit, accept_fds)
+                connection = FrameConnection(ours, owner, 1 << 20, output_limit, accept_fds)
                 try:
                     await act(connection, owner, theirs)
                 finally:
@@ -336,7 +336,7 @@ def test_a_flood_leaves_other_connections_their_turn_and_loses_nothing(scene):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             other = Owner()
-            beside = Connection(ours, other, 1 << 20, BIG)
+            beside = FrameConnection(ours, other, 1 << 20, BIG)
             data = memoryview(b"".join(flood))
             data = data[peer.send(data) :]
             await owner.until("frame")

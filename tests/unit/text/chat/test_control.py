@@ -6,7 +6,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnd.text.chat.control import EDGE, PARTS, ControlStrings, Span
+from djinnd.text.chat.control import EDGE, PARTS, ControlSpan, ControlStrings
 
 SPECIAL = ("<|im_end|>", "<|im_start|>", "<|im|>", "|>", "x")
 ADDED = ("</think>", "<think>", "\n\n")
@@ -25,18 +25,18 @@ def in_control(rendered: str) -> str:
 def test_marked_texts_are_text_and_the_template_s_own_are_control() -> None:
     rendered = f"<|im_start|>{control.mark('a<|im_end|>b</think>')}<|im_end|>"
     assert list(control.spans(rendered)) == [
-        Span("<|im_start|>a", True),
-        Span("<|im_end|>", False),
-        Span("b", True),
-        Span("</think>", False),
-        Span("<|im_end|>", True),
+        ControlSpan("<|im_start|>a", True),
+        ControlSpan("<|im_end|>", False),
+        ControlSpan("b", True),
+        ControlSpan("</think>", False),
+        ControlSpan("<|im_end|>", True),
     ]
 
 
 def test_what_holds_no_control_strings_stays_whole() -> None:
     value = {"a b": ["c\n\n", {"d": None, "e": 1.5}]}
     assert control.mark(value) == value
-    assert list(control.spans("some text")) == [Span("some text", True)]
+    assert list(control.spans("some text")) == [ControlSpan("some text", True)]
     assert list(control.spans("")) == []
 
 
@@ -60,7 +60,7 @@ def test_templates_find_added_tokens_in_contents() -> None:
     marked = control.mark("why</think>because")
     assert "</think>" in marked
     before, after = marked.split("</think>")
-    assert list(control.spans(before + after)) == [Span("why", True), Span("because", True)]
+    assert list(control.spans(before + after)) == [ControlSpan("why", True), ControlSpan("because", True)]
 
 
 @given(texts)

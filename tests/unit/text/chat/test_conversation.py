@@ -7,14 +7,21 @@ import pytest
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.chat import ChatInput
-from djinnd.text.chat.conversation import MAX_DEPTH, MAX_MESSAGES, Conversation, Tastes, read_conversation, read_tools
+from djinnd.text.chat.conversation import (
+    MAX_DEPTH,
+    MAX_MESSAGES,
+    ChatConversation,
+    Tastes,
+    read_conversation,
+    read_tools,
+)
 
 PLAIN = Tastes.of("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 def read(
     messages: Any, tastes: Tastes = PLAIN, tools: Any = None, arguments: Any = None, **options: Any
-) -> Conversation:
+) -> ChatConversation:
     texts = [b"" if each is None else json.dumps(each).encode() for each in (tools, arguments)]
     return read_conversation(ChatInput(json.dumps(messages).encode(), *texts, **options), tastes)
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import time
 
 from djinnd.text.replies import CallArguments, CallBegin, CallEnd, Content, Reasoning
-from djinnd.text.replies.output import Output
+from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Source
 
 
-def output() -> Output:
-    return Output(Source(), lambda: "id")
+def output() -> ReplyEvents:
+    return ReplyEvents(Source(), lambda: "id")
 
 
 def test_neighbours_of_one_kind_are_one_event() -> None:

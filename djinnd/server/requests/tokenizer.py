@@ -6,20 +6,20 @@ from djinn_client import protocol
 from djinn_client.arguments.options import build
 from djinn_client.errors import NoTokenizer
 from djinn_client.protocol import Detokenized, Generate, Tokenized, TokenizerInfo
-from djinnd.server.loading.models import Models, expect_open
+from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.models.text import ModelText
 from djinnd.server.text.texts import Texts
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 _MOST = 1 << 20  # tokens of one answer
 
 
-class Tokenizing:
-    def __init__(self, models: Models, texts: Texts) -> None:
+class TokenizerRequests:
+    def __init__(self, models: ModelTable, texts: Texts) -> None:
         self._models = models
         self._texts = texts
 
-    async def tokenize(self, call: Call, request: protocol.Tokenize) -> Answer:
+    async def tokenize(self, call: ClientCall, request: protocol.Tokenize) -> FinalReply:
         text, user = await self._text(call, request.model), call.client.user
         if request.chat is not None:
             prompt = await self._texts.prepare_chat(text, user, request.chat, [], _MOST)
@@ -28,17 +28,17 @@ class Tokenizing:
             asked = build(Generate, session="", **rules)
             prompt = await self._texts.prepare(text, user, asked, starts=request.add_special, room=_MOST)
         spelled = await self._texts.texts_of(text, user, prompt.tokens, spelled=True) if request.token_texts else []
-        return Answer(Tokenized(id=call.id, token_ids=prompt.tokens, token_texts=spelled))
+        return FinalReply(Tokenized(id=call.id, token_ids=prompt.tokens, token_texts=spelled))
 
-    async def detokenize(self, call: Call, request: protocol.Detokenize) -> Answer:
+    async def detokenize(self, call: ClientCall, request: protocol.Detokenize) -> FinalReply:
         text = await self._text(call, request.model)
         (whole,) = await self._texts.texts_of(text, call.client.user, request.token_ids, spelled=False)
-        return Answer(Detokenized(id=call.id, text=whole))
+        return FinalReply(Detokenized(id=call.id, text=whole))
 
-    async def describe(self, call: Call, request: protocol.DescribeTokenizer) -> Answer:
+    async def describe(self, call: ClientCall, request: protocol.DescribeTokenizer) -> FinalReply:
         _, text = await self._described(call, request.model)
         told = text.told
-        return Answer(
+        return FinalReply(
             TokenizerInfo(
                 id=call.id,
                 has_text=told.has_text,
@@ -50,14 +50,14 @@ class Tokenizing:
             )
         )
 
-    async def _text(self, call: Call, name: str) -> ModelText:
+    async def _text(self, call: ClientCall, name: str) -> ModelText:
         """Raises NoTokenizer where the model takes no text."""
         info, text = await self._described(call, name)
         if text.lacking:
             raise NoTokenizer(f"{info.name} has no text, as {text.lacking}")
         return text
 
-    async def _described(self, call: Call, name: str) -> tuple[protocol.ModelInfo, ModelText]:
+    async def _described(self, call: ClientCall, name: str) -> tuple[protocol.ModelInfo, ModelText]:
         model = await self._models.named(name, call.client)
         expect_open(model)
         if model.info is None:

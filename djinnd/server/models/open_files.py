@@ -14,7 +14,7 @@ from djinn_client.files.other_files import what_instead
 from djinnd.server.system.closer import close_fds
 
 
-class Mark(NamedTuple):
+class FileIdentity(NamedTuple):
     """The identity of a file. `changed` is its ctime in nanoseconds, which no program can set back."""
 
     device: int
@@ -22,10 +22,10 @@ class Mark(NamedTuple):
     changed: int
 
 
-Marks = dict[str, Mark]  # by the file's name
+Marks = dict[str, FileIdentity]  # by the file's name
 
 
-class Opened(NamedTuple):
+class OpenFiles(NamedTuple):
     """The open files of a checkpoint with their marks."""
 
     files: ModelFiles
@@ -35,12 +35,12 @@ class Opened(NamedTuple):
         self.files.close()
 
 
-def open_folder(folder: str) -> Opened:
+def open_folder(folder: str) -> OpenFiles:
     """Opens a checkpoint's folder; for a thread. Raises ModelNotFound, ModelRejected, InvalidRequest."""
     return _checked(ModelFiles.open(folder))
 
 
-def take_over(folder: str, names: Sequence[str], fds: list[int], others: Sequence[str]) -> Opened:
+def take_over(folder: str, names: Sequence[str], fds: list[int], others: Sequence[str]) -> OpenFiles:
     """Checks files that a client has handed over; for a thread. Takes the descriptors out of the list. Raises
     InvalidRequest, ModelNotFound."""
     return _checked(ModelFiles.handed_over(folder, names, taken_out(fds), others))
@@ -55,12 +55,12 @@ def taken_out(fds: list[int]) -> list[int]:
     return taken
 
 
-def _checked(files: ModelFiles) -> Opened:
+def _checked(files: ModelFiles) -> OpenFiles:
     try:
         if "config.json" not in files:
             told = f"{files.folder} is not a checkpoint: it has no config.json; {what_instead([*files, *files.others])}"
             raise ModelNotFound(told, path=files.folder)
-        return Opened(files, {name: _mark(files.stat(name)) for name in files})
+        return OpenFiles(files, {name: _mark(files.stat(name)) for name in files})
     except BaseException:
         files.close()
         raise
@@ -103,5 +103,5 @@ def is_at(folder: str, marks: Marks) -> bool:
         opened.close()
 
 
-def _mark(stat: os.stat_result) -> Mark:
-    return Mark(stat.st_dev, stat.st_ino, stat.st_ctime_ns)
+def _mark(stat: os.stat_result) -> FileIdentity:
+    return FileIdentity(stat.st_dev, stat.st_ino, stat.st_ctime_ns)

@@ -19,29 +19,29 @@ from djinn_client.protocol.fields.signals import MAX_TOOL_NAME
 from djinnd.messages import SetClass, Signal, Truncate
 from djinnd.server.admission import edits as edit_admission
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import Models, expect_open
-from djinnd.server.models.model import Model
+from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.common_prefix import common_prefix
 from djinnd.server.sessions.conversations import kept_again
 from djinnd.server.sessions.records import RecordTable, tokens_of
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 
-class Taken(NamedTuple):
+class ChosenSession(NamedTuple):
     """The session, and how many of its first tokens the prompt begins with; the others are to be cut."""
 
     session: SessionRecord
     kept: int
 
 
-class Conversing:
-    def __init__(self, sessions: SessionTable, models: Models, records: RecordTable) -> None:
+class ConversationRequests:
+    def __init__(self, sessions: SessionTable, models: ModelTable, records: RecordTable) -> None:
         self._sessions = sessions
         self._models = models
         self._records = records
 
-    async def model(self, call: Call, conversation: Conversation) -> Model:
+    async def model(self, call: ClientCall, conversation: Conversation) -> ServedModel:
         """Finds the conversation's model, and loads it if need be. Raises as for a session that is opened."""
         conversation.validate()
         call.client.tenant.expect_class(call.client.class_for(conversation.priority))
@@ -51,7 +51,7 @@ class Conversing:
             await self._models.ready(model.name, call.tell_loading, user=call.client.user)
         return self._models.find_open(model.name, call.client)
 
-    def before(self, call: Call, request: Generate, conversation: Conversation, model: Model) -> list[int]:
+    def before(self, call: ClientCall, request: Generate, conversation: Conversation, model: ServedModel) -> list[int]:
         """Returns the tokens before a text or token prompt: the tokens of the record that the call goes on from. None
         stand before a chat, which brings all messages. Raises NotFound, InvalidRequest."""
         if not conversation.after:
@@ -66,8 +66,8 @@ class Conversing:
 
     @contextmanager
     def session(
-        self, call: Call, conversation: Conversation, model: Model, prompt: list[int], is_scored: bool
-    ) -> Iterator[Taken]:
+        self, call: ClientCall, conversation: Conversation, model: ServedModel, prompt: list[int], is_scored: bool
+    ) -> Iterator[ChosenSession]:
         """Puts a session in use by the call. The model is ready. `is_scored`: the call wants log probabilities of the
         whole prompt, so all of it is computed. Raises as for a session that is opened."""
         sessions = self._sessions
@@ -81,7 +81,7 @@ class Conversing:
                     self._reclassify(call, session, conversation)
                     common = common_prefix(session.tokens, prompt)
                     self._expect_fit(session, model, common)
-                    yield Taken(session, 0 if is_scored else common)
+                    yield ChosenSession(session, 0 if is_scored else common)
         finally:
             has_ended = model.share is not None and model.share.ended
             if has_ended or not session.tokens:
@@ -98,7 +98,7 @@ class Conversing:
                 self._sessions.keep(session, kept_again(session.kept.key, session.kept.prompt, session.tokens))
             raise
 
-    def told(self, session: SessionRecord, conversation: Conversation, prompt: int, answer: Answer) -> Answer:
+    def told(self, session: SessionRecord, conversation: Conversation, prompt: int, answer: FinalReply) -> FinalReply:
         """Completes the reply of a call that has ended: it names the session, and counts all tokens of the prompt."""
         reply = answer.message
         assert isinstance(reply, Generated)
@@ -107,7 +107,7 @@ class Conversing:
         self._wait(session, conversation, reply)
         return answer
 
-    def _at_record(self, call: Call, conversation: Conversation) -> SessionRecord | None:
+    def _at_record(self, call: ClientCall, conversation: Conversation) -> SessionRecord | None:
         """The kept session that the record was made of, if it still is at that very point."""
         record = self._records.find(call.client.user, conversation.after)
         session = self._sessions.get(record.origin)
@@ -115,7 +115,7 @@ class Conversing:
             return None
         return session if session.tokens == tokens_of(record) else None
 
-    def _open(self, call: Call, conversation: Conversation, model: Model) -> SessionRecord:
+    def _open(self, call: ClientCall, conversation: Conversation, model: ServedModel) -> SessionRecord:
         priority = call.client.class_for(conversation.priority)
         is_shared = model.share is not None
         session = self._sessions.open(call.client, model.name, priority, shared=is_shared, attached=False)
@@ -123,7 +123,7 @@ class Conversing:
             open_in(model.engine, session)
         return session
 
-    def _reclassify(self, call: Call, session: SessionRecord, conversation: Conversation) -> None:
+    def _reclassify(self, call: ClientCall, session: SessionRecord, conversation: Conversation) -> None:
         """Sets the session's class: the class that the call asks for, or else the class it had, if the caller may use
         it."""
         highest = call.client.class_for(conversation.priority)
@@ -133,7 +133,7 @@ class Conversing:
             self._sessions.set_class(session, priority)
             self._models.tell(session, SetClass(session.id, session.priority))
 
-    def _expect_fit(self, session: SessionRecord, model: Model, kept: int) -> None:
+    def _expect_fit(self, session: SessionRecord, model: ServedModel, kept: int) -> None:
         """Checks a session that an earlier daemon has left, perhaps with another checkpoint: it keeps the prompt's
         tokens only. Raises InvalidRequest for edits that do not fit."""
         if session.is_restored:

@@ -11,7 +11,7 @@ import pytest
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.transport.shm import FUTURE_WRITE, SEALS, new_window, seal_for_writers
-from djinnd.server.wire.handed_over import open_window
+from djinnd.server.wire.memfds import open_window
 from tests.support.descriptors import open_descriptors
 
 NBYTES = 3 * 4096 + 512

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from djinn_client.errors import DjinnError, TextFailed
-from djinnd.jobs.text import READ_TOKENS, Begin, ChatReading, End, Read, ReadText
+from djinnd.jobs.text import READ_TOKENS, BeginReading, ChatReading, EndReading, ReadText, ReadTokens
 from djinnd.server.text.generation import Generation
 from djinnd.server.text.text_worker import Reply, TextWorker
 from djinnd.text.reader import ReadingRules, expect_bounded
@@ -25,7 +25,7 @@ MOST_BEHIND = 1024  # tokens
 _numbers = itertools.count(1)  # of readings
 
 
-class Reader(Protocol):
+class TextReceiver(Protocol):
     """The run whose tokens are read."""
 
     def text_came(self, read: ReadText) -> None: ...
@@ -33,7 +33,7 @@ class Reader(Protocol):
     def text_behind(self, is_behind: bool) -> None: ...
 
 
-class LateText:
+class WorkerReading:
     """Reads one run's text in a worker, from the run's start to its last text, or until `end`."""
 
     def __init__(
@@ -43,7 +43,7 @@ class LateText:
         context: Sequence[int],
         rules: ReadingRules,
         chat: ChatReading | None,
-        reader: Reader,
+        reader: TextReceiver,
     ) -> None:
         """`chat`: the text is the answer of a chat, which the worker reads."""
         self._number = next(_numbers)
@@ -56,7 +56,9 @@ class LateText:
         self._then: Callable[[], None] | None = None  # when all has been read
         self._tokens = self._characters = 0  # so far
         worker.readings += 1
-        worker.tell(Begin(self._number, model, list(context), rules.stops, rules.skip_special, rules.least, chat))
+        worker.tell(
+            BeginReading(self._number, model, list(context), rules.stops, rules.skip_special, rules.least, chat)
+        )
 
     def go_on(self, generation: Generation) -> None:
         """Asks for the next text: tokens came, or a Read was answered."""
@@ -79,17 +81,17 @@ class LateText:
         if not self._is_over:
             self._is_over = True
             self._worker.readings -= 1
-            self._worker.tell(End(self._number))
+            self._worker.tell(EndReading(self._number))
 
     def _ask(self, generation: Generation) -> None:
         tokens = generation.take_unread(READ_TOKENS)
         is_last = self._then is not None and not generation.unread
         self._is_asked, self._asked = True, len(tokens)
         self._tokens += len(tokens)
-        question = Read(self._number, tokens, is_last, generation.unnamed())
+        question = ReadTokens(self._number, tokens, is_last, generation.unnamed())
         self._worker.ask(question, lambda answer: self._answered(generation, question, answer))
 
-    def _answered(self, generation: Generation, question: Read, answer: Reply | DjinnError) -> None:
+    def _answered(self, generation: Generation, question: ReadTokens, answer: Reply | DjinnError) -> None:
         self._is_asked = False
         if self._is_over:
             return
@@ -108,7 +110,7 @@ class LateText:
         else:
             self.go_on(generation)
 
-    def _expect_text(self, answer: Reply | DjinnError, question: Read) -> ReadText:
+    def _expect_text(self, answer: Reply | DjinnError, question: ReadTokens) -> ReadText:
         """Checks the worker's answer. Raises the worker's error, or TextFailed for more text than an honest worker
         sends."""
         if isinstance(answer, DjinnError):

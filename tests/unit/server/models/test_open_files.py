@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from djinn_client.errors import InvalidRequest, ModelNotFound
-from djinnd.server.models.opened import are_same, digest, duplicates, is_at, open_folder, take_over
+from djinnd.server.models.open_files import are_same, digest, duplicates, is_at, open_folder, take_over
 
 
 @pytest.fixture

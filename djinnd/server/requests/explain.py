@@ -11,24 +11,24 @@ from djinn_client.protocol import ExplainSession, WhyReply
 from djinn_client.protocol.fields.scheduling import Why
 from djinnd.messages import Explain, Explained
 from djinnd.server.engines.supervisor import Supervisor
-from djinnd.server.loading.models import Model, Models
+from djinnd.server.loading.models import ModelTable, ServedModel
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import Answer, Call, Client
+from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
 
 Figures = dict[str, int | float | str]
 
 
-class Explaining:
+class ExplainRequests:
     """The handler of ExplainSession."""
 
-    def __init__(self, sessions: SessionTable, models: Models, supervisor: Supervisor, status: Status) -> None:
+    def __init__(self, sessions: SessionTable, models: ModelTable, supervisor: Supervisor, status: Status) -> None:
         self._sessions = sessions
         self._models = models
         self._supervisor = supervisor
         self._status = status
 
-    async def explain(self, call: Call, request: ExplainSession) -> Answer:
+    async def explain(self, call: ClientCall, request: ExplainSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         while (why := self._own_answer(session)) is None:
             engine = self._models.engine_of(session)
@@ -38,9 +38,9 @@ class Explaining:
                 break
             except EngineLost:
                 continue  # the model now has no engine
-        return Answer(WhyReply(id=call.id, why=replace(why, user_name=self._status.name_of(session.user))))
+        return FinalReply(WhyReply(id=call.id, why=replace(why, user_name=self._status.name_of(session.user))))
 
-    def _visible_to(self, client: Client, told: Explained) -> Why:
+    def _visible_to(self, client: ConnectedClient, told: Explained) -> Why:
         """Adapts the engine's answer to the client: sessions of other users are only counted, except for
         administrators."""
         visible = {session.id for session in self._sessions.visible(client)}
@@ -70,7 +70,7 @@ class Explaining:
         told = f"no client is attached to it: it is closed in {left:,.0f} s unless one comes"
         return self._why(session, told, {"closed_in_s": round(left, 3)})
 
-    def _without_engine(self, session: SessionRecord, model: Model | None) -> Why:
+    def _without_engine(self, session: SessionRecord, model: ServedModel | None) -> Why:
         where, figures = self._model_state(model)
         if session.is_paused:
             told = f"it is paused until it is resumed, and {where}"
@@ -80,7 +80,7 @@ class Explaining:
             told = f"its call waits: {where}"
         return self._why(session, told, figures)
 
-    def _model_state(self, model: Model | None) -> tuple[str, Figures]:
+    def _model_state(self, model: ServedModel | None) -> tuple[str, Figures]:
         """The state of a model that no engine has, as a phrase and figures."""
         if model is not None and model.state == "asleep":
             return "its model is asleep and has freed its device memory: the next call loads it", {}

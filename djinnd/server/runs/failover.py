@@ -19,21 +19,21 @@ from typing import Any
 from djinn_client.errors import DjinnError, EngineLost
 from djinnd.messages import Truncate
 from djinnd.server.engines.blame import MOST_DEATHS
-from djinnd.server.loading.models import Models
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.runs.runs import Interrupted, SessionRun
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 _TURN = 5.0  # seconds: the longest time that other runs wait for one run's first token on a new engine
 
 
-class Carrying:
+class RunFailover:
     """Waits for runs and moves them from a lost engine to the next one."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: ModelTable) -> None:
         self._models = models
         self._turn = asyncio.Lock()
 
-    async def answer(self, call: Call, run: SessionRun) -> Answer:
+    async def answer(self, call: ClientCall, run: SessionRun) -> FinalReply:
         """Returns the answer of a run that was just submitted to an engine. Raises the run's error."""
         call.client.started(call, run)
         try:

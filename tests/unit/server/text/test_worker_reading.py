@@ -9,14 +9,14 @@ import pytest
 from djinn_client.errors import DjinnError, TextFailed
 from djinn_client.protocol import Generate, Logprobs, Sampling
 from djinn_client.protocol.fields.chat import ChatDelta, ToolCallDelta
-from djinnd.jobs.text import READ_TOKENS, Begin, ChatReading, End, Read, ReadText
+from djinnd.jobs.text import READ_TOKENS, BeginReading, ChatReading, EndReading, ReadText, ReadTokens
 from djinnd.server.text.generation import Generation
-from djinnd.server.text.late_text import MOST_BEHIND, LateText
+from djinnd.server.text.worker_reading import MOST_BEHIND, WorkerReading
 from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 from djinnd.text.reader import ReadingRules
 from djinnd.text.vocabulary import Vocabulary
-from djinnd.text_worker.serving import Serving
+from djinnd.text_worker.serving import TextService
 
 PROMPT = [5, 6]
 TEMPLATE = "<think></think><tool_call>"
@@ -28,18 +28,18 @@ class Worker:
 
     def __init__(self, tiny: Any) -> None:
         self.readings = 0
-        self.asked: list[Read] = []
-        self.told: list[Begin | End] = []
+        self.asked: list[ReadTokens] = []
+        self.told: list[BeginReading | EndReading] = []
         self._then: list[Any] = []
-        self._serving = Serving()
+        self._serving = TextService()
         chats = ChatTemplates({"default": TEMPLATE}, {}, AddedTokens(frozenset(), frozenset()))
         self._serving._vocabularies[1] = Vocabulary(tiny, frozenset({0}), chats=chats)
 
-    def ask(self, question: Read, then: Any) -> None:
+    def ask(self, question: ReadTokens, then: Any) -> None:
         self.asked.append(question)
         self._then.append(then)
 
-    def tell(self, message: Begin | End) -> None:
+    def tell(self, message: BeginReading | EndReading) -> None:
         self.told.append(message)
         self._serving.answer(message, [])
 
@@ -65,7 +65,7 @@ class Play:
         answer = None if chat is None else ChatAnswer()
         self.generation = Generation(message, self.session, len(PROMPT), {0}, None, 100.0, is_late=True, chat=answer)
         rules = ReadingRules(message.stop, message.skip_special_tokens, message.sampling.min_tokens)
-        self.late = LateText(self.worker, 1, self.session, rules, chat, self)  # type: ignore[arg-type]
+        self.late = WorkerReading(self.worker, 1, self.session, rules, chat, self)  # type: ignore[arg-type]
 
     def feed(self, tokens: list[int]) -> None:
         for at, token in enumerate(tokens):
@@ -184,7 +184,7 @@ def test_a_worker_that_fails_or_lies_ends_the_run_once(tiny: Any, answer: Any, w
         play.late.finish(play.generation, play._ended)
     play.worker.answer(answer)
     assert isinstance(play.fault, TextFailed)
-    assert play.worker.readings == 0 and play.worker.told[-1].__class__ is End
+    assert play.worker.readings == 0 and play.worker.told[-1].__class__ is EndReading
     play.feed([22])
     if when == "running":
         play.late.finish(play.generation, play._ended)

@@ -16,10 +16,10 @@ from djinn_client.protocol import Embed, Embedded, Generate, Generated
 from djinn_client.protocol.fields.bounds import unpack
 from djinn_client.protocol.fields.edits import Captured
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import Models, expect_open
-from djinnd.server.models.model import Model
+from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.sessions import SessionTable
-from djinnd.server.wire.client import Answer, Call
+from djinnd.server.wire.client import ClientCall, FinalReply
 
 if TYPE_CHECKING:
     from djinnd.server.requests.vectors import Pooling, Vector
@@ -36,17 +36,20 @@ class _Input(NamedTuple):
     tokens: int
 
 
-class Embedding:
+class EmbedRequests:
     """Answers Embed requests. `generate` runs a call on a session, as for a client."""
 
     def __init__(
-        self, sessions: SessionTable, models: Models, generate: Callable[[Call, Generate], Awaitable[Answer]]
+        self,
+        sessions: SessionTable,
+        models: ModelTable,
+        generate: Callable[[ClientCall, Generate], Awaitable[FinalReply]],
     ) -> None:
         self._sessions = sessions
         self._models = models
         self._generate = generate
 
-    async def embed(self, call: Call, request: Embed) -> Answer:
+    async def embed(self, call: ClientCall, request: Embed) -> FinalReply:
         inputs = _inputs(request)
         model = await self._models.named(request.model, call.client)
         expect_open(model)
@@ -59,12 +62,14 @@ class Embedding:
         found = await self._all(call, model, inputs, pooling)
         vectors, width = await asyncio.to_thread(_joined, [each.vector for each in found], request.normalize)
         tokens = [each.tokens for each in found]
-        return Answer(Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling))
+        return FinalReply(Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling))
 
-    async def _all(self, call: Call, model: Model, inputs: Sequence[Prompt], pooling: Pooling) -> list[_Input]:
+    async def _all(
+        self, call: ClientCall, model: ServedModel, inputs: Sequence[Prompt], pooling: Pooling
+    ) -> list[_Input]:
         """Runs all inputs. If one fails, or the call is cancelled, the others end within a step."""
         at_once = max(1, min(AT_ONCE, self._sessions.openable(call.client.user)))
-        room, parts = asyncio.Semaphore(at_once), dict[asyncio.Task[Any], Call]()
+        room, parts = asyncio.Semaphore(at_once), dict[asyncio.Task[Any], ClientCall]()
 
         async def run(prompt: Prompt) -> _Input:
             async with room:
@@ -85,7 +90,7 @@ class Embedding:
             raise min(failed, key=lambda error: isinstance(error, Cancelled))  # the cause before the cancelled ones
         return [task.result() for task in tasks]
 
-    async def _run(self, call: Call, model: Model, prompt: Prompt, pooling: Pooling) -> _Input:
+    async def _run(self, call: ClientCall, model: ServedModel, prompt: Prompt, pooling: Pooling) -> _Input:
         engine = await self._models.ready(model.name)
         self._models.find_open(model.name, call.client)  # its share may have ended meanwhile
         priority, is_shared = call.client.class_for(None), model.share is not None

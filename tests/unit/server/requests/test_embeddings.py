@@ -12,7 +12,7 @@ from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import Embed
 from djinn_client.protocol.fields.bounds import pack
 from djinn_client.protocol.fields.edits import Captured, CapturedPoint
-from djinnd.server.requests.embedding import MOST_BYTES, POINT, _inputs, _nbytes, _pooled, _vector
+from djinnd.server.requests.embeddings import MOST_BYTES, POINT, _inputs, _nbytes, _pooled, _vector
 
 ROWS = np.array([[1.0, -2.0], [3.0, 0.5], [9.0, 9.0]], np.float32)  # the last is not the session's
 
