@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import TypeGuard, TypeVar
+from functools import reduce
+from itertools import chain
+from operator import or_
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
@@ -92,110 +95,26 @@ class FrameDecoder:
         return len(self._buffer)
 
 
-ClientMessage = (
-    requests.Hello
-    | requests.Ping
-    | requests.OpenSession
-    | requests.AttachSession
-    | requests.ForkSession
-    | requests.CloseSession
-    | requests.Generate
-    | requests.KeepRecord
-    | requests.GetRecord
-    | requests.DropRecord
-    | requests.ListRecords
-    | requests.Embed
-    | requests.AddBreakpoint
-    | requests.EndBreakpoints
-    | requests.ListBreakpoints
-    | requests.AddFunction
-    | requests.RunFunctions
-    | requests.AddEdit
-    | requests.EndEdits
-    | requests.ListEdits
-    | requests.Forward
-    | requests.Truncate
-    | requests.Tokenize
-    | requests.Detokenize
-    | requests.DescribeTokenizer
-    | requests.GetTokens
-    | requests.ExportSession
-    | requests.ImportSession
-    | requests.Cancel
-    | signals.Signal
-    | requests.PauseSession
-    | requests.ResumeSession
-    | requests.SetPriority
-    | requests.ExplainSession
-    | requests.GetQuotas
-    | requests.PublishPrefix
-    | requests.ListPrefixes
-    | requests.WithdrawPrefix
-    | requests.AddToken
-    | requests.ListTokens
-    | requests.RevokeToken
-    | requests.GetStatus
-    | requests.GetTrace
-    | requests.ListSessions
-    | requests.ListModels
-    | requests.LoadModel
-    | requests.PlanModel
-    | requests.HandOverFiles
-    | requests.UnloadModel
-    | requests.ShareModel
-    | requests.ShareWeights
-    | requests.EndShare
-    | requests.SetBudget
-    | requests.Restart
-)
+def union_of(*bases: type) -> Any:
+    """Returns the union of all classes below these base classes, or of a class itself if there is none below it. Their
+    modules have been imported."""
+    return reduce(or_, chain.from_iterable(map(_kinds_below, bases)))
 
-ServerMessage = (
-    replies.Welcome
-    | replies.Done
-    | replies.Failure
-    | replies.Progress
-    | replies.Piece
-    | replies.Generated
-    | replies.RecordKept
-    | replies.Record
-    | replies.Records
-    | replies.Embedded
-    | replies.BreakpointAdded
-    | replies.Breakpoints
-    | replies.EditAdded
-    | replies.Edits
-    | replies.Logits
-    | replies.SessionOpened
-    | replies.PauseReply
-    | replies.WhyReply
-    | replies.Quotas
-    | replies.PrefixPublished
-    | replies.Prefixes
-    | replies.PrefixWithdrawn
-    | replies.TokenAdded
-    | replies.TokensListed
-    | replies.TokenIds
-    | replies.Tokenized
-    | replies.Detokenized
-    | replies.TokenizerInfo
-    | replies.SessionExported
-    | replies.Sessions
-    | replies.ModelReply
-    | replies.FilesHandedOver
-    | replies.ShareDescribed
-    | replies.PlanReply
-    | replies.BudgetReply
-    | replies.Models
-    | replies.StatusReply
-    | replies.TraceReply
-)
+
+def _kinds_below(base: type) -> tuple[type, ...]:
+    below: list[type] = base.__subclasses__()
+    return tuple(chain.from_iterable(map(_kinds_below, below))) if below else (base,)
+
+
+ClientMessage = requests.Request | requests.Cancel | signals.Signal
+ServerMessage = replies.Reply
 BringsTokens = requests.Generate | requests.Forward | requests.ImportSession | requests.Detokenize
 _BRINGS_TOKENS = frozenset(BringsTokens.__args__)  # isinstance asks a Struct's metaclass, and takes ten times as long
 Partial = replies.Progress | replies.Piece  # the replies that are not final
 
 _encoder = msgspec.msgpack.Encoder()
-_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
-_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(union_of(*ClientMessage.__args__))
+_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(union_of(ServerMessage))
 
 
 class _OnlyId(msgspec.Struct):

@@ -126,7 +126,7 @@ class Exchange:
 def frame_of(message: Request | Signal, fds: int = 0) -> bytes:
     """Its frame. Raises InvalidRequest for a number or a text that the wire cannot carry."""
     try:
-        return encode(packed(message), fds)  # type: ignore[arg-type]  # every subclass of Request is a ClientMessage
+        return encode(packed(message), fds)
     except OverflowError as error:
         raise InvalidRequest(f"a number in this call is too large: {error}") from error
     except UnicodeEncodeError as error:

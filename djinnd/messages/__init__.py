@@ -23,138 +23,17 @@ such a model carries a descriptor of the client's image.
 | `runs` | a request that extends a session, and the tokens of each step |
 | `scheduling` | classes, signals, pauses, tenants, and the reason why a session waits |
 | `figures` | reports, and traces of steps |
-| `protocol` | the unions of all messages by direction, and their encoding |
+| `directions` | the base classes: what the server sends, and what an engine sends |
+| `protocol` | their encoding |
 """
 
-from __future__ import annotations
-
-from djinnd.messages.arenas import ArenaFilled, ArenaReady, ArenaRefused, Holding, HostReleased, NeedArena
-from djinnd.messages.engine import Alive, BudgetSet, Failed, Ready, SetBudget, Shutdown
-from djinnd.messages.figures import Inquire, Report, SessionUse, TenantUse, Trace, Traced
-from djinnd.messages.inspections import DescribeDevice, DeviceDescribed, DeviceFigures
-from djinnd.messages.models import (
-    DescribeImage,
-    ImageDescribed,
-    Load,
-    Loaded,
-    Loading,
-    Plan,
-    Planned,
-    PublicPrefix,
-    Unload,
-    Unloaded,
-)
-from djinnd.messages.protocol import (
-    MAX_FDS,
-    MAX_FRAME,
-    FromEngine,
-    ToEngine,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
-)
-from djinnd.messages.runs import (
-    CancelRun,
-    CaptureLayout,
-    Finished,
-    Grammar,
-    GrammarTime,
-    Halt,
-    Hold,
-    LogitsReady,
-    PromptScored,
-    Recomputed,
-    Run,
-    Started,
-    Stepped,
-    Stepping,
-    Token,
-)
-from djinnd.messages.scheduling import (
-    Explain,
-    Explained,
-    Pause,
-    Paused,
-    Resume,
-    SetClass,
-    SetPolicy,
-    SetTenants,
-    Signal,
-    TenantLimits,
-)
-from djinnd.messages.sessions import AddEdit, Close, EndEdits, ExportKv, Fork, ImportKv, KvExported, Open, Truncate
-
-__all__ = [
-    "MAX_FDS",
-    "MAX_FRAME",
-    "AddEdit",
-    "Alive",
-    "ArenaFilled",
-    "ArenaReady",
-    "ArenaRefused",
-    "BudgetSet",
-    "CancelRun",
-    "CaptureLayout",
-    "Close",
-    "DescribeDevice",
-    "DescribeImage",
-    "DeviceDescribed",
-    "DeviceFigures",
-    "EndEdits",
-    "Explain",
-    "Explained",
-    "ExportKv",
-    "Failed",
-    "Finished",
-    "Fork",
-    "FromEngine",
-    "Grammar",
-    "GrammarTime",
-    "Halt",
-    "Hold",
-    "Holding",
-    "HostReleased",
-    "ImageDescribed",
-    "ImportKv",
-    "Inquire",
-    "KvExported",
-    "Load",
-    "Loaded",
-    "Loading",
-    "LogitsReady",
-    "NeedArena",
-    "Open",
-    "Pause",
-    "Paused",
-    "Plan",
-    "Planned",
-    "PromptScored",
-    "PublicPrefix",
-    "Ready",
-    "Recomputed",
-    "Report",
-    "Resume",
-    "Run",
-    "SessionUse",
-    "SetBudget",
-    "SetClass",
-    "SetPolicy",
-    "SetTenants",
-    "Shutdown",
-    "Signal",
-    "Started",
-    "Stepped",
-    "Stepping",
-    "TenantLimits",
-    "TenantUse",
-    "ToEngine",
-    "Token",
-    "Trace",
-    "Traced",
-    "Truncate",
-    "Unload",
-    "Unloaded",
-    "decode_from_engine",
-    "decode_to_engine",
-    "encode",
-]
+from djinnd.messages.arenas import *  # noqa: F403
+from djinnd.messages.directions import *  # noqa: F403
+from djinnd.messages.engine import *  # noqa: F403
+from djinnd.messages.figures import *  # noqa: F403
+from djinnd.messages.inspections import *  # noqa: F403
+from djinnd.messages.models import *  # noqa: F403
+from djinnd.messages.protocol import *  # noqa: F403  # the last one: it reads what the others declare
+from djinnd.messages.runs import *  # noqa: F403
+from djinnd.messages.scheduling import *  # noqa: F403
+from djinnd.messages.sessions import *  # noqa: F403

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import msgspec
+from djinnd.messages.directions import FromEngine, ToEngine
 
 Holding = Literal["weights", "pages"]
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class ArenaReady(msgspec.Struct, tag="arena_ready"):
+class ArenaReady(ToEngine, tag="arena_ready"):
     """Reply to NeedArena: the memory exists.
 
     `complete`: an earlier engine or a client filled it with the same fingerprint, so nothing is read from disk. A model
@@ -26,7 +26,7 @@ class ArenaReady(msgspec.Struct, tag="arena_ready"):
     identity: str = ""  # of the complete weights: see ArenaFilled
 
 
-class ArenaRefused(msgspec.Struct, tag="arena_refused"):
+class ArenaRefused(ToEngine, tag="arena_refused"):
     request: int
     message: str
     data: dict[str, Any] = {}
@@ -36,7 +36,7 @@ class ArenaRefused(msgspec.Struct, tag="arena_refused"):
 # --- engine to server -----------------------------------------------------------------------------------------------
 
 
-class NeedArena(msgspec.Struct, tag="need_arena"):
+class NeedArena(FromEngine, tag="need_arena"):
     """Asks for an arena that holds the model's weights, or pages of its sessions."""
 
     request: int
@@ -47,14 +47,14 @@ class NeedArena(msgspec.Struct, tag="need_arena"):
     holds: Holding = "weights"
 
 
-class ArenaFilled(msgspec.Struct, tag="arena_filled"):
+class ArenaFilled(FromEngine, tag="arena_filled"):
     """One-way: all blocks are in the arena. The server marks it complete and stores `identity` with it."""
 
     model: str
     identity: str = ""  # hash of all bytes of the model that were read
 
 
-class HostReleased(msgspec.Struct, tag="host_released"):
+class HostReleased(FromEngine, tag="host_released"):
     """One-way: no block of the model needs the arena any more, and the engine has unmapped it. The server removes the
     shared memory object; a later engine gets an empty one."""
 

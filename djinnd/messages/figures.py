@@ -5,20 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from djinn_client.protocol import ModelInfo, Span
+from djinnd.messages.directions import CallAnswer, EngineCall
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class Inquire(msgspec.Struct, tag="inquire"):
-    request: int
+class Inquire(EngineCall, tag="inquire"):
     check: bool = False
 
 
-class Trace(msgspec.Struct, tag="trace"):
+class Trace(EngineCall, tag="trace"):
     """Answered by Traced when the next `steps` steps have been recorded, or after `seconds` with the steps recorded
     until then. Answered by Failed(retry) while another trace is being recorded."""
 
-    request: int
     steps: int
     seconds: float
 
@@ -47,8 +46,7 @@ class TenantUse(msgspec.Struct, array_like=True):
     disk_kv: int
 
 
-class Report(msgspec.Struct, tag="report"):
-    request: int
+class Report(CallAnswer, tag="report"):
     budget_bytes: int
     used_bytes: int
     steps: int
@@ -62,6 +60,5 @@ class Report(msgspec.Struct, tag="report"):
     copied: dict[str, int] = {}  # bytes since the engine started: of weights, pages up, pages down
 
 
-class Traced(msgspec.Struct, tag="traced"):
-    request: int
+class Traced(CallAnswer, tag="traced"):
     spans: list[Span]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from djinnd.messages.directions import CallAnswer, EngineCall
 from djinnd.messages.models import DescribeImage, Plan
 
 
@@ -24,15 +25,13 @@ class DeviceFigures(msgspec.Struct, frozen=True):
     max_batch_tokens: int
 
 
-class DescribeDevice(msgspec.Struct, tag="describe_device"):
+class DescribeDevice(EngineCall, tag="describe_device"):
     """Asks an engine for the figures of its device, for an inspection of `model`. Answered by DeviceDescribed."""
 
-    request: int
     model: str
 
 
-class DeviceDescribed(msgspec.Struct, tag="device_described"):
-    request: int
+class DeviceDescribed(CallAnswer, tag="device_described"):
     figures: DeviceFigures
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from djinn_client.protocol import ModelInfo
 from djinn_client.protocol.fields.image import Dtype, Image
 from djinn_client.protocol.fields.placing import ModelPlan, Placing
+from djinnd.messages.directions import CallAnswer, EngineCall, FromEngine, ToEngine
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class Load(msgspec.Struct, tag="load"):
-    request: int
+class Load(EngineCall, tag="load"):
     model: str
     path: str
     kv_bytes: int = 0  # 0: the engine decides
@@ -28,23 +26,21 @@ class Load(msgspec.Struct, tag="load"):
     others: list[str] = []  # names of further files in the checkpoint's folder, which help to explain a refusal
 
 
-class Unload(msgspec.Struct, tag="unload"):
+class Unload(EngineCall, tag="unload"):
     """Answered by Unloaded. Unless `keep_pages`, the server has closed the model's sessions before.
 
     `keep_pages`: the model goes to sleep. The engine closes its sessions, which are idle, and writes their pages to the
     host, as far as there is room, before it answers. The next Load of the model finds them.
     """
 
-    request: int
     model: str
     keep_pages: bool = False
 
 
-class Plan(msgspec.Struct, tag="plan"):
+class Plan(EngineCall, tag="plan"):
     """Asks for the placement that a Load with these fields would get in a budget of `memory_bytes`. Answered by Planned
     or Failed."""
 
-    request: int
     model: str
     path: str
     dtype: str = "auto"
@@ -58,11 +54,10 @@ class Plan(msgspec.Struct, tag="plan"):
     others: list[str] = []  # as in Load
 
 
-class DescribeImage(msgspec.Struct, tag="describe_image"):
+class DescribeImage(EngineCall, tag="describe_image"):
     """Asks for the layout that an image must have so that a Load with these fields finds it complete. Answered by
     ImageDescribed or Failed."""
 
-    request: int
     model: str
     path: str
     dtype: str
@@ -73,7 +68,7 @@ class DescribeImage(msgspec.Struct, tag="describe_image"):
     others: list[str] = []  # as in Load
 
 
-class PublicPrefix(msgspec.Struct, tag="public_prefix"):
+class PublicPrefix(ToEngine, tag="public_prefix"):
     """One-way: from now on, sessions of all tenants that begin with these tokens share the full pages of them. The
     model is loaded."""
 
@@ -84,7 +79,7 @@ class PublicPrefix(msgspec.Struct, tag="public_prefix"):
 # --- engine to server -----------------------------------------------------------------------------------------------
 
 
-class Loading(msgspec.Struct, tag="loading"):
+class Loading(FromEngine, tag="loading"):
     """One-way: progress of a Load."""
 
     model: str
@@ -93,20 +88,17 @@ class Loading(msgspec.Struct, tag="loading"):
     total: int = 0
 
 
-class Loaded(msgspec.Struct, tag="loaded"):
-    request: int
+class Loaded(CallAnswer, tag="loaded"):
     model: ModelInfo
 
 
-class Unloaded(msgspec.Struct, tag="unloaded"):
-    request: int
+class Unloaded(CallAnswer, tag="unloaded"):
+    """The model is gone."""
 
 
-class Planned(msgspec.Struct, tag="planned"):
-    request: int
+class Planned(CallAnswer, tag="planned"):
     plan: ModelPlan
 
 
-class ImageDescribed(msgspec.Struct, tag="image_described"):
-    request: int
+class ImageDescribed(CallAnswer, tag="image_described"):
     image: Image

@@ -8,6 +8,7 @@ from djinn_client.protocol import FinishReason, Logprobs, Sampling
 from djinn_client.protocol.fields.image import Dtype
 from djinn_client.protocol.fields.points import Point
 from djinnd.core.stops import Stop
+from djinnd.messages.directions import FromEngine, ToEngine
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
@@ -23,7 +24,7 @@ class Grammar(msgspec.Struct, array_like=True):
     fd: int = -1  # the receiver owns it
 
 
-class Run(msgspec.Struct, tag="run"):
+class Run(ToEngine, tag="run"):
     """Extends the session by `tokens` and generates up to `max_tokens`. With `logits`, the reply has the logits of
     `tokens`.
 
@@ -51,13 +52,13 @@ class Run(msgspec.Struct, tag="run"):
     grammar: Grammar | None = None
 
 
-class CancelRun(msgspec.Struct, tag="cancel"):
+class CancelRun(ToEngine, tag="cancel"):
     """One-way; the Run is answered by Finished(cancelled), unless it has had its final reply."""
 
     request: int
 
 
-class Halt(msgspec.Struct, tag="halt"):
+class Halt(ToEngine, tag="halt"):
     """One-way: the server found a stop string. Ends the Run with reason `stop` after its first `keep` generated
     tokens."""
 
@@ -65,7 +66,7 @@ class Halt(msgspec.Struct, tag="halt"):
     keep: int
 
 
-class Hold(msgspec.Struct, tag="hold"):
+class Hold(ToEngine, tag="hold"):
     """One-way. `held`: True stops the Run while its client reads too slowly, False lets it go on."""
 
     request: int
@@ -89,27 +90,27 @@ class Started(msgspec.Struct, array_like=True):
     woken: bool = False  # the session's KV has been away from the device since its last row
 
 
-class Stepping(msgspec.Struct, tag="stepping"):
+class Stepping(FromEngine, tag="stepping"):
     """The requests whose first row is in this step. Sent while the device runs the step, or just after, and always
     before the step's tokens."""
 
     started: list[Started]
 
 
-class Stepped(msgspec.Struct, tag="stepped"):
+class Stepped(FromEngine, tag="stepped"):
     """Sent once a step: all its tokens, in the order of its rows."""
 
     tokens: list[Token]
 
 
-class Recomputed(msgspec.Struct, tag="recomputed"):
+class Recomputed(FromEngine, tag="recomputed"):
     """A step has computed again tokens that were in their sessions before the request. `tokens`: how many, by tenant;
     the server charges them to the tenant, beside the tokens that its requests bring and generate."""
 
     tokens: dict[int, int]
 
 
-class GrammarTime(msgspec.Struct, tag="grammar_time"):
+class GrammarTime(FromEngine, tag="grammar_time"):
     """The CPU seconds that grammar processes have used since the last such message, by tenant. The server charges
     them."""
 
@@ -129,7 +130,7 @@ class CaptureLayout(msgspec.Struct, frozen=True):
     offsets: list[int]  # bytes
 
 
-class Finished(msgspec.Struct, tag="finished"):
+class Finished(FromEngine, tag="finished"):
     """Final reply of a Run. `length`: of the session. `generated`: the generated tokens that stay in it."""
 
     request: int
@@ -141,7 +142,7 @@ class Finished(msgspec.Struct, tag="finished"):
     stopped: int | None = None  # with reason "breakpoint": the block before which the Run stopped
 
 
-class PromptScored(msgspec.Struct, tag="prompt_scored"):
+class PromptScored(FromEngine, tag="prompt_scored"):
     """Sent before the first token of a Run with `prompt_logprobs`, once for each part of its prompt. `values` and `ids`
     are as in djinn_client's PromptLogprobs, for the next `tokens` tokens of the prompt."""
 
@@ -151,7 +152,7 @@ class PromptScored(msgspec.Struct, tag="prompt_scored"):
     ids: bytes
 
 
-class LogitsReady(msgspec.Struct, tag="logits"):
+class LogitsReady(FromEngine, tag="logits"):
     """Final reply of a Run with `logits`: float32 [tokens, vocab] in the sealed memfd that comes with the frame."""
 
     request: int

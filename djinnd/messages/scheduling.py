@@ -5,18 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from djinn_client.protocol import Class, Tier
+from djinnd.messages.directions import CallAnswer, EngineCall, ToEngine
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class SetClass(msgspec.Struct, tag="set_class"):
+class SetClass(ToEngine, tag="set_class"):
     """One-way: from now on the session and its running request have this class."""
 
     session: str
     priority: Class
 
 
-class Signal(msgspec.Struct, tag="signal"):
+class Signal(ToEngine, tag="signal"):
     """One-way: the client says what its session does next.
 
     `waits` True: the session waits for something else, for about `expected_s` seconds (0: unknown). Its pages may leave
@@ -30,16 +31,15 @@ class Signal(msgspec.Struct, tag="signal"):
     bulk: bool | None = None  # the time between its tokens does not matter; None: as it was
 
 
-class Pause(msgspec.Struct, tag="pause"):
+class Pause(EngineCall, tag="pause"):
     """The session gets no row until Resume, and its pages move to `tier`. Answered by Paused when they are there.
     Answered by Failed when they cannot move, and then the session is not paused."""
 
-    request: int
     session: str
     tier: Tier
 
 
-class Resume(msgspec.Struct, tag="resume"):
+class Resume(ToEngine, tag="resume"):
     """One-way. Does nothing to a session that is not paused."""
 
     session: str
@@ -55,14 +55,14 @@ class TenantLimits(msgspec.Struct, frozen=True):
     disk_kv: int | None = None
 
 
-class SetTenants(msgspec.Struct, tag="set_tenants"):
+class SetTenants(ToEngine, tag="set_tenants"):
     """One-way: these tenants have these limits from now on. A tenant that is not named keeps its limits. A new tenant
     has none."""
 
     tenants: list[TenantLimits]
 
 
-class SetPolicy(msgspec.Struct, tag="set_policy"):
+class SetPolicy(ToEngine, tag="set_policy"):
     """One-way: see config.Scheduling. `between_tokens` and `ageing` are seconds."""
 
     slowdown: float
@@ -71,27 +71,24 @@ class SetPolicy(msgspec.Struct, tag="set_policy"):
     paging: float
 
 
-class Explain(msgspec.Struct, tag="explain"):
+class Explain(EngineCall, tag="explain"):
     """Answered by Explained, or by Failed(session_not_found)."""
 
-    request: int
     session: str
 
 
 # --- engine to server -----------------------------------------------------------------------------------------------
 
 
-class Paused(msgspec.Struct, tag="paused"):
-    request: int
+class Paused(CallAnswer, tag="paused"):
     pages: int  # of the session in the tier
     nbytes: int
     seconds: float
 
 
-class Explained(msgspec.Struct, tag="explained"):
+class Explained(CallAnswer, tag="explained"):
     """Reply to Explain. `ahead`: sessions of the model that are served before this one, in their order."""
 
-    request: int
     state: str
     reason: str
     figures: dict[str, int | float | str]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from djinn_client.protocol import Class
 from djinnd.core.edits import FOREVER, Edit
+from djinnd.messages.directions import FromEngine, ToEngine
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class Open(msgspec.Struct, tag="open"):
+class Open(ToEngine, tag="open"):
     """One-way. `tokens`: of a session that an earlier engine had. Its KV is computed again when it next runs; a
     `paused` one runs only after Resume."""
 
@@ -24,7 +23,7 @@ class Open(msgspec.Struct, tag="open"):
     due_from: int = FOREVER  # see Session
 
 
-class Fork(msgspec.Struct, tag="fork"):
+class Fork(ToEngine, tag="fork"):
     """One-way: opens a session with the tokens and the KV of `parent`, which is idle."""
 
     session: str
@@ -32,27 +31,27 @@ class Fork(msgspec.Struct, tag="fork"):
     priority: Class
 
 
-class Close(msgspec.Struct, tag="close"):
+class Close(ToEngine, tag="close"):
     """One-way. A request that still runs ends with Finished(cancelled)."""
 
     session: str
 
 
-class Truncate(msgspec.Struct, tag="truncate"):
+class Truncate(ToEngine, tag="truncate"):
     """One-way; the session is idle."""
 
     session: str
     length: int
 
 
-class AddEdit(msgspec.Struct, tag="add_edit"):
+class AddEdit(ToEngine, tag="add_edit"):
     """One-way; the session is idle."""
 
     session: str
     edit: Edit
 
 
-class EndEdits(msgspec.Struct, tag="end_edits"):
+class EndEdits(ToEngine, tag="end_edits"):
     """One-way; the session is idle. From position `at` on, these edits change nothing."""
 
     session: str
@@ -60,7 +59,7 @@ class EndEdits(msgspec.Struct, tag="end_edits"):
     at: int
 
 
-class ExportKv(msgspec.Struct, tag="export_kv"):
+class ExportKv(ToEngine, tag="export_kv"):
     """Answered by KvExported, or by Failed. The session is idle. Any KV that it lacks is computed first; CancelRun
     interrupts that."""
 
@@ -68,7 +67,7 @@ class ExportKv(msgspec.Struct, tag="export_kv"):
     session: str
 
 
-class ImportKv(msgspec.Struct, tag="import_kv"):
+class ImportKv(ToEngine, tag="import_kv"):
     """Opens a session with these tokens. The KV of the first `kv_tokens` of them is in the client's window, `fd`, which
     the receiver owns.
 
@@ -90,7 +89,7 @@ class ImportKv(msgspec.Struct, tag="import_kv"):
 # --- engine to server -----------------------------------------------------------------------------------------------
 
 
-class KvExported(msgspec.Struct, tag="kv_exported"):
+class KvExported(FromEngine, tag="kv_exported"):
     """Final reply of ExportKv: the KV of all of the session's tokens is in the sealed memfd that comes with the frame,
     in the layout of the pool's pages."""
 

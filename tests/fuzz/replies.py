@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from djinn_client.errors import DjinnError, ProtocolError, from_code
-from djinn_client.protocol import Failure, ServerMessage, decode_reply
+from djinn_client.protocol import Failure, ServerMessage, decode_reply, union_of
 from tests.fuzz.messages import hostile_message, seed_messages, types_of
 from tests.fuzz.target import Target
 
-KINDS = types_of(ServerMessage)
+KINDS = types_of(union_of(ServerMessage))
 
 
 def seeds() -> Iterator[bytes]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import get_args
 
 from djinn_client.errors import DjinnError, ProtocolError
-from djinn_client.protocol import ClientMessage, decode_request, encode, request_id_of
+from djinn_client.protocol import ClientMessage, decode_request, encode, request_id_of, union_of
 from tests.fuzz.messages import hostile_message, seed_messages, types_of
 from tests.fuzz.target import Target
 
-KINDS = types_of(ClientMessage)
+KINDS = types_of(union_of(*get_args(ClientMessage)))
 
 
 def seeds() -> Iterator[bytes]:

@@ -28,8 +28,8 @@ from djinn_client.protocol import (
     request_id_of,
 )
 
-REQUESTS = get_args(protocol.ClientMessage)
-REPLIES = get_args(protocol.ServerMessage)
+REQUESTS = get_args(protocol.union_of(*get_args(protocol.ClientMessage)))
+REPLIES = get_args(protocol.union_of(protocol.ServerMessage))
 LIMIT = 1000
 
 payloads = st.binary(max_size=200)

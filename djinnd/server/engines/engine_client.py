@@ -18,37 +18,12 @@ from typing import Any, Protocol
 from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
 from djinn_client.protocol import Logprobs
 from djinnd import messages
-from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
+from djinnd.messages import MAX_FRAME, ToEngine
 from djinnd.server.engines.blame import RunProgress, Suspect, blamed_progress
 from djinnd.server.system.closer import close_fds
 from djinnd.server.wire.connection import FrameConnection
 
 log = logging.getLogger("djinnd.server")
-
-Question = (
-    messages.Load
-    | messages.Plan
-    | messages.DescribeImage
-    | messages.DescribeDevice
-    | messages.SetBudget
-    | messages.Trace
-    | messages.Unload
-    | messages.Pause
-    | messages.Explain
-    | messages.Inquire
-)
-Reply = (
-    messages.Loaded
-    | messages.Planned
-    | messages.ImageDescribed
-    | messages.DeviceDescribed
-    | messages.BudgetSet
-    | messages.Traced
-    | messages.Unloaded
-    | messages.Paused
-    | messages.Explained
-    | messages.Report
-)
 
 _numbers = itertools.count(1)  # of requests to engines: unique in the daemon's life, across engines
 
@@ -146,7 +121,7 @@ class EngineClient:
         self.send(kind(number, **fields), fds)
         return number
 
-    async def call(self, kind: type[Question], fds: Sequence[int] = (), **fields: Any) -> Any:
+    async def call(self, kind: type[messages.EngineCall], fds: Sequence[int] = (), **fields: Any) -> Any:
         """Sends a request and returns the engine's answer. The engine is alive when this returns. The descriptors
         belong to the connection, which closes them. Raises the engine's error, or EngineLost."""
         number = next(_numbers)
@@ -194,7 +169,7 @@ class EngineClient:
             close_fds(fds)
             return
         self.heard += 1
-        message: FromEngine = messages.decode_from_engine(payload)
+        message = messages.decode_from_engine(payload)
         match message:
             case messages.Stepping():
                 self._stepping(message)
@@ -215,18 +190,7 @@ class EngineClient:
                 self._runs.pop(message.request).failed(from_code(message.code, message.message, message.data))
             case messages.Failed():
                 self._fail_call(message)
-            case (
-                messages.Loaded()
-                | messages.Planned()
-                | messages.ImageDescribed()
-                | messages.DeviceDescribed()
-                | messages.BudgetSet()
-                | messages.Traced()
-                | messages.Unloaded()
-                | messages.Paused()
-                | messages.Explained()
-                | messages.Report()
-            ):
+            case messages.CallAnswer():
                 self._answer_call(message)
             case messages.NeedArena():
                 self._listener.need_arena(self, message)
@@ -279,7 +243,7 @@ class EngineClient:
         for run, token in given:
             run.token(token.token, token.logprobs, now)
 
-    def _answer_call(self, message: Reply) -> None:
+    def _answer_call(self, message: messages.CallAnswer) -> None:
         future = self._calls.get(message.request)
         if future is not None and not future.done():  # else the caller was cancelled
             future.set_result(message)

@@ -18,6 +18,7 @@ from djinnd.server.sessions.prefixes import Prefix, PrefixTable
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 
 class DaemonRequests:
@@ -41,9 +42,11 @@ class DaemonRequests:
         self._begin_restart = restart
         self._notes = notes  # messages for administrators
 
+    @handles(protocol.Ping)
     async def ping(self, call: ClientCall, request: protocol.Ping) -> FinalReply:
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.GetStatus)
     async def get_status(self, call: ClientCall, request: protocol.GetStatus) -> FinalReply:
         if request.check:
             expect_admin(call, "have the daemon check itself")
@@ -51,6 +54,7 @@ class DaemonRequests:
         reply.notes = self._notes() if call.client.is_admin else []
         return FinalReply(reply)
 
+    @handles(protocol.GetQuotas)
     async def get_quotas(self, call: ClientCall, request: protocol.GetQuotas) -> FinalReply:
         if request.all:
             expect_admin(call, "see the quotas of all users")
@@ -60,6 +64,7 @@ class DaemonRequests:
             uses = [replace(use, highest_class=call.client.class_for(None)) for use in uses]
         return FinalReply(protocol.Quotas(id=call.id, quotas=uses))
 
+    @handles(protocol.SetBudget, is_new_work=True)
     async def set_budget(self, call: ClientCall, request: protocol.SetBudget) -> FinalReply:
         expect_admin(call, "change the budget of device memory")
         admission.check_budget(request.memory_bytes)
@@ -74,6 +79,7 @@ class DaemonRequests:
             )
         )
 
+    @handles(protocol.GetTrace, is_new_work=True)
     async def trace(self, call: ClientCall, request: protocol.GetTrace) -> FinalReply:
         expect_admin(call, "trace the device: it shows what all users do")
         admission.check_trace(request)
@@ -81,6 +87,7 @@ class DaemonRequests:
         traced = await engine.call(Trace, steps=request.steps, seconds=request.seconds)
         return FinalReply(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
 
+    @handles(protocol.Restart, is_new_work=True)
     async def restart(self, call: ClientCall, request: protocol.Restart) -> FinalReply:
         """Begins a restart. The caller has its reply before the daemon drains and closes the connection."""
         expect_admin(call, "restart the daemon")
@@ -89,6 +96,7 @@ class DaemonRequests:
 
     # --- public prefixes ----------------------------------------------------------------------------------------------
 
+    @handles(protocol.PublishPrefix, is_new_work=True, journal="changes")
     async def publish_prefix(self, call: ClientCall, request: protocol.PublishPrefix) -> FinalReply:
         """Publishes a prefix and tells the engine. Nothing is awaited between the two: an engine that has the model is
         told here, and an engine that loads it later is told by the loader."""
@@ -103,6 +111,7 @@ class DaemonRequests:
             model.engine.send(PublicPrefix(model.name, prefix.tokens))
         return FinalReply(PrefixPublished(id=call.id, prefix=self._info(prefix)))
 
+    @handles(protocol.ListPrefixes)
     async def list_prefixes(self, call: ClientCall, request: protocol.ListPrefixes) -> FinalReply:
         expect_admin(call, "list the public prefixes")
         return FinalReply(protocol.Prefixes(id=call.id, prefixes=list(map(self._info, self._prefixes))))
@@ -110,6 +119,7 @@ class DaemonRequests:
     def _info(self, prefix: Prefix) -> PrefixInfo:
         return replace(prefix.info, user_name=self._status.name_of(prefix.user))
 
+    @handles(protocol.WithdrawPrefix, journal="changes")
     async def withdraw_prefix(self, call: ClientCall, request: protocol.WithdrawPrefix) -> FinalReply:
         expect_admin(call, "withdraw a public prefix")
         prefix = self._prefixes.withdraw(request.prefix)

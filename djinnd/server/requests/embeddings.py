@@ -20,6 +20,7 @@ from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 if TYPE_CHECKING:
     from djinnd.server.requests.vectors import Pooling, Vector
@@ -49,6 +50,7 @@ class EmbedRequests:
         self._models = models
         self._generate = generate
 
+    @handles(Embed, is_new_work=True, journal="grows")
     async def embed(self, call: ClientCall, request: Embed) -> FinalReply:
         inputs = _inputs(request)
         model = await self._models.named(request.model, call.client)

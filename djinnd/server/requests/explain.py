@@ -15,6 +15,7 @@ from djinnd.server.loading.models import ModelTable, ServedModel
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.status.status import Status
 from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 Figures = dict[str, int | float | str]
 
@@ -28,6 +29,7 @@ class ExplainRequests:
         self._supervisor = supervisor
         self._status = status
 
+    @handles(ExplainSession)
     async def explain(self, call: ClientCall, request: ExplainSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         while (why := self._own_answer(session)) is None:

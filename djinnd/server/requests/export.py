@@ -23,6 +23,7 @@ from djinnd.server.sessions.sessions import TOKEN_BYTES, SessionRecord, SessionT
 from djinnd.server.status.status import Status
 from djinnd.server.wire.client import ClientCall, FinalReply
 from djinnd.server.wire.memfds import open_window
+from djinnd.server.wire.request_handler import handles
 
 SALT_BYTES = 16
 
@@ -37,6 +38,7 @@ class ExportRequests:
         self._status = status
         self._failover = failover
 
+    @handles(ExportSession, is_new_work=True)
     async def export(self, call: ClientCall, request: ExportSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         call.client.expect_class(session.priority)
@@ -54,6 +56,7 @@ class ExportRequests:
             call.reserve_window(reply.kv.nbytes(len(session.tokens)))
             return await self._failover.answer(call, ExportRun(call, session, engine, reply))
 
+    @handles(ImportSession, is_new_work=True, journal="grows")
     async def import_(self, call: ClientCall, request: ImportSession) -> FinalReply:
         window = call.descriptor if request.kv is not None or call.fds else None
         if (request.kv is not None) != (window is not None):

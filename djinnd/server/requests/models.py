@@ -21,6 +21,7 @@ from djinnd.server.models.kv_sizes import KvSizes
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
 from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 _WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s", "chat_template")  # in a LoadModel
 _SECOND_CHANCE = 600.0  # seconds until a user that is no administrator may load a model again that was set aside
@@ -35,11 +36,13 @@ class ModelRequests:
         self._sharing = sharing
         self._status = status
 
+    @handles(protocol.ListModels)
     async def list_models(self, call: ClientCall, request: protocol.ListModels) -> FinalReply:
         return FinalReply(
             protocol.Models(id=call.id, models=await self._status.model_infos(self._models.visible(call.client)))
         )
 
+    @handles(protocol.LoadModel, is_new_work=True)
     async def load(self, call: ClientCall, request: protocol.LoadModel) -> FinalReply:
         admission.check_load(request)
         kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
@@ -80,12 +83,14 @@ class ModelRequests:
         note = f"{', '.join(wishes)}: ignored, as only {_deciders(model)} may set that"
         return FinalReply(ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note])))
 
+    @handles(protocol.PlanModel, is_new_work=True)
     async def plan(self, call: ClientCall, request: protocol.PlanModel) -> FinalReply:
         admission.check_plan(request)
         model = await self._models.named(request.model, call.client)
         plan = await self._models.plan(model, request.memory_bytes, request.kv_bytes, request.placing)
         return FinalReply(PlanReply(id=call.id, plan=plan))
 
+    @handles(protocol.UnloadModel)
     async def unload(self, call: ClientCall, request: protocol.UnloadModel) -> FinalReply:
         model = await self._models.named(request.model, call.client)
         self._expect_own(model, call.client)
@@ -108,6 +113,7 @@ class ModelRequests:
         if not client.is_admin and any(s.user != client.user for s in self._sessions.of_model(model.name)):
             raise NotPermitted(f"other users have sessions of {model.name}: only an administrator may do that")
 
+    @handles(protocol.HandOverFiles, is_new_work=True)
     async def hand_over_files(self, call: ClientCall, request: protocol.HandOverFiles) -> FinalReply:
         model = await self._models.hand_over(call.client, request, call.take_descriptors())
         return FinalReply(FilesHandedOver(id=call.id, model=model.name))
@@ -127,16 +133,19 @@ class ModelRequests:
 
     # --- shares -------------------------------------------------------------------------------------------------------
 
+    @handles(protocol.ShareModel, is_new_work=True)
     async def share_model(self, call: ClientCall, request: protocol.ShareModel) -> FinalReply:
         admission.check_share(request)
         self._sharing.check(call.client, request)
         share, image = await self._sharing.describe(call.client, request, os.dup(call.descriptor))
         return FinalReply(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
 
+    @handles(protocol.ShareWeights, is_new_work=True)
     async def share_weights(self, call: ClientCall, request: protocol.ShareWeights) -> FinalReply:
         model = await self._sharing.accept(call.client, request.share, call.descriptor, call.tell_loading)
         return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
 
+    @handles(protocol.EndShare)
     async def end_share(self, call: ClientCall, request: protocol.EndShare) -> FinalReply:
         await self._sharing.end(call.client, request.share)
         return FinalReply(Done(id=call.id))

@@ -19,6 +19,7 @@ from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
 
@@ -31,6 +32,7 @@ class SessionRequests:
         self._models = models
         self._status = status
 
+    @handles(protocol.OpenSession, is_new_work=True, journal="grows")
     async def open(self, call: ClientCall, request: protocol.OpenSession) -> FinalReply:
         model = await self._models.named(request.model, call.client)
         expect_open(model)
@@ -42,11 +44,13 @@ class SessionRequests:
         open_in(engine, session)
         return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
+    @handles(protocol.AttachSession)
     async def attach(self, call: ClientCall, request: protocol.AttachSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         self._sessions.attach(session, call.client)
         return FinalReply(SessionOpened(id=call.id, session=(await self._status.session_infos([session]))[0]))
 
+    @handles(protocol.ForkSession, is_new_work=True, journal="grows")
     async def fork(self, call: ClientCall, request: protocol.ForkSession) -> FinalReply:
         parent = self._sessions.lookup(request.session, call.client)
         parent.expect_model()
@@ -58,10 +62,12 @@ class SessionRequests:
             engine.send(Fork(session.id, parent.id, session.priority))
         return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
+    @handles(protocol.CloseSession)
     async def close(self, call: ClientCall, request: protocol.CloseSession) -> FinalReply:
         self._sessions.close(self._sessions.lookup(request.session, call.client))
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.Truncate, journal="changes")
     async def truncate(self, call: ClientCall, request: protocol.Truncate) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
@@ -71,6 +77,7 @@ class SessionRequests:
             self._models.tell(session, Truncate(session.id, request.length))
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.PauseSession, is_new_work=True)
     async def pause(self, call: ClientCall, request: protocol.PauseSession) -> FinalReply:
         """Pauses a session, also during a call. Without an engine, or if it is lost meanwhile, the next engine opens
         the session as paused."""
@@ -92,6 +99,7 @@ class SessionRequests:
             PauseReply(id=call.id, tier=request.tier, pages=paused.pages, nbytes=paused.nbytes, seconds=paused.seconds)
         )
 
+    @handles(protocol.ResumeSession)
     async def resume(self, call: ClientCall, request: protocol.ResumeSession) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.is_paused = False
@@ -100,6 +108,7 @@ class SessionRequests:
         log.info("session_resumed session=%s", session.id)
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.SetPriority, journal="changes")
     async def set_priority(self, call: ClientCall, request: protocol.SetPriority) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         call.client.expect_class(request.priority)
@@ -107,10 +116,12 @@ class SessionRequests:
         self._models.tell(session, SetClass(session.id, session.priority))
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.GetTokens)
     async def get_tokens(self, call: ClientCall, request: protocol.GetTokens) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         return FinalReply(TokenIds(id=call.id, token_ids=session.tokens))
 
+    @handles(protocol.ListSessions)
     async def list_sessions(self, call: ClientCall, request: protocol.ListSessions) -> FinalReply:
         visible = self._sessions.visible(call.client)
         return FinalReply(Sessions(id=call.id, sessions=await self._status.session_infos(visible)))

@@ -10,6 +10,7 @@ from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.models.text import ModelText
 from djinnd.server.text.texts import Texts
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 _MOST = 1 << 20  # tokens of one answer
 
@@ -19,6 +20,7 @@ class TokenizerRequests:
         self._models = models
         self._texts = texts
 
+    @handles(protocol.Tokenize)
     async def tokenize(self, call: ClientCall, request: protocol.Tokenize) -> FinalReply:
         text, user = await self._text(call, request.model), call.client.user
         if request.chat is not None:
@@ -30,11 +32,13 @@ class TokenizerRequests:
         spelled = await self._texts.texts_of(text, user, prompt.tokens, spelled=True) if request.token_texts else []
         return FinalReply(Tokenized(id=call.id, token_ids=prompt.tokens, token_texts=spelled))
 
+    @handles(protocol.Detokenize)
     async def detokenize(self, call: ClientCall, request: protocol.Detokenize) -> FinalReply:
         text = await self._text(call, request.model)
         (whole,) = await self._texts.texts_of(text, call.client.user, request.token_ids, spelled=False)
         return FinalReply(Detokenized(id=call.id, text=whole))
 
+    @handles(protocol.DescribeTokenizer)
     async def describe(self, call: ClientCall, request: protocol.DescribeTokenizer) -> FinalReply:
         _, text = await self._described(call, request.model)
         told = text.told

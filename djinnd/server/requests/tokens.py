@@ -7,21 +7,25 @@ from djinn_client.protocol import Done, TokenAdded, TokensListed
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.requests.daemon import expect_admin
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 
 class TokenRequests:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
+    @handles(protocol.AddToken)
     async def add(self, call: ClientCall, request: protocol.AddToken) -> FinalReply:
         expect_admin(call, "add tokens")
         token, info = await self._tokens.add(request)
         return FinalReply(TokenAdded(id=call.id, token=token, info=info))
 
+    @handles(protocol.ListTokens)
     async def list_tokens(self, call: ClientCall, request: protocol.ListTokens) -> FinalReply:
         expect_admin(call, "list the tokens")
         return FinalReply(TokensListed(id=call.id, tokens=self._tokens.infos()))
 
+    @handles(protocol.RevokeToken)
     async def revoke(self, call: ClientCall, request: protocol.RevokeToken) -> FinalReply:
         """The caller's own connection may be one that this ends: it is told why, and not that it is done."""
         expect_admin(call, "revoke tokens")

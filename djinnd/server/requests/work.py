@@ -32,6 +32,7 @@ from djinnd.server.text.formats import Formats, Guide, expect_no_stops
 from djinnd.server.text.texts import Texts
 from djinnd.server.whitebox.call_breakpoints import breakpoints_of
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 
 class WorkRequests:
@@ -54,6 +55,7 @@ class WorkRequests:
         self._failover = failover
         self._conversations = ConversationRequests(sessions, models, records)
 
+    @handles(Generate, is_new_work=True, journal="grows")
     async def generate(self, call: ClientCall, request: Generate) -> FinalReply:
         if request.conversation is not None:
             return await self._converse(call, request, request.conversation)
@@ -168,6 +170,7 @@ class WorkRequests:
             self._models.tell(session, Truncate(session.id, length))
             raise
 
+    @handles(Forward, is_new_work=True, journal="grows")
     async def forward(self, call: ClientCall, request: Forward) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         with self._admitted(call, session) as place:

@@ -32,6 +32,7 @@ from djinnd.server.journal.records import Recorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES, Ledger
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
 
@@ -76,6 +77,7 @@ class RecordTable:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
+    @handles(KeepRecord, is_new_work=True, journal="changes")
     async def keep(self, call: ClientCall, request: KeepRecord) -> FinalReply:
         user, model, tokens = call.client.user, request.model, b""
         if request.session:
@@ -96,6 +98,7 @@ class RecordTable:
         self._journal.recorded(record)
         return FinalReply(RecordKept(id=call.id, record=name))
 
+    @handles(GetRecord)
     async def get(self, call: ClientCall, request: GetRecord) -> FinalReply:
         found = self.find(call.client.user, request.record)
         return FinalReply(
@@ -110,10 +113,12 @@ class RecordTable:
             )
         )
 
+    @handles(DropRecord, journal="changes")
     async def drop(self, call: ClientCall, request: DropRecord) -> FinalReply:
         self._drop(self.find(call.client.user, request.record))
         return FinalReply(Done(id=call.id))
 
+    @handles(ListRecords)
     async def list_records(self, call: ClientCall, request: ListRecords) -> FinalReply:
         return FinalReply(Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)]))
 

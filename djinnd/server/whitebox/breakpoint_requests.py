@@ -13,6 +13,7 @@ from djinnd.server.probe_lists.edit_list import PART_BYTES
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.whitebox.functions import FunctionRequests
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
 
@@ -25,6 +26,7 @@ class BreakpointRequests:
         self._models = models
         self._functions = functions
 
+    @handles(protocol.AddBreakpoint, is_new_work=True, journal="grows")
     async def add(self, call: ClientCall, request: protocol.AddBreakpoint) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
@@ -37,6 +39,7 @@ class BreakpointRequests:
         log.debug("breakpoint_added session=%s breakpoint=%d block=%d", session.id, added.number, added.block)
         return FinalReply(BreakpointAdded(id=call.id, breakpoint=added.number))
 
+    @handles(protocol.EndBreakpoints, journal="changes")
     async def end(self, call: ClientCall, request: protocol.EndBreakpoints) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
@@ -46,6 +49,7 @@ class BreakpointRequests:
             self._functions.breakpoints_ended(session, numbers)
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.ListBreakpoints)
     async def list_breakpoints(self, call: ClientCall, request: protocol.ListBreakpoints) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         infos = [each.info for each in session.breakpoints.breakpoints]

@@ -17,6 +17,7 @@ from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import nbytes_of
 from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
 
@@ -28,6 +29,7 @@ class EditRequests:
         self._sessions = sessions
         self._models = models
 
+    @handles(protocol.AddEdit, is_new_work=True, journal="grows")
     async def add(self, call: ClientCall, request: protocol.AddEdit) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
@@ -52,6 +54,7 @@ class EditRequests:
         log.debug("edit_added session=%s edit=%d op=%s points=%d", session.id, edit.number, edit.op, len(edit.points))
         return edit.number
 
+    @handles(protocol.EndEdits, journal="changes")
     async def end(self, call: ClientCall, request: protocol.EndEdits) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
@@ -63,6 +66,7 @@ class EditRequests:
             log.debug("edits_ended session=%s edits=%d at=%d", session.id, len(numbers), at)
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.ListEdits)
     async def list_edits(self, call: ClientCall, request: protocol.ListEdits) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         return FinalReply(Edits(id=call.id, edits=session.edits.infos()))

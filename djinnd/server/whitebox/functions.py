@@ -23,6 +23,7 @@ from djinnd.server.sessions.sessions import SessionRecord, SessionTable
 from djinnd.server.whitebox.edit_requests import EditRequests
 from djinnd.server.whitebox.function_process import FunctionProcess
 from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.request_handler import handles
 
 _COMMAND = python_module("djinnd.functions")
 
@@ -45,6 +46,7 @@ class FunctionRequests:
         self._processes: dict[int, FunctionProcess] = {}  # by user; accept functions
         self._ending: set[FunctionProcess] = set()  # accept no functions any more, and have not ended yet
 
+    @handles(protocol.AddFunction, is_new_work=True)
     async def add(self, call: ClientCall, request: protocol.AddFunction) -> FinalReply:
         session = self._permitted(call, request.session)
         point = _point_of(request, session)
@@ -59,6 +61,7 @@ class FunctionRequests:
                 raise
         return FinalReply(Done(id=call.id))
 
+    @handles(protocol.RunFunctions, is_new_work=True, journal="grows")
     async def run(self, call: ClientCall, request: protocol.RunFunctions) -> FinalReply:
         """Runs functions at the session's hit. Their edits are checked as if the client had sent them."""
         session = self._permitted(call, request.session)

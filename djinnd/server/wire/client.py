@@ -250,7 +250,7 @@ class ConnectedClient:
         return self._held_fds + self._connection.queued_fds
 
     def send(self, message: Reply) -> None:
-        frame = encode(message)  # type: ignore[arg-type]  # every subclass of Reply is a ServerMessage
+        frame = encode(message)
         self._services.after(self._connection.send, frame)
 
     def flush(self) -> None:
@@ -432,7 +432,7 @@ class ConnectedClient:
         if fds:
             fds = self.windows.hand_over(fds)
         try:
-            frame = encode(message, len(fds))  # type: ignore[arg-type]
+            frame = encode(message, len(fds))
         except Exception as error:  # the reply has a value that msgpack cannot encode
             self.traffic.discard(fds)
             self._fail_ours(number, error)

@@ -1,0 +1,25 @@
+"""The base classes of all messages, by direction. A class below one of them is a message: it needs no other list."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ToEngine(msgspec.Struct):
+    """A message that the server sends. Its handler is in the table of the engine (engine.py)."""
+
+
+class EngineCall(ToEngine):
+    """A message with a number, which EngineClient.call gives it. Answered by a CallAnswer, or by Failed."""
+
+    request: int
+
+
+class FromEngine(msgspec.Struct):
+    """A message that an engine sends. EngineClient receives it."""
+
+
+class CallAnswer(FromEngine):
+    """The final reply to the EngineCall with this number: EngineClient.call returns it."""
+
+    request: int
