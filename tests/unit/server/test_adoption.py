@@ -101,7 +101,7 @@ def test_an_adopted_object_whose_checkpoint_has_changed_is_replaced(state, succe
     [
         ({"state": FillState.FILLING}, "the weights of llama are incomplete"),
         ({"version": 1}, "arena version 1, this daemon knows 4"),
-        ({"state": 7}, "7 is not a valid State"),
+        ({"state": 7}, "7 is not a valid FillState"),
         ({"holds": "else"}, "an arena object that holds 'else'"),
         ({"size": HEADER_BYTES + 100}, "it has 4,196 bytes and should have 8,192"),
         ({"payload": 1 << 40}, "it has 8,192 bytes and should have"),
