@@ -33,7 +33,7 @@ from djinnd.messages.engine import *  # noqa: F403
 from djinnd.messages.figures import *  # noqa: F403
 from djinnd.messages.inspections import *  # noqa: F403
 from djinnd.messages.models import *  # noqa: F403
-from djinnd.messages.protocol import *  # noqa: F403  # the last one: it reads what the others declare
+from djinnd.messages.protocol import *  # noqa: F403
 from djinnd.messages.runs import *  # noqa: F403
 from djinnd.messages.scheduling import *  # noqa: F403
 from djinnd.messages.sessions import *  # noqa: F403

@@ -10,7 +10,16 @@ import msgspec
 from djinn_client.errors import ProtocolError
 from djinn_client.files.model_files import MAX_FILES
 from djinn_client.protocol import framed, union_of
-from djinnd.messages import arenas, models, runs, sessions
+from djinnd.messages import (  # all modules with messages: the decoders know the classes that exist by then
+    arenas,
+    engine,  # noqa: F401
+    figures,  # noqa: F401
+    inspections,  # noqa: F401
+    models,
+    runs,
+    scheduling,  # noqa: F401
+    sessions,
+)
 from djinnd.messages.directions import FromEngine, ToEngine
 
 T = TypeVar("T")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 Class = Literal["interactive", "agent", "batch"]
-CLASSES: tuple[Class, ...] = ("interactive", "agent", "batch")
+CLASSES: tuple[Class, ...] = get_args(Class)  # the first class is served first
 
 
 class Spread(msgspec.Struct, frozen=True):
