@@ -1,5 +1,5 @@
-"""What an addition costs: each of CONTRIBUTING's additions is made to a copy of the sources, works there, and changes
-no more files than CONTRIBUTING says."""
+"""Each addition of CONTRIBUTING is made to a copy of the sources, works there, and changes no more files than
+CONTRIBUTING says."""
 
 from __future__ import annotations
 
