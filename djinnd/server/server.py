@@ -48,7 +48,8 @@ from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.requests.handlers import Handlers
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.records import RecordTable
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.metrics import DaemonMetrics
 from djinnd.server.status.metrics_socket import MetricsSocket
 from djinnd.server.status.status import Status

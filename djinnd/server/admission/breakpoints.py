@@ -15,7 +15,7 @@ from djinnd.server.admission import admission
 from djinnd.server.admission.captures import MAX_CAPTURE_BYTES
 from djinnd.server.admission.edits import check_positions, extents_at
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan, SessionBreakpoint
-from djinnd.server.sessions.sessions import SessionRecord
+from djinnd.server.sessions.session import SessionRecord
 
 
 def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: ModelInfo) -> SessionBreakpoint:

@@ -10,7 +10,7 @@ from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd.core.edits import now
 from djinnd.messages import CaptureLayout
 from djinnd.server.admission import admission
-from djinnd.server.sessions.sessions import SessionRecord
+from djinnd.server.sessions.session import SessionRecord
 
 MAX_CAPTURE_BYTES = 1 << 30  # in one call
 

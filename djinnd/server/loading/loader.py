@@ -30,7 +30,8 @@ from djinnd.server.models.keep_alive import KeepAlive
 from djinnd.server.models.model import ServedModel
 from djinnd.server.models.open_files import duplicates
 from djinnd.server.sessions.prefixes import PrefixTable
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.text.texts import Texts
 
 log = logging.getLogger("djinnd.server")

@@ -55,7 +55,8 @@ from djinnd.server.models.model import ServedModel as ServedModel
 from djinnd.server.models.share import Share
 from djinnd.server.quotas.ledger import MODELS, Ledger
 from djinnd.server.sessions.prefixes import PrefixTable
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.text.texts import Texts
 from djinnd.server.wire.client import ConnectedClient
 

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Collection
 
 from djinnd.server.models.model import ServedModel
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 
 
 class KeepAlive:

@@ -24,8 +24,9 @@ from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.common_prefix import common_prefix
 from djinnd.server.sessions.conversations import kept_again
 from djinnd.server.sessions.records import RecordTable, tokens_of
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.wire.call import ClientCall, FinalReply
 
 
 class ChosenSession(NamedTuple):

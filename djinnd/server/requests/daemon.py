@@ -17,7 +17,7 @@ from djinnd.server.loading.models import ModelTable
 from djinnd.server.sessions.prefixes import Prefix, PrefixTable
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 

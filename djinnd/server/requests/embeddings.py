@@ -19,7 +19,7 @@ from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.sessions import SessionTable
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 if TYPE_CHECKING:

@@ -12,9 +12,11 @@ from djinn_client.protocol.fields.scheduling import Why
 from djinnd.messages import Explain, Explained
 from djinnd.server.engines.supervisor import Supervisor
 from djinnd.server.loading.models import ModelTable, ServedModel
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.request_handler import handles
 
 Figures = dict[str, int | float | str]

@@ -19,9 +19,10 @@ from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.runs.failover import RunFailover
 from djinnd.server.runs.runs import SessionRun
-from djinnd.server.sessions.sessions import TOKEN_BYTES, SessionRecord, SessionTable
+from djinnd.server.sessions.session import TOKEN_BYTES, SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.memfds import open_window
 from djinnd.server.wire.request_handler import handles
 

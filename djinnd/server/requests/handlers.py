@@ -33,14 +33,16 @@ from djinnd.server.requests.work import WorkRequests
 from djinnd.server.runs.failover import RunFailover
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.records import RecordTable
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.sessions.signals import Signals
 from djinnd.server.status.status import Status
 from djinnd.server.text.texts import Texts
 from djinnd.server.whitebox.breakpoint_requests import BreakpointRequests
 from djinnd.server.whitebox.edit_requests import EditRequests
 from djinnd.server.whitebox.functions import FunctionRequests
-from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.request_handler import Handler, handlers_of
 
 log = logging.getLogger("djinnd.server")

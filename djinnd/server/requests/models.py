@@ -20,7 +20,8 @@ from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.models.kv_sizes import KvSizes
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.request_handler import handles
 
 _WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_s", "chat_template")  # in a LoadModel

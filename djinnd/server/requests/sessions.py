@@ -18,7 +18,7 @@ from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")

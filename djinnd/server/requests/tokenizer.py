@@ -9,7 +9,7 @@ from djinn_client.protocol import Detokenized, Generate, Tokenized, TokenizerInf
 from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.models.text import ModelText
 from djinnd.server.text.texts import Texts
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 _MOST = 1 << 20  # tokens of one answer

@@ -6,7 +6,7 @@ from djinn_client import protocol
 from djinn_client.protocol import Done, TokenAdded, TokensListed
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.requests.daemon import expect_admin
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 

@@ -27,11 +27,12 @@ from djinnd.server.runs.generate_run import GenerateRun
 from djinnd.server.runs.runs import ForwardRun
 from djinnd.server.sessions.common_prefix import common_prefix
 from djinnd.server.sessions.records import RecordTable
-from djinnd.server.sessions.sessions import TOKEN_BYTES, SessionRecord, SessionTable
+from djinnd.server.sessions.session import TOKEN_BYTES, SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.text.formats import Formats, Guide, expect_no_stops
 from djinnd.server.text.texts import Texts
 from djinnd.server.whitebox.call_breakpoints import breakpoints_of
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 

@@ -21,7 +21,7 @@ from djinnd.messages import Truncate
 from djinnd.server.engines.blame import MOST_DEATHS
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.runs.runs import Interrupted, SessionRun
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 
 _TURN = 5.0  # seconds: the longest time that other runs wait for one run's first token on a new engine
 

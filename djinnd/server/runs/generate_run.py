@@ -20,13 +20,13 @@ from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.quotas.queueing import QueuePlace
 from djinnd.server.runs.prompt_scores import ReceivedScores
 from djinnd.server.runs.runs import SessionRun
-from djinnd.server.sessions.sessions import SessionRecord
+from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.text.formats import Guide
 from djinnd.server.text.generation import Generation
 from djinnd.server.text.text_worker import TextWorker
 from djinnd.server.text.worker_reading import WorkerReading
 from djinnd.server.whitebox.call_breakpoints import CallBreakpoints
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.detokenizer import CONTEXT_TOKENS
 from djinnd.text.reader import ReadingRules

@@ -20,8 +20,8 @@ from djinnd.messages import CancelRun, Finished, Hold, KvExported, LogitsReady, 
 from djinnd.server.engines.blame import RunProgress, Suspect
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.quotas.queueing import QueuePlace
-from djinnd.server.sessions.sessions import SessionRecord
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.wire.call import ClientCall, FinalReply
 
 RunState = Literal["queued", "running", "held"]
 

@@ -30,8 +30,9 @@ from djinnd.config import Limits
 from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.records import Recorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES, Ledger
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from djinn_client import protocol
 from djinnd.messages import Signal
 from djinnd.server.quotas.bucket import Bucket
-from djinnd.server.sessions.sessions import SessionRecord
+from djinnd.server.sessions.session import SessionRecord
 
 RATE = 1000.0  # per second and user, sustained: a thousand sessions that wait two seconds each send so many
 BURST = 256  # at once, per user

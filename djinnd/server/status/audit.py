@@ -12,7 +12,8 @@ from djinnd.messages import Report
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.loading.sharing import ShareTable
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.wire.clients import ClientTable
 
 _FDS = Path("/proc/self/fd")

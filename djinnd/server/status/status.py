@@ -22,7 +22,8 @@ from djinnd.server.loading.models import ModelTable, ServedModel
 from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.models.call_counts import CallCounts
 from djinnd.server.quotas.quotas import QuotaTable
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.audit import audit_descriptors, audit_engine, audit_tables
 from djinnd.server.text.texts import Texts
 from djinnd.server.wire.client import ConnectedClient

@@ -12,7 +12,7 @@ from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import PART_BYTES
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.whitebox.functions import FunctionRequests
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")

@@ -11,7 +11,7 @@ from djinnd.core.stops import Stop
 from djinnd.messages import CaptureLayout, Finished
 from djinnd.server.admission import breakpoints as breakpoint_admission
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan
-from djinnd.server.sessions.sessions import SessionRecord
+from djinnd.server.sessions.session import SessionRecord
 
 
 @dataclass(frozen=True, slots=True)

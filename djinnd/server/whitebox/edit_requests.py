@@ -15,8 +15,9 @@ from djinnd.messages import AddEdit, EndEdits
 from djinnd.server.admission import edits as edit_admission
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import nbytes_of
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")

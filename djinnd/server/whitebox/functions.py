@@ -19,10 +19,11 @@ from djinnd.jobs.sandbox import CallFunctions, Key
 from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.handover.python import python_module
 from djinnd.server.loading.models import ModelTable
-from djinnd.server.sessions.sessions import SessionRecord, SessionTable
+from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.whitebox.edit_requests import EditRequests
 from djinnd.server.whitebox.function_process import FunctionProcess
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 _COMMAND = python_module("djinnd.functions")

@@ -18,7 +18,8 @@ from djinnd.server.principals.tokens import Bearer, Tokens
 from djinnd.server.quotas.quotas import Tenant
 from djinnd.server.system.closer import Closer
 from djinnd.server.system.peers import UNKNOWN, Peer, nobody_in_particular
-from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.traffic import Traffic
 from djinnd.server.wire.windows import Windows
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from djinn_client.protocol import Request
-from djinnd.server.wire.client import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Request)

@@ -14,7 +14,8 @@ from djinn_client.protocol import Failure, FrameDecoder, GetTokens, Hello, Ping,
 from djinnd.config import Limits, Quota
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.quotas.quotas import Rule, Tenant
-from djinnd.server.wire.client import ClientCall, ConnectedClient, FinalReply
+from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.clients import ClientTable
 from tests.support.descriptors import open_descriptors
 

@@ -18,7 +18,7 @@ from djinnd.server.quotas.latency import Latencies, SessionLatency
 from djinnd.server.quotas.queueing import Queue
 from djinnd.server.quotas.quotas import Rule, Tenant
 from djinnd.server.runs.generate_run import GenerateRun
-from djinnd.server.sessions.sessions import SessionRecord
+from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.whitebox.call_breakpoints import CallBreakpoints
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.reader import TextReader

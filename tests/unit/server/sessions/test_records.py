@@ -16,7 +16,8 @@ from djinnd.server.journal.records import Recorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
 from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.sessions.records import RECORD_BYTES, RecordTable, tokens_of
-from djinnd.server.sessions.sessions import SESSION_BYTES, SessionTable
+from djinnd.server.sessions.session import SESSION_BYTES
+from djinnd.server.sessions.sessions import SessionTable
 
 
 @dataclass(eq=False)

@@ -21,7 +21,8 @@ from djinnd.server.probe_lists.edit_list import PART_BYTES
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
 from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.sessions.conversations import ConversationState
-from djinnd.server.sessions.sessions import SESSION_BYTES, SessionTable
+from djinnd.server.sessions.session import SESSION_BYTES
+from djinnd.server.sessions.sessions import SessionTable
 
 UNLIMITED = QuotaTable({}, lambda user: ())
 
