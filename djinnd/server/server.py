@@ -96,15 +96,36 @@ class Server:
         fork_server = [each for each in given if each.name in FORK_SERVER_FDS]
         engine = [each for each in given if each.name == ENGINE_FD]
         self._path, self._socket = listen(config.socket, [each for each in given if each not in fork_server + engine])
+        self.address: str = self._socket.getsockname()
         environ = _engine_environ(config)
         self._fork_server = ForkServer(fork_server_command, environ, fork_server)
-        self.address: str = self._socket.getsockname()
+        self._make_tables(config)
+        self._make_models(config, inspect_command)
+        self._supervisor = Supervisor(
+            engine_command,
+            config.memory,
+            environ,
+            self._fork_server,
+            config.limits,
+            config.scheduling,
+            self._models.events,
+            PreviousEngine(engine),
+        )
+        self._make_requests(config)
+        self._listener = Listener(self._socket, self._clients.accept)
+        self._metrics = MetricsSocket(config.metrics, DaemonMetrics(self._status, self._sessions))
+
+    def _make_tables(self, config: Config) -> None:
+        """Makes the tables of sessions and users, and their journal."""
         self._journal = Journal(config.state_dir)
         self._quotas = QuotaTable(config.quotas, groups_of, config.limits)
         self._queue = Queue(config.limits.queue, time.monotonic())
         self._sessions = SessionTable(config.limits, self._quotas, self._close_in_engine, self._journal)
         self._prefixes = PrefixTable(config.limits, self._journal)
         self._records = RecordTable(config.limits, self._sessions, self._journal)
+
+    def _make_models(self, config: Config, inspect_command: Sequence[str]) -> None:
+        """Makes the table of models, and the parts that load them, share them and read their text."""
         self._arena = Arena(config.state_dir)
         self._page_folder = Path(config.state_dir, "pages")
         self._texts = Texts(config.limits)
@@ -126,16 +147,6 @@ class Server:
             lambda user: self._clients.is_admin(user),
             lambda user: self._quotas.tenant(user, time.monotonic()).ledger,
         )
-        self._supervisor = Supervisor(
-            engine_command,
-            config.memory,
-            environ,
-            self._fork_server,
-            config.limits,
-            config.scheduling,
-            self._models,
-            PreviousEngine(engine),
-        )
         self._sharing = ShareTable(
             Path(config.state_dir, "shared"),
             config.limits,
@@ -145,6 +156,9 @@ class Server:
             self._inspector,
         )
         self._functions = FunctionRequests(config.functions, self._sessions, self._models, groups_of)
+
+    def _make_requests(self, config: Config) -> None:
+        """Makes the table of clients, and the handlers of their requests."""
         self._tokens = Tokens(config.state_dir, config.limits, lambda: self._clients)
         self._clients = ClientTable(
             config.limits,
@@ -183,8 +197,6 @@ class Server:
             self._tokens,
             self._restart,
         )
-        self._listener = Listener(self._socket, self._clients.accept)
-        self._metrics = MetricsSocket(config.metrics, DaemonMetrics(self._status, self._sessions))
 
     async def serve(self) -> list[Inherited]:
         """Runs until the server is asked to stop. Returns the descriptors for the successor; an empty list if there is

@@ -23,16 +23,10 @@ from pathlib import Path
 
 from djinn_client.errors import DjinnError, ModelNotFound, ModelRejected
 from djinn_client.files.pulled import pulled_folder
-from djinn_client.protocol import HandOverFiles, ModelInfo
+from djinn_client.protocol import HandOverFiles
 from djinn_client.protocol.fields.placing import ModelPlan, Placing
 from djinnd import config
 from djinnd.messages import (
-    ArenaFilled,
-    GrammarTime,
-    HostReleased,
-    Loading,
-    NeedArena,
-    Recomputed,
     TenantLimits,
     ToEngine,
 )
@@ -43,17 +37,20 @@ from djinnd.server.checkpoints.folders import Folders
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.checkpoints.names import is_hub_id, known_models, model_named
 from djinnd.server.checkpoints.records import ModelRecord, ModelRecords
-from djinnd.server.engines.blame import MOST_DEATHS, Suspect
+from djinnd.server.engines.blame import MOST_DEATHS
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.arena_requests import ArenaRequests
+from djinnd.server.loading.charges import ModelCharges
+from djinnd.server.loading.engine_events import ModelEvents
 from djinnd.server.loading.loader import ModelLoader
+from djinnd.server.loading.restoring import restore
 from djinnd.server.loading.user_deaths import UserDeaths
 from djinnd.server.models.keep_alive import idle_seconds
 from djinnd.server.models.kv_sizes import AS_CONFIGURED, KvSizes
 from djinnd.server.models.model import OnLoading as OnLoading
 from djinnd.server.models.model import ServedModel as ServedModel
 from djinnd.server.models.share import Share
-from djinnd.server.quotas.ledger import MODELS, Ledger
+from djinnd.server.quotas.ledger import Ledger
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
@@ -64,8 +61,8 @@ log = logging.getLogger("djinnd.server")
 
 
 class ModelTable:
-    """The table of models. Owns their arena, and receives from the engines, as their Owner, the messages about models.
-    `page_folder`: see ModelLoader."""
+    """The table of models. Owns their arena. `page_folder`: see ModelLoader. `events` receives
+    the engines' messages about models."""
 
     def __init__(
         self,
@@ -92,16 +89,14 @@ class ModelTable:
         self._sessions = sessions
         self._engine_for = engine_for
         self._prefixes = prefixes
-        self._texts = texts
         self._arena = arena
         self._arena_requests = ArenaRequests(arena)
         self._has_hub = hub
-        self._ledger_of = ledger_of
+        self.charges = ModelCharges(is_admin, ledger_of)
         self._records = ModelRecords(state_dir, self._record)
         self._folders = Folders(
             self._models, self._known, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
         )
-        self._is_admin = is_admin
         self._user_deaths = UserDeaths(limits)
         self._loader = ModelLoader(
             self,
@@ -117,6 +112,9 @@ class ModelTable:
             inspector,
             self._user_deaths,
             self._forget_unless_used,
+        )
+        self.events = ModelEvents(
+            self._models, sessions, self._arena_requests, texts, self._user_deaths, is_admin, self._load_again
         )
         self._closing = False
 
@@ -198,7 +196,7 @@ class ModelTable:
         """At startup: loads the models that the configuration preloads, and the models of `adopted`, for which an
         earlier daemon has left weights or pages in the arena. An adopted model that was asleep stays asleep."""
         adopted = list(adopted)
-        self._restore(adopted)
+        restore(self._models, self._records.read(), list(self._sessions), adopted, self._known, self.find)
         for name in adopted:
             try:
                 model = self._models[name] = self.find(name)
@@ -206,7 +204,9 @@ class ModelTable:
                 log.info("arena_removed model=%s reason=%s", name, error.message)
                 self._arena.remove(name)
                 continue
-            self._adopt_charges(model)
+            self.charges.adopt(model)
+            if model.payer is not None:
+                self._arena_requests.adopted(name, model.payer)
             if self._arena.is_asleep(name):
                 model.state = "asleep"
             else:
@@ -214,29 +214,6 @@ class ModelTable:
         for model in self:
             if model.source.preload and model.state == "available":
                 self._load(model)
-
-    def _restore(self, adopted: list[str]) -> None:
-        """Restores what an earlier daemon knew of models that still have sessions or arena objects."""
-        sessions = [session for session in self._sessions if session.is_servable]
-        used = {*adopted, *(session.model for session in sessions)}
-        for record in self._records.read():
-            if record.name not in used:
-                continue
-            if record.users is None:
-                with suppress(ModelNotFound):  # the configuration may have changed meanwhile
-                    model = self._models[record.name] = self.find(record.name)
-                    model.template = record.template
-            elif record.name not in self._known:
-                model = self._models[record.name] = ServedModel.configured(
-                    record.name, config.Model(path=record.folder)
-                )
-                model.owner, model.users, model.marks = record.owner, set(record.users), record.files
-                model.template = record.template
-        for session in sessions:
-            if session.model.startswith("/") and session.model not in self._models:  # left by a daemon without records
-                model = ServedModel.configured(session.model, config.Model(path=session.model))
-                self._models[session.model] = model
-                model.owner, model.users = session.user, {session.user}
 
     async def ready(
         self,
@@ -270,7 +247,7 @@ class ModelTable:
             if name not in self._models:
                 model.owner = user
             if model.changing is None:
-                self._charge(model)
+                self.charges.charge(model)
                 model.kv = kv.over(model.kv)
                 model.placing = model.placed(placing)
                 model.keep_alive = model.keep_alive if keep_alive is None else keep_alive
@@ -386,7 +363,7 @@ class ModelTable:
             await self.unload(model)
         finally:
             del self._models[share.model]
-            _release(model)
+            self.charges.release(model)
             self._prefixes.forget_shared(share.model)
 
     def stop(self) -> None:
@@ -406,92 +383,13 @@ class ModelTable:
         for engine in {model.engine for model in self if model.engine is not None}:
             engine.set_tenants(limits)
 
-    # --- messages from engines: see supervisor.Owner ------------------------------------------------------------------
-
-    def engine_lost(self, suspects: Collection[Suspect]) -> bool:
-        """Loads each model that was ready again on the next engine; its sessions follow. Returns True if models of one
-        user are to blame for the engine's death."""
-        user = self._blamed_user(suspects)
-        if user is not None:
-            self._user_deaths.count(user, time.monotonic())
-            log.error("user_killed_engine user=%d models=%s", user, sorted({each.model for each in suspects}))
-        for model in self:
-            if model.engine is not None:
-                for session in self._sessions.of_model(model.name):
-                    session.is_lost = bool(session.salt)
-                model.engine = None
-                if not self._closing:
-                    self._load(model)
-        return user is not None
-
-    def _blamed_user(self, suspects: Collection[Suspect]) -> int | None:
-        """The user to whom the death is charged. None if only configured models, several users or an administrator are
-        to blame."""
-        models = [self._models.get(each.model) for each in suspects]
-        if all(model is None or model.is_configured for model in models):
-            return None
-        loaders = [None if model is None or model.is_configured else model.owner for model in models]
-        users = {loader if each.user is None else each.user for each, loader in zip(suspects, loaders, strict=True)}
-        user = users.pop()
-        return None if users or user is None or self._is_admin(user) else user
-
-    def described(self, infos: Iterable[ModelInfo]) -> None:
-        """Stores the new descriptions of models after the engine has moved their blocks."""
-        for info in infos:
-            model = self._models.get(info.name)
-            if model is not None and model.engine is not None:
-                model.info = info
-
-    def loading(self, message: Loading) -> None:
-        model = self._models.get(message.model)
-        if model is not None:
-            model.progress = message
-            for listener in model.listeners:
-                listener(message)
-
-    def need_arena(self, engine: EngineClient, message: NeedArena) -> None:
-        self._arena_requests.need(engine, message, self._models.get(message.model))
-
-    def arena_filled(self, message: ArenaFilled) -> None:
-        self._arena_requests.filled(message)
-
-    def recomputed(self, message: Recomputed) -> None:
-        for tenant, tokens in message.tokens.items():
-            self._sessions.recomputed(tenant, tokens)
-
-    def grammar_time(self, message: GrammarTime) -> None:
-        for tenant, seconds in message.seconds.items():
-            self._texts.grammar_time.charge(tenant, seconds)
-
-    def host_released(self, message: HostReleased) -> None:
-        self._arena_requests.released(message)
-
-    # ----------------------------------------------------------------------------------------------------------------
-
-    def payer_of(self, user: int | None) -> Ledger | None:
-        """The ledger that is charged for this user's models. None for administrators and for configured models."""
-        return None if user is None or self._is_admin(user) else self._ledger_of(user)
-
-    def _charge(self, model: ServedModel) -> None:
-        """Charges the model to its owner before the load; it counts until it is forgotten. Raises QuotaExceeded."""
-        payer = self.payer_of(model.owner)
-        if payer is not model.payer:
-            if payer is not None:
-                payer.charge(MODELS)
-            _release(model)
-            model.payer = payer
-
-    def _adopt_charges(self, model: ServedModel) -> None:
-        """Charges an adopted model to its owner even beyond the limits, because its memory is already in use."""
-        payer = self.payer_of(model.owner)
-        if payer is not None:
-            payer.add(MODELS, 1)
-            model.payer = payer
-            self._arena_requests.adopted(model.name, payer)
-
     def _load(self, model: ServedModel) -> None:
         self._models[model.name] = model
         self._loader.load(model)
+
+    def _load_again(self, model: ServedModel) -> None:
+        if not self._closing:
+            self._load(model)
 
     def _forget_unless_used(self, model: ServedModel) -> None:
         """Drops settings that differ from the configuration, and forgets a model that users brought, unless it still
@@ -502,7 +400,7 @@ class ModelTable:
         model.forget_wishes()
         if model.name not in self._known:
             self._models.pop(model.name, None)
-            _release(model)
+            self.charges.release(model)
             self._folders.close(model)
         if had_template or model.name not in self._known:
             self._records.changed()
@@ -517,12 +415,6 @@ def expect_open(model: ServedModel) -> None:
     """Raises ModelNotFound if the client that shares the model has withdrawn it: no new session may use it."""
     if model.share is not None and model.share.ended:
         raise ModelNotFound(f"{model.name} is no longer shared: its client has withdrawn it")
-
-
-def _release(model: ServedModel) -> None:
-    if model.payer is not None:
-        model.payer.release(MODELS)
-    model.payer = None
 
 
 def _mark_error_seen(task: asyncio.Task[None]) -> None:

@@ -99,7 +99,7 @@ class ShareTable:
 
     def _expect_room(self, share: Share, nbytes: int) -> None:
         """Checks the user's limits before the client allocates memory for the weights. Raises QuotaExceeded."""
-        payer = self._models.payer_of(share.user)
+        payer = self._models.charges.payer_of(share.user)
         if payer is not None:
             payer.expect_room(MODELS)
             payer.expect_room(ARENA_BYTES, nbytes)
@@ -153,7 +153,7 @@ class ShareTable:
 
     def _charge(self, share: Share) -> None:
         """Charges the user for the weights. Raises QuotaExceeded."""
-        payer = self._models.payer_of(share.user)
+        payer = self._models.charges.payer_of(share.user)
         if payer is not None:
             payer.charge(ARENA_BYTES, share.nbytes)
             share.payer = payer

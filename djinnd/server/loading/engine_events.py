@@ -1,0 +1,98 @@
+"""Receives engines' messages about models: losses, progress, and requests for shared memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from djinn_client.protocol import ModelInfo
+from djinnd.messages import ArenaFilled, GrammarTime, HostReleased, Loading, NeedArena, Recomputed
+from djinnd.server.engines.blame import Suspect
+from djinnd.server.engines.engine_client import EngineClient
+from djinnd.server.loading.arena_requests import ArenaRequests
+from djinnd.server.loading.user_deaths import UserDeaths
+from djinnd.server.models.model import ServedModel
+from djinnd.server.sessions.sessions import SessionTable
+from djinnd.server.text.texts import Texts
+
+log = logging.getLogger("djinnd.server")
+
+
+class ModelEvents:
+    """The ModelOwner of the supervisor. `load_again` loads a model after the loss of its engine."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        sessions: SessionTable,
+        arena_requests: ArenaRequests,
+        texts: Texts,
+        user_deaths: UserDeaths,
+        is_admin: Callable[[int], bool],
+        load_again: Callable[[ServedModel], None],
+    ) -> None:
+        self._models = models
+        self._sessions = sessions
+        self._arena_requests = arena_requests
+        self._texts = texts
+        self._user_deaths = user_deaths
+        self._is_admin = is_admin
+        self._load_again = load_again
+
+    def engine_lost(self, suspects: Collection[Suspect]) -> bool:
+        """Loads each model that was ready again on the next engine; its sessions follow. Returns True if models of one
+        user are to blame for the engine's death."""
+        user = self._blamed_user(suspects)
+        if user is not None:
+            self._user_deaths.count(user, time.monotonic())
+            log.error("user_killed_engine user=%d models=%s", user, sorted({each.model for each in suspects}))
+        for model in list(self._models.values()):
+            if model.engine is not None:
+                for session in self._sessions.of_model(model.name):
+                    session.is_lost = bool(session.salt)
+                model.engine = None
+                self._load_again(model)
+        return user is not None
+
+    def _blamed_user(self, suspects: Collection[Suspect]) -> int | None:
+        """The user to whom the death is charged. None if only configured models, several users or an administrator are
+        to blame."""
+        models = [self._models.get(each.model) for each in suspects]
+        if all(model is None or model.is_configured for model in models):
+            return None
+        loaders = [None if model is None or model.is_configured else model.owner for model in models]
+        users = {loader if each.user is None else each.user for each, loader in zip(suspects, loaders, strict=True)}
+        user = users.pop()
+        return None if users or user is None or self._is_admin(user) else user
+
+    def described(self, infos: Iterable[ModelInfo]) -> None:
+        """Stores the new descriptions of models after the engine has moved their blocks."""
+        for info in infos:
+            model = self._models.get(info.name)
+            if model is not None and model.engine is not None:
+                model.info = info
+
+    def loading(self, message: Loading) -> None:
+        model = self._models.get(message.model)
+        if model is not None:
+            model.progress = message
+            for listener in model.listeners:
+                listener(message)
+
+    def need_arena(self, engine: EngineClient, message: NeedArena) -> None:
+        self._arena_requests.need(engine, message, self._models.get(message.model))
+
+    def arena_filled(self, message: ArenaFilled) -> None:
+        self._arena_requests.filled(message)
+
+    def recomputed(self, message: Recomputed) -> None:
+        for tenant, tokens in message.tokens.items():
+            self._sessions.recomputed(tenant, tokens)
+
+    def grammar_time(self, message: GrammarTime) -> None:
+        for tenant, seconds in message.seconds.items():
+            self._texts.grammar_time.charge(tenant, seconds)
+
+    def host_released(self, message: HostReleased) -> None:
+        self._arena_requests.released(message)
