@@ -1,7 +1,7 @@
 """One non-blocking socket that carries frames both ways, with descriptors.
 
-asyncio's streams cannot pass descriptors. So a Connection uses add_reader and add_writer, which asyncio and uvloop have
-in common.
+asyncio's streams cannot pass descriptors. So a FrameConnection uses add_reader and add_writer, which asyncio and uvloop
+have in common.
 
 Frames to be sent wait in a queue, measured in bytes:
 
@@ -33,6 +33,7 @@ from typing import Protocol
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import MAX_FDS, FrameDecoder
 from djinnd.server.system.closer import close_fds
+from djinnd.server.wire.frame_queue import FrameQueue
 from djinnd.server.wire.traffic import SMALL, Traffic
 
 log = logging.getLogger("djinnd.server")
@@ -42,8 +43,6 @@ LOW_WATER = 64 << 10
 LINGER = 5.0  # seconds that a closing connection gets to send its queue
 READS_A_TURN = 2  # the second read finds nothing, as a rule
 FRAMES_A_TURN = 16  # for small frames about a tenth of a millisecond of work
-FRAME_COST = 256  # bytes of Python objects for a frame in the queue, beside its content
-_TOGETHER = 64 << 10  # bytes of small frames that one system call sends
 _FDS_SPACE = socket.CMSG_SPACE(253 * array.array("i").itemsize)  # the most in one message: none is dropped
 
 _read_buffer = bytearray(32 << 10)  # shared: its content is decoded before the next read. Small: one turn's work
@@ -95,8 +94,7 @@ class FrameConnection:
         self._decoder = FrameDecoder(frame_limit)
         self._accept_fds = accept_fds
         self._received_fds: deque[int] = deque()
-        self._queue: deque[tuple[memoryview, list[int]]] = deque()
-        self._queued = 0
+        self._queue = FrameQueue()
         self._flushing = False  # a flush is scheduled, or the socket is watched until it is writable
         self._writing = False
         self._closing: asyncio.TimerHandle | None = None
@@ -130,30 +128,29 @@ class FrameConnection:
 
     @property
     def queued_bytes(self) -> int:
-        return self._queued
+        return self._queue.nbytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory that the queued frames take."""
-        return self._queued + FRAME_COST * len(self._queue)
+        return self._queue.held
 
     @property
     def queued_fds(self) -> int:
-        return sum(len(fds) for _, fds in self._queue)
+        return self._queue.fds
 
     # --- output -------------------------------------------------------------------------------------------------------
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Queues the frame. Does nothing if the connection is closed or closing."""
-        if not self.is_open or (self.held_bytes > self.output_limit and self._overflows()):
+        if not self.is_open or (self._queue.held > self.output_limit and self._overflows()):
             self._close_own(fds)
             return
-        self._queue.append((memoryview(frame), list(fds)))
-        self._queued += len(frame)
+        self._queue.put(frame, fds)
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
-        held = self.held_bytes
+        held = self._queue.held
         if held > HIGH_WATER and not self.congested:
             self.congested = True
             self._events.congested(True)
@@ -175,7 +172,8 @@ class FrameConnection:
             return
         try:
             while self._queue:
-                self._sent(self._send_some())
+                if fds := self._queue.send(self._socket):
+                    self._close_own(fds)
         except BlockingIOError:
             self._watch_for_room(True)
         except OSError as error:
@@ -187,7 +185,7 @@ class FrameConnection:
             if self._closing:
                 self.close()
                 return
-        held = self.held_bytes
+        held = self._queue.held
         if self._charged_out and held < max(self._charged_out - SMALL, SMALL):
             self._charge_out(held)
         if self.congested and held < LOW_WATER:
@@ -201,32 +199,6 @@ class FrameConnection:
         assert self._traffic is not None
         was, self._charged_out = self._charged_out, held if held > SMALL else 0
         self._traffic.replies(self, was, self._charged_out)
-
-    def _send_some(self) -> int:
-        head, fds = self._queue[0]
-        if fds:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-            count = self._socket.sendmsg([head], rights, socket.MSG_NOSIGNAL)
-            self._queue[0] = (head, [])  # the descriptors went with the first byte
-            self._close_own(fds)
-            return count
-        together, size = [], 0
-        for frame, fds in self._queue:
-            if fds or size >= _TOGETHER:
-                break
-            together.append(frame)
-            size += len(frame)
-        return self._socket.send(b"".join(together) if len(together) > 1 else head, socket.MSG_NOSIGNAL)
-
-    def _sent(self, count: int) -> None:
-        self._queued -= count
-        while count:
-            frame, fds = self._queue[0]
-            if count < len(frame):
-                self._queue[0] = (frame[count:], fds)
-                return
-            count -= len(frame)
-            self._queue.popleft()
 
     def _watch_for_room(self, watch: bool) -> None:
         if watch and not self._writing:
@@ -424,10 +396,8 @@ class FrameConnection:
         self._loop.remove_writer(self._socket)
         if self._closing:
             self._closing.cancel()
-        for _, fds in self._queue:
+        for fds in self._queue.drop():
             self._close_own(fds)
-        self._queue.clear()
-        self._queued = 0
         if self._postponed is not None:
             self._drop_fds(self._postponed[1])
         self._drop_received()
