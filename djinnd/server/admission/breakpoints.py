@@ -105,7 +105,7 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
     return hit
 
 
-def reach_of(
+def call_span(
     request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
 ) -> CallSpan:
     """The range of positions that a call may compute behind the first `kept` tokens of the session; None: behind all of

@@ -17,7 +17,7 @@ from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBre
 TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"
 
 
-class Broken(msgspec.Struct, array_like=True, tag="broken", frozen=True):
+class BreakpointSet(msgspec.Struct, array_like=True, tag="broken", frozen=True):
     """A breakpoint was added to the session."""
 
     session: str
@@ -39,7 +39,7 @@ class Stopped(msgspec.Struct, array_like=True, tag="stopped", frozen=True):
     hit: HitInfo | None
 
 
-BreakpointChange = Broken | BreakpointsEnded | Stopped
+BreakpointChange = BreakpointSet | BreakpointsEnded | Stopped
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(BreakpointList)
@@ -61,7 +61,7 @@ class BreakpointFold(SessionFold[BreakpointList]):
             return
         breakpoints = self._of(change.session)
         match change:
-            case Broken(_, breakpoint):
+            case BreakpointSet(_, breakpoint):
                 breakpoints.add(breakpoint)
             case BreakpointsEnded(_, numbers):
                 breakpoints.end(numbers)

@@ -9,7 +9,7 @@ import msgspec
 
 from djinn_client.protocol import Class
 from djinnd.server.journal.breakpoints import BreakpointChange
-from djinnd.server.journal.conversations import Conversed
+from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.edits import EditChange
 from djinnd.server.journal.records import Recorded, Unrecorded
 
@@ -67,7 +67,7 @@ Change = (
     SessionAdded
     | Extended
     | Reclassified
-    | Conversed
+    | ConversationKept
     | Closed
     | EditChange
     | BreakpointChange

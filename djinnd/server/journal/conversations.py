@@ -12,7 +12,7 @@ from djinnd.server.journal.rows import CONVERSATION
 TABLES = "CREATE TABLE conversation (session TEXT PRIMARY KEY, key TEXT, prompt INTEGER, checksum BLOB);"
 
 
-class Conversed(msgspec.Struct, array_like=True, tag="conversed", frozen=True):
+class ConversationKept(msgspec.Struct, array_like=True, tag="conversed", frozen=True):
     """The session is kept under this key ("": none); the last prompt had so many tokens."""
 
     session: str
@@ -20,17 +20,17 @@ class Conversed(msgspec.Struct, array_like=True, tag="conversed", frozen=True):
     prompt: int
 
 
-def read_conversations(db: sqlite3.Connection) -> dict[str, Conversed]:
+def read_conversations(db: sqlite3.Connection) -> dict[str, ConversationKept]:
     """By session. Raises DamagedRow."""
-    return {row[0]: Conversed(*row) for row in CONVERSATION.read(db)}
+    return {row[0]: ConversationKept(*row) for row in CONVERSATION.read(db)}
 
 
-class ConversationFold(SessionFold[Conversed]):
+class ConversationFold(SessionFold[ConversationKept]):
     """Applies one fold's changes to the sessions that are kept."""
 
     _tables = ("conversation",)
 
-    def apply(self, change: Conversed) -> None:
+    def apply(self, change: ConversationKept) -> None:
         if self._exists(change.session):
             self._are[change.session] = change
 

@@ -39,7 +39,7 @@ from djinnd.server.journal import breakpoints as journal_breakpoints
 from djinnd.server.journal import conversations as journal_conversations
 from djinnd.server.journal import edits as journal_edits
 from djinnd.server.journal import records as journal_records
-from djinnd.server.journal.breakpoints import BreakpointFold, BreakpointsEnded, Broken, Stopped
+from djinnd.server.journal.breakpoints import BreakpointFold, BreakpointsEnded, BreakpointSet, Stopped
 from djinnd.server.journal.changes import (
     Change,
     Closed,
@@ -51,7 +51,7 @@ from djinnd.server.journal.changes import (
     Withdrawn,
 )
 from djinnd.server.journal.clock import JournalClock, resumed
-from djinnd.server.journal.conversations import ConversationFold, Conversed
+from djinnd.server.journal.conversations import ConversationFold, ConversationKept
 from djinnd.server.journal.database import damaged_files, open_database
 from djinnd.server.journal.edits import Edited, EditFold, EditsCut, EditsEnded
 from djinnd.server.journal.examination import Examined, changes_in
@@ -146,7 +146,7 @@ class JournalFile:
         """The breakpoints by session, as of the last fold."""
         return journal_breakpoints.read_breakpoints(self._db)
 
-    def conversations(self) -> dict[str, Conversed]:
+    def conversations(self) -> dict[str, ConversationKept]:
         """The conversations by session, as of the last fold."""
         return journal_conversations.read_conversations(self._db)
 
@@ -179,7 +179,7 @@ class JournalFile:
         return max(0, min(2 * (disk - self._unfolded_bytes), file))
 
     @property
-    def wants_tidying(self) -> bool:
+    def needs_tidying(self) -> bool:
         return self._is_full or self._is_long
 
     def tidy(self) -> None:
@@ -304,11 +304,11 @@ class JournalFile:
                 edits.closed(session)
                 breakpoints.closed(session)
                 conversations.closed(session)
-            case Conversed():
+            case ConversationKept():
                 conversations.apply(change)
             case Edited() | EditsEnded() | EditsCut():
                 edits.apply(change)
-            case Broken() | BreakpointsEnded() | Stopped():
+            case BreakpointSet() | BreakpointsEnded() | Stopped():
                 breakpoints.apply(change)
             case Recorded() | Unrecorded():
                 records.apply(change)

@@ -35,9 +35,9 @@ from djinn_client.protocol import Class
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.core.edits import Edit
 from djinnd.server.handover.stopping import leave_signals_to_the_loop
-from djinnd.server.journal.breakpoints import BreakpointsEnded, Broken, Stopped
+from djinnd.server.journal.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
 from djinnd.server.journal.changes import Change, Closed, Extended, Published, Reclassified, SessionAdded, Withdrawn
-from djinnd.server.journal.conversations import Conversed
+from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import JournalFile, JournalSession
 from djinnd.server.journal.records import Recorded, Unrecorded
@@ -75,7 +75,7 @@ class JournalContent(NamedTuple):
     prefixes: list[Published]
     edits: dict[str, EditList]  # by session
     breakpoints: dict[str, BreakpointList]  # by session
-    conversations: dict[str, Conversed]  # by session
+    conversations: dict[str, ConversationKept]  # by session
     records: list[Recorded]
     now: float  # the journal's time, the clock of the times in `sessions`
 
@@ -183,7 +183,7 @@ class Journal:
         self._short_until = time.monotonic() + SHORT_S if is_short else -math.inf
         event = "journal_short path=%s free=%d" if is_short else "journal_has_room path=%s free=%d"
         log.warning(event, file.path, free)
-        if self._writing is None and file.wants_tidying:
+        if self._writing is None and file.needs_tidying:
             self._tidy()
 
     def freed(self, nbytes: int) -> None:
@@ -209,8 +209,8 @@ class Journal:
     def reclassified(self, session: Journalled) -> None:
         self._note(Reclassified(session.id, session.priority))
 
-    def conversed(self, session: str, key: str, prompt: int) -> None:
-        self._note(Conversed(session, key, prompt))
+    def conversation_kept(self, session: str, key: str, prompt: int) -> None:
+        self._note(ConversationKept(session, key, prompt))
 
     def recorded(self, record: Recorded) -> None:
         if self._thread is not None:
@@ -231,10 +231,10 @@ class Journal:
     def edits_cut(self, session: str, length: int) -> None:
         self._note(EditsCut(session, length))
 
-    def broken(self, session: str, breakpoint: SessionBreakpoint) -> None:
+    def breakpoint_set(self, session: str, breakpoint: SessionBreakpoint) -> None:
         if self._thread is not None:
             self._gathering.nbytes += PART_BYTES * breakpoint.count
-        self._note(Broken(session, breakpoint))
+        self._note(BreakpointSet(session, breakpoint))
 
     def breakpoints_ended(self, session: str, numbers: Collection[int]) -> None:
         self._note(BreakpointsEnded(session, list(numbers)))
@@ -318,7 +318,7 @@ class Journal:
         held, self._writing = self._writing.held, None
         for act, arguments in held:
             act(*arguments)
-        if self._file.wants_tidying:
+        if self._file.needs_tidying:
             self._tidy()
         elif not self._due:
             self._write_gathered()
@@ -370,7 +370,7 @@ def _commit(file: JournalFile, changes: list[Change]) -> str:
             with suppress(sqlite3.Error):
                 file.empty_log()  # may free room for the next attempt
             return str(error)
-    if file.wants_tidying:
+    if file.needs_tidying:
         try:
             file.tidy()
         except Exception as error:  # no data is lost: the changes are in the log

@@ -397,7 +397,7 @@ class ModelTable:
         if self._sessions.of_model(model.name) or model.share is not None:
             return
         had_template = bool(model.template)
-        model.forget_wishes()
+        model.reset_options()
         if model.name not in self._known:
             self._models.pop(model.name, None)
             self.charges.release(model)

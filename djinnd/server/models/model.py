@@ -75,7 +75,7 @@ class ServedModel:
         sizes = KvSizes.configured(source)
         return cls(name, source, sizes, source.placing, source.keep_alive, is_configured=is_configured)
 
-    def forget_wishes(self) -> None:
+    def reset_options(self) -> None:
         """Resets to the configuration all settings that requests have changed."""
         self.kv, self.placing = KvSizes.configured(self.source), self.source.placing
         self.keep_alive, self.template = self.source.keep_alive, ""

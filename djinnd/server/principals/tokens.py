@@ -22,7 +22,7 @@ from djinnd.config.units import MAX_SECONDS
 from djinnd.server.principals.book import AccessToken, TokenBook, TokenFileContent, new_token
 from djinnd.server.principals.file import TokenFile
 from djinnd.server.principals.names import is_unix_name, uid_of, unix_name
-from djinnd.server.system.peers import nobody_in_particular
+from djinnd.server.system.peers import unmapped_uid
 
 log = logging.getLogger("djinnd.server")
 
@@ -58,7 +58,7 @@ class Tokens:
         self._file = TokenFile(state_dir)
         self._connections = connections
         self._book = TokenBook(TokenFileContent())
-        self._nobody = nobody_in_particular()
+        self._nobody = unmapped_uid()
         self._writing = asyncio.Lock()
         self._wants_writing = False  # the book has what the file lacks
         self._changes: set[asyncio.Task[Any]] = set()  # that are under way

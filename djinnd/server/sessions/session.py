@@ -137,7 +137,7 @@ class SessionRecord:
             for edit in self.edits.edits:
                 self.journal.edited(self.id, edit, self.edits.names[edit.number])
             for breakpoint in self.breakpoints.breakpoints:
-                self.journal.broken(self.id, breakpoint)
+                self.journal.breakpoint_set(self.id, breakpoint)
 
     def end_edits(self, numbers: Collection[int], at: int) -> None:
         self.edits.end(numbers, at)
@@ -159,7 +159,7 @@ class SessionRecord:
         self.breakpoints.add(breakpoint)
         self._add_part_bytes(PART_BYTES * breakpoint.count)
         if not self.salt:
-            self.journal.broken(self.id, breakpoint)
+            self.journal.breakpoint_set(self.id, breakpoint)
 
     def end_breakpoints(self, numbers: Collection[int]) -> None:
         self.breakpoints.end(numbers)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from djinn_client.errors import NotPermitted, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnd.config import Limits
-from djinnd.server.journal.conversations import Conversed
+from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.file import JournalSession
 from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.space import expect_space
@@ -133,7 +133,7 @@ class SessionTable:
         is_new, session.kept = session.kept is None, kept
         if is_new:
             self.conversations.add(session)
-        self._journal.conversed(session.id, kept.key, kept.prompt)
+        self._journal.conversation_kept(session.id, kept.key, kept.prompt)
         while self.conversations.count(session.user) > self.limits.conversations_per_user:
             longest_idle = self.conversations.give_way(session.user)
             if longest_idle is None:
@@ -168,7 +168,7 @@ class SessionTable:
         edits: Mapping[str, EditList],
         breakpoints: Mapping[str, BreakpointList],
         clock: float,
-        conversations: Mapping[str, Conversed] | None = None,
+        conversations: Mapping[str, ConversationKept] | None = None,
     ) -> None:
         """Restores the sessions of the journal, at startup. They begin as detached, also if they exceed the limits.
         Edits, breakpoints and conversations are keyed by session id. `clock` is the journal's time."""
@@ -192,11 +192,11 @@ class SessionTable:
                 else:
                     session.breakpoints.hit = None  # a call that continued from the hit was cut short
             self._sessions[session.id] = session
-            conversed = (conversations or {}).get(was.id)
-            if conversed is None:
+            kept_as = (conversations or {}).get(was.id)
+            if kept_as is None:
                 self._start_grace(session)
             else:
-                session.kept = kept_again(conversed.key, conversed.prompt, session.tokens)
+                session.kept = kept_again(kept_as.key, kept_as.prompt, session.tokens)
                 self.conversations.add(session)
         self._close_expired()
 

@@ -34,7 +34,7 @@ class Peer(NamedTuple):
         return cls(pid, uid)
 
 
-def nobody_in_particular(uid_map: Path = _UID_MAP, overflow_uid: Path = _OVERFLOW_UID) -> int | None:
+def unmapped_uid(uid_map: Path = _UID_MAP, overflow_uid: Path = _OVERFLOW_UID) -> int | None:
     """The uid that stands for all users that this process's user namespace does not map; None if all are mapped."""
     if uid_map.read_text().split() == _EVERYBODY:
         return None

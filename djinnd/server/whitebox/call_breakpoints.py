@@ -54,7 +54,7 @@ def breakpoints_of(
 ) -> CallBreakpoints:
     """The breakpoints of a call behind the session's first `kept` tokens; None: behind all of them. Raises
     InvalidRequest if the call cannot continue from a hit, or could stop where it must not."""
-    reach = breakpoint_admission.reach_of(request, prompt_tokens, session, model, kept)
+    reach = breakpoint_admission.call_span(request, prompt_tokens, session, model, kept)
     stops = breakpoint_admission.stops_of(request, reach, session.breakpoints, model)
     assert model.points is not None
     resume_block = None if reach.hit is None else reach.hit.block

@@ -17,7 +17,7 @@ from djinnd.config import Limits
 from djinnd.server.principals.tokens import Bearer, Tokens
 from djinnd.server.quotas.quotas import Tenant
 from djinnd.server.system.closer import Closer
-from djinnd.server.system.peers import UNKNOWN, Peer, nobody_in_particular
+from djinnd.server.system.peers import UNKNOWN, Peer, unmapped_uid
 from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.traffic import Traffic
@@ -53,7 +53,7 @@ class ClientTable:
         self.idle.set()
         self.set_admins(admins)
         self._tokens = tokens
-        self._nobody = nobody_in_particular()
+        self._nobody = unmapped_uid()
         self._closer = Closer()
         self._traffic: dict[int, Traffic] = {}  # by user; never removed, as messages may outlive the connections
         self._windows: dict[int, Windows] = {}  # by user; never removed either

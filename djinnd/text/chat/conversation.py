@@ -32,7 +32,7 @@ class ChatConversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Tastes:
+class TemplateFeatures:
     """The forms of values that a template can read, as its text shows."""
 
     lists: bool  # content may be a list of parts
@@ -41,7 +41,7 @@ class Tastes:
     developer: bool  # it knows the role
 
     @classmethod
-    def of(cls, template: str) -> Tastes:
+    def of(cls, template: str) -> TemplateFeatures:
         lists = bool(_LOOPS_OVER_PARTS.search(template))
         return cls(
             lists=lists,
@@ -56,7 +56,7 @@ _TESTS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?(?:string|iterable|sequence|map
 _TESTS_FOR_NULL = re.compile(r"content(?:['\"]\])?\s*(?:is\s+(?:not\s+)?none|[!=]=\s*none)", re.IGNORECASE)
 
 
-def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool = False) -> ChatConversation:
+def read_conversation(chat: ChatInput, features: TemplateFeatures, *, text_arguments: bool = False) -> ChatConversation:
     """Reads and checks a chat. `text_arguments`: arguments of tool calls stay texts. Raises InvalidRequest for
     anything that is no conversation, and for parts that no text model takes."""
     messages = _list("messages", chat.messages)
@@ -69,7 +69,7 @@ def read_conversation(chat: ChatInput, tastes: Tastes, *, text_arguments: bool =
         if name in _OURS or name.endswith("_token"):
             raise InvalidRequest(f"{name} is no argument of a template: the daemon gives it", field="arguments")
     tools = [_tool(index, each) for index, each in enumerate(_list("tools", chat.tools))] if chat.tools else []
-    read = [_message(index, each, tastes, text_arguments) for index, each in enumerate(messages)]
+    read = [_message(index, each, features, text_arguments) for index, each in enumerate(messages)]
     return ChatConversation(read, tools if tools and chat.tool_choice != "none" else None, arguments)
 
 
@@ -111,7 +111,7 @@ def _inside(value: object) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _message(index: int, given: Any, tastes: Tastes, text_arguments: bool) -> dict[str, Any]:
+def _message(index: int, given: Any, features: TemplateFeatures, text_arguments: bool) -> dict[str, Any]:
     """Keys that are null are left out, as transformers does: many templates would write "None"."""
     where = f"message {index}"
     if not isinstance(given, dict):
@@ -121,12 +121,12 @@ def _message(index: int, given: Any, tastes: Tastes, text_arguments: bool) -> di
         told = f"{where} has the role {str(role)[:40]!r}; it must be one of {', '.join(ROLES)}"
         raise InvalidRequest(told, field="messages")
     message = {key: value for key, value in given.items() if value is not None and key not in _REASONING}
-    if role == "developer" and not tastes.developer:
+    if role == "developer" and not features.developer:
         message["role"] = "system"
     content = given.get("content")
     if content is not None:
-        message["content"] = _content(where, content, tastes)
-    elif tastes.nulls:
+        message["content"] = _content(where, content, features)
+    elif features.nulls:
         message["content"] = None
     reasoning = next((given[name] for name in _REASONING if given.get(name) is not None), None)
     if reasoning is not None:
@@ -137,13 +137,13 @@ def _message(index: int, given: Any, tastes: Tastes, text_arguments: bool) -> di
     return message
 
 
-def _content(where: str, content: Any, tastes: Tastes) -> str | list[dict[str, Any]]:
+def _content(where: str, content: Any, features: TemplateFeatures) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
-        return [{"type": "text", "text": content}] if tastes.only_lists else content
+        return [{"type": "text", "text": content}] if features.only_lists else content
     if not isinstance(content, list):
         raise InvalidRequest(f"{where}: content must be a text, or a list of parts", field="messages")
     texts = [_part(where, part) for part in content]
-    return [{"type": "text", "text": text} for text in texts] if tastes.lists else "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts] if features.lists else "\n".join(texts)
 
 
 def _part(where: str, part: Any) -> str:

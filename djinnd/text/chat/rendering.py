@@ -12,7 +12,7 @@ from jinja2 import nodes
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat.control import ControlSpan, ControlStrings
-from djinnd.text.chat.conversation import ChatConversation, Tastes, read_conversation
+from djinnd.text.chat.conversation import ChatConversation, TemplateFeatures, read_conversation
 from djinnd.text.chat.environment import ENVIRONMENT
 from djinnd.text.chat.templates import no_template, template_for
 
@@ -38,7 +38,7 @@ class Template:
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise InvalidRequest(f"the chat template cannot be read: {error}"[:MOST_TOLD], field="chat") from error
         self.text = text
-        self.tastes = Tastes.of(text)
+        self.features = TemplateFeatures.of(text)
         self.control = ControlStrings(tokens.special, [each for each in tokens.others if each in literals])
 
     def render(self, conversation: ChatConversation, variables: Mapping[str, Any], goes_on: bool) -> str:
@@ -101,7 +101,7 @@ class ChatTemplates:
             raise InvalidRequest(told[:MOST_TOLD], field="chat") from error
 
     def _spans(self, template: Template, chat: ChatInput, text_arguments: bool = False) -> list[ControlSpan]:
-        conversation = read_conversation(chat, template.tastes, text_arguments=text_arguments)
+        conversation = read_conversation(chat, template.features, text_arguments=text_arguments)
         messages, tools, arguments = (
             template.control.mark(each) for each in (conversation.messages, conversation.tools, conversation.arguments)
         )

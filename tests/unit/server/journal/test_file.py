@@ -17,9 +17,9 @@ from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
 from djinnd.server.journal import file as journal_file
-from djinnd.server.journal.breakpoints import BreakpointsEnded, Broken, Stopped
+from djinnd.server.journal.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
 from djinnd.server.journal.changes import Change, Closed, Extended, Published, Reclassified, SessionAdded, Withdrawn
-from djinnd.server.journal.conversations import Conversed
+from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import NAME, JournalFile
 from djinnd.server.journal.records import Recorded, Unrecorded
@@ -96,11 +96,11 @@ def test_folding_changes_no_session_and_happens_by_itself(tmp_path: Path) -> Non
             file.fold()
             (session,) = file.sessions()
             assert session.tokens.tolist() == list(range(start + 3))
-    assert not file.wants_tidying
+    assert not file.needs_tidying
     file.append([Extended("one", 600, [1 << 20] * journal_file.FOLD_BYTES)])
-    assert file.wants_tidying
+    assert file.needs_tidying
     file.tidy()
-    assert not file.wants_tidying
+    assert not file.needs_tidying
     file.close()
     assert len(kept(tmp_path)["one"]) == 600 + journal_file.FOLD_BYTES
 
@@ -111,12 +111,12 @@ def test_a_long_log_is_copied_into_the_file(tmp_path: Path, monkeypatch: pytest.
     log = tmp_path / f"{NAME}-wal"
     file.append([ONE])
     commits = 0
-    while not file.wants_tidying:
+    while not file.needs_tidying:
         file.append([Extended("one", commits, [commits])])
         commits += 1
     assert log.stat().st_size >= 1 << 18
     file.tidy()
-    assert (log.stat().st_size, file.wants_tidying) == (0, False)
+    assert (log.stat().st_size, file.needs_tidying) == (0, False)
     file.append([Extended("one", commits, [commits])])
     file.close()
     assert kept(tmp_path) == {"one": list(range(commits + 1))}
@@ -231,7 +231,7 @@ def test_edits_go_with_their_session(tmp_path: Path) -> None:
 def test_values_of_edits_count_towards_the_next_fold(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path))
     file.append([ONE, added("one", 1, Extent(0), values=bytes(journal_file.FOLD_BYTES))])
-    assert file.wants_tidying
+    assert file.needs_tidying
     file.fold()
     (edits,) = file.edits().values()
     assert len(edits.edits[0].values) == journal_file.FOLD_BYTES
@@ -266,9 +266,9 @@ def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: 
 
     file = JournalFile(str(tmp_path))
     for changes in (
-        [ONE, TWO, Broken("one", one), Broken("two", one)],
-        [Broken("one", two), Extended("one", 0, [7] * 4), Stopped("one", hit), Stopped("two", hit)],
-        [BreakpointsEnded("one", [1]), Stopped("two", None), Broken("gone", one)],
+        [ONE, TWO, BreakpointSet("one", one), BreakpointSet("two", one)],
+        [BreakpointSet("one", two), Extended("one", 0, [7] * 4), Stopped("one", hit), Stopped("two", hit)],
+        [BreakpointsEnded("one", [1]), Stopped("two", None), BreakpointSet("gone", one)],
     ):
         file.append(changes)
         if folds:
@@ -281,7 +281,7 @@ def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: 
 
 @pytest.mark.parametrize("folds", [False, True])
 def test_conversations_are_read_back_and_go_with_their_session(tmp_path: Path, folds: bool) -> None:
-    def found() -> dict[str, Conversed]:
+    def found() -> dict[str, ConversationKept]:
         write(tmp_path)  # folds the changes
         file = JournalFile(str(tmp_path))
         try:
@@ -291,16 +291,16 @@ def test_conversations_are_read_back_and_go_with_their_session(tmp_path: Path, f
 
     file = JournalFile(str(tmp_path))
     for changes in (
-        [ONE, TWO, Conversed("one", "", 5), Conversed("two", "key", 7)],
-        [Conversed("one", "", 9), Conversed("gone", "", 1)],
+        [ONE, TWO, ConversationKept("one", "", 5), ConversationKept("two", "key", 7)],
+        [ConversationKept("one", "", 9), ConversationKept("gone", "", 1)],
     ):
         file.append(changes)
         if folds:
             file.fold()
     file.close()
-    assert found() == {"one": Conversed("one", "", 9), "two": Conversed("two", "key", 7)}
-    write(tmp_path, [Closed("one"), Conversed("one", "", 10)])
-    assert found() == {"two": Conversed("two", "key", 7)}
+    assert found() == {"one": ConversationKept("one", "", 9), "two": ConversationKept("two", "key", 7)}
+    write(tmp_path, [Closed("one"), ConversationKept("one", "", 10)])
+    assert found() == {"two": ConversationKept("two", "key", 7)}
 
 
 @pytest.mark.parametrize("folds", [False, True])
@@ -324,7 +324,7 @@ def test_records_outlive_their_sessions(tmp_path: Path, folds: bool) -> None:
 def test_a_journal_without_breakpoints_is_read_and_written(tmp_path: Path) -> None:
     write(tmp_path, [ONE, added("one", 1, Extent(1))])
     make_older(tmp_path, 4, "breakpoint")
-    write(tmp_path, [Broken("one", SessionBreakpoint(1, "a", 3))])
+    write(tmp_path, [BreakpointSet("one", SessionBreakpoint(1, "a", 3))])
     assert spans(tmp_path) == {"one": {1: [(1, FOREVER)]}}
     file = JournalFile(str(tmp_path))
     assert [each.number for each in file.breakpoints()["one"].breakpoints] == [1]

@@ -14,7 +14,7 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
-from djinnd.server.journal.breakpoints import Broken
+from djinnd.server.journal.breakpoints import BreakpointSet
 from djinnd.server.journal.changes import Change, Closed, Extended, Published, SessionAdded
 from djinnd.server.journal.database import VERSION, damaged_files
 from djinnd.server.journal.edits import Edited
@@ -38,7 +38,9 @@ def commits() -> list[list[Change]]:
         made.append(
             [SessionAdded(name, 1000 + number, "llama", False, "agent", 5.0), Extended(name, 0, [number] * 700)]
         )
-        made.append([edit(name, 1), edit(name, 2), Broken(name, SessionBreakpoint(1, "blocks.1", 2, "decode", 3))])
+        made.append(
+            [edit(name, 1), edit(name, 2), BreakpointSet(name, SessionBreakpoint(1, "blocks.1", 2, "decode", 3))]
+        )
     for number, name in enumerate(SESSIONS):
         made.append([Extended(name, 600, [number + 100] * 50), edit(name, 3)])
     return made

@@ -13,7 +13,7 @@ from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.points import Point
 from djinnd.config import Limits, Quota
 from djinnd.core.edits import Edit, Extent
-from djinnd.server.journal.conversations import Conversed
+from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.file import JournalSession
 from djinnd.server.journal.journal import Journal
 from djinnd.server.probe_lists.breakpoint_list import SessionBreakpoint
@@ -601,7 +601,7 @@ def test_a_kept_session_ends_after_its_own_time_to_live():
     async def play(ttl):
         limits = Limits(conversation_ttl=ttl, session_ttl=0)
         sessions = SessionTable(limits, UNLIMITED, lambda _: None, Journal(""))
-        conversations = {name: Conversed(name, "", 3) for name in ("old", "young")}
+        conversations = {name: ConversationKept(name, "", 3) for name in ("old", "young")}
         old = kept("old", used=time.time() - 101)
         sessions.restore([kept("young"), old], {}, {}, time.time(), conversations)
         return [session.id for session in sessions]

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from djinnd.server.system.peers import Peer, nobody_in_particular
+from djinnd.server.system.peers import Peer, unmapped_uid
 
 
 def test_the_kernel_names_the_peer():
@@ -26,4 +26,4 @@ def test_the_kernel_names_the_peer():
 def test_the_overflow_uid_stands_for_unmapped_users(tmp_path, uid_map, nobody):
     (tmp_path / "map").write_text(uid_map)
     (tmp_path / "overflow").write_text("65534\n")
-    assert nobody_in_particular(tmp_path / "map", tmp_path / "overflow") == nobody
+    assert unmapped_uid(tmp_path / "map", tmp_path / "overflow") == nobody

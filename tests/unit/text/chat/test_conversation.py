@@ -11,19 +11,19 @@ from djinnd.text.chat.conversation import (
     MAX_DEPTH,
     MAX_MESSAGES,
     ChatConversation,
-    Tastes,
+    TemplateFeatures,
     read_conversation,
     read_tools,
 )
 
-PLAIN = Tastes.of("{% for m in messages %}{{ m.content }}{% endfor %}")
+PLAIN = TemplateFeatures.of("{% for m in messages %}{{ m.content }}{% endfor %}")
 
 
 def read(
-    messages: Any, tastes: Tastes = PLAIN, tools: Any = None, arguments: Any = None, **options: Any
+    messages: Any, features: TemplateFeatures = PLAIN, tools: Any = None, arguments: Any = None, **options: Any
 ) -> ChatConversation:
     texts = [b"" if each is None else json.dumps(each).encode() for each in (tools, arguments)]
-    return read_conversation(ChatInput(json.dumps(messages).encode(), *texts, **options), tastes)
+    return read_conversation(ChatInput(json.dumps(messages).encode(), *texts, **options), features)
 
 
 def deep(levels: int) -> Any:
@@ -91,7 +91,7 @@ def test_nulls_and_names_of_reasoning() -> None:
     message = {"role": "assistant", "content": None, "reasoning": "hm", "name": None}
     told = {"role": "assistant", "thinking": "hm", "reasoning_content": "hm"}
     assert read([message]).messages == [told]
-    wants_null = Tastes.of("{% if message['content'] is none %}")
+    wants_null = TemplateFeatures.of("{% if message['content'] is none %}")
     assert read([message], wants_null).messages == [{**told, "content": None}]
 
 
@@ -112,7 +112,7 @@ def test_arguments_of_calls_are_objects_where_they_can_be() -> None:
 def test_a_developer_is_a_system_message_where_the_template_knows_none() -> None:
     message = {"role": "developer", "content": "x"}
     assert read([message]).messages[0]["role"] == "system"
-    assert read([message], Tastes.of("developer")).messages[0]["role"] == "developer"
+    assert read([message], TemplateFeatures.of("developer")).messages[0]["role"] == "developer"
 
 
 def test_content_in_the_form_that_the_template_reads() -> None:
@@ -125,7 +125,7 @@ def test_content_in_the_form_that_the_template_reads() -> None:
         (loops, as_parts[:1], as_parts),
     ):
         messages = [{"role": "user", "content": "a"}, {"role": "user", "content": parts}]
-        assert [each["content"] for each in read(messages, Tastes.of(template)).messages] == [text, several]
+        assert [each["content"] for each in read(messages, TemplateFeatures.of(template)).messages] == [text, several]
 
 
 def test_tools_are_left_out_where_none_may_be_called() -> None:
