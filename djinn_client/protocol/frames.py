@@ -95,15 +95,18 @@ class FrameDecoder:
         return len(self._buffer)
 
 
-def union_of(*bases: type) -> Any:
-    """Returns the union of all classes below these base classes, or of a class itself if there is none below it. Their
-    modules have been imported."""
-    return reduce(or_, chain.from_iterable(map(_kinds_below, bases)))
+def union_of(*bases: type[msgspec.Struct]) -> Any:
+    """Returns the union of all messages below these base classes, or of a class itself if there is none below it. Their
+    modules have been imported. A message has a tag; a class below a message is none."""
+    return reduce(or_, chain.from_iterable(list(_messages_below(base)) or [base] for base in bases))
 
 
-def _kinds_below(base: type) -> tuple[type, ...]:
-    below: list[type] = base.__subclasses__()
-    return tuple(chain.from_iterable(map(_kinds_below, below))) if below else (base,)
+def _messages_below(base: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    for each in base.__subclasses__():
+        if each.__struct_config__.tag is None:
+            yield from _messages_below(each)
+        else:
+            yield each
 
 
 ClientMessage = requests.Request | requests.Cancel | signals.Signal

@@ -194,10 +194,10 @@ def test_the_command_checks_its_configuration(tmp_path):
     shown = subprocess.run([*command, "--device", "cpu"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0
     assert f"# {path}:1" in shown.stdout and "device: cpu" in shown.stdout
-    path.write_text("memory: 3GB\n")
+    path.write_text("memory: 3XB\n")
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 1
-    assert f"{path}:1: memory: '3GB' is not a size" in shown.stderr and "Traceback" not in shown.stderr
+    assert f"{path}:1: memory: '3XB' is not a size" in shown.stderr and "Traceback" not in shown.stderr
 
 
 def test_the_daemon_imports_neither_torch_nor_transformers():

@@ -110,7 +110,7 @@ def test_requests_are_answered_one_after_another() -> None:
 
     played(
         READY,
-        f"assert message == Load(('s', 1), 'blocks.1', b'code'); {DONE}",
+        f"assert message == LoadFunction(('s', 1), 'blocks.1', b'code'); {DONE}",
         f"assert os.fstat(fds[0]).st_size == 64; send(edit(8), edit(8)); {DONE}",
         DONE,
         "send(FunctionsFailed('invalid_request', 'the replacement is nothing'))",
