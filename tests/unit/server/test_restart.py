@@ -158,7 +158,8 @@ def test_a_daemon_that_is_stopped_meanwhile_leaves_no_last_engine(serve):
 def test_a_signal_after_all_is_left_for_a_successor_stops_the_successor(folder):
     daemon = Served(folder)
     code = (
-        "import os, pathlib, signal, sys; from djinnd.server.loading.models import ModelTable; close = ModelTable.close\n"
+        "import os, pathlib, signal, sys\n"
+        "from djinnd.server.loading.models import ModelTable; close = ModelTable.close\n"
         "from tests.support.served import main\n"
         "async def closed(self, **how): await close(self, **how); os.kill(os.getpid(), signal.SIGTERM)\n"
         "ModelTable.close = closed; main(*map(pathlib.Path, sys.argv[1:]))"
