@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from djinn_client.admin import stateless
@@ -100,7 +100,7 @@ class DaemonCalls:
         self._address = address
         self._token = token
         self._progress = progress
-        self._idle: list[Connection] = []  # threads may share it: each operation on it is atomic
+        self._idle: list[Connection] = []  # of all threads: append and pop are atomic
 
     def ping(self) -> Steps[None]:
         """An empty call."""
@@ -351,8 +351,9 @@ class DaemonCalls:
         yield from self._call(build(Restart, warm=warm), Done)
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        with suppress(IndexError):  # until there is none
+            while True:
+                self._idle.pop().close()
 
     def _call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> Steps[R]:
         connection = yield from self._taken()
@@ -369,10 +370,11 @@ class DaemonCalls:
     def _loading_call(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
         """For calls that load a model: see `Session`."""
         with self._progress(on_progress) as told:
-            return self._call(request, expected, told)
+            return (yield from self._call(request, expected, told))
 
     def _taken(self) -> Steps[Connection]:
-        while self._idle:
-            if not (connection := self._idle.pop()).closed:
-                return connection
+        with suppress(IndexError):  # another thread may take the last one
+            while (connection := self._idle.pop()).closed:
+                pass
+            return connection
         return (yield from connect(self._address, self._token))

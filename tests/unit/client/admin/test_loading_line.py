@@ -3,11 +3,15 @@ from __future__ import annotations
 import io
 import sys
 import threading
+from functools import partial
 
 import pytest
 
+import djinn_client as djinn
+from djinn_client import admin
 from djinn_client.admin.loading_line import LoadingLine, line_of, loading_line
-from djinn_client.protocol import Progress
+from djinn_client.protocol import LoadModel, ModelInfo, ModelReply, Progress
+from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 READING = Progress(id=1, model="llama", stage="reading", done=6 << 30, total=24 << 30)
 CHECKING = Progress(id=1, model="llama", stage="checking")
@@ -69,3 +73,22 @@ def test_where_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with loading_line(None) as told:
         assert told is None
+
+
+def test_a_client_shows_it_while_a_model_loads(daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(admin.loading_line, "LoadingLine", partial(LoadingLine, patience_s=0.01))
+
+    def script(line: Line) -> None:
+        line.welcome()
+        request = line.expect(LoadModel)
+        line.send(Progress(id=request.id, model="llama", stage="checking"))
+        assert terminal.drawn.wait(30)
+        line.send(ModelReply(id=request.id, model=ModelInfo(name="llama", path="/l")))
+        line.expect_hang_up()
+
+    with djinn.Client(daemon.play(script)) as client:
+        assert client.load("llama").name == "llama"
+    assert terminal.getvalue() == "\r\x1b[Kllama: checking\r\x1b[K"
