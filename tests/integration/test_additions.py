@@ -88,7 +88,7 @@ from djinn_client.protocol import Greet, decode_request, encode
 from djinnd import messages
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.engine import Engine
-from djinnd.engine.io.channel import Channel
+from djinnd.engine.io.channel import ServerChannel
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.requests.daemon import DaemonRequests
 from djinnd.server.wire.request_handler import handlers_of
@@ -108,7 +108,7 @@ async def main(ours):
     await engine.over
 
 ours, theirs = socket.socketpair()
-engine = threading.Thread(target=Engine(Channel(theirs.detach()), CpuDevice(1 << 30), 64, 32).serve)
+engine = threading.Thread(target=Engine(ServerChannel(theirs.detach()), CpuDevice(1 << 30), 64, 32).serve)
 engine.start()
 asyncio.run(main(ours))
 engine.join()
