@@ -24,6 +24,7 @@ from tools.bench.harness import command
 from tools.bench.harness.command import Result, say
 from tools.bench.harness.daemon import private_daemon
 from tools.bench.harness.prompts import prompt
+from tools.bench.harness.sessions import open_sessions, step_seconds
 from tools.bench.peers import transformers as peer_transformers
 
 FIRST_TOKEN_RUNS = 7
@@ -49,16 +50,10 @@ def first_token_s(
 
 async def decode_s(address: str, model: str, sessions: int, context: int, tokens: int, vocab: int) -> float:
     """Seconds of a step while so many sessions decode."""
-    opened = [await djinn.AsyncSession(model, address=address).open() for _ in range(sessions)]
-    try:
+    async with open_sessions(address, model, sessions) as opened:
         for seed, session in enumerate(opened):
             await session.generate(prompt(context, vocab, seed), max_tokens=1, ignore_eos=True)
-        calls = [session.generate(max_tokens=tokens, ignore_eos=True) for session in opened]
-        timings = [done.timings for done in await asyncio.gather(*calls)]
-    finally:
-        for session in opened:
-            await session.close()
-    return max(t.total - t.first_token for t in timings) / (tokens - 1)
+        return await step_seconds(opened, tokens)
 
 
 def measure_daemon(checkpoint: Path, device: str, memory: str, work: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import djinn_client as djinn
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
 from tools.bench.harness.daemon import device_name, private_daemon
+from tools.bench.harness.sessions import open_sessions
 from tools.bench.harness.spread import Median, median
 from tools.bench.serving.direct_engine import DirectEngine
 
@@ -135,17 +136,13 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 async def daemon_rate(address: str, model: str, work: Workload, used: Used, *, stream: bool) -> float:
     """Tokens a second through the daemon. This process is the client of all sessions. Adds processor time to `used`."""
-    sessions = [await djinn.AsyncSession(model, address=address).open() for _ in range(work.sessions)]
-    try:
+    async with open_sessions(address, model, work.sessions) as sessions:
         await asyncio.gather(*(session.generate(work.prompt, max_tokens=1, ignore_eos=True) for session in sessions))
         with used:
             began = time.perf_counter()
             await asyncio.gather(*(_generate(session, work.tokens, stream=stream) for session in sessions))
             seconds = time.perf_counter() - began
         return work.sessions * work.tokens / seconds
-    finally:
-        for session in sessions:
-            await session.close()
 
 
 async def _generate(session: djinn.AsyncSession, tokens: int, *, stream: bool) -> None:

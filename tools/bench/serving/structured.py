@@ -25,6 +25,7 @@ import djinn_client as djinn
 from tools.bench.harness import command
 from tools.bench.harness.command import Result, say
 from tools.bench.harness.daemon import device_name, private_daemon
+from tools.bench.harness.sessions import open_sessions
 from tools.bench.harness.trace import traced
 from tools.bench.harness.turns import in_turns
 
@@ -52,8 +53,7 @@ TRACE_S = 20.0  # at most, of a hundred steps
 
 async def tokens_per_s(address: str, model: str, sessions: int, tokens: int, options: dict[str, Any]) -> float:
     """The rate of all sessions together, from the first token of any session to the last token of any."""
-    opened = [await djinn.AsyncSession(model, address=address).open() for _ in range(sessions)]
-    try:
+    async with open_sessions(address, model, sessions) as opened:
         calls = [
             session.generate(
                 f"# {number}\n", max_tokens=tokens, ignore_eos=True, temperature=1.0, seed=number, **options
@@ -61,9 +61,6 @@ async def tokens_per_s(address: str, model: str, sessions: int, tokens: int, opt
             for number, session in enumerate(opened)
         ]
         replies = await asyncio.gather(*calls)
-    finally:
-        for session in opened:
-            await session.close()
     generated = sum(reply.usage.generated_tokens for reply in replies)
     assert generated == sessions * tokens, "no output may end before it is long enough"
     first = min(reply.timings.first_token for reply in replies)

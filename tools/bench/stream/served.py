@@ -15,6 +15,7 @@ import yaml
 
 import djinn_client as djinn
 from tools.bench.harness.prompts import prompt
+from tools.bench.harness.sessions import open_sessions, step_seconds
 from tools.bench.stream.experiment import Shape, size
 from tools.bench.stream.outcome import Found, Outcome, Status
 from tools.bench.stream.sharer import Sharing, hand_over
@@ -148,21 +149,16 @@ def first_token_s(serving: Serving, address: str) -> list[float]:
 async def step_s(serving: Serving, address: str, sessions: int) -> list[float]:
     """Seconds of a step while so many sessions decode, from the same length in each run."""
     context = serving.sessions[sessions]
-    opened = [await djinn.AsyncSession(MODEL, address=address).open() for _ in range(sessions)]
-    try:
+    async with open_sessions(address, MODEL, sessions) as opened:
         first = (
             s.generate(prompt(context, serving.vocab, i), max_tokens=1, ignore_eos=True) for i, s in enumerate(opened)
         )
         await asyncio.gather(*first)
         await _run(opened, min(WARM_UP_TOKENS, serving.tokens), context)
         return [await _run(opened, serving.tokens, context) for _ in range(serving.runs)]
-    finally:
-        for session in opened:
-            await session.close()
 
 
 async def _run(sessions: Sequence[djinn.AsyncSession], tokens: int, context: int) -> float:
     for session in sessions:
         await session.truncate(context)
-    done = await asyncio.gather(*(session.generate(max_tokens=tokens, ignore_eos=True) for session in sessions))
-    return max(reply.timings.total - reply.timings.first_token for reply in done) / (tokens - 1)
+    return await step_seconds(sessions, tokens)

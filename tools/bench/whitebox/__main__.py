@@ -31,6 +31,7 @@ from tools.bench.harness.command import Result, say
 from tools.bench.harness.daemon import device_name
 from tools.bench.harness.paged_model import MODEL, daemon_of
 from tools.bench.harness.prompts import prompt
+from tools.bench.harness.sessions import open_sessions
 from tools.bench.harness.turns import in_turns
 
 BESIDE_PROMPT = 32  # tokens of sessions that decode together
@@ -74,8 +75,7 @@ def points_of(info: ModelInfo, way: str) -> list[str]:
 async def others_rate(address: str, info: ModelInfo, way: str, others: int, steered: int, tokens: int) -> float:
     """Tokens a second of the others, from the first one's start to the last one's end."""
     count = others + steered
-    sessions = [await djinn.AsyncSession(MODEL, address=address).open() for _ in range(count)]
-    try:
+    async with open_sessions(address, MODEL, count) as sessions:
         points = points_of(info, way)
         if points:
             assert info.points is not None
@@ -91,8 +91,6 @@ async def others_rate(address: str, info: ModelInfo, way: str, others: int, stee
         seconds = time.perf_counter() - began
         await asyncio.gather(*calls[others:])
         return others * tokens / seconds
-    finally:
-        await asyncio.gather(*(session.close() for session in sessions))
 
 
 def beside(

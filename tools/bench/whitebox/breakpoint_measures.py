@@ -13,6 +13,7 @@ import djinn_client as djinn
 from djinn_client.protocol import ModelInfo
 from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from tools.bench.harness.paged_model import MODEL, PagedModel
+from tools.bench.harness.sessions import generate_all, open_sessions
 
 CONTEXT = 32  # tokens that a session has before a call
 CALL = 8  # prompt tokens of a call
@@ -136,15 +137,12 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 async def beside(model: PagedModel, others: int, tokens: int, rounds: int) -> dict[str, list[float]]:
     """Tokens a second of the others, always the same sessions, and their loss in each round. The first round warms
     up."""
-    crowd = [await _opened(model) for _ in range(others)]
     found: dict[str, list[float]] = {"idle": [], "stopped": []}
-    try:
+    async with open_sessions(model.address, MODEL, others) as crowd:
         await asyncio.gather(*(session.generate(model.prompt(CONTEXT), max_tokens=1) for session in crowd))
         for number in range(rounds + 1):
             for stops in (False, True) if number % 2 else (True, False):
                 found["stopped" if stops else "idle"].append(await _rate(model, crowd, tokens, stops=stops))
-    finally:
-        await asyncio.gather(*(session.close() for session in crowd))
     pairs = list(zip(found["idle"], found["stopped"], strict=True))[1:]
     return {
         "idle": [idle for idle, _ in pairs],
@@ -156,18 +154,14 @@ async def beside(model: PagedModel, others: int, tokens: int, rounds: int) -> di
 async def _rate(model: PagedModel, crowd: Sequence[djinn.AsyncSession], tokens: int, *, stops: bool) -> float:
     """The others' rate, from the first one's start to the last one's end. One more session has run its prompt to its
     end or to a breakpoint, and continues after the others."""
-    async with await _opened(model) as one:
+    async with djinn.AsyncSession(MODEL, address=model.address) as one:
         if stops:
             await one.breakpoint(layer=middle(model.info))
         assert isinstance(await one.run(model.prompt(CONTEXT), max_tokens=1), djinn.Hit) == stops
         began = time.perf_counter()
-        await asyncio.gather(*(session.generate(max_tokens=tokens, ignore_eos=True) for session in crowd))
+        await generate_all(crowd, tokens)
         seconds = time.perf_counter() - began
         if stops:
             assert isinstance(await one.resume(max_tokens=1), djinn.Generated)
     await asyncio.gather(*(session.truncate(CONTEXT) for session in crowd))
     return len(crowd) * tokens / seconds
-
-
-async def _opened(model: PagedModel) -> djinn.AsyncSession:
-    return await djinn.AsyncSession(MODEL, address=model.address).open()
