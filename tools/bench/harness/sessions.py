@@ -7,13 +7,19 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import djinn_client as djinn
+from djinn_client.protocol import Class
 
 
 @asynccontextmanager
-async def open_sessions(address: str, model: str, count: int) -> AsyncIterator[list[djinn.AsyncSession]]:
+async def open_sessions(
+    address: str, model: str, count: int, priority: Class | None = None
+) -> AsyncIterator[list[djinn.AsyncSession]]:
     """Opens so many sessions, and closes them at the end."""
+    sessions = [djinn.AsyncSession(model, priority=priority, address=address) for _ in range(count)]
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(djinn.AsyncSession(model, address=address)) for _ in range(count)]
+        for session in sessions:
+            await stack.enter_async_context(session)
+        yield sessions
 
 
 async def generate_all(sessions: Sequence[djinn.AsyncSession], tokens: int) -> list[djinn.Generated]:

@@ -23,6 +23,7 @@ from tools.bench.harness import command
 from tools.bench.harness.command import Result, say
 from tools.bench.harness.daemon import device_name, private_daemon
 from tools.bench.harness.prompts import prompt
+from tools.bench.harness.sessions import open_sessions
 
 
 class Round(NamedTuple):
@@ -35,18 +36,14 @@ class Round(NamedTuple):
 async def burst(
     address: str, model: str, prompts: list[list[int]], tokens: int, priority: Class | None = None
 ) -> Round:
-    opened = [await djinn.AsyncSession(model, priority=priority, address=address).open() for _ in prompts]
-    began = time.perf_counter()
-    try:
+    async with open_sessions(address, model, len(prompts), priority) as opened:
+        began = time.perf_counter()
         calls = [
             session.generate(each, max_tokens=tokens, ignore_eos=True)
             for session, each in zip(opened, prompts, strict=True)
         ]
         replies = await asyncio.gather(*calls)
         whole = time.perf_counter() - began
-    finally:
-        for session in opened:
-            await session.close()
     return _round(replies, tokens, whole)
 
 
