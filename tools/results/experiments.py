@@ -191,6 +191,19 @@ EXPERIMENTS: dict[str, Experiment] = {
     "structured": Experiment(
         "What a grammar adds to a token:", "tools.bench.serving.structured", as_printed, arguments=nothing
     ),
+    "http": Experiment(
+        "What HTTP adds to the native client, and idle streams to the gateway:",
+        "tools.bench.serving.http",
+        as_printed,
+        arguments=nothing,
+        options=("streams", "idle", "rounds"),
+    ),
+    "burst": Experiment(
+        "Many prompts at once, each with an answer of its own:",
+        "tools.bench.serving.burst",
+        as_printed,
+        options=("sessions", "context", "tokens"),
+    ),
     "kernels": Experiment(
         "Attention's kernels beside the rate of memory:", "tools.bench.kernels", as_printed, arguments=nothing
     ),
