@@ -17,8 +17,8 @@ import uvloop
 
 from djinnd import descriptors
 from djinnd.config import Config, ConfigError, Effective, Key, load
-from djinnd.gateway.http.listening import StartError
-from djinnd.gateway.server import Server
+from djinnd.gateway.http.listening import ListenError
+from djinnd.gateway.server import GatewayServer
 from djinnd.standard_streams import open_standard_streams
 from djinnd.telemetry import configure_logging
 
@@ -44,8 +44,8 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
     configure_logging(settings.log.level, settings.log.format)
     logging.getLogger("uvicorn").setLevel("CRITICAL")  # the log has our own lines of what matters
     try:
-        server = Server(settings, read)
-    except StartError as error:
+        server = GatewayServer(settings, read)
+    except ListenError as error:
         raise click.ClickException(str(error)) from error
     gc.collect()
     gc.freeze()  # a full collection stops every stream, and need not look through modules, which stay

@@ -22,14 +22,14 @@ from djinnd.gateway.daemon.pools import Daemon
 from djinnd.gateway.entry.admission import Admission
 from djinnd.gateway.entry.metrics import Metrics
 from djinnd.gateway.http.connections import bounded
-from djinnd.gateway.http.listening import BACKLOG, StartError, listeners, load_certificate, tls
+from djinnd.gateway.http.listening import BACKLOG, ListenError, listeners, load_certificate, tls
 
 log = logging.getLogger("djinnd.gateway")
 
 KEEP_ALIVE_S = 60  # that a connection may rest between two requests
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """uvicorn's server, with sockets, signals and a reload of our own. `read` reads the configuration again; it raises
     ConfigError."""
 
@@ -112,7 +112,7 @@ class Server(uvicorn.Server):
             held = reloaded(self._http, wanted)
             if self._tls is not None:
                 load_certificate(self._tls, held)
-        except (ConfigError, StartError) as error:
+        except (ConfigError, ListenError) as error:
             for problem in str(error).splitlines():
                 log.error("gateway_reload_refused problem=%s", problem)
             return

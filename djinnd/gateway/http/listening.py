@@ -15,14 +15,14 @@ from djinnd.gateway.http.addresses import is_loopback
 BACKLOG = 1024
 
 
-class StartError(Exception):
+class ListenError(Exception):
     """Why the gateway cannot start, and what to do."""
 
 
 def listeners(http: Http) -> list[socket.socket]:
-    """The TCP socket and the Unix socket, as far as they are configured. Raises StartError."""
+    """The TCP socket and the Unix socket, as far as they are configured. Raises ListenError."""
     if not http.listen and not http.socket:
-        raise StartError("nothing to listen at: set http.listen (HOST:PORT) or http.socket (a path), or --listen")
+        raise ListenError("nothing to listen at: set http.listen (HOST:PORT) or http.socket (a path), or --listen")
     found = []
     if http.listen:
         host, port = host_and_port(http.listen)
@@ -34,25 +34,25 @@ def listeners(http: Http) -> list[socket.socket]:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Raises StartError."""
+    """Raises ListenError."""
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not port.isdigit() or int(port) > 65535:
-        raise StartError(f"{address!r} is no address: write HOST:PORT, as in 127.0.0.1:8000 or [::]:8443")
+        raise ListenError(f"{address!r} is no address: write HOST:PORT, as in 127.0.0.1:8000 or [::]:8443")
     return host, int(port)
 
 
 def expect_safe(host: str, http: Http) -> None:
-    """Raises StartError for an address that others reach without TLS: their tokens would pass in the clear."""
+    """Raises ListenError for an address that others reach without TLS: their tokens would pass in the clear."""
     if not is_loopback(host) and not http.certificate:
-        raise StartError(
+        raise ListenError(
             f"{host} can be reached from other machines, and without TLS tokens would pass in the clear: set "
             "http.certificate and http.key, or listen at 127.0.0.1 behind a proxy that ends TLS"
         )
 
 
 def tls(http: Http) -> ssl.SSLContext | None:
-    """None without a certificate. Raises StartError."""
+    """None without a certificate. Raises ListenError."""
     if not http.certificate:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -63,14 +63,14 @@ def tls(http: Http) -> ssl.SSLContext | None:
 
 
 def load_certificate(context: ssl.SSLContext, http: Http) -> None:
-    """Also into a context in use: later connections have the new certificate. Raises StartError, and leaves the context
-    as it is then: with a new chain and an old key no handshake would succeed. A key with a passphrase is an error: a
-    service cannot ask for it."""
+    """Loads the certificate, also into a context in use: later connections have the new one. Raises ListenError, and
+    then leaves the context as it is, because with a new chain and an old key no handshake would succeed. A key with a
+    passphrase is an error: a service cannot ask for it."""
     try:
         for each in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), context):
             each.load_cert_chain(http.certificate, http.key, password="")
     except (OSError, ssl.SSLError) as error:
-        raise StartError(f"http.certificate {http.certificate} with http.key {http.key}: {error}") from error
+        raise ListenError(f"http.certificate {http.certificate} with http.key {http.key}: {error}") from error
 
 
 def _tcp(host: str, port: int) -> socket.socket:
@@ -82,7 +82,7 @@ def _tcp(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)
         return sock
     except OSError as error:
-        raise StartError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        raise ListenError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 
 
 def _unix(path: str, umask: int) -> socket.socket:
@@ -97,7 +97,7 @@ def _unix(path: str, umask: int) -> socket.socket:
         return sock
     except OSError as error:
         sock.close()
-        raise StartError(f"cannot listen at {path}: {error.strerror or error}") from error
+        raise ListenError(f"cannot listen at {path}: {error.strerror or error}") from error
     finally:
         os.umask(before)
 

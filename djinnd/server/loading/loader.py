@@ -37,7 +37,7 @@ from djinnd.server.text.texts import Texts
 log = logging.getLogger("djinnd.server")
 
 
-class ModelLoader:
+class ModelLifecycle:
     """Changes the state of models. `models` iterates over all known models. `gone` is called with a model that has been
     unloaded or could not be loaded. `page_folder` holds the pages that engines keep on disk; it outlives the daemon."""
 

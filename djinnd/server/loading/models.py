@@ -42,7 +42,7 @@ from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.arena_requests import ArenaRequests
 from djinnd.server.loading.charges import ModelCharges
 from djinnd.server.loading.engine_events import ModelEvents
-from djinnd.server.loading.loader import ModelLoader
+from djinnd.server.loading.loader import ModelLifecycle
 from djinnd.server.loading.restoring import restore
 from djinnd.server.loading.user_deaths import UserDeaths
 from djinnd.server.models.keep_alive import idle_seconds
@@ -61,7 +61,7 @@ log = logging.getLogger("djinnd.server")
 
 
 class ModelTable:
-    """The table of models. Owns their arena. `page_folder`: see ModelLoader. `events` receives
+    """The table of models. Owns their arena. `page_folder`: see ModelLifecycle. `events` receives
     the engines' messages about models."""
 
     def __init__(
@@ -98,7 +98,7 @@ class ModelTable:
             self._models, self._known, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
         )
         self._user_deaths = UserDeaths(limits)
-        self._loader = ModelLoader(
+        self._loader = ModelLifecycle(
             self,
             sessions,
             prefixes,

@@ -8,14 +8,14 @@ import pytest
 import trustme
 
 from djinnd.config import Http
-from djinnd.gateway.http.listening import StartError, expect_safe, host_and_port, load_certificate, tls
+from djinnd.gateway.http.listening import ListenError, expect_safe, host_and_port, load_certificate, tls
 
 
 def test_addresses():
     assert host_and_port("127.0.0.1:80") == ("127.0.0.1", 80)
     assert host_and_port("[::1]:8443") == ("::1", 8443)
     for wrong in ("8000", "host", "host:", "host:x", "host:70000", ":80"):
-        with pytest.raises(StartError):
+        with pytest.raises(ListenError):
             host_and_port(wrong)
 
 
@@ -23,7 +23,7 @@ def test_no_listening_beyond_loopback_without_tls():
     for host in ("127.0.0.1", "::1", "localhost"):
         expect_safe(host, Http())
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
-        with pytest.raises(StartError, match=r"http\.certificate"):
+        with pytest.raises(ListenError, match=r"http\.certificate"):
             expect_safe(host, Http())
         expect_safe(host, Http(certificate="c", key="k"))
 
@@ -36,7 +36,7 @@ def test_a_certificate_without_its_key_leaves_the_one_that_is_there(tmp_path: Pa
     first = Http(certificate=str(tmp_path / "chain0"), key=str(tmp_path / "key0"))
     context = tls(first)
     assert context is not None
-    with pytest.raises(StartError, match="mismatch"):
+    with pytest.raises(ListenError, match="mismatch"):
         load_certificate(context, Http(certificate=str(tmp_path / "chain1"), key=str(tmp_path / "key0")))
     assert served_by(context) == served_by(tls(first))
 
