@@ -1,7 +1,7 @@
 """Hands each message of the server to its handler, in the order in which the messages came.
 
-    channel ──► unheard ─┬─ between two steps: all messages, except a last part that can overlap with the next step
-                         └─ during a step: up to the first message that must wait for the step's end
+    channel ──► received ─┬─ between two steps: all messages, except a last part that can overlap with the next step
+                          └─ during a step: up to the first message that must wait for the step's end
 
 The device idles while messages are handled between two steps. A message takes up to one or two milliseconds when the
 caches have lost the code. During a step, only messages are handled that change nothing the step uses: neither its rows
@@ -48,20 +48,20 @@ class Dispatcher:
         self._received.extend(self._channel.receive(0.0 if self._received else patience))
         return bool(self._received)
 
-    def hear(self, *, before_step: bool = False) -> None:
-        """Handles messages between two steps. With `before_step`, messages at the end of the queue that no running
+    def handle_between_steps(self, *, step_follows: bool = False) -> None:
+        """Handles messages between two steps. With `step_follows`, messages at the end of the queue that no running
         request waits for stay there, because they can overlap with the next step."""
         self._scheduler.tick(time.monotonic())
-        waits = sum(1 for _ in takewhile(self._can_wait, reversed(self._received))) if before_step else 0
+        waits = sum(1 for _ in takewhile(self._can_wait, reversed(self._received))) if step_follows else 0
         while len(self._received) > waits:
             self._handle(self._received.popleft())
 
-    def hear_beside(self) -> bool:
+    def handle_during_step(self) -> bool:
         """Handles messages while a step runs, up to the first that must wait. → True if more may be handled. Raises
         ServerGone."""
         if not self._received and self.receive(0.0):
             self._scheduler.tick(time.monotonic())
-        while self._received and self._may_be_heard_beside(self._received[0]):
+        while self._received and self._can_overlap(self._received[0]):
             self._handle(self._received.popleft())
         return not self._received
 
@@ -79,7 +79,7 @@ class Dispatcher:
         millisecond."""
         return isinstance(message, messages.Pause | messages.Resume) and self._is_idle(message.session)
 
-    def _may_be_heard_beside(self, message: messages.ToEngine) -> bool:
+    def _can_overlap(self, message: messages.ToEngine) -> bool:
         match message:
             case messages.Run():
                 return self._requests.is_plain(message)

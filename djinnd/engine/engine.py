@@ -23,6 +23,7 @@ from djinnd.engine.collector import Collector
 from djinnd.engine.dispatch import Dispatcher
 from djinnd.engine.io.background import BackgroundWork
 from djinnd.engine.io.channel import ServerChannel, ServerGone
+from djinnd.engine.io.idle_work import IdleWork
 from djinnd.engine.kernels.compiler import KernelCompiler
 from djinnd.engine.load.loading import LoadQueue
 from djinnd.engine.models import EngineModels
@@ -104,7 +105,6 @@ class Engine:
         self._hides_prefill = False  # True if the seconds of these steps say nothing about prefill: see `_waited_for`
         self._inquiries: list[messages.Inquire] = []
         self._started: list[messages.Started] = []  # requests with their first row in the current step, not sent yet
-        self._was_beside = False  # the last step had work done beside it
         self._alive_at = 0.0
         self._stopping = False
         handlers: dict[type, Callable[[Any], None]] = {
@@ -141,6 +141,16 @@ class Engine:
             messages.Shutdown: self._shutdown,
         }
         self._dispatcher = Dispatcher(channel, self._scheduler, self._requests, handlers)
+        self._idle_work = IdleWork(
+            [
+                self._send_started,
+                self._tiers.work_during_step,
+                self._dispatcher.handle_during_step,
+                self._answer_inquiries,
+                self._tracer.answer,
+                self._requests.deliveries.advance,
+            ]
+        )
 
     def serve(self) -> None:
         """Runs until the server sends Shutdown or closes the channel."""
@@ -153,15 +163,14 @@ class Engine:
                 received = self._dispatcher.receive(0.0 if busy else min(ALIVE_EVERY, self._tiers.patience))
                 self._tracer.turn()
                 quiet = not received and (quiet or not busy)
-                # the next step is expected to run like the last one
-                has_beside, self._was_beside = self._was_beside, False
-                self._dispatcher.hear(before_step=has_beside)
+                self._idle_work.turn()
+                self._dispatcher.handle_between_steps(step_follows=self._idle_work.is_expected)
                 self._models.turn()
                 self._tracer.did("messages", calls=self._dispatcher.take_calls())
-                moving = self._tiers.turn(before_step=has_beside)
+                moving = self._tiers.turn(step_follows=self._idle_work.is_expected)
                 self._tracer.did("pages")
                 stepped = self._step()
-                leaving = self._tiers.step_over()
+                leaving = self._tiers.after_step(has_overlapped=self._idle_work.has_run)
                 self._answer_inquiries()
                 busy = stepped or leaving or self._models.is_adopting or (quiet and self._models.prepare())
                 busy = self._background.turn() or busy
@@ -195,11 +204,12 @@ class Engine:
         if self._fail_lost(batch) or self._requests.fail_unseen(batch):
             return True
         self._started, began = self._requests.note_started(batch), time.monotonic()
+        self._tiers.note_step(batch)
         self._tracer.did("compose")
         try:
             with self._tracer.step(batch):
                 masks = self._guidance.masks if self._guidance else None
-                sampled = self._runners[batch.model].run(batch, lambda: self._beside_step(batch), masks)
+                sampled = self._runners[batch.model].run(batch, self._idle_work.run, masks)
                 scored = self._runners[batch.model].scores.take()
         except ServerGone:
             raise
@@ -229,16 +239,6 @@ class Engine:
         self._runners[batch.model].settle()
         self._tracer.did("complete")
         return True
-
-    def _beside_step(self, batch: Batch) -> bool:
-        """Does other work while the device runs the step. → True if it should be called again."""
-        self._was_beside = True
-        self._send_started()
-        moving = self._tiers.beside_step(batch)
-        hearing = self._dispatcher.hear_beside()
-        self._answer_inquiries()
-        reading = self._tracer.answer()
-        return self._requests.deliveries.beside_step() or moving or hearing or reading
 
     def _waited_for(self, batch: Batch) -> float:
         """The seconds of this step, and of the steps before it whose results the host did not wait for.

@@ -56,7 +56,7 @@ class Tiers:
         self._on_host, self._on_disk = Tenancy[Tier](), Tenancy[Tier]()
         # by model: called when its pages are on the host, see `retire`
         self._retiring: dict[str, Callable[[], None]] = {}
-        self._was_beside = False  # a step has run since the last `step_over`
+        self._batch: Batch | None = None  # of the current step, or the last one
         self._tended_at = 0.0
         self._spared_at = -math.inf  # time of the last step with a row that `is_spared`
         self._waits = Waits()
@@ -129,13 +129,13 @@ class Tiers:
 
     # --- a turn of the engine's loop --------------------------------------------------------------------------------
 
-    def turn(self, *, before_step: bool = False) -> bool:
-        """Advances all transfers. With `before_step`, work that no call waits for is left for the step that follows,
+    def turn(self, *, step_follows: bool = False) -> bool:
+        """Advances all transfers. With `step_follows`, work that no call waits for is left for the step that follows,
         because the device idles now. → True if a transfer is under way."""
         while (result := self._loads.take_pages()) is not None:
             self._adopt_pages(result)
-        self._tend(expected_only=before_step)
-        can_wait = before_step and self._scheduler.nobody_waits
+        self._tend(expected_only=step_follows)
+        can_wait = step_follows and self._scheduler.nobody_waits
         for name, model in self._models.items():
             model.transfers.note_ready()
             if model.paging.is_busy:
@@ -158,7 +158,11 @@ class Tiers:
             self._tended_at = now
             self._scheduler.tend(now)
 
-    def beside_step(self, batch: Batch) -> bool:
+    def note_step(self, batch: Batch) -> None:
+        """The step of this batch is about to be launched."""
+        self._batch = batch
+
+    def work_during_step(self) -> bool:
         """Work on pages that overlaps with a step of the device: begins the copies that were asked for before, does the
         bookkeeping of copies that have ended, and evicts.
 
@@ -167,9 +171,9 @@ class Tiers:
         and the copies that follow from this begin in a later turn, after the step. → True if there is more to do, or
         may be.
         """
-        self._was_beside = True
         if self.is_busy:
-            rate = self._rate_beside(batch)
+            assert self._batch is not None
+            rate = self._rate_during_step(self._batch)
             for name, model in self._models.items():
                 model.transfers.begin_copies(rate)
                 if over := model.transfers.end():
@@ -178,7 +182,7 @@ class Tiers:
         self._tend()
         return self._scheduler.depart() or self.is_busy
 
-    def _rate_beside(self, batch: Batch) -> float:
+    def _rate_during_step(self, batch: Batch) -> float:
         """Bytes a second for page copies beside this step: see Transfers.begin_copies."""
         share, now = self._scheduler.policy.paging, time.monotonic()
         if any(map(is_spared, batch.rows)):
@@ -187,13 +191,12 @@ class Tiers:
             return math.inf
         return share * self._device.rates().bus
 
-    def step_over(self) -> bool:
-        """Begins the copies that were asked for. If no step has run since the last call, also evicts a session. → True
-        if more sessions are due to leave."""
+    def after_step(self, *, has_overlapped: bool) -> bool:
+        """Begins the copies that were asked for. Unless `work_during_step` has run in this turn, also evicts a session.
+        → True if more sessions are due to leave."""
         for model in self._models.values():
             model.transfers.begin_copies()
-        was_beside, self._was_beside = self._was_beside, False
-        return not was_beside and self._scheduler.depart()
+        return not has_overlapped and self._scheduler.depart()
 
     @property
     def is_busy(self) -> bool:

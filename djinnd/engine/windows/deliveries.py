@@ -5,10 +5,6 @@ The request captures the points that it asked for, or the point of the breakpoin
     start    window made on a thread, and pinned if it is large, while the request runs
     end      ─► copied, piece by piece ─► Finished, with the descriptor ─► unpinned on the thread
 
-They are those that it has asked for, or those of the point where it stopped.
-
-    start    window made, and pinned where it is large, in a thread, while the request runs
-
 Work that can overlap with a step is done during one, if there is one: starting to make the window, copying the first
 piece, sending the reply, freeing the rows. The request keeps its captured rows until they have been copied. A request
 that is cancelled or fails gets its reply at once, and its captures are dropped.
@@ -159,7 +155,7 @@ class Deliveries:
         self._to_make.append(delivery)
         self._background.start(request.id, self._deliver(delivery))
 
-    def beside_step(self) -> bool:
+    def advance(self) -> bool:
         """Advances deliveries while the device runs a step. → True if one may finish during the step."""
         for delivery in list(self._to_make):
             self._make(delivery)
@@ -200,7 +196,7 @@ class Deliveries:
     def _deliver(self, delivery: _Delivery) -> BackgroundTask:
         request = delivery.request
         try:
-            yield None  # a short delivery is handled by `beside_step` from here on
+            yield None  # a short delivery is handled by `advance` from here on
             made = self._make(delivery)
             yield made
             try:

@@ -13,7 +13,6 @@ import torch
 
 from djinn_client.protocol import Sampling
 from djinnd import messages
-from djinnd.core.batch import Batch
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.run import prepare_model as serving_module
 from djinnd.engine.run.model_runner import ModelRunner
@@ -21,7 +20,7 @@ from djinnd.model.check.equality import CHUNKS, SINGLES
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support import reference
-from tests.support.besides import watched
+from tests.support.besides import add_part, watched
 from tests.support.checkpoints import Tensors, altered
 from tests.support.engine_thread import FOREVER, EngineThread
 from tests.support.loaded import random_prompt
@@ -214,14 +213,8 @@ def test_a_run_sends_started_then_tokens_then_one_finished(serving: EngineThread
 def test_started_requests_are_sent_while_the_device_runs_the_step(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beside_step = serving.engine._tiers.beside_step
     untold: list[int] = []
-
-    def beside(batch: Batch) -> bool:
-        untold.append(len(serving.engine._started))
-        return beside_step(batch)
-
-    monkeypatch.setattr(serving.engine._tiers, "beside_step", beside)
+    add_part(monkeypatch, serving.engine, lambda: untold.append(len(serving.engine._started)))
     request = serving.run("s", prompt(10), 2)
     serving.outcome(request)
     assert serving.started == [request] and untold == [0, 0]
@@ -525,7 +518,7 @@ def test_logits_that_are_no_numbers_fail_only_their_request(
 def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The messages handled from now on, and whether during a step."""
     engine, seen = serving.engine, list[tuple[str, bool]]()
-    is_beside, hand_over = watched(monkeypatch, engine, "_beside_step"), engine._dispatcher._handle
+    is_beside, hand_over = watched(monkeypatch, engine._idle_work, "run"), engine._dispatcher._handle
 
     def recorded(message: Any) -> None:
         seen.append((type(message).__name__, is_beside()))
@@ -538,14 +531,12 @@ def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 def say_beside(serving: EngineThread, monkeypatch: pytest.MonkeyPatch, *said: Any) -> None:
     """Sends the messages as soon as a step runs."""
     engine, waiting = serving.engine, [*said]
-    beside_step = engine._tiers.beside_step
 
-    def speaking(batch: Batch) -> bool:
+    def speaking() -> None:
         sent, waiting[:] = waiting[:], []
         serving.send(*sent)
-        return beside_step(batch)
 
-    monkeypatch.setattr(engine._tiers, "beside_step", speaking)
+    add_part(monkeypatch, engine, speaking)
 
 
 def test_calls_and_signals_are_handled_during_a_step(
@@ -623,13 +614,7 @@ def test_a_message_that_must_wait_for_the_step_holds_up_later_ones(
 def test_a_server_that_closes_during_a_step_ends_the_engine_quietly(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    beside_step = serving.engine._tiers.beside_step
-
-    def closing(batch: Batch) -> bool:
-        serving.socket.close()
-        return beside_step(batch)
-
-    monkeypatch.setattr(serving.engine._tiers, "beside_step", closing)
+    add_part(monkeypatch, serving.engine, serving.socket.close)
     serving.run("s", prompt(10), 1000)
     serving.join()
     assert serving.error is None
@@ -687,7 +672,7 @@ def test_a_report_is_made_during_a_step_and_an_audit_between_two(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, seen = serving.engine, list[tuple[int, bool]]()
-    is_beside, report = watched(monkeypatch, engine, "_beside_step"), engine._reporter.report
+    is_beside, report = watched(monkeypatch, engine._idle_work, "run"), engine._reporter.report
 
     def reported(message: messages.Inquire) -> messages.Report:
         seen.append((message.request, is_beside()))

@@ -23,7 +23,7 @@ from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
 from djinnd.scheduler.policy import Policy
 from tests.support import reference
-from tests.support.besides import watched
+from tests.support.besides import add_part, watched
 from tests.support.engine_thread import FOREVER
 from tests.support.late_copies import LateDevice
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
@@ -321,7 +321,7 @@ def test_copies_that_no_call_waits_for_get_a_share_of_the_bus_beside_decode_step
         rows = (Row(session, Request(1, 0, 1, 8), 0, count, 0, 4, False) for count in counts)
         return Batch("m", tuple(rows), 1)
 
-    rate, bus = engine.engine._tiers._rate_beside, engine.engine._device.rates().bus
+    rate, bus = engine.engine._tiers._rate_during_step, engine.engine._device.rates().bus
     assert rate(batch(64)) == rate(batch(1, priority="batch")) == math.inf
     assert rate(batch(1, 64)) == Policy().paging * bus < bus
     assert rate(batch(64)) == Policy().paging * bus, "where two models take turns, it is kept between two steps"
@@ -333,7 +333,7 @@ def test_copies_that_no_call_waits_for_get_a_share_of_the_bus_beside_decode_step
 
 def test_a_waiting_session_leaves_during_a_step_or_between_two(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, seen = engine.engine._scheduler, list[tuple[str, bool]]()
-    is_beside, depart = watched(monkeypatch, engine.engine._tiers, "beside_step"), scheduler.depart
+    is_beside, depart = watched(monkeypatch, engine.engine._idle_work, "run"), scheduler.depart
 
     def departed() -> bool:
         seen.extend((session, is_beside()) for session in scheduler.residency("m").to_leave)
@@ -361,9 +361,8 @@ def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_aft
     before = [*PROMPT, *engine.ran("s")]
     assert before == [*PROMPT, *engine.ran("t")] == [*PROMPT, *engine.ran("u")]
     engine.paused("u")
-    dispatcher, tiers, heard = engine.engine._dispatcher, engine.engine._tiers, list[tuple[str, str, bool]]()
-    is_beside, hand_over = watched(monkeypatch, engine.engine, "_beside_step"), dispatcher._handle
-    beside_step = tiers.beside_step
+    dispatcher, heard = engine.engine._dispatcher, list[tuple[str, str, bool]]()
+    is_beside, hand_over = watched(monkeypatch, engine.engine._idle_work, "run"), dispatcher._handle
     idle, running = engine.pause("t"), engine.pause("s")
     said = [messages.Resume("u"), idle, messages.Open("v", "m", 0, "agent", []), running, messages.Resume("t")]
 
@@ -371,13 +370,12 @@ def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_aft
         heard.append((type(message).__name__, getattr(message, "session", ""), is_beside()))
         hand_over(message)
 
-    def speaking(batch: Batch) -> bool:
+    def speaking() -> None:
         sent, said[:] = said[:], []
         engine.send(*sent)
-        return beside_step(batch)
 
     monkeypatch.setattr(dispatcher, "_handle", recorded)
-    monkeypatch.setattr(tiers, "beside_step", speaking)
+    add_part(monkeypatch, engine.engine, speaking)
     run = engine.run_message("s", [5], NEW)
     engine.send(run)
     tokens, told = list[int](), set[int]()
@@ -410,7 +408,7 @@ def test_work_that_no_call_waits_for_is_left_for_the_next_step(engine: Tiered, m
     engine.ran("t")
     dispatcher, seen = engine.engine._dispatcher, list[tuple[str, bool]]()
     scheduler, tend, hand_over = engine.engine._scheduler, engine.engine._scheduler.tend, dispatcher._handle
-    is_beside = watched(monkeypatch, engine.engine, "_beside_step")
+    is_beside = watched(monkeypatch, engine.engine._idle_work, "run")
 
     def recorded(message: Any) -> None:
         seen.append((type(message).__name__, is_beside()))

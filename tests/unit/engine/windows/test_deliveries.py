@@ -120,7 +120,7 @@ def test_captures_come_with_the_final_reply(
 def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None:
     """Otherwise the device would idle between two steps."""
     request = engine.begin()
-    assert not engine.deliveries.beside_step(), "there is nothing to tell yet"
+    assert not engine.deliveries.advance(), "there is nothing to tell yet"
     made = next(iter(engine.deliveries._deliveries.values())).made
     assert made is not None
     made.result(SECONDS)
@@ -130,7 +130,7 @@ def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None
     with pytest.raises(BlockingIOError):
         engine.server.recv(1, socket.MSG_PEEK)
     until = time.monotonic() + SECONDS
-    while engine.deliveries.beside_step():
+    while engine.deliveries.advance():
         assert time.monotonic() < until
     data, (fd,), _, _ = socket.recv_fds(engine.server, 1 << 16, 4)
     os.close(fd)
@@ -147,7 +147,7 @@ def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None
 def test_other_captures_between_a_request_s_end_and_its_copy_change_nothing(engine: Engine) -> None:
     """They may move all rows, and a step may fill the old ones."""
     request = engine.begin()
-    engine.deliveries.beside_step()
+    engine.deliveries.advance()
     engine.deliveries.ended(request, finished(request, 4))
     other = engine.begin(number=2)
     for of_logits in (False, True):
@@ -165,7 +165,7 @@ def test_other_captures_between_a_request_s_end_and_its_copy_change_nothing(engi
 def test_a_delivery_dropped_during_a_step_sends_nothing(engine: Engine, turns: int) -> None:
     before = open_descriptors()
     request = engine.begin()
-    engine.deliveries.beside_step()
+    engine.deliveries.advance()
     made = next(iter(engine.deliveries._deliveries.values())).made
     assert made is not None
     made.result(SECONDS)
@@ -173,7 +173,7 @@ def test_a_delivery_dropped_during_a_step_sends_nothing(engine: Engine, turns: i
     for _ in range(turns):
         engine.background.turn()
     engine.deliveries.drop(request)
-    assert not engine.deliveries.beside_step() and not engine.background.turn()
+    assert not engine.deliveries.advance() and not engine.background.turn()
     engine.background.close()
     assert engine.device.budget.used == 0 and open_descriptors() == before
     engine.server.setblocking(False)
