@@ -6,7 +6,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinnd.model.whitebox.editing import CODES, EditRows, apply
+from djinnd.model.edit_rows import CODES, EditRows
+from djinnd.model.whitebox.editing import apply
 from tests.support.paged import same_bytes
 
 pytestmark = pytest.mark.gpu

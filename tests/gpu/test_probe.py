@@ -13,7 +13,8 @@ if not torch.cuda.is_available():
 
 from djinn_client.protocol.fields.placing import Placing
 from djinn_client.protocol.fields.points import Point
-from djinnd.model.whitebox.editing import CODES, EditRows, apply
+from djinnd.model.edit_rows import CODES, EditRows
+from djinnd.model.whitebox.editing import apply
 from tests.support.graphed import Graphed, Rows, graphed_model, named, with_history
 from tests.support.paged import same_bytes
 from tests.support.probing import Change, Looking, all_points

@@ -16,8 +16,8 @@ from djinnd.core.edits import Edit
 from djinnd.device import Device
 from djinnd.engine.probes.device_rows import DeviceRows
 from djinnd.engine.probes.spans import Ints, Overlaps, PointReach, Records, SpanTable, kinds_of, sites_of
+from djinnd.model.edit_rows import CODES
 from djinnd.model.placing.loader import DTYPES
-from djinnd.model.whitebox.editing import CODES
 
 _FIELDS = [("op", np.int32), ("scale", np.float32), ("low", np.float32), ("high", np.float32)]
 _DIRECTED = ("project_out", "clamp")  # operations that use only the direction of their values

@@ -25,7 +25,8 @@ from djinnd.engine.probes.captures import Captures, SingleCapture
 from djinnd.engine.probes.edit_table import EditTable
 from djinnd.engine.probes.spans import Hits, Ints, Overlaps, is_behind, point_of, spread, together
 from djinnd.model.copies.upload import upload_arrays
-from djinnd.model.whitebox.editing import EditRows, apply
+from djinnd.model.edit_rows import EditRows
+from djinnd.model.whitebox.editing import apply
 from djinnd.model.whitebox.probe import Probe
 
 

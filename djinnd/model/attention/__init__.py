@@ -1,1 +1,1 @@
-"""Attention over paged KV, and the worklist that its kernels read."""
+"""Attention over paged KV: its kernels, the worklist that they read, and its connection to transformers."""

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.models.falcon import modeling_falcon
 
-from djinnd.model.family.hf_attention import NAME, paged_attention
+from djinnd.model.attention.hf_attention import NAME, paged_attention
 
 
 class PagedFalconAttention(modeling_falcon.FalconAttention):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.models.gptj import modeling_gptj
 
-from djinnd.model.family.hf_attention import NAME, paged_attention
+from djinnd.model.attention.hf_attention import NAME, paged_attention
 
 
 class PagedGPTJAttention(modeling_gptj.GPTJAttention):

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
+from djinnd.model.attention.hf_attention import paged_attention
 from djinnd.model.family.adapter import Adapter, Prologue, PrologueDone
-from djinnd.model.family.hf_attention import paged_attention
 
 _NAME = "djinn_with_masks"  # attention implementation: paged attention, and masks that carry the rule they follow
 

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from djinn_client.protocol.fields.points import PointMap
+from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
 from djinnd.model.attention.paged import PagedAttention, PagedBatch
 from djinnd.model.family.adapter import Adapter
-from djinnd.model.family.hf_attention import AttentionContext, BlockKV
 
 _TOKENS = 2
 

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinn_client.errors import ModelRejected
+from djinnd.model.attention import hf_attention
+from djinnd.model.attention.hf_attention import NoPages, Wanted
 from djinnd.model.families import ADAPTED, PATCHED
-from djinnd.model.family import hf_attention
 from djinnd.model.family.adapter import Adapter, Prologue, find_blocks
 from djinnd.model.family.counts import check_counts
 from djinnd.model.family.derived import derived_bytes
 from djinnd.model.family.experts import find_stack
-from djinnd.model.family.hf_attention import NoPages, Wanted
 from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.rope import fix_frequencies
 from djinnd.model.family.switches import set_switches

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from djinnd.model.whitebox.editing import CODES, EditRows
+from djinnd.model.edit_rows import CODES, EditRows
 
 BLOCK = 2048  # elements of a row that a program handles at once
 ADD, SCALE, REPLACE, CLAMP = (tl.constexpr(CODES[op]) for op in ("add", "scale", "replace", "clamp"))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from djinn_client.protocol.fields.points import Point
+from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
 from djinnd.model.attention.paged import attention_for
 from djinnd.model.copies.upload import upload
-from djinnd.model.family.hf_attention import AttentionContext, BlockKV
 from djinnd.model.family.skeleton import Skeleton
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.step.inputs import StepInputs

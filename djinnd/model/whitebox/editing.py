@@ -14,29 +14,11 @@ ops are edited in one call; an edit reads and writes only the row that it names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from djinn_client.protocol.fields.edits import Op
-
-CODES: dict[Op, int] = {op: code for code, op in enumerate(get_args(Op))}
-
-
-@dataclass(frozen=True, slots=True)
-class EditRows:
-    """`n` edits, on the activation's device. Fields that an op does not use may hold any number, but `value` must
-    always name a row of the bank, so a bank has at least one row."""
-
-    op: Tensor  # int32 [n]: CODES
-    scale: Tensor  # float32 [n]
-    low: Tensor  # float32 [n]
-    high: Tensor  # float32 [n]
-    value: Tensor  # int64 [n]: which row of the bank is v
-    bank: Tensor  # [rows, width], of any floating-point dtype
+from djinnd.model.edit_rows import CODES, EditRows
 
 
 def apply(target: Tensor, where: Tensor, edits: EditRows) -> None:

@@ -12,8 +12,8 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.gptj import modeling_gptj
 
 from djinn_client.protocol.fields.placing import Placing
+from djinnd.model.attention.hf_attention import NAME
 from djinnd.model.families import PATCHED
-from djinnd.model.family.hf_attention import NAME
 from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import FAMILIES, reduced_model

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from djinn_client.protocol.fields.edits import Op
-from djinnd.model.whitebox.editing import CODES, EditRows, apply
+from djinnd.model.edit_rows import CODES, EditRows
+from djinnd.model.whitebox.editing import apply
 from tests.support import ops
 from tests.support.paged import same_bytes
 

@@ -19,10 +19,11 @@ from djinn_client.protocol.fields.edits import Op
 from djinn_client.protocol.fields.placing import Placing
 from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd.device.cpu import CpuDevice
+from djinnd.model.edit_rows import CODES, EditRows
 from djinnd.model.placing.loader import Weights
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
-from djinnd.model.whitebox.editing import CODES, EditRows, apply
+from djinnd.model.whitebox.editing import apply
 from djinnd.model.whitebox.probe import Probe, watching
 from tests.support import ops, reference
 from tests.support.loaded import MEMORY, InputRow, fill, load_weights, random_prompt

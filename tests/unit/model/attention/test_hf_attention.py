@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from djinnd.model.attention.hf_attention import AttentionContext, BlockKV, NoPages, Wanted, paged_attention
 from djinnd.model.attention.paged import PagedAttention, PagedBatch, TorchAttention
-from djinnd.model.family.hf_attention import AttentionContext, BlockKV, NoPages, Wanted, paged_attention
 from tests.support.paged import Scene
 
 
