@@ -18,12 +18,9 @@ from torch import Tensor
 from djinn_client.transport.host_memory import anonymous_bytes, tightest
 from djinnd.device.budget import MemoryBudget
 from djinnd.device.device import CopyLane, Device, Rates, StreamMark
+from djinnd.device.tuning import CPU_RATE_BYTES, CPU_RATE_SIDE, CPU_SHARE
 
 log = logging.getLogger("djinnd.device")
-
-_DEFAULT_SHARE = 0.5  # of the memory that is available when the engine starts
-_RATE_BYTES = 64 << 20
-_RATE_SIDE = 512  # side of the square matrices
 
 
 class _CopyEvent:
@@ -194,14 +191,14 @@ def _measured_rates() -> Rates:
 
 
 def _copy_rate() -> float:
-    source = torch.ones(_RATE_BYTES, dtype=torch.uint8)
+    source = torch.ones(CPU_RATE_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    return _RATE_BYTES / _least_seconds(lambda: target.copy_(source))
+    return CPU_RATE_BYTES / _least_seconds(lambda: target.copy_(source))
 
 
 def _product_rate() -> float:
-    a = torch.ones(_RATE_SIDE, _RATE_SIDE)
-    return 2 * _RATE_SIDE**3 / _least_seconds(lambda: a @ a)
+    a = torch.ones(CPU_RATE_SIDE, CPU_RATE_SIDE)
+    return 2 * CPU_RATE_SIDE**3 / _least_seconds(lambda: a @ a)
 
 
 def _least_seconds(work: Callable[[], object]) -> float:
@@ -216,7 +213,7 @@ def _least_seconds(work: Callable[[], object]) -> float:
 def _default_budget() -> int:
     bound = tightest()
     free = bound.left if bound else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(int(free * _DEFAULT_SHARE), 1)
+    return max(int(free * CPU_SHARE), 1)
 
 
 def _warn_of_overcommitment(memory: int) -> None:

@@ -12,11 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from djinnd.kvcache.moves import Move
-
-SAVED_S = 0.02  # Seconds of the rate that the bucket may hold.
-# One byte of other pages for so many urgent bytes, so that other pages are copied however many are urgent.
-LEFT_OVER = 8
-PIECE_BYTES = 64 << 20  # Other pages go before urgent ones only once they are owed this much.
+from djinnd.kvcache.tuning import LEFT_OVER, OWED_BYTES, SAVED_S
 
 
 class CopyQueue:
@@ -66,7 +62,7 @@ class CopyQueue:
     def next(self) -> deque[Move]:
         """The queue from which the next copies are to be taken. The first move in it, if there is one, may begin, and
         those behind it with it."""
-        if self._others and self._allowed > 0 and (not self._urgent or self._owed >= PIECE_BYTES):
+        if self._others and self._allowed > 0 and (not self._urgent or self._owed >= OWED_BYTES):
             return self._others
         return self._urgent
 

@@ -25,9 +25,7 @@ import numpy.typing as npt
 from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.page_pool import SCRATCH, PagePool
 from djinnd.kvcache.prefixes import Key, PrefixIndex, PublicPrefixes, root
-
-PAGE_BYTES = 4 << 20  # bytes of all blocks together: copies of this size reach the bus's full rate
-FIRST_ROWS = 8
+from djinnd.kvcache.tuning import FIRST_ROWS, PAGE_BYTES
 
 
 def page_size_for(token_bytes: int) -> int:

@@ -36,14 +36,12 @@ import numpy as np
 import numpy.typing as npt
 
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.tier import MAX_SLOTS, Tier
+from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tuning import IN_FLIGHT, KEEP_FREE, MAX_SLOTS
 
 MAGIC = b"DJPAGES1"
 VERSION = 1
 ALIGNMENT = 4096  # of addresses, offsets and sizes under O_DIRECT; enough for every disk in use
-IN_FLIGHT = 8
-# Bytes of the disk to keep free for other programs and for the journal beside it: below that, no page is written.
-KEEP_FREE = 64 << 20
 
 _HEADER = struct.Struct("<8sIIQQ64s")
 

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from djinnd.kvcache.page_file import allocated_bytes
-
-MOST = 64  # files of models that are not loaded
-LEAST_FREE = 1 / 8  # share of the disk to keep free, out of the free bytes and the bytes of such files
+from djinnd.kvcache.tuning import KEPT_FILES, LEAST_FREE
 
 
 class _Abandoned(NamedTuple):
@@ -22,15 +20,15 @@ class _Abandoned(NamedTuple):
 
 
 def remove_abandoned(folder: str, but: str) -> list[str]:
-    """Removes files that no process has open, the longest unused first, while there are more than MOST or the disk is
-    short. `but` is the name of a file that is about to be opened. Returns the names of the removed files. Raises
-    OSError."""
+    """Removes files that no process has open, the longest unused first, while there are more than KEPT_FILES or the
+    disk is short. `but` is the name of a file that is about to be opened. Returns the names of the removed files.
+    Raises OSError."""
     gone: list[str] = []
     with ExitStack() as locks:
         abandoned = sorted(_abandoned(folder, but, locks))
         nbytes = sum(each.nbytes for each in abandoned)
         for number, each in enumerate(abandoned):
-            if len(abandoned) - number <= MOST and _free(folder) >= LEAST_FREE * (_free(folder) + nbytes):
+            if len(abandoned) - number <= KEPT_FILES and _free(folder) >= LEAST_FREE * (_free(folder) + nbytes):
                 break
             for path in (each.table.with_suffix(".pages"), each.table):
                 path.unlink(missing_ok=True)

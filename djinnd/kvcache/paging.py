@@ -18,9 +18,7 @@ from djinnd.kvcache.moves import Moves, Transfer
 from djinnd.kvcache.page_pool import OutOfPages
 from djinnd.kvcache.prefixes import Key
 from djinnd.kvcache.tier import Tier
-
-# Share of the host tier's slots in use above which its oldest pages are also written to disk, before they are evicted.
-WRITE_OUT_ABOVE = 0.9
+from djinnd.kvcache.tuning import WRITE_OUT_ABOVE
 
 
 @dataclass(frozen=True, slots=True)

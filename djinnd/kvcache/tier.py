@@ -43,6 +43,7 @@ import numpy.typing as npt
 from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.prefixes import KEY_BYTES, Key
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
+from djinnd.kvcache.tuning import MAX_SLOTS
 
 FREE, FILLING, COMPLETE = 0, 1, 2
 RECORD = np.dtype(
@@ -54,7 +55,6 @@ RECORD = np.dtype(
     }
 )
 TABLE_ALIGNMENT = 4096
-MAX_SLOTS = 1 << 19  # a table of 32 MiB
 
 Table = bytearray | memoryview | npt.NDArray[np.uint8]
 

@@ -16,10 +16,11 @@ if not torch.cuda.is_available():
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from djinnd.model.fast.linear import FEW, FastLinear, fast_linear, replace_linears
+from djinnd.model.fast.linear import FastLinear, fast_linear, replace_linears
 from djinnd.model.fast.mlp import GatedMLP, replace_mlps
 from djinnd.model.fast.rope import NAME, FastRope, replace_rope
 from djinnd.model.kernels.rope import rope
+from djinnd.model.tuning import FEW_ROWS
 from tests.support.cuda import cuda_device
 from tests.support.loaded import load_weights
 from tests.support.models import reduced_model
@@ -138,7 +139,7 @@ def test_an_mlp_with_another_activation_stays() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(96, 64), (77, 100), (300, 5120), (64, 13_824), (9000, 1100)])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, FEW])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, FEW_ROWS])
 def test_products_of_few_rows_are_as_exact_as_torchs(
     tokens: int, rows: int, width: int, has_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -151,15 +152,15 @@ def test_products_of_few_rows_are_as_exact_as_torchs(
 
 
 def test_products_of_many_rows_are_torchs() -> None:
-    x, weight = (torch.randn(rows, 512, device=CUDA, dtype=torch.bfloat16) for rows in (FEW + 1, 64))
+    x, weight = (torch.randn(rows, 512, device=CUDA, dtype=torch.bfloat16) for rows in (FEW_ROWS + 1, 64))
     assert torch.equal(fast_linear(x, weight, None), linear(x, weight))
 
 
 @pytest.mark.parametrize("width", [5120, 1100])
 def test_a_row_of_a_product_does_not_depend_on_other_rows(width: int) -> None:
-    x, weight = (torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16) for rows in (FEW, 700))
+    x, weight = (torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16) for rows in (FEW_ROWS, 700))
     together = fast_linear(x, weight, None)
-    for first, last in ((0, 2), (3, 8), (7, FEW)):
+    for first, last in ((0, 2), (3, 8), (7, FEW_ROWS)):
         assert torch.equal(fast_linear(x[first:last], weight, None), together[first:last])
 
 

@@ -6,8 +6,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinnd.model.kernels import MAX_TOKENS, packed_product, unpack
+from djinnd.model.kernels import packed_product, unpack
 from djinnd.model.kernels.packed_product import ProductTiles
+from djinnd.model.tuning import FEW_ROWS
 from tests.support.packed import ODD, check_product, form_of, packed, same_weights, tame, weights
 
 pytestmark = pytest.mark.gpu
@@ -53,7 +54,7 @@ def test_patches_with_bad_places_write_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4, 5])
-@pytest.mark.parametrize("tokens", [1, 2, 7, MAX_TOKENS])
+@pytest.mark.parametrize("tokens", [1, 2, 7, FEW_ROWS])
 def test_product(number: int, tokens: int) -> None:
     form = form_of(SHAPES)
     plain = weights(form, STRANGE, "cuda")

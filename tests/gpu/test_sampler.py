@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from djinn_client.protocol import Sampling  # noqa: E402
 from djinnd.core.session import Session  # noqa: E402
 from djinnd.model.sampling.noise import gumbel, noise_keys, noise_streams, random_bits, vocabulary_counters  # noqa: E402
-from djinnd.model.sampling.sampler import GROUP_LOGITS, TEMPORARY_BYTES, Sampler  # noqa: E402
+from djinnd.model.sampling.sampler import TEMPORARY_BYTES, Sampler  # noqa: E402
+from djinnd.model.tuning import GROUP_LOGITS  # noqa: E402
 from tests.support.sampling import wanting  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -18,7 +18,7 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.device.cuda import CudaDevice
 from djinnd.engine.budgeting import change_budget
-from djinnd.model.placing.projections import PACKED_ROWS
+from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.plan import Place
 from tests.support import reference
 from tests.support.checkpoints import altered, cast

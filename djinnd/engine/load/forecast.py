@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from djinnd.device import Rates
-from djinnd.model.placing.projections import PACKED_ROWS
+from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.plan import BlockSize, Place, PlacementPlan
 
 # The part of each measured rate that our steps reach, on an H200 with a 13B model: docs/log.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.kvcache.manager import page_size_for
-from djinnd.kvcache.tier import MAX_SLOTS
+from djinnd.kvcache.tuning import MAX_SLOTS
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
 from djinnd.weights.plan import PAGES_SHARE, Place, PlacementPlan
 

@@ -16,7 +16,7 @@ from djinnd.core.batch import Row
 from djinnd.messages import PromptScored
 from djinnd.model.copies.upload import upload
 from djinnd.model.sampling.logprobs import TokenLogprobs, token_logprobs
-from djinnd.model.sampling.sampler import GROUP_LOGITS
+from djinnd.model.tuning import GROUP_LOGITS
 
 
 class _Scored(NamedTuple):

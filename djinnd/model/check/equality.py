@@ -25,20 +25,13 @@ from djinnd.device import Device
 from djinnd.model.check.far_positions import check_far_positions
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import CHUNKS, FEW_SINGLES, LOGITS_TOLERANCE, SINGLES, TOLERANCE_DEPTH
 from djinnd.model.whitebox.editing import warm_up
-
-CHUNKS = (13, 16)  # tokens of a chunk without history, and of one with history
-SINGLES = 11  # single steps after the chunks
-FEW_SINGLES = 3  # single steps if each streams the model over the bus, or an earlier engine has checked these weights
-# Allowed ‖a - b‖ / ‖b‖ of logits, which two roundings of the same arithmetic may reach; a wrong path shows 0.1 to 1.
-# The median over the single steps counts, since an expert router may choose differently at a near tie for some token.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-_DEPTH = 16  # blocks up to which the tolerance holds; rounding adds up: 80 blocks of random bfloat16 weights show 0.13
 
 
 def tolerance(dtype: torch.dtype, blocks: int) -> float:
     """Allowed relative error of the logits; grows with the square root of the depth."""
-    return _TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / _DEPTH))
+    return LOGITS_TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / TOLERANCE_DEPTH))
 
 
 def check_paging(

@@ -25,10 +25,7 @@ from djinnd.model.family.adapter import Prologue
 from djinnd.model.family.boundaries import boundaries
 from djinnd.model.family.own_forward import Rule, prologue_after
 from djinnd.model.step.paged_model import PagedModel
-
-# Allowed ‖ours - theirs‖ / ‖theirs‖ of a token's query, key or value: the same arithmetic in batches of two sizes.
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-_BESIDE = 2  # tokens before a boundary that are checked with it
+from djinnd.model.tuning import CHECKED_BEFORE, POSITION_TOLERANCE
 
 
 @dataclass(slots=True)
@@ -62,7 +59,7 @@ class _Catching(PagedAttention):
 def check_far_positions(model: PagedModel, device: Device, max_context: int) -> None:
     """Checks the boundaries up to `max_context`. The model must have run before. Raises ModelRejected."""
     looked_at = boundaries(model.skeleton.config.to_dict(), max_context)
-    rows = [range(max(0, end - _BESIDE - 1), min(end + 1, max_context)) for end in looked_at]
+    rows = [range(max(0, end - CHECKED_BEFORE - 1), min(end + 1, max_context)) for end in looked_at]
     usual, model.context.kernels = model.context.kernels, (catching := _Catching())
     model.placement.tokens.real = None  # all tokens are real
     try:
@@ -136,7 +133,7 @@ def _compare(model: PagedModel, ours: Tensor, theirs: Tensor, row: range, does: 
     errors = ((ours - theirs).norm(dim=1) / norms)[theirs.isfinite().all(dim=1)]
     if not len(errors):
         return
-    error, allowed = errors.max().item(), _TOLERANCE[model.dtype]
+    error, allowed = errors.max().item(), POSITION_TOLERANCE[model.dtype]
     if not error <= allowed:
         told = f"it {does} differently with positions than with a cache, by {error:.2g} of the norm"
         _refuse(model, row, f"{told}; {allowed:.2g} is allowed")

@@ -25,14 +25,14 @@ from djinnd.model.kernels import MAX_QUERY
 from djinnd.model.kernels.launches import launches
 from djinnd.model.kernels.variants import Variant
 from djinnd.model.sampling import token_masks
-from djinnd.model.step.graphs import CHUNK_TOKENS, KINDS
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import CHUNK_TOKENS, FEW_ROWS, KINDS
 from djinnd.model.whitebox import editing
 
 log = logging.getLogger("djinnd.engine")
 
-_TOKENS = (1, 8, 16)  # the most rows of each kernel for products of few rows
+_TOKENS = (1, 8, FEW_ROWS)  # the most rows of each kernel for products of few rows
 _KV_BOUNDS = (64, 256, 512, 1024, 2048)  # above each of them, keys may be divided among more programs
 
 

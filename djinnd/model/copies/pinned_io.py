@@ -13,10 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_NAP = 0.0002  # seconds between two calls of `meanwhile`
-# Share of the last read's duration during which `meanwhile` is called. After that the read only waits for the event, so
-# that it notices the end at once.
-_LOOKS_AWAY = 0.8
+from djinnd.model.tuning import IDLE_SHARE, NAP_S
 
 
 def send(target: Tensor, source: Tensor) -> None:
@@ -72,9 +69,9 @@ class ResultReader:
         copy(values.contiguous(), self._staging[:count])
         self._event.record()
         began = time.perf_counter()
-        until = began + self._seconds * _LOOKS_AWAY
+        until = began + self._seconds * IDLE_SHARE
         while meanwhile() and time.perf_counter() < until and not self._event.query():
-            time.sleep(_NAP)
+            time.sleep(NAP_S)
         self._event.synchronize()
         self._seconds = time.perf_counter() - began
         tokens: list[int] = self._numbers[:count].tolist()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-FEW = 16  # rows that a tile of the kernel holds
+from djinnd.model.tuning import FEW_ROWS
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] → [..., out]: torch's `linear`, by djinnd's kernel if that is
     faster."""
     rows = x.numel() // weight.shape[1]
-    if not weight.is_cuda or not 0 < rows <= FEW or not weight.is_contiguous():
+    if not weight.is_cuda or not 0 < rows <= FEW_ROWS or not weight.is_contiguous():
         return linear(x, weight, bias)
     from djinnd.model.kernels import UNAVAILABLE, few_rows, matvec  # Triton comes with CUDA builds of torch
 

@@ -9,7 +9,7 @@ from djinnd.model.kernels.kv_write import kv_write
 from djinnd.model.kernels.launches import UNAVAILABLE
 from djinnd.model.kernels.matvec import matvec
 from djinnd.model.kernels.mixed import mixed
-from djinnd.model.kernels.packed_product import MAX_TOKENS, packed_product, product_fits
+from djinnd.model.kernels.packed_product import packed_product, product_fits
 from djinnd.model.kernels.rms_norm import rms_norm
 from djinnd.model.kernels.rope import rope
 from djinnd.model.kernels.scratch import Scratch
@@ -18,7 +18,6 @@ from djinnd.model.kernels.unpack import unpack
 
 __all__ = [
     "MAX_QUERY",
-    "MAX_TOKENS",
     "UNAVAILABLE",
     "Scratch",
     "Tiles",

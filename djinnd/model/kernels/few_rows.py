@@ -19,8 +19,8 @@ from torch import Tensor
 
 from djinnd.model.kernels.scratch import processors, shared_memory
 from djinnd.model.kernels.tile import INTERPRETED, dot
+from djinnd.model.tuning import FEW_ROWS
 
-MAX_TOKENS = 16
 _LEAST_TOKENS = 8  # tokens of the smallest tile for tensor cores
 
 
@@ -82,12 +82,12 @@ def row_tiles(rows: int, tokens: int, processors: int, shared: int) -> RowTiles:
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tiles: RowTiles | None = None) -> Tensor:
-    """x [..., in] of at most MAX_TOKENS rows in all, weight [out, in] and bias [out] of one 16-bit dtype → [..., out].
+    """x [..., in] of at most FEW_ROWS rows in all, weight [out, in] and bias [out] of one 16-bit dtype → [..., out].
     Sums in float32. `tiles` is derived from the shapes; benchmarks set it."""
     rows, width = weight.shape
     tokens = x.numel() // width
-    assert 0 < tokens <= MAX_TOKENS and x.shape[-1] == width and weight.is_contiguous()
-    padded = _LEAST_TOKENS if tokens <= _LEAST_TOKENS else MAX_TOKENS
+    assert 0 < tokens <= FEW_ROWS and x.shape[-1] == width and weight.is_contiguous()
+    padded = _LEAST_TOKENS if tokens <= _LEAST_TOKENS else FEW_ROWS
     tiles = tiles or row_tiles(rows, padded, processors(x.device), shared_memory(x.device))
     out = torch.empty((*x.shape[:-1], rows), dtype=x.dtype, device=x.device)
     few_rows_kernel[(triton.cdiv(rows, tiles.rows),)](

@@ -2,7 +2,7 @@
 
 Such products are bound by reading W. The low and high halves of a group of weights are decoded to two tiles, and each
 is multiplied by the matching columns of x, so nothing is interleaved. One row is multiplied on the ordinary cores,
-straight from registers; up to MAX_TOKENS rows are multiplied on the tensor cores.
+straight from registers; up to FEW_ROWS rows are multiplied on the tensor cores.
 
 Weights outside of their unit's window decode to a wrong number, and patches hold the right ones. The output is
 corrected instead of the tile: y[row] += x[col] * (weight - decoded number), over the patches of a program's rows.
@@ -26,8 +26,8 @@ from djinn_client.handover.packed import FIRST_BASE, GROUP, STRIPE, PackedForm, 
 from djinnd.model.kernels.packed_code import decode_middle, decode_wide, load_patches, window_scale
 from djinnd.model.kernels.scratch import processors
 from djinnd.model.kernels.tile import INTERPRETED, dot
+from djinnd.model.tuning import FEW_ROWS
 
-MAX_TOKENS = 16  # rows of the smallest tile that tensor cores multiply
 MAX_SPLITS = 8
 PATCHES = 32  # patches applied at once; nearly all programs have fewer
 
@@ -227,12 +227,12 @@ def packed_product(
 ) -> Tensor:
     """x bf16 [tokens, cols] times the transposed unit `number` of packed (uint8 [form.nbytes]) → bf16 [tokens, rows].
 
-    At most MAX_TOKENS tokens, and units for which `product_fits`. Sums in float32, in an order that depends only on the
+    At most FEW_ROWS tokens, and units for which `product_fits`. Sums in float32, in an order that depends only on the
     shapes and the device. In a CUDA graph, a replay reads the contents of the buffer at that time. `tiles` is derived
     from the shapes; benchmarks set it.
     """
     unit, tokens = form.units[number], len(x)
-    assert product_fits(unit) and 0 < tokens <= MAX_TOKENS and x.shape[1] == unit.cols and x.is_contiguous()
+    assert product_fits(unit) and 0 < tokens <= FEW_ROWS and x.shape[1] == unit.cols and x.is_contiguous()
     assert packed.numel() == form.nbytes and x.dtype == torch.bfloat16
     tiles = tiles or product_tiles(tokens, unit, processors(x.device))
     if out is None:
@@ -261,7 +261,7 @@ def packed_product(
         target = torch.empty(tiles.splits, tokens, unit.rows, dtype=torch.float32, device=x.device)
     matrix_kernel[(programs, tiles.splits)](
         *arguments, target, number, unit.offset, form.capacity, unit.rows, tokens,
-        TOKENS=MAX_TOKENS, PATCHES=PATCHES, SPLITS=tiles.splits, **options,
+        TOKENS=FEW_ROWS, PATCHES=PATCHES, SPLITS=tiles.splits, **options,
     )  # fmt: skip
     if tiles.splits > 1:
         sum_kernel[(triton.cdiv(out.numel(), 512),)](

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from djinn_client.handover.packed import PackedForm
 from djinnd.model.family.experts import Experts
 from djinnd.model.family.skeleton import bind
-from djinnd.model.placing.projections import PACKED_ROWS, PackedWeight, Product
+from djinnd.model.placing.projections import PackedWeight, Product
+from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import Place
 

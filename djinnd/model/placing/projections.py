@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from djinn_client.handover.packed import PackedForm
 from djinnd.model.fast.linear import fast_linear
+from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
 
 
@@ -59,9 +60,6 @@ class Product:
             y = packed_product(packed.form, packed.unit, packed.memory, rows).view(*x.shape[:-1], -1)
             return y if self._bias is None else y + self._bias
         return fast_linear(x, self._weight, self._bias)
-
-
-PACKED_ROWS = 8  # most rows for which a product on the packed form is faster; measured, see docs/log
 
 
 class SharedProduct:

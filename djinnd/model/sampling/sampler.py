@@ -35,9 +35,8 @@ from djinnd.model.sampling.logprobs import token_logprobs
 from djinnd.model.sampling.noise import vocabulary_counters
 from djinnd.model.sampling.token_marks import TokenMarks
 from djinnd.model.sampling.token_masks import RowMasks, TokenMasks
+from djinnd.model.tuning import GROUP_LOGITS
 
-# Most logits that rows which are not greedy are worked on at once; bounds the device memory of a call.
-GROUP_LOGITS = 1 << 22
 TEMPORARY_BYTES = 64 * GROUP_LOGITS
 
 

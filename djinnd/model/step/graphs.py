@@ -35,13 +35,8 @@ from djinnd.model.copies.borrowed_tensor import borrow
 from djinnd.model.family.adapter import Prologue
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import CHUNK_ROWS, CHUNK_TOKENS, DECODE_ROWS, KINDS, ROWS_IN_ADVANCE
 from djinnd.model.whitebox.probe import Probe, look, looks_behind, looks_inside
-
-DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-CHUNK_ROWS = (16, 64)
-ROWS_IN_ADVANCE = 64  # shapes of more rows are captured only when a batch needs them
-KINDS = 6  # the first so many blocks include all kinds of a family: Gemma 3 has five with a window before one without
 
 
 @dataclass(frozen=True, slots=True)

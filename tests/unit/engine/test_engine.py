@@ -16,8 +16,8 @@ from djinnd import messages
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.run import prepare_model as serving_module
 from djinnd.engine.run.model_runner import ModelRunner
-from djinnd.model.check.equality import CHUNKS, SINGLES
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import CHUNKS, SINGLES
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support import reference
 from tests.support.besides import add_part, watched

@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from djinnd.kvcache.copy_queue import LEFT_OVER, PIECE_BYTES, SAVED_S, CopyQueue
+from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.moves import Direction, Move, Transfer
+from djinnd.kvcache.tuning import LEFT_OVER, OWED_BYTES, SAVED_S
 
 PAGE = 100  # bytes
 RATE = 1000.0  # bytes a second
@@ -83,7 +84,7 @@ def test_pages_that_are_not_urgent_are_copied_however_many_are_urgent() -> None:
         moves = queue.next
         begins = moves.popleft()
         keys.append(begins.key)
-        queue.began(moves, [begins], PIECE_BYTES)
+        queue.began(moves, [begins], OWED_BYTES)
     assert [keys.index(b"%d" % number) for number in range(4)] == [8, 17, 26, 35]
 
 

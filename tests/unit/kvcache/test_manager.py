@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from djinnd.kvcache.manager import FIRST_ROWS, KvManager, page_size_for
+from djinnd.kvcache.manager import KvManager, page_size_for
 from djinnd.kvcache.page_pool import SCRATCH, OutOfPages
+from djinnd.kvcache.tuning import FIRST_ROWS
 
 ALICE, BOB = 1000, 1001
 

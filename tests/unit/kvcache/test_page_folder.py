@@ -59,7 +59,7 @@ def test_on_a_short_disk_the_longest_unused_files_are_removed_and_open_ones_stay
 def test_the_number_of_abandoned_files_is_limited(
     tmp_path: Path, free: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_folder, "MOST", 3)
+    monkeypatch.setattr(page_folder, "KEPT_FILES", 3)
     for number in range(5):
         leave(tmp_path, f"m{number}", number)
     assert remove_abandoned(str(tmp_path), but="m9") == ["m0", "m1"]

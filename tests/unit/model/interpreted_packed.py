@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from djinnd.model.kernels import packed_product, product_fits, unpack
-from djinnd.model.kernels.packed_product import MAX_TOKENS, ProductTiles
+from djinnd.model.kernels.packed_product import ProductTiles
 from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.tuning import FEW_ROWS
 from tests.support.packed import ODD, check_product, form_of, matrix, packed, same_weights, tame, weights
 
 assert INTERPRETED
@@ -50,7 +51,7 @@ def test_patches_with_bad_places_write_nothing() -> None:
 )
 @pytest.mark.parametrize(
     ("tokens", "tiles"),
-    [(1, None), *((1, t) for t in VECTOR), (3, None), *((t, x) for t in (2, MAX_TOKENS) for x in MATRIX)],
+    [(1, None), *((1, t) for t in VECTOR), (3, None), *((t, x) for t in (2, FEW_ROWS) for x in MATRIX)],
     ids=str,
 )
 def test_product(number: int, tokens: int, tiles: ProductTiles | None) -> None:

@@ -18,7 +18,7 @@ from djinnd.engine.memory.memory import (
     workspace_bytes,
 )
 from djinnd.kvcache.manager import page_size_for
-from djinnd.kvcache.tier import MAX_SLOTS
+from djinnd.kvcache.tuning import MAX_SLOTS
 
 # Llama-3-8B in bf16: 128 KiB of KV a token, so a page has 32 tokens and 4 MiB.
 SHAPE = ModelShape(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from djinn_client.errors import ModelRejected
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.attention.paged import PagedBatch, TorchAttention
-from djinnd.model.check.equality import CHUNKS, SINGLES
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import CHUNKS, SINGLES
 from tests.support.checkpoints import Tensors, altered, cast
 from tests.support.loaded import MEMORY, check_all, load_weights
 from tests.support.models import FAMILIES, reduced_model

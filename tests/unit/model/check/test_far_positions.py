@@ -15,10 +15,10 @@ from transformers import Llama4TextConfig, Ministral3Config
 from djinn_client.errors import ModelRejected
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.check.equality import CHUNKS, SINGLES
 from djinnd.model.check.far_positions import check_far_positions
 from djinnd.model.family.boundaries import MOST, boundaries
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import CHUNKS, SINGLES
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered, random_model
 from tests.support.loaded import MEMORY, Served, check_all, load_weights, random_prompt, small_pages

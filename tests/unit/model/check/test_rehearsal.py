@@ -16,9 +16,9 @@ from djinnd.model.check.rehearsal import list_kernels
 from djinnd.model.kernels.launches import Launches
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.kernels.variants import Variant
-from djinnd.model.step.graphs import CHUNK_TOKENS, DECODE_ROWS
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import CHUNK_TOKENS, DECODE_ROWS
 from tests.support.compiled import hopper
 from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import reduced_model

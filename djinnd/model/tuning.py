@@ -1,0 +1,49 @@
+"""The tuned numbers of a model's step. Each is either measured, with what it gave, or chosen. Launch tables of kernels
+stand beside their kernels."""
+
+from __future__ import annotations
+
+import torch
+
+# --- Products of few rows ---------------------------------------------------------------------------------------------
+
+FEW_ROWS = 16  # given by the hardware: rows of the smallest tile that tensor cores multiply
+PACKED_ROWS = 8  # measured on an H200 (docs/log): most rows for which a product on the packed form is faster
+
+# --- Captured graphs --------------------------------------------------------------------------------------------------
+
+# chosen: rows of decode shapes; a step is padded to the next one
+DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # chosen: tokens of shapes with chunks
+CHUNK_ROWS = (16, 64)  # chosen: rows of shapes with chunks
+ROWS_IN_ADVANCE = 64  # chosen: shapes of more rows are captured only when a batch needs them
+# Chosen. The first so many blocks include all kinds of a family: Gemma 3 has five with a window before one without.
+KINDS = 6
+
+# --- Results of a step, read by the host ------------------------------------------------------------------------------
+
+NAP_S = 0.0002  # chosen: seconds between two calls of idle work
+# Chosen. Share of the last read's duration during which idle work is called. After that the read only waits for the
+# event, so that it notices the end at once.
+IDLE_SHARE = 0.8
+
+# --- Sampling ---------------------------------------------------------------------------------------------------------
+
+GROUP_LOGITS = 1 << 22  # Chosen. Most logits of rows that are not greedy at once; bounds the device memory of a call.
+
+# --- The check at load ------------------------------------------------------------------------------------------------
+
+CHUNKS = (13, 16)  # chosen: tokens of a chunk without history, and of one with history
+SINGLES = 11  # chosen: single steps after the chunks
+# Chosen. Single steps if each streams the model over the bus, or an earlier engine has checked these weights.
+FEW_SINGLES = 3
+# Measured. Allowed ‖a - b‖ / ‖b‖ of logits, which two roundings of the same arithmetic may reach; a wrong path shows
+# 0.1 to 1. The median over the single steps counts, since an expert router may choose differently at a near tie for
+# some token.
+LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+# Measured. Blocks up to which the tolerance holds; rounding adds up: 80 blocks of random bfloat16 weights show 0.13.
+TOLERANCE_DEPTH = 16
+# Measured. Allowed ‖ours - theirs‖ / ‖theirs‖ of a token's query, key or value: the same arithmetic in batches of two
+# sizes.
+POSITION_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+CHECKED_BEFORE = 2  # chosen: tokens before a boundary that are checked with it
