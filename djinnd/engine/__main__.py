@@ -10,10 +10,8 @@ import click
 
 from djinn_client.errors import DjinnError
 from djinnd.engine.io.lifeline import tie_to
+from djinnd.engine.tuning import STEP_LIMITS
 from djinnd.telemetry import configure_logging
-
-# (tokens, rows) of one step: enough to keep the device busy, and few enough that other requests do not wait long.
-_LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
 
 
 @click.command()
@@ -56,7 +54,7 @@ def main(
         raise SystemExit(3) from error
     try:
         compiler = kernel_compiler_for(opened.torch_device, kernel_seconds)
-        limits = _LIMITS[opened.torch_device.type]
+        limits = STEP_LIMITS[opened.torch_device.type]
         Engine(channel, opened, *limits, compiler, (grammar_seconds, grammar_memory)).serve()
     finally:
         opened.close()

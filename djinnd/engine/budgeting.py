@@ -13,12 +13,11 @@ from functools import partial
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
 from djinnd.device.budget import at_least, gib
-from djinnd.engine.memory.memory import MIN_TOKENS, kv_floor, pages_share, plan_kv, takes_all
+from djinnd.engine.memory.memory import kv_floor, pages_share, plan_kv, takes_all
 from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.engine.tuning import MIN_TOKENS, ROOM
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.weights.plan import PlacementPlan, fewest_streams, least_bytes, plan_places
-
-_ROOM = 1.25  # factor: pages to keep for the pages in use, so that sessions can go on
 
 
 def change_budget(
@@ -105,7 +104,7 @@ class Refit:
         """Bytes of pages to plan with, best first, and whether more blocks may stream to make room for them."""
         runner = self._runner
         page = runner.plan.page_bytes
-        held = int(_ROOM * runner.kv.pool.used) + 1
+        held = int(ROOM * runner.kv.pool.used) + 1
         yield max(runner.pool_bytes, runner.load.kv_bytes), False
         yield max(held * page, kv_floor(runner.shape, 0, budget), self._least_pages * page), True
         yield max(runner.kv.pool.used + 1, self._least_pages) * page, True

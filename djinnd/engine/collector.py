@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 
-WORTH = 10  # collections of the middle generation, after which Python would start a full one
-LONGEST = 600.0  # seconds without a full collection, after which one runs in any case
+from djinnd.engine.tuning import LONGEST, WORTH
+
 _NEVER = 1 << 30
 
 

@@ -33,6 +33,7 @@ from djinnd.engine.report import Reporter
 from djinnd.engine.requests import Requests
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.tracing import Tracer
+from djinnd.engine.tuning import ALIVE_EVERY
 from djinnd.model.sampling.sampler import Sampled
 from djinnd.scheduler.policy import LEAST_CHUNK, Policy
 from djinnd.scheduler.scheduler import Scheduler
@@ -43,7 +44,6 @@ LOST = (
     "the session's KV was imported from a client and its pages are gone, so it cannot be computed again: import the KV "
     "into a new session, or open a new session with the session's tokens"
 )
-ALIVE_EVERY = 0.5  # seconds
 GRAMMAR_LIMITS = (10.0, 1 << 30)  # default configuration: seconds, and bytes of memory
 
 

@@ -19,8 +19,7 @@ from djinn_client.errors import Retry
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.device import Device, DeviceTrace, Stamp
-
-READ_AT_ONCE = 128  # spans; reading one takes a few microseconds
+from djinnd.engine.tuning import READ_AT_ONCE
 
 
 @dataclass(slots=True)

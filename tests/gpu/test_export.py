@@ -32,7 +32,7 @@ def engine() -> Iterator[ExportingEngine]:
 def test_kv_comes_back_as_it_left(
     engine: ExportingEngine, dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", piece)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", piece)
     engine.loaded(reduced_model("llama-2"), dtype=dtype)
     engine.open("s")
     engine.open("other")

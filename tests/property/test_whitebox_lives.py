@@ -343,7 +343,7 @@ def engines() -> Iterator[tuple[Turnwise, WhiteBoxEngine]]:
     with pytest.MonkeyPatch.context() as patch, Turnwise() as engine, WhiteBoxEngine() as fresh:
         patch.setattr(manager, "PAGE_BYTES", 1)
         patch.setattr(memory, "MIN_TOKENS", CONTEXT)
-        patch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 8192)
+        patch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", 8192)
         engine.loaded(FOLDER, kv_bytes=1, host_kv_bytes=HOST_BYTES)
         engine.send(engine.grant(engine.until(messages.NeedArena)))
         fresh.loaded(FOLDER)

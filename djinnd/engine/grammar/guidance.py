@@ -30,13 +30,12 @@ from djinnd.core.session import Session
 from djinnd.engine.grammar.process import GrammarProcess
 from djinnd.engine.grammar.processes import GrammarProcesses
 from djinnd.engine.io.channel import ServerChannel
+from djinnd.engine.tuning import LOOK_EVERY, PATIENCE
 from djinnd.jobs.grammar import WORD, AdvanceGrammars, BeginGrammar, EndGrammar, GrammarStates
 from djinnd.model.sampling.sampler import Sampled
 from djinnd.model.sampling.token_masks import RowMasks
 from djinnd.scheduler.scheduler import Scheduler
 
-PATIENCE = 0.003  # seconds that a step may wait for masks, in all
-_LOOK_EVERY = 1.0  # seconds
 _HOLDER = "grammar"
 
 
@@ -143,7 +142,7 @@ class Guidance:
         if self._to_act:
             self._act([*self._to_act.values()])
         now = time.monotonic()
-        if now - self._looked > _LOOK_EVERY:
+        if now - self._looked > LOOK_EVERY:
             self._looked = now
             for process in self._processes.look_after(now, {run.process for run in self._runs.values()}):
                 self._bury(process)

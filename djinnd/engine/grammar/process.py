@@ -18,10 +18,9 @@ from djinn_client.errors import ProtocolError
 from djinn_client.protocol import FrameDecoder
 from djinn_client.transport.shm import SEALS
 from djinnd.confinement.cpu import cpu_seconds
+from djinnd.engine.tuning import GRAMMAR_ENDS_IN, GRAMMAR_STARTS_IN
 from djinnd.jobs.grammar import MAX_FRAME, SLOTS, GrammarStates, ToProcess, decode_to_engine, encode, words_of
 
-_STARTS_IN = 60.0  # seconds to read a tokenizer of any size
-_ENDS_IN = 0.02  # seconds, from the end of its stream
 _READ = 1 << 18
 _THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # that compute masks, of one principal
 
@@ -113,7 +112,7 @@ class GrammarProcess:
     def check(self, now: float) -> None:
         """Whether an answer has taken too long."""
         since = min(self._unanswered.values(), default=now)
-        limit = self._seconds + (0.0 if self._has_spoken else _STARTS_IN)
+        limit = self._seconds + (0.0 if self._has_spoken else GRAMMAR_STARTS_IN)
         if now - since > limit:
             self._fail(f"a grammar took more than {self._seconds:g} s (limits.text_seconds)")
 
@@ -150,7 +149,7 @@ class GrammarProcess:
     def _end(self) -> str:
         """How it has ended. Its socket is closed a moment before it is gone."""
         try:
-            status = self._process.wait(_ENDS_IN)
+            status = self._process.wait(GRAMMAR_ENDS_IN)
         except subprocess.TimeoutExpired:
             return "has closed its connection"
         return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -9,9 +9,7 @@ from djinn_client.errors import Busy, TextFailed
 from djinnd import messages
 from djinnd.engine.grammar.process import GrammarProcess
 from djinnd.engine.io.channel import ServerChannel
-
-_PROCESSES = 64  # at a time
-_IDLE = 60.0  # seconds without a run, after which a process ends
+from djinnd.engine.tuning import GRAMMAR_IDLE, GRAMMAR_PROCESSES
 
 Key = tuple[int, int]  # tenant, and number of the tokenizer
 
@@ -37,8 +35,10 @@ class GrammarProcesses:
         process = self._running.get(key)
         if process is not None and not process.failure:
             return process
-        if len(self._running) >= _PROCESSES:
-            raise Busy(f"{_PROCESSES} grammar processes run already: try again in a minute", retry_s=_IDLE)
+        if len(self._running) >= GRAMMAR_PROCESSES:
+            raise Busy(
+                f"{GRAMMAR_PROCESSES} grammar processes run already: try again in a minute", retry_s=GRAMMAR_IDLE
+            )
         try:
             process = GrammarProcess(grammar.fd, grammar.eos, vocab, *self._limits, is_table=grammar.is_table)
         except OSError as error:
@@ -54,7 +54,7 @@ class GrammarProcesses:
         self._tell_seconds()
         for process in self:
             process.check(now)
-            if not process.failure and process not in busy and now - process.idle_since > _IDLE:
+            if not process.failure and process not in busy and now - process.idle_since > GRAMMAR_IDLE:
                 self.retire(process)
         return [process for process in self if process.failure]
 

@@ -19,16 +19,14 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 
+from djinnd.engine.tuning import COMPILER_STARTS_IN, COMPILERS, TELL_EVERY
+
 if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
     from djinnd.model.kernels.variants import Variant
 
 log = logging.getLogger("djinnd.engine")
 
 Told = Callable[[int, int], None]  # variants done, variants in all
-
-_TELL_EVERY = 0.5  # most seconds between two calls of `told`
-_STARTS_IN = 60.0  # seconds for the process to import its modules
-_AT_ONCE = 2  # most processes; further loads wait for one to end
 
 
 class KernelCompiler:
@@ -39,7 +37,7 @@ class KernelCompiler:
         `seconds`: time limit for one variant."""
         self._arguments = ["--arch", str(arch), "--shared-memory", str(shared_memory), "--seconds", str(seconds)]
         self._seconds = seconds
-        self._turns = threading.Semaphore(_AT_ONCE)
+        self._turns = threading.Semaphore(COMPILERS)
 
     def compile(self, variants: Sequence[Variant], told: Told) -> dict[Variant, str]:
         """Compiles the variants into Triton's cache. → the variants that failed, with the reason. `told` is called at
@@ -48,7 +46,7 @@ class KernelCompiler:
             time.monotonic(),
             dict.fromkeys(variants, "the compiling process ended or stopped answering before it had compiled this"),
         )
-        while not self._turns.acquire(timeout=_TELL_EVERY):
+        while not self._turns.acquire(timeout=TELL_EVERY):
             told(0, len(variants))
         try:
             self._run(variants, reasons, told)
@@ -82,8 +80,8 @@ class KernelCompiler:
         assert process.stdout is not None
         done, pending, heard = 0, b"", time.monotonic()
         told(0, len(variants))
-        while time.monotonic() < heard + self._seconds + _STARTS_IN:
-            if not wait([process.stdout.fileno()], _TELL_EVERY):
+        while time.monotonic() < heard + self._seconds + COMPILER_STARTS_IN:
+            if not wait([process.stdout.fileno()], TELL_EVERY):
                 told(done, len(variants))
                 continue
             data, heard = os.read(process.stdout.fileno(), 1 << 16), time.monotonic()

@@ -25,10 +25,9 @@ from typing import NamedTuple
 from triton.backends.compiler import GPUTarget
 
 from djinnd.engine.io.lifeline import tie_to
+from djinnd.engine.tuning import MOST_MEMORY, NICENESS
 from djinnd.model.kernels.variants import Variant, compile_variant, settle_keys
 
-NICENESS = 10
-MOST_MEMORY = 8 << 30  # bytes of data of one fork: LLVM has no limit of its own
 _REASON_BYTES = 2000  # less than a pipe takes without a reader
 
 

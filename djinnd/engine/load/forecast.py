@@ -10,19 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from djinnd.device import Rates
+from djinnd.engine.tuning import (
+    BLOCK_S,
+    CALL_S,
+    FETCHING,
+    MULTIPLYING,
+    READING_MORE,
+    READING_ONE,
+    READING_PACKED,
+    READING_PACKED_ONE,
+    STEP_S,
+)
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.plan import BlockSize, Place, PlacementPlan
 
-# The part of each measured rate that our steps reach, on an H200 with a 13B model: docs/log.
-_READING_ONE = 1.08  # of memory: a product with one row only reads, while the measured copy also writes
-_READING_MORE = 1.0
-_READING_PACKED_ONE = 0.97
-_READING_PACKED = 0.76
-_MULTIPLYING = 0.89  # of products, for a chunk of prefill
-_FETCHING = 0.92  # of the bus: a kernel reads experts on demand
-_BLOCK_S = 26e-6  # of a block beside its products: norms, latency of attention, rotary positions
-_STEP_S = 330e-6  # of a step beside its blocks: prologue, epilogue, sampler, host work
-_CALL_S = 1.5e-3  # of a call beside its step: admission, journal, and messages between three processes
 CONTEXT = 512  # tokens of KV in each session
 
 
@@ -38,31 +39,31 @@ class Forecast:
     def step_s(self, sessions: int) -> float:
         """Seconds of a step that decodes one token for each session, in steady state."""
         kv = sessions * CONTEXT * self.token_bytes / self.rates.memory
-        fetching = self.plan.fetched_bytes(sessions) / (self.rates.bus * _FETCHING)
-        return max(self.plan.passing_bytes / self.rates.bus, self._blocks_s(sessions) + kv + _STEP_S) + fetching
+        fetching = self.plan.fetched_bytes(sessions) / (self.rates.bus * FETCHING)
+        return max(self.plan.passing_bytes / self.rates.bus, self._blocks_s(sessions) + kv + STEP_S) + fetching
 
     def first_token_s(self, tokens: int) -> float:
         """Seconds until a prompt's first token. The daemon was idle, so the ring holds the first blocks."""
         blocks = self._blocks_s(tokens)
         waiting = sum(self.plan.sizes[i].passing for i in self.plan.streamed[self.plan.slots :]) / self.rates.bus
-        fetching = self.plan.fetched_bytes(tokens) / (self.rates.bus * _FETCHING)
+        fetching = self.plan.fetched_bytes(tokens) / (self.rates.bus * FETCHING)
         if not waiting:
-            return blocks + fetching + _STEP_S + _CALL_S
+            return blocks + fetching + STEP_S + CALL_S
         after_the_last = 1 - self.plan.streamed[-1] / len(self.plan.places)
-        return max(waiting + after_the_last * blocks, blocks) + fetching + _STEP_S + _CALL_S
+        return max(waiting + after_the_last * blocks, blocks) + fetching + STEP_S + CALL_S
 
     def _blocks_s(self, rows: int) -> float:
         sizes = [size.needed(rows) for size in self.plan.sizes]
         blocks = list(zip(sizes, self.plan.places, strict=True))
-        products = 2 * rows * self.parameters / (self.rates.products * _MULTIPLYING)
+        products = 2 * rows * self.parameters / (self.rates.products * MULTIPLYING)
         reading = sum(self._reading_s(size, place, rows) for size, place in blocks)
         decoding = sum(self._decoding_s(size, place, rows) for size, place in blocks)
-        return max(reading, products) + decoding + len(blocks) * _BLOCK_S
+        return max(reading, products) + decoding + len(blocks) * BLOCK_S
 
     def _reading_s(self, size: BlockSize, place: Place, rows: int) -> float:
         if place is Place.PACKED and rows <= PACKED_ROWS:
-            return size.least / (self.rates.memory * (_READING_PACKED_ONE if rows == 1 else _READING_PACKED))
-        return size.plain / (self.rates.memory * (_READING_ONE if rows == 1 else _READING_MORE))
+            return size.least / (self.rates.memory * (READING_PACKED_ONE if rows == 1 else READING_PACKED))
+        return size.plain / (self.rates.memory * (READING_ONE if rows == 1 else READING_MORE))
 
     def _decoding_s(self, size: BlockSize, place: Place, rows: int) -> float:
         if place is Place.PLAIN or size.packed is None or (place is Place.PACKED and rows <= PACKED_ROWS):

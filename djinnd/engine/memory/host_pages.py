@@ -28,14 +28,11 @@ from torch import Tensor
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
 from djinnd.engine.memory.memory import ModelShape, slot_bytes
+from djinnd.engine.tuning import PIN_PAUSE, PIN_QUIET, PIN_REST, PINNED_PIECE
 from djinnd.kvcache.tier import Tier
 
 log = logging.getLogger("djinnd.engine")
 
-PIECE = 64 << 20  # bytes: about ten milliseconds of pinning
-_PAUSE = 0.001  # seconds after a piece, to let other calls into the driver
-_QUIET = 1.0  # seconds after the last step, from which pieces are pinned without rests
-_REST = 4  # length of a rest, as a multiple of the last piece's time
 _LAYOUT = 2  # version of the layout of pages and tables; a new one makes pages of earlier engines unusable
 
 
@@ -55,7 +52,7 @@ class HostPages:
         self.table = memory[:start].numpy().data
         assert self.capacity > 0, f"{memory.numel()} bytes have no room for a page of {page_bytes}"
         self._slots = memory[start : start + self.capacity * size].view(self.capacity, size)
-        self.piece_slots = max(PIECE // size, 1)
+        self.piece_slots = max(PINNED_PIECE // size, 1)
         self._pieces = [piece.reshape(-1) for piece in self._slots.split(self.piece_slots)]
         self._is_pinned = [False] * len(self._pieces)
         self.pinned = 0  # slots
@@ -97,9 +94,9 @@ class HostPages:
             self._now_ready.append(index)
             self.pinned += self._pieces[index].numel() // self._slots.shape[1]
             now = time.monotonic()
-            if self._device.idle_s < _QUIET:
-                resting_until = now + _REST * (now - pinning)
-            time.sleep(_PAUSE)
+            if self._device.idle_s < PIN_QUIET:
+                resting_until = now + PIN_REST * (now - pinning)
+            time.sleep(PIN_PAUSE)
 
     @property
     def nbytes(self) -> int:

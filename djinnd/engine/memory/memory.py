@@ -6,17 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from djinn_client.protocol.fields.placing import Placing
+from djinnd.engine.tuning import DISK_MOST, FULL_SESSIONS, KV_FLOOR, KV_SHARE, LOGIT_ROWS, MIN_TOKENS, ROWS_AT_HAND
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tuning import MAX_SLOTS
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
 from djinnd.weights.plan import PAGES_SHARE, Place, PlacementPlan
 
-MIN_TOKENS = 512  # shorter sessions make a model not worth loading
-FULL_SESSIONS = 64  # automatic KV: never more pages than this many sessions of full length could use
-_SHARE = 0.5  # automatic KV: share of the budget that is left, so that a second model can still be loaded
-_FLOOR = 1 / 32  # automatic KV: share of the budget that is set aside before weights are placed
-LOGIT_ROWS = 256  # most rows of logits that exist at once
-ROWS_AT_HAND = 32  # rows for captures, and as many for parked states, before more memory is allocated
 HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and for direct I/O
 
 # Automatic tiers: a multiple of the pool, but at most 1/_HOST_SHARE of the free memory, 1/_DISK_SHARE of the free disk.
@@ -24,7 +19,6 @@ HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and 
 # pool could fill half of the device does not take gigabytes of host memory before it has a session.
 _HOST_POOLS, _HOST_WEIGHTS, _HOST_SHARE = 2, 4, 4
 _DISK_POOLS, _DISK_SHARE = 4, 10
-_DISK_MOST = 0.75  # of the free disk, also if more was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ def kv_floor(shape: ModelShape, wanted: int, budget: int) -> int:
     budget."""
     size = page_size_for(shape.token_bytes)
     pages = -(-min(MIN_TOKENS, shape.max_positions) // size) + 1
-    return max(wanted or int(budget * _FLOOR), pages * size * shape.token_bytes)
+    return max(wanted or int(budget * KV_FLOOR), pages * size * shape.token_bytes)
 
 
 def pages_share(wanted: int) -> float:
@@ -114,7 +108,7 @@ def plan_kv(shape: ModelShape, free: int, floor: int, wanted: int, max_context: 
         pages = max(wanted // page_bytes, least)
     else:
         full = FULL_SESSIONS * -(-context // size) + 1
-        share = free if takes_all else int(free * _SHARE)
+        share = free if takes_all else int(free * KV_SHARE)
         pages = max(min(max(share, min(floor, free)) // page_bytes, full), least)
     return KvPlan(size, page_bytes, pages, min(context, (pages - 1) * size))
 
@@ -134,6 +128,6 @@ def tier_pages(
         host = min(wanted, room.memory // _HOST_SHARE, room.shared // _HOST_SHARE)
     if disk is None:
         disk = min(_DISK_POOLS * pool_bytes, room.disk // _DISK_SHARE)
-    disk = min(disk, int(room.disk * _DISK_MOST))
+    disk = min(disk, int(room.disk * DISK_MOST))
     size = slot_bytes(page_bytes)
     return TierPages(min(host // size, MAX_SLOTS), min(disk // size, MAX_SLOTS))

@@ -23,16 +23,10 @@ from torch import Tensor
 
 from djinnd.device import CopyLane, Device, Event, StreamMark
 from djinnd.engine.memory.host_pages import HostPages
+from djinnd.engine.tuning import AHEAD_S, COPY_BYTES, HALF_BYTES, HELD_BYTES, IN_FLIGHT, IN_FLIGHT_BESIDE_RING
 from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.moves import Direction, Move, Moves, Transfer
 
-PIECE_BYTES = 64 << 20  # most bytes of one copy
-# the same for copies held to a rate, so that each step beside them has about as many as any other
-HELD_BYTES = 16 << 20
-IN_FLIGHT = 512 << 20  # most bytes in a lane: ten milliseconds of PCIe 5
-IN_FLIGHT_BESIDE_RING = 64 << 20
-AHEAD_S = 0.004  # from a step's launch until it begins: 1.4 to 1.7 ms measured; with 3 ms here many copies were late
-HALF_BYTES = 2 << 20  # least bytes of a page's half: each half is a copy by itself
 _LANES = {Direction.DEMOTE: CopyLane.DOWN, Direction.PROMOTE: CopyLane.UP}
 
 
@@ -70,7 +64,7 @@ class PageCopies:
 
     @property
     def piece_pages(self) -> int:
-        return PIECE_BYTES // self._host.page_bytes
+        return COPY_BYTES // self._host.page_bytes
 
     @property
     def next(self) -> Event | None:
@@ -105,7 +99,7 @@ class PageCopies:
                     queued.clear()
                 else:
                     whole = len(queued) - halved if len(queued) > halved else len(queued)
-                    nbytes = HELD_BYTES if queue.holds(queued) else PIECE_BYTES
+                    nbytes = HELD_BYTES if queue.holds(queued) else COPY_BYTES
                     run, copy = self._run_of(queued, whole, nbytes), self._copy
                 nbytes = len(run) * self._host.page_bytes
                 queue.began(queued, run, nbytes)

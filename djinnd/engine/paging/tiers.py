@@ -23,6 +23,7 @@ from djinnd.engine.memory.memory import slot_bytes, tier_pages
 from djinnd.engine.paging.pauses import NO_PAGES, Pauses
 from djinnd.engine.paging.transfers import Transfers
 from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.engine.tuning import SPARED_S, TEND_EVERY
 from djinnd.kvcache.page_file import allocated_bytes
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
@@ -32,9 +33,6 @@ from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
 log = logging.getLogger("djinnd.engine")
-
-TEND_EVERY = 0.25  # seconds
-SPARED_S = 0.1  # most seconds between two steps of latency-sensitive decodes that alternate with another model's steps
 
 
 @dataclass(slots=True)

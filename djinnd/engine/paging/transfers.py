@@ -24,6 +24,7 @@ from djinnd.device import Device, StreamMark
 from djinnd.engine.memory.host_pages import HostPages
 from djinnd.engine.paging.checksums import Checksums
 from djinnd.engine.paging.page_copies import PageCopies
+from djinnd.engine.tuning import POLL_S
 from djinnd.kvcache.moves import Direction, Move, Transfer
 from djinnd.kvcache.page_file import BadPage, PageFile
 from djinnd.kvcache.paging import Paging
@@ -31,8 +32,6 @@ from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier
 
 log = logging.getLogger("djinnd.engine")
-
-_NAP = 0.0005  # seconds between two polls of the threads
 
 
 class _Job(NamedTuple):
@@ -137,7 +136,7 @@ class Transfers:
             with suppress(Exception):  # `turn` reports it
                 copying.wait()
         else:
-            time.sleep(_NAP)
+            time.sleep(POLL_S)
 
     def settle(self) -> list[Transfer]:
         """Ends all moves. → the transfers that have ended."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from djinn_client.protocol.fields.points import Point
 from djinnd.device import Device
-from djinnd.engine.memory.memory import ROWS_AT_HAND
 from djinnd.engine.probes.device_rows import DeviceRows
 from djinnd.engine.probes.spans import (
     SPAN,
@@ -31,6 +30,7 @@ from djinnd.engine.probes.spans import (
     reach_of,
     sites_of,
 )
+from djinnd.engine.tuning import ROWS_AT_HAND
 
 
 class _Layout(NamedTuple):

@@ -16,8 +16,7 @@ import torch
 
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
-
-GROWTH_BYTES = 64 << 20  # the tensor doubles, but grows by no more than this
+from djinnd.engine.tuning import GROWTH_BYTES
 
 
 class DeviceRows:

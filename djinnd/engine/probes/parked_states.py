@@ -19,8 +19,8 @@ from djinnd.core.batch import Row
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 from djinnd.device import Device
-from djinnd.engine.memory.memory import ROWS_AT_HAND
 from djinnd.engine.probes.device_rows import DeviceRows
+from djinnd.engine.tuning import ROWS_AT_HAND
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from djinnd.engine.memory.memory import LOGIT_ROWS
 from djinnd.engine.probes.step_probe import Part
+from djinnd.engine.tuning import LOGIT_ROWS
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 

@@ -27,6 +27,7 @@ from djinnd.engine.run.batch_inputs import Rows, compose, in_order, told_positio
 from djinnd.engine.run.logit_rows import LogitRows
 from djinnd.engine.run.logits_window import LogitsWindow
 from djinnd.engine.run.prompt_scores import PromptScorer
+from djinnd.engine.tuning import RESIZED_AT_ONCE
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
 from djinnd.model.placing.loader import Weights
@@ -41,8 +42,6 @@ from djinnd.weights.plan import Place, PlacementPlan
 log = logging.getLogger("djinnd.engine")
 
 FindMasks = Callable[[Rows, Callable[[], bool]], RowMasks | None]
-
-_PAGES_AT_ONCE = 32  # pages of one piece when a pool is resized: so many exist twice
 
 
 class ModelRunner:
@@ -167,7 +166,7 @@ class ModelRunner:
             self.device.release(kv_label(self.name))
             self.device.trim()
         pool = self.device.allocate(f"new {kv_label(self.name)}", shape, self.model.dtype, zero=True)
-        for some, there in zip(old.split(_PAGES_AT_ONCE), new.split(_PAGES_AT_ONCE), strict=True):
+        for some, there in zip(old.split(RESIZED_AT_ONCE), new.split(RESIZED_AT_ONCE), strict=True):
             pool.index_copy_(0, there, kept.index_select(0, some).to(pool.device))
         self.device.synchronize()
         self.model.use_pool(pool)

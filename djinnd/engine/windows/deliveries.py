@@ -32,7 +32,8 @@ from djinnd.device import Device, StreamMark
 from djinnd.engine.io.background import BackgroundTask, BackgroundWork
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.run.model_runner import ModelRunner
-from djinnd.engine.windows.window import HOST_PAGE, STAGED_BYTES, StagedWindow, Window
+from djinnd.engine.tuning import STAGED_BYTES
+from djinnd.engine.windows.window import HOST_PAGE, StagedWindow, Window
 from djinnd.messages import CaptureLayout, Finished
 
 Copies = list[tuple[Tensor, Tensor]]  # target and source

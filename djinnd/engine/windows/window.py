@@ -10,9 +10,8 @@ from torch import Tensor
 
 from djinnd.device import CopyLane, Device, Event, StreamMark
 from djinnd.engine.io.background import BackgroundWork
+from djinnd.engine.tuning import WINDOW_PIECE_BYTES
 
-PIECE_BYTES = 32 << 20
-STAGED_BYTES = 512 << 10
 HOST_PAGE = 4096
 
 
@@ -38,7 +37,7 @@ class Window:
         itself."""
         pages = len(self._memory) // self._page_bytes
         align = HOST_PAGE // math.gcd(self._page_bytes, HOST_PAGE)
-        count = max(PIECE_BYTES // self._page_bytes // align, 1) * align
+        count = max(WINDOW_PIECE_BYTES // self._page_bytes // align, 1) * align
         return ((first, min(count, pages - first)) for first in range(0, pages, count))
 
     def pin(self) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from djinnd.engine.collector import LONGEST, WORTH, Collector
+from djinnd.engine.collector import Collector
+from djinnd.engine.tuning import LONGEST, WORTH
 
 
 class Ring:

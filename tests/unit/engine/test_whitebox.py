@@ -361,7 +361,7 @@ def test_shared_pages_are_recomputed_to_be_captured(engine: Engine, hooked: Hook
 
 def test_many_requests_are_captured_together(engine: Engine, hooked: Hooked, monkeypatch: pytest.MonkeyPatch) -> None:
     """In windows of many pieces, beside a session that is not captured."""
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 4096)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", 4096)
     points = [[RESID], [ATTN, LOGITS], [NORM, LAST, MLP], []]
     runs = []
     for index, some in enumerate(points):
@@ -415,7 +415,7 @@ def test_a_halted_capture_has_the_positions_that_stay(engine: Engine, hooked: Ho
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_session_closed_in_capture_gets_one_reply(engine: Engine, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 4096)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", 4096)
     engine.open("s")
     run = engine.run_message("s", prompt(100), 1 if when == "meanwhile" else 1000, capture=EVERY)
     engine.send(run)

@@ -97,7 +97,7 @@ def test_the_next_engine_finds_the_table_that_a_tier_wrote(device: Device) -> No
 def test_all_slots_are_pinned_in_pieces_that_cut_no_slot(
     device: Device, monkeypatch: pytest.MonkeyPatch, slots_a_piece: int, sizes: list[int]
 ) -> None:
-    monkeypatch.setattr(host_pages, "PIECE", slots_a_piece * SLOT + SLOT // 2)
+    monkeypatch.setattr(host_pages, "PINNED_PIECE", slots_a_piece * SLOT + SLOT // 2)
     pages = pinned(HostPages(shared(7), PAGE, device))
     first = pages.slot(0).data_ptr()
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -109,7 +109,7 @@ def test_all_slots_are_pinned_in_pieces_that_cut_no_slot(
 
 
 def test_a_slot_larger_than_a_piece_is_a_piece(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pages, "PIECE", HOST_PAGE)
+    monkeypatch.setattr(host_pages, "PINNED_PIECE", HOST_PAGE)
     pages = pinned(HostPages(shared(2), PAGE, device))
     assert [nbytes for _, nbytes in device.pinned] == [SLOT, SLOT]
     pages.release()
@@ -129,7 +129,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(device: Device, monkeypat
 
 
 def test_a_wanted_slot_s_piece_is_pinned_next(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pages, "PIECE", 2 * SLOT)
+    monkeypatch.setattr(host_pages, "PINNED_PIECE", 2 * SLOT)
     may_pin, order = threading.Event(), list[int]()
 
     def pin(pieces: Sequence[Tensor]) -> None:
@@ -161,8 +161,8 @@ def test_pinning_rests_while_steps_run_and_for_a_second_afterwards(
         at.append(time.monotonic())
         time.sleep(0.01)
 
-    monkeypatch.setattr(host_pages, "PIECE", SLOT)
-    monkeypatch.setattr(host_pages, "_REST", 10 if rests else 1e6)
+    monkeypatch.setattr(host_pages, "PINNED_PIECE", SLOT)
+    monkeypatch.setattr(host_pages, "PIN_REST", 10 if rests else 1e6)
     monkeypatch.setattr(Device, "idle_s", idle_s)
     monkeypatch.setattr(device, "pin", pin)
     monkeypatch.setattr(device, "unpin", lambda pieces: None)
@@ -174,8 +174,8 @@ def test_pinning_rests_while_steps_run_and_for_a_second_afterwards(
 
 
 def test_a_wanted_piece_does_not_wait_for_a_rest_to_end(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pages, "PIECE", SLOT)
-    monkeypatch.setattr(host_pages, "_REST", 1e6)
+    monkeypatch.setattr(host_pages, "PINNED_PIECE", SLOT)
+    monkeypatch.setattr(host_pages, "PIN_REST", 1e6)
     monkeypatch.setattr(device, "pin", lambda pieces: time.sleep(0.01))
     monkeypatch.setattr(device, "unpin", lambda pieces: None)
     with device.computing():

@@ -5,9 +5,6 @@ import dataclasses
 import pytest
 
 from djinnd.engine.memory.memory import (
-    FULL_SESSIONS,
-    LOGIT_ROWS,
-    MIN_TOKENS,
     HostRoom,
     ModelShape,
     TierPages,
@@ -17,6 +14,7 @@ from djinnd.engine.memory.memory import (
     tier_pages,
     workspace_bytes,
 )
+from djinnd.engine.tuning import FULL_SESSIONS, LOGIT_ROWS, MIN_TOKENS
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tuning import MAX_SLOTS
 

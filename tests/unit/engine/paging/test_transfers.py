@@ -23,6 +23,7 @@ from djinnd.engine.memory import host_pages
 from djinnd.engine.memory.host_pages import HostPages, object_bytes
 from djinnd.engine.paging import page_copies
 from djinnd.engine.paging.transfers import Transfers
+from djinnd.engine.tuning import AHEAD_S
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.page_file import PageFile
@@ -234,7 +235,7 @@ def test_moves_that_end_during_a_step_are_reported_and_no_new_ones_begin(floor: 
 
 
 def test_a_dropped_transfer_is_not_copied(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(page_copies, "COPY_BYTES", BYTES)
     monkeypatch.setattr(page_copies, "HELD_BYTES", BYTES)
     monkeypatch.setattr(page_copies.time, "monotonic", lambda: 0.0)
     floor.session("a", TOKENS)
@@ -320,7 +321,7 @@ def test_pages_that_are_apart_at_one_end_are_separate_copies(floor: Floor) -> No
     assert sorted(floor.device.copied) == ["demote 2", "demote 5"]
 
 
-@pytest.mark.parametrize(("module", "name"), [(host_pages, "PIECE"), (page_copies, "PIECE_BYTES")])
+@pytest.mark.parametrize(("module", "name"), [(host_pages, "PINNED_PIECE"), (page_copies, "COPY_BYTES")])
 def test_a_copy_is_no_larger_than_a_piece(
     memory: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
@@ -339,7 +340,7 @@ def test_the_first_piece_does_not_wait_for_the_others_bookkeeping(
 ) -> None:
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
-    monkeypatch.setattr(page_copies, "PIECE_BYTES", 3 * BYTES)
+    monkeypatch.setattr(page_copies, "COPY_BYTES", 3 * BYTES)
     done, begin = list[str](), floor.transfers._begin
     monkeypatch.setattr(floor.transfers, "_begin", lambda move: (done.append("book"), begin(move)))
     floor.device.copied = done
@@ -351,7 +352,7 @@ def test_the_first_piece_does_not_wait_for_the_others_bookkeeping(
 def test_no_more_is_in_flight_than_the_bus_needs(
     floor: Floor, monkeypatch: pytest.MonkeyPatch, beside_ring: bool
 ) -> None:
-    monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
+    monkeypatch.setattr(page_copies, "COPY_BYTES", BYTES)
     monkeypatch.setattr(page_copies, "IN_FLIGHT", 4 * BYTES)
     monkeypatch.setattr(page_copies, "IN_FLIGHT_BESIDE_RING", 2 * BYTES)
     floor.transfers.beside_ring = beside_ring
@@ -373,8 +374,8 @@ def test_no_more_is_in_flight_than_the_bus_needs(
 def test_a_step_follows_the_last_copies_of_a_transfer_that_are_about_to_end(
     floor: Floor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_copies, "PIECE_BYTES", BYTES)
-    monkeypatch.setattr(floor.device, "_rates", Rates(bus=3 * BYTES / page_copies.AHEAD_S, memory=1.0, products=1.0))
+    monkeypatch.setattr(page_copies, "COPY_BYTES", BYTES)
+    monkeypatch.setattr(floor.device, "_rates", Rates(bus=3 * BYTES / AHEAD_S, memory=1.0, products=1.0))
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
@@ -414,7 +415,7 @@ def test_no_step_follows_a_failed_copy(floor: Floor) -> None:
 def halving(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> Floor:
     """The first halves of three pages take as long as launching a step."""
     monkeypatch.setattr(page_copies, "HALF_BYTES", BYTES // 2)
-    bus = 3 * BYTES / 2 / page_copies.AHEAD_S
+    bus = 3 * BYTES / 2 / AHEAD_S
     monkeypatch.setattr(floor.device, "_rates", Rates(bus=bus, memory=1.0, products=1.0))
     return floor
 

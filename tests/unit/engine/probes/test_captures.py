@@ -9,9 +9,9 @@ import torch
 from djinn_client.errors import OutOfMemory
 from djinn_client.protocol.fields.points import Point
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.memory.memory import ROWS_AT_HAND
 from djinnd.engine.probes.captures import Captures
 from djinnd.engine.probes.spans import code_of
+from djinnd.engine.tuning import ROWS_AT_HAND
 
 WIDTH, VOCAB = 4, 10
 RESID, ATTN, LOGITS = Point("resid", 1), Point("attn", 0), Point("logits")

@@ -11,7 +11,7 @@ from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
-from djinnd.engine.memory.memory import ROWS_AT_HAND
+from djinnd.engine.tuning import ROWS_AT_HAND
 from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import reduced_model

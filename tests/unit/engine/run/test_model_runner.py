@@ -15,7 +15,7 @@ from djinn_client.protocol import Sampling
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.engine.memory.memory import LOGIT_ROWS
+from djinnd.engine.tuning import LOGIT_ROWS
 from djinnd.model.step.inputs import StepInputs
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered, cast

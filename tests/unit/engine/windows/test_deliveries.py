@@ -102,7 +102,7 @@ def test_captures_come_with_the_final_reply(
     engine: Engine, staged: int, piece: int, generated: int, positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("djinnd.engine.windows.deliveries.STAGED_BYTES", staged)
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", piece)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", piece)
     request = engine.begin()
     engine.deliveries.ended(request, finished(request, generated))
     ((reply, (fd,)),) = engine.turns()

@@ -55,7 +55,7 @@ def cache_of_transformers(tokens: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def test_exported_kv_equals_the_cache_of_transformers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several pieces, and for all tokens. The last token's KV had not been computed before."""
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 1)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", 1)
     engine.open("s")
     tokens = prompt(300) + engine.tokens("s", prompt(300), NEW)
     kv = engine.export("s")
@@ -76,7 +76,7 @@ def test_missing_kv_is_computed_before_the_export(engine: Engine) -> None:
 
 
 def test_other_sessions_run_during_a_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 1)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", 1)
     for name in ("s", "t"):
         engine.open(name)
     engine.tokens("s", prompt(300), NEW)
@@ -177,7 +177,7 @@ def test_a_fork_of_full_imported_pages_works_with_a_host_tier() -> None:
 
 def test_an_import_that_must_give_up_its_pages_fails_with_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the host would have its pages from before the rest of the KV came."""
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 1)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", 1)
     with WithHost(max_batch_tokens=256) as engine:
         engine.load_with_tiers(kv_bytes=5 << 20)
         engine.open("s")
@@ -229,7 +229,7 @@ def test_an_import_larger_than_the_pool_is_refused(small: Engine) -> None:
 
 
 def test_a_session_closed_during_a_copy_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", 1)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", 1)
     engine.open("s")
     engine.outcome(engine.run("s", prompt(300), 0, logits=True))
     window = filled(engine.export("s"))

@@ -54,7 +54,7 @@ def test_pieces_begin_on_host_pages_and_cover_the_memory(
     piece: int,
     least: int,
 ) -> None:
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", piece)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", piece)
     window = Window(device, torch.zeros(200 * page, dtype=torch.uint8), page, background)
     pieces = list(window.pieces())
     assert all(first * page % HOST_PAGE == 0 for first, _ in pieces)
@@ -64,7 +64,7 @@ def test_pieces_begin_on_host_pages_and_cover_the_memory(
 def test_leaving_a_window_completes_its_copies_and_unpins_its_memory(
     device: PinningDevice, background: BackgroundWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("djinnd.engine.windows.window.PIECE_BYTES", HOST_PAGE)
+    monkeypatch.setattr("djinnd.engine.windows.window.WINDOW_PIECE_BYTES", HOST_PAGE)
     memory, source = torch.zeros(4 * HOST_PAGE, dtype=torch.uint8), torch.arange(4).repeat_interleave(HOST_PAGE).byte()
     with Window(device, memory, HOST_PAGE, background) as window:
         window.pin()

@@ -1,0 +1,83 @@
+"""The tuned numbers of the engine. Each is either measured, with what it gave, or chosen."""
+
+from __future__ import annotations
+
+# --- Steps and the loop -----------------------------------------------------------------------------------------------
+
+# Chosen. (tokens, rows) of one step: enough to keep the device busy, and few enough that other requests do not wait
+# long.
+STEP_LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
+ALIVE_EVERY = 0.5  # chosen: seconds
+WORTH = 10  # chosen: collections of the middle generation, after which Python would start a full one
+LONGEST = 600.0  # chosen: seconds without a full collection, after which one runs in any case
+READ_AT_ONCE = 128  # chosen: spans; reading one takes a few microseconds
+
+# --- Grammars ---------------------------------------------------------------------------------------------------------
+
+PATIENCE = 0.003  # chosen: seconds that a step may wait for masks, in all
+LOOK_EVERY = 1.0  # chosen: seconds
+GRAMMAR_STARTS_IN = 60.0  # chosen: seconds to read a tokenizer of any size
+GRAMMAR_ENDS_IN = 0.02  # chosen: seconds, from the end of its stream
+GRAMMAR_PROCESSES = 64  # chosen: at a time
+GRAMMAR_IDLE = 60.0  # chosen: seconds without a run, after which a process ends
+
+# --- Compilation of kernels -------------------------------------------------------------------------------------------
+
+TELL_EVERY = 0.5  # chosen: most seconds between two calls of `told`
+COMPILER_STARTS_IN = 60.0  # chosen: seconds for the process to import its modules
+COMPILERS = 2  # chosen: most processes; further loads wait for one to end
+NICENESS = 10  # chosen
+MOST_MEMORY = 8 << 30  # chosen: bytes of data of one fork; LLVM has no limit of its own
+
+# --- Forecast: the part of each rate of the device that steps reach ---------------------------------------------------
+
+# Measured on an H200 with a 13B model (docs/log), as are all below. Of memory: a product with one row only reads,
+# while the rate was measured by a copy, which also writes.
+READING_ONE = 1.08
+READING_MORE = 1.0  # of memory, for more rows
+READING_PACKED_ONE = 0.97  # of memory, for one row on packed weights
+READING_PACKED = 0.76  # of memory, for more rows on packed weights
+MULTIPLYING = 0.89  # of products, for a chunk of prefill
+FETCHING = 0.92  # of the bus: a kernel reads experts on demand
+BLOCK_S = 26e-6  # seconds of a block beside its products: norms, latency of attention, rotary positions
+STEP_S = 330e-6  # seconds of a step beside its blocks: prologue, epilogue, sampler, host work
+CALL_S = 1.5e-3  # seconds of a call beside its step: admission, journal, and messages between three processes
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+MIN_TOKENS = 512  # chosen: shorter sessions make a model not worth loading
+FULL_SESSIONS = 64  # Chosen. Automatic KV: never more pages than this many sessions of full length could use.
+KV_SHARE = 0.5  # Chosen. Automatic KV: share of the budget that is left, so that a second model can still be loaded.
+KV_FLOOR = 1 / 32  # chosen: automatic KV: share of the budget that is set aside before weights are placed
+LOGIT_ROWS = 256  # chosen: most rows of logits that exist at once
+ROWS_AT_HAND = 32  # chosen: rows for captures, and as many for parked states, before more memory is allocated
+DISK_MOST = 0.75  # chosen: share of the free disk, also if more was asked for
+ROOM = 1.25  # chosen: pages to keep, as a multiple of the pages in use, so that sessions can go on
+GROWTH_BYTES = 64 << 20  # chosen: the tensor doubles, but grows by no more than this
+RESIZED_AT_ONCE = 32  # chosen: pages of one piece when a pool is resized: so many exist twice
+
+# --- Host pages -------------------------------------------------------------------------------------------------------
+
+PINNED_PIECE = 64 << 20  # measured: bytes that take about ten milliseconds to pin
+PIN_PAUSE = 0.001  # chosen: seconds after a piece, to let other calls into the driver
+PIN_QUIET = 1.0  # chosen: seconds after the last step, from which pieces are pinned without rests
+PIN_REST = 4  # chosen: length of a rest, as a multiple of the last piece's time
+
+# --- Page copies ------------------------------------------------------------------------------------------------------
+
+COPY_BYTES = 64 << 20  # chosen: most bytes of one copy
+# Chosen. The same for copies held to a rate, so that each step beside them has about as many as any other.
+HELD_BYTES = 16 << 20
+IN_FLIGHT = 512 << 20  # chosen: most bytes in a lane, ten milliseconds of PCIe 5
+IN_FLIGHT_BESIDE_RING = 64 << 20  # chosen: the same while weights stream
+AHEAD_S = 0.004  # Measured. From a step's launch until it begins: 1.4 to 1.7 ms; with 3 ms here many copies were late.
+HALF_BYTES = 2 << 20  # chosen: least bytes of a page's half; each half is a copy by itself
+TEND_EVERY = 0.25  # chosen: seconds
+# Chosen. Most seconds between two steps of latency-sensitive decodes that alternate with another model's steps.
+SPARED_S = 0.1
+POLL_S = 0.0005  # chosen: seconds between two polls of the threads
+
+# --- Windows shared with clients --------------------------------------------------------------------------------------
+
+WINDOW_PIECE_BYTES = 32 << 20  # chosen: bytes of one copy
+STAGED_BYTES = 512 << 10  # chosen: up to so many bytes, a window is not pinned
