@@ -69,7 +69,7 @@ COPY_BYTES = 64 << 20  # chosen: most bytes of one copy
 # Chosen. The same for copies held to a rate, so that each step beside them has about as many as any other.
 HELD_BYTES = 16 << 20
 IN_FLIGHT = 512 << 20  # chosen: most bytes in a lane, ten milliseconds of PCIe 5
-IN_FLIGHT_BESIDE_RING = 64 << 20  # chosen: the same while weights stream
+IN_FLIGHT_STREAMING = 64 << 20  # chosen: the same while weights stream
 AHEAD_S = 0.004  # Measured. From a step's launch until it begins: 1.4 to 1.7 ms; with 3 ms here many copies were late.
 HALF_BYTES = 2 << 20  # chosen: least bytes of a page's half; each half is a copy by itself
 TEND_EVERY = 0.25  # chosen: seconds

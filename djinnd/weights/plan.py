@@ -34,7 +34,7 @@ ALIGNMENT = 256  # bytes
 PAGES_SHARE = 0.5  # if the amount of KV is not configured; see plan_places
 
 
-class Place(Enum):
+class BlockPlace(Enum):
     """The place of a block: see above."""
 
     PLAIN = "plain"
@@ -103,17 +103,17 @@ class PlacementPlan:
     """The places of all blocks, and the device memory that they take."""
 
     sizes: tuple[BlockSize, ...]
-    places: tuple[Place, ...]
+    places: tuple[BlockPlace, ...]
     ring_bytes: int  # 0 if no block streams
     scratch_bytes: int  # 0 if every block is plain
     slots: int  # how many of the largest streamed block the ring holds
 
-    def count(self, place: Place) -> int:
+    def count(self, place: BlockPlace) -> int:
         return self.places.count(place)
 
     @property
     def streamed(self) -> list[int]:
-        return [index for index, place in enumerate(self.places) if place is Place.STREAMED]
+        return [index for index, place in enumerate(self.places) if place is BlockPlace.STREAMED]
 
     @property
     def streamed_bytes(self) -> int:
@@ -193,7 +193,7 @@ def fewest_streams(placing: Placing, blocks: int) -> int:
 def _peak(plan: PlacementPlan, staging: int) -> int:
     """Bytes of device memory while the blocks are brought to their places. Scratch, if there is any, serves as
     staging."""
-    return plan.nbytes + (staging if Place.PLAIN in plan.places and not plan.scratch_bytes else 0)
+    return plan.nbytes + (staging if BlockPlace.PLAIN in plan.places and not plan.scratch_bytes else 0)
 
 
 def spread(count: int, among: int) -> list[int]:
@@ -219,10 +219,10 @@ def _candidates(
     too small for them is left out instead of raising an error."""
     packable = any(size.packed is not None for size in sizes)
     for streams in wanted:
-        for resident in (Place.PLAIN, Place.PACKED):
-            if resident is Place.PACKED and not packable:
+        for resident in (BlockPlace.PLAIN, BlockPlace.PACKED):
+            if resident is BlockPlace.PACKED and not packable:
                 continue
-            if resident is Place.PLAIN and packable and streams > min(wanted):
+            if resident is BlockPlace.PLAIN and packable and streams > min(wanted):
                 continue  # streaming more blocks is worse than packing resident ones, so the rest stays packed
             fewest_slots = 1 if streams <= ONE_SLOT_PAYS or streams == max(wanted) else 2
             is_more = may_stream_more and streams > min(wanted)
@@ -232,16 +232,16 @@ def _candidates(
 def _plans(
     sizes: Sequence[BlockSize],
     streams: int,
-    resident: Place,
+    resident: BlockPlace,
     placing: Placing,
     fewest_slots: int,
     is_more: bool,
 ) -> Iterator[PlacementPlan]:
     """Plans with `streams` streamed blocks and the others `resident`, from the largest ring to the smallest."""
-    places = [Place.PLAIN if size.packed is None else resident for size in sizes]
+    places = [BlockPlace.PLAIN if size.packed is None else resident for size in sizes]
     for index in spread(streams, len(sizes)) if streams else []:
-        places[index] = Place.STREAMED
-    travelling = [aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is Place.STREAMED]
+        places[index] = BlockPlace.STREAMED
+    travelling = [aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is BlockPlace.STREAMED]
     scratch = aligned(max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True)))
     if not travelling:
         yield PlacementPlan(tuple(sizes), tuple(places), 0, scratch, 0)
@@ -271,30 +271,30 @@ def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, 
 def _upgraded(plan: PlacementPlan, free: int, pages_share: float) -> PlacementPlan:
     """If all blocks are resident and some packed, makes packed blocks plain with the memory that is left beside the
     share of KV pages."""
-    packed = [index for index, place in enumerate(plan.places) if place is Place.PACKED]
+    packed = [index for index, place in enumerate(plan.places) if place is BlockPlace.PACKED]
     if plan.streamed or not packed:
         return plan
     gain = max(plan.sizes[index].plain - plan.sizes[index].least for index in packed)
     count = min(int((free - plan.nbytes) * (1 - pages_share)) // gain, len(packed)) if gain > 0 else 0
     places = list(plan.places)
     for k in spread(count, len(packed)) if count else []:
-        places[packed[k]] = Place.PLAIN
+        places[packed[k]] = BlockPlace.PLAIN
     return PlacementPlan(plan.sizes, tuple(places), plan.ring_bytes, plan.scratch_bytes, plan.slots)
 
 
-def _in_scratch(size: BlockSize, place: Place) -> int:
+def _in_scratch(size: BlockSize, place: BlockPlace) -> int:
     """Bytes of scratch that the block needs while it computes."""
-    if place is Place.PLAIN:
+    if place is BlockPlace.PLAIN:
         return 0
     if size.packed is not None:
         return size.plain
     return size.experts.plain if size.experts is not None else 0
 
 
-def _resident(size: BlockSize, place: Place) -> int:
-    if place is Place.STREAMED:
+def _resident(size: BlockSize, place: BlockPlace) -> int:
+    if place is BlockPlace.STREAMED:
         return 0
-    return aligned(size.plain if place is Place.PLAIN else size.least)
+    return aligned(size.plain if place is BlockPlace.PLAIN else size.least)
 
 
 def aligned(nbytes: int) -> int:

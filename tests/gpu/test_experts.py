@@ -17,7 +17,7 @@ from djinn_client.handover.packed import PackedForm
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.device.cuda import CudaDevice
 from djinnd.model.kernels import fetch_packed
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import altered, cast
 from tests.support.cuda import cuda_device
 from tests.support.fetched import check_packed, check_plain, picks
@@ -101,7 +101,7 @@ def check_only(form: PackedForm, out: Tensor, plain: Tensor, experts: list[int])
         assert all(torch.equal(got[e], wanted[e] if e in experts else 0 * wanted[e]) for e in range(4))
 
 
-def serve(folder: Path, device: CudaDevice, placing: Placing, place: Place | None = None) -> Served:
+def serve(folder: Path, device: CudaDevice, placing: Placing, place: BlockPlace | None = None) -> Served:
     served = Served(folder, device, dtype="bfloat16", plan=small_pages(60), max_batch_tokens=64, placing=placing)
     if place is not None:
         served.runner.weights.placement.move(plan_of(served.runner.weights, [place] * 4))
@@ -128,7 +128,7 @@ def answers(served: Served) -> tuple[list[Tensor], list[list[int]]]:
 def test_logits_and_tokens_are_those_of_resident_blocks(in_bf16: Path, device: CudaDevice, places: str) -> None:
     resident = answers(serve(in_bf16, device, Placing()))
     if places == "packed":
-        served = serve(in_bf16, device, Placing(), Place.PACKED)
+        served = serve(in_bf16, device, Placing(), BlockPlace.PACKED)
     else:
         placing = Placing(resident=1 if places == "1 resident" else 0, packing=places != "streamed plain")
         served = serve(in_bf16, device, placing)

@@ -19,7 +19,7 @@ from djinn_client.protocol import Placing
 from djinnd.device.cuda import CudaDevice
 from djinnd.engine.budgeting import change_budget
 from djinnd.model.tuning import PACKED_ROWS
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
 from tests.support.cuda import CUDA_MEMORY, cuda_device
@@ -84,7 +84,7 @@ def told(
 ) -> tuple[Tensor, list[list[int]], list[object]]:
     with Served(folder, device, dtype=dtype, placing=placing, max_batch_tokens=256) as served:
         if packed:
-            served.runner.move(plan_of(served.runner.weights, (Place.PACKED,) * 4), served.runner.plan.num_pages)
+            served.runner.move(plan_of(served.runner.weights, (BlockPlace.PACKED,) * 4), served.runner.plan.num_pages)
         return tell(served, rows, captured=captured)
 
 
@@ -121,7 +121,7 @@ def test_resident_packed_blocks_differ_from_plain_ones_only_in_the_order_of_sums
     for packed in (False, True):
         with Served(sixteen_bit, device, dtype="bfloat16") as served:
             if packed:
-                plan = plan_of(served.runner.weights, (Place.PACKED,) * 4)
+                plan = plan_of(served.runner.weights, (BlockPlace.PACKED,) * 4)
                 served.runner.move(plan, served.runner.plan.num_pages)
             session = served.open()
             request = served.submit(session, tokens)
@@ -139,7 +139,7 @@ def test_blocks_on_the_device_equal_the_checkpoint_to_the_bit(
     weights = load_weights(sixteen_bit, device, "bfloat16", placing=placing)
     with device.computing(), torch.inference_mode():
         assert_as_in_the_checkpoint(weights, sixteen_bit, passes=3)
-        P, K, S = Place.PLAIN, Place.PACKED, Place.STREAMED
+        P, K, S = BlockPlace.PLAIN, BlockPlace.PACKED, BlockPlace.STREAMED
         for places in ((K, K, K, K), (S, P, S, K), (P, P, P, P), (K, S, P, S)):
             weights.placement.move(plan_of(weights, places))
             assert_as_in_the_checkpoint(weights, sixteen_bit, passes=2)

@@ -11,9 +11,9 @@ from djinn_client.errors import DjinnError, InvalidRequest, OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.weights.plan import (
     ALIGNMENT,
+    BlockPlace,
     BlockSize,
     ExpertsSize,
-    Place,
     PlacementPlan,
     fewest_streams,
     least_bytes,
@@ -42,9 +42,9 @@ def block_sizes(draw: st.DrawFn, most: int = 12) -> list[BlockSize]:
     return [size(*kind) for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most))]
 
 
-def in_scratch(size: BlockSize, place: Place) -> int:
+def in_scratch(size: BlockSize, place: BlockPlace) -> int:
     """Bytes that must be in plain form outside the block's own memory."""
-    if place is Place.PLAIN:
+    if place is BlockPlace.PLAIN:
         return 0
     if size.packed:
         return size.plain
@@ -76,7 +76,7 @@ def test_a_plan_is_sound_and_fits(sizes: list[BlockSize], free: int, placing: Pl
     assert plan.nbytes <= free
     assert plan.sizes == tuple(sizes) and len(plan.places) == len(sizes)
     streamed = plan.streamed
-    assert all(s.packed for s, place in zip(sizes, plan.places, strict=True) if place is Place.PACKED)
+    assert all(s.packed for s, place in zip(sizes, plan.places, strict=True) if place is BlockPlace.PACKED)
     assert plan.scratch_bytes >= max(in_scratch(size, place) for size, place in zip(sizes, plan.places, strict=True))
     whole = sum(sizes[i].least for i in streamed)
     assert plan.passing_bytes <= plan.streamed_bytes <= plan.passing_bytes + plan.fetched_bytes(10_000) == whole
@@ -126,7 +126,7 @@ def test_no_block_streams_if_all_fit(sizes: list[BlockSize], free: int) -> None:
     plan = attempt(sizes, free, Placing())
     plain = sum(-(-size.plain // ALIGNMENT) * ALIGNMENT for size in sizes)
     if plain <= free:
-        assert isinstance(plan, PlacementPlan) and plan.places == (Place.PLAIN,) * len(sizes)
+        assert isinstance(plan, PlacementPlan) and plan.places == (BlockPlace.PLAIN,) * len(sizes)
         return
     scratch = max(-(-size.plain // ALIGNMENT) * ALIGNMENT for size in sizes)
     packed = sum(-(-size.least // ALIGNMENT) * ALIGNMENT for size in sizes) + scratch
@@ -147,7 +147,7 @@ def test_no_plan_that_fits_streams_fewer(sizes: list[BlockSize], free: int) -> N
         resident = [size for i, size in enumerate(sizes) if i not in streamed]
         passing = [aligned(sizes[i].passing) for i in streamed]
         form = [size.least if rest_packed else size.plain for size in resident]
-        decoded = [in_scratch(sizes[i], Place.STREAMED) for i in streamed]
+        decoded = [in_scratch(sizes[i], BlockPlace.STREAMED) for i in streamed]
         decoded += [size.plain for size in resident if rest_packed and size.packed]
         ring = min(slots * max(passing), sum(passing)) if passing else 0
         return sum(map(aligned, form)) + ring + aligned(max(decoded, default=0)) <= free

@@ -14,13 +14,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY, load_weights
 from tests.support.placed import assert_as_in_the_checkpoint, plan_of
 
-PLACES = st.tuples(*[st.sampled_from(list(Place))] * 4)
-OTHERS = st.tuples(*[st.sampled_from([Place.PLAIN, Place.STREAMED])] * 4)  # places of blocks that have no packed form
+PLACES = st.tuples(*[st.sampled_from(list(BlockPlace))] * 4)
+OTHERS = st.tuples(
+    *[st.sampled_from([BlockPlace.PLAIN, BlockPlace.STREAMED])] * 4
+)  # places of blocks that have no packed form
 
 
 class WeightPlacementMachine(RuleBasedStateMachine):

@@ -19,7 +19,7 @@ from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.load.loading import model_shape
-from djinnd.engine.load.planning import bytes_beside
+from djinnd.engine.load.planning import reserved_bytes
 from djinnd.engine.memory.memory import KvPlan, ModelShape
 from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
 from djinnd.engine.run.prepare_model import Preparation
@@ -99,8 +99,8 @@ class Served:
         loader = loader_of(folder, self.device, dtype, placing)
         shape = model_shape(loader)
         budget = self.device.budget
-        beside = bytes_beside(loader, shape, 0, max_batch_tokens, budget.total, budget.free)
-        weights = loader.run(anonymous_arena, lambda stage, done, total: None, beside)
+        reserved = reserved_bytes(loader, shape, 0, max_batch_tokens, budget.total, budget.free)
+        weights = loader.run(anonymous_arena, lambda stage, done, total: None, reserved)
         if plan is None:
             load = Load(0, "m", str(folder), placing=placing or Placing())
             self.runner = made_runner(load, weights, shape, self.device, max_batch_tokens, max_rows)

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from djinnd.model.placing.loader import Weights
 from djinnd.model.placing.projections import Product, Projection, SharedProjection
-from djinnd.weights.plan import Place, PlacementPlan, _in_scratch
+from djinnd.weights.plan import BlockPlace, PlacementPlan, _in_scratch
 
 
-def plan_of(weights: Weights, places: Sequence[Place], slots: int = 2) -> PlacementPlan:
+def plan_of(weights: Weights, places: Sequence[BlockPlace], slots: int = 2) -> PlacementPlan:
     """The planner's plan, if it had chosen these places."""
     sizes = weights.store.sizes(weights.dtype)
-    travelling = [size.passing for size, place in zip(sizes, places, strict=True) if place is Place.STREAMED]
+    travelling = [size.passing for size, place in zip(sizes, places, strict=True) if place is BlockPlace.STREAMED]
     scratch = max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True))
     slots = min(slots, len(travelling))
     ring = min(slots * max(travelling), sum(travelling)) if travelling else 0

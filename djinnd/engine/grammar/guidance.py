@@ -138,14 +138,14 @@ class Guidance:
         """Acts on the processes' answers. Called before a step is composed."""
         if not self._processes:
             return
-        self._hear()
+        self._read_all_answers()
         if self._to_act:
             self._act([*self._to_act.values()])
         now = time.monotonic()
         if now - self._looked > LOOK_EVERY:
             self._looked = now
             for process in self._processes.look_after(now, {run.process for run in self._runs.values()}):
-                self._bury(process)
+                self._retire(process)
 
     def _act(self, runs: Sequence[Guided]) -> None:
         """Appends forced tokens and ends requests, where that can be done now. One message tells the server all
@@ -188,11 +188,11 @@ class Guidance:
             if run.ended:
                 self._finish(self._scheduler.halt(request.id, len(run.session.tokens) - request.prompt_end))
 
-    def _hear(self) -> None:
+    def _read_all_answers(self) -> None:
         for process in self._processes:
-            self._take(process.hear())
+            self._take(process.read_answers())
             if process.failure:
-                self._bury(process)
+                self._retire(process)
 
     def _take(self, heard: GrammarStates) -> None:
         """Notes answers. `_act` does the rest between two steps, since an answer may come in the midst of one."""
@@ -209,7 +209,7 @@ class Guidance:
             if time.monotonic() - run.asked <= PATIENCE:
                 self._slow.discard(number)
 
-    def _bury(self, process: GrammarProcess) -> None:
+    def _retire(self, process: GrammarProcess) -> None:
         """Fails the runs of a process that has failed. The next run gets another process."""
         self._processes.retire(process)
         error = TextFailed(f"{process.failure}; the calls that it served have ended: simplify the format, or try again")
@@ -232,21 +232,21 @@ class Guidance:
 
     def _await(self, due: set[int], meanwhile: Callable[[], bool]) -> None:
         """Waits for the masks of these requests, for PATIENCE at the most."""
-        self._listen(due)
-        if self._unheard(due):
+        self._read_answers(due)
+        if self._awaited(due):
             meanwhile()
         until = time.monotonic() + PATIENCE
-        while (due := self._unheard(due)) and (rest := until - time.monotonic()) > 0:
+        while (due := self._awaited(due)) and (rest := until - time.monotonic()) > 0:
             wait({self._runs[number].process.fd for number in due}, rest)
-            self._listen(due)
+            self._read_answers(due)
 
-    def _unheard(self, due: set[int]) -> set[int]:
+    def _awaited(self, due: set[int]) -> set[int]:
         """The requests among `due` that may still get a mask."""
         return {number for number in due & self._due if not self._runs[number].process.failure}
 
-    def _listen(self, due: set[int]) -> None:
+    def _read_answers(self, due: set[int]) -> None:
         for process in {self._runs[number].process for number in due}:
-            self._take(process.hear())
+            self._take(process.read_answers())
 
     def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
         """Notes in `sampled` the rows that get no token from this step, as their masks were late. The processes begin

@@ -82,7 +82,7 @@ class GrammarProcess:
         """Ignores the run's state if it still comes."""
         self._unanswered.pop(run, None)
 
-    def hear(self) -> GrammarStates:
+    def read_answers(self) -> GrammarStates:
         """Reads the answers that have come, without waiting. Answers about runs that it has not
         been asked about are left out."""
         if self._unsent:

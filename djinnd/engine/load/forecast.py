@@ -22,7 +22,7 @@ from djinnd.engine.tuning import (
     STEP_S,
 )
 from djinnd.model.tuning import PACKED_ROWS
-from djinnd.weights.plan import BlockSize, Place, PlacementPlan
+from djinnd.weights.plan import BlockPlace, BlockSize, PlacementPlan
 
 CONTEXT = 512  # tokens of KV in each session
 
@@ -60,12 +60,12 @@ class Forecast:
         decoding = sum(self._decoding_s(size, place, rows) for size, place in blocks)
         return max(reading, products) + decoding + len(blocks) * BLOCK_S
 
-    def _reading_s(self, size: BlockSize, place: Place, rows: int) -> float:
-        if place is Place.PACKED and rows <= PACKED_ROWS:
+    def _reading_s(self, size: BlockSize, place: BlockPlace, rows: int) -> float:
+        if place is BlockPlace.PACKED and rows <= PACKED_ROWS:
             return size.least / (self.rates.memory * (READING_PACKED_ONE if rows == 1 else READING_PACKED))
         return size.plain / (self.rates.memory * (READING_ONE if rows == 1 else READING_MORE))
 
-    def _decoding_s(self, size: BlockSize, place: Place, rows: int) -> float:
-        if place is Place.PLAIN or size.packed is None or (place is Place.PACKED and rows <= PACKED_ROWS):
+    def _decoding_s(self, size: BlockSize, place: BlockPlace, rows: int) -> float:
+        if place is BlockPlace.PLAIN or size.packed is None or (place is BlockPlace.PACKED and rows <= PACKED_ROWS):
             return 0.0
         return (size.packed + size.plain) / self.rates.memory

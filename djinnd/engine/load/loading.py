@@ -32,7 +32,7 @@ from djinn_client.transport.shm import map_read_only
 from djinnd.device import Device
 from djinnd.engine.io.channel import ServerChannel, ServerGone
 from djinnd.engine.load.job_files import JobFiles, WithFiles
-from djinnd.engine.load.planning import bytes_beside, describe
+from djinnd.engine.load.planning import describe, reserved_bytes
 from djinnd.engine.load.turns import DeviceQueue, DeviceTurn
 from djinnd.engine.memory.host_pages import HostPages, object_bytes
 from djinnd.engine.memory.memory import ModelShape, pages_share
@@ -248,14 +248,14 @@ class LoadQueue:
         loader = self._loader(load, files)
         shape = model_shape(loader)
         budget = self._device.budget
-        beside = bytes_beside(loader, shape, load.kv_bytes, self._max_batch_tokens, budget.total, budget.free)
+        reserved = reserved_bytes(loader, shape, load.kv_bytes, self._max_batch_tokens, budget.total, budget.free)
 
         def arena(nbytes: int, fingerprint: str) -> tuple[Tensor, str | None]:
             answer = self._ask_arena(NeedArena(load.request, load.model, nbytes, fingerprint))
             memory = map_arena(answer, nbytes) if answer.fd < 0 else map_image(answer.fd, nbytes)
             return memory, answer.identity if answer.complete else None
 
-        weights = loader.run(arena, progress, beside, pages_share(load.kv_bytes), files.reading)
+        weights = loader.run(arena, progress, reserved, pages_share(load.kv_bytes), files.reading)
         if load.shared is None:
             self._channel.send(ArenaFilled(load.model, weights.identity))
         return LoadResult(load, weights, shape, None)

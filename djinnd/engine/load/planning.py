@@ -9,14 +9,14 @@ from djinnd.device import Device
 from djinnd.engine.load.forecast import Forecast
 from djinnd.engine.memory.memory import ModelShape, kv_floor, pages_share, plan_kv, takes_all, workspace_bytes
 from djinnd.model.placing.loader import ModelLoader
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from djinnd.weights.store import Buffer
 
 FIRST_TOKEN_TOKENS = 512
 SESSIONS = (1, 16)
 
 
-def bytes_beside(
+def reserved_bytes(
     loader: ModelLoader, shape: ModelShape, kv_bytes: int, max_batch_tokens: int, budget: int, free: int
 ) -> int:
     """Bytes that KV and workspace take before blocks are placed. They include the share of the budget set aside for
@@ -38,8 +38,8 @@ def describe(
     budget = asked.memory_bytes or device.budget.total
     workspace = workspace_bytes(shape, max_batch_tokens)
     free = budget - device.reserved
-    beside = bytes_beside(loader, shape, asked.kv_bytes, max_batch_tokens, budget, free)
-    plan = loader.plan(beside, free, budget, pages_share(asked.kv_bytes))
+    reserved = reserved_bytes(loader, shape, asked.kv_bytes, max_batch_tokens, budget, free)
+    plan = loader.plan(reserved, free, budget, pages_share(asked.kv_bytes))
     left = free - workspace - loader.rest_bytes - plan.nbytes
     greedy = takes_all(asked.placing, plan)
     floor = kv_floor(shape, asked.kv_bytes, budget)
@@ -53,9 +53,9 @@ def describe(
         dtype=str(loader.dtype).removeprefix("torch."),
         budget_bytes=budget,
         blocks=len(plan.places),
-        blocks_plain=plan.count(Place.PLAIN),
-        blocks_packed=plan.count(Place.PACKED),
-        blocks_streamed=plan.count(Place.STREAMED),
+        blocks_plain=plan.count(BlockPlace.PLAIN),
+        blocks_packed=plan.count(BlockPlace.PACKED),
+        blocks_streamed=plan.count(BlockPlace.STREAMED),
         plain_block_bytes=max(size.plain for size in plan.sizes),
         packed_block_bytes=max(size.packed or 0 for size in plan.sizes),
         weight_bytes=sum(b.layout.nbytes(loader.store.dtype) for b in loader.store.buffers),

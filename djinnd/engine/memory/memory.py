@@ -10,7 +10,7 @@ from djinnd.engine.tuning import DISK_MOST, FULL_SESSIONS, KV_FLOOR, KV_SHARE, L
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tuning import MAX_SLOTS
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
-from djinnd.weights.plan import PAGES_SHARE, Place, PlacementPlan
+from djinnd.weights.plan import PAGES_SHARE, BlockPlace, PlacementPlan
 
 HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and for direct I/O
 
@@ -92,7 +92,7 @@ def pages_share(wanted: int) -> float:
 def takes_all(placing: Placing, places: PlacementPlan) -> bool:
     """True if the model's pages may take all memory that its blocks leave: not all blocks are plain, so no second model
     would fit."""
-    return placing.resident is None and places.count(Place.PLAIN) < len(places.places)
+    return placing.resident is None and places.count(BlockPlace.PLAIN) < len(places.places)
 
 
 def plan_kv(shape: ModelShape, free: int, floor: int, wanted: int, max_context: int, takes_all: bool = False) -> KvPlan:

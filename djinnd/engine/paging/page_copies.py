@@ -23,7 +23,7 @@ from torch import Tensor
 
 from djinnd.device import CopyLane, Device, Event, StreamMark
 from djinnd.engine.memory.host_pages import HostPages
-from djinnd.engine.tuning import AHEAD_S, COPY_BYTES, HALF_BYTES, HELD_BYTES, IN_FLIGHT, IN_FLIGHT_BESIDE_RING
+from djinnd.engine.tuning import AHEAD_S, COPY_BYTES, HALF_BYTES, HELD_BYTES, IN_FLIGHT, IN_FLIGHT_STREAMING
 from djinnd.kvcache.copy_queue import CopyQueue
 from djinnd.kvcache.moves import Direction, Move, Moves, Transfer
 
@@ -77,10 +77,10 @@ class PageCopies:
 
     # --- they begin -------------------------------------------------------------------------------------------------
 
-    def begin(self, mark: StreamMark, rate: float, *, beside_ring: bool) -> None:
+    def begin(self, mark: StreamMark, rate: float, *, weights_stream: bool) -> None:
         """Queues copies of added moves after `mark`, up to the limit in flight. `rate`: bytes a second each way for
-        moves that no call waits for. `beside_ring`: weights stream."""
-        most = IN_FLIGHT_BESIDE_RING if beside_ring else IN_FLIGHT
+        moves that no call waits for. `weights_stream`: weights stream."""
+        most = IN_FLIGHT_STREAMING if weights_stream else IN_FLIGHT
         pool, now = self._pool(), time.monotonic()
         moves = self._moves
         have_hurried, moves.has_hurried = moves.has_hurried, False
@@ -91,7 +91,7 @@ class PageCopies:
             if have_hurried:
                 queue.hurry()
             queue.pace(rate, now)
-            alone = direction is Direction.PROMOTE and rate == math.inf and not beside_ring
+            alone = direction is Direction.PROMOTE and rate == math.inf and not weights_stream
             halved = self._pages_in_halves() if alone else 0
             while (queued := queue.next) and self._bytes[direction] < most and self._host.is_ready(_slot(queued[0])):
                 if len(queued) <= halved and self._is_awaited(queued):

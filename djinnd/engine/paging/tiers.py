@@ -137,7 +137,7 @@ class Tiers:
         for name, model in self._models.items():
             model.transfers.note_ready()
             if model.paging.is_busy:
-                model.transfers.beside_ring = model.runner.model.placement.streams
+                model.transfers.weights_stream = model.runner.model.placement.streams
                 if can_wait:
                     model.transfers.note_asked()
                 else:

@@ -48,7 +48,7 @@ class Transfers:
         self.host: HostPages | None = None
         self.disk: PageFile | None = None
         self.disk_rate = 0.0  # bytes a second, as last measured
-        self.beside_ring = False
+        self.weights_stream = False
         self._device = device
         self._paging = paging
         self._pool = pool
@@ -120,7 +120,7 @@ class Transfers:
             for move in some:
                 self._begin(move)
             if mark is not None:
-                copies.begin(mark, rate, beside_ring=self.beside_ring)
+                copies.begin(mark, rate, weights_stream=self.weights_stream)
 
     def follow(self) -> list[Transfer]:
         """Called when the device is idle. Orders the compute stream after the next copies of a transfer, if these end

@@ -37,7 +37,7 @@ from djinnd.model.step.graphs import Shape, StepGraphs
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.whitebox.probe import Probe
-from djinnd.weights.plan import Place, PlacementPlan
+from djinnd.weights.plan import BlockPlace, PlacementPlan
 
 log = logging.getLogger("djinnd.engine")
 
@@ -387,9 +387,9 @@ class ModelRunner:
             points=self.model.skeleton.points,
             max_context=self.plan.max_context,
             weight_bytes=self.weights.nbytes,
-            blocks_plain=places.count(Place.PLAIN),
-            blocks_packed=places.count(Place.PACKED),
-            blocks_streamed=places.count(Place.STREAMED),
+            blocks_plain=places.count(BlockPlace.PLAIN),
+            blocks_packed=places.count(BlockPlace.PACKED),
+            blocks_streamed=places.count(BlockPlace.STREAMED),
             streamed_bytes=places.streamed_bytes,
             ring_bytes=places.ring_bytes,
             scratch_bytes=places.scratch_bytes,

@@ -181,11 +181,11 @@ class ModelLoader:
         return digest.hexdigest()
 
     def plan(
-        self, beside: int, free: int | None = None, budget: int = 0, pages_share: float = PAGES_SHARE
+        self, reserved: int, free: int | None = None, budget: int = 0, pages_share: float = PAGES_SHARE
     ) -> PlacementPlan:
         """Chooses a place for every block.
 
-        beside: bytes that KV and workspace take of `free`.
+        reserved: bytes that KV and workspace take of `free`.
         free, budget: bytes of device memory; by default the device's.
         pages_share: see plan_places.
 
@@ -194,14 +194,14 @@ class ModelLoader:
         free = self.device.budget.free if free is None else free
         staging = max((form.nbytes for form in self.store.forms if form is not None), default=0)
         try:
-            sizes, left = self.store.sizes(self.dtype), free - beside - self.rest_bytes
+            sizes, left = self.store.sizes(self.dtype), free - reserved - self.rest_bytes
             return plan_places(sizes, left, self.placing, staging, pages_share=pages_share)
         except OutOfMemory as error:
-            need = error.data["needed"] + beside + self.rest_bytes
+            need = error.data["needed"] + reserved + self.rest_bytes
             total = budget or self.device.budget.total
             raise OutOfMemory(
                 f"{self.name} needs at least {at_least(need)} of device memory, and {gib(free)} of the budget of "
-                f"{gib(total)} is free: it needs {gib(self.rest_bytes)} for embedding and head, {gib(beside)} for KV "
+                f"{gib(total)} is free: it needs {gib(self.rest_bytes)} for embedding and head, {gib(reserved)} for KV "
                 f"and workspace, and {error.message}",
                 needed=need,
                 free=free,
@@ -212,13 +212,13 @@ class ModelLoader:
         self,
         arena: Arena,
         progress: Progress,
-        beside: int,
+        reserved: int,
         pages_share: float = PAGES_SHARE,
         reading: Reading = lambda: nullcontext(Future.result),
     ) -> Weights:
         """Loads the model.
 
-        beside, pages_share: as in `plan`.
+        reserved, pages_share: as in `plan`.
         reading: context in which the files are read. The only device work within it is packing.
 
         Raises ModelRejected or OutOfMemory, and any exception of `arena`, `progress` and `reading`.
@@ -226,22 +226,22 @@ class ModelLoader:
         blocks = self.skeleton.adapter.blocks
         products = [install_products(b, buffer.layout) for b, buffer in zip(blocks, self._buffers, strict=False)]
         try:
-            return self._run(products, arena, progress, beside, pages_share, reading)
+            return self._run(products, arena, progress, reserved, pages_share, reading)
         except Unpackable as why:
             self.notes.append(f"blocks stay plain: {why}")
             self.store = WeightStore(self._buffers, self._stored, packed=False)
-            return self._run(products, arena, progress, beside, pages_share, reading)
+            return self._run(products, arena, progress, reserved, pages_share, reading)
 
     def _run(
         self,
         products: list[list[Product]],
         arena: Arena,
         progress: Progress,
-        beside: int,
+        reserved: int,
         pages_share: float,
         reading: Reading,
     ) -> Weights:
-        self.plan(beside, pages_share=pages_share)  # raises OutOfMemory before any large allocation
+        self.plan(reserved, pages_share=pages_share)  # raises OutOfMemory before any large allocation
         store = self.store
         host, identity = arena(store.nbytes, self.fingerprint)
         store.attach(host)
@@ -261,7 +261,7 @@ class ModelLoader:
                 clock.told("checkpoint_read", store.nbytes)
             weights.identity = identity or self._identity()
             weights.fingerprint = self._laid_out(weights.identity)
-            plan = self.plan(beside, pages_share=pages_share)
+            plan = self.plan(reserved, pages_share=pages_share)
             weights.placement.move(plan, lambda done, total: progress("uploading", done, total), pinning)
             self._bring_rest(weights, progress)
             clock.told("blocks_placed", weights.nbytes)

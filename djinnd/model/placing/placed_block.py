@@ -13,7 +13,7 @@ from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import PackedWeight, Product
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class PlacedBlock:
     form: PackedForm | None  # without stacked experts; None: the block has no packed form
     products: list[Product]
     experts: Experts | None
-    place: Place | None = None
+    place: BlockPlace | None = None
     memory: Tensor | None = None  # resident: flat in the compute dtype, or packed uint8; stacked experts at the end
     packed: Tensor | None = None  # the packed form while the block computes: resident or in the ring
     few_rows_as_packed: bool = False  # products of few rows read the packed form directly
@@ -68,7 +68,7 @@ class PlacedBlock:
     def _bind_experts(self, experts: Experts, source: Tensor, scratch: Tensor | None) -> Tensor:
         """→ the flat memory in which the block's module finds its experts. For experts on demand it is part of
         scratch, and valid for the fetched ones only."""
-        if self.place is Place.PLAIN:
+        if self.place is BlockPlace.PLAIN:
             return source
         assert scratch is not None
         start = 0 if self.packed is None else self.layout.numel
@@ -78,7 +78,7 @@ class PlacedBlock:
 
     def _products_suffice(self) -> bool:
         """Returns True if products of few rows can read every matrix of the block in packed form."""
-        if self.place is not Place.PACKED or self.packed is None or not self.packed.is_cuda:
+        if self.place is not BlockPlace.PACKED or self.packed is None or not self.packed.is_cuda:
             return False
         from djinnd.model.kernels import product_fits  # needs Triton, which comes with CUDA builds of torch
 

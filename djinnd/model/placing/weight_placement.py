@@ -26,7 +26,7 @@ from djinnd.device import Device, Pinning
 from djinnd.model.family.experts import Experts, StepTokens
 from djinnd.model.placing.placed_block import PlacedBlock, unpack
 from djinnd.model.placing.projections import Product
-from djinnd.weights.plan import Place, PlacementPlan, aligned
+from djinnd.weights.plan import BlockPlace, PlacementPlan, aligned
 from djinnd.weights.ring import PIECE, Ring, place_regions
 from djinnd.weights.store import WeightStore
 
@@ -86,7 +86,7 @@ class WeightPlacement:
         if index >= self.half:
             self._device.catch_up()
         place = self._blocks[index].place
-        if self._ring is not None and place is Place.STREAMED:
+        if self._ring is not None and place is BlockPlace.STREAMED:
             self._ring.take()
         if (trace := self._device.trace) is not None:
             assert place is not None
@@ -107,13 +107,13 @@ class WeightPlacement:
         reused."""
         if (trace := self._device.trace) is not None:
             trace.end("compute")
-        if self._ring is not None and self._blocks[index].place is Place.STREAMED:
+        if self._ring is not None and self._blocks[index].place is BlockPlace.STREAMED:
             self._ring.give_back()
 
     def skip(self, blocks: range) -> None:
         """Skips these blocks in this pass."""
         if self._ring is not None:
-            self._ring.skip(sum(self._blocks[index].place is Place.STREAMED for index in blocks))
+            self._ring.skip(sum(self._blocks[index].place is BlockPlace.STREAMED for index in blocks))
 
     def restart(self) -> None:
         """Resets the ring to block 0 after a pass that was broken off."""
@@ -123,7 +123,7 @@ class WeightPlacement:
     @property
     def fetched_bytes(self) -> int:
         """Bytes of experts fetched from the host since their blocks became streamed. Waits for the device."""
-        streamed = [block.experts for block in self._blocks if block.place is Place.STREAMED]
+        streamed = [block.experts for block in self._blocks if block.place is BlockPlace.STREAMED]
         return sum(experts.fetched_bytes for experts in streamed if experts is not None)
 
     def not_finite(self) -> str | None:
@@ -154,12 +154,12 @@ class WeightPlacement:
                 "scratch", plan.scratch_bytes // self._dtype.itemsize, self._dtype, zero=True
             )
         moving = [i for i, place in enumerate(plan.places) if self._blocks[i].place is not place]
-        self._bring([i for i in moving if plan.places[i] is not Place.STREAMED], plan, progress, pinning)
+        self._bring([i for i in moving if plan.places[i] is not BlockPlace.STREAMED], plan, progress, pinning)
         if pinning is not None:
             pinning.finish()
         for index, block in enumerate(self._blocks):
             block.place = plan.places[index]
-            if block.place is Place.PACKED:
+            if block.place is BlockPlace.PACKED:
                 block.packed = self._parts(index)[0]
         if plan.streamed:
             self._ring = self._make_ring(plan)
@@ -178,11 +178,11 @@ class WeightPlacement:
 
     def _bring(self, indices: list[int], plan: PlacementPlan, progress: Progress, pinning: Pinning | None) -> None:
         done, total = 0, sum(plan.sizes[i].plain for i in indices)
-        staged = [i for i in indices if plan.places[i] is Place.PLAIN and self._blocks[i].form is not None]
+        staged = [i for i in indices if plan.places[i] is BlockPlace.PLAIN and self._blocks[i].form is not None]
         staging = self._staging(staged)
         for index in indices:
             block, size = self._blocks[index], plan.sizes[index]
-            if plan.places[index] is Place.PACKED:
+            if plan.places[index] is BlockPlace.PACKED:
                 block.memory = self._allocate(f"block {index}", size.least, torch.uint8)
             else:
                 block.memory = self._allocate(f"block {index}", size.plain // self._dtype.itemsize, self._dtype)
@@ -258,7 +258,7 @@ class WeightPlacement:
         number = self._store.experts.get(index)
         if number is None:
             return None
-        return self._store.host(number) if self._blocks[index].place is Place.STREAMED else self._parts(index)[1]
+        return self._store.host(number) if self._blocks[index].place is BlockPlace.STREAMED else self._parts(index)[1]
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -276,9 +276,9 @@ class WeightPlacement:
         self._ring = None
         self._scratch = None
         for index, block in enumerate(self._blocks):
-            if block.place is Place.STREAMED:
+            if block.place is BlockPlace.STREAMED:
                 self._drop(index)
-            elif block.place is Place.PACKED:
+            elif block.place is BlockPlace.PACKED:
                 block.unbind()
         for label in ("ring", "scratch"):
             self._release(label)

@@ -18,7 +18,7 @@ from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.budgeting import change_budget
 from djinnd.engine.run.model_runner import ModelRunner
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
 from tests.support.engine_thread import EngineThread
@@ -92,7 +92,7 @@ def test_sixteen_sessions_get_the_same_tokens_while_the_budget_changes(seed: int
                 held = {s.id for s in sessions if s.computed}
                 room = chance.choice([0, 1 << 18, 1 << 19, 1 << 20, 1 << 22, 1 << 24, MEMORY - least(served)])
                 set_budget(served, least(served) + chance.randint(0, room))
-                seen.add(served.runner.places.count(Place.STREAMED))
+                seen.add(served.runner.places.count(BlockPlace.STREAMED))
                 lost += len([s for s in sessions if s.id in held and not s.computed])
         assert len(seen) >= 3 and lost > 0
         for session, text in zip(sessions, texts, strict=True):
@@ -112,13 +112,13 @@ def test_plain_packed_and_streamed_blocks_give_the_same_bits_in_bfloat16(sixteen
         sessions = begin(served, texts, priority="batch")
         served.step()
         needed = least(served) + 14 * served.runner.plan.page_bytes  # one page for each session
-        seen: set[Place] = set()
+        seen: set[BlockPlace] = set()
         while served.step() is not None:
             begun = [session for session in sessions if session.computed]
             set_budget(served, needed + chance.randint(0, 300 << 10))
             seen |= set(served.runner.places.places)
             assert all(session.computed for session in begun)
-        assert seen == set(Place)
+        assert seen == set(BlockPlace)
         assert [s.tokens for s in sessions] == [s.tokens for s in undisturbed]
 
 
@@ -140,9 +140,9 @@ def test_blocks_and_pages_come_back_with_the_memory(sixteen_bit: Path) -> None:
         (session,) = begin(served, prompts(1, 100))
         served.step()
         places, pages = served.runner.places.places, served.runner.plan.num_pages
-        assert places == (Place.PLAIN,) * 4
+        assert places == (BlockPlace.PLAIN,) * 4
         set_budget(served, least(served))
-        assert served.runner.places.count(Place.STREAMED) == 4 and served.runner.plan.num_pages < pages
+        assert served.runner.places.count(BlockPlace.STREAMED) == 4 and served.runner.plan.num_pages < pages
         set_budget(served, MEMORY)
         assert served.runner.places.places == places and served.runner.plan.num_pages >= pages
         served.run()
@@ -197,7 +197,7 @@ def test_the_budget_may_change_without_sessions() -> None:
     with serving() as served:
         for total in (least(served), MEMORY, least(served) + 12345, MEMORY):
             set_budget(served, total)
-        assert served.runner.places.places == (Place.PLAIN,) * 4
+        assert served.runner.places.places == (BlockPlace.PLAIN,) * 4
 
 
 def test_idle_sessions_give_up_pages_before_running_ones() -> None:
@@ -229,7 +229,7 @@ def test_a_model_without_a_host_copy_gives_up_pages_but_no_block() -> None:
         served.step()
         needed = least(served)
         set_budget(served, needed)
-        assert served.runner.places.places == (Place.PLAIN,) * 4
+        assert served.runner.places.places == (BlockPlace.PLAIN,) * 4
         with pytest.raises(OutOfMemory):
             set_budget(served, needed - 1)
         served.run()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from djinn_client.protocol import Placing
 from djinnd.core.session import Session
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import Served, random_prompt, small_pages
@@ -46,12 +46,12 @@ def test_streamed_blocks_give_the_tokens_of_transformers(family: str) -> None:
 
 
 EXACT = {
-    "packed, all resident": (Placing(), (Place.PACKED,) * 4),
-    "packed, two stream": (Placing(resident=2), (Place.PLAIN, Place.STREAMED) * 2),
-    "packed, all stream": (Placing(resident=0), (Place.STREAMED,) * 4),
+    "packed, all resident": (Placing(), (BlockPlace.PACKED,) * 4),
+    "packed, two stream": (Placing(resident=2), (BlockPlace.PLAIN, BlockPlace.STREAMED) * 2),
+    "packed, all stream": (Placing(resident=0), (BlockPlace.STREAMED,) * 4),
     "packed, all stream in one slot, in pieces": (Placing(resident=0, slots=1, piece_bytes=1 << 16), None),
     "packed, all stream without prefetch": (Placing(resident=0, prefetch=False), None),
-    "plain, two stream": (Placing(resident=2, packing=False), (Place.PLAIN, Place.STREAMED) * 2),
+    "plain, two stream": (Placing(resident=2, packing=False), (BlockPlace.PLAIN, BlockPlace.STREAMED) * 2),
 }
 
 
@@ -63,11 +63,11 @@ def sixteen_bit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 def told(
     folder: Path, placing: Placing, *, pack_all: bool = False
-) -> tuple[Tensor, list[list[int]], tuple[Place, ...]]:
+) -> tuple[Tensor, list[list[int]], tuple[BlockPlace, ...]]:
     """Logits of a prompt, the tokens of three sessions, and the places of the blocks."""
     with Served(folder, dtype="bfloat16", plan=small_pages(60), placing=placing) as served:
         if pack_all:
-            served.runner.move(plan_of(served.runner.weights, (Place.PACKED,) * 4), served.runner.plan.num_pages)
+            served.runner.move(plan_of(served.runner.weights, (BlockPlace.PACKED,) * 4), served.runner.plan.num_pages)
         reader = served.open()
         forward = served.submit(reader, random_prompt(50, VOCAB, 9))
         served.run()
@@ -81,7 +81,7 @@ def told(
 
 def test_every_placement_gives_the_same_bits_in_bfloat16(sixteen_bit: Path) -> None:
     logits, tokens, places = told(sixteen_bit, Placing(packing=False))
-    assert places == (Place.PLAIN,) * 4
+    assert places == (BlockPlace.PLAIN,) * 4
     for name, (placing, where) in EXACT.items():
         got = told(sixteen_bit, placing, pack_all="all resident" in name)
         assert where is None or got[2] == where, name

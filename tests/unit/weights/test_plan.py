@@ -5,9 +5,9 @@ import pytest
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.weights.plan import (
+    BlockPlace,
     BlockSize,
     ExpertsSize,
-    Place,
     PlacementPlan,
     are_fetched,
     least_bytes,
@@ -15,7 +15,7 @@ from djinnd.weights.plan import (
     spread,
 )
 
-PLAIN, PACKED, STREAMED = Place.PLAIN, Place.PACKED, Place.STREAMED
+PLAIN, PACKED, STREAMED = BlockPlace.PLAIN, BlockPlace.PACKED, BlockPlace.STREAMED
 BLOCK = BlockSize(1024, 768)  # 4 : 3, the ratio of the packed code
 FLOAT = BlockSize(1024, None)  # a block that cannot be packed
 

@@ -41,21 +41,21 @@ def test_only_what_it_has_been_asked_about_is_heard_and_that_once(ends: tuple[Gr
     process.forget(3)
     told = encode(GrammarStates([1, 3, 8], [GrammarState(2, [5]), GrammarState(9, [6])]))
     theirs.sendall(told + told)
-    assert process.hear() == GrammarStates([1], [GrammarState(2, [5])])
-    assert process.hear() == GrammarStates() and not process.failure
+    assert process.read_answers() == GrammarStates([1], [GrammarState(2, [5])])
+    assert process.read_answers() == GrammarStates() and not process.failure
 
 
 def test_garbage_and_its_end_are_failures(ends: tuple[GrammarProcess, socket.socket]) -> None:
     process, theirs = ends
     theirs.sendall(encode(GrammarStates([1]))[:-1] + b"\xff")
-    assert process.hear() == GrammarStates() and process.failure
+    assert process.read_answers() == GrammarStates() and process.failure
 
 
 def test_an_answer_that_takes_too_long_is_a_failure(ends: tuple[GrammarProcess, socket.socket]) -> None:
     process, theirs = ends
     process.ask(BeginGrammar(1, 1, "", []), [1])
     theirs.sendall(encode(GrammarStates([1])))
-    assert process.hear() == GrammarStates([1])
+    assert process.read_answers() == GrammarStates([1])
     process.ask(BeginGrammar(2, 2, "", []), [2])
     process.check(0.0)
     assert not process.failure

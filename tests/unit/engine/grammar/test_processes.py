@@ -36,10 +36,10 @@ def test_the_server_is_told_the_cpu_time_of_each_tenant() -> None:
     try:
         process.ask(BeginGrammar(1, process.free.pop(), grammar, []), [1])
         until = time.monotonic() + 30
-        heard = process.hear()
+        heard = process.read_answers()
         while not (heard.plain or heard.others or process.failure) and time.monotonic() < until:
             select.select([process.fd], (), (), 1.0)
-            heard = process.hear()
+            heard = process.read_answers()
         processes.look_after(time.monotonic(), [process])
         (told,) = channel.sent
         assert isinstance(told, messages.GrammarTime) and 0 < told.seconds[tenant] < 30

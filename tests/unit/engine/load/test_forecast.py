@@ -6,7 +6,7 @@ import pytest
 
 from djinnd.device import Rates
 from djinnd.engine.load.forecast import Forecast
-from djinnd.weights.plan import BlockSize, Place, PlacementPlan
+from djinnd.weights.plan import BlockPlace, BlockSize, PlacementPlan
 
 RATES = Rates(bus=55.40e9, memory=3.90e12, products=757e12)
 BLOCKS, PARAMETERS, TOKEN_BYTES = 40, 317_194_240, 819_200
@@ -14,14 +14,14 @@ PLAIN, PACKED = BlockSize(634_408_960, None), BlockSize(634_408_960, 478_317_056
 STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the blocks; the last is near the end
 
 
-def forecast(size: BlockSize, places: list[Place]) -> Forecast:
-    slots = 3 if Place.STREAMED in places else 0
+def forecast(size: BlockSize, places: list[BlockPlace]) -> Forecast:
+    slots = 3 if BlockPlace.STREAMED in places else 0
     plan = PlacementPlan((size,) * BLOCKS, tuple(places), slots * size.passing, 0, slots)
     return Forecast(plan, RATES, BLOCKS * PARAMETERS, TOKEN_BYTES)
 
 
-RESIDENT, ALL_PACKED = [Place.PLAIN] * BLOCKS, [Place.PACKED] * BLOCKS
-STREAMING = [Place.STREAMED if index in STREAMED else Place.PLAIN for index in range(BLOCKS)]
+RESIDENT, ALL_PACKED = [BlockPlace.PLAIN] * BLOCKS, [BlockPlace.PACKED] * BLOCKS
+STREAMING = [BlockPlace.STREAMED if index in STREAMED else BlockPlace.PLAIN for index in range(BLOCKS)]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ STREAMING = [Place.STREAMED if index in STREAMED else Place.PLAIN for index in r
         (PACKED, ALL_PACKED, 16, 20.15e-3),
     ],
 )
-def test_step_times_are_within_a_tenth(size: BlockSize, places: list[Place], sessions: int, found: float) -> None:
+def test_step_times_are_within_a_tenth(size: BlockSize, places: list[BlockPlace], sessions: int, found: float) -> None:
     assert forecast(size, places).step_s(sessions) == pytest.approx(found, rel=0.1)
 
 
@@ -50,7 +50,7 @@ def test_step_times_are_within_a_tenth(size: BlockSize, places: list[Place], ses
         (PACKED, STREAMING, 74.79e-3),
     ],
 )
-def test_first_token_times_are_within_a_tenth(size: BlockSize, places: list[Place], found: float) -> None:
+def test_first_token_times_are_within_a_tenth(size: BlockSize, places: list[BlockPlace], found: float) -> None:
     assert forecast(size, places).first_token_s(512) == pytest.approx(found, rel=0.1)
 
 

@@ -348,16 +348,16 @@ def test_the_first_piece_does_not_wait_for_the_others_bookkeeping(
     assert done == ["book"] * 3 + ["promote 3"] + ["book"] * 4 + ["promote 3", "promote 1"]
 
 
-@pytest.mark.parametrize("beside_ring", [False, True])
+@pytest.mark.parametrize("weights_stream", [False, True])
 def test_no_more_is_in_flight_than_the_bus_needs(
-    floor: Floor, monkeypatch: pytest.MonkeyPatch, beside_ring: bool
+    floor: Floor, monkeypatch: pytest.MonkeyPatch, weights_stream: bool
 ) -> None:
     monkeypatch.setattr(page_copies, "COPY_BYTES", BYTES)
     monkeypatch.setattr(page_copies, "IN_FLIGHT", 4 * BYTES)
-    monkeypatch.setattr(page_copies, "IN_FLIGHT_BESIDE_RING", 2 * BYTES)
-    floor.transfers.beside_ring = beside_ring
+    monkeypatch.setattr(page_copies, "IN_FLIGHT_STREAMING", 2 * BYTES)
+    floor.transfers.weights_stream = weights_stream
     floor.device.holds = True
-    most = 2 if beside_ring else 4
+    most = 2 if weights_stream else 4
     floor.session("a", TOKENS)
     transfer = floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
     landed = 0
@@ -484,7 +484,7 @@ def test_pages_come_whole_where_halves_would_gain_nothing(
         halving.paging.load("back", TENANT, halving.find(TOKENS))
     else:
         awaited(halving)
-    halving.transfers.beside_ring = why == "weights stream"
+    halving.transfers.weights_stream = why == "weights stream"
     if why == "halves are small":
         monkeypatch.setattr(page_copies, "HALF_BYTES", BYTES)
     halving.transfers.turn()

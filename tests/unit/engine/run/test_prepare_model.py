@@ -9,7 +9,7 @@ from torch import nn
 from djinn_client.errors import ModelRejected, OutOfMemory
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.load.loading import model_shape
-from djinnd.engine.load.planning import bytes_beside
+from djinnd.engine.load.planning import reserved_bytes
 from djinnd.engine.memory.memory import ModelShape, workspace_bytes
 from djinnd.engine.run import prepare_model as serving
 from djinnd.engine.run.model_runner import kv_label, workspace_label
@@ -33,8 +33,8 @@ def device() -> Iterator[CpuDevice]:
 def loaded(device: CpuDevice) -> tuple[Weights, ModelShape]:
     loader = loader_of(reduced_model("llama-2"), device, "auto")
     shape = model_shape(loader)
-    beside = bytes_beside(loader, shape, 0, TOKENS, device.budget.total, device.budget.free)
-    return loader.run(anonymous_arena, lambda stage, done, total: None, beside), shape
+    reserved = reserved_bytes(loader, shape, 0, TOKENS, device.budget.total, device.budget.free)
+    return loader.run(anonymous_arena, lambda stage, done, total: None, reserved), shape
 
 
 def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:

@@ -17,7 +17,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.model.family.experts import find_stack
 from djinnd.model.family.skeleton import Skeleton, build
 from djinnd.model.step.inputs import StepInputs
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from djinnd.weights.store import Routing
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
@@ -28,7 +28,7 @@ from tests.support.placed import assert_as_in_the_checkpoint, plan_of
 # Families with experts [out, in]; beside a dense block; [in, out] with biases.
 FAMILIES = ("mixtral", "qwen3-moe", "gpt-oss")
 SEED = 3
-PLACES = {"P": Place.PLAIN, "K": Place.PACKED, "S": Place.STREAMED}
+PLACES = {"P": BlockPlace.PLAIN, "K": BlockPlace.PACKED, "S": BlockPlace.STREAMED}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -203,7 +203,7 @@ def stacked(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("places", ["packed", "streamed packed", "streamed plain"])
 def test_logits_equal_those_of_resident_blocks_to_the_bit(in_bf16: Path, places: str) -> None:
-    def logits(placing: Placing, place: Place | None = None) -> list[Tensor]:
+    def logits(placing: Placing, place: BlockPlace | None = None) -> list[Tensor]:
         with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), max_batch_tokens=48, placing=placing) as served:
             if place is not None:
                 served.runner.weights.placement.move(plan_of(served.runner.weights, [place] * 4))
@@ -214,7 +214,7 @@ def test_logits_equal_those_of_resident_blocks_to_the_bit(in_bf16: Path, places:
 
     resident = logits(Placing())
     if places == "packed":
-        got = logits(Placing(), Place.PACKED)
+        got = logits(Placing(), BlockPlace.PACKED)
     else:
         got = logits(Placing(resident=0, packing=places == "streamed packed"))
     for one, other in zip(got, resident, strict=True):

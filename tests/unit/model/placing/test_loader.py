@@ -16,7 +16,7 @@ from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing.loader import ModelLoader, Weights, compute_dtype
 from djinnd.model.placing.projections import Projection, SharedProjection
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import Tensors, altered, cast, random_model
 from tests.support.loaded import MEMORY, anonymous_arena, load_weights
 from tests.support.models import FAMILIES, reduced_model
@@ -53,7 +53,7 @@ def device_buffer(weights: Weights, index: int) -> Tensor:
 def test_every_parameter_is_in_a_buffer_of_its_own_block(device: CpuDevice, family: str) -> None:
     weights = load_weights(reduced_model(family), device)
     blocks, plan = weights.skeleton.adapter.blocks, weights.placement.plan
-    assert plan is not None and plan.places == (Place.PLAIN,) * len(blocks)
+    assert plan is not None and plan.places == (BlockPlace.PLAIN,) * len(blocks)
     for index, block in enumerate(blocks):
         products = weights.placement._blocks[index].products
         tensors = [*block.parameters(), *(t for p in products for t in (p._weight, p._bias) if t is not None)]
@@ -239,7 +239,7 @@ def least(loader: ModelLoader) -> int:
 def test_blocks_that_do_not_fit_stream_and_a_budget_below_one_slot_is_refused(device: CpuDevice) -> None:
     loader = loader_of(reduced_model("llama-2"), device, "auto")
     plan = loader.plan(MEMORY - least(loader))
-    assert (plan.count(Place.STREAMED), plan.slots) == (4, 1)
+    assert (plan.count(BlockPlace.STREAMED), plan.slots) == (4, 1)
     needed = MEMORY + 1
     message = r"m needs at least 1\.01 GiB of device memory, and 1\.00 GiB of the budget of 1\.00 GiB is free: .* KV"
     with pytest.raises(OutOfMemory, match=message) as told:
@@ -249,8 +249,8 @@ def test_blocks_that_do_not_fit_stream_and_a_budget_below_one_slot_is_refused(de
 
 def test_a_plan_may_be_made_for_another_budget(device: CpuDevice) -> None:
     loader = loader_of(reduced_model("llama-2"), device, "auto")
-    assert loader.plan(0).count(Place.PLAIN) == 4
-    assert loader.plan(100, free=least(loader) + 100).count(Place.STREAMED) == 4
+    assert loader.plan(0).count(BlockPlace.PLAIN) == 4
+    assert loader.plan(100, free=least(loader) + 100).count(BlockPlace.STREAMED) == 4
     with pytest.raises(OutOfMemory) as told:
         loader.plan(100, free=least(loader))
     assert told.value.data["needed"] == least(loader) + 100

@@ -14,13 +14,13 @@ from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing.loader import Weights
 from djinnd.model.placing.weight_placement import WeightPlacement
-from djinnd.weights.plan import Place
+from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.placed import assert_as_in_the_checkpoint, plan_of, tensors_of
 
-P, K, S = Place.PLAIN, Place.PACKED, Place.STREAMED
+P, K, S = BlockPlace.PLAIN, BlockPlace.PACKED, BlockPlace.STREAMED
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def weights(device: CpuDevice, folder: Path) -> Iterator[Weights]:
     weights.release(device)
 
 
-WAYS: list[list[tuple[Place, ...]]] = [
+WAYS: list[list[tuple[BlockPlace, ...]]] = [
     [(K, K, K, K), (P, P, P, P)],
     [(S, S, S, S), (P, P, P, P), (S, S, S, S)],
     [(P, S, P, S), (S, P, S, P)],
@@ -56,7 +56,7 @@ WAYS: list[list[tuple[Place, ...]]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join("".join(p.value[1] for p in places) for places in way))
 def test_modules_see_the_checkpoint_in_every_place(
-    weights: Weights, device: CpuDevice, folder: Path, way: list[tuple[Place, ...]]
+    weights: Weights, device: CpuDevice, folder: Path, way: list[tuple[BlockPlace, ...]]
 ) -> None:
     for places in way:
         plan = plan_of(weights, places)
