@@ -12,21 +12,9 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
+from djinnd.device import tuning
 from djinnd.device.budget import MemoryBudget, gib
 from djinnd.device.device import CopyLane, Device, Rates, StreamMark
-from djinnd.device.tuning import (
-    BUSY_S,
-    CONTEXT_BYTES,
-    CUDA_RATE_BYTES,
-    CUDA_RATE_RUNS,
-    CUDA_RATE_SIDE,
-    CUDA_SHARE,
-    LET_IN_S,
-    POPULATE_THREADS,
-    POPULATED_AT_ONCE,
-    POPULATED_BYTES,
-    SLACK_BYTES,
-)
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
@@ -107,10 +95,10 @@ class CudaDevice(Device):
                 needed=memory,
                 free=free,
             )
-        self.budget = MemoryBudget(memory or int(free * CUDA_SHARE))
+        self.budget = MemoryBudget(memory or int(free * tuning.CUDA_SHARE))
         torch.zeros(1, device=self.torch_device)  # creates the context
         context = free - torch.cuda.mem_get_info(index)[0]
-        self.reserved = max(context, 0) + CONTEXT_BYTES
+        self.reserved = max(context, 0) + tuning.CONTEXT_BYTES
         self.budget.reserve("the CUDA context and its libraries", self.reserved)
         self._limit_allocator(total)
         self.compute_stream = torch.cuda.Stream(index)
@@ -192,7 +180,7 @@ class CudaDevice(Device):
         self._limit_allocator(total)
 
     def _limit_allocator(self, total: int) -> None:
-        limit = self.budget.total - self.reserved + SLACK_BYTES
+        limit = self.budget.total - self.reserved + tuning.SLACK_BYTES
         torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0), self.torch_device)
 
     def begin_to_pin(self, pieces: Sequence[Tensor], *, read_only: bool = False) -> _Pinning:
@@ -202,14 +190,15 @@ class CudaDevice(Device):
             flags = _REGISTER_READ_ONLY if read_only else 0
             with torch.cuda.device(self.torch_device):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), flags))
-            if self.idle_s < BUSY_S:
-                time.sleep(LET_IN_S)
+            if self.idle_s < tuning.BUSY_S:
+                time.sleep(tuning.LET_IN_S)
 
-        populate = ThreadPoolExecutor(POPULATE_THREADS, "djinn-populate")
+        populate = ThreadPoolExecutor(tuning.POPULATE_THREADS, "djinn-populate")
         registrar = ThreadPoolExecutor(1, "djinn-register")
         advice = _MADV_POPULATE_READ if read_only else _MADV_POPULATE_WRITE
         parts = [
-            [populate.submit(_populate, part, advice) for part in piece.split(POPULATED_BYTES)] for piece in pieces
+            [populate.submit(_populate, part, advice) for part in piece.split(tuning.POPULATED_BYTES)]
+            for piece in pieces
         ]
         pinning = _Pinning(self, pieces, [registrar.submit(register, *job) for job in zip(pieces, parts, strict=True)])
         populate.shutdown(wait=False)
@@ -244,28 +233,29 @@ class CudaDevice(Device):
 def _populate(piece: Tensor, advice: int) -> None:
     """Fills the page tables of mapped memory. Kernels before 5.14 refuse the advice; then the registration fills them,
     which only takes longer."""
-    for part in piece.split(POPULATED_AT_ONCE):
+    for part in piece.split(tuning.POPULATED_AT_ONCE):
         _libc.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), advice)
 
 
 @torch.inference_mode()
 def _measure(device: torch.device) -> Rates:
-    """Measures on the current stream; each rate is the best of CUDA_RATE_RUNS."""
-    host = torch.empty(CUDA_RATE_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(CUDA_RATE_BYTES, dtype=torch.uint8, device=device)
+    """Measures on the current stream; each rate is the best of tuning.CUDA_RATE_RUNS."""
+    host = torch.empty(tuning.CUDA_RATE_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(tuning.CUDA_RATE_BYTES, dtype=torch.uint8, device=device)
     other = torch.empty_like(there)
-    matrix = torch.randn(CUDA_RATE_SIDE, CUDA_RATE_SIDE, device=device, dtype=torch.bfloat16)
+    matrix = torch.randn(tuning.CUDA_RATE_SIDE, tuning.CUDA_RATE_SIDE, device=device, dtype=torch.bfloat16)
     return Rates(
-        bus=CUDA_RATE_BYTES / _least_seconds(lambda: there.copy_(host, non_blocking=True)),
-        memory=2 * CUDA_RATE_BYTES / _least_seconds(lambda: other.copy_(there)),
-        products=2 * CUDA_RATE_SIDE**3 / _least_seconds(lambda: matrix @ matrix),
+        bus=tuning.CUDA_RATE_BYTES / _least_seconds(lambda: there.copy_(host, non_blocking=True)),
+        memory=2 * tuning.CUDA_RATE_BYTES / _least_seconds(lambda: other.copy_(there)),
+        products=2 * tuning.CUDA_RATE_SIDE**3 / _least_seconds(lambda: matrix @ matrix),
     )
 
 
 def _least_seconds(work: Callable[[], object]) -> float:
-    """The shortest of CUDA_RATE_RUNS. The first runs see low clocks, and a disturbance only ever makes a run slower."""
+    """The shortest of tuning.CUDA_RATE_RUNS. The first runs see low clocks, and a disturbance only ever makes a run
+    slower."""
     times: list[float] = []
-    for _ in range(CUDA_RATE_RUNS):
+    for _ in range(tuning.CUDA_RATE_RUNS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         work()

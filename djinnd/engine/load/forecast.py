@@ -10,17 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from djinnd.device import Rates
-from djinnd.engine.tuning import (
-    BLOCK_S,
-    CALL_S,
-    FETCHING,
-    MULTIPLYING,
-    READING_MORE,
-    READING_ONE,
-    READING_PACKED,
-    READING_PACKED_ONE,
-    STEP_S,
-)
+from djinnd.engine import tuning
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.plan import BlockPlace, BlockSize, PlacementPlan
 
@@ -39,31 +29,33 @@ class Forecast:
     def step_s(self, sessions: int) -> float:
         """Seconds of a step that decodes one token for each session, in steady state."""
         kv = sessions * CONTEXT * self.token_bytes / self.rates.memory
-        fetching = self.plan.fetched_bytes(sessions) / (self.rates.bus * FETCHING)
-        return max(self.plan.passing_bytes / self.rates.bus, self._blocks_s(sessions) + kv + STEP_S) + fetching
+        fetching = self.plan.fetched_bytes(sessions) / (self.rates.bus * tuning.FETCHING)
+        return max(self.plan.passing_bytes / self.rates.bus, self._blocks_s(sessions) + kv + tuning.STEP_S) + fetching
 
     def first_token_s(self, tokens: int) -> float:
         """Seconds until a prompt's first token. The daemon was idle, so the ring holds the first blocks."""
         blocks = self._blocks_s(tokens)
         waiting = sum(self.plan.sizes[i].passing for i in self.plan.streamed[self.plan.slots :]) / self.rates.bus
-        fetching = self.plan.fetched_bytes(tokens) / (self.rates.bus * FETCHING)
+        fetching = self.plan.fetched_bytes(tokens) / (self.rates.bus * tuning.FETCHING)
         if not waiting:
-            return blocks + fetching + STEP_S + CALL_S
+            return blocks + fetching + tuning.STEP_S + tuning.CALL_S
         after_the_last = 1 - self.plan.streamed[-1] / len(self.plan.places)
-        return max(waiting + after_the_last * blocks, blocks) + fetching + STEP_S + CALL_S
+        return max(waiting + after_the_last * blocks, blocks) + fetching + tuning.STEP_S + tuning.CALL_S
 
     def _blocks_s(self, rows: int) -> float:
         sizes = [size.needed(rows) for size in self.plan.sizes]
         blocks = list(zip(sizes, self.plan.places, strict=True))
-        products = 2 * rows * self.parameters / (self.rates.products * MULTIPLYING)
+        products = 2 * rows * self.parameters / (self.rates.products * tuning.MULTIPLYING)
         reading = sum(self._reading_s(size, place, rows) for size, place in blocks)
         decoding = sum(self._decoding_s(size, place, rows) for size, place in blocks)
-        return max(reading, products) + decoding + len(blocks) * BLOCK_S
+        return max(reading, products) + decoding + len(blocks) * tuning.BLOCK_S
 
     def _reading_s(self, size: BlockSize, place: BlockPlace, rows: int) -> float:
         if place is BlockPlace.PACKED and rows <= PACKED_ROWS:
-            return size.least / (self.rates.memory * (READING_PACKED_ONE if rows == 1 else READING_PACKED))
-        return size.plain / (self.rates.memory * (READING_ONE if rows == 1 else READING_MORE))
+            return size.least / (
+                self.rates.memory * (tuning.READING_PACKED_ONE if rows == 1 else tuning.READING_PACKED)
+            )
+        return size.plain / (self.rates.memory * (tuning.READING_ONE if rows == 1 else tuning.READING_MORE))
 
     def _decoding_s(self, size: BlockSize, place: BlockPlace, rows: int) -> float:
         if place is BlockPlace.PLAIN or size.packed is None or (place is BlockPlace.PACKED and rows <= PACKED_ROWS):
