@@ -40,7 +40,7 @@ class LateDevice(CpuDevice):
         super().__init__(MEMORY)
         self._rates = Rates(bus=1e15, memory=1e15, products=1e12)
         self.ordered = 0  # copies of second halves that the compute stream has waited for
-        self.copied = Counter[str]()  # by name
+        self.copies = Counter[str]()  # by name
         self._last: LateCopy | None = None
 
     def copy(
@@ -51,7 +51,7 @@ class LateDevice(CpuDevice):
         name: str = "copy",
         lane: CopyLane = CopyLane.WEIGHTS,
     ) -> _CopyEvent:
-        self.copied[name] += 1
+        self.copies[name] += 1
         if name == "promote second half":
             self._last = LateCopy(self, target, source, self._last)
             return self._last

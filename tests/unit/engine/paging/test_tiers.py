@@ -136,7 +136,7 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_have_arrived(monkeypat
         tokens, reply = engine.outcome(engine.run("s", [5], NEW))
         assert isinstance(reply, messages.Finished)
         assert begun[:4] == [(0, 0), (1, 0), (2, 1), (3, 1)]
-        assert (device.copied["promote first half"], device.copied["promote second half"]) == (3, 3)
+        assert (device.copies["promote first half"], device.copies["promote second half"]) == (3, 3)
         assert tokens == reference.greedy(FOLDER, [*PROMPT, *told, 5], NEW)
 
 
