@@ -52,7 +52,7 @@ class Device(CpuDevice):
 
     def __init__(self) -> None:
         super().__init__(MEMORY)
-        self.copied: list[str] = []
+        self.copies: list[str] = []
         self.fails = ""
         self.holds = False  # queued copies do not run
         self._held: list[HeldCopy] = []
@@ -66,7 +66,7 @@ class Device(CpuDevice):
         lane: CopyLane = CopyLane.WEIGHTS,
     ) -> _CopyEvent:
         if name != "copy":
-            self.copied.append(name)
+            self.copies.append(name)
         if self.fails and name.startswith(self.fails):
             event = _CopyEvent()
             event.finish(RuntimeError("the bus is on fire"))
@@ -194,10 +194,10 @@ def test_copies_begin_when_told_to_and_run_after_the_work_of_that_turn(floor: Fl
     floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
     floor.transfers.begin_copies()
     floor.transfers.turn()
-    assert floor.device.copied == []
+    assert floor.device.copies == []
     floor.transfers.begin_copies()
     floor.transfers.begin_copies()
-    assert floor.device.copied == ["demote 7"]
+    assert floor.device.copies == ["demote 7"]
 
 
 def test_a_move_asked_for_after_a_turn_waits_for_the_next_turn(floor: Floor) -> None:
@@ -208,12 +208,12 @@ def test_a_move_asked_for_after_a_turn_waits_for_the_next_turn(floor: Floor) -> 
     floor.transfers.turn()
     floor.paging.save("b", floor.kv.keys_of("b", root(TENANT), OTHERS, 26), 26)
     floor.transfers.begin_copies()
-    assert floor.device.copied == ["demote 7"] and floor.paging.moves.waiting == 7
+    assert floor.device.copies == ["demote 7"] and floor.paging.moves.waiting == 7
     floor.transfers.begin_copies()
-    assert floor.device.copied == ["demote 7"]
+    assert floor.device.copies == ["demote 7"]
     floor.transfers.turn()
     floor.transfers.begin_copies()
-    assert floor.device.copied == ["demote 7", "demote 7"] and not floor.paging.moves.waiting
+    assert floor.device.copies == ["demote 7", "demote 7"] and not floor.paging.moves.waiting
 
 
 def test_moves_that_end_during_a_step_are_reported_and_no_new_ones_begin(floor: Floor) -> None:
@@ -227,9 +227,9 @@ def test_moves_that_end_during_a_step_are_reported_and_no_new_ones_begin(floor: 
         event.finish()
     assert floor.transfers.end() == [leaving]
     floor.transfers.begin_copies()
-    assert floor.device.copied == ["demote 7"], "the rest is found in the next turn"
+    assert floor.device.copies == ["demote 7"], "the rest is found in the next turn"
     assert floor.turn() == []
-    assert floor.device.copied == ["demote 7", "demote 7"] and following.missing == 7
+    assert floor.device.copies == ["demote 7", "demote 7"] and following.missing == 7
     for event in floor.device._held:
         event.finish()
 
@@ -242,16 +242,16 @@ def test_a_dropped_transfer_is_not_copied(floor: Floor, monkeypatch: pytest.Monk
     floor.leave("a", TOKENS)
     held = floor.session("b", OTHERS)
     floor.leave("b", OTHERS)
-    floor.device.copied.clear()
+    floor.device.copies.clear()
     transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
     floor.transfers.turn()
     floor.transfers.begin_copies(1.0)
-    assert floor.device.copied == ["promote 1"]
+    assert floor.device.copies == ["promote 1"]
     floor.paging.moves.drop(transfer)
     floor.kv.drop("back")
     coming = floor.paging.load("other", TENANT, floor.find(OTHERS))
     assert coming in floor.settle() and transfer.failed
-    assert floor.device.copied == ["promote 1"] * 8
+    assert floor.device.copies == ["promote 1"] * 8
     assert torch.equal(floor.pool[floor.kv.pages_of("other")], held)
 
 
@@ -269,9 +269,9 @@ def test_copies_that_no_call_waits_for_are_held_to_a_rate(floor: Floor, monkeypa
 
     def begun() -> int:
         floor.transfers.turn()
-        before = len(floor.device.copied)
+        before = len(floor.device.copies)
         floor.transfers.begin_copies(slow)
-        return len(floor.device.copied) - before
+        return len(floor.device.copies) - before
 
     assert [begun() for _ in range(3)] == [1, 0, 0]
     clock[0] = 0.1
@@ -279,7 +279,7 @@ def test_copies_that_no_call_waits_for_are_held_to_a_rate(floor: Floor, monkeypa
     floor.paging.moves.hurry(leaving["b"])
     floor.device.holds = True
     assert begun() == 1
-    assert floor.device.copied == ["demote 1", "demote 1", "demote 7"], "all of b's"
+    assert floor.device.copies == ["demote 1", "demote 1", "demote 7"], "all of b's"
     held, floor.device.holds = floor.device._held, False
     for event in held:
         event.finish()
@@ -293,7 +293,7 @@ def test_neighbouring_pages_are_one_copy(floor: Floor) -> None:
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     floor.come_back(TOKENS)
-    assert floor.device.copied == ["demote 7", "promote 7"]
+    assert floor.device.copies == ["demote 7", "promote 7"]
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -304,11 +304,11 @@ def test_neighbouring_pages_are_one_copy_after_many_evictions(floor: Floor, roun
         floor.session("a", tokens)
         floor.leave("a", tokens)
         floor.paging.mark_unneeded(floor.keys(tokens))
-    floor.device.copied.clear()
+    floor.device.copies.clear()
     held = floor.session("a", tokens := list(range(1000, 1032)))
     floor.leave("a", tokens)
     assert torch.equal(floor.come_back(tokens)[1], held)
-    assert floor.device.copied == ["demote 8", "promote 8"]
+    assert floor.device.copies == ["demote 8", "promote 8"]
 
 
 def test_pages_that_are_apart_at_one_end_are_separate_copies(floor: Floor) -> None:
@@ -318,7 +318,7 @@ def test_pages_that_are_apart_at_one_end_are_separate_copies(floor: Floor) -> No
     floor.kv.drop("x")
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
-    assert sorted(floor.device.copied) == ["demote 2", "demote 5"]
+    assert sorted(floor.device.copies) == ["demote 2", "demote 5"]
 
 
 @pytest.mark.parametrize(("module", "name"), [(host_pages, "PINNED_PIECE"), (page_copies, "COPY_BYTES")])
@@ -330,7 +330,7 @@ def test_a_copy_is_no_larger_than_a_piece(
     floor = Floor(memory, tmp_path)
     held = floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
-    assert sorted(floor.device.copied) == ["demote 1", "demote 3", "demote 3"]
+    assert sorted(floor.device.copies) == ["demote 1", "demote 3", "demote 3"]
     assert torch.equal(floor.come_back(TOKENS)[1], held)
     floor.close()
 
@@ -343,7 +343,7 @@ def test_the_first_piece_does_not_wait_for_the_others_bookkeeping(
     monkeypatch.setattr(page_copies, "COPY_BYTES", 3 * BYTES)
     done, begin = list[str](), floor.transfers._begin
     monkeypatch.setattr(floor.transfers, "_begin", lambda move: (done.append("book"), begin(move)))
-    floor.device.copied = done
+    floor.device.copies = done
     floor.come_back(TOKENS)
     assert done == ["book"] * 3 + ["promote 3"] + ["book"] * 4 + ["promote 3", "promote 1"]
 
@@ -433,11 +433,11 @@ def awaited(floor: Floor, tokens: list[int] = TOKENS) -> Transfer:
 def test_the_last_pages_that_a_call_waits_for_come_in_halves(halving: Floor) -> None:
     held = halving.session("a", TOKENS)
     halving.leave("a", TOKENS)
-    halving.device.copied.clear()
+    halving.device.copies.clear()
     transfer = awaited(halving)
     halving.pool[halving.kv.pages_of("back")] = 0
     assert transfer in halving.settle() and not transfer.failed
-    assert halving.device.copied == ["promote 4", *HALVES]
+    assert halving.device.copies == ["promote 4", *HALVES]
     assert torch.equal(halving.pool[halving.kv.pages_of("back")], held)
 
 
@@ -467,9 +467,9 @@ def test_a_step_follows_the_first_halves(halving: Floor) -> None:
 def test_a_session_of_few_pages_comes_in_halves_only(halving: Floor) -> None:
     held = halving.session("a", TOKENS[:12])
     halving.leave("a", TOKENS[:12])
-    halving.device.copied.clear()
+    halving.device.copies.clear()
     transfer = awaited(halving, TOKENS[:12])
-    assert transfer in halving.settle() and halving.device.copied == HALVES
+    assert transfer in halving.settle() and halving.device.copies == HALVES
     assert torch.equal(halving.pool[halving.kv.pages_of("back")], held)
 
 
@@ -479,7 +479,7 @@ def test_pages_come_whole_where_halves_would_gain_nothing(
 ) -> None:
     halving.session("a", TOKENS)
     halving.leave("a", TOKENS)
-    halving.device.copied.clear()
+    halving.device.copies.clear()
     if why == "nobody waits":
         halving.paging.load("back", TENANT, halving.find(TOKENS))
     else:
@@ -490,7 +490,7 @@ def test_pages_come_whole_where_halves_would_gain_nothing(
     halving.transfers.turn()
     halving.transfers.begin_copies(1e12 if why == "others decode" else math.inf)
     halving.settle()
-    whole = [name.removeprefix("promote ") for name in halving.device.copied]
+    whole = [name.removeprefix("promote ") for name in halving.device.copies]
     assert sum(map(int, whole)) == 7
 
 
@@ -499,14 +499,14 @@ def test_of_two_arriving_sessions_only_the_last_pages_come_in_halves(halving: Fl
     for name, tokens in (("a", TOKENS), ("b", OTHERS)):
         held[name] = halving.session(name, tokens)
         halving.leave(name, tokens)
-    halving.device.copied.clear()
+    halving.device.copies.clear()
     coming = {}
     for name, tokens in (("a", TOKENS), ("b", OTHERS)):
         found = halving.paging.find(name, root(TENANT), tokens, 0, len(tokens), (len(tokens),))
         coming[name] = halving.paging.load(name, TENANT, found)
         halving.paging.moves.hurry(coming[name])
     assert {*halving.settle()} == {*coming.values()}
-    assert halving.device.copied[-6:] == HALVES
+    assert halving.device.copies[-6:] == HALVES
     for name, pages in held.items():
         assert torch.equal(halving.pool[halving.kv.pages_of(name)], pages)
 
