@@ -201,7 +201,7 @@ def test_not_while_a_call_runs(daemon: ScriptedDaemon) -> None:
         ("IO_WAIT", 10**400, "Signal"),
         ("IO_WAIT", "long", "expected_s is 'long'; it must be a number"),
         ("COMPUTE", 1, "COMPUTE takes no expected_s"),
-        ("io_wait", 0, "'io_wait' is no signal: IO_WAIT, COMPUTE, PREFILL, DECODE are"),
+        ("IOWAIT", 0, "'IOWAIT' is no signal: IO_WAIT, COMPUTE, PREFILL, DECODE are"),
         (None, 0, "kind is None; it must be a text"),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_lost_connection_is_made_anew_first(daemon: ScriptedDaemon) -> None:
 def test_a_session_that_is_closed_here_has_nothing_to_say(daemon: ScriptedDaemon) -> None:
     with djinn.Session("djinn-tiny", address=daemon.play(expecting())) as s:
         s.close()
-        for call in (lambda: s.signal("COMPUTE"), s.pause, s.resume, lambda: s.set_priority("batch"), s.why):
+        for call in (lambda: s.signal("COMPUTE"), s.pause, s.unpause, lambda: s.set_priority("batch"), s.why):
             with pytest.raises(InvalidRequest, match="was closed here"):
                 call()
 
