@@ -134,7 +134,7 @@ class SessionSteps:
         self._expect_idle()
         with self._turn:
             self._expect_no_stream()
-            self._expect_held()
+            self.expect_held()
             fork = SessionSteps(self._address, self._token)
             yield from fork._enter(build(ForkSession, session=self.info.id, priority=priority))
             fork.messages = list(self.messages)
@@ -358,7 +358,7 @@ class SessionSteps:
 
     def _connected(self) -> Steps[Connection]:
         """The session's connection, made anew if need be. The caller holds the turn."""
-        self._expect_held()
+        self.expect_held()
         if self._connection is None or self._connection.closed:
             yield from self._begin(build(AttachSession, session=self.info.id))
         assert self._connection is not None
@@ -366,7 +366,7 @@ class SessionSteps:
 
     def _beside(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
         """A call over a connection of its own, since a call may be running on the session's connection."""
-        self._expect_held()
+        self.expect_held()
         connection = yield from connect(self._address, self._token)
         try:
             return (yield from connection.call(request, expected))
@@ -406,7 +406,7 @@ class SessionSteps:
         if self._stream is not None and (stream := self._stream()) is not None:
             stream.close()
 
-    def _expect_held(self) -> None:
+    def expect_held(self) -> None:
         """Raises SessionStateError if the session was closed or detached."""
         if self._ended:
             raise SessionStateError(f"this session was {self._ended} here: open a new one, or attach() to its id")

@@ -95,6 +95,7 @@ def run_on(
 
 def resume(session: SessionSteps, replacement: Any, options: GenerateOptions) -> Steps[Hit | Generated]:
     """Raises SessionStateError where the session is at no hit."""
+    session.expect_held()
     start = cast("dict[str, Any]", options).pop("from_", None)
     if start is not None:
         warn_of("resume(from_=hit)", "resume_from(hit)")

@@ -226,6 +226,10 @@ def test_wrong_tools_are_not_sent(daemon: ScriptedDaemon, kind: str, tool: str, 
         s.signal(kind, tool=tool)  # type: ignore[arg-type]
 
 
+def test_signals_in_lower_case_are_the_same() -> None:
+    assert signal_message("s-1", "io_wait", 2.0) == signal_message("s-1", "IO_WAIT", 2.0)
+
+
 def test_a_day_can_be_expected() -> None:
     assert signal_message("s-1", "IO_WAIT", 86400).expected_s == 86400
 
