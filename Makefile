@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo test test-long test-foreign fuzz cubins lint types layers docs check clean
+.PHONY: help demo test test-long test-foreign fuzz cubins lint types layers docs man check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"
 	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"
 	@echo "make docs     build the site of the documentation into build/docs; a broken link is an error"
+	@echo "make man      write the man pages of djinnctl and djinnd into build/man"
 	@echo "make check    lint, types, layers and make test"
 	@echo "make clean    remove .venv and caches"
 
@@ -70,6 +71,10 @@ layers: $(VENV)/dev.stamp
 docs: $(VENV)/docs.stamp
 	@echo "==> the site of the documentation, in build/docs"
 	@$(VENV)/bin/mkdocs build --strict --quiet
+
+man: $(VENV)/demo.stamp
+	@$(RUN) -m tools.man_pages build/man
+	@echo "==> the man pages, in build/man"
 
 check: lint types layers docs test
 

@@ -262,9 +262,9 @@ class DaemonCalls:
     def plan(
         self, model: str, *, memory_bytes: int = 0, kv_bytes: int = 0, **placing: Unpack[PlacingOptions]
     ) -> Steps[ModelPlan]:
-        """The memory that loading the model would take, and how fast it would run, in a budget of `memory_bytes` of
-        device memory (0: the daemon's). Loads nothing, and frees nothing. `placing`: see PlacingOptions. Raises
-        OutOfMemory with the figure if nothing fits."""
+        """The memory that loading the model would take now, beside the models that are loaded, and how fast it would
+        run. With `memory_bytes`, in so much device memory without other models. Loads nothing, and frees nothing.
+        `placing`: see PlacingOptions. Raises OutOfMemory with the figure if nothing fits."""
         fields = placing_fields(placing)
         request = build(
             PlanModel, model=folders.model_name(model), memory_bytes=memory_bytes, kv_bytes=kv_bytes, placing=fields

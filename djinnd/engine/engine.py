@@ -109,8 +109,8 @@ class Engine:
         self._stopping = False
         handlers: dict[type, Callable[[Any], None]] = {
             messages.Load: self._models.load,
-            messages.Plan: self._loads.submit,
-            messages.DescribeDevice: self._loads.submit,
+            messages.Plan: self._models.describe,
+            messages.DescribeDevice: self._models.describe,
             messages.DescribeImage: self._loads.submit,
             messages.SetBudget: self._models.set_budget,
             messages.Trace: self._tracer.start,

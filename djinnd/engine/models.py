@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import msgspec
 import torch
 
 from djinn_client.errors import DjinnError, InvalidRequest, OutOfMemory
@@ -72,6 +73,12 @@ class EngineModels:
     def load(self, message: messages.Load) -> None:
         self.spare_idle()  # the model may need all memory
         self._loads.submit(message)
+
+    def describe(self, message: messages.Plan | messages.DescribeDevice) -> None:
+        """Plans a load, or describes the device for a plan, as if the model's own memory were free."""
+        runner = self._runners.get(message.model)
+        held = 0 if runner is None else runner.nbytes
+        self._loads.submit(msgspec.structs.replace(message, held_bytes=held))
 
     def turn(self) -> None:
         """Advances all loads, and drops parked rows that no session needs."""

@@ -18,6 +18,7 @@ class DeviceFigures(msgspec.Struct, frozen=True):
 
     kind: str  # torch.device.type: cpu or cuda
     budget_bytes: int
+    free_bytes: int  # of the budget, with those that the inspected model has itself
     reserved_bytes: int
     bus: float  # as in Rates
     memory: float
@@ -29,6 +30,7 @@ class DescribeDevice(EngineCall, tag="describe_device"):
     """Asks an engine for the figures of its device, for an inspection of `model`. Answered by DeviceDescribed."""
 
     model: str
+    held_bytes: int = 0  # as in Plan
 
 
 class DeviceDescribed(CallAnswer, tag="device_described"):

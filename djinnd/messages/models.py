@@ -38,8 +38,8 @@ class Unload(EngineCall, tag="unload"):
 
 
 class Plan(EngineCall, tag="plan"):
-    """Asks for the placement that a Load with these fields would get in a budget of `memory_bytes`. Answered by Planned
-    or Failed."""
+    """Asks for the placement that a Load with these fields would get: in a budget of `memory_bytes` without other
+    models, or now, beside those that are loaded. Answered by Planned or Failed."""
 
     model: str
     path: str
@@ -47,7 +47,8 @@ class Plan(EngineCall, tag="plan"):
     kv_bytes: int = 0  # 0: the engine decides
     max_context: int = 0  # 0: the model's own
     placing: Placing = Placing()
-    memory_bytes: int = 0  # 0: the engine's budget
+    memory_bytes: int = 0  # 0: now, in the engine's budget
+    held_bytes: int = 0  # of device memory that the model has itself and gives back first; the engine sets it
     shared: Dtype | None = None  # as in Load
     files: list[str] = []  # as in Load
     fds: list[int] = []  # as in Load

@@ -10,7 +10,7 @@ import click
 
 from djinn_client import ConnectionLost, DjinnError, __version__
 from djinnctl.command import EXIT_CODES, FAILED, UNREACHABLE, everywhere
-from djinnctl.commands import daemon, memory, models, prefixes, run, sessions, tokens
+from djinnctl.commands import completion, daemon, memory, models, prefixes, run, sessions, tokens
 
 
 class Commands(click.Group):
@@ -52,5 +52,6 @@ for command in (
     *(sessions.ps, sessions.close, sessions.pause, sessions.resume, sessions.nice, sessions.why, sessions.fork),
     prefixes.prefix,
     tokens.token,
+    completion.completion,
 ):
     main.add_command(command)

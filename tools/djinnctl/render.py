@@ -253,6 +253,7 @@ def _plan_memory(plan: ModelPlan) -> Renderable:
         ("KV pages", plan.kv_bytes, ""),
         ("workspace", plan.workspace_bytes, ""),
         ("device", plan.reserved_bytes, "its context and libraries"),
+        ("other models", plan.others_bytes, "loaded now"),
     )
     table = new_table("MEMORY", "BYTES>", "")
     for name, nbytes, what in parts:

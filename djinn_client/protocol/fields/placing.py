@@ -69,6 +69,7 @@ class ModelPlan(msgspec.Struct, kw_only=True):
     kv_bytes: int
     workspace_bytes: int
     reserved_bytes: int  # for the device's context and libraries
+    others_bytes: int = 0  # of other models that are loaded now; 0 in a plan for a number of bytes
     host_bytes: int  # of shared memory
     slots: int
     bus_bytes_per_s: float  # measured, host to device

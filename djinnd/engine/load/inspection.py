@@ -44,6 +44,7 @@ class DescribedDevice:
     def __init__(self, figures: DeviceFigures) -> None:
         self.torch_device = torch.device(figures.kind)
         self.budget = MemoryBudget(figures.budget_bytes)
+        self.budget.reserve("what is loaded", figures.budget_bytes - figures.free_bytes)
         self.reserved = figures.reserved_bytes
         self._rates = Rates(figures.bus, figures.memory, figures.products)
 

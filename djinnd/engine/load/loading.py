@@ -190,7 +190,7 @@ class LoadQueue:
             if isinstance(job, WantPages):
                 self._pages.put(PagesResult(job.request, job.model, self._bring_pages(job), "", *_file(job)))
             elif isinstance(job, DescribeDevice):
-                self._channel.send(DeviceDescribed(job.request, self._figures()))
+                self._channel.send(DeviceDescribed(job.request, self._figures(job.held_bytes)))
             else:
                 assert files is not None
                 self._run_with_files(files, job)
@@ -212,11 +212,12 @@ class LoadQueue:
         else:
             self._channel.refuse(job.request, told)
 
-    def _figures(self) -> DeviceFigures:
+    def _figures(self, held_bytes: int) -> DeviceFigures:
         device, rates = self._device, self._device.rates()
         return DeviceFigures(
             device.torch_device.type,
             device.budget.total,
+            device.budget.free + held_bytes,
             device.reserved,
             rates.bus,
             rates.memory,

@@ -33,11 +33,12 @@ def reserved_bytes(
 def describe(
     asked: messages.Plan, loader: ModelLoader, shape: ModelShape, device: Device, max_batch_tokens: int
 ) -> ModelPlan:
-    """Raises OutOfMemory with the figures. Assumes that nothing is loaded, so only the device's own reservation is
-    taken."""
+    """Raises OutOfMemory with the figures. A plan for a number of bytes assumes that nothing is loaded, so only the
+    device's own reservation is taken."""
     budget = asked.memory_bytes or device.budget.total
     workspace = workspace_bytes(shape, max_batch_tokens)
-    free = budget - device.reserved
+    others = 0 if asked.memory_bytes else max(device.budget.used - asked.held_bytes - device.reserved, 0)
+    free = budget - device.reserved - others
     reserved = reserved_bytes(loader, shape, asked.kv_bytes, max_batch_tokens, budget, free)
     plan = loader.plan(reserved, free, budget, pages_share(asked.kv_bytes))
     left = free - workspace - loader.rest_bytes - plan.nbytes
@@ -67,6 +68,7 @@ def describe(
         kv_bytes=kv.num_pages * kv.page_bytes,
         workspace_bytes=workspace,
         reserved_bytes=device.reserved,
+        others_bytes=others,
         host_bytes=loader.store.nbytes,
         slots=plan.slots,
         bus_bytes_per_s=rates.bus,

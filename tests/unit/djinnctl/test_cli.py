@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
@@ -909,3 +910,20 @@ def test_public_prefixes(address: str) -> None:
 def test_json_has_no_infinities() -> None:
     value = {"a": [1.5, math.inf, -math.inf, math.nan], "b": {"c": 2}}
     assert json.loads(json.dumps(plain(value), allow_nan=False)) == {"a": [1.5, None, None, None], "b": {"c": 2}}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_for_the_shell(shell: str) -> None:
+    result = run("completion", shell)
+    assert result.exit_code == 0
+    assert f"_DJINNCTL_COMPLETE={shell}_complete" in result.stdout
+
+
+def test_models_and_sessions_are_completed(address: str) -> None:
+    completing = ShellComplete(main, {}, "djinnctl", "_DJINNCTL_COMPLETE")
+    told = ["--address", address]
+    assert [each.value for each in completing.get_completions([*told, "load"], "djinn-t")] == ["djinn-tiny"]
+    assert [each.value for each in completing.get_completions([*told, "why"], "s-1")] == ["s-1"]
+    assert [each.value for each in completing.get_completions([*told, "pause"], "")] == ["s-1", "s-2"]
+    assert [each.type for each in completing.get_completions([*told, "load"], "/srv/mod")] == ["dir"]
+    assert completing.get_completions(["--address", "/nowhere/s", "why"], "") == []

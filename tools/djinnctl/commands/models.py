@@ -10,6 +10,7 @@ import click
 from djinn_client import Client
 from djinn_client.files.pulled import models_folder
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.commands.completion import complete_model
 from djinnctl.options import kv_option, placing_options, read_seconds, read_some_size, tier_options, watch_option
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @kv_option
 @tier_options
 @placing_options
@@ -104,12 +105,12 @@ def load(
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @click.option(
     "--memory",
     callback=read_some_size,
     metavar="SIZE",
-    help="Device memory to plan for. Default: the budget.",
+    help="Plan for so much device memory without other models. Default: now, beside what is loaded.",
 )
 @kv_option
 @placing_options
@@ -117,7 +118,7 @@ def load(
 def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
     """Show what memory MODEL would take, and how fast it would run.
 
-    It shows where the blocks would go, and loads nothing.
+    It shows where the blocks would go if MODEL were loaded now, and loads nothing.
     """
     from djinnctl import render
 
@@ -126,7 +127,7 @@ def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **p
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @click.option("--force", is_flag=True, help="Close the sessions that use it.")
 @pass_settings
 def unload(settings: Settings, model: str, force: bool) -> None:

@@ -6,6 +6,7 @@ import click
 
 from djinn_client import Client
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.commands.completion import complete_session
 from djinnctl.units import MOST
 
 
@@ -17,7 +18,7 @@ def prefix() -> None:
 
 @prefix.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("session")
+@click.argument("session", shell_complete=complete_session)
 @click.option("--tokens", type=click.IntRange(1, MOST), metavar="N", help="The first N tokens. Default: all it has.")
 @pass_settings
 def publish(settings: Settings, session: str, tokens: int | None) -> None:

@@ -12,6 +12,7 @@ import click
 
 from djinn_client.protocol import CLASSES
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.commands.completion import complete_model
 
 if TYPE_CHECKING:
     from djinn_client.protocol import Class
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("model")
+@click.argument("model", shell_complete=complete_model)
 @click.argument("prompt", nargs=-1)
 @click.option("--system", metavar="TEXT", default="", help="The system message.")
 @click.option(

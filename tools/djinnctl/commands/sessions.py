@@ -11,6 +11,7 @@ import click
 from djinn_client import Client, Session, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnctl.command import EXIT_CODES, FAILED, Settings, everywhere, pass_settings
+from djinnctl.commands.completion import complete_session
 from djinnctl.options import watch_option
 
 
@@ -30,7 +31,7 @@ def ps(settings: Settings, watch: float | None) -> None:
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("sessions", nargs=-1, required=True, metavar="SESSION...")
+@click.argument("sessions", nargs=-1, required=True, metavar="SESSION...", shell_complete=complete_session)
 @pass_settings
 def close(settings: Settings, sessions: tuple[str, ...]) -> None:
     """Close sessions by their ids. Exit 1 if one does not exist."""
@@ -50,7 +51,7 @@ def close(settings: Settings, sessions: tuple[str, ...]) -> None:
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("session")
+@click.argument("session", shell_complete=complete_session)
 @click.option("--to", "tier", type=click.Choice(["host", "disk"]), default="host", show_default=True, help="Where to.")
 @pass_settings
 def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> None:
@@ -65,7 +66,7 @@ def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> No
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("session")
+@click.argument("session", shell_complete=complete_session)
 @pass_settings
 def resume(settings: Settings, session: str) -> None:
     """Let SESSION go on from where `djinnctl pause` stopped it."""
@@ -76,7 +77,7 @@ def resume(settings: Settings, session: str) -> None:
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("session")
+@click.argument("session", shell_complete=complete_session)
 @click.argument("priority", type=click.Choice(CLASSES), metavar="CLASS")
 @pass_settings
 def nice(settings: Settings, session: str, priority: Class) -> None:
@@ -89,7 +90,7 @@ def nice(settings: Settings, session: str, priority: Class) -> None:
 @click.command(epilog=EXIT_CODES)
 @everywhere
 @watch_option
-@click.argument("session")
+@click.argument("session", shell_complete=complete_session)
 @pass_settings
 def why(settings: Settings, watch: float | None, session: str) -> None:
     """Show why SESSION runs or waits.
@@ -103,7 +104,7 @@ def why(settings: Settings, watch: float | None, session: str) -> None:
 
 @click.command(epilog=EXIT_CODES)
 @everywhere
-@click.argument("session")
+@click.argument("session", shell_complete=complete_session)
 @pass_settings
 def fork(settings: Settings, session: str) -> None:
     """Fork SESSION and print the id of the new session. SESSION must be yours and idle.

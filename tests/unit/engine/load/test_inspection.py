@@ -17,7 +17,7 @@ from djinnd.messages.inspections import Inspect, Passed
 from tests.support.checkpoints import altered
 from tests.unit.engine.load.test_planning import MEMORY, TOKENS, planned
 
-FIGURES = DeviceFigures("cpu", MEMORY, 0, bus=50e9, memory=4e12, products=5e14, max_batch_tokens=TOKENS)
+FIGURES = DeviceFigures("cpu", MEMORY, MEMORY, 0, bus=50e9, memory=4e12, products=5e14, max_batch_tokens=TOKENS)
 
 
 @pytest.fixture(scope="module")

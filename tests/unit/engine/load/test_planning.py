@@ -35,14 +35,15 @@ class Measured(CpuDevice):
         return Rates(bus=50e9, memory=4e12, products=5e14)
 
 
-def planned(folder: Path, memory: int = MEMORY, asked_memory: int = 0, **fields: Any) -> ModelPlan:
+def planned(folder: Path, memory: int = MEMORY, asked_memory: int = 0, used: int = 0, **fields: Any) -> ModelPlan:
     device = Measured(memory)
+    device.budget.reserve("what is loaded", used)
     asked = messages.Plan(1, "m", str(folder), memory_bytes=asked_memory, **fields)
     try:
         loader = loader_of(folder, device, asked.dtype, asked.placing)
         plan = describe(asked, loader, model_shape(loader), device, TOKENS)
     finally:
-        assert device.budget.used == 0
+        assert device.budget.used == used
         device.close()
     return plan
 
@@ -63,6 +64,20 @@ WISHES: dict[str, dict[str, Any]] = {
     "KV asked for": {"kv_bytes": 5 << 20},
     "a short context": {"max_context": 600},
 }
+
+
+@pytest.mark.parametrize("more", [0, 300_000, 1 << 25])
+def test_a_plan_for_now_equals_the_model_loaded_beside_another(folder: Path, more: int) -> None:
+    with EngineThread(CpuDevice(2 * least(folder) + (1 << 20) + more), max_batch_tokens=TOKENS) as engine:
+        engine.loaded(folder, "first", kv_bytes=1 << 18)
+        report = engine.report()
+        plan = planned(folder, report.budget_bytes, used=report.used_bytes)
+        alone = planned(folder, report.budget_bytes, used=report.used_bytes, held_bytes=report.used_bytes)
+        info = engine.loaded(folder, "second")
+    for name in ("blocks_plain", "blocks_packed", "blocks_streamed", "ring_bytes", "kv_bytes"):
+        assert getattr(plan, name) == getattr(info, name), name
+    assert plan.others_bytes == report.used_bytes
+    assert alone.others_bytes == 0 and alone.kv_bytes > plan.kv_bytes, "the model's own memory counts as free"
 
 
 @pytest.mark.parametrize("wish", WISHES)
