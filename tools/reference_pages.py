@@ -24,7 +24,7 @@ PAGES = {
     "errors": ROOT / "docs/reference/errors.md",
     "metrics": ROOT / "docs/reference/metrics.md",
 }
-TOOLS = ("djinnctl", "bench", "checkpoints", "demo", "results")
+TOOLS = ("djinnctl", "bench", "checkpoints", "demo", "results", "walk")
 PACKAGES = ("djinn_client", "djinnd", *(f"tools/{name}" for name in TOOLS))
 
 

@@ -20,6 +20,7 @@ from djinnd.server.handover.succession import Inherited
 
 DEVICE_REFUSED = 3  # exit status of an engine that would fail again in the same way
 STOPPING = 5.0  # seconds that an engine gets to end by itself
+_REFUSAL_S = 20.0  # seconds, at most, from a refused device to the exit status
 _TICK = 1.0  # seconds: the longest interval between two checks for silence
 
 
@@ -92,9 +93,9 @@ class EngineProcess:
 
     async def _death(self) -> EngineDeath:
         """Finds the reason of an engine's end. The exit status tells more than the closed stream, and comes a moment
-        later."""
+        later. An engine that has refused its device takes longer, as it unloads its libraries."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_TICK):
+            async with asyncio.timeout(_TICK if self.client.heard else _REFUSAL_S):
                 status = await asyncio.shield(self._exited)
                 if status < 0:
                     return EngineDeath(f"the engine was killed by {signal.Signals(-status).name}", is_final=False)
