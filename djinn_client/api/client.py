@@ -227,9 +227,7 @@ class Session(InsideModel):
         "io_wait": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
         leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
         this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
-        "compute": a call, in a moment.
-        "prefill", "decode": likewise; and from now on what counts for this session is how much is done in all, or, as
-        for every session at first, the time between its tokens.
+        "compute": a call, in a moment; "prefill" and "decode" mean the same.
 
         Raises InvalidRequest; SessionBusy while a call runs.
         """

@@ -59,6 +59,9 @@ class GenerateOptions(TypedDict, total=False):
     expected_tokens      so many are likely to come; 0 (the default): not known. Advice, as is the next:
     deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
                          Of one user's calls in one class, those that are likely to be late go first
+    between_tokens_s     most seconds between two tokens, as a target; 0: none, for throughput; None (the default): the
+                         target of the session's class
+    first_token_s        most seconds to the first token, likewise
     response_format      {"type": "json_object"}, or {"type": "json_schema", "schema": a JSON schema}: the output is
                          such a JSON text, and ends where that does
     regex                a regular expression that the whole output matches
@@ -88,6 +91,8 @@ class GenerateOptions(TypedDict, total=False):
     token_bytes: bool
     expected_tokens: int
     deadline_s: float
+    between_tokens_s: float | None
+    first_token_s: float | None
     response_format: Mapping[str, Any] | None
     regex: str | None
     grammar: str | None

@@ -263,15 +263,42 @@ class Http(Struct, frozen=True):
             raise ValueError("TLS needs both certificate and key")
 
 
+class InteractiveTargets(Struct, frozen=True):
+    """Latency targets of sessions of the class. A request may have others."""
+
+    between_tokens: Seconds = 0.04  # a step with sessions that generate takes at most so long; 0: no target
+    first_token: Seconds = 0.4  # from the call to its first token; 0: no target
+
+
+class AgentTargets(Struct, frozen=True):
+    between_tokens: Seconds = 0.08
+    first_token: Seconds = 0.4  # also after a tool
+
+
+class BatchTargets(Struct, frozen=True):
+    between_tokens: Seconds = 0
+    first_token: Seconds = 0
+
+
 class Scheduling(Struct, frozen=True):
     """Settings of the scheduler. See docs/design/scheduling.md."""
 
-    # The longest step allowed while other sessions decode, as a multiple of a decode step of one row.
-    slowdown: Annotated[float, Meta(ge=1)] = 1.25
-    between_tokens: Seconds = 0  # a step may take so long in any case
+    interactive: InteractiveTargets = InteractiveTargets()
+    agent: AgentTargets = AgentTargets()
+    batch: BatchTargets = BatchTargets()
     ageing: Seconds = 10  # a session without a row for so long is scheduled first, one such session at a time
     # Share of the bus for pages that no call waits for, while other sessions decode.
     paging: Annotated[float, Meta(gt=0, le=1)] = 0.25
+
+    @property
+    def targets(self) -> dict[Class, tuple[float, float]]:
+        """Seconds by class: between tokens, and to the first token; 0: none."""
+        classes: dict[Class, InteractiveTargets | AgentTargets | BatchTargets] = {
+            "interactive": self.interactive,
+            "agent": self.agent,
+            "batch": self.batch,
+        }
+        return {name: (each.between_tokens, each.first_token) for name, each in classes.items()}
 
 
 class Config(Struct, frozen=True):

@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from djinnd.config.places import default_socket, default_state_dir
-from djinnd.config.schema import Config
+from djinnd.config.schema import Config, Scheduling
 from djinnd.config.units import unit_of
 
 SYSTEM_FILE = Path("/etc/djinnd/djinnd.yaml")
@@ -179,6 +179,8 @@ def _type_of(key: Key) -> Any:
 
 def _suggestion(name: str, type_: Any) -> str:
     names = [f.name for f in _fields(type_)]
+    if type_ is Scheduling and name in ("slowdown", "between_tokens"):
+        return "; it is a target of each class now: scheduling.interactive.between_tokens, as 40ms"
     near = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]}?" if near else f"; the keys here are {', '.join(names)}"
 

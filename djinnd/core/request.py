@@ -68,11 +68,17 @@ class Request:
     resume_block: int | None = None
     expected_tokens: int = 0  # how many tokens are likely to be generated; 0: unknown
     deadline: float = math.inf  # when the last token is wanted, in seconds on the engine's clock
+    between_tokens: float | None = None  # target in seconds; inf: none; None: that of the session's class
+    first_token: float | None = None  # likewise
     state: RequestState = RequestState.QUEUED
     holders: set[str] = field(default_factory=set)  # reasons why it gets no row; it is HELD while there is one
     computed: int = 0  # prompt tokens that the model has run for it
     finish_reason: FinishReason | None = None
     stopped: Stop | None = None  # where it stopped, if finish_reason is "breakpoint"
+
+    @property
+    def has_target(self) -> bool:
+        return self.between_tokens is not None or self.first_token is not None
 
     def move(self, event: str) -> None:
         """Raises KeyError, which is a bug of ours, if the table has no such transition."""

@@ -35,7 +35,6 @@ class Session:
     called: bool = False  # it is about to get a request: its client has said so, or it was expected by now
     quiet_since: float | None = None  # when it was first seen idle since its last request or wake-up
     paused: bool = False  # it gets no row until it is resumed
-    bulk: bool = False  # its client wants throughput: the time between its tokens is not protected
     row_at: float = 0.0  # when it last had a row or began to wait for one
     passed_over: str = ""  # why it had no row when it was last considered: see why.py
     woken: bool = False  # its pages have left the device since its last row

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.tracing import Tracer
 from djinnd.engine.tuning import ALIVE_EVERY
 from djinnd.model.sampling.sampler import Sampled
-from djinnd.scheduler.policy import LEAST_CHUNK, Policy
+from djinnd.scheduler.policy import Policy, Target
 from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.tuning import STEP
 
 log = logging.getLogger("djinnd.engine")
 
@@ -249,7 +250,7 @@ class Engine:
         seconds, self._unwaited_s = self._unwaited_s, 0.0
         tells, self._hides_prefill = not self._hides_prefill, False
         tokens = self._unwaited.pop(batch.model)
-        if tells and tokens - len(batch.rows) >= LEAST_CHUNK and not self._unwaited:
+        if tells and tokens - len(batch.rows) >= STEP.least_chunk and not self._unwaited:
             self._tiers.note_prefill(batch.model, tokens, seconds)
         self._unwaited.clear()
         return seconds
@@ -342,10 +343,12 @@ class Engine:
     # --- the engine itself ------------------------------------------------------------------------------------------
 
     def _set_policy(self, message: messages.SetPolicy) -> None:
-        policy = Policy(message.slowdown, message.between_tokens, message.ageing, message.paging)
+        targets = {name: Target(*(seconds or math.inf for seconds in each)) for name, each in message.targets.items()}
+        policy = Policy(targets, message.ageing, message.paging)
         if policy != self._scheduler.policy:
             self._scheduler.set_policy(policy)
-            log.info("policy_set slowdown=%g between_tokens=%g ageing=%g paging=%g", *astuple(policy))
+            told = " ".join(f"{name}={between:g}/{first:g}" for name, (between, first) in targets.items())
+            log.info("policy_set %s ageing=%g paging=%g", told, policy.ageing, policy.paging)
 
     def _set_tenants(self, message: messages.SetTenants) -> None:
         for limits in message.tenants:

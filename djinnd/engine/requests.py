@@ -108,6 +108,8 @@ class Requests:
             resume_block=message.resume_block,
             expected_tokens=message.expected_tokens,
             deadline=message.deadline or math.inf,
+            between_tokens=_target(message.between_tokens),
+            first_token=_target(message.first_token),
         )
         assert not (message.logits and message.max_tokens), "a forward pass generates nothing"
         in_parts = message.stops or message.resume_block is not None
@@ -247,3 +249,7 @@ class Requests:
 
 def _cancelled(request: Request) -> DjinnError | None:
     return Cancelled("the request was cancelled") if request.finish_reason == "cancelled" else None
+
+
+def _target(seconds: float | None) -> float | None:
+    return math.inf if seconds == 0.0 else seconds

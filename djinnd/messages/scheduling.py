@@ -28,7 +28,6 @@ class Signal(ToEngine, tag="signal"):
     waits: bool
     expected_s: float = 0.0
     tool: str = ""  # the tool that it waits for
-    bulk: bool | None = None  # the time between its tokens does not matter; None: as it was
 
 
 class Pause(EngineCall, tag="pause"):
@@ -63,10 +62,10 @@ class SetTenants(ToEngine, tag="set_tenants"):
 
 
 class SetPolicy(ToEngine, tag="set_policy"):
-    """One-way: see config.Scheduling. `between_tokens` and `ageing` are seconds."""
+    """One-way: see config.Scheduling. `targets` are seconds by class: between tokens, and to the first token; 0: none.
+    `ageing` is in seconds."""
 
-    slowdown: float
-    between_tokens: float
+    targets: dict[Class, tuple[float, float]]
     ageing: float
     paging: float
 

@@ -22,13 +22,12 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.batch.batch_builder import BatchBuilder
-from djinnd.scheduler.policy import DEFAULT, SCARCE, Policy, eviction_order, has_gone_quiet
+from djinnd.scheduler.policy import DEFAULT, Policy, eviction_order, has_gone_quiet
 from djinnd.scheduler.residency.kv_residency import KvResidency
+from djinnd.scheduler.tuning import EVICTION
 from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation, explain
-
-WRITTEN_AT_ONCE = 16  # pages, in each call of `tend`
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +339,7 @@ class ModelQueue:
         self._make_spare_room(staying)
         for session in sorted(due, key=lambda session: session.wakes_at):
             self.wake(session)
-        self.residency.paging.write_out_oldest(WRITTEN_AT_ONCE)
+        self.residency.paging.write_out_oldest(EVICTION.written_at_once)
 
     def _go_quiet(self, session: Session, now: float) -> None:
         if session.called:
@@ -354,7 +353,7 @@ class ModelQueue:
 
     def _make_spare_room(self, waiting: list[Session]) -> None:
         """Evicts waiting sessions while pages are scarce, so that a session that comes back need not wait for room."""
-        missing = SCARCE * self.kv.pool.capacity - self.kv.pool.free
+        missing = EVICTION.scarce * self.kv.pool.capacity - self.kv.pool.free
         for session in eviction_order(waiting, (), []):
             if missing <= 0:
                 return

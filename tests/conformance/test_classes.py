@@ -79,7 +79,7 @@ async def test_a_session_that_is_closed_has_neither(api: Api, session: Opener) -
 async def test_hints_change_no_token(session: Opener, story: list[int]) -> None:
     async with session() as s:
         await s.signal("PREFILL")
-        hints = {"expected_tokens": 5, "deadline_s": 0.001}
+        hints = {"expected_tokens": 5, "deadline_s": 0.001, "between_tokens_s": 0.0, "first_token_s": 0.1}
         tokens = (await s.generate(PROMPT, max_tokens=COUNT // 2, ignore_eos=True, **hints)).token_ids
         await s.signal("DECODE")
         async with s.io_wait(tool="search"):
@@ -90,7 +90,7 @@ async def test_hints_change_no_token(session: Opener, story: list[int]) -> None:
 
 async def test_wrong_hints_are_told(session: Opener) -> None:
     async with session() as s:
-        for hints in ({"expected_tokens": -1}, {"deadline_s": -1.0}, {"deadline_s": float("nan")}, {"deadline_s": 1e6}):
+        for hints in ({"expected_tokens": -1}, {"deadline_s": -1.0}, {"deadline_s": 1e6}, {"first_token_s": 1e-6}):
             with pytest.raises(InvalidRequest, match=next(iter(hints))):
                 await s.generate(PROMPT, max_tokens=1, **hints)
         with pytest.raises(InvalidRequest, match="tool"):

@@ -168,7 +168,7 @@ def test_sighup_changes_the_quotas_of_the_next_call(start_daemon: DaemonStarter)
 
         assert yaml.safe_load(good)["quotas"]["guests"]["sessions"] == 1
         daemon.reload({"limits": {"queue": 7}, "scheduling": {"ageing": "3s"}})
-        wait_for(lambda: "policy_set slowdown=1.25 between_tokens=0 ageing=3" in daemon.log)
+        wait_for(lambda: "policy_set interactive=0.04/0.4 agent=0.08/0.4 batch=inf/inf ageing=3" in daemon.log)
         with other_s(daemon, priority="interactive"):
             pass
         with daemon.client() as client:

@@ -6,6 +6,7 @@ tests/support/virtual.py checks the invariants at each step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,9 +15,8 @@ from hypothesis import strategies as st
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.request import Request
-from djinnd.scheduler.policy import Policy
-from djinnd.scheduler.turns.run_queue import SEAT
-from djinnd.scheduler.turns.shares import LAG
+from djinnd.scheduler.policy import Policy, Target
+from djinnd.scheduler.tuning import FAIRNESS
 from tests.support.virtual import VirtualDevice, rising
 
 Curve = Callable[[int], float]
@@ -37,7 +37,7 @@ class Event:
     tenant: int
     prompt: int
     max_tokens: int
-    bulk: bool
+    between: float | None
     deadline: float
 
 
@@ -50,7 +50,7 @@ EVENTS = st.builds(
     tenant=st.integers(1, 4),
     prompt=st.sampled_from([1, 1, 7, 40, 200]),
     max_tokens=st.sampled_from([1, 10, 100, 1000]),
-    bulk=st.sampled_from([False, False, False, True]),
+    between=st.sampled_from([None, None, None, float("inf"), 0.02]),
     deadline=st.sampled_from([float("inf"), float("inf"), 0.1, 5.0]),
 )
 
@@ -71,7 +71,7 @@ def happen(device: VirtualDevice, event: Event, models: int, held: dict[Request,
     if event.kind == "open":
         name = f"s{step}-{len(sessions)}-{len(device.rows)}"
         model = MODELS[event.who % models]
-        session = device.open(
+        device.open(
             name,
             event.priority,
             event.tenant,
@@ -79,8 +79,8 @@ def happen(device: VirtualDevice, event: Event, models: int, held: dict[Request,
             event.max_tokens,
             model,
             deadline=device.now + event.deadline,
+            between_tokens=event.between,
         )
-        session.bulk = event.bulk
         return
     if not sessions:
         return
@@ -102,15 +102,20 @@ def happen(device: VirtualDevice, event: Event, models: int, held: dict[Request,
 SITES = st.fixed_dictionaries(
     {
         "seconds": st.sampled_from(CURVES),
-        "kv_s": st.sampled_from([0.0, 1e-5, 1e-4]),
         "pages": st.sampled_from([100, 1 << 12]),
         "max_tokens": st.sampled_from([4, 64, 512]),
         "max_rows": st.sampled_from([1, 3, 8]),
         "weights": WEIGHTS,
         "policy": st.builds(
             Policy,
-            slowdown=st.sampled_from([1.0, 1.4, 3.0]),
-            between_tokens=st.sampled_from([0.0, 0.05]),
+            targets=st.fixed_dictionaries(
+                {
+                    priority: st.builds(
+                        Target, st.sampled_from([0.005, 0.05, math.inf]), st.sampled_from([0.1, math.inf])
+                    )
+                    for priority in CLASSES
+                }
+            ),
             ageing=st.sampled_from([0.1, 1.0, 10.0]),
         ),
     }
@@ -146,7 +151,9 @@ class Shared:
         never = Policy(ageing=1e9)
         self.device = VirtualDevice(*MODELS[:models], weights=weights, max_rows=1, seconds=curve, policy=never)
         self.weights = weights
-        self.slack = max((SEAT + 2 * curve(self.device.scheduler.max_batch_tokens)) / w for w in weights.values())
+        self.slack = max(
+            (FAIRNESS.seat_s + 2 * curve(self.device.scheduler.max_batch_tokens)) / w for w in weights.values()
+        )
         self._before: dict[int, float] = {}
         self.mark()
 
@@ -217,7 +224,7 @@ def test_a_tenant_that_comes_late_has_saved_up_little_and_neither_starves(
     while device.now < until:
         device.run(0.2)
         ahead = shared.had(2) - shared.had(1)
-        assert -shared.slack <= ahead <= LAG / weights[0] + shared.slack
+        assert -shared.slack <= ahead <= FAIRNESS.lag_s / weights[0] + shared.slack
 
 
 def test_a_tenant_that_wants_little_gets_it_at_once_and_saves_up_nothing() -> None:
@@ -235,7 +242,7 @@ def test_a_tenant_that_wants_little_gets_it_at_once_and_saves_up_nothing() -> No
         device.open(f"many-{number}", tenant=2)
     for _ in range(20):
         device.run(0.5)
-        assert abs(shared.had(1) - shared.had(2)) <= LAG + shared.slack
+        assert abs(shared.had(1) - shared.had(2)) <= FAIRNESS.lag_s + shared.slack
 
 
 @given(data=st.data(), step_s=st.sampled_from([0.01, 0.5]))

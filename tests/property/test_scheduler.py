@@ -29,10 +29,9 @@ from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.core.stops import Stop
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.why import PAGES
-from tests.support.virtual import measured
+from tests.support.virtual import UNLIMITED, measured
 
 MODELS = ("m", "n")
 MAX_CONTEXT = 24
@@ -45,7 +44,6 @@ BLOCKS = st.integers(0, NUM_BLOCKS)
 STOPS = st.lists(st.tuples(BLOCKS, st.integers(0, 6)), max_size=3)
 WHO = st.tuples(st.sampled_from(MODELS), st.integers(0, 2), st.sampled_from(CLASSES))
 STEP_S = 0.001  # seconds of a step, whatever it brings; for model n, seconds for each token
-UNLIMITED = Policy(slowdown=1e6)  # no step is limited
 
 
 def seconds_of(model: str, tokens: int) -> float:

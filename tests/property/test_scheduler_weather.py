@@ -7,6 +7,7 @@ stages, and step times that are unknown.
 
 from __future__ import annotations
 
+import math
 from random import Random
 
 import pytest
@@ -21,7 +22,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Direction, Move, Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import Policy
+from djinnd.scheduler.policy import Policy, Target
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.virtual import measured, rising
 
@@ -79,7 +80,8 @@ class Day:
         """`crowded`: all sessions bring long prompts, of which the device holds two and the host fewer."""
         self.random = Random(seed)
         pick = self.random.choice
-        policy = Policy(pick([1.0, 1.25, 3.0, 1e6]), pick([0.0, 0.0, 0.05]), pick([0.1, 1.0, 10.0]))
+        targets = {name: Target(pick([0.001, 0.04, math.inf]), pick([0.01, 0.4, math.inf])) for name in CLASSES}
+        policy = Policy(targets, pick([0.1, 1.0, 10.0]))
         self.scheduler = Scheduler(pick([4, 16, 16, 64]), pick([2, 4, 8, 32]), policy)
         self.seconds = rising(*pick([(0.01, 0.0001), (0.01, 0.0), (0.001, 0.005), (0.2, 0.0)]))
         self.page = pick([2, 4, 16])  # tokens
@@ -134,6 +136,7 @@ class Day:
         if self.happens(0.3):
             request.stop_tokens = frozenset([END])
         if self.happens(0.2):
+            request.between_tokens = pick([0.001, math.inf])
             request.deadline, request.expected_tokens = self.now + pick([0.1, 2.0]), pick([0, 10])
         if self.happens(self.stops):
             stops = [Stop(self.random.randrange(NUM_BLOCKS + 1), first + pick([0, 0, 1, 3])) for _ in range(2)]
@@ -148,7 +151,6 @@ class Day:
         pick, scheduler, sessions = self.random.choice, self.scheduler, list(self.scheduler.sessions())
         if len(sessions) < self.most_sessions and self.happens(0.3):
             session = Session(f"s{self.next_id()}", pick([*self.copiers]), pick(self.tenants), pick(CLASSES))
-            session.bulk = self.happens(0.15)
             scheduler.open(session)
         elif sessions:
             session = pick(sessions)

@@ -77,7 +77,6 @@ class Session:
     paused: str = ""  # the tier
     waits: bool = False
     wait_of: str = ""  # the tool, and the expected seconds
-    bulk: bool = False
     priority: str = ""  # class set while it was open
     is_started: bool = False
     edits: tuple[Edit, ...] = ()
@@ -550,7 +549,6 @@ class Engine:
         assert message.expected_s >= 0 and (message.waits or not message.expected_s)
         session = self.sessions[message.session]
         session.waits, session.wait_of = message.waits, f"{message.tool} {message.expected_s:g}"
-        session.bulk = session.bulk if message.bulk is None else message.bulk
 
     def on_setclass(self, message: messages.SetClass) -> None:
         self.sessions[message.session].priority = message.priority
@@ -560,9 +558,10 @@ class Engine:
         session, run = self.sessions[message.session], self.sessions[message.session].run
         figures: dict[str, int | float | str] = {
             "wait_of": session.wait_of,
-            "bulk": int(session.bulk),
             "priority": session.priority,
             "expected_tokens": run.expected_tokens if run else 0,
+            "between_tokens": "class" if run is None or run.between_tokens is None else run.between_tokens,
+            "first_token": "class" if run is None or run.first_token is None else run.first_token,
             "deadline_in_s": run.deadline - time.monotonic() if run and run.deadline else 0.0,
         }
         state = "waiting" if session.waits else "running" if run else "idle"

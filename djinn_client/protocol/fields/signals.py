@@ -18,8 +18,7 @@ MAX_TOOL_NAME = 64  # characters
 class Signal(msgspec.Struct, tag="signal", omit_defaults=True):
     """A one-way message about the next move of the session's client. IO_WAIT: it waits for something else, `expected_s`
     seconds if that is known (0: not), so the session's pages may leave the device; `tool` names what it waits for, so
-    that the daemon learns how long that takes. COMPUTE: it will call in a moment. PREFILL and DECODE say so, too, and
-    which matters to it from now on: how much is done in all, or the time between its tokens (as at first).
+    that the daemon learns how long that takes. COMPUTE: it will call in a moment. PREFILL and DECODE mean the same.
 
     It is advice: a daemon ignores one that it does not understand, and one for a session that it does not know."""
 

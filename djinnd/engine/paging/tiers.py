@@ -28,7 +28,6 @@ from djinnd.kvcache.page_file import allocated_bytes
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
 from djinnd.kvcache.tier import Tier, limit_tenant
-from djinnd.scheduler.policy import is_spared
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
@@ -56,7 +55,7 @@ class Tiers:
         self._retiring: dict[str, Callable[[], None]] = {}
         self._batch: Batch | None = None  # of the current step, or the last one
         self._tended_at = 0.0
-        self._spared_at = -math.inf  # time of the last step with a row that `is_spared`
+        self._spared_at = -math.inf  # time of the last step with a row that `Policy.protects`
         self._waits = Waits()
 
     # --- models -----------------------------------------------------------------------------------------------------
@@ -183,7 +182,7 @@ class Tiers:
     def _rate_during_step(self, batch: Batch) -> float:
         """Bytes a second for page copies beside this step: see Transfers.begin_copies."""
         share, now = self._scheduler.policy.paging, time.monotonic()
-        if any(map(is_spared, batch.rows)):
+        if any(map(self._scheduler.policy.protects, batch.rows)):
             self._spared_at = now
         if share == 1.0 or now - self._spared_at > SPARED_S:
             return math.inf
@@ -243,8 +242,6 @@ class Tiers:
             session = self._scheduler.session(message.session)
         except SessionNotFound:  # closed meanwhile
             return
-        if message.bulk is not None:
-            session.bulk = message.bulk
         if message.waits:
             self._begin_wait(session, message)
         else:

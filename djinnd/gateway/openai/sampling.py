@@ -53,6 +53,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     regex: str | None = None  # ours, as is the next: the whole output is one of these
     grammar: str | None = None  # Lark
     structured_outputs: StructuredOutputs | None = None
+    between_tokens_s: float | None = None  # ours, as is the next: targets of this request
+    first_token_s: float | None = None
     top_k: int | None = None  # from here on not OpenAI's, but vLLM's
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -105,6 +107,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=self.skip_special_tokens is not False,
             format=self.output_format(),
+            between_tokens_s=self.between_tokens_s,
+            first_token_s=self.first_token_s,
             **fields,
         )
 

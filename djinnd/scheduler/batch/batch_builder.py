@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
 from djinnd.core.session import Session
+from djinnd.scheduler.batch.step_budget import StepBudget, step_limits
 from djinnd.scheduler.batch.step_builder import Decoders, StepBuilder
 from djinnd.scheduler.batch.step_pages import Evictable, Order, StepPages
-from djinnd.scheduler.policy import BRIEF, LATELY_S, KvRead, Policy, Room
+from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.timing.step_times import StepTimes
+from djinnd.scheduler.tuning import STEP
 from djinnd.scheduler.turns.ageing import Ageing
 from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.turns.run_queue import RunQueue
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import QUOTA
 
-SHORT_STEPS = 64  # Steps for which pages count as short after they were short.
-ROW_S = 1e-3  # Device seconds of a row, until steps have been measured.
-USUALLY = 256  # Steps over which a class's usual KV length is averaged.
 Account = tuple[Class, int]  # a class, and a tenant in it
 
 
@@ -55,15 +54,15 @@ class BatchBuilder:
         self._evictable = evictable
         self._run_queue = RunQueue()
         self._ageing = Ageing(policy.ageing)
-        # by class: when a step was last composed while a session of the class that is not in bulk mode had a request
-        self._last_request_at: dict[Class, float] = {}
+        # by class: when a step was last composed while a session with a target had a request, and the tightest target
+        self._last_target: dict[Class, tuple[float, float]] = {}
+        self._own_targets: set[str] = set()  # sessions in the queue whose requests have targets of their own
         self._short_until = 0  # pages count as short up to this step
         # These two are as of the last step. Callers between steps get an order based on them.
         self._seated: set[str] = set()  # sessions that held pages before the step, if pages are short
-        self._lengthy: set[str] = set()  # sessions with more than BRIEF tokens to read
-        # earliest `row_at` of the sessions that have a prompt to read, by class
-        self._waiting_since: dict[Class, float] = {}
-        self._kv_read: dict[Class, KvRead] = {}  # KV read by the sessions that decode; kept from earlier if none does
+        self._lengthy: set[str] = set()  # sessions with more than STEP.brief tokens to read that are not late
+        # by class: the longest wait without a row of a session that reads a prompt, as a multiple of its target
+        self._lateness: dict[Class, float] = {}
         # sessions that wait for a step of their own, in order, each with its tokens
         self._awaiting_own_step: dict[str, tuple[Session, int]] = {}
 
@@ -74,12 +73,15 @@ class BatchBuilder:
         session.passed_over = ""
         self._run_queue.join(session, self._latest_start(session))
         self._ageing.joined(session, now)
+        if session.request is not None and session.request.has_target:
+            self._own_targets.add(session.id)
 
     def leave(self, session: Session) -> None:
         """Removes the session from the queue. No effect if it is not in the queue."""
         self._run_queue.leave(session)
         self._ageing.left(session)
         self._awaiting_own_step.pop(session.id, None)
+        self._own_targets.discard(session.id)
 
     def set_class(self, session: Session, priority: Class) -> None:
         """The session joins the queue of its new class as the last."""
@@ -88,7 +90,7 @@ class BatchBuilder:
         self._run_queue.join(session, self._latest_start(session))
 
     def is_short(self, step: int) -> bool:
-        """True if pages count as short: for SHORT_STEPS steps after a session was refused pages, or got those of
+        """True if pages count as short: for a number of steps after a session was refused pages, or got those of
         another active one. Otherwise, two sessions could take each other's pages in turns and neither would finish."""
         return step <= self._short_until
 
@@ -97,7 +99,7 @@ class BatchBuilder:
         return chain.from_iterable(self._by_class(now))
 
     def _by_class(self, now: float) -> Order:
-        row_s = self.times.predict(1) or ROW_S
+        row_s = self.times.predict(1) or STEP.row_s
         return self._run_queue.in_order(self._shares, row_s, self._seated, self._lengthy, self._ageing.first(now))
 
     def _latest_start(self, session: Session) -> float:
@@ -105,7 +107,7 @@ class BatchBuilder:
         request = session.request
         assert request is not None
         missing = (request.expected_tokens or request.max_tokens) - (len(session.tokens) - request.prompt_end)
-        return request.deadline - max(missing, 1) * self.times.predict(1, kv=len(session.tokens))
+        return request.deadline - max(missing, 1) * self.times.predict(1)
 
     def tenants(self, priority: Class) -> Collection[int]:
         """Tenants with an active session of the class."""
@@ -144,12 +146,14 @@ class BatchBuilder:
         A chunk that passes only some of the blocks gets a step of its own if that takes less time. It is then the first
         of the next step.
         """
-        decoders = self._survey()
+        decoders = self._survey(now)
         self._seated = set(self._kv.sessions) if self.is_short(step) else set()
         order, turn, room = self._by_class(now), self._next_own_step(), (max_tokens, max_rows)
         first, made, pages = self._composed(step, order, turn, decoders, room, now)
         if self._is_stuck(first, made):  # room was kept for sessions that decode, and these cannot get pages
-            decoders = {priority: set(filter(self._holds_its_pages, some)) for priority, some in self._survey().items()}
+            decoders = {
+                priority: set(filter(self._holds_its_pages, some)) for priority, some in self._survey(now).items()
+            }
             first, made, pages = self._composed(step, order, turn, decoders, room, now)
             # it waits for pages of its tenant on another model
             waits_elsewhere = first is not None and first.passed_over == QUOTA
@@ -158,7 +162,7 @@ class BatchBuilder:
             return ()
         rows = made.rows
         if pages.are_short:
-            self._short_until = step + SHORT_STEPS
+            self._short_until = step + STEP.short_steps
         self._ageing.served([row.session for row in rows], now, self._aged_reader(step))
         if rows:
             self.served = step
@@ -178,8 +182,8 @@ class BatchBuilder:
         """Composes the step with room kept for `decoders`, and at most `most` = (tokens, rows). Returns the session
         that was considered first."""
         pages = StepPages(self._residency, self._quotas, self._evictable, self._run_queue, order, turn[0])
-        room, aged = self._room(decoders, *most, now), self._ageing.first(now)
-        made = StepBuilder(step, order, decoders, room, pages, self.times, self._num_blocks, aged, turn)
+        budget, aged = self._budget(decoders, *most, now), self._ageing.first(now)
+        made = StepBuilder(step, order, decoders, budget, pages, self.times, self._num_blocks, aged, turn)
         first = made.compose()
         pages.close()
         return first, made, pages
@@ -201,14 +205,14 @@ class BatchBuilder:
     def _holds_its_pages(self, session: Session) -> bool:
         return self._kv.fits(session.id, len(session.tokens))
 
-    def _survey(self) -> Decoders:
-        """Returns the sessions that decode and can have a row. Also notes how much KV these read, which of the others
-        have much to read, and how long one of those has had no row."""
+    def _survey(self, now: float) -> Decoders:
+        """Returns the sessions that decode and can have a row. Also notes which of the others have much to read, and
+        how late their first tokens are."""
         is_moving = self._residency.is_moving if self._residency.sessions_move else None
         decoders: Decoders = {priority: set() for priority in CLASSES}
-        self._lengthy, self._waiting_since = set(), {}
+        self._lengthy, own = set(), self._own_targets
         for priority, some in decoders.items():
-            since, kv = math.inf, 0
+            target, lateness = self._policy.targets[priority].first_token, 0.0
             for session in self._run_queue.of(priority):
                 stage, tokens = session.stage, session.tokens
                 # This is session.remaining, inlined: it runs in every step for every session in the queue.
@@ -217,21 +221,16 @@ class BatchBuilder:
                 if remaining == 1:
                     if is_moving is None or not is_moving(session):
                         some.add(session)
-                        kv += length
                     continue
+                first = self._policy.target(session).first_token if session.id in own else target
+                late = (now - session.row_at) / first
                 # otherwise little remains to read once its KV is back
-                if remaining > BRIEF and length - session.left_at > BRIEF:
+                if late < 1.0 and remaining > STEP.brief and length - session.left_at > STEP.brief:
                     self._lengthy.add(session.id)
-                if session.row_at < since and (is_moving is None or not is_moving(session)):
-                    since = session.row_at
-            self._waiting_since[priority] = since
-            if some:
-                self._note_kv(priority, kv / len(some))
+                if late > lateness and (is_moving is None or not is_moving(session)):
+                    lateness = late
+            self._lateness[priority] = lateness
         return decoders
-
-    def _note_kv(self, priority: Class, now: float) -> None:
-        usual = self._kv_read[priority].usual if priority in self._kv_read else now
-        self._kv_read[priority] = KvRead(now, usual + (now - usual) / USUALLY)
 
     def _next_own_step(self) -> tuple[Session | None, int]:
         """The session whose turn it is to have a step of its own, and its tokens. It must hold its pages, so that it
@@ -250,17 +249,22 @@ class BatchBuilder:
             for row in made.rows:
                 self._awaiting_own_step.pop(row.session.id, None)
 
-    def _room(self, decoders: Decoders, max_tokens: int, max_rows: int, now: float) -> Room:
-        """The room of a step before any session is considered."""
-        decoding = {priority: len(some) for priority, some in decoders.items()}
-        protected = {priority: sum([not session.bulk for session in some]) for priority, some in decoders.items()}
-        protected[CLASSES[-1]] = 0
-        for priority in CLASSES[:-1]:
-            if any(not session.bulk for session in self._run_queue.of(priority)):
-                self._last_request_at[priority] = now
-        waited = {priority: max(now - since, 0.0) for priority, since in self._waiting_since.items()}
-        lately = [priority for priority, at in self._last_request_at.items() if now - at < LATELY_S]
-        return Room(max_tokens, max_rows, self.times, self._policy, decoding, protected, lately, waited, self._kv_read)
+    def _budget(self, decoders: Decoders, max_tokens: int, max_rows: int, now: float) -> StepBudget:
+        """The budget of a step before any session is considered."""
+        for priority in CLASSES:
+            target = self._tightest(priority, self._run_queue.of(priority))
+            if target < math.inf:
+                self._last_target[priority] = now, target
+        recent = {name: target for name, (at, target) in self._last_target.items() if now - at < STEP.recent_s}
+        decoding = {priority: self._tightest(priority, some) for priority, some in decoders.items()}
+        counts = {priority: len(some) for priority, some in decoders.items()}
+        return StepBudget(max_tokens, max_rows, self.times, step_limits(recent, decoding, self._lateness), counts)
+
+    def _tightest(self, priority: Class, sessions: Iterable[Session]) -> float:
+        """The tightest target between tokens of these sessions of a class; inf if none has one."""
+        if self._own_targets:
+            return min([self._policy.target(session).between_tokens for session in sessions], default=math.inf)
+        return self._policy.targets[priority].between_tokens if any(True for _ in sessions) else math.inf
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """Charges the tenants for a step with these rows that took `seconds` on the device. 0 means that the step's
@@ -278,11 +282,10 @@ class BatchBuilder:
             return
         chunks = [row for row in rows if row.count > 1]
         further = sum([row.count for row in chunks]) - len(chunks)
-        kv = sum([row.start for row in rows if row.count == 1])
         if any(row.first_block == 0 for row in rows) and any(row.last_block == self._num_blocks for row in rows):
-            self.times.note(len(rows), further, seconds, kv)
+            self.times.note(len(rows), further, seconds)
         alone = seconds * len(rows) / (len(rows) + further)
-        alike = min(seconds, self.times.predict(len(rows), kv=kv) or alone) if further else seconds
+        alike = min(seconds, self.times.predict(len(rows)) or alone) if further else seconds
         a_row, a_token = alike / len(rows), (seconds - alike) / max(further, 1)
         by_account: Counter[Account] = Counter([(row.session.priority, row.session.tenant) for row in rows])
         charges = {account: count * a_row for account, count in by_account.items()}

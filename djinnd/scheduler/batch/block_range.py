@@ -55,7 +55,6 @@ class StepBlocks:
         self._counted = 0  # how many of the rows are in the totals:
         self._blocks = range(0)  # blocks that they run
         self._further = 0  # tokens beyond one each
-        self._kv = 0  # tokens of KV that rows of one token read
 
     def is_slower_with(self, passed: BlockRange, count: int) -> bool:
         """True if a further row of `count` tokens takes less time in a step of its own."""
@@ -69,8 +68,8 @@ class StepBlocks:
         if (first, last) == (blocks.start, blocks.stop) or (count == 1 and both == blocks) or not further + count - 1:
             return False
         predict = self._times.predict
-        together = len(both) * predict(rows + 1, further + count - 1, self._kv)
-        alone = len(blocks) * predict(rows, further, self._kv) + (last - first) * predict(1, count - 1)
+        together = len(both) * predict(rows + 1, further + count - 1)
+        alone = len(blocks) * predict(rows, further) + (last - first) * predict(1, count - 1)
         return together > alone
 
     def _count(self) -> None:
@@ -78,7 +77,6 @@ class StepBlocks:
             first, last = row.first_block, row.last_block
             self._blocks = _joined(self._blocks, first, last) if self._counted else range(first, last)
             self._further += row.count - 1
-            self._kv += row.start if row.count == 1 else 0
             self._counted += 1
 
 

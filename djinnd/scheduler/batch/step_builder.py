@@ -11,9 +11,10 @@ from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 from djinnd.scheduler.batch.block_range import BlockRange, StepBlocks, range_of, whole_range
+from djinnd.scheduler.batch.step_budget import StepBudget
 from djinnd.scheduler.batch.step_pages import Order, StepPages, Test
-from djinnd.scheduler.policy import LEAST_CHUNK, Room
 from djinnd.scheduler.timing.step_times import StepTimes
+from djinnd.scheduler.tuning import STEP
 from djinnd.scheduler.why import ROOM
 
 _RUNNING = RequestState.RUNNING  # A global, because it is looked up for every row.
@@ -28,7 +29,7 @@ class StepBuilder:
         step: int,
         order: Order,
         decoders: Decoders,
-        room: Room,
+        budget: StepBudget,
         pages: StepPages,
         times: StepTimes,
         num_blocks: int,
@@ -43,7 +44,7 @@ class StepBuilder:
         self._step = step
         self._order = order
         self._decoders = decoders  # not considered yet
-        self._room = room
+        self._budget = budget
         self._pages = pages
         self._page_size = pages.kv.page_size
         self._step_blocks = StepBlocks(self.rows, times, num_blocks)
@@ -62,7 +63,7 @@ class StepBuilder:
         if self._turn is not None:
             self._ask(self._turn)
         for sessions in self._order:
-            if sessions and not self._room.is_full:
+            if sessions and not self._budget.is_full:
                 self._serve(sessions, moves)
         return first
 
@@ -70,16 +71,22 @@ class StepBuilder:
         """Considers the sessions of one class in order, except those whose pages moved when the first of all was
         considered.
 
-        In most steps, most sessions decode and need nothing: they get their rows here, and `room` is told of several at
+        In most steps, most sessions decode and need nothing: they get their rows here, and `budget` counts several at
         once. All others go through `_ask`.
         """
-        room, pages, rows, num_blocks, page_size = self._room, self._pages, self.rows, self._num_blocks, self._page_size
+        budget, pages, rows, num_blocks, page_size = (
+            self._budget,
+            self._pages,
+            self.rows,
+            self._num_blocks,
+            self._page_size,
+        )
         step, turn, priority = self._step, self._turn, sessions[0].priority
         decodes_no_more = self._decoders[priority].discard
         is_part, moves_now = self._has_partial_rows, pages.moves
         # how many rows of one token there is room for; 0: `_ask` the first (the aged session is alone in its list)
         ones = 0
-        taken = shielding = 0  # rows taken of these, and how many of them belong to protected sessions
+        taken = 0  # rows taken of these
         for session in sessions:
             if session is turn or (moves is not None and moves(session)):
                 continue
@@ -95,21 +102,20 @@ class StepBuilder:
                 or (moves_now is not None and moves_now(session))
                 or (start % page_size == 0 and not pages.grow(session))  # otherwise it holds the page
             ):
-                room.take_ones(priority, taken, shielding)
-                taken = shielding = 0
-                if room.is_full:
+                budget.take_ones(priority, taken)
+                taken = 0
+                if budget.is_full:
                     return
                 self._ask(session)
                 if priority in self._closed:
                     return
-                ones, is_part, moves_now = room.ones(priority), self._has_partial_rows, pages.moves
+                ones, is_part, moves_now = budget.ones(priority), self._has_partial_rows, pages.moves
                 continue
             decodes_no_more(session)
             taken += 1
-            shielding += not session.bulk
             session.touched, session.passed_over = step, ""
             rows.append(Row(session, request, start, 1, 0, num_blocks, request.max_tokens > 0, None))
-        room.take_ones(priority, taken, shielding)
+        budget.take_ones(priority, taken)
 
     def _ask(self, session: Session) -> None:
         """Considers a session that may need pages, a chunk, or a part of the blocks."""
@@ -125,9 +131,9 @@ class StepBuilder:
 
     def _share(self, session: Session, remaining: int) -> int:
         """How many of its tokens the step has room for."""
-        count = self._room.share(session.priority, remaining)
+        count = self._budget.share(session.priority, remaining)
         if session is self._aged:
-            count = min(count, LEAST_CHUNK)
+            count = min(count, STEP.least_chunk)
         if session is self._turn:
             count = min(count, self._turn_tokens)
         return count
@@ -143,7 +149,7 @@ class StepBuilder:
         """True if no further session of the current class can have a row: there is no room for a chunk, and every
         session that decodes has been considered or has given up its pages."""
         left = self._decoders[priority]
-        if (left and not self._pages.are_taken) or self._room.share(priority, 2):
+        if (left and not self._pages.are_taken) or self._budget.share(priority, 2):
             return False
         return all(map(self._pages.are_given_up_by, left))
 
@@ -162,7 +168,7 @@ class StepBuilder:
             self.apart.append((session, count))
             session.passed_over = ROOM
             return
-        self._room.take(remaining, count, shields=not session.bulk and session is not self._aged)
+        self._budget.take(remaining, count)
         self.rows.append(self._row(session, blocks, count))
 
     def _row(self, session: Session, blocks: BlockRange, count: int) -> Row:

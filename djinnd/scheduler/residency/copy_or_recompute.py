@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from djinnd.kvcache.paging import Found
-from djinnd.scheduler.policy import LEAST_CHUNK
+from djinnd.scheduler.tuning import STEP
 
 
 @dataclass(slots=True)
@@ -14,7 +14,7 @@ class Costs:
 
     bus: float = 0.0  # bytes a second
     disk: float = 0.0  # bytes a second
-    prefill: float = 0.0  # tokens a second, in steps with at least LEAST_CHUNK tokens
+    prefill: float = 0.0  # tokens a second, in steps with at least STEP.least_chunk tokens
 
     def prefer_copy(self, found: Found, computed: int, beside: int, page_bytes: int) -> bool:
         """True if copying the pages that were `found` takes no longer than running their tokens. `computed`: tokens
@@ -27,6 +27,6 @@ class Costs:
             if not self.disk:
                 return True
             copying += found.on_disk * page_bytes / self.disk
-        anyway = max(beside, LEAST_CHUNK) if beside > 1 else 0
-        more = max(found.tokens - computed + beside, LEAST_CHUNK) - anyway
+        anyway = max(beside, STEP.least_chunk) if beside > 1 else 0
+        more = max(found.tokens - computed + beside, STEP.least_chunk) - anyway
         return copying <= more / self.prefill

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from djinn_client.protocol import CLASSES
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.tuning import EVICTION
 
 
 def first_that_free(
@@ -35,9 +36,6 @@ def first_that_free(
     return [], 0
 
 
-UNKNOWN_S = 60.0  # A session without an expected time is taken to be back in so many seconds at the earliest.
-
-
 def wanted_at(session: Session, now: float) -> float:
     """When an evicted session is likely to be back. 0 means soon, or that its KV cannot be recomputed. Without an
     expected time, the highest class may be back soon. A session with a request is wanted at once."""
@@ -45,4 +43,4 @@ def wanted_at(session: Session, now: float) -> float:
         return 0.0
     if session.wakes_at:
         return session.wakes_at
-    return 0.0 if session.priority == CLASSES[0] else now + UNKNOWN_S
+    return 0.0 if session.priority == CLASSES[0] else now + EVICTION.unknown_s

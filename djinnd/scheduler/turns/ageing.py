@@ -1,9 +1,9 @@
 """Ageing: no session starves, whatever its class.
 
 At most once in `after` seconds, ageing puts one session of a model before all others: the one that has gone longest
-without a row, if that is at least `after` seconds. It stays first for ROWS rows, so that bringing its pages back pays.
+without a row, if that is at least `after` seconds. It stays first for some rows, so that bringing its pages back pays.
 
-While pages are short, rows of a prompt whose KV would be lost if the session left do not count towards ROWS. Otherwise
+While pages are short, rows of a prompt whose KV would be lost if the session left do not count. Otherwise
 a long prompt would never be finished. With k sessions that have waited longer, a session has its next row within (k +
 1) * `after` seconds, plus the time that their pages and such prompts take.
 """
@@ -15,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from djinnd.core.session import Session
-
-ROWS = 16
+from djinnd.scheduler.tuning import FAIRNESS
 
 
 class Ageing:
@@ -39,8 +38,8 @@ class Ageing:
             self._first = None
 
     def served(self, sessions: Iterable[Session], now: float, free: Session | None = None) -> None:
-        """Notes that these sessions have a row in the step that begins now. The row of `free` does not count towards
-        ROWS."""
+        """Notes that these sessions have a row in the step that begins now. The row of `free` does not
+        count."""
         to_the_end, first = self._waiting.move_to_end, self._first
         for session in sessions:
             session.row_at = now
@@ -55,7 +54,7 @@ class Ageing:
         if self._first is None and now - self._chosen_at >= self.after and self._waiting:
             oldest = next(iter(self._waiting.values()))
             if now - oldest.row_at >= self.after:
-                self._first, self._rows, self._chosen_at = oldest, ROWS, now
+                self._first, self._rows, self._chosen_at = oldest, FAIRNESS.aged_rows, now
         return self._first
 
     @property

@@ -6,9 +6,9 @@
                           sessions with little to read; order of arrival
 
 While pages are short, sessions that hold pages go before others of their class. So sessions finish their requests one
-after another, instead of taking each other's pages in every step. Between two tenants, this holds until one is SEAT
-ahead of the other. For the same reason, a session with a deadline keeps its place among those with deadlines, however
-much it has generated since.
+after another, instead of taking each other's pages in every step. Between two tenants, this holds until one is a
+seat ahead of the other. For the same reason, a session with a deadline keeps its place among those with deadlines,
+however much it has generated since.
 
 While pages are not short, sessions with much to read come last (shortest job first). Otherwise an agent that is back
 from a tool with 64 tokens would wait until thousands of tokens of earlier sessions have been read, in chunks, beside
@@ -25,9 +25,8 @@ import numpy as np
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.session import Session
+from djinnd.scheduler.tuning import FAIRNESS
 from djinnd.scheduler.turns.shares import Shares
-
-SEAT = 0.25  # Seconds of device time at weight 1; see above.
 
 
 class RunQueue:
@@ -125,7 +124,7 @@ class RunQueue:
         places = clocks.repeat(lengths) + before * (row_s / weights).repeat(lengths)  # rising in each line
         if seated:
             is_seated = np.fromiter([session.id in seated for session in order], bool, len(order))
-            places -= is_seated * (SEAT / weights).repeat(lengths)
+            places -= is_seated * (FAIRNESS.seat_s / weights).repeat(lengths)
             if self._latest_start:  # a session behind an unseated one with a deadline comes right after that one
                 for line in np.split(places, ends[:-1]):
                     np.maximum.accumulate(line, out=line)

@@ -4,10 +4,10 @@ A tenant's clock advances by the device time of its rows, divided by its weight.
 is furthest behind is served first. This is weighted fair queueing (Demers, Keshav and Shenker 1989) on measured step
 times, as VTC does it with tokens (Sheng et al., Fairness in Serving Large Language Models, 2024).
 
-A tenant without work saves up little time: when it returns, its clock is at most LAG behind. The comparison takes the
+A tenant without work saves up little time: when it returns, its clock is at most a lag behind. The comparison takes the
 other tenants' clocks before their last step, because the tenant may have been left out of that step in its turn, and a
-step may take long. LAG is divided by the weight of the tenant that is ahead. Divided by the laggard's weight, it would
-be too short for a tenant with ten times the weight that has to wait for a step of the other.
+step may take long. The lag is divided by the weight of the tenant that is ahead. Divided by the laggard's weight, it
+would be too short for a tenant with ten times the weight that has to wait for a step of the other.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from djinn_client.protocol import CLASSES, Class
-
-LAG = 1.0  # Seconds of device time that a tenant can be ahead of its share before the others' claim to catch up lapses.
+from djinnd.scheduler.tuning import FAIRNESS
 
 
 class Shares:
@@ -62,11 +61,11 @@ class Shares:
         self._unwaited.clear()
 
     def catch_up(self, priority: Class, tenants: Collection[int]) -> None:
-        """Moves forward the clocks of those of these tenants that are further behind than LAG allows. All of them have
-        work, on whichever model."""
+        """Moves forward the clocks of those of these tenants that are further behind than the lag allows. All of them
+        have work, on whichever model."""
         if len(tenants) < 2:
             return
         clocks, before = self._clocks[priority], self._before[priority]
-        least = max([before[tenant] - LAG / self.weight(tenant) for tenant in tenants])
+        least = max([before[tenant] - FAIRNESS.lag_s / self.weight(tenant) for tenant in tenants])
         for tenant in tenants:
             clocks[tenant] = max(clocks[tenant], least)

@@ -22,6 +22,7 @@ from djinn_client.protocol.requests import DEFAULT_TOKENS
 from djinnd.config.schema import MAX_KEEP_ALIVE_S
 
 MAX_DEADLINE_S = 86400.0
+LEAST_TARGET_S = 1e-3
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKENS = 256
@@ -263,6 +264,10 @@ def _check_hints(request: Generate) -> None:
     if not 0.0 <= request.deadline_s <= MAX_DEADLINE_S:  # NaN is neither
         wanted = f"it must be from 0 (none) to {MAX_DEADLINE_S:g} seconds, a day"
         raise InvalidRequest(f"deadline_s is {request.deadline_s:g}; {wanted}", field="deadline_s")
+    for field, target in (("between_tokens_s", request.between_tokens_s), ("first_token_s", request.first_token_s)):
+        if target and not LEAST_TARGET_S <= target <= MAX_DEADLINE_S:  # NaN is neither
+            wanted = f"it must be 0 (no target), or from {LEAST_TARGET_S:g} to {MAX_DEADLINE_S:g} seconds"
+            raise InvalidRequest(f"{field} is {target:g}; {wanted}", field=field)
 
 
 def _check_stops(stops: Sequence[str]) -> None:

@@ -112,7 +112,7 @@ class Supervisor:
     def _tell_scheduling(self) -> None:
         assert self._process is not None
         rules = self._scheduling
-        self._process.client.send(SetPolicy(rules.slowdown, rules.between_tokens, rules.ageing, rules.paging))
+        self._process.client.send(SetPolicy(rules.targets, rules.ageing, rules.paging))
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())

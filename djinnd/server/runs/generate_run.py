@@ -112,6 +112,8 @@ class GenerateRun(SessionRun):
             logprobs=request.logprobs,
             prompt_logprobs=None if self._scores is None else self._scores.wanted(),
             expected_tokens=request.expected_tokens,
+            between_tokens=request.between_tokens_s,
+            first_token=request.first_token_s,
             deadline=self._call.received + request.deadline_s if request.deadline_s else 0.0,
             capture=[] if self._capture is None else self._capture.points,
             stops=self._breakpoints.stops,

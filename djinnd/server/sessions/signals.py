@@ -11,8 +11,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from msgspec.structs import replace
-
 from djinn_client import protocol
 from djinnd.messages import Signal
 from djinnd.server.quotas.bucket import Bucket
@@ -21,8 +19,6 @@ from djinnd.server.sessions.session import SessionRecord
 RATE = 1000.0  # per second and user, sustained: a thousand sessions that wait two seconds each send so many
 BURST = 256  # at once, per user
 _PERIOD = 0.01  # seconds between two releases of waiting signals
-
-_BULK = {"PREFILL": True, "DECODE": False}
 
 
 class Due(NamedTuple):
@@ -33,8 +29,8 @@ class Due(NamedTuple):
 
 
 class SignalQueue:
-    """The waiting signals of all users. For each session only the last signal is kept, with the `bulk` of the one
-    before if it has none. A user's signals leave in the order of arrival."""
+    """The waiting signals of all users. For each session only the last signal is kept. A user's signals
+    leave in the order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[SessionRecord, Signal]] = {}  # by user; never empty
@@ -44,11 +40,7 @@ class SignalQueue:
         return sum(map(len, self._waiting.values()))
 
     def put(self, session: SessionRecord, signal: Signal) -> None:
-        waiting = self._waiting.setdefault(session.user, {})
-        earlier = waiting.get(session)
-        if earlier is not None and signal.bulk is None:
-            signal = replace(signal, bulk=earlier.bulk)
-        waiting[session] = signal
+        self._waiting.setdefault(session.user, {})[session] = signal
 
     def take(self, at: float) -> Iterator[Due]:
         """Yields the signals that go on now, within the users' allowances."""
@@ -72,8 +64,8 @@ class Signals:
 
     def put(self, session: SessionRecord, signal: protocol.Signal) -> None:
         """Queues a valid signal."""
-        waits, bulk = signal.kind == "IO_WAIT", _BULK.get(signal.kind)
-        self._line.put(session, Signal(session.id, waits, signal.expected_s, signal.tool, bulk))
+        waits = signal.kind == "IO_WAIT"
+        self._line.put(session, Signal(session.id, waits, signal.expected_s, signal.tool))
         if not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._go_on)

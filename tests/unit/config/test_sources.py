@@ -136,6 +136,11 @@ def test_unknown_variables_are_reported_without_an_error(configured):
     ("text", "line", "words"),
     [
         ("devcie: cpu", 1, "unknown key devcie; did you mean device?"),
+        (
+            "scheduling:\n  slowdown: 1.5",
+            2,
+            "unknown key scheduling.slowdown; it is a target of each class now: scheduling.interactive.between_tokens",
+        ),
         ("\n\nlimits:\n  sesions: 4", 4, "unknown key limits.sesions; did you mean sessions?"),
         ("xyz: 1", 1, "the keys here are device, memory"),
         ("models:\n  big:\n    path: /m\n    dytpe: 1", 4, "unknown key models.big.dytpe; did you mean dtype?"),

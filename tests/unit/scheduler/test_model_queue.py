@@ -12,7 +12,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
-from djinnd.scheduler.policy import CROWDED_QUIET_S, QUIET_S
+from djinnd.scheduler.tuning import EVICTION
 from tests.support.copies import copies
 from tests.support.departures import all_leave
 
@@ -496,16 +496,16 @@ def test_a_quiet_session_without_room_on_the_host_is_tried_again_later() -> None
     waiting(queue, "first", 4)
     copy_all(queue)
     quiet = add(queue, "quiet", 4, computed=4, active=False)
-    for now in (0.0, QUIET_S):
+    for now in (0.0, EVICTION.quiet_s):
         queue.tend(now)
         all_leave(queue.residency)
         assert quiet.computed == 4 and quiet.quiet_since == now
     for slot in range(4):
         queue.residency.paging.host.spare([slot])  # type: ignore[union-attr]
-    queue.tend(QUIET_S + 1.0)
+    queue.tend(EVICTION.quiet_s + 1.0)
     all_leave(queue.residency)
     assert not queue.residency.is_moving(quiet)
-    queue.tend(2 * QUIET_S)
+    queue.tend(2 * EVICTION.quiet_s)
     all_leave(queue.residency)
     copy_all(queue)
     assert quiet.computed == 0
@@ -581,12 +581,12 @@ def test_an_expected_session_that_does_not_call_is_no_longer_expected() -> None:
     away.wakes_at = 5.0
     key = queue.residency.lower_tiers.keys(away)[0]
     queue.residency.expect(away, 5.0)
-    for now in (5.0, 5.25, 5.25 + CROWDED_QUIET_S):
+    for now in (5.0, 5.25, 5.25 + EVICTION.crowded_quiet_s):
         queue.tend(now)
         all_leave(queue.residency)
         assert (away.waits, away.called, away.computed) == (False, True, 0)
         assert queue.residency.lower_tiers.left.wanted_at(key) == 5.0
-    queue.tend(5.25 + QUIET_S)
+    queue.tend(5.25 + EVICTION.quiet_s)
     all_leave(queue.residency)
     assert not away.called and queue.residency.lower_tiers.left.wanted_at(key) == math.inf
 
@@ -598,11 +598,11 @@ def test_a_called_session_stays_longer_than_others_while_pages_are_scarce(is_cal
     session.called = is_called
     queue.tend(0.0)
     all_leave(queue.residency)
-    queue.tend(CROWDED_QUIET_S)
+    queue.tend(EVICTION.crowded_quiet_s)
     all_leave(queue.residency)
     copy_all(queue)
     assert (session.computed == 4 * PAGE) == is_called
-    queue.tend(QUIET_S)
+    queue.tend(EVICTION.quiet_s)
     all_leave(queue.residency)
     copy_all(queue)
     assert session.computed == 0 and not session.called

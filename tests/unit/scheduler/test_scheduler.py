@@ -12,10 +12,10 @@ from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.model_queue import ModelLoad
-from djinnd.scheduler.policy import LEAST_CHUNK, Policy
+from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Load, Scheduler
-from djinnd.scheduler.turns.ageing import ROWS
-from tests.support.virtual import VirtualDevice, rising
+from djinnd.scheduler.tuning import FAIRNESS, STEP
+from tests.support.virtual import UNLIMITED, VirtualDevice, rising
 
 PAGE = 4  # tokens
 
@@ -540,7 +540,7 @@ def test_the_class_of_a_held_or_idle_session_counts_when_it_runs() -> None:
 
 
 def test_tenants_are_charged_for_their_rows_and_together_for_the_whole_step() -> None:
-    device = VirtualDevice(seconds=rising(0.1, 0.01), weights={3: 2.0}, policy=Policy(slowdown=100.0))
+    device = VirtualDevice(seconds=rising(0.1, 0.01), weights={3: 2.0}, policy=UNLIMITED)
     device.open("a", "agent", tenant=1)
     device.open("b", "agent", tenant=2, prompt=41)
     device.open("c", "batch", tenant=3, prompt=21)
@@ -601,9 +601,9 @@ def test_the_model_with_the_higher_class_runs_until_the_other_has_aged() -> None
     for _ in range(20):
         device.step()
     assert device.rows == {"high": 20}
-    for _ in range(2 * ROWS):
+    for _ in range(2 * FAIRNESS.aged_rows):
         device.step()
-    assert device.rows["low"] == ROWS
+    assert device.rows["low"] == FAIRNESS.aged_rows
 
 
 def test_models_with_aged_sessions_take_turns_regardless_of_clocks() -> None:
@@ -643,7 +643,7 @@ def test_an_aged_session_beside_an_endless_prompt_reads_a_little_of_its_own() ->
     device.open("low", "batch", prompt=1000)
     while not device.rows["low"]:
         device.step()
-    assert ("low", LEAST_CHUNK) in device.batches[-1]
+    assert ("low", STEP.least_chunk) in device.batches[-1]
 
 
 def test_decoding_sessions_of_lower_classes_leave_a_higher_prompt_its_row() -> None:

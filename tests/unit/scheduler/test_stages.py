@@ -18,11 +18,10 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Direction
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.residency.copy_or_recompute import Costs
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.departures import all_leave
-from tests.support.virtual import measured, rising
+from tests.support.virtual import UNLIMITED, measured, rising
 
 PAGE = 4  # tokens
 BLOCKS = 6
@@ -34,7 +33,7 @@ class Harness:
 
     def __init__(self, pages: int = 32, max_tokens: int = 64, paging: bool = False) -> None:
         self.kv = KvManager(pages + 1, PAGE, 1, max_context=256)
-        self.scheduler = Scheduler(max_tokens, max_rows=16, policy=Policy(slowdown=1e6))
+        self.scheduler = Scheduler(max_tokens, max_rows=16, policy=UNLIMITED)
         tiers = Paging(self.kv)
         if paging:
             tiers.use_host(Tier(bytearray(Tier.table_bytes(64)), 64))

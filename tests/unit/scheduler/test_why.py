@@ -84,7 +84,7 @@ def test_a_session_without_room_names_the_sessions_before_it_and_its_wait() -> N
 
 
 def test_a_session_that_would_slow_down_a_higher_class_says_so() -> None:
-    device = VirtualDevice(seconds=rising(0.0, 0.01))
+    device = VirtualDevice(seconds=rising(0.0, 0.03))
     device.open("i", "interactive")
     device.open("b", "batch")
     device.step()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from djinn_client.protocol import CLASSES
+from djinnd.scheduler.policy import Policy, Target
 from tools.bench.harness.command import say
 from tools.bench.harness.paged_model import MODEL, daemon_of, loaded, without_text
 from tools.bench.loads.course import Outcome, outcome, pooled
@@ -91,7 +93,7 @@ def check(checkpoint: Path, device: str, seconds: float, kv: str) -> Checked:
     load = load_for(seconds)
     before = msgspec.structs.replace(load, seconds=USED_S)
     rounds = [msgspec.structs.replace(load, seed=seed) for seed in range(ROUNDS)]
-    scheduling = {"between_tokens": BETWEEN_TOKENS}
+    scheduling = {name: {"between_tokens": BETWEEN_TOKENS} for name in CLASSES}
     with tempfile.TemporaryDirectory(prefix="djinnd-bench-") as folder:
         bare = without_text(checkpoint, Path(folder))
         with (
@@ -112,7 +114,7 @@ def check(checkpoint: Path, device: str, seconds: float, kv: str) -> Checked:
                 steps += traced.steps
             info = model.now()
     machine = machine_of(steps, typical(measured), info, LIMITS[device], on_cpu=device == "cpu")
-    engine = SimulatedEngine(machine, between_tokens=BETWEEN_TOKENS)
+    engine = SimulatedEngine(machine, Policy({name: Target(BETWEEN_TOKENS, 0.4) for name in CLASSES}))
     simulate(engine, before)
     daemon = outcome(pooled(courses), load.weights)
     simulator = outcome(pooled([simulate(engine, one) for one in rounds]), load.weights)

@@ -28,8 +28,9 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Direction, Move
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import LEAST_CHUNK, Policy, is_spared
+from djinnd.scheduler.policy import DEFAULT, Policy
 from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.tuning import STEP
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
 MODEL = "m"
@@ -94,8 +95,7 @@ class Answer:
 
 
 class SimulatedEngine:
-    def __init__(self, machine: Machine, **policy: float) -> None:
-        """`policy`: the scheduler's settings, as in a daemon's configuration."""
+    def __init__(self, machine: Machine, policy: Policy = DEFAULT) -> None:
         self.machine = machine
         self.now = 0.0
         self.busy_s = 0.0  # device time of steps
@@ -109,7 +109,7 @@ class SimulatedEngine:
         if machine.host_pages:
             table = memoryview(bytearray(Tier.table_bytes(machine.host_pages)))
             self._paging.use_host(Tier(table, machine.host_pages, page_bytes=machine.page_bytes))
-        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(**policy))
+        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, policy)
         self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
         self._residency = self.scheduler.residency(MODEL)
         self._residency.lower_tiers.costs.bus = machine.up if machine.up < math.inf else 0.0
@@ -232,7 +232,7 @@ class SimulatedEngine:
         alike += self._heard * self.machine.hearing
         self._heard = 0
         jitter = next(self._jitter)
-        is_paced = any(map(is_spared, batch.rows))
+        is_paced = any(map(self.scheduler.policy.protects, batch.rows))
         self._copying_rate = self.scheduler.policy.paging * self.machine.up if is_paced else math.inf
         seconds = (alike + beside + reading) * jitter
         self._share_out(batch, (alike + reading) * jitter, beside * jitter)
@@ -246,7 +246,7 @@ class SimulatedEngine:
         self.steps += 1
         self.rows += len(batch.rows)
         self.tokens += batch.tokens
-        if batch.tokens - len(batch.rows) >= LEAST_CHUNK:
+        if batch.tokens - len(batch.rows) >= STEP.least_chunk:
             costs, seen = self._residency.lower_tiers.costs, batch.tokens / seconds
             costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
         sampling = [row for row in batch.rows if row.samples]

@@ -48,6 +48,8 @@ def test_every_documented_option_reaches_the_request() -> None:
 def test_hints_reach_the_request() -> None:
     made = request(expected_tokens=50, deadline_s=2)
     assert (made.expected_tokens, made.deadline_s) == (50, 2.0)
+    made = request(between_tokens_s=0.02, first_token_s=0)
+    assert (made.between_tokens_s, made.first_token_s) == (0.02, 0.0)
 
 
 def test_a_single_stop_string_is_one_string() -> None:

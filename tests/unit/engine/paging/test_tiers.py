@@ -284,21 +284,6 @@ def test_closing_a_session_ends_no_wait(engine: Tiered) -> None:
     assert engine.engine._tiers._waits._tools == {}
 
 
-def test_a_session_s_bulk_flag_stays_until_it_is_changed(engine: Tiered) -> None:
-    engine.report()
-    session = engine.engine._scheduler.session("s")
-    for is_waiting, bulk, then in (
-        (False, True, True),
-        (True, None, True),
-        (False, None, True),
-        (False, False, False),
-        (True, True, True),
-    ):
-        engine.send(messages.Signal("s", waits=is_waiting, bulk=bulk))
-        engine.report()
-        assert session.bulk is then
-
-
 def test_signals_of_an_unknown_session_do_nothing(engine: Tiered) -> None:
     signals = [messages.Signal("ghost", waits=waits) for waits in (True, False)]
     engine.send(*signals, messages.Signal("ghost", waits=True, expected_s=1.0))
@@ -325,8 +310,9 @@ def test_copies_that_no_call_waits_for_get_a_share_of_the_bus_beside_decode_step
     assert rate(batch(64)) == rate(batch(1, priority="batch")) == math.inf
     assert rate(batch(1, 64)) == Policy().paging * bus < bus
     assert rate(batch(64)) == Policy().paging * bus, "where two models take turns, it is kept between two steps"
+    targets: dict[Class, tuple[float, float]] = {"interactive": (0.04, 0.4), "agent": (0.08, 0.4), "batch": (0.0, 0.0)}
     for paging, expected_rate in ((0.5, 0.5 * bus), (1.0, math.inf)):
-        engine.send(messages.SetPolicy(1.25, 0.0, 10.0, paging))
+        engine.send(messages.SetPolicy(targets, 10.0, paging))
         engine.report()
         assert rate(batch(1)) == expected_rate
 

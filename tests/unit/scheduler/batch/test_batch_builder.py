@@ -3,6 +3,8 @@ rows."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from djinn_client.protocol import CLASSES
@@ -13,9 +15,9 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import Tenancy
 from djinnd.kvcache.tier import Tier, limit_tenant
-from djinnd.scheduler.batch.batch_builder import USUALLY
-from djinnd.scheduler.policy import BUSY_STEPS, LATELY_S, Policy
+from djinnd.scheduler.policy import Policy
 from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.tuning import STEP
 from djinnd.scheduler.why import QUOTA, ROOM
 from tests.support.copies import copies
 from tests.support.departures import all_leave
@@ -167,7 +169,7 @@ def test_a_short_prompt_does_not_wait_and_long_ones_are_read_in_order_of_arrival
 def test_a_session_that_decodes_has_its_row_behind_any_number_of_prompts() -> None:
     """Once the first prompt finds no room, the class is closed, and no session behind the decoding one is
     considered."""
-    device = VirtualDevice()
+    device = VirtualDevice(seconds=rising(0.05, 0.0005))
     last = device.open("last")
     request = last.request
     assert request is not None
@@ -272,20 +274,39 @@ def test_a_session_that_cannot_run_yet_gives_its_model_no_precedence() -> None:
 # --- calls that may come at any moment --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_for_some_seconds_after_a_call_lower_classes_take_the_device_for_short_steps(bulk: bool) -> None:
-    device = VirtualDevice(max_tokens=512, seconds=rising(0.1, 0.001), policy=Policy(ageing=1e9))
-    calls = device.open("calls", "interactive", max_tokens=2)
-    calls.bulk = bulk
-    device.run(0.2)
+@pytest.mark.parametrize("target", [None, math.inf])
+def test_for_some_seconds_after_a_call_with_a_target_lower_classes_take_short_steps(target: float | None) -> None:
+    device = VirtualDevice(max_tokens=512, seconds=rising(0.01, 0.0001), policy=Policy(ageing=1e9))
+    calls = device.open("calls", "interactive", max_tokens=2, between_tokens=target)
+    device.run(0.02)
     assert calls.request is None
     device.open("reads", "batch", prompt=1500, max_tokens=1)
-    short, long = (BUSY_STEPS - 1) * 0.101 / 0.001, 512
+    short, long = (STEP.headroom * 0.04 - 0.0101) / 0.0001, 512
     (row,) = stepped(device).rows
-    assert row.count == (long if bulk else pytest.approx(short, rel=0.02))
-    device.idle(LATELY_S)
+    assert row.count == (long if target else pytest.approx(short, rel=0.02))
+    device.idle(STEP.recent_s)
     (row,) = stepped(device).rows
     assert row.count == long
+
+
+def test_a_prompt_whose_first_token_is_late_is_no_longer_behind_short_ones() -> None:
+    device = VirtualDevice(max_rows=2, seconds=rising(0.1, 0.0), policy=Policy(ageing=1e9))
+    device.open("decodes")
+    device.open("long", prompt=2000, max_tokens=1)
+    for number in range(20):
+        device.open(f"short-{number}", prompt=8, max_tokens=1)
+    device.run(0.35)
+    assert not device.rows["long"]
+    device.run(0.2)
+    assert device.rows["long"]
+
+
+def test_a_request_s_own_target_counts_instead_of_its_class_s() -> None:
+    device = VirtualDevice(max_tokens=512, seconds=rising(0.01, 0.0001))
+    device.open("decodes", "agent", between_tokens=0.03)
+    device.open("reads", "agent", prompt=1500)
+    batch = stepped(device)
+    assert batch.tokens == pytest.approx((STEP.headroom * 0.03 - 0.01) / 0.0001, rel=0.05)
 
 
 def stepped(device: VirtualDevice) -> Batch:
@@ -330,56 +351,6 @@ def test_an_unmeasured_step_is_charged_with_the_next_measured_one_of_another_mod
     ]
     assert charged == [pytest.approx(1.0), pytest.approx(0.01)]
     assert device.batch_builder("n").times.predict(1) == known
-
-
-# --- KV that takes time to read -------------------------------------------------------------------------------------
-
-KV_S = 1e-6  # seconds to read a token of KV
-
-
-def beside(device: VirtualDevice, session: Session) -> int:
-    """How many sessions of the batch class have a row in the next step, beside this session."""
-    rows = [name for name, _ in (device.step(), device.batches[-1])[1]]
-    assert session.id in rows
-    return len(rows) - 1
-
-
-def test_fewer_rows_join_long_kv_until_that_length_is_usual() -> None:
-    device = VirtualDevice(seconds=rising(0.01, 0.001), kv_s=KV_S, max_tokens=8192, policy=Policy(slowdown=2.0))
-    short = device.open("short", "interactive")
-    for number in range(30):
-        device.open(f"b{number}", "batch")
-    for _ in range(4):
-        device.step()
-    usual = beside(device, short)
-    device.scheduler.cancel(1)
-    long = device.open("long", "interactive", prompt=6000)
-    device.step()  # reads its prompt
-    at_first = beside(device, long)
-    assert usual - 8 <= at_first < usual - 4  # 6 ms; rows take 1 ms and read next to nothing
-    for _ in range(3 * USUALLY):
-        device.step()
-    assert beside(device, long) >= usual
-
-
-def test_prompts_are_not_charged_for_the_kv_that_other_rows_read() -> None:
-    """A token of a chunk is charged with the time of chunks only."""
-    device = VirtualDevice(seconds=rising(0.01, 0.001), kv_s=KV_S)
-    device.open("long", "agent", tenant=MINE, prompt=510)
-    while device.active()[0].remaining > 1:
-        device.step()
-    device.open("prompt", "agent", tenant=THEIRS, prompt=64)
-    scheduler = device.scheduler
-    batch = scheduler.next_batch()
-    assert batch and [row.count for row in batch.rows] == [1, 64]
-    before = [scheduler._shares.clock("agent", tenant) for tenant in (MINE, THEIRS)]
-    kv = batch.rows[0].start
-    scheduler.complete(batch, [5, 5], 0.012 + 0.063 + kv * KV_S)
-    charged = [
-        scheduler._shares.clock("agent", tenant) - was for tenant, was in zip((MINE, THEIRS), before, strict=True)
-    ]
-    alike = (0.012 + kv * KV_S) / 2
-    assert charged == [pytest.approx(alike, rel=0.05), pytest.approx(alike + 0.063, rel=0.05)]
 
 
 # --- why ------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import LEAST_CHUNK
 from djinnd.scheduler.residency.copy_or_recompute import Costs
-from djinnd.scheduler.residency.eviction import UNKNOWN_S
 from djinnd.scheduler.residency.kv_residency import KvResidency
+from djinnd.scheduler.tuning import EVICTION, STEP
 from tests.support.copies import copies
 
 PAGE = 4  # tokens
@@ -389,7 +388,7 @@ def test_leaving_freely_does_not_make_the_host_lose_pages_without_another_copy()
         ((0.0, 12.0, 20.0), ["c", "b"]),  # it is unknown when or whether they are wanted
         ((10.0, 12.0, 0.0), ["a", "b"]),  # its own return is unknown too
         ((0.0, 12.0, 0.0), ["c", "b"]),
-        ((UNKNOWN_S + 1.0, 12.0, 0.0), ["c", "b"]),  # its own return may well be earlier
+        ((EVICTION.unknown_s + 1.0, 12.0, 0.0), ["c", "b"]),  # its own return may well be earlier
     ],
 )
 def test_an_evicted_session_that_is_expected_last_is_recomputed(
@@ -496,12 +495,12 @@ def test_pages_are_copied_if_that_takes_less_time(costs: Costs, on_disk: int, co
     [
         (0, True),  # idle: bringing it back now delays no step
         (1, True),  # one second against that of a prefill, instead of decoding one token
-        (LEAST_CHUNK - 3, False),  # free: the step takes as long without them
-        (LEAST_CHUNK, False),  # 3 tokens more in a prefill
+        (STEP.least_chunk - 3, False),  # free: the step takes as long without them
+        (STEP.least_chunk, False),  # 3 tokens more in a prefill
     ],
 )
 def test_a_few_tokens_take_as_long_as_a_prefill_unless_there_is_one_anyway(beside: int, copies: bool) -> None:
-    costs = Costs(bus=100.0, prefill=float(LEAST_CHUNK))
+    costs = Costs(bus=100.0, prefill=float(STEP.least_chunk))
     found = Found(start=16, tokens=19, keys=(b"a",))
     assert costs.prefer_copy(found, computed=16, beside=beside, page_bytes=100) is copies
 

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from djinnd.scheduler.timing import step_times
-from djinnd.scheduler.timing.kv_time import SLOPES
 from djinnd.scheduler.timing.step_times import NO_LIMIT, Curve, StepTimes
+from djinnd.scheduler.tuning import TimesTuning
 
 SIZES = (1, 2, 4, 8, 16, 64, 256, 1024)
 
@@ -96,7 +96,7 @@ def test_similar_sizes_share_a_bucket() -> None:
 
 
 def test_a_size_that_has_not_run_for_long_is_forgotten_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "_FORGOTTEN", 8)
+    monkeypatch.setattr(step_times, "TIMES", TimesTuning(forgotten=8))
     curve = known((1, 0.1), (1024, 5.0))
     for _ in range(16):
         curve.note(1, 0.1)
@@ -160,71 +160,3 @@ def test_rows_are_wanted_for_a_limited_number_of_steps() -> None:
 def test_asking_what_is_wanted_does_not_count() -> None:
     times = StepTimes()
     assert all(times.wants(4) for _ in range(1000))
-
-
-# --- the time of reading KV -------------------------------------------------------------------------------------------
-
-LONG = 10_000
-TOKEN_S = 1e-5
-
-
-def learn_kv(times: StepTimes, rows: int, seconds: float) -> None:
-    """Notes steps of `rows` rows that take `seconds` without KV."""
-    for number in range(2 * SLOPES):
-        kv = number % 2 * LONG
-        times.note(rows, 0, seconds + kv * TOKEN_S, kv)
-
-
-def test_the_time_of_kv_is_added_to_rows_and_prompts() -> None:
-    times = StepTimes()
-    learn_kv(times, 4, 1.0)
-    measured(times, 4, 64, 1.5)
-    assert times.predict(4) == pytest.approx(1.0)
-    assert times.predict(4, kv=LONG) == pytest.approx(1.1)
-    assert times.predict(4, 64, kv=LONG) == pytest.approx(1.6)
-
-
-def test_the_time_of_kv_is_taken_off_earlier_measurements_too() -> None:
-    times = StepTimes()
-    for _ in range(5):
-        times.note(16, 0, 2.1, LONG)
-    assert times.predict(16) == 2.1
-    learn_kv(times, 4, 1.0)
-    assert times.predict(16) == pytest.approx(2.0)
-    for _ in range(5):
-        times.note(16, 64, 2.6, LONG)
-    assert times.predict(16, 64) == pytest.approx(2.5)
-
-
-def test_longer_kv_leaves_less_room() -> None:
-    times = StepTimes()
-    learn_kv(times, 4, 1.0)
-    measured(times, 8, 0, 2.0)
-    measured(times, 4, 64, 1.5)
-    assert times.rows_within(1.76) == times.rows_within(1.86, kv=LONG) == 7
-    assert times.rows_within(1.76, kv=LONG) == 6
-    assert times.rows_within(1.76, each=LONG / 5) == 6  # 1.5 and 0.12
-    assert times.further_within(2.5, 8) == times.further_within(2.6, 8, kv=LONG) == 128
-    assert times.further_within(2.5, 8, kv=LONG) == 51
-
-
-def test_sizes_above_the_largest_known_are_tried_within_the_time_of_their_kv() -> None:
-    curve = known((16, 0.4), (64, 0.8))
-    assert (curve.within(1.5, 0.01), curve.within(1.45, 0.01), curve.within(3.0, 0.01)) == (70, 65, 128)
-    assert curve.within(math.inf, 0.01) == NO_LIMIT
-
-
-def test_kv_makes_no_difference_while_the_time_of_rows_is_unknown() -> None:
-    times = StepTimes()
-    learn_kv(times, 4, 1.0)
-    assert StepTimes().predict(4, kv=LONG) == 0.0
-    assert times.predict(4, kv=LONG) > times.predict(4)
-
-
-def test_rows_take_no_less_than_zero_after_a_device_became_faster() -> None:
-    times = StepTimes()
-    learn_kv(times, 4, 1.0)
-    for _ in range(5):
-        times.note(4, 0, 0.5 * LONG * TOKEN_S, LONG)
-    assert times.predict(4) == 0.0
-    assert times.predict(4, kv=LONG) == pytest.approx(LONG * TOKEN_S)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from djinnd.core.session import Session
-from djinnd.scheduler.turns.ageing import ROWS, Ageing
+from djinnd.scheduler.tuning import FAIRNESS
+from djinnd.scheduler.turns.ageing import Ageing
 
 AFTER = 10.0
 
@@ -22,22 +23,22 @@ def test_no_session_comes_first_before_its_time() -> None:
 
 def test_the_first_stays_first_for_a_few_rows() -> None:
     ageing, (a, b) = ageing_of("a", "b")
-    for row in range(ROWS):
+    for row in range(FAIRNESS.aged_rows):
         assert ageing.first(20.0 + row) is a
         ageing.served([b], 20.0 + row)
         ageing.served([a], 20.0 + row)
-    assert ageing.first(20.0 + ROWS) is None
+    assert ageing.first(20.0 + FAIRNESS.aged_rows) is None
 
 
 def test_free_rows_do_not_use_up_the_turn() -> None:
     ageing, (a, b) = ageing_of("a", "b")
-    for row in range(3 * ROWS):
+    for row in range(3 * FAIRNESS.aged_rows):
         assert ageing.first(20.0 + row) is a
         ageing.served([a], 20.0 + row, free=a)
-    for row in range(ROWS):
+    for row in range(FAIRNESS.aged_rows):
         assert ageing.first(80.0 + row) is a
         ageing.served([a], 80.0 + row)
-    assert ageing.first(80.0 + ROWS) is b
+    assert ageing.first(80.0 + FAIRNESS.aged_rows) is b
 
 
 def test_sessions_come_first_one_at_a_time_the_longest_without_a_row_before_others() -> None:

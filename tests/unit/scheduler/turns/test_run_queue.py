@@ -8,7 +8,8 @@ import pytest
 from djinn_client.protocol import Class
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.scheduler.turns.run_queue import SEAT, RunQueue
+from djinnd.scheduler.tuning import FAIRNESS
+from djinnd.scheduler.turns.run_queue import RunQueue
 from djinnd.scheduler.turns.shares import Shares
 
 ROW_S = 0.01
@@ -90,9 +91,9 @@ def test_a_session_with_pages_keeps_its_seat_until_its_tenant_is_ahead() -> None
     joined(queue, "sits", tenant=2)
     joined(queue, "waits", tenant=1)
     assert order(queue, shares, holding=["sits"]) == ["sits", "waits"]
-    shares.charge("agent", 2, SEAT * 0.9)
+    shares.charge("agent", 2, FAIRNESS.seat_s * 0.9)
     assert order(queue, shares, holding=["sits"]) == ["sits", "waits"]
-    shares.charge("agent", 2, SEAT * 0.2)
+    shares.charge("agent", 2, FAIRNESS.seat_s * 0.2)
     assert order(queue, shares, holding=["sits"]) == ["waits", "sits"]
     assert order(queue, shares, holding=["sits", "waits"]) == ["waits", "sits"]
 

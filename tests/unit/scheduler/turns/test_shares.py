@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.protocol import CLASSES
-from djinnd.scheduler.turns.shares import LAG, Shares
+from djinnd.scheduler.tuning import FAIRNESS
+from djinnd.scheduler.turns.shares import Shares
 
 
 def test_a_clock_runs_by_device_time_over_weight() -> None:
@@ -33,7 +34,7 @@ def test_a_tenant_that_comes_back_has_saved_up_no_more_than_the_lag() -> None:
     for _ in range(100):
         shares.charge("agent", 1, 0.5)
     shares.catch_up("agent", [1, 2])
-    assert shares.clock("agent", 2) == 49.5 - LAG
+    assert shares.clock("agent", 2) == 49.5 - FAIRNESS.lag_s
     assert shares.clock("agent", 1) == 50.0
 
 
@@ -45,10 +46,10 @@ def test_the_lag_is_device_time_of_the_tenant_that_is_ahead(weight: float) -> No
     shares.charge("agent", 1, 10.0)
     shares.charge("agent", 1, 0.0)
     shares.catch_up("agent", [1, 2])
-    assert shares.clock("agent", 2) == 10.0 - LAG
+    assert shares.clock("agent", 2) == 10.0 - FAIRNESS.lag_s
     shares.set_weight(1, 5.0)
     shares.catch_up("agent", [1, 3])
-    assert shares.clock("agent", 3) == 10.0 - LAG / 5.0
+    assert shares.clock("agent", 3) == 10.0 - FAIRNESS.lag_s / 5.0
 
 
 def test_a_tenant_that_waited_for_a_long_step_of_another_is_owed_all_of_it() -> None:
@@ -66,7 +67,7 @@ def test_no_clock_ever_goes_back() -> None:
     before = [shares.clock("agent", tenant) for tenant in range(1, 5)]
     shares.catch_up("agent", range(1, 5))
     after = [shares.clock("agent", tenant) for tenant in range(1, 5)]
-    assert after == [max(clock, 4.0 - LAG) for clock in before]
+    assert after == [max(clock, 4.0 - FAIRNESS.lag_s) for clock in before]
 
 
 def test_catching_up_changes_no_clock_of_a_single_tenant_or_of_others() -> None:

@@ -24,6 +24,7 @@ def generate(**fields):
         {"max_tokens": 1, "logprobs": 20},
         {"max_tokens": admission.MAX_NEW_TOKENS, "logprobs": 0},
         {"expected_tokens": 1 << 40, "deadline_s": 86400.0},
+        {"between_tokens_s": 0.0, "first_token_s": 0.001},
     ],
 )
 def test_valid_requests_pass(fields):
@@ -46,6 +47,8 @@ def test_valid_requests_pass(fields):
         ({"deadline_s": float("nan")}, "deadline_s is nan"),
         ({"deadline_s": float("inf")}, "deadline_s is inf"),
         ({"deadline_s": 86401.0}, "deadline_s is 86401; it must be from 0 .none. to 86400 seconds, a day"),
+        ({"between_tokens_s": -0.1}, "between_tokens_s is -0.1; it must be 0 .no target., or from 0.001 to 86400"),
+        ({"first_token_s": float("nan")}, "first_token_s is nan"),
         ({"stop": [""]}, "empty"),
         ({"stop": ["a"] * 17}, "17 stop strings are too many"),
         ({"stop": ["a" * 257]}, "257 characters"),

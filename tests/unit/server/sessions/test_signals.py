@@ -42,13 +42,6 @@ def test_the_last_signal_of_a_session_counts():
     assert taken(line) == [] and len(line) == 0
 
 
-def test_bulk_is_kept_from_an_earlier_signal():
-    line, s = SignalQueue(), Session("s")
-    for bulk in (False, True, None, None):
-        line.put(s, Signal("s", waits=bulk is None, bulk=bulk))
-    assert taken(line) == [Signal("s", waits=True, bulk=True)]
-
-
 def test_a_user_beyond_its_allowance_waits_and_others_do_not():
     line, mine = SignalQueue(), [Session(f"s{n}") for n in range(BURST + 100)]
     for session in mine:
@@ -73,15 +66,14 @@ def test_an_allowance_does_not_grow_for_ever():
 
 
 @pytest.mark.parametrize(
-    ("kind", "waits", "bulk"),
-    [("IO_WAIT", True, None), ("COMPUTE", False, None), ("PREFILL", False, True), ("DECODE", False, False)],
+    ("kind", "waits"), [("IO_WAIT", True), ("COMPUTE", False), ("PREFILL", False), ("DECODE", False)]
 )
-def test_kinds_are_translated_for_the_engine(kind, waits, bulk):
+def test_kinds_are_translated_for_the_engine(kind, waits):
     async def main():
         signals.put(Session("s"), protocol.Signal(session="s", kind=kind))
         assert heard.told == [], "sent only at the end of the turn"
         await asyncio.sleep(0)
-        assert heard.told == [Signal("s", waits, bulk=bulk)]
+        assert heard.told == [Signal("s", waits)]
 
     signals = Signals(heard := Heard())
     asyncio.run(main())

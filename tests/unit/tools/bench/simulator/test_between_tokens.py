@@ -13,13 +13,15 @@ import pytest
 from djinn_client.protocol.fields.scheduling import Spread
 from djinnd.core.batch import Batch, Row
 from djinnd.model.step.graphs import CHUNK_TOKENS, DECODE_ROWS
+from djinnd.scheduler.policy import TARGETS
 from tools.bench.harness.spread import spread
 from tools.bench.loads.load import Group, Load
 from tools.bench.simulator.engine import Machine, SimulatedEngine
 from tools.bench.simulator.load import simulate
 from tools.bench.simulator.machines import H200_13B
 
-BAR = 1.3  # times the undisturbed step
+TARGET = TARGETS["interactive"].between_tokens
+OVERRUN = 1.3  # times the undisturbed step, where that misses the target by itself
 ASKING = Group(
     priority="interactive",
     sessions=2,
@@ -54,21 +56,20 @@ PROCESSOR = msgspec.structs.replace(  # this project's tiny model on two cores: 
 )
 
 
-def disturbance(machine: Machine, seconds: float) -> Spread:
-    """The time of steps with decoding interactive rows, as a multiple of a step of these rows alone, once for each row.
-
-    The first quarter is left out, in which the scheduler measures the times of steps.
-    """
+def measured(machine: Machine, seconds: float, *, alone: bool = False) -> Spread:
+    """The time of steps with decoding interactive rows, once for each row. `alone`: as a multiple of a step of these
+    rows alone. The first quarter is left out, in which the scheduler measures the times of steps."""
     engine = SimulatedEngine(machine)
     found: list[float] = []
 
     def ran(batch: Batch, took: float) -> None:
         own = tuple(filter(_decodes, batch.rows))
         if own and engine.now > seconds / 4:
-            found.extend([took / sum(machine.seconds(replace(batch, rows=own)))] * len(own))
+            found.extend([took / sum(machine.seconds(replace(batch, rows=own))) if alone else took] * len(own))
 
     engine.ran = ran
     simulate(engine, Load(seconds=seconds, groups={"asking": ASKING, "batch": BATCH}))
+    assert len(found) > 500
     return spread(found)
 
 
@@ -76,26 +77,20 @@ def _decodes(row: Row) -> bool:
     return row.session.priority == "interactive" and row.session.remaining == 1
 
 
-@pytest.mark.parametrize(
-    ("machine", "seconds"), [(H200_13B, 20.0), (GRAPHS, 20.0), (PROCESSOR, 20.0), (STREAMED, 400.0)]
-)
-def test_the_p99_between_interactive_tokens_stays_below_the_bar(machine: Machine, seconds: float) -> None:
-    found = disturbance(machine, seconds)
-    assert found.count > 500
-    assert found.p99 <= BAR
+@pytest.mark.parametrize("machine", [H200_13B, GRAPHS, PROCESSOR, SHAKING])
+def test_the_time_between_tokens_keeps_the_target(machine: Machine) -> None:
+    assert measured(machine, 20.0).p99 <= TARGET
 
 
-def test_the_scheduler_learns_step_times_in_spite_of_jitter() -> None:
-    plain, shaking = disturbance(H200_13B, 20.0), disturbance(SHAKING, 20.0)
-    assert shaking.p50 <= 1.1 * plain.p50
-    assert shaking.p99 <= 1.1 * BAR
+def test_steps_that_miss_the_target_by_themselves_are_overrun_a_little() -> None:
+    assert measured(STREAMED, 400.0, alone=True).p99 <= OVERRUN
 
 
-def test_the_first_chunks_of_a_model_do_not_double_a_step() -> None:
+def test_the_first_chunks_of_a_model_hardly_exceed_the_target() -> None:
     """The scheduler tries steps that are longer than any before in small increments."""
     engine = SimulatedEngine(H200_13B)
     found: list[float] = []
     engine.ran = lambda batch, took: found.append(took) if any(map(_decodes, batch.rows)) else None
     long = msgspec.structs.replace(BATCH, context=(1000, 2000))
     simulate(engine, Load(seconds=5.0, groups={"asking": ASKING, "batch": long}))
-    assert max(found) < 2 * min(found)
+    assert max(found) < 1.5 * TARGET
