@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 
 from djinn_client.protocol import CLASSES
-from djinnd.scheduler.policy import Policy, Target
 from tools.bench.harness.command import say
 from tools.bench.harness.paged_model import MODEL, daemon_of, loaded, without_text
 from tools.bench.loads.course import Outcome, outcome, pooled
@@ -114,7 +113,7 @@ def check(checkpoint: Path, device: str, seconds: float, kv: str) -> Checked:
                 steps += traced.steps
             info = model.now()
     machine = machine_of(steps, typical(measured), info, LIMITS[device], on_cpu=device == "cpu")
-    engine = SimulatedEngine(machine, Policy({name: Target(BETWEEN_TOKENS, 0.4) for name in CLASSES}))
+    engine = SimulatedEngine(machine, BETWEEN_TOKENS)
     simulate(engine, before)
     daemon = outcome(pooled(courses), load.weights)
     simulator = outcome(pooled([simulate(engine, one) for one in rounds]), load.weights)

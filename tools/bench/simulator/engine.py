@@ -19,7 +19,7 @@ from itertools import count, cycle
 
 import msgspec
 
-from djinn_client.protocol.fields.scheduling import Class
+from djinn_client.protocol.fields.scheduling import CLASSES, Class
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
@@ -28,7 +28,7 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Direction, Move
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.policy import DEFAULT, Policy
+from djinnd.scheduler.policy import TARGETS, Policy, Target
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.tuning import STEP
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
@@ -36,6 +36,7 @@ from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 MODEL = "m"
 TEND_S = 0.25
 TOKEN = 1
+FIRST_TOKEN_S = 0.4  # the target beside `between_tokens`
 IN_FLIGHT = 512 << 20  # bytes in each direction, as in Transfers
 
 Curve = tuple[tuple[float, float], ...]  # points of rising x with straight lines between; the last line continues
@@ -95,7 +96,9 @@ class Answer:
 
 
 class SimulatedEngine:
-    def __init__(self, machine: Machine, policy: Policy = DEFAULT) -> None:
+    def __init__(self, machine: Machine, between_tokens: float | None = None) -> None:
+        """`between_tokens`: the target of all classes in seconds; None: the default targets."""
+        targets = TARGETS if between_tokens is None else dict.fromkeys(CLASSES, Target(between_tokens, FIRST_TOKEN_S))
         self.machine = machine
         self.now = 0.0
         self.busy_s = 0.0  # device time of steps
@@ -109,7 +112,7 @@ class SimulatedEngine:
         if machine.host_pages:
             table = memoryview(bytearray(Tier.table_bytes(machine.host_pages)))
             self._paging.use_host(Tier(table, machine.host_pages, page_bytes=machine.page_bytes))
-        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, policy)
+        self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(targets))
         self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
         self._residency = self.scheduler.residency(MODEL)
         self._residency.lower_tiers.costs.bus = machine.up if machine.up < math.inf else 0.0
