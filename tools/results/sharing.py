@@ -21,6 +21,8 @@ FINDINGS = {
     "first token p50, times idle": "first token, p50, in multiples of one alone:",
     "first token p99, times idle": "first token, p99, in multiples of one alone:",
     "between tokens p99, steps": "between tokens, p99, in undisturbed steps:",
+    "first token p99, ms": "first token, p99, in ms:",
+    "between tokens p99, ms": "between tokens, p99, in ms:",
     "batch throughput lost": "part of batch throughput lost:",
     "longest without a token, s": "longest time without a token, in seconds:",
 }

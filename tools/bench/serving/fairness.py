@@ -45,6 +45,7 @@ READING = Group(
 )
 
 
+FIRST_TOKEN_S, BETWEEN_TOKENS_S = 0.4, 0.04  # the targets of interactive sessions, as djinnd has them by default
 BESIDE_S = 2.0  # the process beside begins so much earlier and ends so much later
 ENDLESS, ROOM = 16, 12  # interactive sessions, and the number that the pool has room for
 ENDLESS_TOKENS = 256  # at a session's end; it begins with so many that the pool never has room for all
@@ -108,18 +109,12 @@ class Bench:
         others = Load(seconds=sizes.seconds + 2 * BESIDE_S, groups={"batch": batch})
         beside = self._serve("asking beside", load, others)
         idle, busy = alone.groups["asking"], beside.groups["asking"]
-        for name, before, after in (
-            ("p50", idle.first_token.p50, busy.first_token.p50),
-            ("p99", idle.first_token.p99, busy.first_token.p99),
+        for name, before, after, most in (
+            ("first token p99, ms", idle.first_token.p99, busy.first_token.p99, FIRST_TOKEN_S),
+            ("between tokens p99, ms", idle.between_tokens.p99, busy.between_tokens.p99, BETWEEN_TOKENS_S),
         ):
             note = f"{before * 1e3:.1f} ms alone, {after * 1e3:.1f} ms beside {sizes.batch} batch sessions"
-            self._note(f"first token {name}, times idle", after / before, "<= 2", after <= 2 * before, note)
-        step, p99 = idle.between_tokens.p50, busy.between_tokens.p99
-        note = (
-            f"{step * 1e3:.2f} ms undisturbed, p50 {busy.between_tokens.p50 * 1e3:.2f} ms, p99 {p99 * 1e3:.2f} ms "
-            f"(alone {idle.between_tokens.p99 * 1e3:.2f} ms)"
-        )
-        self._note("between tokens p99, steps", p99 / step, "<= 1.3", p99 <= 1.3 * step, note)
+            self._note(name, after * 1e3, f"<= {most * 1e3:.0f}", after <= most, note)
 
     def idle(self) -> None:
         sizes = self._sizes
