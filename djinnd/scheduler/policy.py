@@ -36,9 +36,13 @@ class Policy:
     ageing: float = 10.0
     paging: float = 0.25
 
+    def of_class(self, priority: Class) -> Target:
+        """A class without a target here has none."""
+        return self.targets.get(priority, Target())
+
     def target(self, session: Session) -> Target:
         """The targets of the session's request: its own, and those of its class for the others."""
-        target, request = self.targets[session.priority], session.request
+        target, request = self.of_class(session.priority), session.request
         if request is None or not request.has_target:
             return target
         between, first = request.between_tokens, request.first_token

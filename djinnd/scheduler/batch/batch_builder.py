@@ -212,7 +212,7 @@ class BatchBuilder:
         decoders: Decoders = {priority: set() for priority in CLASSES}
         self._lengthy, own = set(), self._own_targets
         for priority, some in decoders.items():
-            target, lateness = self._policy.targets[priority].first_token, 0.0
+            target, lateness = self._policy.of_class(priority).first_token, 0.0
             for session in self._run_queue.of(priority):
                 stage, tokens = session.stage, session.tokens
                 # This is session.remaining, inlined: it runs in every step for every session in the queue.
@@ -264,7 +264,7 @@ class BatchBuilder:
         """The tightest target between tokens of these sessions of a class; inf if none has one."""
         if self._own_targets:
             return min([self._policy.target(session).between_tokens for session in sessions], default=math.inf)
-        return self._policy.targets[priority].between_tokens if any(True for _ in sessions) else math.inf
+        return self._policy.of_class(priority).between_tokens if any(True for _ in sessions) else math.inf
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """Charges the tenants for a step with these rows that took `seconds` on the device. 0 means that the step's

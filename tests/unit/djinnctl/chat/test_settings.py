@@ -16,7 +16,7 @@ def test_what_is_set() -> None:
         ("Stats", "ON"),
     ]:
         settings.set(name, value)
-    assert settings.options == {"temperature": 0.0, "max_tokens": 64}
+    assert settings.options == {"temperature": 0.0, "top_p": 0.95, "max_tokens": 64}
     assert settings.arguments == {"enable_thinking": False, "reasoning_effort": "high"}
     told = {name: value.strip() for name, _, value in (line.partition(" ") for line in settings.lines())}
     assert tuple(told) == NAMES, "all that there are"
@@ -26,6 +26,7 @@ def test_what_is_set() -> None:
         "reasoning_effort": "high",
         "stats": "on",
         "temperature": "0.0",
+        "top_p": "0.95",
         "max_tokens": "64",
     }
     settings.set("max_tokens", "none")
