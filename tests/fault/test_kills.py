@@ -143,9 +143,9 @@ class Fleet:
         await told.session.truncate(told.least)
         told.most = told.least
 
-    async def resume(self) -> None:
+    async def unpause(self) -> None:
         while not all(task.done() for task in self.under_way):
-            await asyncio.gather(*(again(told.session.resume) for told in self.sessions))
+            await asyncio.gather(*(again(told.session.unpause) for told in self.sessions))
             await asyncio.wait(self.under_way, timeout=0.1)
 
     # --- afterwards ---------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Fleet:
         if victim != "engine" or self.choice.random() < 0.2:
             await told.session.detach()
             told.session = await again(djinn.AsyncSession.attach, told.session.id, address=self.lives.address)
-        await again(told.session.resume)
+        await again(told.session.unpause)
         tokens = await again(lambda: told.session.token_ids())
         assert told.least <= len(tokens) <= told.most, f"{told.least} to {told.most} were sent, {len(tokens)} are there"
         assert tokens == told.story[: len(tokens)], "the client has received these tokens"
@@ -198,7 +198,7 @@ async def live_and_die(fleet: Fleet, deaths: list[str]) -> None:
         if victim != "engine":
             await asyncio.to_thread(fleet.lives.kill)
         else:
-            await fleet.resume()  # a pause, and the call that it holds, outlive the engine
+            await fleet.unpause()  # a pause, and the call that it holds, outlive the engine
         await asyncio.gather(*doing)
         if victim != "engine":
             fleet.lives.again(ready=False)
