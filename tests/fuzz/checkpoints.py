@@ -11,7 +11,7 @@ from pathlib import Path
 
 from djinn_client.errors import DjinnError
 from djinn_client.files.model_files import ModelFiles
-from djinnd.weights.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint
+from djinnd.weights.checkpoint import CONFIG, INDEX, SINGLE, CheckpointFiles
 from djinnd.weights.safetensors_header import BITS, BadHeader, header_bytes, parse_header
 from tests.fuzz.messages import HOSTILE, Choices
 from tests.fuzz.target import Target
@@ -71,7 +71,7 @@ def _open(choices: Choices, data: bytes) -> None:
     for each, content in (others | {name: data}).items():
         (FOLDER / each).write_bytes(content)
     with suppress(DjinnError), ModelFiles.open(str(FOLDER)) as files:
-        checkpoint = Checkpoint(files)
+        checkpoint = CheckpointFiles(files)
         for tensor in checkpoint.tensors:
             checkpoint.check_readable(tensor)
             checkpoint.read(tensor)

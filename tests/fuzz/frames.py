@@ -38,4 +38,11 @@ def check(data: bytes) -> None:
     assert decoded(stream, piece) == decoded(stream, max(1, len(stream)))
 
 
-TARGET = Target(("djinn_client.protocol",), seeds, check)
+TARGET = Target(
+    (
+        "djinn_client.protocol.frames",
+        "djinn_client.protocol",
+    ),
+    seeds,
+    check,
+)

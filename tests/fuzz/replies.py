@@ -27,4 +27,4 @@ def check(data: bytes) -> None:
             assert isinstance(from_code(message.code, message.message, message.data), DjinnError)
 
 
-TARGET = Target(("djinn_client.protocol", "djinn_client.errors"), seeds, check)
+TARGET = Target(("djinn_client.protocol.frames", "djinn_client.protocol", "djinn_client.errors"), seeds, check)

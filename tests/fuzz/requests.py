@@ -36,7 +36,12 @@ def check(data: bytes) -> None:
 
 
 TARGET = Target(
-    ("djinn_client.protocol", "djinn_client.protocol.fields.sampling", "djinn_client.protocol.fields.placing"),
+    (
+        "djinn_client.protocol.frames",
+        "djinn_client.protocol",
+        "djinn_client.protocol.fields.sampling",
+        "djinn_client.protocol.fields.placing",
+    ),
     seeds,
     check,
 )
