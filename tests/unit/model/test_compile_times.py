@@ -44,9 +44,5 @@ def test_compile_in_seconds_and_fit(attention: Attention, tmp_path: Path, monkey
     chosen = longest(variants_of(attention))
     assert len(chosen) == 2
     for variant in chosen:
-        # Other tests on the machine add to the seconds of a core, so a second try counts, too.
-        tries = [compile_apart(variant, attention.target)]
-        if tries[0][1]:
-            tries.append(compile_apart(variant, attention.target))
-        seconds, wrong = tries[-1]
+        seconds, wrong = compile_apart(variant, attention.target)
         assert not wrong, f"{variant}: {wrong} ({seconds:.1f} s)"
