@@ -119,7 +119,7 @@ class Arrivals:
             session.foreign_tokens = min(session.foreign_tokens, most)
 
     def _rewind(self, session: Session, computed: int) -> None:
-        """See KvResidency.rewind; for a session whose pages do not move any more."""
+        """Rewinds a session whose pages have stopped moving. See KvResidency.rewind."""
         self._lower_tiers.forget(session)
         session.stage = None
         session.computed = self._kv.trim(session.id, computed)

@@ -67,7 +67,7 @@ class StepTimes:
 
 
 class Curve:
-    """Seconds by size, in buckets of which two make a doubling."""
+    """Seconds by size. Two buckets cover a doubling of the size."""
 
     def __init__(self) -> None:
         self._measured: dict[int, deque[float]] = {}  # the last few measurements, by bucket
