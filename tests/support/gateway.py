@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from types import TracebackType
@@ -69,8 +70,9 @@ class Gateway:
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
 
-    @property
+    @cached_property
     def address(self) -> tuple[str, int]:
+        """Read from the log once: a test may send 100,000 requests, and each adds a line to the log."""
         found = re.search(r"gateway_ready address=([\d.]+):(\d+)", self.log)
         assert found is not None
         return found[1], int(found[2])
