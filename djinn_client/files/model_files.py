@@ -244,7 +244,10 @@ def _no_folder(folder: str, error: OSError | ValueError) -> ModelNotFound:
         told = f"there is no such folder, or user {os.geteuid()} may not look into it"
     else:
         told = f"the folder cannot be opened: {getattr(error, 'strerror', error)}"
-    if folder.lower().endswith(".gguf"):  # known by its name alone
+    # The name alone decides, so the message does not tell whether the file is there.
+    if folder.endswith(_ENDINGS):
+        told += f"; a checkpoint is named by its folder, here {os.path.dirname(folder) or '.'}"
+    if folder.lower().endswith(".gguf"):
         told += "; GGUF files are not served, but folders with safetensors"
     return ModelNotFound(told, path=folder)
 

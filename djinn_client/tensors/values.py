@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from djinn_client.errors import InvalidRequest
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_VALUES = 15 << 20  # bytes in one request, whose frame may have 16 MiB
+MAX_POSITIONS = 3 << 20  # in one request: each takes up to 5 bytes of its frame
 
 
 class Values(NamedTuple):
@@ -63,12 +65,17 @@ def dtype_of(vector: Any) -> str:
 
 
 def positions_of(positions: Iterable[Any]) -> list[int]:
-    """From any iterable of integers, or a 1-D array or tensor. Raises InvalidRequest."""
+    """From any iterable of integers, or a 1-D array or tensor. Raises InvalidRequest, also for more than one request
+    can carry."""
     listed = positions.tolist() if hasattr(positions, "tolist") else positions
     try:
-        return [operator.index(each) for each in listed]
+        found = [operator.index(each) for each in islice(listed, MAX_POSITIONS + 1)]
     except TypeError as error:
         raise InvalidRequest(f"positions must be a row of integers: {error}", field="positions") from error
+    if len(found) > MAX_POSITIONS:
+        told = f"one call can carry {MAX_POSITIONS:,} positions, and these are more"
+        raise InvalidRequest(told, field="positions", limit=MAX_POSITIONS)
+    return found
 
 
 def _is_tensor(vector: Any) -> bool:

@@ -91,7 +91,9 @@ class _File:
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
             self.problems.append(f"{self.path}{line}: {error.problem}")
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except OSError as error:
+            self.problems.append(f"{self.path}: {error.strerror}")
+        except (ValueError, yaml.YAMLError) as error:
             self.problems.append(f"{self.path}: {error}")
         except RecursionError:
             self.problems.append(f"{self.path}: lists or keys are nested too deeply")

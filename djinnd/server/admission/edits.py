@@ -198,9 +198,11 @@ def _extents_of(request: AddEdit, tokens: int, fixed: int, model: ModelInfo) -> 
 def _check_values(request: AddEdit, width: int) -> None:
     row = width * ITEM_BYTES[request.dtype]
     if len(request.values) != request.rows * row:
+        wanted = f"[{request.rows}, {width}]"
+        given, odd = divmod(len(request.values), request.rows * ITEM_BYTES[request.dtype])
+        came = f"the values are {len(request.values):,} bytes" if odd else f"the values are [{request.rows}, {given}]"
         raise InvalidRequest(
-            f"{len(request.values):,} bytes of values came; {request.rows:,} rows of {width:,} {request.dtype} numbers "
-            f"are {request.rows * row:,}",
+            f"{came}, and {request.points[0]} is {width:,} wide: give {wanted} in {request.dtype}",
             field="values",
             bytes=len(request.values),
             needed=request.rows * row,

@@ -648,10 +648,27 @@ def test_free_lowers_the_budget_and_says_how_to_give_it_back(address: str) -> No
     assert json.loads(run("free", "4GiB", "--json", "--address", address).stdout)["budget_bytes"] == 16 << 30
 
 
-def test_free_more_than_can_be_is_the_engine_s_to_refuse(address: str) -> None:
+def test_a_free_of_more_than_the_budget_asks_the_engine_for_its_least(address: str) -> None:
     for size in ("20GiB", "1TiB"):
         result = run("free", size, "--address", address)
         assert (result.exit_code, result.stderr) == (1, "djinnctl: the budget could go down to 7 GiB\n")
+
+
+def test_a_refused_free_says_what_holds_the_memory(daemon: ScriptedDaemon) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        line.send(replace(STATUS, id=line.expect(GetStatus).id))
+        refused = {"needed": 7 << 30, "budget": 1}
+        id = line.expect(SetBudget).id
+        line.send(Failure(id=id, code="out_of_memory", message="a budget of 0.0 MiB is too small", data=refused))
+        line.send(Models(id=line.expect(ListModels).id, models=[TINY, BROKEN]))
+
+    result = run("free", "100GiB", "--address", daemon.play(script))
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "djinnctl: nothing was freed: of the budget of 20.0 GiB, the daemon needs 7.0 GiB for "
+        "djinn-tiny (2 sessions), and at most 13.0 GiB can be freed\n"
+    )
 
 
 def test_free_before_there_is_an_engine(daemon: ScriptedDaemon) -> None:

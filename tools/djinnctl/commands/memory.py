@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
-from djinn_client import Retry
+from djinn_client import Client, OutOfMemory, Retry
+from djinn_client.protocol import BudgetReply
 from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
 from djinnctl.options import read_size
+from djinnctl.units import size
 
 
 @click.command(epilog=EXIT_CODES)
@@ -44,9 +46,24 @@ def free(settings: Settings, memory: int) -> None:
         if not device.budget_bytes:
             raise Retry("the engine is being started, and has no budget yet: try again in a moment")
         before = device.budget_bytes
-        # To free more than all is to be refused with the engine's own figure of what can be freed.
         screen.show(
-            lambda: client.set_budget(max(1, before - memory)),
+            lambda: _take(client, memory, before),
             lambda reply: render.freed(reply, before),
             as_json=settings.json,
         )
+
+
+def _take(client: Client, memory: int, budget: int) -> BudgetReply:
+    """Lowers the budget by `memory`. Raises OutOfMemory with the memory that could be freed instead."""
+    try:
+        return client.set_budget(max(1, budget - memory))  # the engine refuses a budget of 1 byte with its own figure
+    except OutOfMemory as error:
+        needed = error.data.get("needed")
+        if needed is None:
+            raise
+        loaded = [f"{model.name} ({model.sessions} sessions)" for model in client.models() if model.pages]
+        raise OutOfMemory(
+            f"nothing was freed: of the budget of {size(budget)}, the daemon needs {size(needed)} for "
+            f"{', '.join(loaded) or 'the engine'}, and at most {size(max(0, budget - needed))} can be freed",
+            **error.data,
+        ) from error

@@ -76,6 +76,13 @@ def test_no_folder_is_not_found(folder: Path) -> None:
         ModelFiles.open(str(folder / "nothing"))
 
 
+def test_a_file_of_a_checkpoint_leads_to_its_folder(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ModelNotFound, match=f"a checkpoint is named by its folder, here {tmp_path}"):
+        ModelFiles.open(str(file))
+
+
 def test_a_large_file_is_refused_before_it_is_read(folder: Path) -> None:
     with ModelFiles.open(str(folder)) as files, pytest.raises(ModelRejected, match="at most 99"):
         files.read("model.safetensors", limit=99)

@@ -103,3 +103,8 @@ def test_positions(positions: object) -> None:
 def test_what_are_no_positions(positions: object) -> None:
     with pytest.raises(InvalidRequest, match="a row of integers"):
         positions_of(positions)  # type: ignore[arg-type]
+
+
+def test_more_positions_than_a_request_can_carry_are_refused_before_they_are_listed() -> None:
+    with pytest.raises(InvalidRequest, match=r"one call can carry 3,145,728 positions, and these are more"):
+        positions_of(range(10**15))

@@ -119,7 +119,7 @@ REFUSED = [
     ({"points": ["blocks.8"]}, "no point 'blocks.8'"),
     ({"points": []}, "name the points"),
     ({"points": ["blocks.1", "logits"]}, "wide"),
-    ({"values": VECTOR[4:]}, "28 bytes of values came"),
+    ({"values": VECTOR[4:]}, "the values are [1, 7], and blocks.3 is 8 wide"),
     ({"values": VECTOR[4:] + array("f", [float("nan")]).tobytes()}, "at index 7"),
     ({"positions": [4, 2]}, "positions ascend"),
     ({"positions": [256]}, "position 256 never comes"),
