@@ -6,7 +6,7 @@ the layers above run the same code on both.
 
 from __future__ import annotations
 
-from djinnd.device.device import CopyLane, Device, Event, Pinning, Rates, StreamMark
+from djinnd.device.device import CopyLane, Device, Event, Pinning, StreamMark
 from djinnd.device.trace import DeviceTrace, Stamp
 
 
@@ -23,4 +23,4 @@ def open_device(name: str, memory: int) -> Device:
     return CpuDevice(memory) if name == "cpu" else CudaDevice(name, memory)
 
 
-__all__ = ["CopyLane", "Device", "DeviceTrace", "Event", "Pinning", "Rates", "Stamp", "StreamMark", "open_device"]
+__all__ = ["CopyLane", "Device", "DeviceTrace", "Event", "Pinning", "Stamp", "StreamMark", "open_device"]

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from djinn_client.transport.host_memory import anonymous_bytes, tightest
+from djinnd.core.rates import Rates
 from djinnd.device.budget import MemoryBudget
-from djinnd.device.device import CopyLane, Device, Rates, StreamMark
+from djinnd.device.device import CopyLane, Device, StreamMark
+from djinnd.device.measuring import measured_rates
 from djinnd.device.tuning import CPU_RATE_BYTES, CPU_RATE_SIDE, CPU_SHARE
 
 log = logging.getLogger("djinnd.device")
@@ -103,7 +105,6 @@ class CpuDevice(Device):
         self.budget = MemoryBudget(memory or _default_budget())
         self._touched_at_start = anonymous_bytes()
         _warn_of_overcommitment(memory)
-        self._rates: Rates | None = None
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
         self._engine = threading.Thread(target=self._copy_loop, name="djinn-copy", daemon=True)
         self._engine.start()
@@ -159,10 +160,8 @@ class CpuDevice(Device):
         stamp.pass_now()
         return stamp
 
-    def rates(self) -> Rates:
-        if self._rates is None:
-            self._rates = _measured_rates()
-        return self._rates
+    def _measure(self) -> Rates:
+        return _measured_rates()
 
     def resize(self, budget: int) -> None:
         self.budget.resize(budget)
@@ -186,19 +185,8 @@ class CpuDevice(Device):
 
 @cache  # the machine's rates do not change while the process runs
 def _measured_rates() -> Rates:
-    copying = _copy_rate()
-    return Rates(copying, 2 * copying, _product_rate())
-
-
-def _copy_rate() -> float:
-    source = torch.ones(CPU_RATE_BYTES, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    return CPU_RATE_BYTES / _least_seconds(lambda: target.copy_(source))
-
-
-def _product_rate() -> float:
-    a = torch.ones(CPU_RATE_SIDE, CPU_RATE_SIDE)
-    return 2 * CPU_RATE_SIDE**3 / _least_seconds(lambda: a @ a)
+    host = torch.zeros(CPU_RATE_BYTES, dtype=torch.uint8)
+    return measured_rates(torch.device("cpu"), host, CPU_RATE_SIDE, _least_seconds)
 
 
 def _least_seconds(work: Callable[[], object]) -> float:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
+from djinnd.core.rates import Rates
 from djinnd.device import tuning
 from djinnd.device.budget import MemoryBudget, gib
-from djinnd.device.device import CopyLane, Device, Rates, StreamMark
+from djinnd.device.device import CopyLane, Device, StreamMark
+from djinnd.device.measuring import measured_rates
 
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
@@ -109,7 +111,6 @@ class CudaDevice(Device):
             CopyLane.DOWN: torch.cuda.Stream(index),
         }
         self._aside = torch.cuda.Stream(index)
-        self._rates: Rates | None = None
 
     @staticmethod
     def available() -> bool:
@@ -158,12 +159,12 @@ class CudaDevice(Device):
         event.record(stream)
         return _Stamp(event)
 
-    def rates(self) -> Rates:
-        if self._rates is None:
-            with self.side_stream():
-                self._rates = _measure(self.torch_device)
-            self.trim()
-        return self._rates
+    def _measure(self) -> Rates:
+        host = self.staging(tuning.CUDA_RATE_BYTES)
+        with self.side_stream():
+            rates = measured_rates(self.torch_device, host, tuning.CUDA_RATE_SIDE, _least_seconds)
+        self.trim()
+        return rates
 
     def resize(self, budget: int) -> None:
         self.trim()
@@ -235,20 +236,6 @@ def _populate(piece: Tensor, advice: int) -> None:
     which only takes longer."""
     for part in piece.split(tuning.POPULATED_AT_ONCE):
         _libc.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), advice)
-
-
-@torch.inference_mode()
-def _measure(device: torch.device) -> Rates:
-    """Measures on the current stream; each rate is the best of tuning.CUDA_RATE_RUNS."""
-    host = torch.empty(tuning.CUDA_RATE_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(tuning.CUDA_RATE_BYTES, dtype=torch.uint8, device=device)
-    other = torch.empty_like(there)
-    matrix = torch.randn(tuning.CUDA_RATE_SIDE, tuning.CUDA_RATE_SIDE, device=device, dtype=torch.bfloat16)
-    return Rates(
-        bus=tuning.CUDA_RATE_BYTES / _least_seconds(lambda: there.copy_(host, non_blocking=True)),
-        memory=2 * tuning.CUDA_RATE_BYTES / _least_seconds(lambda: other.copy_(there)),
-        products=2 * tuning.CUDA_RATE_SIDE**3 / _least_seconds(lambda: matrix @ matrix),
-    )
 
 
 def _least_seconds(work: Callable[[], object]) -> float:

@@ -8,13 +8,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from djinnd.core.rates import Rates
 from djinnd.device.budget import MemoryBudget
 from djinnd.device.trace import DeviceTrace, Stamp
 
@@ -46,15 +46,6 @@ class StreamMark(Protocol):
     """A point in the compute stream that copies wait for. Only the device that made it can read it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Speeds of the device, measured on it."""
-
-    bus: float  # bytes/s from pinned host memory to the device
-    memory: float  # bytes/s, read plus written, of device memory
-    products: float  # floating-point operations/s of a large bfloat16 matrix product
-
-
 class Pinning(Protocol):
     """Pieces of host memory being pinned, several at a time, in their order."""
 
@@ -75,6 +66,7 @@ class Device(ABC):
     budget: MemoryBudget
     reserved = 0  # bytes of the budget that the device itself takes: its context and libraries
     trace: DeviceTrace | None = None  # records the current step, if it is traced
+    _rates: Rates | None = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -180,9 +172,15 @@ class Device(ABC):
         context ends."""
         yield
 
-    @abstractmethod
     def rates(self) -> Rates:
-        """The first call measures, which takes a fraction of a second and some memory outside the budget."""
+        """The first call measures, which takes a fraction of a second and some memory outside the budget. A load makes
+        it, beside the steps of other models."""
+        if self._rates is None:
+            self._rates = self._measure()
+        return self._rates
+
+    @abstractmethod
+    def _measure(self) -> Rates: ...
 
     @abstractmethod
     def resize(self, budget: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 # --- Budget -----------------------------------------------------------------------------------------------------------
 
 CPU_SHARE = 0.5  # chosen: share of the memory that is available when the engine starts
@@ -14,8 +16,11 @@ SLACK_BYTES = 128 << 20
 
 # --- Measurement of rates ---------------------------------------------------------------------------------------------
 
-CPU_RATE_BYTES = 64 << 20  # chosen
-CPU_RATE_SIDE = 512  # chosen: side of the square matrices
+RATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # given: the dtypes of models
+RATE_WIDTH = 4096  # chosen: columns of the matrix that a product with one row reads
+RATE_LAUNCHES = 64  # chosen: kernels of a chain
+CPU_RATE_BYTES = 32 << 20  # chosen
+CPU_RATE_SIDE = 256  # chosen: side of the square matrices
 CUDA_RATE_BYTES = 128 << 20  # chosen
 CUDA_RATE_SIDE = 4096  # chosen: side of the square matrices
 CUDA_RATE_RUNS = 25  # chosen

@@ -29,19 +29,18 @@ COMPILERS = 2  # chosen: most processes; further loads wait for one to end
 NICENESS = 10  # chosen
 MOST_MEMORY = 8 << 30  # chosen: bytes of data of one fork; LLVM has no limit of its own
 
-# --- Forecast: the part of each rate of the device that steps reach ---------------------------------------------------
+# --- Forecast: the part of each measured rate (core/rates.py) that steps reach, and times as a number of launches -----
 
-# Measured on an H200 with a 13B model (docs/log), as are all below. Of memory: a product with one row only reads,
-# while the rate was measured by a copy, which also writes.
-READING_ONE = 1.08
-READING_MORE = 1.0  # of memory, for more rows
-READING_PACKED_ONE = 0.97  # of memory, for one row on packed weights
-READING_PACKED = 0.76  # of memory, for more rows on packed weights
+# Measured on an H200 with a 13B model (docs/log), as are the next four.
+READING_MORE = 0.93  # of reading, for more rows than one
+READING_PACKED_ONE = 0.90  # of reading, for one row on packed weights
+READING_PACKED = 0.70  # of reading, for more rows on packed weights
 MULTIPLYING = 0.89  # of products, for a chunk of prefill
 FETCHING = 0.92  # of the bus: a kernel reads experts on demand
-BLOCK_S = 26e-6  # seconds of a block beside its products: norms, latency of attention, rotary positions
-STEP_S = 330e-6  # seconds of a step beside its blocks: prologue, epilogue, sampler, host work
-CALL_S = 1.5e-3  # seconds of a call beside its step: admission, journal, and messages between three processes
+# Chosen, as are the next two: 26 µs, 330 µs and 1.5 ms were measured on that H200, at an assumed 4 µs a launch.
+BLOCK_LAUNCHES = 6.5  # of a block beside its products: norms, latency of attention, rotary positions
+STEP_LAUNCHES = 82  # of a step beside its blocks: prologue, epilogue, sampler, host work
+CALL_LAUNCHES = 375  # of a call beside its step: admission, journal, and messages between three processes
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from djinnd.core.rates import Rates
 from djinnd.messages.directions import CallAnswer, EngineCall
 from djinnd.messages.models import DescribeImage, Plan
 
@@ -20,9 +21,7 @@ class DeviceFigures(msgspec.Struct, frozen=True):
     budget_bytes: int
     free_bytes: int  # of the budget, with those that the inspected model has itself
     reserved_bytes: int
-    bus: float  # as in Rates
-    memory: float
-    products: float
+    rates: Rates
     max_batch_tokens: int
 
 

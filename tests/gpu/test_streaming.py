@@ -241,7 +241,8 @@ def test_rates_are_plausible_and_leave_no_memory(device: CudaDevice) -> None:
     device.trim()
     before = torch.cuda.memory_reserved()
     rates = device.rates()
-    assert 1e9 < rates.bus < 1e12 < rates.products and rates.bus < rates.memory < 2e13
+    assert 1e9 < rates.bus < 1e12 < min(rates.products.values()) and rates.bus < rates.memory < 2e13
+    assert rates.bus < rates.reading < 2e13 and 1e-7 < rates.launch < 1e-4
     assert torch.cuda.memory_reserved() == before and device.rates() is rates
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from torch import Tensor
 
-from djinnd.device import CopyLane, Rates, StreamMark
+from djinnd.device import CopyLane, StreamMark
 from djinnd.device.cpu import CpuDevice, _CopyEvent
 from tests.support.loaded import MEMORY
+from tests.support.rates import RATES
 
 
 class LateCopy(_CopyEvent):
@@ -38,7 +40,7 @@ class LateDevice(CpuDevice):
 
     def __init__(self) -> None:
         super().__init__(MEMORY)
-        self._rates = Rates(bus=1e15, memory=1e15, products=1e12)
+        self._rates = replace(RATES, bus=1e15)
         self.ordered = 0  # copies of second halves that the compute stream has waited for
         self.copies = Counter[str]()  # by name
         self._last: LateCopy | None = None

@@ -235,12 +235,10 @@ def _plan(plan: ModelPlan) -> Iterator[Renderable]:
         who = f"{sessions} session{'s' if sessions > 1 else ''}"
         tokens = sessions / seconds
         yield f"step of {who}: {interval(seconds)}, {tokens:{',.0f' if tokens >= 100 else '.3g'}} tokens/s"
-    bus, memory, products = (
-        rate(plan.bus_bytes_per_s, "B"),
-        rate(plan.memory_bytes_per_s, "B"),
-        rate(plan.flops_per_s, "FLOP"),
-    )
-    yield f"measured: bus {bus}, memory {memory}, products {products}"
+    bus, memory = rate(plan.bus_bytes_per_s, "B"), rate(plan.memory_bytes_per_s, "B")
+    reading, products = rate(plan.reading_bytes_per_s, "B"), rate(plan.flops_per_s, "FLOP")
+    yield f"measured on this device: bus {bus}, memory {memory}, products {products},"
+    yield f"  weights for one row {reading}, a kernel's launch {interval(plan.launch_s)}"
     yield from (Span(f"note: {note}", "yellow") for note in plan.notes)
 
 

@@ -73,8 +73,10 @@ class ModelPlan(msgspec.Struct, kw_only=True):
     host_bytes: int  # of shared memory
     slots: int
     bus_bytes_per_s: float  # measured, host to device
-    memory_bytes_per_s: float  # measured, of the device
-    flops_per_s: float  # measured
+    memory_bytes_per_s: float  # measured, of the device: a copy's, read plus written
+    reading_bytes_per_s: float = 0.0  # measured: of weights that a product with one row reads
+    flops_per_s: float  # measured, in the model's dtype
+    launch_s: float = 0.0  # measured: of a small kernel in a chain
     first_token_s: float  # of a prompt of first_token_tokens, from a quiet daemon
     first_token_tokens: int = 512
     step_s: dict[int, float] = {}  # of decoding, by the number of sessions

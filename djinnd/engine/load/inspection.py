@@ -18,9 +18,9 @@ from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import decoded, framed
 from djinnd.confinement.channel import ConfinedChannel
 from djinnd.confinement.child import begin
+from djinnd.core.rates import Rates
 from djinnd.device import Device
 from djinnd.device.budget import MemoryBudget
-from djinnd.device.device import Rates
 from djinnd.engine.load.loading import model_shape
 from djinnd.engine.load.planning import describe
 from djinnd.messages import DescribeImage, DeviceFigures, Failed, ImageDescribed, Planned
@@ -46,7 +46,7 @@ class DescribedDevice:
         self.budget = MemoryBudget(figures.budget_bytes)
         self.budget.reserve("what is loaded", figures.budget_bytes - figures.free_bytes)
         self.reserved = figures.reserved_bytes
-        self._rates = Rates(figures.bus, figures.memory, figures.products)
+        self._rates = figures.rates
 
     def rates(self) -> Rates:
         return self._rates

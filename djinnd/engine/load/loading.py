@@ -213,15 +213,13 @@ class LoadQueue:
             self._channel.refuse(job.request, told)
 
     def _figures(self, held_bytes: int) -> DeviceFigures:
-        device, rates = self._device, self._device.rates()
+        device = self._device
         return DeviceFigures(
             device.torch_device.type,
             device.budget.total,
             device.budget.free + held_bytes,
             device.reserved,
-            rates.bus,
-            rates.memory,
-            rates.products,
+            device.rates(),
             self._max_batch_tokens,
         )
 

@@ -47,11 +47,12 @@ def describe(
     kv = plan_kv(shape, left, floor, asked.kv_bytes, asked.max_context, greedy)
     parameters = round(sum(_used_by_a_row(buffer) for buffer in loader.store.buffers[:-1]))
     rates = device.rates()
-    forecast = Forecast(plan, rates, parameters, shape.token_bytes)
+    dtype = str(loader.dtype).removeprefix("torch.")
+    forecast = Forecast(plan, rates, dtype, parameters, shape.token_bytes)
     return ModelPlan(
         model=asked.model,
         family=loader.skeleton.family,
-        dtype=str(loader.dtype).removeprefix("torch."),
+        dtype=dtype,
         budget_bytes=budget,
         blocks=len(plan.places),
         blocks_plain=plan.count(BlockPlace.PLAIN),
@@ -73,7 +74,9 @@ def describe(
         slots=plan.slots,
         bus_bytes_per_s=rates.bus,
         memory_bytes_per_s=rates.memory,
-        flops_per_s=rates.products,
+        reading_bytes_per_s=rates.reading,
+        flops_per_s=rates.products[dtype],
+        launch_s=rates.launch,
         first_token_s=forecast.first_token_s(FIRST_TOKEN_TOKENS),
         first_token_tokens=FIRST_TOKEN_TOKENS,
         step_s={sessions: forecast.step_s(sessions) for sessions in SESSIONS},

@@ -195,7 +195,7 @@ def test_work_done_aside_is_complete_when_the_context_ends(device: CpuDevice) ->
 
 def test_rates_are_measured_once(device: CpuDevice) -> None:
     rates = device.rates()
-    assert rates.bus > 0 and rates.memory > 0 and rates.products > 0
+    assert min(rates.bus, rates.memory, rates.reading, rates.launch, *rates.products.values()) > 0
     assert device.rates() is rates
     assert device.budget.used == 0
 

@@ -114,7 +114,9 @@ PLAN = ModelPlan(
     slots=3,
     bus_bytes_per_s=55.3e9,
     memory_bytes_per_s=4.229e12,
+    reading_bytes_per_s=4.3e12,
     flops_per_s=712e12,
+    launch_s=4.1e-6,
     first_token_s=0.1305,
     step_s={1: 0.1249, 16: 0.126},
     notes=["packing is off"],
@@ -563,7 +565,7 @@ def test_plan(address: str) -> None:
         "note: packing is off",
     ):
         assert line in shown, line
-    assert "bus 55.3 GB/s, memory 4.23 TB/s, products 712 TFLOP/s" in words(result.stdout)
+    assert "measured on this device: bus 55.3 GB/s, memory 4.23 TB/s, products 712 TFLOP/s" in words(result.stdout)
     assert not any(line.startswith("scratch") for line in shown), "nothing is packed"
     assert max(map(len, result.stdout.splitlines())) <= 80
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from djinnd.device import Rates
+from djinnd.core.rates import Rates
 from djinnd.engine.load.forecast import Forecast
 from djinnd.weights.plan import BlockPlace, BlockSize, PlacementPlan
 
-RATES = Rates(bus=55.40e9, memory=3.90e12, products=757e12)
+RATES = Rates(bus=55.40e9, memory=3.90e12, reading=4.21e12, products={"bfloat16": 757e12}, launch=4e-6)
 BLOCKS, PARAMETERS, TOKEN_BYTES = 40, 317_194_240, 819_200
 PLAIN, PACKED = BlockSize(634_408_960, None), BlockSize(634_408_960, 478_317_056)
 STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the blocks; the last is near the end
@@ -17,7 +19,7 @@ STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the bl
 def forecast(size: BlockSize, places: list[BlockPlace]) -> Forecast:
     slots = 3 if BlockPlace.STREAMED in places else 0
     plan = PlacementPlan((size,) * BLOCKS, tuple(places), slots * size.passing, 0, slots)
-    return Forecast(plan, RATES, BLOCKS * PARAMETERS, TOKEN_BYTES)
+    return Forecast(plan, RATES, "bfloat16", BLOCKS * PARAMETERS, TOKEN_BYTES)
 
 
 RESIDENT, ALL_PACKED = [BlockPlace.PLAIN] * BLOCKS, [BlockPlace.PACKED] * BLOCKS
@@ -55,8 +57,34 @@ def test_first_token_times_are_within_a_tenth(size: BlockSize, places: list[Bloc
 
 
 def test_a_slower_bus_slows_only_streamed_steps() -> None:
-    slow = Rates(RATES.bus / 2, RATES.memory, RATES.products)
+    slow = replace(RATES, bus=RATES.bus / 2)
     for places, factor in ((RESIDENT, 1.0), (STREAMING, 2.0)):
         own = forecast(PLAIN, places)
-        halved = Forecast(own.plan, slow, own.parameters, own.token_bytes)
+        halved = replace(own, rates=slow)
         assert halved.step_s(1) == pytest.approx(factor * own.step_s(1), rel=0.01)
+
+
+@pytest.mark.parametrize(("streamed", "fewer"), [(11, 8), (8, 4), (4, 0)])
+def test_fewer_streamed_blocks_make_steps_faster(streamed: int, fewer: int) -> None:
+    def step_s(count: int) -> float:
+        places = [BlockPlace.STREAMED if index < count else BlockPlace.PLAIN for index in range(BLOCKS)]
+        return forecast(PLAIN, places).step_s(1)
+
+    assert step_s(streamed) > step_s(fewer)
+
+
+def test_larger_blocks_take_longer() -> None:
+    times = [forecast(BlockSize(PLAIN.plain * factor, None), RESIDENT).step_s(1) for factor in (1, 2, 3)]
+    assert times == sorted(set(times))
+
+
+def test_slower_launches_slow_a_resident_step() -> None:
+    own = forecast(PLAIN, RESIDENT)
+    slow = replace(own, rates=replace(RATES, launch=2 * RATES.launch))
+    assert slow.step_s(1) > own.step_s(1) and slow.first_token_s(512) > own.first_token_s(512)
+
+
+def test_a_dtype_with_slower_products_slows_the_first_token_of_a_long_prompt() -> None:
+    rates = replace(RATES, products={**RATES.products, "float32": RATES.products["bfloat16"] / 10})
+    half = replace(forecast(PLAIN, RESIDENT), rates=rates)
+    assert replace(half, dtype="float32").first_token_s(512) > 5 * half.first_token_s(512)

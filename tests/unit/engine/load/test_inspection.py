@@ -15,9 +15,10 @@ from djinnd.engine.load.inspection import inspect
 from djinnd.messages import DescribeImage, DeviceFigures, Failed, ImageDescribed, Plan, Planned
 from djinnd.messages.inspections import Inspect, Passed
 from tests.support.checkpoints import altered
+from tests.support.rates import RATES
 from tests.unit.engine.load.test_planning import MEMORY, TOKENS, planned
 
-FIGURES = DeviceFigures("cpu", MEMORY, MEMORY, 0, bus=50e9, memory=4e12, products=5e14, max_batch_tokens=TOKENS)
+FIGURES = DeviceFigures("cpu", MEMORY, MEMORY, 0, RATES, TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.protocol import Placing
 from djinn_client.protocol.fields.placing import ModelPlan
 from djinnd import messages
-from djinnd.device import Rates
+from djinnd.core.rates import Rates
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.load.loading import model_shape
 from djinnd.engine.load.planning import describe
@@ -21,6 +21,7 @@ from tests.support.engine_thread import EngineThread
 from tests.support.loaded import MEMORY
 from tests.support.models import reduced_model
 from tests.support.open_files import loader_of
+from tests.support.rates import RATES
 
 TOKENS = 64
 
@@ -32,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class Measured(CpuDevice):
     def rates(self) -> Rates:
-        return Rates(bus=50e9, memory=4e12, products=5e14)
+        return RATES
 
 
 def planned(folder: Path, memory: int = MEMORY, asked_memory: int = 0, used: int = 0, **fields: Any) -> ModelPlan:

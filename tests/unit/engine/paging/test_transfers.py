@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinnd.device import CopyLane, Rates, StreamMark
+from djinnd.device import CopyLane, StreamMark
 from djinnd.device.cpu import CpuDevice, _CopyEvent
 from djinnd.engine.memory import host_pages
 from djinnd.engine.memory.host_pages import HostPages, object_bytes
@@ -30,6 +31,7 @@ from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import root
 from tests.support.loaded import MEMORY
+from tests.support.rates import RATES
 
 PAGE, BYTES = 4, 8192  # tokens and bytes of a page
 PAGES, HOST, DISK = 32, 24, 24
@@ -375,7 +377,7 @@ def test_a_step_follows_the_last_copies_of_a_transfer_that_are_about_to_end(
     floor: Floor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_copies, "COPY_BYTES", BYTES)
-    monkeypatch.setattr(floor.device, "_rates", Rates(bus=3 * BYTES / AHEAD_S, memory=1.0, products=1.0))
+    monkeypatch.setattr(floor.device, "_rates", replace(RATES, bus=3 * BYTES / AHEAD_S))
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
@@ -416,7 +418,7 @@ def halving(floor: Floor, monkeypatch: pytest.MonkeyPatch) -> Floor:
     """The first halves of three pages take as long as launching a step."""
     monkeypatch.setattr(page_copies, "HALF_BYTES", BYTES // 2)
     bus = 3 * BYTES / 2 / AHEAD_S
-    monkeypatch.setattr(floor.device, "_rates", Rates(bus=bus, memory=1.0, products=1.0))
+    monkeypatch.setattr(floor.device, "_rates", replace(RATES, bus=bus))
     return floor
 
 
