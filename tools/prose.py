@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLEAN: tuple[str, ...] = (
     "ARCHITECTURE.md",
     "client/README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "djinn_client",
     "djinnd",
