@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from djinn_client.admin.daemon_calls import DaemonCalls
-from djinn_client.transport.aio_steps import run
-from djinn_client.transport.steps import Steps
+from djinn_client.transport.aio_steps import awaited
 
 if TYPE_CHECKING:
     from typing import Self
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _awaited(
-    steps: Callable[Concatenate[DaemonCalls, P], Steps[T]],
-) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """The coroutine function that runs these steps and returns what they return."""
-
-    @wraps(steps)
-    async def call(client: AsyncClient, /, *args: P.args, **options: P.kwargs) -> T:
-        return await run(steps(client._calls, *args, **options))
-
-    found: Any = call  # mypy sees the type of what it wraps
-    return found  # type: ignore[no-any-return]
 
 
 class AsyncClient:
@@ -45,40 +27,40 @@ class AsyncClient:
         """`token`: see `Session`."""
         self._calls = DaemonCalls(address, token, nullcontext)
 
-    ping = _awaited(DaemonCalls.ping)
-    welcome = _awaited(DaemonCalls.welcome)
-    status = _awaited(DaemonCalls.status)
-    models = _awaited(DaemonCalls.models)
-    points = _awaited(DaemonCalls.points)
-    tokenize = _awaited(DaemonCalls.tokenize)
-    detokenize = _awaited(DaemonCalls.detokenize)
-    tokenizer = _awaited(DaemonCalls.tokenizer)
-    generate = _awaited(DaemonCalls.generate)
-    chat = _awaited(DaemonCalls.chat)
-    embed = _awaited(DaemonCalls.embed)
-    keep_record = _awaited(DaemonCalls.keep_record)
-    record = _awaited(DaemonCalls.record)
-    records = _awaited(DaemonCalls.records)
-    drop_record = _awaited(DaemonCalls.drop_record)
-    sessions = _awaited(DaemonCalls.sessions)
-    quotas = _awaited(DaemonCalls.quotas)
-    load = _awaited(DaemonCalls.load)
-    plan = _awaited(DaemonCalls.plan)
-    set_budget = _awaited(DaemonCalls.set_budget)
-    trace = _awaited(DaemonCalls.trace)
-    unload = _awaited(DaemonCalls.unload)
-    close_session = _awaited(DaemonCalls.close_session)
-    pause_session = _awaited(DaemonCalls.pause_session)
-    unpause_session = _awaited(DaemonCalls.unpause_session)
-    set_priority = _awaited(DaemonCalls.set_priority)
-    why = _awaited(DaemonCalls.why)
-    publish_prefix = _awaited(DaemonCalls.publish_prefix)
-    prefixes = _awaited(DaemonCalls.prefixes)
-    withdraw_prefix = _awaited(DaemonCalls.withdraw_prefix)
-    add_token = _awaited(DaemonCalls.add_token)
-    tokens = _awaited(DaemonCalls.tokens)
-    revoke_token = _awaited(DaemonCalls.revoke_token)
-    restart = _awaited(DaemonCalls.restart)
+    ping = awaited(DaemonCalls.ping)
+    welcome = awaited(DaemonCalls.welcome)
+    status = awaited(DaemonCalls.status)
+    models = awaited(DaemonCalls.models)
+    points = awaited(DaemonCalls.points)
+    tokenize = awaited(DaemonCalls.tokenize)
+    detokenize = awaited(DaemonCalls.detokenize)
+    tokenizer = awaited(DaemonCalls.tokenizer)
+    generate = awaited(DaemonCalls.generate)
+    chat = awaited(DaemonCalls.chat)
+    embed = awaited(DaemonCalls.embed)
+    keep_record = awaited(DaemonCalls.keep_record)
+    record = awaited(DaemonCalls.record)
+    records = awaited(DaemonCalls.records)
+    drop_record = awaited(DaemonCalls.drop_record)
+    sessions = awaited(DaemonCalls.sessions)
+    quotas = awaited(DaemonCalls.quotas)
+    load = awaited(DaemonCalls.load)
+    plan = awaited(DaemonCalls.plan)
+    set_budget = awaited(DaemonCalls.set_budget)
+    trace = awaited(DaemonCalls.trace)
+    unload = awaited(DaemonCalls.unload)
+    close_session = awaited(DaemonCalls.close_session)
+    pause_session = awaited(DaemonCalls.pause_session)
+    unpause_session = awaited(DaemonCalls.unpause_session)
+    set_priority = awaited(DaemonCalls.set_priority)
+    why = awaited(DaemonCalls.why)
+    publish_prefix = awaited(DaemonCalls.publish_prefix)
+    prefixes = awaited(DaemonCalls.prefixes)
+    withdraw_prefix = awaited(DaemonCalls.withdraw_prefix)
+    add_token = awaited(DaemonCalls.add_token)
+    tokens = awaited(DaemonCalls.tokens)
+    revoke_token = awaited(DaemonCalls.revoke_token)
+    restart = awaited(DaemonCalls.restart)
 
     async def close(self) -> None:
         self._calls.close()

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from djinn_client.transport.steps import PAUSE_S, Steps, Wait
+from djinn_client.transport.steps import PAUSE_S, HasCalls, Steps, Wait
 
+C = TypeVar("C")
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def awaited(
+    steps: Callable[Concatenate[C, P], Steps[T]],
+) -> Callable[Concatenate[HasCalls[C], P], Coroutine[Any, Any, T]]:
+    """The coroutine function of an asyncio client that runs these steps and returns what they return."""
+
+    @wraps(steps)
+    async def call(client: HasCalls[C], /, *args: P.args, **options: P.kwargs) -> T:
+        return await run(steps(client._calls, *args, **options))
+
+    found: Any = call  # mypy sees the type of what it wraps
+    return found  # type: ignore[no-any-return]
 
 
 async def run(steps: Steps[T]) -> T:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Generator
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Generator
+from functools import wraps
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
+C = TypeVar("C", covariant=True)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 PAUSE_S = 0.005
@@ -26,6 +29,24 @@ class Wait(NamedTuple):
 
 
 Steps: TypeAlias = Generator[Wait, None, T]
+
+
+class HasCalls(Protocol[C]):
+    """A client: it runs the steps of its calls, and adds nothing."""
+
+    @property
+    def _calls(self) -> C: ...
+
+
+def blocking(steps: Callable[Concatenate[C, P], Steps[T]]) -> Callable[Concatenate[HasCalls[C], P], T]:
+    """The method of a blocking client that runs these steps and returns what they return."""
+
+    @wraps(steps)
+    def call(client: HasCalls[C], /, *args: P.args, **options: P.kwargs) -> T:
+        return run(steps(client._calls, *args, **options))
+
+    found: Any = call  # mypy sees the type of what it wraps
+    return found  # type: ignore[no-any-return]
 
 
 def run(steps: Steps[T], patience_s: float | None = None) -> T:
