@@ -4,49 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from djinn_client.api.own_state import OwnState
 from djinn_client.arguments.messages import Message
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
-from djinn_client.handover.kv import KV, exported_kv
-from djinn_client.handover.session_import import SessionImport, import_of_file, import_of_kv, save
+from djinn_client.handover import session_import
+from djinn_client.handover.session_import import SessionImport
 from djinn_client.old_names import former_property
-from djinn_client.protocol import Class, Generated, PauseReply, Piece, SessionInfo, SignalKind, Tier
-from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
-from djinn_client.protocol.fields.edits import EditInfo, Op
-from djinn_client.protocol.fields.scheduling import Why
-from djinn_client.session.calls import SessionSteps
-from djinn_client.session.streaming import StreamSteps
+from djinn_client.protocol import Class, Piece
+from djinn_client.session.calls import SessionCalls
+from djinn_client.session.streaming import StreamState
 from djinn_client.tensors.cache import Cache
-from djinn_client.tensors.hits import Hit
-from djinn_client.tensors.resume_points import ResumePoint
-from djinn_client.transport.aio_steps import run
+from djinn_client.transport import aio_steps
+from djinn_client.transport.aio_steps import awaited
 from djinn_client.transport.connection import OnProgress
 from djinn_client.whitebox import breakpoint_calls, interventions, probing
 from djinn_client.whitebox.breakpoint_calls import Breakpoint
-from djinn_client.whitebox.interventions import Function, Intervention
+from djinn_client.whitebox.handles import handled
+from djinn_client.whitebox.interventions import Intervention
 from djinn_client.whitebox.probing import Capture, Edit
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any, Self, Unpack
+    from typing import Self, Unpack
 
-    import numpy as np
-    import numpy.typing as npt
-
-T = TypeVar("T")
-AsyncEdit: TypeAlias = "Edit[Coroutine[Any, Any, None]]"
-AsyncBreakpoint: TypeAlias = "Breakpoint[Coroutine[Any, Any, None]]"
-AsyncIntervention: TypeAlias = "Intervention[Coroutine[Any, Any, None]]"
+AsyncEdit = Edit[Coroutine[Any, Any, None]]
+AsyncBreakpoint = Breakpoint[Coroutine[Any, Any, None]]
+AsyncIntervention = Intervention[Coroutine[Any, Any, None]]
 
 
-class AsyncSession:
-    """`Session` for asyncio: the same calls, awaited.
+class AsyncSession(OwnState):
+    """`Session` for asyncio: the same calls, awaited; so are the `remove` of what they return and Capture.run.
 
         async with djinn.AsyncSession("djinn-tiny") as s:
             async for piece in s.stream("def fibonacci(", max_tokens=32):
@@ -65,167 +58,71 @@ class AsyncSession:
         token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self._steps = SessionSteps(address, token)
-        self._opening = partial(self._steps.open, model, priority, on_progress)
+        self._calls = SessionCalls(address, token)
+        self._opening = partial(self._calls.open, model, priority, on_progress)
 
     @classmethod
-    def _over(cls, steps: SessionSteps, session: str) -> Self:
+    def _over(cls, calls: SessionCalls, session: str) -> Self:
         """The object for a session that the daemon has. Opening it attaches."""
         opened = cls.__new__(cls)
-        opened._steps = steps
-        opened._opening = partial(steps.attach, session)
+        opened._calls = calls
+        opened._opening = partial(calls.attach, session)
         return opened
 
     async def open(self) -> Self:
         """Opens the session unless it is open. Raises what `Session` raises."""
-        await run(self._opening())
+        await aio_steps.run(self._opening())
         return self
 
-    @property
-    def id(self) -> str:
-        return self._steps.info.id
-
-    @property
-    def info(self) -> SessionInfo:
-        """The session as it was when it was opened or attached."""
-        return self._steps.info
-
-    @former_property
-    async def token_ids(self) -> list[int]:
-        """See Session.token_ids."""
-        return await run(self._steps.token_ids())
-
-    async def generate(
-        self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
-    ) -> Generated:
-        """See Session.generate."""
-        return await run(self._steps.generate(prompt, options))
+    token_ids = former_property(awaited(SessionCalls.token_ids))
+    generate = awaited(SessionCalls.generate)
 
     def stream(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """See Session.stream."""
-        return AsyncStream(self._steps.stream(prompt, options))
+        return AsyncStream(self._calls.stream(prompt, options))
 
-    async def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Generated:
-        """See Session.chat."""
-        return await run(self._steps.chat(said, options))
+    chat = awaited(SessionCalls.chat)
 
     def chat_stream(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> AsyncStream:
         """See Session.chat_stream."""
-        return AsyncStream(self._steps.chat_stream(said, options))
+        return AsyncStream(self._calls.chat_stream(said, options))
 
-    @property
-    def messages(self) -> list[Message]:
-        """See Session.messages."""
-        return self._steps.messages
-
-    @messages.setter
-    def messages(self, messages: Iterable[Message]) -> None:
-        self._steps.messages = list(messages)
-
-    async def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
-        """See Session.forward."""
-        return await run(self._steps.forward(token_ids))
-
-    async def truncate(self, length: int) -> None:
-        """See Session.truncate."""
-        await run(self._steps.truncate(length))
-
-    async def keep_record(self, body: bytes = b"", *, name: str = "") -> str:
-        """See Client.keep_record."""
-        return await run(self._steps.keep_record(body, name))
+    forward = awaited(SessionCalls.forward)
+    truncate = awaited(SessionCalls.truncate)
+    keep_record = awaited(SessionCalls.keep_record)
 
     async def fork(self, priority: Class | None = None) -> Self:
         """See Session.fork. `async with await s.fork() as t` closes the new session."""
-        steps = await run(self._steps.fork(priority))
-        return self._over(steps, steps.info.id)
+        fork = await aio_steps.run(self._calls.fork(priority))
+        return self._over(fork, fork.info.id)
 
-    async def steer(
-        self,
-        point: str | Iterable[str],
-        vector: Any = None,
-        *,
-        op: Op = "add",
-        scale: float = 1.0,
-        low: float | None = None,
-        high: float | None = None,
-        positions: Iterable[int] | None = None,
-    ) -> AsyncEdit:
-        """See Session.steer. `await edit.remove()` ends it."""
-        steps = probing.steer(self._steps, point, vector, op, scale, low, high, positions)
-        return Edit(self._steps, await run(steps), run)
-
-    async def patch(
-        self, activation: Any, point: str | None = None, *, positions: Iterable[int] | None = None
-    ) -> AsyncEdit:
-        """See Session.patch."""
-        return Edit(self._steps, await run(probing.patch(self._steps, activation, point, positions)), run)
-
-    async def unsteer(self, edit: AsyncEdit | int | None = None) -> None:
-        """See Session.unsteer."""
-        await run(probing.unsteer(self._steps, edit))
-
-    async def edits(self) -> list[EditInfo]:
-        """See Session.edits."""
-        return await run(probing.edits(self._steps))
+    steer = awaited(handled(AsyncEdit, aio_steps.run, probing.steer))
+    patch = awaited(handled(AsyncEdit, aio_steps.run, probing.patch))
+    unsteer = awaited(probing.unsteer)
+    edits = awaited(probing.edits)
 
     def capture(self, points: str | Iterable[str]) -> Capture[Coroutine[Any, Any, Cache]]:
         """`await s.capture(points).run("text")`. See Session.capture."""
-        return Capture(self._steps, points, run)
+        return Capture(self._calls, points, aio_steps.run)
 
-    async def breakpoint(
-        self,
-        point: str | None = None,
-        *,
-        layer: int | None = None,
-        when: When | None = None,
-        every: int = 1,
-        positions: Iterable[int] | None = None,
-    ) -> AsyncBreakpoint:
-        """See Session.breakpoint. `await breakpoint.remove()` ends it."""
-        steps = breakpoint_calls.add(self._steps, point, layer, when, every, positions)
-        return Breakpoint(self._steps, await run(steps), run)
+    breakpoint = awaited(handled(AsyncBreakpoint, aio_steps.run, breakpoint_calls.breakpoint))
+    breakpoints = awaited(breakpoint_calls.breakpoints)
+    intervene = awaited(handled(AsyncIntervention, aio_steps.run, interventions.intervene))
+    run = awaited(breakpoint_calls.run)
+    resume = awaited(breakpoint_calls.resume)
+    resume_from = awaited(breakpoint_calls.resume_from)
 
-    async def breakpoints(self) -> list[BreakpointInfo]:
-        """See Session.breakpoints."""
-        return await run(breakpoint_calls.breakpoints(self._steps))
-
-    async def intervene(
-        self, point: str, function: Function, *, local: bool = False, when: When = "every"
-    ) -> AsyncIntervention:
-        """See Session.intervene. The function is a plain one; a local one the loop waits for."""
-        steps = interventions.add(self._steps, point, function, local, when)
-        return Intervention(self._steps, await run(steps), run)
-
-    async def run(
-        self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
-    ) -> Hit | Generated:
-        """See Session.run."""
-        return await run(breakpoint_calls.run_on(self._steps, prompt, options))
-
-    async def resume(self, replacement: Any = None, **options: Unpack[GenerateOptions]) -> Hit | Generated:
-        """See Session.resume."""
-        return await run(breakpoint_calls.resume(self._steps, replacement, options))
-
-    async def resume_from(
-        self, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
-    ) -> Hit | Generated:
-        """See Session.resume_from."""
-        return await run(breakpoint_calls.resume_from(self._steps, start, replacement, options))
-
-    async def kv(self) -> KV:
-        """See Session.kv."""
-        answer = await run(self._steps.export(kv=True))
-        return exported_kv(answer.message, answer.fds)
+    kv = awaited(session_import.kv)
 
     async def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
         """See Session.save. The file is written in a thread."""
-        answer = await run(self._steps.export(kv))
-        await asyncio.to_thread(save, path, self._steps.info, answer)
+        answer = await aio_steps.run(self._calls.export(kv))
+        await asyncio.to_thread(session_import.save, path, self._calls.info, answer)
 
     @classmethod
     async def attach(cls, session: str, *, address: str | None = None, token: str | None = None) -> Self:
         """See Session.attach."""
-        return await cls._over(SessionSteps(address, token), session).open()
+        return await cls._over(SessionCalls(address, token), session).open()
 
     @classmethod
     async def from_kv(
@@ -239,7 +136,7 @@ class AsyncSession:
         on_progress: OnProgress | None = None,
     ) -> Self:
         """See Session.from_kv. A copy is made in a thread."""
-        handed = await asyncio.to_thread(import_of_kv, model, tokens, kv, priority, address, on_progress)
+        handed = await asyncio.to_thread(session_import.import_of_kv, model, tokens, kv, priority, address, on_progress)
         return await cls._imported(handed, address, on_progress)
 
     @classmethod
@@ -254,18 +151,16 @@ class AsyncSession:
         on_progress: OnProgress | None = None,
     ) -> Self:
         """See Session.load. The file is read in a thread."""
-        handed = await asyncio.to_thread(import_of_file, path, model, priority, kv)
+        handed = await asyncio.to_thread(session_import.import_of_file, path, model, priority, kv)
         return await cls._imported(handed, address, on_progress)
 
     @classmethod
     async def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
-        steps = SessionSteps(address)
-        await run(steps.import_(handed.request, handed.fds, on_progress))
-        return cls._over(steps, steps.info.id)
+        calls = SessionCalls(address)
+        await aio_steps.run(calls.import_(handed.request, handed.fds, on_progress))
+        return cls._over(calls, calls.info.id)
 
-    async def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
-        """See Session.signal."""
-        await run(self._steps.signal(kind, expected_s, tool))
+    signal = awaited(SessionCalls.signal)
 
     @asynccontextmanager
     async def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> AsyncIterator[None]:
@@ -277,32 +172,18 @@ class AsyncSession:
             with suppress(DjinnError):  # the caller must see the first error
                 await self.signal("compute")
             raise
-        if not self._steps.ended:
+        if not self._calls.ended:
             await self.signal("compute")
 
-    async def pause(self, tier: Tier = "host") -> PauseReply:
-        """See Session.pause."""
-        return await run(self._steps.pause(tier))
-
-    async def unpause(self) -> None:
-        """See Session.unpause."""
-        await run(self._steps.unpause())
-
-    async def set_priority(self, priority: Class) -> None:
-        """See Session.set_priority."""
-        await run(self._steps.set_priority(priority))
-
-    async def why(self) -> Why:
-        """See Session.why."""
-        return await run(self._steps.why())
-
-    async def close(self) -> None:
-        """See Session.close."""
-        await run(self._steps.close())
+    pause = awaited(SessionCalls.pause)
+    unpause = awaited(SessionCalls.unpause)
+    set_priority = awaited(SessionCalls.set_priority)
+    why = awaited(SessionCalls.why)
+    close = awaited(SessionCalls.close)
 
     async def detach(self) -> None:
         """See Session.detach."""
-        self._steps.detach()
+        self._calls.detach()
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -314,24 +195,8 @@ class AsyncSession:
             await self.close()
 
 
-class AsyncStream:
-    """`Stream` for asyncio. Closing needs no await: it is one message to the daemon."""
-
-    def __init__(self, steps: StreamSteps) -> None:
-        self._steps = steps
-
-    @property
-    def result(self) -> Generated:
-        """Raises SessionStateError where the stream was not read to its end."""
-        return self._steps.result
-
-    @property
-    def hit(self) -> Hit | None:
-        """See Stream.hit."""
-        return self._steps.hit
-
-    def close(self) -> None:
-        self._steps.close()
+class AsyncStream(StreamState):
+    """`Stream` for asyncio. Closing needs no await."""
 
     async def aclose(self) -> None:
         """close(), under the name that contextlib.aclosing() calls."""
@@ -341,7 +206,7 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> Piece:
-        piece = await run(self._steps.next())
+        piece = await aio_steps.run(self._steps.next())
         if piece is None:
             raise StopAsyncIteration
         return piece

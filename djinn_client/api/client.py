@@ -9,28 +9,31 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from djinn_client.admin.loading_line import loading_line
+from djinn_client.api.own_state import OwnState
 from djinn_client.arguments.messages import Message
 from djinn_client.arguments.options import ChatOptions, GenerateOptions
 from djinn_client.errors import DjinnError
-from djinn_client.handover.kv import KV, exported_kv
-from djinn_client.handover.session_import import SessionImport, import_of_file, import_of_kv, save
+from djinn_client.handover import session_import
+from djinn_client.handover.session_import import SessionImport
 from djinn_client.old_names import former_property
-from djinn_client.protocol import Class, Generated, PauseReply, SessionInfo, SignalKind, Tier
-from djinn_client.protocol.fields.scheduling import Why
-from djinn_client.session.calls import SessionSteps
+from djinn_client.protocol import Class
+from djinn_client.session.calls import SessionCalls
 from djinn_client.session.streaming import Stream
+from djinn_client.tensors.cache import Cache
+from djinn_client.transport import steps
 from djinn_client.transport.connection import OnProgress
-from djinn_client.transport.steps import run
-from djinn_client.whitebox.inside import InsideModel
+from djinn_client.transport.steps import blocking
+from djinn_client.whitebox import breakpoint_calls, interventions, probing
+from djinn_client.whitebox.breakpoint_calls import Breakpoint
+from djinn_client.whitebox.handles import handled
+from djinn_client.whitebox.interventions import Intervention
+from djinn_client.whitebox.probing import Capture, Edit
 
 if TYPE_CHECKING:
     from typing import Self, Unpack
 
-    import numpy as np
-    import numpy.typing as npt
 
-
-class Session(InsideModel):
+class Session(OwnState):
     """A session of one model. The daemon keeps its tokens and KV between calls.
 
         with djinn.Session("djinn-tiny") as s:
@@ -57,85 +60,33 @@ class Session(InsideModel):
         on_progress: OnProgress | None = None,
     ) -> None:
         """Raises ConnectionLost, ModelNotFound, ModelRejected, OutOfMemory, InvalidRequest."""
-        self._steps = SessionSteps(address, token)
+        self._calls = SessionCalls(address, token)
         with loading_line(on_progress) as told:
-            run(self._steps.open(model, priority, told))
+            steps.run(self._calls.open(model, priority, told))
 
     @classmethod
-    def _over(cls, steps: SessionSteps) -> Self:
+    def _over(cls, calls: SessionCalls) -> Self:
         session = cls.__new__(cls)
-        session._steps = steps
+        session._calls = calls
         return session
 
-    @property
-    def id(self) -> str:
-        return self._steps.info.id
-
-    @property
-    def info(self) -> SessionInfo:
-        """The session as it was when it was opened or attached; `djinn.sessions()` has it as it is now."""
-        return self._steps.info
-
-    @former_property
-    def token_ids(self) -> list[int]:
-        """All tokens that the session has now, of prompts and outputs."""
-        return run(self._steps.token_ids())
-
-    def generate(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Generated:
-        """Extends the session by the prompt and generates. The prompt is a text or token ids; None goes on from where
-        the session is. A model that was trained for chats wants `chat`.
-
-        The options are those of `GenerateOptions`.
-
-        Raises InvalidRequest, PromptTooLong, TokenOutOfRange, OutOfMemory, Retry.
-        """
-        return run(self._steps.generate(prompt, options))
+    token_ids = former_property(blocking(SessionCalls.token_ids))
+    generate = blocking(SessionCalls.generate)
 
     def stream(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> Stream:
         """Does what `generate` does and gives the output piece by piece. The call begins with the first piece."""
-        return Stream(self._steps.stream(prompt, options))
+        return Stream(self._calls.stream(prompt, options))
 
-    def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Generated:
-        """The model's answer in a chat: `.text` is its content, `.message` also has reasoning and tool calls.
-
-            s.chat("Name a river.")
-            s.chat("And where does it end?")
-
-        A text is the user's next message, after `messages`; a list of messages, in OpenAI's form, is the whole chat.
-        The model's template makes a prompt of it. The session keeps the tokens that it has in common with the prompt
-        and computes the others: in a chat that goes on the new messages, in an edited one all that follows the edit.
-
-        The options are those of `ChatOptions`. Raises what `generate` raises, and InvalidRequest for a model without a
-        template or with the sentence of a template that refuses. After an error `messages` is as before."""
-        return run(self._steps.chat(said, options))
+    chat = blocking(SessionCalls.chat)
 
     def chat_stream(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Stream:
         """Does what `chat` does and gives the answer piece by piece: `piece.text` is content, `piece.delta` has
         reasoning and tool calls. `messages` has the answer when the stream was read to its end."""
-        return Stream(self._steps.chat_stream(said, options))
+        return Stream(self._calls.chat_stream(said, options))
 
-    @property
-    def messages(self) -> list[Message]:
-        """The chat so far, answers included. This object has it, not the daemon: change it or set it to go on from
-        elsewhere. After attach() it is empty. `s.chat(s.messages[:-1])` answers the last message anew."""
-        return self._steps.messages
-
-    @messages.setter
-    def messages(self, messages: Iterable[Message]) -> None:
-        self._steps.messages = list(messages)
-
-    def forward(self, token_ids: Iterable[int]) -> npt.NDArray[np.float32]:
-        """Extends the session by these n tokens and returns their logits, float32 [n, vocab], mapped and not copied."""
-        return run(self._steps.forward(token_ids))
-
-    def truncate(self, length: int) -> None:
-        """Keeps only the first `length` tokens. Raises InvalidRequest if there are fewer."""
-        run(self._steps.truncate(length))
-
-    def keep_record(self, body: bytes = b"", *, name: str = "") -> str:
-        """Keeps the point at which the session is, with the caller's own bytes, and returns the record's name. See
-        Client.keep_record."""
-        return run(self._steps.keep_record(body, name))
+    forward = blocking(SessionCalls.forward)
+    truncate = blocking(SessionCalls.truncate)
+    keep_record = blocking(SessionCalls.keep_record)
 
     def fork(self, priority: Class | None = None) -> Self:
         """A second session with the tokens and KV of this one, which goes its own way from here. Common pages are held
@@ -144,13 +95,30 @@ class Session(InsideModel):
         The fork has a connection of its own, may be called while this session runs a call, and has to be closed, too.
         `priority` None: as this one. Raises SessionBusy while a call runs, NotPermitted or QuotaExceeded at a
         limit of sessions."""
-        return self._over(run(self._steps.fork(priority)))
+        return self._over(steps.run(self._calls.fork(priority)))
 
-    def kv(self) -> KV:
-        """The KV of all tokens, in memory that is mapped into this process: see KV. The daemon computes missing KV
-        first, and one copy over the bus brings it. Raises OutOfMemory, Retry."""
-        answer = run(self._steps.export(kv=True))
-        return exported_kv(answer.message, answer.fds)
+    steer = blocking(handled(Edit[None], steps.run, probing.steer))
+    patch = blocking(handled(Edit[None], steps.run, probing.patch))
+    unsteer = blocking(probing.unsteer)
+    edits = blocking(probing.edits)
+
+    def capture(self, points: str | Iterable[str]) -> Capture[Cache]:
+        """`s.capture(["blocks.*.hook_resid_post", "logits"]).run("text")` runs the text and returns the activations at
+        these points as a Cache of tensors, mapped from memory that the daemon filled by one copy. See Capture.run.
+
+        There are no gradients: the model has run in another process, without a graph of the computation. The tensors
+        have `requires_grad` False, and `.backward()` of what is computed from them reaches no weight and no other
+        activation. For gradients, load the model with transformers; `share_model` serves that same one."""
+        return Capture(self._calls, points, steps.run)
+
+    breakpoint = blocking(handled(Breakpoint[None], steps.run, breakpoint_calls.breakpoint))
+    breakpoints = blocking(breakpoint_calls.breakpoints)
+    intervene = blocking(handled(Intervention[None], steps.run, interventions.intervene))
+    run = blocking(breakpoint_calls.run)
+    resume = blocking(breakpoint_calls.resume)
+    resume_from = blocking(breakpoint_calls.resume_from)
+
+    kv = blocking(session_import.kv)
 
     def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
         """Writes the session to a file, which only its owner may read, for `load`; replaces one that is there.
@@ -158,14 +126,14 @@ class Session(InsideModel):
         `kv` None: with its KV only if that does not follow from its tokens (`info.foreign_kv`, or edits). Otherwise the
         file has only tokens, a few kilobytes, and `load` has their KV computed. Raises OSError, and what `kv()`
         raises."""
-        save(path, self._steps.info, run(self._steps.export(kv)))
+        session_import.save(path, self._calls.info, steps.run(self._calls.export(kv)))
 
     @classmethod
     def attach(cls, session: str, *, address: str | None = None, token: str | None = None) -> Self:
         """The session with this id, left by detach() or by a client that died. Raises SessionNotFound."""
-        steps = SessionSteps(address, token)
-        run(steps.attach(session))
-        return cls._over(steps)
+        calls = SessionCalls(address, token)
+        steps.run(calls.attach(session))
+        return cls._over(calls)
 
     @classmethod
     def from_kv(
@@ -192,7 +160,8 @@ class Session(InsideModel):
 
         Raises InvalidRequest if the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory,
         Retry."""
-        return cls._imported(import_of_kv(model, tokens, kv, priority, address, on_progress), address, on_progress)
+        handed = session_import.import_of_kv(model, tokens, kv, priority, address, on_progress)
+        return cls._imported(handed, address, on_progress)
 
     @classmethod
     def load(
@@ -212,26 +181,16 @@ class Session(InsideModel):
 
         Raises FileDamaged, ModelMismatch, InvalidRequest for KV of another form than the daemon's, OSError, and what
         `Session` raises."""
-        return cls._imported(import_of_file(path, model, priority, kv), address, on_progress)
+        return cls._imported(session_import.import_of_file(path, model, priority, kv), address, on_progress)
 
     @classmethod
     def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
-        steps = SessionSteps(address)
+        calls = SessionCalls(address)
         with loading_line(on_progress) as told:
-            run(steps.import_(handed.request, handed.fds, told))
-        return cls._over(steps)
+            steps.run(calls.import_(handed.request, handed.fds, told))
+        return cls._over(calls)
 
-    def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
-        """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
-
-        "io_wait": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
-        leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
-        this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
-        "compute": a call, in a moment; "prefill" and "decode" mean the same.
-
-        Raises InvalidRequest; SessionBusy while a call runs.
-        """
-        run(self._steps.signal(kind, expected_s, tool))
+    signal = blocking(SessionCalls.signal)
 
     @contextmanager
     def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> Iterator[None]:
@@ -244,43 +203,18 @@ class Session(InsideModel):
             with suppress(DjinnError):  # the caller must see the first error
                 self.signal("compute")
             raise
-        if not self._steps.ended:
+        if not self._calls.ended:
             self.signal("compute")
 
-    def pause(self, tier: Tier = "host") -> PauseReply:
-        """Stops the session, in the middle of a call too, and moves its pages off the device: to "host" or "disk".
-        Returns when they are there, with how many they are.
-
-        The call's stream stays open, and goes on at unpause() with the token that would have come; a call that is made
-        meanwhile waits for that. May be called while a call runs. A restart of the daemon ends the pause.
-
-        Raises InvalidRequest, OutOfMemory where the tier has no room, Retry.
-        """
-        return run(self._steps.pause(tier))
-
-    def unpause(self) -> None:
-        """Lets a paused session go on from where pause() stopped it. A session that is not paused stays as it is. May
-        be called while a call runs. Raises Retry."""
-        run(self._steps.unpause())
-
-    def set_priority(self, priority: Class) -> None:
-        """The session has this class from now on. May be called while a call runs, which goes on in it.
-
-        Raises InvalidRequest, QuotaExceeded for a higher class than the user may have, Retry."""
-        run(self._steps.set_priority(priority))
-
-    def why(self) -> Why:
-        """Why the session is running, or not: for people, see Why. May be called while a call runs."""
-        return run(self._steps.why())
-
-    def close(self) -> None:
-        """Closes the session in the daemon; again does nothing. In a process that was forked from the one that opened
-        it: detach()."""
-        run(self._steps.close())
+    pause = blocking(SessionCalls.pause)
+    unpause = blocking(SessionCalls.unpause)
+    set_priority = blocking(SessionCalls.set_priority)
+    why = blocking(SessionCalls.why)
+    close = blocking(SessionCalls.close)
 
     def detach(self) -> None:
         """Hangs up. The session lives on for the daemon's grace time: `Session.attach(s.id)` takes it up again."""
-        self._steps.detach()
+        self._calls.detach()
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The parts of `save`, `load` and `from_kv` that the blocking and the asyncio client share."""
+"""`kv`, and the parts of `save`, `load` and `from_kv` that the blocking and the asyncio client share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from djinn_client.arguments.folders import model_name
 from djinn_client.arguments.options import build, token_ids
 from djinn_client.handover import saved_session
-from djinn_client.handover.kv import KvWindow, exported_kv, window_with
+from djinn_client.handover.kv import KV, KvWindow, exported_kv, window_with
 from djinn_client.handover.saved_session import SavedFile, SavedSession
 from djinn_client.protocol import Class, ImportSession, SessionExported, SessionInfo
+from djinn_client.session.calls import SessionCalls
 from djinn_client.transport.connection import Answer
+from djinn_client.transport.steps import Steps
 
 if TYPE_CHECKING:
     from djinn_client.transport.connection import OnProgress
@@ -27,6 +29,13 @@ class SessionImport(NamedTuple):
     @property
     def fds(self) -> list[int]:
         return [] if self.window is None else [self.window.fd]
+
+
+def kv(session: SessionCalls) -> Steps[KV]:
+    """The KV of all tokens, in memory that is mapped into this process: see KV. The daemon computes missing KV first,
+    and one copy over the bus brings it. Raises OutOfMemory, Retry."""
+    answer = yield from session.export(kv=True)
+    return exported_kv(answer.message, answer.fds)
 
 
 def save(path: str | os.PathLike[str], info: SessionInfo, answer: Answer[SessionExported]) -> None:

@@ -1,15 +1,10 @@
-"""The calls of a session as steps. `Session` and `AsyncSession` run the steps, each in its own way, and add nothing."""
+"""The calls of a session, as steps, which `Session` and `AsyncSession` run each in its own way."""
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from djinn_client.arguments import folders
 from djinn_client.arguments.messages import Message, as_message, continued, history
 from djinn_client.arguments.options import (
     ChatOptions,
@@ -18,13 +13,12 @@ from djinn_client.arguments.options import (
     chat_request,
     generate_request,
     signal_message,
-    token_ids,
 )
-from djinn_client.errors import ConnectionLost, SessionBusy, SessionNotFound, SessionStateError
+from djinn_client.arguments.options import (
+    token_ids as listed_ids,
+)
 from djinn_client.protocol import (
-    AttachSession,
     Class,
-    CloseSession,
     Done,
     Edits,
     ExplainSession,
@@ -34,114 +28,70 @@ from djinn_client.protocol import (
     Generate,
     Generated,
     GetTokens,
-    ImportSession,
     KeepRecord,
     ListEdits,
     ListModels,
     Logits,
     Models,
-    OpenSession,
     PauseReply,
     PauseSession,
-    Progress,
     RecordKept,
-    Reply,
-    Request,
     ResumeSession,
     SessionExported,
-    SessionInfo,
-    SessionOpened,
     SetPriority,
+    SignalKind,
     Tier,
     TokenIds,
     Truncate,
     WhyReply,
 )
-from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.points import PointMap
 from djinn_client.protocol.fields.scheduling import Why
 from djinn_client.session.choices import expect_count, generate_choices
+from djinn_client.session.connected import ConnectedSession
 from djinn_client.session.streaming import StreamSteps
 from djinn_client.tensors.arrays import expect_arrays, logits_array
-from djinn_client.transport.connection import Answer, Connection, OnProgress, connect
-from djinn_client.transport.exchange import Delivery, close_all
+from djinn_client.transport.connection import Answer
 from djinn_client.transport.steps import Steps
 
 if TYPE_CHECKING:
-    from typing import Self
+    from typing import Unpack
 
     import numpy as np
     import numpy.typing as npt
 
-    from djinn_client.tensors.hits import Hit
 
-R = TypeVar("R", bound=Reply)
-Entry = OpenSession | AttachSession | ForkSession | ImportSession  # requests that give a connection its session
-
-
-class Runner(Protocol):
-    """Runs each Generate of a session in a way of its own, while it is true."""
-
-    def __bool__(self) -> bool: ...
-
-    def copy(self) -> Self: ...
-
-    def run(self, session: SessionSteps, connection: Connection, request: Generate) -> Steps[Answer[Generated]]: ...
-
-
-class SessionSteps:
-    """One session over one connection.
-
-    The session outlives its connection. When the connection was lost, or closed by an interrupt, or belongs to the
-    process from which this one was forked, the next call connects again and attaches. One call runs at a time: a second
-    one, from another thread or task or inside the loop over an open stream, raises SessionBusy.
-    """
+class SessionCalls(ConnectedSession):
+    """These calls as steps. A `Session` runs them to their end, and an `AsyncSession` is awaited."""
 
     def __init__(self, address: str | None, token: str | None = None) -> None:
-        self._address = address
-        self._token = token
-        self._connection: Connection | None = None
-        self._info: SessionInfo | None = None
-        self._points: PointMap | None = None  # of the model, once asked for
-        self.at: HitInfo | None = None  # the breakpoint at which the last call has stopped
-        self.hit: Hit | None = None  # the activation there, if it is mapped
-        self._left: Hit | None = None  # of the call before: unmapping 20 MB takes 1 ms, done during the next call
-        self.interventions: Runner | None = None  # the functions that the session's calls stop for
+        super().__init__(address, token)
         self.messages: list[Message] = []  # of the chat
         self.is_paused = False  # by a call of this object
-        self._ended = ""  # "closed" or "detached"
-        self._process = 0  # the process that has opened it, and closes it
-        self._turn = threading.Lock()  # held while a call's steps run, only by `with`: no interrupt can leave it held
-        self._stream: weakref.ref[StreamSteps] | None = None  # the last one that began
+        self._points: PointMap | None = None  # of the model, once asked for
 
-    @property
-    def info(self) -> SessionInfo:
-        if self._info is None:
-            raise SessionStateError("the session is not open yet: use `async with`, or await open()")
-        return self._info
-
-    def open(self, model: str, priority: Class | None, on_progress: OnProgress | None) -> Steps[None]:
-        yield from self._enter(build(OpenSession, model=folders.model_name(model), priority=priority), on_progress)
-
-    def attach(self, session: str) -> Steps[None]:
-        yield from self._enter(build(AttachSession, session=session))
-
-    def import_(self, request: ImportSession, fds: Sequence[int], on_progress: OnProgress | None) -> Steps[None]:
-        yield from self._enter(request, on_progress, fds)
-
-    def fork(self, priority: Class | None) -> Steps[SessionSteps]:
+    def fork(self, priority: Class | None) -> Steps[SessionCalls]:
         """The new session has a connection of its own, so that both can be called at once."""
         self._expect_idle()
         with self._turn:
             self._expect_no_stream()
             self.expect_held()
-            fork = SessionSteps(self._address, self._token)
+            fork = SessionCalls(self._address, self._token)
             yield from fork._enter(build(ForkSession, session=self.info.id, priority=priority))
             fork.messages = list(self.messages)
             fork.interventions = self.interventions and self.interventions.copy()
             return fork
 
-    def generate(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> Steps[Generated]:
+    def generate(
+        self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
+    ) -> Steps[Generated]:
+        """Extends the session by the prompt and generates. The prompt is a text or token ids; None goes on from where
+        the session is. A model that was trained for chats wants `chat`.
+
+        The options are those of `GenerateOptions`.
+
+        Raises InvalidRequest, PromptTooLong, TokenOutOfRange, OutOfMemory, Retry.
+        """
         request = generate_request(self.info.id, prompt, {**options, "n": 1}, stream=False)
         return (yield from self._generate(request, options.get("n", 1)))
 
@@ -152,38 +102,21 @@ class SessionSteps:
         self._expect_no_interventions("generate with n")
         return (yield from generate_choices(self, request, n))
 
-    def call_generate(self, request: Generate) -> Steps[Generated]:
-        answer = yield from self.call(request, Generated)
-        close_all(answer.fds)
-        return answer.message
-
-    def generate_beside(self, others: Sequence[SessionSteps], requests: Sequence[Generate]) -> Steps[list[Generated]]:
-        """Runs one call on this session and one on each of the others at once. If one fails, all are given up."""
-        connections: list[Connection] = []
-        with ExitStack() as turns:
-            for session in (self, *others):
-                session._expect_idle()
-                turns.enter_context(session._turn)
-            try:
-                for session, request in zip((self, *others), requests, strict=True):
-                    session.stopped_at(None)
-                    connections.append((yield from session._connected()))
-                    yield from connections[-1].start(request)
-                replies = []
-                for session, connection in zip((self, *others), connections, strict=True):
-                    replies.append((yield from connection.rest(Generated)))
-                    close_all(replies[-1].fds)
-                    session.stopped_at(replies[-1].message.hit)
-                return [reply.message for reply in replies]
-            except BaseException:
-                for connection in connections:
-                    connection.give_up()
-                raise
-
     def stream(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> StreamSteps:
         return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))
 
-    def chat(self, said: str | Iterable[Message], options: ChatOptions) -> Steps[Generated]:
+    def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Steps[Generated]:
+        """The model's answer in a chat: `.text` is its content, `.message` also has reasoning and tool calls.
+
+            s.chat("Name a river.")
+            s.chat("And where does it end?")
+
+        A text is the user's next message, after `messages`; a list of messages, in OpenAI's form, is the whole chat.
+        The model's template makes a prompt of it. The session keeps the tokens that it has in common with the prompt
+        and computes the others: in a chat that goes on the new messages, in an edited one all that follows the edit.
+
+        The options are those of `ChatOptions`. Raises what `generate` raises, and InvalidRequest for a model without a
+        template or with the sentence of a template that refuses. After an error `messages` is as before."""
         self._expect_no_interventions("chat")
         messages = history(said, self.messages)
         request = chat_request(self.info.id, messages, {**options, "n": 1}, stream=False)
@@ -204,11 +137,28 @@ class SessionSteps:
         said = as_message(result.message)
         self.messages = continued(messages, said) if options.get("continue_final") else [*messages, said]
 
-    def forward(self, tokens: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
+    def forward(self, token_ids: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
+        """Extends the session by these n tokens and returns their logits, float32 [n, vocab], mapped and not copied."""
         self._expect_no_interventions("forward")
         expect_arrays("forward")
-        request = build(Forward, session=self.info.id, token_ids=token_ids(tokens))
+        request = build(Forward, session=self.info.id, token_ids=listed_ids(token_ids))
         return logits_array(*(yield from self.call(request, Logits)))
+
+    def token_ids(self) -> Steps[list[int]]:
+        """All tokens that the session has now, of prompts and outputs."""
+        return (yield from self.call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
+
+    def truncate(self, length: int) -> Steps[None]:
+        """Keeps only the first `length` tokens. Raises InvalidRequest if there are fewer."""
+        yield from self.call(build(Truncate, session=self.info.id, length=length), Done)
+        if self.at is not None and length < self.at.end:
+            self.stopped_at(None)
+
+    def keep_record(self, body: bytes = b"", *, name: str = "") -> Steps[str]:
+        """Keeps the point at which the session is, with the caller's own bytes, and returns the record's name. See
+        Client.keep_record."""
+        request = build(KeepRecord, session=self.info.id, body=body, record=name)
+        return (yield from self.call(request, RecordKept)).message.record
 
     def export(self, kv: bool | None) -> Steps[Answer[SessionExported]]:
         """`kv` None: with the KV if it does not follow from the tokens."""
@@ -217,39 +167,6 @@ class SessionSteps:
             kv = self.info.foreign_kv or bool(listed.message.edits)
         return (yield from self.call(build(ExportSession, session=self.info.id, kv=kv), SessionExported))
 
-    def keep_record(self, body: bytes, name: str) -> Steps[str]:
-        request = build(KeepRecord, session=self.info.id, body=body, record=name)
-        return (yield from self.call(request, RecordKept)).message.record
-
-    def truncate(self, length: int) -> Steps[None]:
-        yield from self.call(build(Truncate, session=self.info.id, length=length), Done)
-        if self.at is not None and length < self.at.end:
-            self.stopped_at(None)
-
-    def signal(self, kind: str, expected_s: float | None, tool: str) -> Steps[None]:
-        """May be called between two pieces of a stream: a signal has no reply, so none can be mixed with the
-        stream's."""
-        message = signal_message(self.info.id, kind, expected_s, tool)
-        self._expect_not_at_work()
-        with self._turn:
-            connection = yield from self._connected()
-            yield from connection.tell(message)
-
-    def pause(self, tier: Tier) -> Steps[PauseReply]:
-        answer = yield from self._beside(build(PauseSession, session=self.info.id, tier=tier), PauseReply)
-        self.is_paused = True
-        return answer.message
-
-    def unpause(self) -> Steps[None]:
-        yield from self._beside(build(ResumeSession, session=self.info.id), Done)
-        self.is_paused = False
-
-    def set_priority(self, priority: Class) -> Steps[None]:
-        yield from self._beside(build(SetPriority, session=self.info.id, priority=priority), Done)
-
-    def why(self) -> Steps[Why]:
-        return (yield from self._beside(build(ExplainSession, session=self.info.id), WhyReply)).message.why
-
     def points(self) -> Steps[PointMap | None]:
         """The points of the model; None if it is not loaded."""
         if self._points is None:
@@ -257,177 +174,47 @@ class SessionSteps:
             self._points = next((model.points for model in models if model.name == self.info.model), None)
         return self._points
 
-    def token_ids(self) -> Steps[list[int]]:
-        return (yield from self.call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
+    def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> Steps[None]:
+        """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
 
-    def call(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        """Sends a request over the session's connection and returns its final reply. The caller owns its
-        descriptors."""
-        self._expect_idle()
-        with self._turn:
-            self._expect_no_stream()
-            connection = yield from self._connected()
-            if not isinstance(request, Generate | Forward):
-                return (yield from connection.call(request, expected))
-            if self.interventions and isinstance(request, Generate):
-                answer = yield from self.interventions.run(self, connection, request)
-                assert isinstance(answer.message, expected)
-                return Answer(answer.message, answer.fds)
-            return (yield from self.run_over(connection, request, expected))
+        "io_wait": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
+        leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
+        this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
+        "compute": a call, in a moment; "prefill" and "decode" mean the same.
 
-    def stopped_at(self, at: HitInfo | None) -> None:
-        self.at, self.hit = at, None
-
-    @property
-    def ended(self) -> bool:
-        """True after close() or detach()."""
-        return bool(self._ended)
-
-    def close(self) -> Steps[None]:
-        """Closes the session in the daemon. Does nothing if it is closed, detached or gone already. In a process that
-        was forked from the session's, it only hangs up."""
-        if self._ended or self._info is None:
-            return
-        if self._process != os.getpid():
-            self.detach()
-            return
-        self._close_stream()
-        self._expect_idle()
-        with self._turn:
-            try:
-                yield from self._close_there(build(CloseSession, session=self._info.id))
-                self._ended = "closed"
-            finally:
-                self._hang_up()
-
-    def _close_there(self, request: CloseSession) -> Steps[None]:
-        """The connection may be lost since the last call, because the daemon has restarted. Its successor has the
-        session, so the request is then sent over a new connection."""
-        with suppress(ConnectionLost, SessionNotFound):
-            if self._connection is not None and not self._connection.closed:
-                with suppress(ConnectionLost):
-                    yield from self._connection.call(request, Done)
-                    return
-            self._connection = yield from connect(self._address, self._token)
-            yield from self._connection.call(request, Done)
-
-    def detach(self) -> None:
-        """Closes only the connection. The daemon keeps the session for limits.session_grace, and `attach` takes it up
-        again. Does nothing if it is not open yet."""
-        self._close_stream()
-        self._expect_idle()
-        with self._turn:
-            if self._info is not None:
-                self._ended = self._ended or "detached"
-                self._hang_up()
-
-    def next_of(self, stream: StreamSteps) -> Steps[Delivery]:
-        """The stream's next reply. The first call sends the request; from then on the session is the stream's."""
-        self._expect_idle(stream)
-        with self._turn:
-            self._expect_no_stream(stream)
-            if stream.connection is None:
-                self._expect_no_interventions("stream")
-                self._stream = weakref.ref(stream)
-                stream.connection = yield from self._connected()
-                self.stopped_at(None)
-                yield from stream.connection.start(stream.request)
-            while isinstance((delivery := (yield from stream.connection.receive())).message, Progress):
-                pass
-            if isinstance(delivery.message, Generated):
-                self.stopped_at(delivery.message.hit)
-            return delivery
-
-    def run_over(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        """Runs a call that goes on from a hit or comes to one. A call that fails leaves the hit as it was. The caller
-        holds the turn."""
-        at, hit = self.at, self.hit
-        self.stopped_at(None)
-        try:
-            answer = yield from connection.call(request, expected, on_sent=self._forget_left)
-        except BaseException:
-            self.at, self.hit = at, hit
-            raise
-        self._left = hit
-        if isinstance(answer.message, Generated):
-            self.at = answer.message.hit
-        return answer
-
-    def _forget_left(self) -> None:
-        self._left = None
-
-    def _connected(self) -> Steps[Connection]:
-        """The session's connection, made anew if need be. The caller holds the turn."""
-        self.expect_held()
-        if self._connection is None or self._connection.closed:
-            yield from self._begin(build(AttachSession, session=self.info.id))
-        assert self._connection is not None
-        return self._connection
-
-    def _beside(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
-        """A call over a connection of its own, since a call may be running on the session's connection."""
-        self.expect_held()
-        connection = yield from connect(self._address, self._token)
-        try:
-            return (yield from connection.call(request, expected))
-        finally:
-            connection.close()
-
-    def _enter(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
-        self._expect_idle()
-        with self._turn:
-            if self._info is None:
-                self._process = os.getpid()
-                yield from self._begin(request, on_progress, fds)
-
-    def _begin(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
-        """Connects and opens or attaches the session. A caller that stops waiting hangs up: a load may take minutes."""
-        connection = yield from connect(self._address, self._token)
-        try:
-            if isinstance(request, OpenSession | ImportSession):
-                answer = yield from folders.call(connection, request, SessionOpened, on_progress, fds)
-            else:
-                answer = yield from connection.call(request, SessionOpened, on_progress, fds)
-            self._info = answer.message.session
-        except BaseException:
-            connection.close()
-            raise
-        self._connection = connection
-        if self._info.hit != self.at:
-            self.stopped_at(self._info.hit)
-
-    def _hang_up(self) -> None:
-        """Closes the connection and drops the hits: the daemon charges a window until its last mapping is gone."""
-        if self._connection is not None:
-            self._connection.close()
-        self.hit = self._left = None
-
-    def _close_stream(self) -> None:
-        if self._stream is not None and (stream := self._stream()) is not None:
-            stream.close()
-
-    def expect_held(self) -> None:
-        """Raises SessionStateError if the session was closed or detached."""
-        if self._ended:
-            raise SessionStateError(f"this session was {self._ended} here: open a new one, or attach() to its id")
-
-    def _expect_no_interventions(self, call: str) -> None:
-        """Raises SessionStateError."""
-        if self.interventions:
-            raise SessionStateError(
-                f"{call} stops for no intervention, and this session has some: take generate or run, or remove them"
-            )
-
-    def _expect_idle(self, stream: StreamSteps | None = None) -> None:
-        """Raises SessionBusy while a call runs or another stream is open."""
+        Raises InvalidRequest; SessionBusy while a call runs.
+        """
+        message = signal_message(self.info.id, kind, expected_s, tool)
         self._expect_not_at_work()
-        self._expect_no_stream(stream)
+        with self._turn:
+            connection = yield from self._connected()
+            yield from connection.tell(message)
 
-    def _expect_not_at_work(self) -> None:
-        if self._turn.locked():
-            raise SessionBusy("another call on this session is running: one at a time, or open a second session")
+    def pause(self, tier: Tier = "host") -> Steps[PauseReply]:
+        """Stops the session, in the middle of a call too, and moves its pages off the device: to "host" or "disk".
+        Returns when they are there, with how many they are.
 
-    def _expect_no_stream(self, but: StreamSteps | None = None) -> None:
-        stream = None if self._stream is None else self._stream()
-        if stream is not None and stream is not but and not stream.ended:
-            raise SessionBusy("a stream of this session is open: read it to its end or close it first")
+        The call's stream stays open, and goes on at unpause() with the token that would have come; a call that is made
+        meanwhile waits for that. May be called while a call runs. A restart of the daemon ends the pause.
+
+        Raises InvalidRequest, OutOfMemory where the tier has no room, Retry.
+        """
+        answer = yield from self._beside(build(PauseSession, session=self.info.id, tier=tier), PauseReply)
+        self.is_paused = True
+        return answer.message
+
+    def unpause(self) -> Steps[None]:
+        """Lets a paused session go on from where pause() stopped it. A session that is not paused stays as it is. May
+        be called while a call runs. Raises Retry."""
+        yield from self._beside(build(ResumeSession, session=self.info.id), Done)
+        self.is_paused = False
+
+    def set_priority(self, priority: Class) -> Steps[None]:
+        """The session has this class from now on. May be called while a call runs, which goes on in it.
+
+        Raises InvalidRequest, QuotaExceeded for a higher class than the user may have, Retry."""
+        yield from self._beside(build(SetPriority, session=self.info.id, priority=priority), Done)
+
+    def why(self) -> Steps[Why]:
+        """Why the session is running, or not: for people, see Why. May be called while a call runs."""
+        return (yield from self._beside(build(ExplainSession, session=self.info.id), WhyReply)).message.why

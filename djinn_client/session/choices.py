@@ -18,7 +18,7 @@ from djinn_client.protocol import Generate, Generated, Sampling
 from djinn_client.transport.steps import Steps
 
 if TYPE_CHECKING:
-    from djinn_client.session.calls import SessionSteps
+    from djinn_client.session.calls import SessionCalls
 
 MAX_CHOICES = 128
 
@@ -42,7 +42,7 @@ def expect_count(n: int) -> None:
         raise InvalidRequest(f"n is {n!r}; it must be a whole number from 1 to {MAX_CHOICES}", field="n")
 
 
-def generate_choices(session: SessionSteps, request: Generate, n: int) -> Steps[Generated]:
+def generate_choices(session: SessionCalls, request: Generate, n: int) -> Steps[Generated]:
     """The first output, with the others in it. A call that fails leaves the session as it was. After an interrupt the
     daemon closes the forks when limits.session_grace is over."""
     prefill = None
@@ -50,7 +50,7 @@ def generate_choices(session: SessionSteps, request: Generate, n: int) -> Steps[
         prefill = yield from session.call_generate(_prefill_of(request))
         if prefill.finish_reason != "length":  # it has stopped at a breakpoint in the prompt
             return prefill
-    forks: list[SessionSteps] = []
+    forks: list[SessionCalls] = []
     try:
         for _ in range(n - 1):
             forks.append((yield from session.fork(None)))
@@ -71,7 +71,7 @@ def generate_choices(session: SessionSteps, request: Generate, n: int) -> Steps[
     return _whole(outputs, prefill)
 
 
-def _close(forks: Sequence[SessionSteps]) -> Steps[None]:
+def _close(forks: Sequence[SessionCalls]) -> Steps[None]:
     for fork in forks:
         with suppress(DjinnError):
             yield from fork.close()

@@ -17,7 +17,7 @@ from djinn_client.transport.steps import Steps, run
 if TYPE_CHECKING:
     from typing import Self
 
-    from djinn_client.session.calls import SessionSteps
+    from djinn_client.session.connected import ConnectedSession
 
 
 class StreamSteps:
@@ -28,7 +28,7 @@ class StreamSteps:
     connection: Connection | None = None  # set when the request is about to be sent
 
     def __init__(
-        self, session: SessionSteps, request: Generate, on_result: Callable[[Generated], None] = lambda _: None
+        self, session: ConnectedSession, request: Generate, on_result: Callable[[Generated], None] = lambda _: None
     ) -> None:
         """`on_result` is called with the result, when the last piece has come."""
         self.request = request
@@ -109,12 +109,8 @@ class StreamSteps:
         return rest if rest.text or rest.token_ids or rest.delta else None
 
 
-class Stream:
-    """An iterator over the Pieces of one call. When it has ended, `result` is what `generate` would have returned.
-
-    Closing it early (close(), the end of its `with` block, or dropping it as `break` does) stops the work in the daemon
-    and leaves the session usable, with the tokens that were generated until then.
-    """
+class StreamState:
+    """This part of `Stream` and of `AsyncStream`: it waits for nothing."""
 
     def __init__(self, steps: StreamSteps) -> None:
         self._steps = steps
@@ -130,7 +126,16 @@ class Stream:
         return self._steps.hit
 
     def close(self) -> None:
+        """One message to the daemon, which stops the work there."""
         self._steps.close()
+
+
+class Stream(StreamState):
+    """An iterator over the Pieces of one call. When it has ended, `result` is what `generate` would have returned.
+
+    Closing it early (close(), the end of its `with` block, or dropping it as `break` does) stops the work in the daemon
+    and leaves the session usable, with the tokens that were generated until then.
+    """
 
     def __iter__(self) -> Self:
         return self

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from djinn_client.arguments.options import GenerateOptions, build, generate_request
 from djinn_client.errors import InvalidRequest, SessionStateError
@@ -21,48 +21,54 @@ from djinn_client.protocol import (
     ListBreakpoints,
 )
 from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
-from djinn_client.session.calls import SessionSteps
+from djinn_client.session.calls import SessionCalls
 from djinn_client.tensors.arrays import expect_arrays
 from djinn_client.tensors.hits import Hit
 from djinn_client.tensors.resume_points import ResumePoint
 from djinn_client.tensors.values import MAX_VALUES, positions_of
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.steps import Steps
+from djinn_client.whitebox.handles import Handle
 from djinn_client.whitebox.probing import patch
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 T = TypeVar("T")
 
 
-class Breakpoint(Generic[T]):
+class Breakpoint(Handle[T]):
     """A handle of a breakpoint, of this session. A fork has it, too, under the same id; its end there is another."""
-
-    def __init__(self, session: SessionSteps, id: int, run: Callable[[Steps[None]], T]) -> None:
-        self.id = id
-        self._session = session
-        self._run = run
 
     def remove(self) -> T:
         """Calls stop there no more; one that has stopped there still can be gone on with. Again does nothing. Raises
         SessionBusy."""
         return self._run(remove(self._session, self.id))
 
-    def __repr__(self) -> str:
-        return f"<Breakpoint {self.id} of {self._session.info.id}>"
 
-
-def add(
-    session: SessionSteps,
-    point: str | None,
-    layer: int | None,
-    when: When | None,
-    every: int,
-    positions: Iterable[int] | None,
+def breakpoint(
+    session: SessionCalls,
+    point: str | None = None,
+    *,
+    layer: int | None = None,
+    when: When | None = None,
+    every: int = 1,
+    positions: Iterable[int] | None = None,
 ) -> Steps[int]:
-    """The breakpoint's id. `when` None: once a call, but each time at what `every` or `positions` choose."""
+    """Calls of the session stop when one of its positions comes to this point, which lies between two blocks.
+    `layer=20` is "blocks.20.hook_resid_post", the output of block 20. Other sessions run on.
+
+    A call stops once, at the end of its prompt ("prefill"). `when="decode"` stops at each generated token instead,
+    or at each `every`th, and `when="every"` at both. `positions`, ascending, chooses some of these positions; with
+    `positions` or `every` and without `when`, prompt and generated ones count. A breakpoint belongs to the session
+    and its forks until it is removed.
+
+    Raises InvalidRequest for a point within a block, or one that the model does not have; SessionBusy,
+    QuotaExceeded, Retry."""
     if when is None:
         when = "prefill" if every == 1 and positions is None else "every"
     elif when == "always":
-        warn_of('when="always"', 'when="every"')
+        warn_of('when="always"', 'when="every"', stacklevel=5)  # these steps are run by `handled`
         when = "every"
     if (point is None) == (layer is None):
         raise InvalidRequest("name the breakpoint's point, or a layer behind which to stop", field="point")
@@ -78,28 +84,46 @@ def add(
     return (yield from session.call(request, BreakpointAdded)).message.breakpoint
 
 
-def remove(session: SessionSteps, number: int) -> Steps[None]:
+def remove(session: SessionCalls, number: int) -> Steps[None]:
     yield from session.call(build(EndBreakpoints, session=session.info.id, breakpoints=[number]), Done)
 
 
-def breakpoints(session: SessionSteps) -> Steps[list[BreakpointInfo]]:
+def breakpoints(session: SessionCalls) -> Steps[list[BreakpointInfo]]:
     request = build(ListBreakpoints, session=session.info.id)
     return (yield from session.call(request, Breakpoints)).message.breakpoints
 
 
-def run_on(
-    session: SessionSteps, prompt: str | Iterable[int] | None, options: GenerateOptions
+def run(
+    session: SessionCalls, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
 ) -> Steps[Hit | Generated]:
+    """Generates and stops at breakpoints. Returns a Hit, or a Generated if no breakpoint has stopped it.
+
+        s.breakpoint(layer=20)
+        hit = s.run("The Eiffel Tower is in")
+        hit.activation[:, -1] *= 0.9
+        out = s.resume(max_tokens=20)
+
+    (`generate` and `stream` stop there, too, with `finish_reason` "breakpoint".) Raises what `generate` raises."""
     return (yield from _call(session, generate_request(session.info.id, prompt, options, stream=False)))
 
 
-def resume(session: SessionSteps, replacement: Any, options: GenerateOptions) -> Steps[Hit | Generated]:
-    """Raises SessionStateError where the session is at no hit."""
+def resume(
+    session: SessionCalls, replacement: Any = None, **options: Unpack[GenerateOptions]
+) -> Steps[Hit | Generated]:
+    """Goes on from the hit at which the session has stopped: from the next block, with the activation as it is now
+    in `hit.activation`, or with `replacement`, of the same shape and dtype. Changed values replace those that were
+    there, by an edit (see `patch`); without changes the call goes on as if it had not stopped. Returns a Hit at the
+    next breakpoint, or a Generated. The options are those of `generate`, and count from here.
+
+    If written NaN or infinities lead to such logits, the Generated ends there with `finish_reason` "not_finite".
+
+    Raises SessionStateError where the session is at no hit, InvalidRequest for a replacement of another shape or
+    dtype, and for a hit that is gone; SessionBusy, QuotaExceeded, Retry. Nothing has changed then."""
     session.expect_held()
     start = cast("dict[str, Any]", options).pop("from_", None)
     if start is not None:
         warn_of("resume(from_=hit)", "resume_from(hit)")
-        return (yield from resume_from(session, start, replacement, options))
+        return (yield from resume_from(session, start, replacement, **options))
     if session.at is None and session.is_paused and replacement is None and not options:
         warn_of("resume() of a paused session", "unpause()")
         yield from session.unpause()
@@ -115,15 +139,18 @@ def resume(session: SessionSteps, replacement: Any, options: GenerateOptions) ->
             yield from session.call(edit, EditAdded)
             hit.wrote(edit.positions or ())
     elif replacement is not None:
-        yield from patch(session, replacement, session.at.point, range(session.at.first, session.at.end))
+        yield from patch(session, replacement, session.at.point, positions=range(session.at.first, session.at.end))
     return (yield from _call(session, request))
 
 
 def resume_from(
-    session: SessionSteps, start: ResumePoint, replacement: Any, options: GenerateOptions
+    session: SessionCalls, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
 ) -> Steps[Hit | Generated]:
+    """Goes on as `resume` does, from this hit or resume point: as often as wanted, also if the session has gone on
+    since or is a fork of the session that had it. The session is truncated to the point's last position first.
+    Raises what `resume` raises."""
     if session.at is not None and start is session.hit:
-        return (yield from resume(session, replacement, options))
+        return (yield from resume(session, replacement, **options))
     request = _resuming(session, options)
     request.hit = start.info
     # All rows: edits may have changed any of them since.
@@ -134,13 +161,13 @@ def resume_from(
     return (yield from _call(session, request))
 
 
-def _resuming(session: SessionSteps, options: GenerateOptions) -> Generate:
+def _resuming(session: SessionCalls, options: GenerateOptions) -> Generate:
     request = generate_request(session.info.id, None, options, stream=False)
     request.resume = True
     return request
 
 
-def _call(session: SessionSteps, request: Generate) -> Steps[Hit | Generated]:
+def _call(session: SessionCalls, request: Generate) -> Steps[Hit | Generated]:
     answer = yield from session.call(request, Generated)
     if answer.message.hit is None:
         close_all(answer.fds)

@@ -18,22 +18,22 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from djinn_client.arguments.options import build
 from djinn_client.errors import DjinnError, FunctionNotFound, InvalidRequest, Retry
 from djinn_client.protocol import AddFunction, Done, EditAdded, Generate, Generated, RunFunctions
 from djinn_client.protocol.fields.breakpoints import HitInfo, When
+from djinn_client.session.calls import SessionCalls
+from djinn_client.session.connected import ConnectedSession
 from djinn_client.tensors.hits import Hit
 from djinn_client.transport.connection import Answer, Connection
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.steps import Steps
 from djinn_client.whitebox import breakpoint_calls
 from djinn_client.whitebox.functions import PYTHON, code_of
+from djinn_client.whitebox.handles import Handle
 from djinn_client.whitebox.split_call import SplitCall, expect_splittable
-
-if TYPE_CHECKING:
-    from djinn_client.session.calls import SessionSteps
 
 T = TypeVar("T")
 
@@ -58,20 +58,12 @@ class InterventionContext:
 Function: TypeAlias = Callable[[Any, InterventionContext], Any]
 
 
-class Intervention(Generic[T]):
+class Intervention(Handle[T]):
     """A handle of an intervention, of this session. A fork that is made here has it, too; its end there is another."""
-
-    def __init__(self, session: SessionSteps, id: int, run: Callable[[Steps[None]], T]) -> None:
-        self.id = id  # its breakpoint's
-        self._session = session
-        self._run = run
 
     def remove(self) -> T:
         """From now on calls pass the point by. Again does nothing. Raises SessionBusy."""
         return self._run(remove(self._session, self.id))
-
-    def __repr__(self) -> str:
-        return f"<Intervention {self.id} of {self._session.info.id}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,7 @@ class Interventions:
                 field="local",
             )
 
-    def run(self, session: SessionSteps, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
+    def run(self, session: ConnectedSession, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
         """The whole call. It ends at a hit where there is no intervention, and where one has failed."""
         if any(entry.when != "prefill" for entry in self._entries):
             expect_splittable(request)
@@ -139,12 +131,32 @@ class Interventions:
                 yield from _run_there(session, connection, here, answer)
 
 
-def add(session: SessionSteps, point: str, function: Function, local: bool, when: When) -> Steps[int]:
-    """The intervention's id. Where it cannot be, its breakpoint goes."""
+def intervene(
+    session: SessionCalls, point: str, function: Function, *, local: bool = False, when: When = "every"
+) -> Steps[int]:
+    """Calls `function(activation, context)` at this point, between two blocks, in each call of the session until
+    the intervention is removed. The activation is [1, positions, width], as `Hit.activation` is. The call goes on
+    with the values that the function has written to it or returned: `run`, `generate` and `resume` return as if
+    they had not stopped. InterventionContext has what else the function is told.
+
+    With `local=True` the function runs in this process, in the thread that waits for the call; meanwhile the
+    session takes no other call (SessionBusy). The call raises the function's exception and leaves the session
+    there.
+
+    Without it the function is pickled (cloudpickle) and runs in the daemon, in a process of this user without files
+    and network and with limits of time and memory; NotPermitted unless the daemon's configuration names the user.
+    The call raises FunctionFailed if the function raises or is ended. A point has functions of one kind only.
+
+    Several functions at one point are called in the order in which they were made. `when` is that of `breakpoint`,
+    and "every" by default; "prefill" costs nothing at generated tokens. `stream`, `forward` and `capture` cannot
+    stop for a function, and are refused (SessionStateError).
+
+    Raises what `breakpoint` raises, and InvalidRequest for a function that cannot be pickled or is more than a call
+    can carry (15 MiB). Its calls raise InvalidRequest for a replacement of another shape or dtype."""
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise InvalidRequest(f"{function!r} is no plain function(activation, context)", field="function")
     code = None if local else code_of(function)
-    id = yield from breakpoint_calls.add(session, point, None, when, 1, None)
+    id = yield from breakpoint_calls.breakpoint(session, point, when=when)
     when = "every" if when == "always" else when
     others = _of(session)
     try:
@@ -155,7 +167,7 @@ def add(session: SessionSteps, point: str, function: Function, local: bool, when
         others.expect_kind(entry.block, local)
         if code is not None:
             yield from session.call(_sending(session, entry), Done)
-    except DjinnError:
+    except DjinnError:  # without the function its breakpoint has no use
         with suppress(DjinnError):  # the caller must see the first error
             yield from breakpoint_calls.remove(session, id)
         raise
@@ -164,12 +176,12 @@ def add(session: SessionSteps, point: str, function: Function, local: bool, when
     return id
 
 
-def remove(session: SessionSteps, id: int) -> Steps[None]:
+def remove(session: SessionCalls, id: int) -> Steps[None]:
     yield from breakpoint_calls.remove(session, id)
     _of(session).remove(id)
 
 
-def _of(session: SessionSteps) -> Interventions:
+def _of(session: SessionCalls) -> Interventions:
     return session.interventions if isinstance(session.interventions, Interventions) else Interventions()
 
 
@@ -181,7 +193,7 @@ def apply(function: Function, point: str, hit: Hit) -> None:
         hit.activation = returned
 
 
-def _run_here(session: SessionSteps, connection: Connection, entries: Sequence[_Entry], hit: Hit) -> Steps[None]:
+def _run_here(session: ConnectedSession, connection: Connection, entries: Sequence[_Entry], hit: Hit) -> Steps[None]:
     for entry in entries:
         apply(entry.function, entry.point, hit)
     for edit in breakpoint_calls.replacing(session.info.id, hit, None, hit.changes(None)):
@@ -189,7 +201,7 @@ def _run_here(session: SessionSteps, connection: Connection, entries: Sequence[_
 
 
 def _run_there(
-    session: SessionSteps, connection: Connection, entries: Sequence[_Entry], stopped: Answer[Generated]
+    session: ConnectedSession, connection: Connection, entries: Sequence[_Entry], stopped: Answer[Generated]
 ) -> Steps[None]:
     """Closes the descriptors that came with the hit."""
     try:
@@ -205,5 +217,5 @@ def _run_there(
         close_all(stopped.fds)
 
 
-def _sending(session: SessionSteps, entry: _Entry) -> AddFunction:
+def _sending(session: ConnectedSession, entry: _Entry) -> AddFunction:
     return build(AddFunction, session=session.info.id, breakpoint=entry.id, code=entry.code, python=PYTHON)

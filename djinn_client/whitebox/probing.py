@@ -1,7 +1,6 @@
-"""Looking and changing inside the model, in steps: edits (steer, patch), and captures.
+"""Looking and changing inside the model: edits (steer, patch), and captures. The calls of a session, as steps.
 
-`Session` and `AsyncSession` hand in what runs the steps, and so what `run` and `remove` return: a result, or an
-awaitable of one.
+See docs/guide/whitebox.md.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from djinn_client.arguments.options import GenerateOptions, build, generate_request
 from djinn_client.errors import Cancelled, InvalidRequest, SessionStateError
 from djinn_client.protocol import AddEdit, Done, EditAdded, Edits, EndEdits, Generated, ListEdits
-from djinn_client.protocol.fields.edits import EditInfo
-from djinn_client.session.calls import SessionSteps
+from djinn_client.protocol.fields.edits import EditInfo, Op
+from djinn_client.session.calls import SessionCalls
 from djinn_client.tensors.arrays import expect_arrays
 from djinn_client.tensors.cache import Cache, mapped
 from djinn_client.tensors.values import Values, positions_of, values_of
 from djinn_client.transport.steps import Steps
+from djinn_client.whitebox.handles import Handle
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -25,27 +25,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Edit(Generic[T]):
+class Edit(Handle[T]):
     """A handle of an edit, of this session. A fork has the edit, too, under the same id; its end there is another."""
-
-    def __init__(self, session: SessionSteps, id: int, run: Callable[[Steps[None]], T]) -> None:
-        self.id = id
-        self._session = session
-        self._run = run
 
     def remove(self) -> T:
         """Ends the edit. Positions that it has changed stay changed. The second time it does nothing. Raises
         SessionBusy."""
         return self._run(unsteer(self._session, self))
 
-    def __repr__(self) -> str:
-        return f"<Edit {self.id} of {self._session.info.id}>"
-
 
 class Capture(Generic[T]):
     """Points to look at: each `run` is one call of the session."""
 
-    def __init__(self, session: SessionSteps, points: str | Iterable[str], run: Callable[[Steps[Cache]], T]) -> None:
+    def __init__(self, session: SessionCalls, points: str | Iterable[str], run: Callable[[Steps[Cache]], T]) -> None:
         self.points = named(points)
         if not self.points:
             raise InvalidRequest("name the points that are to be captured", field="points")
@@ -69,21 +61,41 @@ def named(points: str | Iterable[str]) -> list[str]:
 
 
 def steer(
-    session: SessionSteps,
-    points: str | Iterable[str],
-    vector: Any,
-    op: str,
-    scale: float,
-    low: float | None,
-    high: float | None,
-    positions: Iterable[int] | None,
+    session: SessionCalls,
+    point: str | Iterable[str],
+    vector: Any = None,
+    *,
+    op: Op = "add",
+    scale: float = 1.0,
+    low: float | None = None,
+    high: float | None = None,
+    positions: Iterable[int] | None = None,
 ) -> Steps[int]:
-    """The edit's id."""
+    """Changes the session's activations `a` at a point, or at several, until the edit is removed:
+
+        add             a + scale·v                          v: `vector`
+        scale           a·scale                              takes no vector
+        project_out     a - scale·(a·v̂)v̂                     v̂: v of length 1
+        replace         v
+        clamp           a·v̂ is brought between `low` and `high`, either of which may be None
+
+    From now on: where the next token is chosen, and at all that follow; or at `positions`, ascending, also such as
+    have been computed already: these are computed again, with all that comes after them, when the session next
+    runs. `vector` is [width], or a row for each of the positions: a torch tensor on any device, a numpy array or a
+    sequence of numbers, in any dtype (the arithmetic is in float32, and rounded once). `point`: see djinn.points;
+    "blocks.14" is what block 14 gives, and "blocks.*" stands for all blocks.
+
+    An edit is data and belongs to the session: forks have it, and it survives restarts. Several at one point apply
+    in the order in which they were made.
+
+    Raises InvalidRequest for a point that the model has not, a vector of another width, one with NaN or infinities
+    (which may only replace something: see docs/guide/whitebox.md), or one that is larger than a call can carry
+    (15 MiB); SessionBusy, QuotaExceeded, Retry."""
     values = Values() if vector is None else values_of(vector)
     request = build(
         AddEdit,
         session=session.info.id,
-        points=named(points),
+        points=named(point),
         op=op,
         scale=_number(scale),
         low=None if low is None else _number(low),
@@ -96,8 +108,17 @@ def steer(
     return (yield from session.call(request, EditAdded)).message.edit
 
 
-def patch(session: SessionSteps, activation: Any, point: str | None, positions: Iterable[int] | None) -> Steps[int]:
-    """The edit's id."""
+def patch(
+    session: SessionCalls, activation: Any, point: str | None = None, *, positions: Iterable[int] | None = None
+) -> Steps[int]:
+    """Replaces activations by others: steer with op="replace".
+
+    An activation from a Cache knows its point and its positions: `t.patch(cache["blocks.9"], positions=[5])` takes
+    position 5 of it, and puts it at position 5 of this session; without `positions`, all that there are. Any other
+    tensor or array, [positions, width], needs the point and the positions: also a slice of an activation, to put it
+    elsewhere: `t.patch(cache["blocks.9"][:, 5:6], "blocks.9", positions=[7])`.
+
+    Raises what `steer` raises."""
     name, wanted = point, None if positions is None else positions_of(positions)
     if hasattr(activation, "point"):
         name = point or activation.point
@@ -110,21 +131,24 @@ def patch(session: SessionSteps, activation: Any, point: str | None, positions: 
             "positions=…). (What is sliced or computed from a captured activation knows nothing of it.)",
             field="point",
         )
-    return (yield from steer(session, name, activation, "replace", 1.0, None, None, wanted))
+    return (yield from steer(session, name, activation, op="replace", positions=wanted))
 
 
-def unsteer(session: SessionSteps, edit: Edit[Any] | int | None) -> Steps[None]:
+def unsteer(session: SessionCalls, edit: Edit[Any] | int | None = None) -> Steps[None]:
+    """Ends this edit, or the one with this id; None: all. Positions that it has changed stay changed, as they are
+    in the session's KV, until `truncate` removes them. Raises SessionBusy."""
     number = edit.id if isinstance(edit, Edit) else edit
     request = build(EndEdits, session=session.info.id, edits=None if number is None else [number])
     yield from session.call(request, Done)
 
 
-def edits(session: SessionSteps) -> Steps[list[EditInfo]]:
+def edits(session: SessionCalls) -> Steps[list[EditInfo]]:
+    """The edits of the session. Removed ones are among them if they have changed positions that are still there."""
     return (yield from session.call(build(ListEdits, session=session.info.id), Edits)).message.edits
 
 
 def capture(
-    session: SessionSteps, points: Sequence[str], prompt: str | Iterable[int] | None, options: GenerateOptions
+    session: SessionCalls, points: Sequence[str], prompt: str | Iterable[int] | None, options: GenerateOptions
 ) -> Steps[Cache]:
     if session.interventions:
         raise SessionStateError(

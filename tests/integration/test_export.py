@@ -47,7 +47,7 @@ def session(daemon: Daemon, told: list[int]) -> Iterator[djinn.Session]:
 
 
 def test_a_session_continues_from_its_own_kv(session: djinn.Session, told: list[int]) -> None:
-    address = session._steps._address
+    address = session._calls._address
     kv = session.kv()
     assert kv.tokens == session.token_ids() and kv.length == len(PROMPT) + NEW
     with djinn.Session.from_kv(MODEL, kv.tokens, kv, address=address) as other:
@@ -62,7 +62,7 @@ def test_a_session_continues_from_its_own_kv(session: djinn.Session, told: list[
 
 def test_kv_that_transformers_computed(session: djinn.Session, told: list[int]) -> None:
     """The KV is computed into a window, without a copy."""
-    address = session._steps._address
+    address = session._calls._address
     model = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).eval()
     with torch.inference_mode():
         cache = model(torch.tensor([PROMPT]), use_cache=True).past_key_values
@@ -76,7 +76,7 @@ def test_kv_that_transformers_computed(session: djinn.Session, told: list[int]) 
 
 
 def test_edited_kv_changes_the_tokens_of_its_session_only(session: djinn.Session, told: list[int]) -> None:
-    address = session._steps._address
+    address = session._calls._address
     kv = session.kv()
     kv.pages.neg_()
     with djinn.Session.from_kv(MODEL, kv.tokens, kv, address=address) as other, other.fork() as fork:
@@ -104,7 +104,7 @@ def test_a_prompt_behind_kv_of_a_client_with_lower_tiers(session: djinn.Session,
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_kv_of_a_client_comes_back_from_the_lower_tiers(session: djinn.Session, tier: djinn.protocol.Tier) -> None:
-    address = session._steps._address
+    address = session._calls._address
     kv = session.kv()
     kv.pages.neg_()
     with djinn.Session.from_kv(MODEL, kv.tokens or [], kv, address=address) as other:
@@ -130,7 +130,7 @@ def test_bfloat16_travels_too(start_daemon: DaemonStarter) -> None:
 
 
 def test_invalid_kv_is_refused(session: djinn.Session) -> None:
-    address = session._steps._address
+    address = session._calls._address
     kv = session.kv()
     assert kv.tokens is not None
     for tokens, given, words in (
@@ -191,7 +191,7 @@ def test_a_call_during_an_export_gets_session_busy(session: djinn.Session, daemo
 def test_a_saved_session_continues(
     session: djinn.Session, told: list[int], tmp_path: Path, with_kv: bool | None
 ) -> None:
-    address, path = session._steps._address, tmp_path / "s.djinn"
+    address, path = session._calls._address, tmp_path / "s.djinn"
     session.save(path, kv=with_kv)
     assert (path.stat().st_size > 1 << 20) == bool(with_kv)
     with djinn.load_session(path, address=address) as other:
@@ -204,7 +204,7 @@ def test_a_saved_session_continues(
 
 
 def test_a_file_has_kv_of_a_client_unless_it_is_excluded(session: djinn.Session, tmp_path: Path) -> None:
-    address, path = session._steps._address, tmp_path / "s.djinn"
+    address, path = session._calls._address, tmp_path / "s.djinn"
     kv = session.kv()
     kv.pages.neg_()
     with djinn.Session.from_kv(MODEL, kv.tokens, kv, address=address) as other:
@@ -267,7 +267,7 @@ def test_a_damaged_file_is_found_before_a_session_is_opened(
 
 
 def test_the_asynchronous_client_gives_the_same(session: djinn.Session, told: list[int], tmp_path: Path) -> None:
-    address = session._steps._address
+    address = session._calls._address
 
     async def case() -> None:
         async with await djinn.AsyncSession.load(tmp_path / "s", address=address) as other:

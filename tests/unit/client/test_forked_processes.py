@@ -144,7 +144,7 @@ def test_a_call_in_which_it_forks_ends_there(daemon: ScriptedDaemon) -> None:
         expect_close(line)
 
     with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
-        steps = s._steps.generate("x", {})
+        steps = s._calls.generate("x")
         next(steps)
 
         def act() -> None:

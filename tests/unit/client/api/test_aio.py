@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 from contextlib import aclosing
@@ -69,6 +70,17 @@ def cancelled_then_next(*first: str, running: threading.Event | None = None) -> 
         expect_close(line)
 
     return script
+
+
+def calls(kind: type) -> dict[str, list[str]]:
+    """The public methods with the names of their parameters."""
+    found = inspect.getmembers(kind, lambda each: inspect.isfunction(each) or inspect.ismethod(each))
+    return {name: list(inspect.signature(call).parameters) for name, call in found if not name.startswith("_")}
+
+
+def test_both_sessions_have_the_same_calls() -> None:
+    assert calls(djinn.AsyncSession) == calls(djinn.Session) | {"open": ["self"]}
+    assert djinn.AsyncSession.steer.__doc__ == djinn.Session.steer.__doc__
 
 
 def test_every_call(daemon: ScriptedDaemon) -> None:
@@ -361,7 +373,7 @@ def test_no_callback_and_no_descriptor_is_left(daemon: ScriptedDaemon) -> None:
             async for _ in s.stream("x"):
                 break
             await s.generate("x")
-            assert not asyncio.get_running_loop().remove_reader(s._steps._connection._socket.fileno())  # type: ignore[union-attr]
+            assert not asyncio.get_running_loop().remove_reader(s._calls._connection._socket.fileno())  # type: ignore[union-attr]
         assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # the script's own end, until it notices
 
     address = daemon.play(cancelled_then_next("a"))
