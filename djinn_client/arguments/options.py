@@ -13,7 +13,7 @@ from djinn_client.arguments.mistakes import mistake
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
 from djinn_client.protocol import Generate, Request, Sampling, Signal
 from djinn_client.protocol.fields.output_format import output_format
-from djinn_client.protocol.fields.placing import Placing, ring_bytes
+from djinn_client.protocol.fields.placing import ring_bytes
 
 M = TypeVar("M", bound=Request | Signal)
 
@@ -186,8 +186,7 @@ def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
     """The fields of a Placing; None: as configured. Raises TypeError for an option that does not exist, InvalidRequest
     for gigabytes that are none."""
     fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    # The other fields of a Placing are for benches, which compare.
-    if unknown := sorted(options.keys() - PlacingOptions.__annotations__.keys() - set(Placing.__struct_fields__)):
+    if unknown := sorted(options.keys() - PlacingOptions.__annotations__.keys()):
         raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(PlacingOptions.__annotations__)}")
     if fields.get("resident") == "auto":
         fields["resident"] = None

@@ -23,8 +23,8 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
     slots: Whole = 0  # of the ring, each for the largest streamed block; 0: the engine decides
     packing: bool = True  # bfloat16 blocks may be packed where they do not all fit plain
     keep_host: bool = True  # False: the host's copy goes once every block is resident
-    prefetch: bool = True  # False: each copy waits for its block's turn; for comparison
-    piece_bytes: Whole = 0  # of one copy over the bus; 0: the engine decides
+    prefetch: bool = True  # False: each copy waits for its block's turn; only the daemon's configuration sets this
+    piece_bytes: Whole = 0  # of one copy over the bus, likewise; 0: the engine decides
 
     def validate(self) -> None:
         """Raises InvalidRequest for a value outside its range; NaN is outside every range."""

@@ -91,7 +91,7 @@ def _loaded(serving: Serving, address: str) -> djinn.ModelInfo:
         device=serving.device,
         kv_bytes=size(str(serving.settings.get("kv", 0))),
         placing={name: serving.settings[name] for name in ("resident", "ring_gb", "slots") if name in serving.settings}
-        | {"packing": serving.settings.get("packing") != "off", "prefetch": serving.settings.get("prefetch", True)},
+        | {"packing": serving.settings.get("packing") != "off"},
     )
     hand_over(sharing)
     with djinn.Client(address) as client:

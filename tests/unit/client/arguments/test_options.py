@@ -136,6 +136,7 @@ def test_placing_options_of_the_wrong_type(options: dict[str, Any]) -> None:
         placing(**options)
 
 
-def test_a_placing_option_that_does_not_exist() -> None:
-    with pytest.raises(TypeError, match=r"no such option: residnet; there are resident, ring_gb"):
-        placing(residnet=1)
+@pytest.mark.parametrize("name", ["residnet", "prefetch", "piece_bytes"])
+def test_a_placing_option_that_does_not_exist(name: str) -> None:
+    with pytest.raises(TypeError, match=f"no such option: {name}; there are resident, ring_gb"):
+        placing(**{name: 1})
