@@ -1,7 +1,7 @@
 """Configuration: a YAML file, then DJINND_* variables, then flags; later ones win. Read once, and immutable."""
 
 from djinnd.config.schema import Config, Functions, Http, Limits, Log, Model, Quota, Scheduling
-from djinnd.config.show import show
+from djinnd.config.show import differing, show
 from djinnd.config.sources import ConfigError, Effective, Key, load
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Model",
     "Quota",
     "Scheduling",
+    "differing",
     "load",
     "show",
 ]

@@ -18,6 +18,11 @@ def show(effective: Effective) -> str:
     return "\n".join(_lines(effective.config, (), effective.origins))
 
 
+def differing(one: msgspec.Struct, other: msgspec.Struct) -> str:
+    """Names the keys in which two sections of one kind differ, separated by commas."""
+    return ",".join(key for key in one.__struct_fields__ if getattr(one, key) != getattr(other, key)) or "nothing"
+
+
 def _lines(section: Any, key: Key, origins: dict[Key, str]) -> Iterator[str]:
     for name, value, unit in _entries(section):
         inner = (*key, name)

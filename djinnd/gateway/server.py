@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from msgspec.structs import replace
 
-from djinnd.config import Config, ConfigError, Http
+from djinnd.config import Config, ConfigError, Http, differing
 from djinnd.gateway.app import application
 from djinnd.gateway.daemon.pools import Daemon
 from djinnd.gateway.entry.admission import Admission
@@ -116,7 +116,7 @@ class GatewayServer(uvicorn.Server):
             for problem in str(error).splitlines():
                 log.error("gateway_reload_refused problem=%s", problem)
             return
-        log.info("gateway_reloaded changed=%s at_restart=%s", _differing(self._http, held), _differing(held, wanted))
+        log.info("gateway_reloaded changed=%s at_restart=%s", differing(self._http, held), differing(held, wanted))
         self._follow(held)
 
     def _follow(self, http: Http) -> None:
@@ -131,10 +131,6 @@ def reloaded(held: Http, wanted: Http) -> Http:
     if bool(held.certificate) != bool(wanted.certificate):
         fixed |= {"certificate": held.certificate, "key": held.key}
     return replace(wanted, **fixed)
-
-
-def _differing(one: Http, other: Http) -> str:
-    return ",".join(key for key in one.__struct_fields__ if getattr(one, key) != getattr(other, key)) or "nothing"
 
 
 def _drain(http: Http) -> int:

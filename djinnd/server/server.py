@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from djinn_client.errors import InvalidRequest, ShuttingDown
 from djinnd import __version__
-from djinnd.config import Config, ConfigError
+from djinnd.config import Config, ConfigError, differing
 from djinnd.messages import Close
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.inspection import Inspector
@@ -220,7 +220,7 @@ class Server:
         self._tokens.start()
         self._warn_of_unknown_users()
         self._metrics.start()
-        self._sessions.restore(kept.sessions, kept.edits, kept.breakpoints, kept.now, kept.conversations)
+        self._sessions.restore(kept)
         self._prefixes.restore(kept.prefixes)
         self._records.restore(kept.records)
         _make_folder(self._page_folder)
@@ -284,7 +284,7 @@ class Server:
         unix_name.cache_clear()
         self._quotas.reload(held.quotas, time.monotonic())
         self._models.set_tenants([tenant.limits for tenant in self._quotas])
-        log.info("djinnd_reloaded changed=%s at_restart=%s", _differing(self._config, held), _differing(held, config))
+        log.info("djinnd_reloaded changed=%s at_restart=%s", differing(self._config, held), differing(held, config))
         self._config = held
         self._warn_of_unknown_users()
 
@@ -391,11 +391,6 @@ class Server:
     def _client_gone(self, client: ConnectedClient) -> None:
         self._sessions.detach(client)
         self._sharing.detach(client)
-
-
-def _differing(one: Config, other: Config) -> str:
-    """Names the top-level keys in which two configurations differ, separated by commas."""
-    return ",".join(key for key in one.__struct_fields__ if getattr(one, key) != getattr(other, key)) or "nothing"
 
 
 def _make_folder(path: Path) -> None:

@@ -118,7 +118,7 @@ engine.join()
 def test_a_verb_of_djinnctl_changes_two_files(copy: Copy) -> None:
     copy.add(
         "tools/djinnctl/commands/daemon.py",
-        '\n\n@click.command(epilog=EXIT_CODES)\n@everywhere\ndef greet() -> None:\n    """Greet the reader."""\n'
+        '\n\n@command()\ndef greet(settings: Settings) -> None:\n    """Greet the reader."""\n'
         '    click.echo("hello reader")\n',
     )
     copy.add("tools/djinnctl/cli.py", "    daemon.greet,\n", before="    run.run,\n")

@@ -15,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from djinn_client.protocol import CLASSES, Class
 from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent, now
+from djinnd.server.journal.changes import Reclassified
+from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import NAME, JournalFile
 from djinnd.server.journal.journal import Journal
 from djinnd.server.probe_lists.edit_list import EditList
@@ -88,7 +90,7 @@ class JournalMachine(RuleBasedStateMachine):
         session.journalled = min(session.journalled, length)
         self.journal.changed(session)
         if session.edits.cut(length):
-            self.journal.edits_cut(session.id, length)
+            self.journal.note(EditsCut(session.id, length))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), values=st.binary(max_size=8), first=st.none() | st.integers(0, 20))
@@ -101,7 +103,7 @@ class JournalMachine(RuleBasedStateMachine):
             extents = (Extent(first, first + 1), Extent(first + 3, first + 4, 1))
         edit = Edit(session.edits.given + 1, (Point("mlp", 1),), "add", extents, rows=2, values=values)
         session.edits.add(edit, ["blocks.1.mlp.hook_out"])
-        self.journal.edited(session.id, edit, ["blocks.1.mlp.hook_out"])
+        self.journal.note(Edited(session.id, edit, ["blocks.1.mlp.hook_out"]))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
@@ -110,19 +112,19 @@ class JournalMachine(RuleBasedStateMachine):
         numbers = [number for number in session.edits.unended if data.draw(st.booleans())]
         at = now(len(session.tokens))
         session.edits.end(numbers, at)
-        self.journal.edits_ended(session.id, numbers, at)
+        self.journal.note(EditsEnded(session.id, numbers, at))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), priority=st.sampled_from(CLASSES))
     def reclassify(self, data: st.DataObject, priority: Class) -> None:
         session = self.session(data)
         session.priority = priority
-        self.journal.reclassified(session)
+        self.journal.note(Reclassified(session.id, priority))
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        self.journal.closed(self.sessions.pop(self.session(data).id))
+        self.journal.closed(self.sessions.pop(self.session(data).id).id)
 
     @rule()
     def turn(self) -> None:

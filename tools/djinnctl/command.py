@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +29,18 @@ Exit codes:
   1  the daemon answered with an error, or a check failed
   2  wrong usage, or no daemon to be reached
 """
+
+
+@contextmanager
+def after_silence(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell`, in a thread, if the block takes longer than SILENCE_S."""
+    timer = threading.Timer(SILENCE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass
@@ -55,22 +67,15 @@ class Settings:
         with self.client() as client:
             return screen.show(lambda: read(client), render, as_json=self.json, every_s=every_s)
 
-    def tell(self, done: object, text: str) -> None:
-        """Prints what was done: a text for people, or `done` as JSON."""
+    def tell(self, done: object, shown: Renderable) -> None:
+        """Prints what was done: as `shown` to people, or `done` as JSON."""
         from djinnctl import screen
 
-        screen.show(lambda: done, lambda _: text, as_json=self.json)
+        screen.show(lambda: done, lambda _: shown, as_json=self.json)
 
-    @contextmanager
-    def patience(self) -> Iterator[None]:
+    def patience(self) -> AbstractContextManager[None]:
         """Says, once, where the block has waited SILENCE_S for the daemon's first answer, and lets it go on waiting."""
-        timer = threading.Timer(SILENCE_S, self._tell_of_silence)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+        return after_silence(self._tell_of_silence)
 
     def _tell_of_silence(self) -> None:
         paths = " or ".join(filter(os.path.exists, candidates(self.address)))
@@ -78,7 +83,13 @@ class Settings:
         click.echo(f"djinnctl: {silence}: waiting; Ctrl-C, or see `djinnctl doctor`", err=True)
 
 
-pass_settings = click.make_pass_decorator(Settings, ensure=True)
+def command(
+    name: str | None = None, *, of: click.Group | None = None
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Makes a function a command, of djinnctl or of a group. The function gets the Settings and the values of its own
+    options; the command takes the options of all commands too. Without a name it has the function's."""
+    make, pass_settings = click.command if of is None else of.command, click.make_pass_decorator(Settings, ensure=True)
+    return lambda function: make(name, epilog=EXIT_CODES)(everywhere(pass_settings(function)))
 
 
 def everywhere(command: F) -> F:

@@ -54,13 +54,10 @@ class Lines:
             return self._line(reply.text, "", []) | ending(reply)
         return self._line(answer.content, answer.reasoning, answer.tool_calls) | ending(reply)
 
-    def loaded(self) -> dict[str, Any]:
-        """The answer to a request that only wants the model to be there."""
-        return self._line("", "", []) | {"done": True, "done_reason": "load"}
-
-    def unloaded(self) -> dict[str, Any]:
-        """The answer to a request that wants the model's memory to be free."""
-        return self._line("", "", []) | {"done": True, "done_reason": "unload"}
+    def done(self, reason: str) -> dict[str, Any]:
+        """The answer to a request without a prompt, which wants the model to be there ("load"), or its memory to be
+        free ("unload")."""
+        return self._line("", "", []) | {"done": True, "done_reason": reason}
 
     def _add(self, part: ToolCallDelta) -> None:
         if part.index == len(self._calls):

@@ -136,9 +136,9 @@ async def _without_prompt(request: HttpRequest, body: CommonFields, lines: ollam
     async with request.link() as link:
         if body.unloads:
             await link.call(UnloadModel(id=0, model=body.model_name), Done)
-            return json(lines.unloaded())
+            return json(lines.done("unload"))
         await link.call(LoadModel(id=0, model=body.model_name), ModelReply)
-    return json(lines.loaded())
+    return json(lines.done("load"))
 
 
 async def _model(request: HttpRequest, name: str) -> ModelInfo:

@@ -69,21 +69,14 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class Chat(msgspec.Struct, kw_only=True):
+    """A whole one, and a part of a streamed one."""
+
     id: str
-    object: str = "chat.completion"
+    object: str
     created: int
     model: str
-    choices: list[Choice]
-    usage: UsageFields
-
-
-class Chunk(msgspec.Struct, kw_only=True):
-    id: str
-    object: str = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: UsageFields | msgspec.UnsetType | None = msgspec.UNSET
+    choices: list[Choice] | list[ChunkChoice]
+    usage: UsageFields | msgspec.UnsetType = msgspec.UNSET
 
 
 async def chat(request: HttpRequest) -> Reply:
@@ -95,10 +88,9 @@ async def chat(request: HttpRequest) -> Reply:
         return Stream(_events(request, body, outputs), failed)
     results = await generate_all(request, body.model, outputs)
     choices = [_choice(output.choice, result, body) for output, result in zip(outputs, results, strict=True)]
-    usage = usage_of([result.usage for result in results], body.outputs)
-    return json(
-        Chat(id=f"chatcmpl-{request.id}", created=request.created, model=body.model, choices=choices, usage=usage)
-    )
+    whole = _chat(request, body, "chat.completion", choices)
+    whole.usage = usage_of([result.usage for result in results], body.outputs)
+    return json(whole)
 
 
 async def _events(request: HttpRequest, body: Body, outputs: Sequence[Output]) -> AsyncGenerator[bytes]:
@@ -106,8 +98,8 @@ async def _events(request: HttpRequest, body: Body, outputs: Sequence[Output]) -
     texts = {output.choice: TokenTexts() for output in outputs}
     begun: set[int] = set()
 
-    def chunk(*choices: ChunkChoice) -> Chunk:
-        return Chunk(id=f"chatcmpl-{request.id}", created=request.created, model=body.model, choices=list(choices))
+    def chunk(*choices: ChunkChoice) -> Chat:
+        return _chat(request, body, "chat.completion.chunk", list(choices))
 
     async with aclosing(stream_all(request, body.model, outputs)) as replies:
         async for choice, reply in replies:
@@ -128,6 +120,10 @@ async def _events(request: HttpRequest, body: Body, outputs: Sequence[Output]) -
         end.usage = usage_of(usages, body.outputs)
         yield event(end)
     yield DONE
+
+
+def _chat(request: HttpRequest, body: Body, kind: str, choices: list[Choice] | list[ChunkChoice]) -> Chat:
+    return Chat(id=f"chatcmpl-{request.id}", object=kind, created=request.created, model=body.model, choices=choices)
 
 
 def _choice(index: int, result: Generated, body: Body) -> Choice:

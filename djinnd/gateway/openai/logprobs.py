@@ -19,10 +19,7 @@ class Top(msgspec.Struct):
     bytes: list[int]
 
 
-class Token(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class Token(Top):
     top_logprobs: list[Top]
 
 

@@ -6,17 +6,9 @@ from typing import Any
 
 import msgspec
 
-from djinn_client.protocol import (
-    DescribeTokenizer,
-    Detokenize,
-    Detokenized,
-    ListModels,
-    Models,
-    Tokenize,
-    Tokenized,
-    TokenizerInfo,
-)
+from djinn_client.protocol import DescribeTokenizer, Detokenize, Detokenized, Tokenize, Tokenized, TokenizerInfo
 from djinn_client.protocol.fields.chat import ChatInput
+from djinnd.gateway.calls.models import models
 from djinnd.gateway.entry.request import ABSENT, HttpRequest, given
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
@@ -98,18 +90,15 @@ def _chat(body: TokenizeBody) -> ChatInput | None:
 
 async def _only_model(request: HttpRequest) -> str:
     """Raises HttpError where there are several."""
-    async with request.link() as link:
-        models = (await link.call(ListModels(id=0), Models)).models
-    ready = [model.name for model in models if model.state == "ready"] or [model.name for model in models]
+    there = await models(request)
+    ready = [model.name for model in there if model.state == "ready"] or [model.name for model in there]
     if len(ready) != 1:
         raise HttpError(400, f"there are {len(ready)} models: name one", param="model")
     return ready[0]
 
 
 async def _context(request: HttpRequest, name: str) -> int | None:
-    async with request.link() as link:
-        models = (await link.call(ListModels(id=0), Models)).models
-    return next((model.max_context or None for model in models if model.name == name), None)
+    return next((model.max_context or None for model in await models(request) if model.name == name), None)
 
 
 ROUTES = [

@@ -139,6 +139,16 @@ def points_named(names: Sequence[str], model: ModelInfo, field: str) -> dict[str
     return model.points.resolve_all(wanted)
 
 
+def numbers_to_end(wanted: Sequence[int] | None, there: Sequence[int], given: int, kind: str) -> list[int]:
+    """The wanted numbers among those that are there; None wants all. `given`: the last number that the session has
+    given to this kind of thing, an edit or a breakpoint. Raises InvalidRequest for a number that it never gave."""
+    for number in wanted or ():
+        if not 1 <= number <= given:
+            told = f"its {kind}s are 1 to {given}" if given else "it has had none"
+            raise InvalidRequest(f"the session has no {kind} {number}: {told}", field=f"{kind}s")
+    return list(there if wanted is None else filter(set(wanted).__contains__, there))
+
+
 def check_forward(request: Forward, session_tokens: int, model: ModelInfo) -> None:
     """Checks a forward pass. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
     if not request.token_ids:

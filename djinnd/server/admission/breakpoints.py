@@ -4,15 +4,14 @@ returns a value or raises an error."""
 from __future__ import annotations
 
 from djinn_client.errors import InvalidRequest, QuotaExceeded
-from djinn_client.protocol import AddBreakpoint, EndBreakpoints, Generate, ModelInfo
+from djinn_client.protocol import AddBreakpoint, Generate, ModelInfo
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd.config import Limits
-from djinnd.core.edits import now
 from djinnd.core.stops import Stop
 from djinnd.server.admission import admission
-from djinnd.server.admission.captures import MAX_CAPTURE_BYTES
+from djinnd.server.admission.captures import MAX_CAPTURE_BYTES, computed
 from djinnd.server.admission.edits import check_positions, extents_at
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan, SessionBreakpoint
 from djinnd.server.sessions.session import SessionRecord
@@ -54,20 +53,6 @@ def check_room(breakpoint: SessionBreakpoint, breakpoints: BreakpointList, limit
         )
 
 
-def numbers_to_end(request: EndBreakpoints, breakpoints: BreakpointList) -> list[int]:
-    """Numbers of the requested breakpoints that exist. Raises InvalidRequest for a number that the session never
-    gave."""
-    there = [each.number for each in breakpoints.breakpoints]
-    if request.breakpoints is None:
-        return there
-    for number in request.breakpoints:
-        if not 1 <= number <= breakpoints.given:
-            told = f"its breakpoints are 1 to {breakpoints.given}" if breakpoints.given else "it has had none"
-            raise InvalidRequest(f"the session has no breakpoint {number}: {told}", field="breakpoints")
-    wanted = set(request.breakpoints)
-    return [number for number in there if number in wanted]
-
-
 def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitInfo | None:
     """The hit from which the call continues; None if it does not continue from one. Raises InvalidRequest."""
     if not request.resume:
@@ -105,18 +90,13 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
     return hit
 
 
-def call_span(
-    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
-) -> CallSpan:
-    """The range of positions that a call may compute behind the first `kept` tokens of the session; None: behind all of
-    them. Raises the errors of `hit_of`."""
-    hit, length = hit_of(request, session, model), len(session.tokens) if kept is None else kept
-    end = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
+def call_span(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int) -> CallSpan:
+    """The range of positions that a call may compute behind the first `kept` tokens of the session. Raises the errors
+    of `hit_of`."""
+    hit, (first, end) = hit_of(request, session, model), computed(request, prompt_tokens, session, model, kept)
     if hit is not None:
-        return CallSpan(min(session.due_from, hit.first), hit.prompt_end, length, end, hit)
-    first = min(session.due_from, length if prompt_tokens else now(length))
-    length += prompt_tokens
-    return CallSpan(first, length, length, end)
+        return CallSpan(min(session.due_from, hit.first), hit.prompt_end, kept, end, hit)
+    return CallSpan(first, kept + prompt_tokens, kept + prompt_tokens, end)
 
 
 def stops_of(request: Generate, reach: CallSpan, breakpoints: BreakpointList, model: ModelInfo) -> list[Stop]:

@@ -46,16 +46,17 @@ class CallCapture:
 
 
 def capture_of(
-    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
+    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int
 ) -> CallCapture | None:
-    """The capture of a call behind the session's first `kept` tokens; None: behind all of them. Returns None if the
-    request captures nothing. Raises InvalidRequest for unknown points, and for more than MAX_CAPTURE_BYTES."""
+    """The capture of a call behind the session's first `kept` tokens. Returns None if the request captures nothing.
+    Raises InvalidRequest for unknown points, and for more than MAX_CAPTURE_BYTES."""
     if not request.capture:
         return None
     names = admission.points_named(request.capture, model, "capture")
     assert model.points is not None
     capture = CallCapture(names, model.points)
-    rows = _rows(request, prompt_tokens, session, model, len(session.tokens) if kept is None else kept)
+    first, end = computed(request, prompt_tokens, session, model, kept)
+    rows = end - first
     row_bytes = capture.width * ITEM_BYTES[model.dtype]  # type: ignore[index]
     if rows * row_bytes > MAX_CAPTURE_BYTES:
         raise InvalidRequest(
@@ -71,9 +72,11 @@ def capture_of(
     return capture
 
 
-def _rows(request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, length: int) -> int:
-    """The most positions that the call computes. It begins at the first position that is due, else at the prompt, else
-    at the last token. The last generated token is computed by the next call."""
-    first = min(session.due_from, length if prompt_tokens else now(length))
-    last = min(length + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)
-    return last - first
+def computed(
+    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int
+) -> tuple[int, int]:
+    """The first position that the call computes behind `kept` tokens, and the end of the most that it may compute. It
+    begins at the first position that is due, else at the prompt, else at the last token. The last generated token is
+    computed by the next call."""
+    first = min(session.due_from, kept if prompt_tokens else now(kept))
+    return first, min(kept + prompt_tokens + max(request.most_tokens - 1, 0), model.max_context)

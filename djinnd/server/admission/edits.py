@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
 from djinn_client.errors import InvalidRequest, QuotaExceeded
-from djinn_client.protocol import AddEdit, EndEdits, ModelInfo
+from djinn_client.protocol import AddEdit, ModelInfo
 from djinn_client.protocol.fields.kv_layout import ITEM_BYTES
 from djinnd.config import Limits
 from djinnd.core.edits import Edit, Extent, now
@@ -103,19 +103,6 @@ def _crowd(edit: Edit, edits: EditList) -> int:
     about = (other for other in edits.edits if other.first < edit.end and edit.first < other.end)
     at = Counter(chain.from_iterable(other.points for other in about))
     return max(at[point] for point in edit.points)
-
-
-def numbers_to_end(request: EndEdits, edits: EditList) -> list[int]:
-    """Numbers of the requested edits that have not ended. Raises InvalidRequest for a number that the session never
-    gave."""
-    if request.edits is None:
-        return edits.unended
-    for number in request.edits:
-        if not 1 <= number <= edits.given:
-            told = f"its edits are 1 to {edits.given}" if edits.given else "it has had none"
-            raise InvalidRequest(f"the session has no edit {number}: {told}", field="edits")
-    wanted = set(request.edits)
-    return [number for number in edits.unended if number in wanted]
 
 
 def check_fit(edits: EditList, model: ModelInfo) -> None:

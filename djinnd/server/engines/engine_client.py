@@ -63,12 +63,7 @@ class EngineRun(Protocol):
 class EngineEvents(Protocol):
     """Receives the engine's messages that belong to no request."""
 
-    def need_arena(self, engine: EngineClient, message: messages.NeedArena) -> None: ...
-    def arena_filled(self, message: messages.ArenaFilled) -> None: ...
-    def host_released(self, message: messages.HostReleased) -> None: ...
-    def recomputed(self, message: messages.Recomputed) -> None: ...
-    def grammar_time(self, message: messages.GrammarTime) -> None: ...
-    def loading(self, message: messages.Loading) -> None: ...
+    def received(self, engine: EngineClient, message: messages.FromEngine) -> None: ...
 
 
 class EngineClient:
@@ -192,22 +187,12 @@ class EngineClient:
                 self._fail_call(message)
             case messages.CallAnswer():
                 self._answer_call(message)
-            case messages.NeedArena():
-                self._listener.need_arena(self, message)
-            case messages.ArenaFilled():
-                self._listener.arena_filled(message)
-            case messages.HostReleased():
-                self._listener.host_released(message)
-            case messages.Recomputed():
-                self._listener.recomputed(message)
-            case messages.GrammarTime():
-                self._listener.grammar_time(message)
-            case messages.Loading():
-                self._listener.loading(message)
             case messages.Ready():
                 self.ready.set_result(message)
             case messages.Alive():
                 pass
+            case _:
+                self._listener.received(self, message)
 
     def broken(self, error: ProtocolError) -> None:
         log.error("engine_garbled error=%s", error)

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -86,6 +87,18 @@ class JournalSession:
     parts: int = 0
 
 
+class JournalContent(NamedTuple):
+    """Everything that earlier daemons have left in the journal. Sessions, prefixes and records: the oldest first."""
+
+    sessions: list[JournalSession]
+    prefixes: list[Published]
+    edits: dict[str, EditList]  # by session
+    breakpoints: dict[str, BreakpointList]  # by session
+    conversations: dict[str, ConversationKept]  # by session
+    records: list[Recorded]
+    now: float  # the journal's time, the clock of the times in `sessions`
+
+
 class JournalFile:
     """The open file. Used by one thread at a time. After opening, errors are sqlite3.Error."""
 
@@ -127,32 +140,17 @@ class JournalFile:
         """Files that earlier damage has left and that still exist."""
         return [path for path in self._damaged_files if path.exists()]
 
-    def sessions(self) -> list[JournalSession]:
-        """The sessions as of the last fold."""
-        return [_kept(*row) for row in SESSION.read(self._db, "ORDER BY created")]
-
-    def prefixes(self) -> list[Published]:
-        """The public prefixes as of the last fold."""
-        return [
-            Published(name, model, user, created, array(_TOKEN, tokens).tolist())
-            for name, model, user, created, tokens in PREFIX.read(self._db, "ORDER BY created")
-        ]
-
-    def edits(self) -> dict[str, EditList]:
-        """The edits by session, as of the last fold."""
-        return journal_edits.read_edits(self._db)
-
-    def breakpoints(self) -> dict[str, BreakpointList]:
-        """The breakpoints by session, as of the last fold."""
-        return journal_breakpoints.read_breakpoints(self._db)
-
-    def conversations(self) -> dict[str, ConversationKept]:
-        """The conversations by session, as of the last fold."""
-        return journal_conversations.read_conversations(self._db)
-
-    def records(self) -> list[Recorded]:
-        """The records as of the last fold, the oldest first."""
-        return list(journal_records.read_records(self._db))
+    def content(self) -> JournalContent:
+        """Everything in the journal, as of the last fold."""
+        return JournalContent(
+            [_kept(row) for row in SESSION.read(self._db, "ORDER BY created")],
+            [_published(*row) for row in PREFIX.read(self._db, "ORDER BY created")],
+            journal_edits.read_edits(self._db),
+            journal_breakpoints.read_breakpoints(self._db),
+            journal_conversations.read_conversations(self._db),
+            list(journal_records.read_records(self._db)),
+            self.clock.now(),
+        )
 
     def append(self, changes: Sequence[Change]) -> None:
         """Commits the changes, all or none."""
@@ -332,25 +330,18 @@ class JournalFile:
         return images[session]
 
     def _read(self, session: str) -> JournalSession | None:
-        return next((_kept(*row) for row in SESSION.read(self._db, "WHERE id = ?", (session,))), None)
+        return next((_kept(row) for row in SESSION.read(self._db, "WHERE id = ?", (session,))), None)
 
     def _count_parts(self, session: str) -> int:
         counts = (f"SELECT count(*) FROM {part.name} WHERE session = ?" for part in PARTS)
         return sum(self._db.execute(count, (session,)).fetchone()[0] for count in counts)
 
 
-def _kept(
-    name: str,
-    user: int,
-    model: str,
-    shared: int,
-    priority: Class,
-    created: float,
-    used: float,
-    tokens: bytes,
-    parts: int,
-) -> JournalSession:
-    return JournalSession(name, user, model, bool(shared), priority, created, used, array(_TOKEN, tokens), parts)
+def _kept(row: Row) -> JournalSession:
+    """The session of a row. SQLite has neither bools nor arrays."""
+    image = JournalSession(*row)
+    image.shared, image.tokens = bool(row[3]), array(_TOKEN, row[7])
+    return image
 
 
 def _row(image: JournalSession) -> Row:
@@ -358,6 +349,10 @@ def _row(image: JournalSession) -> Row:
         *(image.id, image.user, image.model, int(image.shared), image.priority),
         *(float(image.created), image.used, image.tokens.tobytes(), image.parts),
     )
+
+
+def _published(name: str, model: str, user: int, created: float, tokens: bytes) -> Published:
+    return Published(name, model, user, created, array(_TOKEN, tokens).tolist())
 
 
 def _prefix_row(prefix: Published) -> Row:

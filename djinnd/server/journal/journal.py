@@ -25,25 +25,17 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from djinn_client.errors import JournalUnavailable
 from djinn_client.protocol import Class
-from djinn_client.protocol.fields.breakpoints import HitInfo
-from djinnd.core.edits import Edit
 from djinnd.server.handover.stopping import leave_signals_to_the_loop
-from djinnd.server.journal.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
-from djinnd.server.journal.changes import Change, Closed, Extended, Published, Reclassified, SessionAdded, Withdrawn
-from djinnd.server.journal.conversations import ConversationKept
-from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
-from djinnd.server.journal.file import JournalFile, JournalSession
-from djinnd.server.journal.records import Recorded, Unrecorded
+from djinnd.server.journal.changes import Change, Closed, Extended, SessionAdded
+from djinnd.server.journal.file import JournalContent, JournalFile
 from djinnd.server.journal.space import COPIES
-from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
-from djinnd.server.probe_lists.edit_list import PART_BYTES, EditList, nbytes_of
 
 log = logging.getLogger("djinnd.server")
 
@@ -66,18 +58,6 @@ class Journalled(Protocol):
     created: float  # CLOCK_MONOTONIC
     tokens: list[int]
     journalled: int
-
-
-class JournalContent(NamedTuple):
-    """Everything that earlier daemons have left in the journal."""
-
-    sessions: list[JournalSession]
-    prefixes: list[Published]
-    edits: dict[str, EditList]  # by session
-    breakpoints: dict[str, BreakpointList]  # by session
-    conversations: dict[str, ConversationKept]  # by session
-    records: list[Recorded]
-    now: float  # the journal's time, the clock of the times in `sessions`
 
 
 @dataclass(slots=True)
@@ -117,9 +97,7 @@ class Journal:
         """Opens the journal's file and returns its content. Raises StartError."""
         self._loop = asyncio.get_running_loop()
         self._file = JournalFile(self._folder)
-        file = self._file
-        parts = (file.edits(), file.breakpoints(), file.conversations(), file.records())
-        kept = JournalContent(file.sessions(), file.prefixes(), *parts, file.clock.now())
+        kept = self._file.content()
         self._thread = threading.Thread(target=self._write, args=(self._file,), name="journal", daemon=True)
         self._thread.start()
         log.info("journal_opened path=%s sessions=%d", self._file.path, len(kept.sessions))
@@ -196,7 +174,7 @@ class Journal:
         if self._file is None:
             return
         created = self._file.clock.at(session.created)
-        self._note(SessionAdded(session.id, session.user, session.model, session.shared, session.priority, created))
+        self.note(SessionAdded(session.id, session.user, session.model, session.shared, session.priority, created))
         if session.tokens:
             self.changed(session)
 
@@ -206,51 +184,16 @@ class Journal:
             self._gathering.sessions[session.id] = session
             self._write_soon()
 
-    def reclassified(self, session: Journalled) -> None:
-        self._note(Reclassified(session.id, session.priority))
+    def closed(self, session: str) -> None:
+        self._gathering.sessions.pop(session, None)
+        self.note(Closed(session))
 
-    def conversation_kept(self, session: str, key: str, prompt: int) -> None:
-        self._note(ConversationKept(session, key, prompt))
-
-    def recorded(self, record: Recorded) -> None:
+    def note(self, change: Change, nbytes: int = 0) -> None:
+        """Takes a change, to be written at the end of this turn of the loop. `nbytes`: its size, if it may be large."""
         if self._thread is not None:
-            self._gathering.nbytes += len(record.tokens) + len(record.body)
-        self._note(record)
-
-    def unrecorded(self, record: Recorded) -> None:
-        self._note(Unrecorded(record.user, record.record))
-
-    def edited(self, session: str, edit: Edit, names: Sequence[str]) -> None:
-        if self._thread is not None:
-            self._gathering.nbytes += nbytes_of(edit, names)
-        self._note(Edited(session, edit, names))
-
-    def edits_ended(self, session: str, numbers: Collection[int], at: int) -> None:
-        self._note(EditsEnded(session, list(numbers), at))
-
-    def edits_cut(self, session: str, length: int) -> None:
-        self._note(EditsCut(session, length))
-
-    def breakpoint_set(self, session: str, breakpoint: SessionBreakpoint) -> None:
-        if self._thread is not None:
-            self._gathering.nbytes += PART_BYTES * breakpoint.count
-        self._note(BreakpointSet(session, breakpoint))
-
-    def breakpoints_ended(self, session: str, numbers: Collection[int]) -> None:
-        self._note(BreakpointsEnded(session, list(numbers)))
-
-    def stopped(self, session: str, hit: HitInfo | None) -> None:
-        self._note(Stopped(session, hit))
-
-    def closed(self, session: Journalled) -> None:
-        self._gathering.sessions.pop(session.id, None)
-        self._note(Closed(session.id))
-
-    def published(self, prefix: Published) -> None:
-        self._note(prefix)
-
-    def withdrawn(self, prefix: str) -> None:
-        self._note(Withdrawn(prefix))
+            self._gathering.changes.append(change)
+            self._gathering.nbytes += nbytes
+            self._write_soon()
 
     def after(self, act: Callable[..., None], *arguments: Any) -> None:
         """Calls `act` when all changes so far are written: at once, or in a later turn of the loop."""
@@ -265,11 +208,6 @@ class Journal:
         """Writes the changes so far without waiting for the end of this turn, unless a write is under way."""
         if self._thread is not None and self._writing is None:
             self._write_gathered()
-
-    def _note(self, change: Change) -> None:
-        if self._thread is not None:
-            self._gathering.changes.append(change)
-            self._write_soon()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from djinn_client.protocol import ModelInfo
-from djinnd.messages import ArenaFilled, GrammarTime, HostReleased, Loading, NeedArena, Recomputed
+from djinnd.messages import ArenaFilled, FromEngine, GrammarTime, HostReleased, Loading, NeedArena, Recomputed
 from djinnd.server.engines.blame import Suspect
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.arena_requests import ArenaRequests
@@ -73,26 +73,26 @@ class ModelEvents:
             if model is not None and model.engine is not None:
                 model.info = info
 
-    def loading(self, message: Loading) -> None:
-        model = self._models.get(message.model)
+    def received(self, engine: EngineClient, message: FromEngine) -> None:
+        match message:
+            case Loading(model=name):
+                self._loading(name, message)
+            case NeedArena(model=name):
+                self._arena_requests.need(engine, message, self._models.get(name))
+            case ArenaFilled():
+                self._arena_requests.filled(message)
+            case HostReleased():
+                self._arena_requests.released(message)
+            case Recomputed(tokens=tokens_by_tenant):
+                for tenant, tokens in tokens_by_tenant.items():
+                    self._sessions.recomputed(tenant, tokens)
+            case GrammarTime(seconds=seconds_by_tenant):
+                for tenant, seconds in seconds_by_tenant.items():
+                    self._texts.grammar_time.charge(tenant, seconds)
+
+    def _loading(self, name: str, message: Loading) -> None:
+        model = self._models.get(name)
         if model is not None:
             model.progress = message
             for listener in model.listeners:
                 listener(message)
-
-    def need_arena(self, engine: EngineClient, message: NeedArena) -> None:
-        self._arena_requests.need(engine, message, self._models.get(message.model))
-
-    def arena_filled(self, message: ArenaFilled) -> None:
-        self._arena_requests.filled(message)
-
-    def recomputed(self, message: Recomputed) -> None:
-        for tenant, tokens in message.tokens.items():
-            self._sessions.recomputed(tenant, tokens)
-
-    def grammar_time(self, message: GrammarTime) -> None:
-        for tenant, seconds in message.seconds.items():
-            self._texts.grammar_time.charge(tenant, seconds)
-
-    def host_released(self, message: HostReleased) -> None:
-        self._arena_requests.released(message)

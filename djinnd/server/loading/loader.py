@@ -92,7 +92,7 @@ class ModelLifecycle:
         wakes = model.state == "asleep"
         model.state, model.error = "loading", ""
         model.changing = asyncio.create_task(self._load(model, wakes))
-        model.changing.add_done_callback(_mark_error_seen)
+        model.changing.add_done_callback(mark_error_seen)
 
     def sleep(self, model: ServedModel) -> None:
         """Makes the engine free all device memory of a ready model without calls. Its sessions and its objects in the
@@ -101,7 +101,7 @@ class ModelLifecycle:
         engine, model.engine, model.state = model.engine, None, "asleep"
         self._arena.rest(model.name)
         model.changing = asyncio.create_task(self._fall_asleep(model, engine))
-        model.changing.add_done_callback(_mark_error_seen)
+        model.changing.add_done_callback(mark_error_seen)
 
     async def unload(self, model: ServedModel) -> None:
         """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
@@ -250,6 +250,7 @@ def open_in(engine: EngineClient, session: SessionRecord) -> None:
     )
 
 
-def _mark_error_seen(change: asyncio.Task[None]) -> None:
-    if not change.cancelled():
-        change.exception()  # the caller may have been cancelled: marks the error as seen
+def mark_error_seen(task: asyncio.Task[None]) -> None:
+    """Keeps asyncio from logging the error of an ended task whose callers may have been cancelled."""
+    if not task.cancelled():
+        task.exception()

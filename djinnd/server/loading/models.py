@@ -42,7 +42,7 @@ from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.arena_requests import ArenaRequests
 from djinnd.server.loading.charges import ModelCharges
 from djinnd.server.loading.engine_events import ModelEvents
-from djinnd.server.loading.loader import ModelLifecycle
+from djinnd.server.loading.loader import ModelLifecycle, mark_error_seen
 from djinnd.server.loading.restoring import restore
 from djinnd.server.loading.user_deaths import UserDeaths
 from djinnd.server.models.keep_alive import idle_seconds
@@ -275,7 +275,7 @@ class ModelTable:
             await model.join(on_loading, missed)
         finally:
             missed.cancel()
-            missed.add_done_callback(_mark_error_seen)
+            missed.add_done_callback(mark_error_seen)
 
     async def _engine_missed(self, name: str) -> None:
         """Returns never. Raises EngineLost when there was no engine for limits.engine_wait."""
@@ -415,8 +415,3 @@ def expect_open(model: ServedModel) -> None:
     """Raises ModelNotFound if the client that shares the model has withdrawn it: no new session may use it."""
     if model.share is not None and model.share.ended:
         raise ModelNotFound(f"{model.name} is no longer shared: its client has withdrawn it")
-
-
-def _mark_error_seen(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()  # no caller awaits it any more: marks the error as seen

@@ -9,8 +9,7 @@ Pure: no I/O, no clock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 from djinn_client.errors import QuotaExceeded
@@ -105,15 +104,6 @@ class Ledger:
         used = self._used[resource.name] - amount
         assert used >= 0, f"{-used:,} {resource.what} more were released than charged"
         self._used[resource.name] = used
-
-    @contextmanager
-    def holding(self, resource: Resource, amount: int = 1) -> Iterator[None]:
-        """Charges the resource for the duration of the block. Raises QuotaExceeded."""
-        self.charge(resource, amount)
-        try:
-            yield
-        finally:
-            self.release(resource, amount)
 
     def uses(self) -> list[ResourceUse]:
         return [ResourceUse(each.name, self.used(each), self._limit_of(each).most) for each in RESOURCES]

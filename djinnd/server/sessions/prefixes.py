@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from djinn_client.errors import NotFound, NotPermitted
 from djinn_client.protocol import PrefixInfo
 from djinnd.config import Limits
-from djinnd.server.journal.changes import Published
+from djinnd.server.journal.changes import Published, Withdrawn
 from djinnd.server.journal.journal import Journal
 
 log = logging.getLogger("djinnd.server")
@@ -76,7 +76,7 @@ class PrefixTable:
         prefix = Prefix(secrets.token_hex(8), model, user, time.time(), tokens, shared)
         self._prefixes[prefix.id] = prefix
         if not shared:
-            self._journal.published(Published(prefix.id, model, user, prefix.created, tokens))
+            self._journal.note(Published(prefix.id, model, user, prefix.created, tokens))
         log.info("prefix_published prefix=%s model=%s user=%d tokens=%d", prefix.id, model, user, len(tokens))
         return prefix
 
@@ -89,7 +89,7 @@ class PrefixTable:
                 prefix=prefix_id[:64],
             )
         if not prefix.shared:
-            self._journal.withdrawn(prefix.id)
+            self._journal.note(Withdrawn(prefix.id))
         log.info("prefix_withdrawn prefix=%s model=%s", prefix.id, prefix.model)
         return prefix
 

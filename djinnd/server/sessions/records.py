@@ -28,7 +28,7 @@ from djinn_client.protocol import (
 from djinn_client.protocol.fields.bounds import pack, unpack
 from djinnd.config import Limits
 from djinnd.server.journal.journal import Journal
-from djinnd.server.journal.records import Recorded
+from djinnd.server.journal.records import Recorded, Unrecorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES, Ledger
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
@@ -96,7 +96,7 @@ class RecordTable:
         self._make_room(record)
         self._of.setdefault(record.user, {})[name] = record
         self._ledger(user).add(JOURNAL_BYTES, _nbytes(record))
-        self._journal.recorded(record)
+        self._journal.note(record, len(tokens) + len(request.body))
         return FinalReply(RecordKept(id=call.id, record=name))
 
     @handles(GetRecord)
@@ -158,7 +158,7 @@ class RecordTable:
             del self._of[record.user]
         self._ledger(record.user).release(JOURNAL_BYTES, _nbytes(record))
         self._journal.freed(_nbytes(record))
-        self._journal.unrecorded(record)
+        self._journal.note(Unrecorded(record.user, record.record))
 
     def _drop_expired(self) -> None:
         """Drops records older than limits.record_ttl (0: never), now and every _SWEEP seconds."""

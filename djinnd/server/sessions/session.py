@@ -15,6 +15,9 @@ from djinn_client.errors import ModelNotFound, SessionBusy, SessionLost
 from djinn_client.protocol import Class
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.core.edits import FOREVER, Edit, now
+from djinnd.server.journal.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
+from djinnd.server.journal.changes import Change
+from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.journal import Journal
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 from djinnd.server.probe_lists.edit_list import PART_BYTES, EditList, nbytes_of
@@ -126,25 +129,22 @@ class SessionRecord:
         self.edits.add(edit, names)
         self._add_part_bytes(nbytes_of(edit, names))
         self.due_from = min(self.due_from, edit.first)
-        if not self.salt:
-            self.journal.edited(self.id, edit, names)
+        self._note_edit(edit, names)
 
     def inherit(self, parent: SessionRecord) -> None:
         """Copies the parent's edits and breakpoints to this session, a new fork."""
         self.edits, self.breakpoints, self.due_from = parent.edits.copy(), parent.breakpoints.copy(), parent.due_from
         self._add_part_bytes(parent.part_bytes)
-        if not self.salt:
-            for edit in self.edits.edits:
-                self.journal.edited(self.id, edit, self.edits.names[edit.number])
-            for breakpoint in self.breakpoints.breakpoints:
-                self.journal.breakpoint_set(self.id, breakpoint)
+        for edit in self.edits.edits:
+            self._note_edit(edit, self.edits.names[edit.number])
+        for breakpoint in self.breakpoints.breakpoints:
+            self._note(BreakpointSet(self.id, breakpoint), PART_BYTES * breakpoint.count)
 
     def end_edits(self, numbers: Collection[int], at: int) -> None:
         self.edits.end(numbers, at)
         self.recount()
         self.due_from = min(self.due_from, at)
-        if not self.salt:
-            self.journal.edits_ended(self.id, numbers, at)
+        self._note(EditsEnded(self.id, list(numbers), at))
 
     def recount(self) -> None:
         """Updates the size in the journal after edits or breakpoints were restored or removed."""
@@ -158,22 +158,19 @@ class SessionRecord:
     def add_breakpoint(self, breakpoint: SessionBreakpoint) -> None:
         self.breakpoints.add(breakpoint)
         self._add_part_bytes(PART_BYTES * breakpoint.count)
-        if not self.salt:
-            self.journal.breakpoint_set(self.id, breakpoint)
+        self._note(BreakpointSet(self.id, breakpoint), PART_BYTES * breakpoint.count)
 
     def end_breakpoints(self, numbers: Collection[int]) -> None:
         self.breakpoints.end(numbers)
         self.recount()
-        if not self.salt:
-            self.journal.breakpoints_ended(self.id, numbers)
+        self._note(BreakpointsEnded(self.id, list(numbers)))
 
     def stopped(self, hit: HitInfo | None) -> None:
         """Records where the last call stopped at a breakpoint; None if the session is at no breakpoint."""
         self.breakpoints.hit = hit
         if hit is not None:
             self.due_from = hit.first
-        if not self.salt:
-            self.journal.stopped(self.id, hit)
+        self._note(Stopped(self.id, hit))
 
     def cut(self, length: int) -> None:
         if length < len(self.tokens) and self.breakpoints.hit is not None:
@@ -181,12 +178,19 @@ class SessionRecord:
         del self.tokens[length:]
         if self.edits.cut(length):
             self.recount()
-            if not self.salt:
-                self.journal.edits_cut(self.id, length)
+            self._note(EditsCut(self.id, length))
         if length < self.journalled:
             self.journalled = length
             self.journal.changed(self)
         self.charge_journal()
+
+    def _note_edit(self, edit: Edit, names: Sequence[str]) -> None:
+        self._note(Edited(self.id, edit, names), nbytes_of(edit, names))
+
+    def _note(self, change: Change, nbytes: int = 0) -> None:
+        """Passes a change to the journal, unless the session is not in it."""
+        if not self.salt:
+            self.journal.note(change, nbytes)
 
     def expect_idle(self) -> None:
         if self.call is not None:

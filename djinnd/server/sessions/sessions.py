@@ -10,17 +10,16 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from djinn_client.errors import NotPermitted, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnd.config import Limits
+from djinnd.server.journal.changes import Reclassified
 from djinnd.server.journal.conversations import ConversationKept
-from djinnd.server.journal.file import JournalSession
+from djinnd.server.journal.file import JournalContent
 from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.space import expect_space
-from djinnd.server.probe_lists.breakpoint_list import BreakpointList
-from djinnd.server.probe_lists.edit_list import EditList
 from djinnd.server.quotas.latency import Latencies, SessionLatency
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
 from djinnd.server.quotas.quotas import QuotaTable, Tenant
@@ -133,7 +132,7 @@ class SessionTable:
         is_new, session.kept = session.kept is None, kept
         if is_new:
             self.conversations.add(session)
-        self._journal.conversation_kept(session.id, kept.key, kept.prompt)
+        self._journal.note(ConversationKept(session.id, kept.key, kept.prompt))
         while self.conversations.count(session.user) > self.limits.conversations_per_user:
             longest_idle = self.conversations.give_way(session.user)
             if longest_idle is None:
@@ -162,19 +161,11 @@ class SessionTable:
         now = time.monotonic()
         self._quotas.tenant(user, now).charge(tokens, now)
 
-    def restore(
-        self,
-        kept: Iterable[JournalSession],
-        edits: Mapping[str, EditList],
-        breakpoints: Mapping[str, BreakpointList],
-        clock: float,
-        conversations: Mapping[str, ConversationKept] | None = None,
-    ) -> None:
-        """Restores the sessions of the journal, at startup. They begin as detached, also if they exceed the limits.
-        Edits, breakpoints and conversations are keyed by session id. `clock` is the journal's time."""
+    def restore(self, kept: JournalContent) -> None:
+        """Restores the sessions of the journal, at startup. They begin as detached, also if they exceed the limits."""
         now = time.monotonic()
-        for was in kept:
-            age, idle = max(0.0, clock - was.created), max(0.0, clock - was.used)  # older versions wrote wall clocks
+        for was in kept.sessions:
+            age, idle = (max(0.0, kept.now - at) for at in (was.created, was.used))  # older versions wrote wall clocks
             latency, tenant = SessionLatency(self.latency), self._quotas.tenant(was.user, now)
             session = SessionRecord(
                 was.id, was.user, was.model, was.priority, now - age, now - idle, self._journal, latency, tenant
@@ -183,8 +174,8 @@ class SessionTable:
             session.is_restored = True
             session.tokens = was.tokens.tolist()
             session.journalled = len(session.tokens)
-            session.edits = edits.get(was.id, session.edits)
-            session.breakpoints = breakpoints.get(was.id, session.breakpoints)
+            session.edits = kept.edits.get(was.id, session.edits)
+            session.breakpoints = kept.breakpoints.get(was.id, session.breakpoints)
             session.recount()
             if (hit := session.breakpoints.hit) is not None:
                 if hit.end == len(session.tokens):
@@ -192,7 +183,7 @@ class SessionTable:
                 else:
                     session.breakpoints.hit = None  # a call that continued from the hit was cut short
             self._sessions[session.id] = session
-            kept_as = (conversations or {}).get(was.id)
+            kept_as = kept.conversations.get(was.id)
             if kept_as is None:
                 self._start_grace(session)
             else:
@@ -262,7 +253,7 @@ class SessionTable:
             return
         session.priority = priority
         if not session.salt:
-            self._journal.reclassified(session)
+            self._journal.note(Reclassified(session.id, priority))
         log.info("session_class session=%s user=%d class=%s", session.id, session.user, priority)
 
     def detach(self, client: ConnectedClient) -> None:
@@ -300,7 +291,7 @@ class SessionTable:
         self._journal.freed(session.charged)
         session.is_closed = True
         if not session.salt:
-            self._journal.closed(session)
+            self._journal.closed(session.id)
         log.info("session_closed session=%s user=%d tokens=%d", session.id, session.user, len(session.tokens))
         self._on_close(session)
 

@@ -177,21 +177,15 @@ class Texts:
         """Returns the bytes of tokens: 32 bits each, little-endian; each may be there many times. Raises TextFailed,
         QuotaExceeded."""
         if (naming := text.token_bytes) is not None:
-            async with self._turn(user, "thread"):
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, lambda: naming.of({*memoryview(tokens).cast("i")}))
-        async with self._turn(user, "worker"):
-            self.time.expect(user)
-            answer = await self._ask(self.worker_with(text, user), SpellTokens(text.number, tokens))
+            return await self.in_thread(user, lambda: naming.of({*memoryview(tokens).cast("i")}))
+        answer = await self._ask_one(text, user, SpellTokens(text.number, tokens))
         assert isinstance(answer, TokensSpelled)
         return answer.token_bytes
 
     async def check(self, text: ModelText, user: int, question: CheckGrammar) -> GrammarChecked:
         """Checks a grammar in the user's text worker, for configured models, too. Raises GrammarRejected, TextFailed,
         QuotaExceeded."""
-        async with self._turn(user, "worker"):
-            self.time.expect(user)
-            answer = await self._ask(self.worker_with(text, user), question)
+        answer = await self._ask_one(text, user, question)
         assert isinstance(answer, GrammarChecked)
         return answer
 

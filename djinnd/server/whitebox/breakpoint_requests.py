@@ -7,6 +7,7 @@ import logging
 
 from djinn_client import protocol
 from djinn_client.protocol import BreakpointAdded, Breakpoints, Done
+from djinnd.server.admission import admission
 from djinnd.server.admission import breakpoints as breakpoint_admission
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import PART_BYTES
@@ -43,7 +44,8 @@ class BreakpointRequests:
     async def end(self, call: ClientCall, request: protocol.EndBreakpoints) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
-        numbers = breakpoint_admission.numbers_to_end(request, session.breakpoints)
+        there = [each.number for each in session.breakpoints.breakpoints]
+        numbers = admission.numbers_to_end(request.breakpoints, there, session.breakpoints.given, "breakpoint")
         if numbers:
             session.end_breakpoints(numbers)
             self._functions.breakpoints_ended(session, numbers)

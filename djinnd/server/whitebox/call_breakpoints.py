@@ -50,10 +50,10 @@ class CallBreakpoints:
 
 
 def breakpoints_of(
-    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int | None = None
+    request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int
 ) -> CallBreakpoints:
-    """The breakpoints of a call behind the session's first `kept` tokens; None: behind all of them. Raises
-    InvalidRequest if the call cannot continue from a hit, or could stop where it must not."""
+    """The breakpoints of a call behind the session's first `kept` tokens. Raises InvalidRequest if the call cannot
+    continue from a hit, or could stop where it must not."""
     reach = breakpoint_admission.call_span(request, prompt_tokens, session, model, kept)
     stops = breakpoint_admission.stops_of(request, reach, session.breakpoints, model)
     assert model.points is not None

@@ -12,6 +12,7 @@ from djinn_client import protocol
 from djinn_client.protocol import Done, EditAdded, Edits
 from djinnd.core.edits import now
 from djinnd.messages import AddEdit, EndEdits
+from djinnd.server.admission import admission
 from djinnd.server.admission import edits as edit_admission
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import nbytes_of
@@ -59,7 +60,7 @@ class EditRequests:
     async def end(self, call: ClientCall, request: protocol.EndEdits) -> FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
-        numbers = edit_admission.numbers_to_end(request, session.edits)
+        numbers = admission.numbers_to_end(request.edits, session.edits.unended, session.edits.given, "edit")
         if numbers:
             at = now(len(session.tokens))
             session.end_edits(numbers, at)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from djinn_client.errors import (
     DjinnError,
@@ -42,15 +42,15 @@ from djinn_client.protocol import (
     request_id_of,
 )
 from djinnd import __version__
-from djinnd.config import Limits
 from djinnd.server.principals.tokens import Bearer
 from djinnd.server.quotas.ledger import REQUESTS
-from djinnd.server.quotas.quotas import Tenant
 from djinnd.server.system.peers import Peer
 from djinnd.server.wire.call import CallRun, ClientCall, FinalReply
 from djinnd.server.wire.connection import FrameConnection
-from djinnd.server.wire.traffic import SMALL, Traffic
-from djinnd.server.wire.windows import Windows
+from djinnd.server.wire.traffic import SMALL
+
+if TYPE_CHECKING:
+    from djinnd.server.wire.clients import ClientTable
 
 log = logging.getLogger("djinnd.server")
 
@@ -60,42 +60,10 @@ _LAST_WORD = 0.5  # seconds for a client to read that its token is no longer val
 _ALWAYS_ADMITTED = frozenset({Ping, GetStatus, GetQuotas, CloseSession})
 
 
-class ClientServices(Protocol):
-    """The parts of the server that all clients share."""
-
-    limits: Limits
-    unfinished: int  # requests of all clients under way
-    after: Callable[..., None]  # Journal.after: orders messages to clients after the journal's writes
-
-    def is_admin(self, user: int) -> bool: ...
-
-    def authenticate(self, client: ConnectedClient, token: str) -> Bearer:
-        """Returns the bearer of a token. Raises NotAuthenticated, QuotaExceeded."""
-
-    def name_of(self, user: int) -> str: ...
-
-    def tenant_of(self, user: int) -> Tenant: ...
-
-    def traffic_of(self, user: int) -> Traffic: ...
-
-    def windows_of(self, user: int) -> Windows: ...
-
-    def begun(self) -> None: ...
-
-    def ended(self) -> None: ...
-
-    def handle(self, call: ClientCall, request: Request) -> Coroutine[Any, Any, FinalReply]:
-        """Returns the final reply, or raises a DjinnError."""
-
-    def signal(self, client: ConnectedClient, signal: Signal) -> None: ...
-
-    def gone(self, client: ConnectedClient) -> None: ...
-
-
 class ConnectedClient:
     """One connection with its user and its requests under way."""
 
-    def __init__(self, sock: socket.socket, services: ClientServices) -> None:
+    def __init__(self, sock: socket.socket, services: ClientTable) -> None:
         self.peer = Peer.of(sock)
         self.bearer: Bearer | None = None  # set if it has shown a token
         self._services = services

@@ -1,4 +1,4 @@
-"""All connected clients, and their shared state: see client.ClientServices."""
+"""All connected clients, and their shared state."""
 
 from __future__ import annotations
 

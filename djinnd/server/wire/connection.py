@@ -309,6 +309,7 @@ class FrameConnection:
             self._deadline = self._loop.call_later(self._frame_seconds, self._too_late)
 
     def room_made(self) -> None:
+        """Called when Traffic has charged the frame that has waited for room."""
         self._waits_for_room = False
         self._charged_in = self._decoder.announced
         self._deadline = self._loop.call_later(self._frame_seconds, self._too_late)

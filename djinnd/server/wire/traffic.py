@@ -15,28 +15,18 @@ import termios
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from djinn_client.errors import FrameTooLarge
 from djinnd.server.quotas.ledger import CONNECTION_BYTES, DESCRIPTORS, Ledger
 from djinnd.server.system.closer import CloseLane
 
+if TYPE_CHECKING:
+    from djinnd.server.wire.connection import FrameConnection
+
 log = logging.getLogger("djinnd.server")
 
 SMALL = 64 << 10
-
-
-class TrafficSource(Protocol):
-    """A connection, as Traffic needs it."""
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of its queued replies."""
-
-    def room_made(self) -> None:
-        """Called when there is room for the frame that has waited."""
-
-    def close(self) -> None: ...
 
 
 class Traffic:
@@ -45,12 +35,12 @@ class Traffic:
     def __init__(self, ledger: Ledger, lane: CloseLane) -> None:
         self._ledger = ledger
         self._lane = lane
-        self._senders: set[TrafficSource] = set()  # connections with more than SMALL bytes of queued replies
-        self._waiting: deque[tuple[TrafficSource, int]] = deque()  # frames that wait for room
+        self._senders: set[FrameConnection] = set()  # connections with more than SMALL bytes of queued replies
+        self._waiting: deque[tuple[FrameConnection, int]] = deque()  # frames that wait for room
 
     # --- input --------------------------------------------------------------------------------------------------------
 
-    def take(self, holder: TrafficSource, nbytes: int) -> bool:
+    def take(self, holder: FrameConnection, nbytes: int) -> bool:
         """Charges a frame. Returns False if it must wait; `room_made` is called when it has been charged. Raises
         FrameTooLarge."""
         if nbytes > (limit := self._ledger.limit(CONNECTION_BYTES)):
@@ -66,7 +56,7 @@ class Traffic:
         self._ledger.release(CONNECTION_BYTES, nbytes)
         self._admit()
 
-    def leave(self, holder: TrafficSource) -> None:
+    def leave(self, holder: FrameConnection) -> None:
         """Removes a closed connection's frame from the queue."""
         if any(waiting is holder for waiting, _ in self._waiting):
             self._waiting = deque(each for each in self._waiting if each[0] is not holder)
@@ -80,7 +70,7 @@ class Traffic:
 
     # --- output -------------------------------------------------------------------------------------------------------
 
-    def replies(self, holder: TrafficSource, was: int, nbytes: int) -> None:
+    def replies(self, holder: FrameConnection, was: int, nbytes: int) -> None:
         """Changes the charge for the connection's queued replies from `was` to `nbytes`."""
         (self._senders.add if nbytes else self._senders.discard)(holder)
         if nbytes < was:

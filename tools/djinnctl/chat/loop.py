@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from typing import TextIO
 
 from djinn_client import DjinnError, Generated, Session
@@ -13,7 +12,7 @@ from djinnctl.chat.commands import Bye, obey
 from djinnctl.chat.dialog import Dialog
 from djinnctl.chat.terminal import FURTHER, PROMPT, Answer, history, note
 from djinnctl.chat.typed import Command, Typed
-from djinnctl.command import SILENCE_S
+from djinnctl.command import after_silence
 from djinnctl.units import interval
 
 ReadLine = Callable[[str], str]
@@ -69,8 +68,7 @@ def ask(dialog: Dialog, text: str, out: TextIO | None = None) -> Generated:
     return result
 
 
-@contextmanager
-def _patience(session: Session, answer: Answer) -> Iterator[None]:
+def _patience(session: Session, answer: Answer) -> AbstractContextManager[None]:
     """If nothing of the answer has come after SILENCE_S, says once what the session waits for."""
 
     def tell() -> None:
@@ -78,13 +76,7 @@ def _patience(session: Session, answer: Answer) -> Iterator[None]:
             if not answer.begun and (why := session.why()) and not answer.begun:
                 note(f"waiting: {why.reason}")
 
-    timer = threading.Timer(SILENCE_S, tell)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    return after_silence(tell)
 
 
 def cut_short(max_tokens: int | None) -> str:

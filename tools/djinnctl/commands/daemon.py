@@ -10,15 +10,13 @@ import click
 
 from djinn_client import DjinnError, __version__
 from djinn_client.protocol import VERSION
-from djinnctl.command import EXIT_CODES, FAILED, Settings, everywhere, pass_settings
+from djinnctl.command import FAILED, Settings, command
 from djinnctl.options import watch_option
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @watch_option
 @click.option("--check", is_flag=True, help="Audit the daemon's pools too; exit 1 with what was found.")
-@pass_settings
 def status(settings: Settings, watch: float | None, check: bool) -> None:
     """Show the daemon, its devices and its models."""
     from djinnctl import render
@@ -30,10 +28,8 @@ def status(settings: Settings, watch: float | None, check: bool) -> None:
         click.echo("check: consistent")
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.option("--once", is_flag=True, help="Show it once, as when the output is no terminal.")
-@pass_settings
 def top(settings: Settings, once: bool) -> None:
     """Watch the devices, the pages and the busiest sessions.
 
@@ -47,11 +43,9 @@ def top(settings: Settings, once: bool) -> None:
         screen.show(glances.Reader(client), glances.show, as_json=settings.json, every_s=every_s)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @watch_option
 @click.option("--all", "of_all", is_flag=True, help="Show every user that has a session. For administrators.")
-@pass_settings
 def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
     """Show what you may have of the daemon, and what you use.
 
@@ -62,8 +56,7 @@ def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
     settings.show(lambda client: client.quotas(all=of_all), quotas.table, every_s=watch)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.option(
     "-o",
     "--output",
@@ -74,14 +67,13 @@ def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
 )
 @click.option("--steps", type=click.IntRange(1, 100), default=4, show_default=True, help="Steps to record.")
 @click.option("--seconds", type=float, default=10.0, show_default=True, help="When to end anyway, up to 60.")
-@pass_settings
 def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
     """Record the device's next steps as a timeline.
 
     It shows when the device computed and copied each block, in Chrome's trace format, which Perfetto reads. For
     administrators.
     """
-    from djinnctl import chrome_trace, screen
+    from djinnctl import chrome_trace
 
     try:
         with chrome_trace.writable(output), settings.client() as client:
@@ -89,13 +81,12 @@ def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
             chrome_trace.write(reply, output)
     except OSError as error:
         raise click.FileError(str(output), error.strerror) from error
-    screen.show(lambda: chrome_trace.summary(reply, output), chrome_trace.told, as_json=settings.json)
+    summary = chrome_trace.summary(reply, output)
+    settings.tell(summary, chrome_trace.told(summary))
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.option("--warm", is_flag=True, help="Keep the loaded models in shared memory, and load them again from there.")
-@pass_settings
 def restart(settings: Settings, warm: bool) -> None:
     """Restart the daemon, with its configuration read anew.
 
@@ -107,9 +98,7 @@ def restart(settings: Settings, warm: bool) -> None:
     settings.show(partial(restarting.restart, warm=warm), restarting.render)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
-@pass_settings
+@command()
 def version(settings: Settings) -> None:
     """Show the versions of djinnctl, the protocol and the daemon."""
     daemon, why = None, ""
@@ -123,10 +112,8 @@ def version(settings: Settings) -> None:
     settings.tell(versions, text)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.option("--fix", is_flag=True, help="Remove shared memory that a daemon which is gone has left.")
-@pass_settings
 def doctor(settings: Settings, fix: bool) -> None:
     """Examine this machine, and say what is wrong and what to do.
 
@@ -134,9 +121,8 @@ def doctor(settings: Settings, fix: bool) -> None:
     that djinnd runs in; it needs no daemon.
     """
     from djinnctl import doctor as examination
-    from djinnctl import screen
 
     results = examination.examine(address=settings.address, fix=fix)
-    shown = screen.show(lambda: results, examination.render, as_json=settings.json)
-    if any(result.state == "fail" for result in shown):
+    settings.tell(results, examination.render(results))
+    if any(result.state == "fail" for result in results):
         sys.exit(FAILED)

@@ -6,15 +6,13 @@ import click
 
 from djinn_client import Client, OutOfMemory, Retry
 from djinn_client.protocol import BudgetReply
-from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.command import Settings, command
 from djinnctl.options import read_size
 from djinnctl.units import size
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("memory", callback=read_size, required=False, metavar="[SIZE]")
-@pass_settings
 def budget(settings: Settings, memory: int | None) -> None:
     """Show the daemon's device memory, or change it to SIZE.
 
@@ -29,28 +27,23 @@ def budget(settings: Settings, memory: int | None) -> None:
         settings.show(lambda client: client.set_budget(memory), render.budget)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("memory", callback=read_size, metavar="SIZE")
-@pass_settings
 def free(settings: Settings, memory: int) -> None:
     """Take SIZE of device memory from the daemon, for other programs.
 
     SIZE is as 20GiB, and the daemon's budget becomes smaller by it. Sessions go on: pages leave the device, and blocks
     that no longer fit stream. Prints the command that gives the memory back.
     """
-    from djinnctl import render, screen
+    from djinnctl import render
 
     with settings.client() as client:
         (device,) = client.status().devices
         if not device.budget_bytes:
             raise Retry("the engine is being started, and has no budget yet: try again in a moment")
         before = device.budget_bytes
-        screen.show(
-            lambda: _take(client, memory, before),
-            lambda reply: render.freed(reply, before),
-            as_json=settings.json,
-        )
+        reply = _take(client, memory, before)
+    settings.tell(reply, render.freed(reply, before))
 
 
 def _take(client: Client, memory: int, budget: int) -> BudgetReply:

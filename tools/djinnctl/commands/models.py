@@ -9,7 +9,7 @@ import click
 
 from djinn_client import Client
 from djinn_client.files.pulled import models_folder
-from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.command import Settings, command
 from djinnctl.commands.completion import complete_model
 from djinnctl.options import kv_option, placing_options, read_seconds, read_some_size, tier_options, watch_option
 
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from djinn_client import PlacingOptions
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @watch_option
-@pass_settings
 def models(settings: Settings, watch: float | None) -> None:
     """List the models, loaded or available."""
     from djinnctl import render
@@ -30,14 +28,12 @@ def models(settings: Settings, watch: float | None) -> None:
     settings.show(Client.models, render.models, every_s=watch)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("hub_id", metavar="ID")
 @click.option(
     "--to", "folder", metavar="FOLDER", type=click.Path(path_type=Path), help="The folder below which to put it."
 )
 @click.option("--revision", metavar="NAME", help="A branch, a tag or a commit. Default: the newest.")
-@pass_settings
 def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | None) -> None:
     """Fetch the model ID (org/name) from the hub. After a broken download, the same command fetches the rest.
 
@@ -51,8 +47,7 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
     settings.tell({"folder": str(target)}, pulling.told(hub_id, target, is_found=below == models_folder()))
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("model", shell_complete=complete_model)
 @kv_option
 @tier_options
@@ -71,7 +66,6 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
     metavar="FILE",
     help="The template of its chats (jinja). Default: the configuration's, else the checkpoint's.",
 )
-@pass_settings
 def load(
     settings: Settings,
     model: str,
@@ -100,11 +94,10 @@ def load(
             on_progress=on_progress,
             **placing,
         )
-    screen.show(lambda: info, render.loaded, as_json=settings.json)
+    settings.tell(info, render.loaded(info))
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("model", shell_complete=complete_model)
 @click.option(
     "--memory",
@@ -114,7 +107,6 @@ def load(
 )
 @kv_option
 @placing_options
-@pass_settings
 def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
     """Show what memory MODEL would take, and how fast it would run.
 
@@ -125,11 +117,9 @@ def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **p
     settings.show(lambda client: client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing), render.plan)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("model", shell_complete=complete_model)
 @click.option("--force", is_flag=True, help="Close the sessions that use it.")
-@pass_settings
 def unload(settings: Settings, model: str, force: bool) -> None:
     """Unload MODEL and free its memory."""
     with settings.client() as client:

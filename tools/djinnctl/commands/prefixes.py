@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from djinn_client import Client
-from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.command import EXIT_CODES, Settings, command, everywhere
 from djinnctl.commands.completion import complete_session
 from djinnctl.units import MOST
 
@@ -16,11 +16,9 @@ def prefix() -> None:
     """Prefixes whose pages the sessions of all users share. For administrators."""
 
 
-@prefix.command(epilog=EXIT_CODES)
-@everywhere
+@command(of=prefix)
 @click.argument("session", shell_complete=complete_session)
 @click.option("--tokens", type=click.IntRange(1, MOST), metavar="N", help="The first N tokens. Default: all it has.")
-@pass_settings
 def publish(settings: Settings, session: str, tokens: int | None) -> None:
     """Make the beginning of SESSION public, as far as it fills pages.
 
@@ -31,9 +29,7 @@ def publish(settings: Settings, session: str, tokens: int | None) -> None:
     settings.show(lambda client: client.publish_prefix(session, tokens), render.published)
 
 
-@prefix.command("list", epilog=EXIT_CODES)
-@everywhere
-@pass_settings
+@command("list", of=prefix)
 def list_prefixes(settings: Settings) -> None:
     """List the public prefixes.
 
@@ -44,10 +40,8 @@ def list_prefixes(settings: Settings) -> None:
     settings.show(Client.prefixes, render.prefixes)
 
 
-@prefix.command(epilog=EXIT_CODES)
-@everywhere
+@command(of=prefix)
 @click.argument("prefix")
-@pass_settings
 def withdraw(settings: Settings, prefix: str) -> None:
     """Withdraw the public PREFIX. A model that is loaded goes on sharing it until it is loaded the next time."""
     from djinnctl import render

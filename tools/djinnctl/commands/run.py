@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 import click
 
 from djinn_client.protocol import CLASSES
-from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.command import Settings, command
 from djinnctl.commands.completion import complete_model
 
 if TYPE_CHECKING:
     from djinn_client.protocol import Class
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("model", shell_complete=complete_model)
 @click.argument("prompt", nargs=-1)
 @click.option("--system", metavar="TEXT", default="", help="The system message.")
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     help="A setting, as temperature=0; docs/reference/cli.md has them all.",
 )
 @click.option("--priority", type=click.Choice(CLASSES), help="The class. Default: the highest that you may have.")
-@pass_settings
 def run(
     settings: Settings,
     model: str,
@@ -44,7 +42,6 @@ def run(
 
     With PROMPT, or with text on stdin, it prints one answer and ends. With both, the text follows the prompt.
     """
-    from djinnctl import screen
     from djinnctl.chat import loop
     from djinnctl.chat.dialog import Dialog
     from djinnctl.chat.settings import Settings as ChatSettings
@@ -68,8 +65,7 @@ def run(
         if not text:
             loop.talk(dialog)
         elif settings.json:
-            answer = loop.ask(dialog, text, io.StringIO())
-            screen.show(lambda: answer, str, as_json=True)
+            settings.tell(loop.ask(dialog, text, io.StringIO()), "")
         else:
             loop.ask(dialog, text)
     finally:

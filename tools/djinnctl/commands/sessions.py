@@ -10,15 +10,13 @@ import click
 
 from djinn_client import Client, Session, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
-from djinnctl.command import EXIT_CODES, FAILED, Settings, everywhere, pass_settings
+from djinnctl.command import FAILED, Settings, command
 from djinnctl.commands.completion import complete_session
 from djinnctl.options import watch_option
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @watch_option
-@pass_settings
 def ps(settings: Settings, watch: float | None) -> None:
     """List your sessions, or for an administrator those of all users.
 
@@ -29,10 +27,8 @@ def ps(settings: Settings, watch: float | None) -> None:
     settings.show(Client.sessions, render.sessions, every_s=watch)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("sessions", nargs=-1, required=True, metavar="SESSION...", shell_complete=complete_session)
-@pass_settings
 def close(settings: Settings, sessions: tuple[str, ...]) -> None:
     """Close sessions by their ids. Exit 1 if one does not exist."""
     closed, missing = [], []
@@ -49,11 +45,9 @@ def close(settings: Settings, sessions: tuple[str, ...]) -> None:
         sys.exit(FAILED)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("session", shell_complete=complete_session)
 @click.option("--to", "tier", type=click.Choice(["host", "disk"]), default="host", show_default=True, help="Where to.")
-@pass_settings
 def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> None:
     """Stop SESSION and move its pages off the device.
 
@@ -64,10 +58,8 @@ def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> No
     settings.show(lambda client: client.pause_session(session, tier), partial(render.paused, session))
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("session", shell_complete=complete_session)
-@pass_settings
 def resume(settings: Settings, session: str) -> None:
     """Let SESSION go on from where `djinnctl pause` stopped it."""
     with settings.client() as client:
@@ -75,11 +67,9 @@ def resume(settings: Settings, session: str) -> None:
     settings.tell({"resumed": session}, f"resumed {session}")
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("session", shell_complete=complete_session)
 @click.argument("priority", type=click.Choice(CLASSES), metavar="CLASS")
-@pass_settings
 def nice(settings: Settings, session: str, priority: Class) -> None:
     """Give SESSION another CLASS: interactive, agent or batch. A call that runs on it goes on in that class."""
     with settings.client() as client:
@@ -87,11 +77,9 @@ def nice(settings: Settings, session: str, priority: Class) -> None:
     settings.tell({"session": session, "priority": priority}, f"{session} is {priority}")
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @watch_option
 @click.argument("session", shell_complete=complete_session)
-@pass_settings
 def why(settings: Settings, watch: float | None, session: str) -> None:
     """Show why SESSION runs or waits.
 
@@ -102,10 +90,8 @@ def why(settings: Settings, watch: float | None, session: str) -> None:
     settings.show(lambda client: client.why(session), partial(explain.told, session), every_s=watch)
 
 
-@click.command(epilog=EXIT_CODES)
-@everywhere
+@command()
 @click.argument("session", shell_complete=complete_session)
-@pass_settings
 def fork(settings: Settings, session: str) -> None:
     """Fork SESSION and print the id of the new session. SESSION must be yours and idle.
 

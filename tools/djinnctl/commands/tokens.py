@@ -6,7 +6,7 @@ import click
 
 from djinn_client import Client
 from djinn_client.protocol import CLASSES, Class
-from djinnctl.command import EXIT_CODES, Settings, everywhere, pass_settings
+from djinnctl.command import EXIT_CODES, Settings, command, everywhere
 from djinnctl.options import read_some_time
 
 
@@ -16,15 +16,13 @@ def token() -> None:
     """Tokens for programs, and for people without a Unix user here. For administrators."""
 
 
-@token.command(epilog=EXIT_CODES)
-@everywhere
+@command(of=token)
 @click.argument("name")
 @click.option("--user", default="", metavar="UNIXUSER", help="The token is this Unix user's. Default: NAME's own.")
 @click.option(
     "--class", "highest_class", type=click.Choice(CLASSES), help="The highest class that it may use. Default: any."
 )
 @click.option("--expires", callback=read_some_time, metavar="TIME", help="When it ends, as 90d. Default: never.")
-@pass_settings
 def add(settings: Settings, name: str, user: str, highest_class: Class | None, expires: float | None) -> None:
     """Add a token called NAME and print it. It is shown this once: the daemon keeps only its hash."""
     from djinnctl import tokens
@@ -35,9 +33,7 @@ def add(settings: Settings, name: str, user: str, highest_class: Class | None, e
     )
 
 
-@token.command("list", epilog=EXIT_CODES)
-@everywhere
-@pass_settings
+@command("list", of=token)
 def list_tokens(settings: Settings) -> None:
     """List the tokens.
 
@@ -48,10 +44,8 @@ def list_tokens(settings: Settings) -> None:
     settings.show(Client.tokens, tokens.table)
 
 
-@token.command(epilog=EXIT_CODES)
-@everywhere
+@command(of=token)
 @click.argument("name")
-@pass_settings
 def revoke(settings: Settings, name: str) -> None:
     """End the token called NAME and close the connections with it. Its sessions stay for limits.session_grace."""
     with settings.client() as client:

@@ -27,7 +27,8 @@ class FakeSession:
 
 def capture(prompt_tokens=3, session=None, max_tokens=4, names=("blocks.1",)):
     request = Generate(id=1, session="s", max_tokens=max_tokens, capture=list(names))
-    return capture_of(request, prompt_tokens, session or FakeSession(), MODEL)
+    session = session or FakeSession()
+    return capture_of(request, prompt_tokens, session, MODEL, len(session.tokens))
 
 
 def test_a_point_is_captured_once_and_reported_by_all_its_names():

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from djinn_client.errors import InvalidRequest, QuotaExceeded
-from djinn_client.protocol import AddEdit, EndEdits, ModelInfo
+from djinn_client.protocol import AddEdit, ModelInfo
 from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd.config import Limits
 from djinnd.core.edits import Extent
@@ -183,15 +183,15 @@ def test_the_edits_to_end_are_those_that_have_not_ended():
     edits.end([1], 20)
 
     def asked(*numbers):
-        return edit_admission.numbers_to_end(EndEdits(id=1, session="s", edits=list(numbers)), edits)
+        return admission.numbers_to_end(list(numbers), edits.unended, edits.given, "edit")
 
-    assert edit_admission.numbers_to_end(EndEdits(id=1, session="s"), edits) == [2]
+    assert admission.numbers_to_end(None, edits.unended, edits.given, "edit") == [2]
     assert asked(1, 2, 2) == [2] and asked(1) == asked() == []
     for number in (0, -1, 3, 1 << 60):
         with pytest.raises(InvalidRequest, match=f"no edit {number}: its edits are 1 to 2"):
             asked(1, number)
     with pytest.raises(InvalidRequest, match="it has had none"):
-        edit_admission.numbers_to_end(EndEdits(id=1, session="s", edits=[1]), EditList())
+        admission.numbers_to_end([1], [], 0, "edit")
 
 
 @pytest.mark.parametrize("changes", [{"blocks": 1}, {"width": 7}])

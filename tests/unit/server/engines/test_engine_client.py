@@ -207,11 +207,7 @@ def test_messages_without_a_request_go_to_the_owner(play):
         said = [messages.NeedArena(1, "m", 5, "f"), messages.ArenaFilled("m"), messages.Loading("m", "reading")]
         scene.say(*said)
         await scene.until(lambda: len(scene.owner.told) == 3)
-        assert scene.owner.told == [
-            ("need_arena", scene.client, said[0]),
-            ("arena_filled", said[1]),
-            ("loading", said[2]),
-        ]
+        assert scene.owner.told == [("received", scene.client, each) for each in said]
 
     play(act)
 

@@ -34,7 +34,7 @@ TOOLS = Published("p2", "qwen", 1000, 8.0, list(range(1000)))
 def kept(folder: Path) -> dict[str, list[int]]:
     file = JournalFile(str(folder))
     try:
-        return {session.id: session.tokens.tolist() for session in file.sessions()}
+        return {session.id: session.tokens.tolist() for session in file.content().sessions}
     finally:
         file.close()
 
@@ -49,7 +49,7 @@ def write(folder: Path, *commits: list[Change]) -> None:
 def test_committed_changes_are_read_back(tmp_path: Path) -> None:
     write(tmp_path, [ONE, Extended("one", 0, [1, 2, 3])], [TWO, Extended("one", 3, [4])], [Extended("one", 2, [7])])
     file = JournalFile(str(tmp_path))
-    one, two = file.sessions()
+    one, two = file.content().sessions
     assert one.tokens.tolist() == [1, 2, 7] and two.tokens.tolist() == []
     assert (two.id, two.user, two.model, two.shared, two.priority, two.created) == (
         "two",
@@ -66,7 +66,7 @@ def test_committed_changes_are_read_back(tmp_path: Path) -> None:
 def classes(folder: Path) -> dict[str, str]:
     file = JournalFile(str(folder))
     try:
-        return {session.id: session.priority for session in file.sessions()}
+        return {session.id: session.priority for session in file.content().sessions}
     finally:
         file.close()
 
@@ -94,7 +94,7 @@ def test_folding_changes_no_session_and_happens_by_itself(tmp_path: Path) -> Non
         file.append([Extended("one", start, [start, start + 1, start + 2])])
         if start % 60 == 0:
             file.fold()
-            (session,) = file.sessions()
+            (session,) = file.content().sessions
             assert session.tokens.tolist() == list(range(start + 3))
     assert not file.needs_tidying
     file.append([Extended("one", 600, [1 << 20] * journal_file.FOLD_BYTES)])
@@ -125,17 +125,17 @@ def test_a_long_log_is_copied_into_the_file(tmp_path: Path, monkeypatch: pytest.
 def test_public_prefixes_are_kept_until_they_are_withdrawn(tmp_path: Path) -> None:
     write(tmp_path, [ONE, SYSTEM], [TOOLS, Extended("one", 0, [5])])
     file = JournalFile(str(tmp_path))
-    assert file.prefixes() == [SYSTEM, TOOLS]
+    assert file.content().prefixes == [SYSTEM, TOOLS]
     file.append([Withdrawn("p1"), Withdrawn("nobody's")])
     file.append([msgspec.structs.replace(SYSTEM, prefix="p3", created=9.0)])
     file.append([Withdrawn("p3")])
     file.fold()
-    assert file.prefixes() == [TOOLS]
+    assert file.content().prefixes == [TOOLS]
     file.close()
     write(tmp_path, [Withdrawn("p2")])
     assert kept(tmp_path) == {"one": [5]}
     file = JournalFile(str(tmp_path))
-    assert file.prefixes() == []
+    assert file.content().prefixes == []
     file.close()
 
 
@@ -157,14 +157,14 @@ def test_a_journal_of_version_1_is_read_and_written(tmp_path: Path) -> None:
     make_older(tmp_path, 1, "prefix", "edit", "edit_count", "breakpoint")
     for _ in range(2):
         file = JournalFile(str(tmp_path))
-        assert [session.tokens.tolist() for session in file.sessions()] == [[1, 2, 3]]
+        assert [session.tokens.tolist() for session in file.content().sessions] == [[1, 2, 3]]
         file.append([SYSTEM])
         file.close()
     with sqlite3.connect(tmp_path / NAME) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (journal_database.VERSION,)
     db.close()
     file = JournalFile(str(tmp_path))
-    assert file.prefixes() == [SYSTEM]
+    assert file.content().prefixes == [SYSTEM]
     file.close()
 
 
@@ -178,7 +178,7 @@ def spans(folder: Path) -> dict[str, dict[int, list[tuple[int, int]]]]:
     try:
         return {
             name: {edit.number: [(each.start, each.end) for each in edit.extents] for edit in edits.edits}
-            for name, edits in file.edits().items()
+            for name, edits in file.content().edits.items()
         }
     finally:
         file.close()
@@ -190,7 +190,7 @@ def test_edits_are_read_back(tmp_path: Path) -> None:
     write(tmp_path, [ONE, one], [two, TWO])
     for _ in range(2):
         file = JournalFile(str(tmp_path))
-        (edits,) = file.edits().values()
+        (edits,) = file.content().edits.values()
         assert edits.edits == (one.edit, two.edit)
         assert edits.names == {1: ["blocks.1"], 2: ["blocks.2"]} and edits.given == 2
         file.close()
@@ -212,7 +212,7 @@ def test_changes_of_edits_are_replayed_in_their_own_order(tmp_path: Path, folds:
     file.close()
     assert spans(tmp_path) == {"one": {1: [(3, 12)], 2: [(2, 4), (8, 9)]}, "two": {}}
     file = JournalFile(str(tmp_path))
-    assert {name: edits.given for name, edits in file.edits().items()} == {"one": 3, "two": 1}
+    assert {name: edits.given for name, edits in file.content().edits.items()} == {"one": 3, "two": 1}
     file.close()
 
 
@@ -233,7 +233,7 @@ def test_values_of_edits_count_towards_the_next_fold(tmp_path: Path) -> None:
     file.append([ONE, added("one", 1, Extent(0), values=bytes(journal_file.FOLD_BYTES))])
     assert file.needs_tidying
     file.fold()
-    (edits,) = file.edits().values()
+    (edits,) = file.content().edits.values()
     assert len(edits.edits[0].values) == journal_file.FOLD_BYTES
     file.close()
 
@@ -260,7 +260,7 @@ def test_breakpoints_and_hits_are_read_back_and_go_with_their_session(tmp_path: 
         file.close()
         file = JournalFile(str(tmp_path))  # reads what it has folded, too
         try:
-            return file.breakpoints()
+            return file.content().breakpoints
         finally:
             file.close()
 
@@ -285,7 +285,7 @@ def test_conversations_are_read_back_and_go_with_their_session(tmp_path: Path, f
         write(tmp_path)  # folds the changes
         file = JournalFile(str(tmp_path))
         try:
-            return file.conversations()
+            return file.content().conversations
         finally:
             file.close()
 
@@ -316,7 +316,7 @@ def test_records_outlive_their_sessions(tmp_path: Path, folds: bool) -> None:
     for expected, changes in (([two, one], [replaced]), ([one, replaced], [])):
         write(tmp_path)
         file = JournalFile(str(tmp_path))
-        assert file.records() == expected
+        assert file.content().records == expected
         file.append(changes)
         file.close()
 
@@ -327,7 +327,7 @@ def test_a_journal_without_breakpoints_is_read_and_written(tmp_path: Path) -> No
     write(tmp_path, [BreakpointSet("one", SessionBreakpoint(1, "a", 3))])
     assert spans(tmp_path) == {"one": {1: [(1, FOREVER)]}}
     file = JournalFile(str(tmp_path))
-    assert [each.number for each in file.breakpoints()["one"].breakpoints] == [1]
+    assert [each.number for each in file.content().breakpoints["one"].breakpoints] == [1]
     file.close()
 
 

@@ -225,7 +225,7 @@ def test_a_session_is_cut_and_another_closed_in_one_turn(tmp_path: Path) -> None
         there.changed(cut)
         closed.tokens.append(2)
         there.changed(closed)
-        there.closed(closed)
+        there.closed(closed.id)
 
     assert play(tmp_path, act) == {"cut": [1, 8]}
 
@@ -277,7 +277,7 @@ def test_a_journal_that_is_not_open_holds_nothing_back() -> None:
     there.opened(session)
     session.tokens.append(1)
     there.changed(session)
-    there.closed(session)
+    there.closed(session.id)
     there.after(told.append, 1)
     assert told == [1]
     there.expect_writable()

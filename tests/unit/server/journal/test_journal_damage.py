@@ -47,7 +47,7 @@ def commits() -> list[list[Change]]:
 
 
 def state(file: JournalFile) -> dict[str, object]:
-    edits, breakpoints = file.edits(), file.breakpoints()
+    edits, breakpoints = file.content().edits, file.content().breakpoints
     return {
         each.id: (
             each.user,
@@ -57,7 +57,7 @@ def state(file: JournalFile) -> dict[str, object]:
             edits.get(each.id),
             breakpoints.get(each.id),
         )
-        for each in file.sessions()
+        for each in file.content().sessions
     }
 
 
@@ -94,7 +94,7 @@ def opened(folder: Path, content: bytes | bytearray) -> dict[str, object]:
     (folder / NAME).chmod(0o600)
     first = JournalFile(str(folder))
     found = state(first)
-    assert first.prefixes() in ([], [PREFIX])
+    assert first.content().prefixes in ([], [PREFIX])
     first.append([SessionAdded("new", 1, "m", False, "agent", 1.0), Extended("new", 0, [1])])
     first.leave()
     first.close()
@@ -249,5 +249,5 @@ def test_damage_while_a_daemon_runs_is_not_folded_into_a_sound_row(tmp_path: Pat
     file.append([Closed("another")])
     file.close()
     second = JournalFile(str(tmp_path))
-    assert second.sessions() == []
+    assert second.content().sessions == []
     second.close()

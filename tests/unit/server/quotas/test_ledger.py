@@ -39,19 +39,6 @@ def test_an_existing_resource_is_added_beyond_the_limit():
     assert mine.used(REQUESTS) == 11
 
 
-def test_holding_releases_also_after_an_error():
-    mine = ledger()
-
-    def fail():
-        with mine.holding(REQUESTS, 5):
-            assert mine.used(REQUESTS) == 5
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert mine.used(REQUESTS) == 0
-
-
 def test_releasing_more_than_was_charged_is_a_fault():
     mine = ledger()
     with pytest.raises(AssertionError):

@@ -12,7 +12,7 @@ from djinn_client import errors
 from djinn_client.errors import NotFound, NotPermitted
 from djinn_client.protocol import ListPrefixes, PublishPrefix, WithdrawPrefix
 from djinnd.config import Limits
-from djinnd.server.journal.changes import Published
+from djinnd.server.journal.changes import Published, Withdrawn
 from djinnd.server.journal.journal import Journal
 from djinnd.server.sessions.prefixes import PrefixTable
 from tests.support.engine import PAGE_SIZE
@@ -66,20 +66,17 @@ def test_prefixes_of_a_client_s_model_are_not_journalled_and_go_with_it():
     written = []
 
     class Heard(Journal):
-        def published(self, prefix):
-            written.append(prefix.model)
-
-        def withdrawn(self, prefix):
-            written.append(prefix)
+        def note(self, change, nbytes=0):
+            written.append(change)
 
     prefixes = PrefixTable(Limits(), Heard(""))
     kept = prefixes.publish("m", 0, [1], shared=False)
     prefixes.publish("m", 0, [1], shared=True)
     prefixes.withdraw(prefixes.publish("n", 0, [1], shared=True).id)
     prefixes.forget_shared("m")
-    assert list(prefixes) == [kept] and written == ["m"]
+    assert list(prefixes) == [kept] and [type(change) for change in written] == [Published]
     prefixes.withdraw(kept.id)
-    assert written == ["m", kept.id]
+    assert written[1:] == [Withdrawn(kept.id)]
 
 
 def test_prefixes_are_restored_from_the_journal():

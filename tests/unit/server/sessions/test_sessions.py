@@ -14,7 +14,8 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.config import Limits, Quota
 from djinnd.core.edits import Edit, Extent
 from djinnd.server.journal.conversations import ConversationKept
-from djinnd.server.journal.file import JournalSession
+from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
+from djinnd.server.journal.file import JournalContent, JournalSession
 from djinnd.server.journal.journal import Journal
 from djinnd.server.probe_lists.breakpoint_list import SessionBreakpoint
 from djinnd.server.probe_lists.edit_list import PART_BYTES
@@ -51,6 +52,11 @@ def table():
         return SessionTable(Limits(**limits), quotas, closed.append, Journal("")), closed
 
     return make
+
+
+def left(sessions, conversations=()):
+    """The content of a journal with these sessions."""
+    return JournalContent(sessions, [], {}, {}, dict(conversations), [], time.time())
 
 
 def test_a_session_is_visible_to_its_owner_and_administrators(table):
@@ -243,7 +249,7 @@ def kept(name, **changes):
 def test_restored_sessions_begin_as_detached_and_count(table):
     async def play():
         sessions, _ = table(sessions_per_user=2)
-        sessions.restore([kept("a"), kept("b", used=time.time() + 900)], {}, {}, time.time())
+        sessions.restore(left([kept("a"), kept("b", used=time.time() + 900)]))
         owner = FakeClient(1)
         first, second = sessions.visible(owner)
         assert first.tokens == [1, 2, 3] and first.journalled == 3
@@ -263,7 +269,7 @@ def test_restored_sessions_begin_as_detached_and_count(table):
 def test_a_restored_session_of_a_shared_model_belongs_to_no_other_model(table):
     async def play():
         sessions, _ = table()
-        sessions.restore([kept("a", shared=True)], {}, {}, time.time())
+        sessions.restore(left([kept("a", shared=True)]))
         (session,) = sessions
         assert sessions.of_model("m") == []
         with pytest.raises(ModelNotFound, match="m was shared by a client and was lost"):
@@ -318,7 +324,7 @@ def test_a_detached_session_with_a_call_is_closed_last(table):
 def test_restored_sessions_do_not_count_as_detached(table):
     async def play():
         sessions, closed = table(detached_per_user=1)
-        sessions.restore([kept(name) for name in "abc"], {}, {}, time.time())
+        sessions.restore(left([kept(name) for name in "abc"]))
         owner = FakeClient(1)
         sessions.open(owner, "m", "agent")
         sessions.detach(owner)
@@ -331,11 +337,11 @@ def test_restored_sessions_do_not_count_as_detached(table):
 def test_time_to_live_counts_from_the_last_use(table):
     async def play():
         sessions, closed = table(session_ttl=100)
-        sessions.restore([kept("young"), kept("old", used=time.time() - 101)], {}, {}, time.time())
+        sessions.restore(left([kept("young"), kept("old", used=time.time() - 101)]))
         assert [session.id for session in closed] == ["old"]
         sessions.leave()
         sessions, closed = table(session_ttl=0)
-        sessions.restore([kept("old", used=0)], {}, {}, time.time())
+        sessions.restore(left([kept("old", used=0)]))
         assert closed == []
         sessions.leave()
 
@@ -347,7 +353,7 @@ def test_a_later_time_to_live_applies(table, monkeypatch):
 
     async def play():
         sessions, closed = table(session_ttl=0)
-        sessions.restore([kept("old", used=0)], {}, {}, time.time())
+        sessions.restore(left([kept("old", used=0)]))
         sessions.limits = Limits(session_ttl=100)
         while not closed:
             await asyncio.sleep(0.001)
@@ -358,7 +364,7 @@ def test_a_later_time_to_live_applies(table, monkeypatch):
 
 
 class Noting(Journal):
-    """A journal that records changes with their sessions' ids."""
+    """A journal that records changes, and the ids of sessions that are new or have other tokens."""
 
     def __init__(self):
         super().__init__("")
@@ -370,17 +376,8 @@ class Noting(Journal):
     def changed(self, session):
         self.noted.append(("changed", session.id))
 
-    def edited(self, session, edit, names):
-        self.noted.append(("edited", session, edit.number, names))
-
-    def edits_ended(self, session, numbers, at):
-        self.noted.append(("edits_ended", session, numbers, at))
-
-    def edits_cut(self, session, length):
-        self.noted.append(("edits_cut", session, length))
-
-    def closed(self, session):
-        self.noted.append(("closed", session.id))
+    def note(self, change, nbytes=0):
+        self.noted.append(change)
 
 
 def edit(number, first):
@@ -403,13 +400,13 @@ def test_changes_of_edits_are_journalled_and_set_the_first_position_that_is_due(
     assert fork.edits == session.edits and fork.edits is not session.edits and fork.due_from == 4
     session.end_edits([1], 1)
     assert session.due_from == 1 and fork.edits.unended == [1]
-    assert [note for note in journal.noted if note[0].startswith("edit")] == [
-        ("edited", session.id, 1, ["a"]),
-        ("edited", session.id, 2, ["b"]),
-        ("edits_ended", session.id, [2], 5),
-        ("edits_cut", session.id, 2),
-        ("edited", fork.id, 1, ["a"]),
-        ("edits_ended", session.id, [1], 1),
+    assert [note for note in journal.noted if isinstance(note, Edited | EditsEnded | EditsCut)] == [
+        Edited(session.id, edit(1, 4), ["a"]),
+        Edited(session.id, edit(2, 5), ["b"]),
+        EditsEnded(session.id, [2], 5),
+        EditsCut(session.id, 2),
+        Edited(fork.id, edit(1, 2), ["a"]),
+        EditsEnded(session.id, [1], 1),
     ]
 
 
@@ -510,7 +507,7 @@ def test_more_than_the_journal_has_room_for_is_refused_and_changes_nothing(table
 def test_restored_sessions_are_charged_beyond_the_limit(table):
     async def run():
         sessions, _ = table(QuotaTable({"few": Quota(journal_bytes=1000)}, lambda user: ()))
-        sessions.restore([kept("a"), kept("b")], {}, {}, time.time())
+        sessions.restore(left([kept("a"), kept("b")]))
         assert used(sessions, 1) > 1000
         with pytest.raises(QuotaExceeded):
             sessions.open(FakeClient(1), "m", "agent")
@@ -603,7 +600,7 @@ def test_a_kept_session_ends_after_its_own_time_to_live():
         sessions = SessionTable(limits, UNLIMITED, lambda _: None, Journal(""))
         conversations = {name: ConversationKept(name, "", 3) for name in ("old", "young")}
         old = kept("old", used=time.time() - 101)
-        sessions.restore([kept("young"), old], {}, {}, time.time(), conversations)
+        sessions.restore(left([kept("young"), old], conversations))
         return [session.id for session in sessions]
 
     assert asyncio.run(play(100)) == ["young"]
