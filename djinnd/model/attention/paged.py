@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -43,6 +43,15 @@ class PagedBatch:
     fresh: bool  # every row starts at position 0, so that there is no history to read
 
 
+class Softmax(TypedDict, total=False):
+    """A family's variant of softmax attention."""
+
+    scale: Required[float]  # positive factor of the scores
+    window: int  # how many tokens a query sees, including itself; 0: all tokens before it
+    softcap: float  # scores become softcap * tanh(score / softcap) (Gemma 2); 0: scores are unchanged
+    sinks: Tensor | None  # [heads]: one more logit in the denominator of the softmax, without a value (gpt-oss)
+
+
 class PagedAttention(ABC):
     @abstractmethod
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
@@ -60,19 +69,11 @@ class PagedAttention(ABC):
         keys: Tensor,
         values: Tensor,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        **softmax: Unpack[Softmax],
     ) -> Tensor:
         """q [tokens, heads, head_dim], strided like k and v → [tokens, heads, head_dim], contiguous.
 
         k, v: this step's own, already written to the pages; a fresh row reads them instead of the pages.
-        scale: positive factor of the scores.
-        window: how many tokens a query sees, including itself; 0: all tokens before it.
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2); 0: scores are unchanged.
-        sinks: [heads], for each head one more logit in the denominator of the softmax, without a value (gpt-oss).
         """
 
 
@@ -98,13 +99,9 @@ class TorchAttention(PagedAttention):
         keys: Tensor,
         values: Tensor,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        **softmax: Unpack[Softmax],
     ) -> Tensor:
-        softmax = _Softmax(scale, window, softcap, sinks)
+        variant = _Softmax(**softmax)
         starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -112,7 +109,7 @@ class TorchAttention(PagedAttention):
         if singles:
             rows = None if len(singles) == len(counts) else torch.tensor(singles, device=q.device)
             longest = max(lengths[row] for row in singles)
-            _attend_singles(q, keys, values, batch, rows, longest, softmax, out)
+            _attend_singles(q, keys, values, batch, rows, longest, variant, out)
         for row, count in enumerate(counts):
             if count > 1:
                 tokens = slice(starts[row], starts[row + 1])
@@ -120,7 +117,7 @@ class TorchAttention(PagedAttention):
                 if lengths[row] > count:
                     at = torch.arange(lengths[row], device=q.device)
                     row_k, row_v = (_gather(x, batch.page_table[row], at) for x in (keys, values))
-                out[tokens] = softmax.chunk(q[tokens], row_k, row_v)
+                out[tokens] = variant.chunk(q[tokens], row_k, row_v)
         return out
 
 
@@ -167,12 +164,12 @@ def _gather(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Softmax:
-    """A family's variant of softmax attention: scale, window, soft cap and sinks."""
+    """Computes attention with torch; the fields are those of Softmax."""
 
     scale: float
-    window: int
-    softcap: float
-    sinks: Tensor | None
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
     def singles(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """q [rows, heads, head_dim], k and v [rows, keys, kv_heads, head_dim], seen [rows, keys] → like q."""
@@ -248,22 +245,17 @@ class TritonAttention(PagedAttention):
         keys: Tensor,
         values: Tensor,
         batch: PagedBatch,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        **softmax: Unpack[Softmax],
     ) -> Tensor:
         rows = batch.kv_lengths.numel()
-        softmax = _Softmax(scale, window, softcap, sinks)
-        if batch.fresh and rows == 1 and softmax.is_causal_only(q.shape[0]):
-            return softmax.chunk(q, k, v).contiguous()
+        variant = _Softmax(**softmax)
+        if batch.fresh and rows == 1 and variant.is_causal_only(q.shape[0]):
+            return variant.chunk(q, k, v).contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         paged = (q, keys, values, batch, out)
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         is_short = kernels.fits_decode(batch.max_query, q.shape[1] // keys.shape[2])
         try:
-            (kernels.decode if is_short else kernels.mixed)(*paged, self.scratch, **options)
+            (kernels.decode if is_short else kernels.mixed)(*paged, self.scratch, **softmax)
         except kernels.UNAVAILABLE:
-            return self._reference.attend(q, k, v, keys, values, batch, **options)
+            return self._reference.attend(q, k, v, keys, values, batch, **softmax)
         return out
