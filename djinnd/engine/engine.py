@@ -78,7 +78,7 @@ class Engine:
             self._tiers,
             channel,
             self._background,
-            self._spare_idle,
+            lambda: self._models.spare_idle(),
             grammar_limits,
         )
         self._guidance = self._requests.guidance
@@ -108,7 +108,21 @@ class Engine:
         self._started: list[messages.Started] = []  # requests with their first row in the current step, not sent yet
         self._alive_at = 0.0
         self._stopping = False
-        handlers: dict[type, Callable[[Any], None]] = {
+        self._dispatcher = Dispatcher(channel, self._scheduler, self._requests, self._handlers())
+        self._idle_work = IdleWork(
+            [
+                self._send_started,
+                self._tiers.work_during_step,
+                self._dispatcher.handle_during_step,
+                self._answer_inquiries,
+                self._tracer.answer,
+                self._requests.deliveries.advance,
+            ]
+        )
+
+    def _handlers(self) -> dict[type, Callable[[Any], None]]:
+        """The handler of each kind of message."""
+        return {
             messages.Load: self._models.load,
             messages.Plan: self._models.describe,
             messages.DescribeDevice: self._models.describe,
@@ -141,17 +155,6 @@ class Engine:
             messages.Inquire: self._inquire,
             messages.Shutdown: self._shutdown,
         }
-        self._dispatcher = Dispatcher(channel, self._scheduler, self._requests, handlers)
-        self._idle_work = IdleWork(
-            [
-                self._send_started,
-                self._tiers.work_during_step,
-                self._dispatcher.handle_during_step,
-                self._answer_inquiries,
-                self._tracer.answer,
-                self._requests.deliveries.advance,
-            ]
-        )
 
     def serve(self) -> None:
         """Runs until the server sends Shutdown or closes the channel."""
@@ -374,9 +377,6 @@ class Engine:
         for message in self._inquiries:
             self._channel.send(self._reporter.report(message))
         self._inquiries.clear()
-
-    def _spare_idle(self) -> None:
-        self._models.spare_idle()
 
     def _beat(self) -> None:
         now = time.monotonic()

@@ -327,8 +327,8 @@ class KvManager:
         return slots
 
     def resize(self, num_pages: int) -> dict[int, int]:
-        """See PagePool.resize. The tables have the new page numbers when this returns; the caller moves the bytes. No
-        page may be protected."""
+        """Changes the number of pages: see PagePool.resize. The tables have the new page numbers when this returns, and
+        the caller moves the bytes. No page may be protected."""
         assert not self._protected, f"pages {sorted(self._protected)} are moving"
         self.changes += 1
         places = self.pool.resize(num_pages)
@@ -342,7 +342,7 @@ class KvManager:
         return places
 
     def take_stale(self) -> list[int]:
-        """See PagePool.take_stale. Call it between `reserve` and the step, and zero these pages."""
+        """The pages to zero between `reserve` and the step, because another tenant has used them."""
         return self.pool.take_stale()
 
     def check_integrity(self) -> None:

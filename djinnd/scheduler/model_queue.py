@@ -108,7 +108,7 @@ class ModelQueue:
         return self.residency.anything_moves
 
     def claim(self, tenant: int) -> Claim | None:
-        """See BatchBuilder.claim."""
+        """The rank of the tenant's foremost session; None if it has no active session here."""
         return self.batch_builder.claim(tenant)
 
     def leaves(self, tenant: int) -> bool:
@@ -116,7 +116,8 @@ class ModelQueue:
         return self.residency.leaves(tenant)
 
     def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
-        """See Holder.retire."""
+        """Evicts sessions of the tenant that together hold `nbytes`, or all that can be evicted. `active`: sessions
+        that wait for a row may be evicted too. Returns False if there was none to evict."""
         residency, kv = self.residency, self.kv
         given = 0
         for session in self._evictable():
@@ -210,25 +211,21 @@ class ModelQueue:
         (self.held if session.id in self.held else self.active).pop(session.id)
         self.batch_builder.leave(session)
         if session.stage is None:
-            self.rewind(session, session.computed)
+            self.residency.rewind(session, session.computed)
         self._leave_device(session)
 
-    def rewind(self, session: Session, computed: int) -> None:
-        """See KvResidency.rewind."""
-        self.residency.rewind(session, computed)
-
     def drop_stage(self, session: Session) -> None:
-        """See Scheduler.drop_stage. If the session was leaving the device, it begins to leave again without the
-        stage."""
+        """Drops the session's stage; its positions run again. If the session was leaving the device, it begins to leave
+        again without the stage."""
         self.residency.lower_tiers.lose_stage(session)
         if session.stage is not None:
-            self.rewind(session, session.computed)
+            self.residency.rewind(session, session.computed)
             if session.request is None or session.paused:
                 self._leave_device(session)
 
     def revise(self, session: Session, first: int) -> None:
-        """See KvResidency.revise; for a session without a request. If it was leaving the device, it begins to leave
-        again."""
+        """Takes back the KV of a session without a request from position `first` on, because other tokens or edits
+        come before it. If the session was leaving the device, it begins to leave again."""
         self.residency.revise(session, first)
         self._leave_device(session)
 
@@ -283,7 +280,7 @@ class ModelQueue:
         return self.residency.prefetch(session, waiting)
 
     def over(self, transfers: Iterable[Transfer]) -> None:
-        """See Scheduler.over."""
+        """Applies transfers that have ended, and begins those that waited for them."""
         for transfer in transfers:
             self.residency.over(transfer)
         awaited, self.awaited = self.awaited, {}

@@ -95,7 +95,8 @@ class Scheduler:
         self._queues[model].vacate(pages, settle)
 
     def secure(self, session_id: str) -> bool:
-        """See ModelQueue.secure. Raises SessionNotFound and the errors of ModelQueue.secure."""
+        """Reserves pages for all tokens of an idle session: see ModelQueue.secure, also for the errors. Raises
+        SessionNotFound."""
         session = self.session(session_id)
         return self._queues[session.model].secure(session)
 
@@ -243,7 +244,7 @@ class Scheduler:
                 f"request {request.id} would stop again where the last one stopped"
             )
         if session.stage is not None and session.stage.first != request.resume_block:
-            queue.rewind(session, session.computed)
+            queue.residency.rewind(session, session.computed)
         session.tokens.extend(new_tokens)
         # The last token is always run again: the next token is sampled from its logits.
         again = min(length - 1, request.seen_from)
@@ -253,7 +254,7 @@ class Scheduler:
         if left is not None and (left.stage.first != request.resume_block or left.computed > again):
             queue.residency.lower_tiers.lose_stage(session)
         if session.computed > again:
-            queue.rewind(session, again)
+            queue.residency.rewind(session, again)
         if again < request.first:
             session.foreign_tokens = min(session.foreign_tokens, again)
         session.request = request

@@ -176,7 +176,8 @@ class PageCopies:
             return repr(error)
 
     def follow(self) -> list[Move]:
-        """See Transfers.follow. → the moves that are done as far as work queued from now on is concerned."""
+        """Orders the compute stream after the last copies of a transfer, if they end soon: see Transfers.follow. → the
+        moves of these copies, which are done for all work that is queued from now on."""
         copies = self._last()
         try:
             for copy in copies:

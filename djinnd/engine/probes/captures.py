@@ -133,7 +133,7 @@ class Captures:
         return {request: captured[request].reach for request in requests if request in captured}
 
     def join(self, requests: Sequence[int], starts: Ints, counts: Ints) -> Overlaps:
-        """See SpanTable.join."""
+        """Finds the captures that overlap a batch with these rows."""
         for request in self._captured.keys() & requests:
             if request not in self._table:
                 self._table.set(request, *self._captured[request].spans())
@@ -192,7 +192,7 @@ class SingleCapture:
         return frozenset(self._shifts)
 
     def at(self, point: Point, value: Tensor) -> None:
-        """See Probe."""
+        """Copies the point's rows out of `value` [1, tokens, width]."""
         row = self._row + self._shifts[point]
         tokens = value[0, self._tokens]
         self._into[row : row + len(tokens)].copy_(tokens)

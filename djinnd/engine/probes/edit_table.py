@@ -53,7 +53,7 @@ class EditTable:
         return self._table.version
 
     def lasts(self, sessions: Sequence[str], starts: Ints) -> int:
-        """See SpanTable.lasts."""
+        """The number of steps for which the edits touch the same rows: see SpanTable.lasts."""
         return self._table.lasts(sessions, starts)
 
     def bank(self, *, of_logits: bool) -> Tensor:
@@ -89,7 +89,7 @@ class EditTable:
             self._table.drop(session)
 
     def reach(self, sessions: Sequence[str]) -> PointReach | None:
-        """See SpanTable.reach."""
+        """The blocks that these sessions' edits touch; None: they have no edits."""
         return self._table.reach(sessions)
 
     def join(self, sessions: Sequence[str], starts: Ints, counts: Ints) -> Overlaps:

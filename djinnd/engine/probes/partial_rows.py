@@ -93,7 +93,7 @@ class PartialRows:
         return self._own if self._inner is None else self._own | self._inner.points
 
     def at(self, point: Point, value: Tensor) -> None:
-        """See Probe."""
+        """Parks the rows that leave before the point's block, and puts back the rows that join there."""
         if point in self._own:
             self._at_boundary(point.block, value[0])
         if self._inner is not None:

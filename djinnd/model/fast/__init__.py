@@ -1,1 +1,1 @@
-"""Replaces a family's small operations by kernels whose results are equal to the bit."""
+"""Kernels in place of a family's small operations. Their results have the same bits."""

@@ -172,7 +172,7 @@ class ModelLoader:
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
     def _identity(self) -> str:
-        """See Weights.identity. Needs the weights in the store."""
+        """Hash of the configuration and of all weights, which must be in the store."""
         if self.checkpoint is not None:
             return self.checkpoint.identity()
         digest = hashlib.sha256(f"shared {self.skeleton.config.to_json_string()}".encode())

@@ -52,9 +52,11 @@ class KvResidency:
         self.claimed: int | None = None
         self.to_leave: dict[str, Session] = {}  # idle sessions, see `leave_soon`
         self._leaving: dict[str, _Departure] = {}
-        self._promised = 0  # Pages that will be free when the sessions have left that `_make_room` evicted.
-        # The promise holds while KvManager.changes has this value and none of these sessions stays.
-        self._promised_at = 0
+        # Pages that will be free when the sessions that `_make_room` evicted have left. It spares most searches for
+        # victims. Measured with 1,000 sessions and half of the pages: a decision's p99 is 9 to 15 ms, without it 29 to
+        # 55.
+        self._promised = 0
+        self._promised_at = 0  # `_promised` holds while KvManager.changes has this value and these sessions leave
         self._arrivals = Arrivals(paging, self.lower_tiers)
         self._arriving = self._arrivals.under_way  # an alias, because it is looked up for every session in every step
 
@@ -322,8 +324,8 @@ class KvResidency:
     # --- along with the session -------------------------------------------------------------------------------------
 
     def rewind(self, session: Session, computed: int) -> None:
-        """Makes the session go on after its first `computed` tokens, or earlier: at the start of a page if others hold
-        the page that it would write into.
+        """Makes the session go on after its first `computed` tokens. If other sessions hold the page that it would
+        write into, it goes on earlier, at the start of that page.
 
         Its transfers are dropped and its stage is lost. A session that has left can still find its pages, as far as its
         tokens go.

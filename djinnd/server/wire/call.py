@@ -51,7 +51,7 @@ class ClientCall:
         self.is_ordinary = is_ordinary
         self.nbytes = nbytes
         self.window_bytes = 0  # bytes of windows that are reserved
-        self.whole = self  # the call of which this one is a part
+        self.whole = self  # the call as the client sent it; for a call made by `part`, the call that it belongs to
         self.received = time.monotonic()
         self.run: CallRun | None = None
         self.fate: DjinnError = Cancelled("the request was cancelled")  # the client's error if cancelled
