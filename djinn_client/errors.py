@@ -2,36 +2,36 @@
 
     DjinnError
     ├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
-    ├── ProtocolError           bytes that are not our protocol
+    ├── ProtocolError           the bytes are not djinnd's protocol
     │   ├── FrameTooLarge       a message is larger than one may be
     │   └── VersionMismatch     client and daemon are of releases that do not understand each other
     ├── InvalidRequest          the caller's fault: change the call
     │   ├── PromptTooLong       prompt and output would exceed the model's context
     │   ├── TokenOutOfRange     a token id is beyond the model's vocabulary
     │   ├── NoTokenizer         the model has no tokenizer: send token ids
-    │   ├── GrammarRejected     the output's format is wrong, cannot be met, or takes too much to follow
-    │   ├── SessionStateError   this object's session is closed, or at no breakpoint …: the message has the remedy
+    │   ├── GrammarRejected     the output's format is invalid, impossible, or too expensive to follow
+    │   ├── SessionStateError   the session is closed, or at no breakpoint …: the message has the remedy
     │   ├── ModelMismatch       a saved session is of a model with other weights
     │   └── FileDamaged         a saved session's file is cut short or changed
     ├── NotFound                no such thing, or not yours: the answer is the same
     │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
-    │   ├── FunctionNotFound    the intervention process has it no more: intervene again
+    │   ├── FunctionNotFound    the intervention process has lost the function: intervene again
     │   └── ModelNotFound       no model of this name, or not for this user
-    │       └── FilesWanted     the client is to hand over the folder's open files, and does so by itself
+    │       └── FilesWanted     the daemon asks for the folder's open files; the client sends them by itself
     ├── NotAuthenticated        the token is unknown, expired or revoked: the answer is the same
     ├── NotPermitted            the caller may not do this
-    │   └── QuotaExceeded       it would be more than the caller's quota: the message names it
-    ├── FunctionFailed          a function in the intervention process: the message tells how
-    ├── TextFailed              the model's tokenizer failed, or took too much: the message has the limit
+    │   └── QuotaExceeded       the request exceeds the caller's quota: the message names it
+    ├── FunctionFailed          a function failed in the intervention process: the message says why
+    ├── TextFailed              the model's tokenizer failed, or exceeded a limit: the message has the limit
     ├── SessionBusy             one call at a time on a session
-    ├── SessionLost             its KV was a client's own and is gone, and cannot be computed: its tokens are there
+    ├── SessionLost             the session's imported KV is lost and cannot be recomputed; its tokens can be read
     ├── ModelRejected           the checkpoint is missing, damaged, or fails the check at load
-    ├── OutOfMemory             it does not fit: the message has the figures
+    ├── OutOfMemory             the memory does not suffice: the message has the figures
     ├── Cancelled               the request was ended before it had a result
     └── Retry                   not the caller's fault: the same call may work in a moment
-        ├── EngineLost          no engine came in time, or two died with this request in their step
-        ├── Busy                more wait already than may: `retry_s` says when to try again
-        ├── JournalUnavailable  sessions cannot be written to disk: nothing new begins
+        ├── EngineLost          no engine started in time, or two died with this request in their step
+        ├── Busy                too many requests wait already: `retry_s` says when to try again
+        ├── JournalUnavailable  sessions cannot be written to disk: new work is refused
         └── ShuttingDown        the daemon stops: connect again when it is back
 
 Each has a code, which travels on the wire, and a class, which is raised.

@@ -129,7 +129,7 @@ class SavedFile:
     def _header(self) -> SavedSession:
         prologue = self._file.read(_PROLOGUE.size)
         if len(prologue) < _PROLOGUE.size or not prologue.startswith(MAGIC):
-            raise FileDamaged(f"{self.path} is no saved session: it does not begin as one", path=str(self.path))
+            raise FileDamaged(f"{self.path} is no saved session: it begins otherwise", path=str(self.path))
         _, version, length, told = _PROLOGUE.unpack(prologue)
         if version != VERSION:
             raise InvalidRequest(

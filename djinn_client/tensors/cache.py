@@ -79,8 +79,8 @@ class Cache(Mapping[str, Any]):
         tensor, point = self[name], self._point(name)
         if point is None or point.where != "resid":
             raise InvalidRequest(
-                f"a session goes on from between two blocks, and {name} is no such point of a model that is loaded: "
-                "capture what a block gives, blocks.3.hook_resid_post",
+                f"a session resumes between two blocks, and {name} is no such point of a model that is loaded: "
+                "capture a block's output, such as blocks.3.hook_resid_post",
                 field="point",
             )
         usage = self.generated.usage

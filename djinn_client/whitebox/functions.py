@@ -24,7 +24,7 @@ def code_of(function: Callable[..., Any]) -> bytes:
         raise InvalidRequest(f"{function!r} cannot be sent to the daemon: {error}", field="function") from error
     if len(code) > MAX_CODE:
         raise InvalidRequest(
-            f"the function takes {len(code):,} bytes with what it refers to, and one call can carry {MAX_CODE:,}: let "
+            f"the function takes {len(code):,} bytes with its objects, and one call can carry {MAX_CODE:,}: let "
             "it refer to fewer or smaller tensors, or intervene with local=True",
             field="function",
             bytes=len(code),

@@ -40,7 +40,7 @@ class Capture(Generic[T]):
     def __init__(self, session: SessionCalls, points: str | Iterable[str], run: Callable[[Steps[Cache]], T]) -> None:
         self.points = named(points)
         if not self.points:
-            raise InvalidRequest("name the points that are to be captured", field="points")
+            raise InvalidRequest("name the points to capture", field="points")
         self._session = session
         self._run = run
 
@@ -152,7 +152,7 @@ def capture(
 ) -> Steps[Cache]:
     if session.interventions:
         raise SessionStateError(
-            "the session has functions (intervene), and a call that captures stops for none: remove them first, or "
+            "the session has functions (intervene), which a call that captures does not run: remove them first, or "
             "capture in a session without them",
             field="capture",
         )
@@ -161,7 +161,7 @@ def capture(
     request.capture = list(points)
     answer = yield from session.call(request, Generated)
     if answer.message.captured is None and answer.message.finish_reason == "cancelled":
-        raise Cancelled("somebody has ended the call, or closed the session: nothing of it was captured")
+        raise Cancelled("the call was ended, or the session closed, by another client: nothing was captured")
     captured, memory = mapped(answer.message, answer.fds)
     return Cache(captured, memory, answer.message, (yield from session.points()))
 

@@ -1,8 +1,8 @@
 """Pages that wait to be copied over the bus, in one direction.
 
-Urgent pages come first: a request waits for them or is about to. The others are held to a rate by a token bucket beside
-steps that decode. Bus traffic takes memory bandwidth from these steps. The same bytes spread over four times as many
-steps cost each of them a quarter.
+Urgent pages come first: a request waits for them now or will soon. Beside steps that decode, a token bucket limits the
+rate of the others, because bus traffic takes memory bandwidth from these steps. The same bytes spread over four times
+as many steps cost each of them a quarter.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Departure(NamedTuple):
 
 
 class DepartedPages:
-    """The pages that one model's sessions have left. `key in left_pages` is True if some session has left that page."""
+    """The pages of one model's departed sessions. `key in departed` is True if some session has left that page."""
 
     def __init__(self) -> None:
         self._left: dict[str, Departure] = {}

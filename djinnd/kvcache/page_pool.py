@@ -8,8 +8,8 @@ given last, the one that was freed first before the others.
 
 Tenants never read each other's KV. Each page remembers the tenant that held it last. If it is given to another tenant,
 it is stale until `take_stale` has returned it to be zeroed. The device zeroes the whole pool when it is made. A page
-that was to be overwritten and was not may hold KV of any tenant. It is zeroed before the next step, or, if its holder
-gives it back before that, when it is next given to a holder that does not overwrite it.
+whose overwriting was announced and did not happen may hold KV of any tenant. It is zeroed before the next step, or, if
+its holder gives it back before that, when it is next given to a holder that does not overwrite it.
 
 The pool also counts pages by tenant. A held page counts once, however many sessions hold it, until its copies have
 ended. A public page counts for no tenant (`ANYBODY`), because the tenant that computed it may be gone.

@@ -1,7 +1,7 @@
-"""Finds the pages that hold the KV of a prefix, so that equal prefixes of a tenant are computed and held once.
+"""Finds the pages that hold the KV of a prefix, so that equal prefixes of a tenant are computed and stored once.
 
-The key of a full page identifies everything that its KV follows from: the tenant, and every token up to the page's end.
-If a client has imported KV, a random salt is part of it.
+The key of a full page is a hash of everything that determines its KV: the tenant, and every token up to the page's end.
+For imported KV, a random salt is part of it.
 
     root(tenant, salt) ──tokens of page 0──► key 0 ──tokens of page 1──► key 1 ──► …   each by BLAKE2b of the one before
 

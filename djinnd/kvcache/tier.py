@@ -25,10 +25,10 @@ the tenant plus one, or zero if the page is public. A tenant's slots are counted
 those in other models' tiers (tenancy.py). A slot that is not `ready` cannot be copied to yet, and is given only to
 callers that can wait.
 
-Pages that can be spared are evicted before all others, in the order in which they were spared. These are pages that a
-session also has on the device, so that tiers hold more together than if each held the contents of the one above it
-(Wong and Wilkes, "My cache or yours? Making storage more exclusive", USENIX 2002). Pages of closed sessions are spared
-too. The table does not record this, because the device's pages end with the process.
+Spared pages are evicted before all others, in the order in which they were marked. These are pages that a session also
+has on the device, so that the tiers together hold more than if each repeated the tier above it (Wong and Wilkes, "My
+cache or yours? Making storage more exclusive", USENIX 2002). Pages of closed sessions are spared too. The table does
+not record this, because the device's pages end with the process.
 """
 
 from __future__ import annotations

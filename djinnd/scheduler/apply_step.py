@@ -1,4 +1,4 @@
-"""Applies what a step has given its rows' sessions: KV, the next token, or a stage where they stop inside the model."""
+"""Applies the results of a step to its rows' sessions: KV, the next token, or a stage if they stop inside the model."""
 
 from __future__ import annotations
 

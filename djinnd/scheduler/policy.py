@@ -28,8 +28,8 @@ TARGETS: Mapping[Class, Target] = {"interactive": Target(0.04, 0.4), "agent": Ta
 class Policy:
     """The configuration's `scheduling` section.
 
-    `ageing`: seconds, see ageing.py. `paging`: the share of the bus, each way, that pages without a waiting request may
-    take beside steps with protected rows (`protects`).
+    `ageing`: seconds, see ageing.py. `paging`: the share of the bus in each direction for pages without a waiting
+    request, beside steps with protected rows (`protects`).
     """
 
     targets: Mapping[Class, Target] = field(default_factory=lambda: TARGETS)

@@ -75,7 +75,7 @@ def test_a_model_larger_than_its_budget(djinnctl: Djinnctl, as_json: Callable[..
     loaded = as_json("load", MODEL, *placing)
     for name in ("blocks", "blocks_plain", "blocks_packed", "blocks_streamed", "streamed_bytes", "kv_bytes"):
         assert loaded[name] == plan[name], name
-    assert "unload it first, to place" in djinnctl("load", MODEL, "--resident", "3", code=FAILED).stderr
+    assert "unload it first, to change the placement" in djinnctl("load", MODEL, "--resident", "3", code=FAILED).stderr
     try:
         with djinn.Session(MODEL, address=private.address) as s:
             before = s.generate("def f(", max_tokens=8, ignore_eos=True).token_ids

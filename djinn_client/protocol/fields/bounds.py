@@ -63,7 +63,7 @@ def expect_few_values(data: bytes) -> None:
         inside, at, size = _head(data, at)
         left += inside
         if size > MAX_TEXT and last not in LONG_FIELDS:
-            raise ProtocolError(f"a value of {size:,} bytes, which only {b', '.join(LONG_FIELDS).decode()} may have")
+            raise ProtocolError(f"a value has {size:,} bytes; only {b', '.join(LONG_FIELDS).decode()} may be that long")
         last = data[at : at + size] if size <= MAX_NAME else b""
         at += size
 

@@ -30,15 +30,15 @@ class Signal(msgspec.Struct, tag="signal", omit_defaults=True):
     def validate(self) -> None:
         """Raises InvalidRequest."""
         if self.kind not in SIGNAL_KINDS:
-            raise InvalidRequest(f"{self.kind[:64]!r} is no signal: {', '.join(SIGNAL_KINDS)} are", field="kind")
+            raise InvalidRequest(f"{self.kind[:64]!r} is no signal: use {', '.join(SIGNAL_KINDS)}", field="kind")
         if not 0.0 <= self.expected_s <= MAX_EXPECTED_S:  # NaN is neither
             limit = f"it must be from 0 (not known) to {MAX_EXPECTED_S:g} seconds, a day"
             raise InvalidRequest(f"expected_s is {self.expected_s:g}; {limit}", field="expected_s")
         if self.expected_s and self.kind != "IO_WAIT":
-            raise InvalidRequest(f"{self.kind} takes no expected_s: it is of now", field="expected_s")
+            raise InvalidRequest(f"{self.kind} takes no expected_s: only IO_WAIT does", field="expected_s")
         if len(self.tool) > MAX_TOOL_NAME:
             raise InvalidRequest(
                 f"a tool's name has {len(self.tool)} characters: at most {MAX_TOOL_NAME}", field="tool"
             )
         if self.tool and self.kind != "IO_WAIT":
-            raise InvalidRequest(f"{self.kind} takes no tool: it waits for none", field="tool")
+            raise InvalidRequest(f"{self.kind} takes no tool: only IO_WAIT does", field="tool")

@@ -1,4 +1,4 @@
-"""A grammar process as the engine sees it: asked without waiting, and heard when it has something to say."""
+"""The engine's end of a grammar process. Requests never wait; answers are read when they have come."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # that compute mas
 
 
 class GrammarProcess:
-    """Belongs to the engine's thread. `failure`: why it is of no more use; "": it is. `fd`: readable when there is
-    something to hear."""
+    """Belongs to the engine's thread. `failure`: the reason why it can no longer be used; "": it can. `fd`: readable
+    when an answer has come."""
 
     def __init__(
         self, tokenizer: int, eos: Sequence[int], vocab: int, seconds: float, memory: int, *, is_table: bool

@@ -15,7 +15,7 @@ Key = tuple[int, int]  # tenant, and number of the tokenizer
 
 
 class GrammarProcesses:
-    """Belongs to the engine's thread, which the channel wakes when one of them has something to say."""
+    """Belongs to the engine's thread, which the channel wakes when one of them has answered."""
 
     def __init__(self, channel: ServerChannel, seconds: float, memory: int) -> None:
         """`seconds` and bytes of `memory` that each process may take: see GrammarProcess."""

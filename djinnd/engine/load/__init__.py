@@ -1,1 +1,1 @@
-"""Plans and carries out loads of models while others step."""
+"""Plans and carries out loads of models while other models run."""

@@ -8,5 +8,5 @@ from djinnd.gateway.http.errors import HttpError
 def finish_reason(told: str) -> str:
     """OpenAI's word. Raises HttpError for an output that was ended from outside."""
     if told == "cancelled":
-        raise HttpError(499, "somebody ended this request before it was complete", code="cancelled")
+        raise HttpError(499, "this request was ended by another client before it was complete", code="cancelled")
     return "length" if told == "length" else "stop"

@@ -1,1 +1,1 @@
-"""Attention over paged KV: its kernels, the worklist that they read, and its connection to transformers."""
+"""Attention over paged KV: two implementations, the worklist of a batch, and the connection to transformers."""

@@ -1,4 +1,4 @@
-"""Rules out tokens by masks in pinned host memory. The kernel reads the masks there, so nothing is copied first."""
+"""Excludes tokens by masks in pinned host memory. The kernel reads the masks there, so nothing is copied first."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 

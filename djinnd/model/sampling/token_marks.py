@@ -1,4 +1,5 @@
-"""TokenMarks: on the device, which tokens a session holds and how often its output has them. Penalties need that.
+"""TokenMarks: a table on the device of the tokens that a session has, and how often its output has them. Penalties need
+it.
 
     marks   int16 [slots, vocab]     SEEN if the prompt has the token, plus GENERATED for each time that the output has
                                      it; the count stops at 16,000

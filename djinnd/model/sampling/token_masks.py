@@ -1,7 +1,7 @@
-"""Masks of tokens: which of them the next one may be, a bit each, as the host has them.
+"""Masks of allowed next tokens, one bit for each token of the vocabulary.
 
-host      words, uint32 [rows, vocab / 32], brought together in one piece of memory
-device    a kernel reads them there, and logits of the other tokens become -inf
+host      words, uint32 [rows, vocab / 32], gathered in one piece of memory device    a kernel reads them there, and
+logits of the other tokens become -inf
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _ROW_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """`rows`: of the logits, ascending. `words`: each one's mask, all of the same even length."""
+    """`rows`: rows of the logits, ascending. `words`: the mask of each row, all of the same even length."""
 
     rows: Sequence[int]
     words: Sequence[npt.NDArray[np.uint32]]
 
 
 class TokenMasks:
-    """Applies them. The device reads them from the host's memory, so a call waits for no copy, and the next one comes
-    when the step is over."""
+    """Applies masks. The device reads them from the host's memory, so a call waits for no copy. The next call comes
+    after the step is over."""
 
     def __init__(self, vocab: int, device: torch.device, group_logits: int) -> None:
         """`group_logits`: that are worked on at once on a CPU, which bounds the memory of a call."""

@@ -1,8 +1,8 @@
-"""The limits of a step in seconds, which follow from targets, and a budget that counts the rest of them.
+"""The time limits of a step, which follow from latency targets, and a budget that counts what is left of them.
 
 A step may take as long as the tightest target between tokens of the sessions that decode. All sessions of a class that
-decode share a step. The rest of its time goes to chunks of prompts, and then to lower classes. A class that had a call
-of late is protected in the same way, because its next call cannot interrupt a step.
+decode share a step. The rest of its time goes to chunks of prompts, and then to lower classes. A class with a recent
+call is protected in the same way, because its next call cannot interrupt a step.
 """
 
 from __future__ import annotations

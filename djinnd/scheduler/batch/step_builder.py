@@ -1,5 +1,5 @@
-"""The rows of one step while they are chosen. Sessions are considered in serving order; each gets a row, or is told the
-reason why not (`Session.passed_over`)."""
+"""Chooses the rows of one step. Sessions are considered in serving order; each gets a row, or the reason why it has
+none (`Session.passed_over`)."""
 
 from __future__ import annotations
 

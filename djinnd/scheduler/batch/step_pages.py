@@ -1,8 +1,8 @@
 """The pages of one step: which sessions get pages for a row, and which are evicted for them.
 
 A session gets pages from sessions behind it in the queue. So the first session can have every page, and always runs.
-There is one exception, if KV would be lost: a session that is reading a prompt is not evicted for another prompt before
-it has produced a token, and the other session waits.
+There is one exception, if KV would be lost: a session in prefill is not evicted for another prompt before it has
+produced a token, and the other session waits.
 
 Once pages are short in a step, sessions without pages do not start. Otherwise sessions further back would take the
 pages that the first in the queue waits for.

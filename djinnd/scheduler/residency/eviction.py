@@ -1,4 +1,4 @@
-"""Chooses which sessions are evicted, and estimates when they are back."""
+"""Chooses which sessions are evicted, and estimates when they return."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Knows what sessions have in lower tiers: the keys of their pages, which of these are there, and which are worth
-bringing back."""
+"""Looks up sessions' pages in lower tiers: their keys, which of them are there, and which are worth bringing back."""
 
 from __future__ import annotations
 

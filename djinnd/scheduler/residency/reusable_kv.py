@@ -1,4 +1,4 @@
-"""How much of a session's KV can be used again, and the keys of its pages.
+"""Computes how much of a session's KV can be reused, and the keys of its pages.
 
 A session that is parked at a breakpoint may leave the device with its stage:
 

@@ -2,12 +2,12 @@
 
     seconds = rows(number of rows) + further(tokens beyond one each)
 
-`rows` is the time if each row brings one token, with the KV that rows have read of late. `further` is what the further
-tokens of prompts add.
+`rows` is the time if each row brings one token, with the KV that recent rows have read. `further` is the time that
+further tokens of prompts add.
 
 With few rows, a step takes the time of reading the weights; with many, the time of multiplying with them; with a
 streamed model, the time of the bus. A device that runs prompts with other kernels than single tokens shows it in
-`further`. Both are curves that never fall, known at the sizes that have run lately.
+`further`. Both are curves that never fall, known at the sizes of recent steps.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
                           sessions with little to read; order of arrival
 
 While pages are short, sessions that hold pages go before others of their class. So sessions finish their requests one
-after another, instead of taking each other's pages in every step. Between two tenants, this holds until one is a
-seat ahead of the other. For the same reason, a session with a deadline keeps its place among those with deadlines,
-however much it has generated since.
+after another, instead of taking each other's pages in every step. Between two tenants, this holds until one is a seat
+(FairnessTuning) ahead of the other. For the same reason, a session with a deadline keeps its place among those with
+deadlines, however much it has generated since.
 
 While pages are not short, sessions with much to read come last (shortest job first). Otherwise an agent that is back
 from a tool with 64 tokens would wait until thousands of tokens of earlier sessions have been read, in chunks, beside

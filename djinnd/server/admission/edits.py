@@ -24,7 +24,7 @@ _DIRECTED = ("project_out", "clamp")
 def check_form(request: AddEdit) -> None:
     """Checks everything that does not depend on the model. Raises InvalidRequest."""
     if not request.points:
-        raise InvalidRequest("name the points that are to be edited", field="points")
+        raise InvalidRequest("name the points to edit", field="points")
     _check_figures(request)
     _check_rows(request)
     if request.op == "replace":  # any value may replace an activation

@@ -1,8 +1,8 @@
 """Decides which requests may have killed an engine that has died.
 
-This cannot be known. But a request that has produced a token on that engine can be computed, and a waiting request was
-not in the step. So the requests without a token are blamed, if there are any. If a model was being loaded, no request
-is blamed, because loads kill engines more often.
+The cause is a guess. A request that has produced a token on that engine can be computed, and a waiting request was not
+in the step. So the requests without a token are blamed, if there are any. If a model was being loaded, no request is
+blamed, because loads kill engines more often.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One confined child process, from its start to its end, as the server sees it. See djinnd/confinement.
+"""The server's side of one confined child process, from its start to its end. See djinnd/confinement.
 
     starting ──its first message──► ready ──► asked, again and again
         └── too late ──► killed       └── garbage, a signal, its own end ──► ended

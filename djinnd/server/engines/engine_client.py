@@ -1,8 +1,8 @@
 """The server's end of the socket pair to one engine process, from its first message to its loss.
 
 A Run receives the events of one request to the engine. Exactly one of `finished`, `captured`, `logits`, `exported`,
-`failed` and `lost` is the last. Any other request has a future. When the engine is lost, all runs and futures hear of
-it in the same turn of the loop.
+`failed` and `lost` is the last. Any other request has a future. When the engine is lost, all runs and futures end with
+that error in the same turn of the loop.
 """
 
 from __future__ import annotations

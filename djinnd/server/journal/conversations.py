@@ -1,4 +1,4 @@
-"""The sessions that the daemon keeps for programs that know none, in the journal's file: see conversations.py."""
+"""The sessions that the daemon keeps for programs without sessions, in the journal's file: see conversations.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TABLES = "CREATE TABLE conversation (session TEXT PRIMARY KEY, key TEXT, prompt 
 
 
 class ConversationKept(msgspec.Struct, array_like=True, tag="conversed", frozen=True):
-    """The session is kept under this key ("": none); the last prompt had so many tokens."""
+    """The session is kept under this key ("": none), with the number of tokens of its last prompt."""
 
     session: str
     key: str

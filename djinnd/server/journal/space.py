@@ -30,7 +30,7 @@ def expect_space(tenant: Tenant, nbytes: int, tenants: Iterable[Tenant], reserve
     raise QuotaExceeded(
         f"the journal's disk has room for {free:,} bytes, and writing this takes up to {needed:,}: that leaves less "
         f"than limits.journal_reserve ({reserve:,}), of which your share is {share:,}, and you have {used:,} bytes in "
-        "the journal: close sessions or end edits, or ask for room on that disk",
+        "the journal: close sessions or end edits, or free space on that disk",
         quota="journal_reserve",
         limit=share,
         used=used,

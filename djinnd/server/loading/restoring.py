@@ -1,4 +1,4 @@
-"""Restores what an earlier daemon knew of models that still have sessions or objects in the arena."""
+"""Restores an earlier daemon's models, if they still have sessions or objects in the arena."""
 
 from __future__ import annotations
 

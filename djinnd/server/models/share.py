@@ -93,7 +93,7 @@ class Share:
 def check_files(sizes: Mapping[str, int]) -> None:
     """Checks the names and sizes of the files. Raises InvalidRequest."""
     if unknown := sorted(sizes.keys() - set(FILES)):
-        raise InvalidRequest(f"a model has the files {', '.join(FILES)}, and no {unknown[0][:80]!r}", field="files")
+        raise InvalidRequest(f"a model has the files {', '.join(FILES)}, not {unknown[0][:80]!r}", field="files")
     if "config.json" not in sizes:
         raise InvalidRequest("a model must bring its config.json", field="files")
     for name, size in sizes.items():

@@ -1,7 +1,7 @@
-"""The tokens that there are, and the names that had one. No I/O and no clock.
+"""All valid tokens, and the names of former ones. No I/O and no clock.
 
-A token is 256 random bits, and the book has its SHA-256 only, with which no reader of the book can connect. The lookup
-is by that hash. Its time depends on the hash of a guess, which the caller knows, and on nothing else.
+A token is 256 random bits. The book has only its SHA-256, with which no reader of the book can connect. Tokens are
+looked up by that hash, so the time of a lookup depends only on the hash of the guess, which the caller knows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tokens as the event loop has them: asked at each Hello, changed by administrators, written to disk.
+"""Manages the tokens on the event loop: checked at each Hello, changed by administrators, written to disk.
 
 A change is on the disk before its sender is told. `beat` is called about once a second: it has connections with expired
 tokens closed, logs how many guesses were refused, and writes when tokens were last used, once a minute at the most.

@@ -1,5 +1,5 @@
-"""The queue of requests that wait for their first step: its limit, and the time after which a refused request is tried
-again."""
+"""The queue of requests that wait for their first step: its limit, and the time after which to retry a refused
+request."""
 
 from __future__ import annotations
 

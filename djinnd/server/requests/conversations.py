@@ -1,7 +1,8 @@
-"""The session of a call whose program knows no sessions: found, cut to what the prompt has of it, and kept afterwards.
+"""Finds the session for a call without one, cuts it to the prefix that it shares with the prompt, and keeps it
+afterwards.
 
-Which session that is, conversations.py decides. Here it is done, in the session table and in the engine. Nothing is
-awaited between the choice and the call's `in_use`, so that no two calls get the same session.
+sessions/conversations.py chooses the session; this module changes the session table and the engine. Nothing is awaited
+between the choice and the call's `in_use`, so that no two calls get the same session.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from djinnd.server.wire.call import ClientCall, FinalReply
 
 
 class ChosenSession(NamedTuple):
-    """The session, and how many of its first tokens the prompt begins with; the others are to be cut."""
+    """The session, and the number of its first tokens that the prompt begins with; its other tokens must be cut."""
 
     session: SessionRecord
     kept: int

@@ -1,4 +1,4 @@
-"""Handlers of requests about the daemon as a whole: its status, and what only administrators may see or change."""
+"""Handlers of requests about the daemon as a whole: its status, and requests of administrators."""
 
 from __future__ import annotations
 

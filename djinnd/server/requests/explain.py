@@ -1,4 +1,4 @@
-"""Explains why a session is running or not. The engine answers if it has the session's call, else the server does."""
+"""Explains why a session runs or waits. The engine answers if it has the session's call, otherwise the server does."""
 
 from __future__ import annotations
 

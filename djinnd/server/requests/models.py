@@ -57,7 +57,7 @@ class ModelRequests:
             if kv.over(model.kv) != model.kv:
                 raise InvalidRequest(f"{loaded}: unload it first, to give it other KV memory")
             if request.placing not in (None, model.placing):
-                raise InvalidRequest(f"{loaded}: unload it first, to place its blocks otherwise")
+                raise InvalidRequest(f"{loaded}: unload it first, to change the placement of its blocks")
             if request.chat_template not in ("", model.template):
                 raise InvalidRequest(f"{loaded}: unload it first, to give it another chat template")
             if request.keep_alive_s not in (None, model.keep_alive):

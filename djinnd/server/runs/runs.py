@@ -2,7 +2,7 @@
 
 `done` gets the final answer or the error. The session's tokens then equal the engine's: the tokens that the run left,
 or, after a failure, the tokens before the run. If the engine is lost, `done` raises Interrupted, the session keeps its
-tokens, and the run can be submitted to the next engine: see carrying.py.
+tokens, and the run can be submitted to the next engine: see failover.py.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class SessionRun:
 
 
 class ForwardRun(SessionRun):
-    """The run of a Forward. Cancelled, it leaves the session as it was."""
+    """The run of a Forward. If it is cancelled, the session is unchanged."""
 
     def __init__(
         self, call: ClientCall, session: SessionRecord, engine: EngineClient, place: QueuePlace, request: Forward

@@ -1,1 +1,1 @@
-"""The table of sessions, and the conversations and records of programs that know no sessions."""
+"""The table of sessions, and the conversations and records of programs without sessions."""

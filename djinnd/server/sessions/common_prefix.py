@@ -1,4 +1,4 @@
-"""How much of a session's tokens a prompt begins with."""
+"""The length of the prefix that a session's tokens and a prompt share."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Chooses the session of a call whose program knows no sessions and sends the whole transcript each time.
+"""Chooses the session for a call of a program without sessions, which sends the whole transcript each time.
 
     a key that an earlier call had   that call's session; if it is busy, a new session without a key
     no key, or a new one             no key: the idle session without a key that begins like the prompt for longest
                                      neither: a new session, kept under the key
 
-A session without a key is a candidate if the prompt has all of the session's last prompt but its last TAIL tokens. To
-find candidates, the prompt is hashed once, with a stop at each length that a candidate has; tokens are compared only
-where the hashes are equal. Sessions that the daemon keeps for this are *kept*. They give way, the longest idle first.
-Pure: no I/O, no clock.
+A session without a key is a candidate if the prompt begins with the session's last prompt, except its last TAIL tokens.
+To find candidates, the prompt is hashed once, with a stop at each length that a candidate has; tokens are compared only
+where the hashes are equal. Sessions that the daemon keeps for this are *kept*. If a user needs room, the longest idle
+one is closed first. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COMPARED = 8  # candidates, at most, whose tokens are compared with the prompt
 
 @dataclass(slots=True, frozen=True)
 class ConversationState:
-    """A description of a kept session. `prompt`: how many of its tokens were its last prompt; `digest`: the hash of the
-    tokens that the next prompt must begin with."""
+    """A description of a kept session. `prompt`: the length of its last prompt in tokens; `digest`: the hash of the
+    tokens with which the next prompt must begin."""
 
     key: str = ""
     prompt: int = 0

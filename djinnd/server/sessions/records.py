@@ -1,8 +1,8 @@
 """Records: named points of conversations, with bytes of the caller's that the daemon does not read.
 
-A record holds the tokens that its session had, so that a call can go on from it when the session has gone on, or was
-closed. It is in the journal and charged to its user. Beyond a limit a new record pushes out the user's oldest ones, as
-callers that keep a record for every answer never remove one.
+A record holds the tokens that its session had, so that a call can continue from it after the session has changed or was
+closed. It is in the journal and charged to its user. Beyond a limit a new record replaces the user's oldest ones,
+because programs that keep a record for every answer never remove one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Closes descriptors that came from clients, in threads.
 
-close(2) may take as long as a stranger likes: a socket may linger over unread data, and the last descriptor of a memfd
-frees gigabytes. So the event loop closes only small memfds. Each user has a lane with at most EACH threads: descriptors
-that linger delay only other descriptors of their sender.
+A client can make close(2) take long: a socket may linger over unread data, and the last descriptor of a memfd frees
+gigabytes. So the event loop closes only small memfds. Each user has a lane with at most EACH threads: descriptors that
+linger delay only other descriptors of their sender.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The process and user at the other end of a Unix socket, as the kernel reports them, and if that identifies the user.
+"""The process and user at the other end of a Unix socket, as the kernel reports them, and whether that number
+identifies one user.
 
 In a user namespace (a rootless container, `userns-remap`) SO_PEERCRED reports all users of the host that the namespace
 does not map by one number, the overflow uid. They would be one tenant, so they are refused.

@@ -1,10 +1,10 @@
-"""Formats of outputs: made into grammars and checked before anything runs, and what an engine needs to follow one.
+"""Makes the formats of outputs into grammars and checks them before a call runs.
 
     response_format, regex, grammar ──► behind the reasoning that a chat's answer may have ─┬─► grammar ─► checked
     tool_choice: required, or a function ──► calls as the model's family writes them ───────┘
 
-A schema is a stranger's text, and compiling it may take all the time and memory there is, or end the process: it is
-done in the principal's text worker, for configured models, too. The hash of a grammar that has passed is remembered.
+A schema is untrusted input. Compiling it may take all the time and memory there is, or crash the process. So the
+principal's text worker compiles it, for configured models, too. The hash of a grammar that has passed is remembered.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ANYTHING = grammar_text(OutputFormat("json_object"))
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The grammar of a run's output. `table`: a memfd of the model's tokens, where its tokenizer is a stranger's."""
+    """The grammar of a run's output. `table`: a memfd of the model's tokens, if its tokenizer is not trusted."""
 
     text: ModelText
     grammar: str
@@ -61,7 +61,8 @@ class _Table:
 
 
 class Formats:
-    """Checks formats. Remembers the grammars of each model that have passed, and the tables of strangers' tokens."""
+    """Checks formats. Remembers the grammars that have passed for each model, and the token tables of untrusted
+    tokenizers."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts

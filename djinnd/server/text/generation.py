@@ -1,4 +1,4 @@
-"""One Generate on its way through the server: tokens in; pieces, the place of a stop string and the final reply out.
+"""Turns the tokens of one Generate into pieces, the place of a stop string, and the final reply.
 
 No I/O and no clock. It extends the session's own list of tokens; the engine has the same.
 
@@ -6,13 +6,13 @@ No I/O and no clock. It extends the session's own list of tokens; the engine has
                     │
                     └─► keep is set: a stop string is complete; tokens that still come are not the session's
 
-The text of tokens, and what it says as the answer of a chat, is read here, or, of models that are not configured, by a
-text worker: then `is_late`, tokens are taken with `take_unread`, and what the worker has read comes back with `heard`.
+Tokens are decoded, and the answer of a chat parsed, here. For models that are not configured, a text worker does it:
+then `is_late` is true, `take_unread` takes the tokens, and `heard` receives the worker's text.
 
-Text is read with each token if a caller waits for a piece, or if the token may complete a stop string. Otherwise
-READ_AT_ONCE tokens are read at a time, which takes little longer than one. Runs in the same steps take turns, so that
-no step has much to read, even if many calls end with it. The rest is read with the last token, while the engine ends
-the run.
+Each token is decoded at once if a caller waits for a piece, or if the token may complete a stop string. Otherwise
+READ_AT_ONCE tokens are decoded at a time, which takes little longer than one. Runs in the same steps take turns, so
+that no step has much to decode, even if many calls end with it. The rest is decoded with the last token, while the
+engine ends the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One principal's text worker as the server sees it: asked many things, which it answers in their order.
+"""The server's end of one principal's text worker, which answers questions in the order in which they were asked.
 
 The first question that is not answered yet is the worker's job. A job that takes more CPU time than a limit, or far
 more time by the clock, ends the worker: every question that waits is answered with the error, and the next question

@@ -1,11 +1,11 @@
-"""Where the text of models becomes tokens, and tokens become text.
+"""Chooses where texts are tokenised and tokens are decoded.
 
     model          short text      longer text            long text              tokens
     configured     the loop        a thread of a few      the text worker        the loop
     any other      the principal's text worker, for everything
 
-A configured model's files are the administrator's, and its tokenizer is trusted with the loop's time for what is short.
-Texts that cannot fit are refused before anything is done with them.
+The tokenizer of a configured model is trusted with the loop's time for short texts. A text that cannot fit is refused
+before it is tokenised.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Texts:
             told = await self._ask(worker, *_opening(text, self.limits))
         assert isinstance(told, ModelOpened)
         if len({*told.eos, *told.turn_ends}) > MAX_END_TOKENS + 1:
-            raise TextFailed("the text worker has told more end tokens than any model has")
+            raise TextFailed("the text worker has named more end tokens than any model has")
         text.told = told
         worker.models[text.number] = None
         return text

@@ -1,4 +1,4 @@
-"""The text of one run's tokens, read by a text worker while the engine goes on.
+"""Decodes one run's tokens in a text worker, while the engine goes on.
 
     token … token ──► Read ──► worker ──► ReadText ──► piece     one Read at a time: tokens that come meanwhile
                                                                  are the next one's
@@ -26,7 +26,7 @@ _numbers = itertools.count(1)  # of readings
 
 
 class TextReceiver(Protocol):
-    """The run whose tokens are read."""
+    """The run that gets the text."""
 
     def text_came(self, read: ReadText) -> None: ...
     def text_failed(self, error: DjinnError) -> None: ...

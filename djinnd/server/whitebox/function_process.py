@@ -1,4 +1,4 @@
-"""The intervention process of one user, as the server sees it. It runs the user's functions, one request at a time.
+"""The server's end of one user's intervention process, which runs the user's functions, one request at a time.
 
     starting ──Ready──► idle ──Load, Run──► asked ──Done, Failed──► idle
         │                 │                   │

@@ -1,4 +1,4 @@
-"""Bounds what the connections of one user take of the server: large incoming frames, queued replies, and descriptors.
+"""Bounds the memory and descriptors of one user's connections: large incoming frames, queued replies, and descriptors.
 
 A large frame is charged to the user's ledger before it is read, by the length in its header, and stays charged until
 its request has ended. If there is no room, its connection is not read. Frames wait for room in a queue, so none stops

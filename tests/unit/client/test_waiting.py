@@ -201,7 +201,7 @@ def test_not_while_a_call_runs(daemon: ScriptedDaemon) -> None:
         ("IO_WAIT", 10**400, "Signal"),
         ("IO_WAIT", "long", "expected_s is 'long'; it must be a number"),
         ("COMPUTE", 1, "COMPUTE takes no expected_s"),
-        ("IOWAIT", 0, "'IOWAIT' is no signal: IO_WAIT, COMPUTE, PREFILL, DECODE are"),
+        ("IOWAIT", 0, "'IOWAIT' is no signal: use IO_WAIT, COMPUTE, PREFILL, DECODE"),
         (None, 0, "kind is None; it must be a text"),
     ],
 )

@@ -237,7 +237,7 @@ def test_blocks_are_placed_as_configured_unless_the_load_says_otherwise(serve, c
         other = client.load("mine", resident=3, kv_bytes=5)
         assert (other.blocks_plain, other.blocks_streamed, other.kv_bytes) == (3, 5, 5)
         assert client.load("mine", resident=3).blocks_plain == 3
-        with pytest.raises(errors.InvalidRequest, match="unload it first, to place its blocks otherwise"):
+        with pytest.raises(errors.InvalidRequest, match="unload it first, to change the placement of its blocks"):
             client.load("mine", resident=4)
         client.unload("mine")
         configured = client.load("mine")

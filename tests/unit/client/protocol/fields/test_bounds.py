@@ -76,7 +76,7 @@ def test_noise_passes_or_is_a_protocol_error(noise):
 @pytest.mark.parametrize("field", ["positions", "unheard_of"])
 def test_a_large_message_with_many_values_or_a_long_one_in_a_wrong_field_is_refused(extra, field):
     payload = msgspec.msgpack.encode({"type": "edit", "values": bytes(LARGE), field: extra, "id": 300})
-    with pytest.raises(ProtocolError, match=r"more than 33,792 values|which only text, code"):
+    with pytest.raises(ProtocolError, match=r"more than 33,792 values|only text, code"):
         decode_request(payload)
     assert request_id_of(payload) == 300
 
