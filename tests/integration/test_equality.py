@@ -18,19 +18,16 @@ import pytest
 import djinn_client as djinn
 from tests.support import reference
 from tests.support.daemon import Daemon
+from tests.support.parameters import long_except
 
 NEW_TOKENS = 64
 FIRST_PART = 20  # tokens of the first call, in sessions with two calls
 PROMPT_LENGTHS = (600, 1, 256, 2, 17, 512, 64, 255, 33, 599, 128, 257, 16, 301, 511, 5)  # pages have 256 tokens
 VOCABULARY = 512
 # One family of each kind. tests/unit/model/test_families.py has all of them, without a daemon.
-THROUGH_A_DAEMON = (
-    *("llama-3.1", "gpt2"),
-    *("gemma-3", "gpt-oss"),  # RoPE and layouts that differ between blocks; attention sinks
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-2", "mistral", "qwen2", "qwen3", "gpt-j")),
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "qwen3-moe")),
-)
-EACH_FAMILY = pytest.mark.parametrize("family", THROUGH_A_DAEMON, indirect=True)
+QUICK = ("gpt2", "gemma-3")  # RoPE and layouts differ between Gemma-3's blocks
+OTHERS = ("llama-2", "llama-3.1", "mistral", "qwen2", "qwen3", "gpt-j", "mixtral", "qwen3-moe", "gpt-oss")
+EACH_FAMILY = pytest.mark.parametrize("family", long_except(QUICK, (*QUICK, *OTHERS)), indirect=True)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.model.step.graphs import StepGraphs
 from tests.support import reference
 from tests.support.hooked import Hooked
-from tests.support.models import FAMILIES, reduced_model
+from tests.support.models import reduced_model
+from tests.support.parameters import FEW_FAMILIES
 from tests.support.whitebox import NEW, an_edit, near, prompt, steering, values
 from tests.support.whitebox import WhiteBoxEngine as Engine
 
@@ -218,7 +219,7 @@ def test_a_run_stops_at_every_boundary_in_turn(engine: Engine) -> None:
     assert [(each.block, each.first) for each in hits] == [(b, 0) for b in EVERY] + [(b, 102) for b in EVERY]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_every_family_stops_everywhere(family: str) -> None:
     """The activations at the breakpoint equal those of a capture without one, bit for bit."""
     points = [Point("resid", block) for block in EVERY]

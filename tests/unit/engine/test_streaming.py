@@ -15,14 +15,15 @@ from djinnd.weights.plan import BlockPlace
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import Served, random_prompt, small_pages
-from tests.support.models import FAMILIES, reduced_model
+from tests.support.models import reduced_model
+from tests.support.parameters import FEW_FAMILIES, long_except
 from tests.support.placed import plan_of
 
 VOCAB = 512
 PLACINGS = {"1 of 4, two slots": Placing(resident=1, slots=2), "none, one slot": Placing(resident=0, slots=1)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_streamed_blocks_give_the_tokens_of_transformers(family: str) -> None:
     """Sessions with prompts of different lengths join at different steps and leave at their end."""
     folder, chance = reduced_model(family), random.Random(family)
@@ -55,7 +56,7 @@ EXACT = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama-2", "gpt2", "mixtral", "qwen2"])
+@pytest.fixture(scope="module", params=long_except(("mixtral",), ("llama-2", "gpt2", "mixtral", "qwen2")))
 def sixteen_bit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bf16") / "m"
     return altered(folder, request.param, lambda tensors: cast(tensors, torch.bfloat16))

@@ -29,10 +29,12 @@ from djinnd.model.kernels.rms_norm import rms_norm_kernel
 from djinnd.model.kernels.rope import rope_kernel
 from djinnd.model.kernels.tile import INTERPRETED, Tiles
 from djinnd.model.kernels.unpack import patch_kernel, unpack_kernel
+from tests.support.parameters import long_except
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
 
 AMPERE, ADA, HOPPER = 80, 89, 90
+GPUS = pytest.mark.parametrize("capability", long_except((HOPPER,), (AMPERE, HOPPER)))
 SHARED_MEMORY = {AMPERE: 163 << 10, ADA: 99 << 10, HOPPER: 227 << 10}  # bytes a program may have
 
 POINTERS = {
@@ -88,7 +90,8 @@ def compile_mixed(capability: int, tiles: Tiles, **constants: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rows", "direct"), [(64, True), pytest.param(64, False, marks=pytest.mark.long), (2048, True)]
+    ("rows", "direct"),
+    [pytest.param(64, True, marks=pytest.mark.long), pytest.param(64, False, marks=pytest.mark.long), (2048, True)],
 )
 def test_prefill_on_hopper_multiplies_by_warpgroups(rows: int, direct: bool) -> None:
     tiles = prefill_tiles(rows, 128, 2, hopper=True)
@@ -114,7 +117,7 @@ def test_decode_with_all_options_compiles_for_ampere() -> None:
     compile_tiled(AMPERE, decode_kernel, decode_tiles(4, 128, 2), **LLAMA_8B, **EVERYTHING, DIRECT=True)
 
 
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@GPUS
 def test_the_small_kernels_compile(capability: int) -> None:
     combined = {"HEADS": 32, "HEAD_DIM": 80, "DIM": 128, "SINKS": True}
     compile_for(capability, combine_kernel, TILE=64, SPLITS=16, WINDOW=True, **combined)
@@ -128,7 +131,7 @@ def test_the_small_kernels_compile(capability: int) -> None:
         compile_for(capability, edit_kernel, warps=8, WIDTH=width, BLOCK=2048)
 
 
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@GPUS
 def test_masks_are_read_16_bytes_at_a_time_and_each_part_once(capability: int) -> None:
     sizes = {"VOCAB": 128_256, "WIDTH": 4016, "WORDS": WORDS}
     compiled = compile_for(capability, block_tokens_kernel, WARPS, **sizes)
@@ -138,7 +141,7 @@ def test_masks_are_read_16_bytes_at_a_time_and_each_part_once(capability: int) -
     )  # the other load is the row's number
 
 
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@GPUS
 def test_the_kernels_of_the_fast_path_compile(capability: int) -> None:
     compile_for(capability, rope_kernel, Q_HEADS=40, K_HEADS=8, HEAD_DIM=128, HALF=64, HEADS=32)
     compile_for(capability, rope_kernel, Q_HEADS=3, K_HEADS=1, HEAD_DIM=80, HALF=64, HEADS=4)
@@ -151,8 +154,8 @@ def test_a_row_of_weights_is_read_16_bytes_at_a_time() -> None:
     assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and not re.search(r"ld\.global\S*\.v2\.b32", ptx)
 
 
-@pytest.mark.parametrize("capability", [AMPERE, ADA, HOPPER])
-@pytest.mark.parametrize("rows", [1000, 5120, 28_672])
+@pytest.mark.parametrize("capability", long_except((HOPPER,), (AMPERE, ADA, HOPPER)))
+@pytest.mark.parametrize("rows", long_except((5120,), (1000, 5120, 28_672)))
 def test_few_rows_are_multiplied_by_tensor_cores(rows: int, capability: int) -> None:
     for tokens in (8, 16):
         tiles = row_tiles(rows, tokens, processors=132, shared=SHARED_MEMORY[capability])
@@ -164,7 +167,7 @@ def test_few_rows_are_multiplied_by_tensor_cores(rows: int, capability: int) -> 
 PACKED = {"COLS": 5120, "PATCHES": 32, "STRIPE": 8, "PLAINLY": False}
 
 
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@GPUS
 def test_products_of_packed_weights_decode_in_registers(capability: int) -> None:
     one = compile_for(capability, vector_kernel, warps=1, ROWS=2, PAIRS=256, STAGES=1, **PACKED)
     assert "ld.global.v4" in one.asm["ptx"]
@@ -178,14 +181,14 @@ def test_products_of_packed_weights_decode_in_registers(capability: int) -> None
     compile_for(capability, sum_kernel, SPLITS=3, BLOCK=512)
 
 
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@GPUS
 def test_unpacking_writes_16_bytes_at_a_time(capability: int) -> None:
     compiled = compile_for(capability, unpack_kernel, PAIRS=1024, PLAINLY=False)
     assert compiled.asm["ptx"].count("st.global.v4") == 2 and compiled.metadata.shared == 0
     compile_for(capability, patch_kernel, PATCHES=1024)
 
 
-@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+@GPUS
 def test_fetching_writes_16_bytes_at_a_time(capability: int) -> None:
     compiled = compile_for(capability, fetch_packed_kernel, PAIRS=1024, PLAINLY=False)
     assert compiled.asm["ptx"].count("st.global.v4") == 2

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.daemon import clean_environ, warm_python
 from tests.support.models import FAMILIES, REPOSITORY, reduced_model, tiny_model
+from tests.support.parameters import FEW_FAMILIES
 from tools.checkpoints.corpus import Corpus, standard_library
 from tools.checkpoints.layout import StoredTensor, shards, stored_tensors
 from tools.checkpoints.random_model import make_random, prepare_folder
@@ -81,7 +82,7 @@ def test_transformers_loads_every_family_and_misses_nothing(family: str) -> None
     load(reduced_model(family))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 @torch.no_grad()
 def test_greedy_output_of_reduced_models_is_varied_and_does_not_end(family: str) -> None:
     model = load(reduced_model(family))

@@ -16,7 +16,8 @@ from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES
 from tests.support.checkpoints import Tensors, altered, cast
 from tests.support.loaded import MEMORY, check_all, load_weights
-from tests.support.models import FAMILIES, reduced_model
+from tests.support.models import reduced_model
+from tests.support.parameters import FEW_FAMILIES
 
 PAGE = 16
 CONTEXT = 512
@@ -37,7 +38,7 @@ def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "au
     return PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_families_with_paged_attention_pass_and_leave_the_pages_zeroed(device: CpuDevice, family: str) -> None:
     model = model_of(device, family)
     check_all(model, device, PAGE, CONTEXT)

@@ -22,8 +22,9 @@ from djinnd.model.placing.loader import MAX_BLOCKS
 from djinnd.weights.filling import fill as fill_from_checkpoint
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY
-from tests.support.models import FAMILIES, reduced_model
+from tests.support.models import reduced_model
 from tests.support.open_files import loader_of
+from tests.support.parameters import FEW_FAMILIES
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def image_in(fd: int, image: Image, tensors: NamedTensors) -> Tensor:
         os.close(reader)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_a_filled_image_equals_the_store(
     family: str, device: CpuDevice, fd: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -17,7 +17,8 @@ from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY, load_weights
-from tests.support.models import FAMILIES, reduced_model
+from tests.support.models import reduced_model
+from tests.support.parameters import FEW_FAMILIES
 from tests.support.placed import assert_as_in_the_checkpoint, plan_of, tensors_of
 
 P, K, S = BlockPlace.PLAIN, BlockPlace.PACKED, BlockPlace.STREAMED
@@ -92,7 +93,7 @@ def test_plain_blocks_are_not_unpacked(device: CpuDevice, folder: Path, dtype: s
     weights.release(device)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_every_family_streams(device: CpuDevice, family: str) -> None:
     folder = reduced_model(family)
     weights = load_weights(folder, device, placing=Placing(resident=1, slots=2))
