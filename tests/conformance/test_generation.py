@@ -316,7 +316,7 @@ async def consistent(s: Session, prompt_tokens: list[int], whole: list[int]) -> 
 
 async def test_leaving_a_stream_stops_the_work_and_leaves_the_session_usable(session: OpenSession) -> None:
     async with session() as alone, session() as s:
-        whole = await alone.generate(PROMPT, max_tokens=200, ignore_eos=True)
+        whole = await alone.generate(PROMPT, max_tokens=40, ignore_eos=True)
         prompt = (await alone.token_ids())[: whole.usage.prompt_tokens]
         stream = s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)
         await anext(stream)
@@ -329,7 +329,7 @@ async def test_a_cancelled_task_leaves_the_session_usable(daemon_address: str) -
         djinn.AsyncSession("djinn-tiny", address=daemon_address) as alone,
         djinn.AsyncSession("djinn-tiny", address=daemon_address) as s,
     ):
-        whole = await alone.generate(PROMPT, max_tokens=200, ignore_eos=True)
+        whole = await alone.generate(PROMPT, max_tokens=40, ignore_eos=True)
         prompt = (await alone.token_ids())[: whole.usage.prompt_tokens]
         running = asyncio.create_task(collected(s.stream(PROMPT, max_tokens=NO_END, ignore_eos=True)))
         while not await asyncio.to_thread(tokens_of, s.id, daemon_address):

@@ -78,7 +78,6 @@ def test_its_engine_is_killed_while_it_falls_asleep(lives: Lives) -> None:
     sleeper.goes_on()
 
 
-@pytest.mark.smoke
 def test_a_warm_restart_while_a_model_is_asleep(lives: Lives) -> None:
     sleeper = Sleeper(lives)
     sleeper.wait_until_asleep()

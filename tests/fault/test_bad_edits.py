@@ -35,6 +35,7 @@ from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
 from tests.support.daemon import Daemon, holdings, wait_for
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.parameters import long_except
 from tests.support.served import Wire
 from tests.support.steered import Steered
 
@@ -174,7 +175,7 @@ def test_a_value_that_is_no_number_harms_only_its_session(target: Daemon, tenant
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("edit", ["NaN", "overflow", "at every block"])
+@pytest.mark.parametrize("edit", long_except(("overflow",), ("NaN", "overflow", "at every block")))
 def test_positions_before_an_edit_are_not_affected(target: Daemon, edit: str) -> None:
     """Neither are earlier positions of the same prompt, nor their pages, which other sessions find. If a later position
     holds NaN, attention multiplies it by weights of 0."""

@@ -215,7 +215,6 @@ def test_functions_that_end_their_process_are_reported(
         assert not intervention_processes(target)
 
 
-@pytest.mark.smoke
 def test_a_function_that_loops_for_ever_is_ended(session: djinn.Session, target: Daemon, expected: list[int]) -> None:
     """A reload changes the limit of the next run."""
 

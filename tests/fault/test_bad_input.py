@@ -317,7 +317,6 @@ def test_pages_larger_than_the_budget(address: str) -> None:
 # --- too much -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.smoke
 def test_a_flood_of_requests_on_one_connection(address: str) -> None:
     """Each request has exactly one final reply; requests beyond the limits get an error. They are written by a thread,
     because the daemon stops reading while its replies are not read."""

@@ -17,6 +17,7 @@ from djinnd.server.arenas.header import HEADER_BYTES, Header
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import SHM
 from tests.support.lives import Lives
+from tests.support.parameters import long_except
 
 PROMPT = list(range(100, 700))
 NEXT = 4
@@ -122,7 +123,7 @@ def lost(lives: Lives) -> list[str]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("harm", [bits_of_pages, the_bytes_of_other_pages, cut_pages])
+@pytest.mark.parametrize("harm", long_except((bits_of_pages,), (bits_of_pages, the_bytes_of_other_pages, cut_pages)))
 def test_damage_on_disk_under_a_running_daemon(start_daemon: DaemonStarter, harm: Callable[[Path, Path], None]) -> None:
     """The daemon is a fresh one: if it knew how long the disk takes, it might compute pages instead of reading them."""
     lives = Lives(start_daemon, ROOM)

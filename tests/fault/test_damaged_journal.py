@@ -17,8 +17,6 @@ from djinnd.server.journal.rows import MARK
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon
 
-pytestmark = pytest.mark.smoke
-
 PROMPTS = [[number, *range(500, 560)] for number in (301, 302, 303)]
 NEXT = 4
 YEAR = 365 * 86400.0

@@ -153,7 +153,6 @@ def test_sixteen_sessions_at_once(fragile: Daemon) -> None:
         assert client.status(check=True).integrity == []
 
 
-@pytest.mark.smoke
 def test_before_the_first_token_and_while_idle(fragile: Daemon) -> None:
     whole = greedy(fragile, PROMPTS[0], BEFORE + AFTER)
     with djinn.Session(MODEL, address=fragile.address) as s:

@@ -23,6 +23,7 @@ from djinn_client.protocol import (
     Truncate,
 )
 from tests.support.engine import Script
+from tests.support.parameters import long_except
 from tests.support.served import Wire, wait_for
 
 pytestmark = pytest.mark.smoke
@@ -34,7 +35,7 @@ def fatal(what, **fields):
     return Script(on_token={str(TROUBLE): what}, **fields)
 
 
-@pytest.mark.parametrize("what", ["die", "garbage", "hang"])
+@pytest.mark.parametrize("what", long_except(("die",), ("die", "garbage", "hang")))
 def test_a_request_that_two_engines_die_over_ends_and_all_others_continue(serve, what):
     daemon = serve(fatal(what), limits={"engine_silence": "2s"} if what == "hang" else {})
     with daemon.client() as client:
@@ -103,6 +104,7 @@ def test_requests_in_the_step_at_two_deaths_keep_the_tokens_that_were_sent(serve
         assert wire.reply().token_ids == [1, 2]
 
 
+@pytest.mark.long
 def test_a_request_that_kills_engines_does_not_end_another_stream(serve):
     """The stream is in the step at both deaths, but has produced tokens."""
     daemon = serve(fatal("die", context=1 << 20))

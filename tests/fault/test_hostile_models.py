@@ -197,7 +197,6 @@ def test_other_objects_in_place_of_files_are_refused(address: str, folder: Path,
         djinn.load(str(folder), address=address)
 
 
-@pytest.mark.smoke
 def test_layers_that_take_too_long_to_build_are_refused(target: Daemon, folder: Path) -> None:
     target.reload({"limits": LIMITS | {"inspection_seconds": "100ms"}})
     try:

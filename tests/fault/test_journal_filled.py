@@ -119,7 +119,6 @@ def test_a_user_is_refused_at_its_limit(
         assert client.status(check=True).integrity == []
 
 
-@pytest.mark.smoke
 @only_root
 def test_a_user_is_refused_on_a_nearly_full_disk(daemon: Daemon, attacker: Attacker) -> None:
     """A reserve that is larger than the free bytes of any disk stands for a nearly full disk."""

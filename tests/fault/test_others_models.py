@@ -19,6 +19,7 @@ from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Failure, FilesHandedOver, HandOverFiles, LoadModel, ModelReply, Progress, encode
 from djinn_client.transport.exchange import close_all
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.parameters import long_except
 from tests.support.served import Served, Wire, wait_for
 from tests.support.serving import TINY
 
@@ -127,7 +128,7 @@ NO_PROOFS: dict[str, Callable[[str], int]] = {
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("kind", NO_PROOFS)
+@pytest.mark.parametrize("kind", long_except(("for writing",), NO_PROOFS))
 def test_a_descriptor_that_does_not_prove_a_right_to_read_gives_none(served: Served, kind: str) -> None:
     secret = checkpoint(served.folder / "alice", ALICE)
     with as_user(ALICE):

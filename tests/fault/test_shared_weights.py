@@ -201,7 +201,6 @@ def test_files_that_differ_from_their_announcement_are_refused(wire: Wire) -> No
     assert told.startswith("model_rejected: ")
 
 
-@pytest.mark.smoke
 def test_unknown_shares_are_refused(daemon: Daemon, wire: Wire) -> None:
     share, image = described(wire)
     with memory() as fd, Wire(daemon.address) as another:

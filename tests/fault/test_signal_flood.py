@@ -56,6 +56,7 @@ def flood(wire: Wire, *signals: Signal) -> None:
     assert wire.ask(Ping(id=99)) == Done(id=99), "the daemon has read all signals"
 
 
+@pytest.mark.long
 def test_signals_of_sessions_that_hold_pages(daemon: Daemon) -> None:
     """The pages leave the device and come back repeatedly, as often as the engine receives a signal."""
     before = holdings(daemon)

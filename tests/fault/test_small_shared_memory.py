@@ -21,7 +21,6 @@ def may_mount() -> bool:
         return False
 
 
-@pytest.mark.smoke
 def test_a_model_larger_than_shared_memory_is_refused(start_daemon: DaemonStarter) -> None:
     if not may_mount():
         pytest.skip("a mount namespace of one's own needs root, and a system that permits it")

@@ -13,6 +13,7 @@ from tests.support import reference
 from tests.support.engine_thread import EngineThread
 from tests.support.loaded import MEMORY, random_prompt
 from tests.support.models import reduced_model
+from tests.support.parameters import long_except
 from tests.support.troubled import TroubledDevice
 
 pytestmark = pytest.mark.smoke
@@ -75,7 +76,7 @@ def test_no_token_comes_while_a_block_is_on_its_way(engine: EngineThread, device
 
 
 @pytest.mark.parametrize("streamed", [0, 1, -1])
-@pytest.mark.parametrize("placing", PLACINGS, ids=str)
+@pytest.mark.parametrize("placing", long_except(PLACINGS[:1], PLACINGS), ids=str)
 def test_a_step_without_its_block_fails_and_the_next_one_is_right(
     engine: EngineThread, device: TroubledDevice, placing: Placing, streamed: int
 ) -> None:

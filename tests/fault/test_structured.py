@@ -17,6 +17,7 @@ from djinn_client import errors
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.checkpoint_files import tiny_with
 from tests.support.daemon import Daemon, descendants_of
+from tests.support.parameters import long_except
 
 SCHEMA = {
     "type": "object",
@@ -75,13 +76,8 @@ BOMBS: dict[str, Any] = {
 }
 
 
-LONG = {"nested repetitions", "many properties", "many rules"}
-
-
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in BOMBS]
-)
+@pytest.mark.parametrize("name", long_except(("a large text",), BOMBS))
 def test_a_bomb_is_refused_or_followed_without_further_harm(guarded: Daemon, name: str) -> None:
     with djinn.Session(MODEL, address=guarded.address) as session:
         before = guarded.device().restarts

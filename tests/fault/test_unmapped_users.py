@@ -14,7 +14,6 @@ from tests.support.other_user import as_user, only_root, open_to_all
 NAMESPACE = ["unshare", "--user", "--map-root-user"]
 
 
-@pytest.mark.smoke
 @only_root
 def test_an_unmapped_user_is_refused_and_others_are_served(start_daemon: DaemonStarter) -> None:
     if subprocess.run([*NAMESPACE, "true"], check=False).returncode:

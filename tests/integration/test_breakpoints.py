@@ -18,6 +18,7 @@ from tests.support import ops, reference
 from tests.support.daemon import Daemon, holdings, wait_for
 from tests.support.edited import BLOCKS, WIDTH, assert_close, go_on, prompt_of, vector
 from tests.support.models import reduced_model
+from tests.support.parameters import long_except
 from tests.support.torch_hooks import Change, Hooked
 from tools.bench.harness.trace import traced
 from tools.bench.whitebox.resume_inside import block_counts
@@ -331,6 +332,7 @@ def test_a_refused_request_leaves_the_session_at_its_hit(llama: Path, roomy_daem
         s.unpause()  # of a session that is not paused
 
 
+@pytest.mark.long
 def test_ten_thousand_breakpoints_are_refused_at_the_limit(llama: Path, roomy_daemon: Daemon) -> None:
     with djinn.Session(str(llama), address=roomy_daemon.address) as s:
         for first in range(5):
@@ -375,7 +377,7 @@ def test_a_hit_outlives_its_client_and_a_paused_one_continues(llama: Path, roomy
         assert expect_end(again.resume(max_tokens=NEW, ignore_eos=True)) == expected
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", long_except(("disk",), ("host", "disk")))
 def test_a_hit_that_has_left_the_device_continues_where_it_stopped(
     llama: Path, roomy_daemon: Daemon, tier: Literal["host", "disk"]
 ) -> None:

@@ -25,6 +25,7 @@ def daemon(start_daemon: DaemonStarter) -> Daemon:
     return start_daemon()
 
 
+@pytest.mark.long
 def test_sixteen_sessions_under_a_budget_that_shrinks_and_grows(daemon: Daemon) -> None:
     prompts = [random_prompt(length, 512, seed) for seed, length in enumerate(range(5, 165, 10))]
     with daemon.client() as client:
@@ -87,6 +88,7 @@ def test_a_model_streams_from_the_start_with_the_memory_that_its_refusal_names(s
         assert status.integrity == [] and status.devices[0].used_bytes == told.value.data["needed"]
 
 
+@pytest.mark.long
 def test_a_new_engine_has_the_budget_that_was_set_last(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon(errors=["engine_lost"])
     with daemon.client() as client:

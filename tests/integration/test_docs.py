@@ -28,11 +28,14 @@ from tests.conftest import MODEL, DaemonStarter
 from tests.support.chat_families import TOOLS
 from tests.support.daemon import Daemon
 from tests.support.gateway import Gateway
+from tests.support.parameters import long_except
 from tools.reference_pages import PAGES as PAGES_MADE
 from tools.reference_pages import filled, metric_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "client/README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/*/*.md")))]
+WITH_SNIPPETS = [page for page in PAGES if "```python" in (ROOT / page).read_text()]
+QUICK_PAGES = ("README.md", "client/README.md", "docs/guide/first-steps.md", "docs/guide/conversations.md")
 MODELS = re.compile(r'"(Qwen/Qwen3-0.6B|qwen3-8b|llama|llama-2-13b)"')
 BLOCK = re.compile(r"(blocks\.|layers\.|layer=)(\d+)")
 PART = re.compile(r"<!-- (?P<mark>test|compiled only):\s(?P<told>.*?)\s-->|^```python\n(?P<code>.*?)^```", re.S | re.M)
@@ -69,7 +72,7 @@ def brief(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("page", [page for page in PAGES if "```python" in (ROOT / page).read_text()])
+@pytest.mark.parametrize("page", long_except(QUICK_PAGES, WITH_SNIPPETS))
 def test_the_snippets_of_a_page_run(page: str, reader: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DJINND_ADDRESS", reader.address)
     monkeypatch.chdir(tmp_path)

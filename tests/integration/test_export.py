@@ -75,6 +75,7 @@ def test_kv_that_transformers_computed(session: djinn.Session, told: list[int]) 
     window.close()
 
 
+@pytest.mark.long
 def test_edited_kv_changes_the_tokens_of_its_session_only(session: djinn.Session, told: list[int]) -> None:
     address = session._calls._address
     kv = session.kv()

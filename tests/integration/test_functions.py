@@ -152,6 +152,7 @@ def test_a_function_computes_as_in_any_process(session: djinn.Session) -> None:
     assert said(session).finish_reason == "length"
 
 
+@pytest.mark.long
 def test_forks_continue_with_their_parent_s_functions(session: djinn.Session, hooked: Hooked) -> None:
     """The process has received no functions for the fork yet."""
     session.intervene(AT, halve())
@@ -170,6 +171,7 @@ def test_the_asynchronous_client_gives_the_same(llama: Path, target: Daemon, hoo
     assert asyncio.run(play()) == hooked.greedy(PROMPT, NEW, HALVED)
 
 
+@pytest.mark.long
 def test_a_function_is_sent_again_to_a_new_process(session: djinn.Session, hooked: Hooked, target: Daemon) -> None:
     session.intervene(AT, halve())
     (process,) = intervention_processes(target)

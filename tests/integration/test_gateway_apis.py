@@ -47,6 +47,7 @@ def test_a_message_whole_and_streamed(gateway):
     assert events[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.long
 def test_more_tokens_than_the_context_has_room_for(gateway):
     long = [{"role": "user", "content": "x = 1\n" * _lines_that_leave(gateway, 32)}]
     whole = gateway.post("/v1/messages", MESSAGES | {"messages": long, "max_tokens": 32_000}).json

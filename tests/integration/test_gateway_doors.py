@@ -150,6 +150,7 @@ def test_tokens_that_are_revoked_expired_or_over_quota(served: Daemon, tmp_path:
         wait_for(lambda: post(good).status == 401)
 
 
+@pytest.mark.long
 def test_requests_finish_when_the_gateway_is_stopped(served: Daemon, tmp_path: Path) -> None:
     answers: list[Answer] = []
     with Gateway(tmp_path, served.address) as gateway:

@@ -16,10 +16,10 @@ from tests.conftest import MODEL
 from tests.support import reference
 from tests.support.daemon import Daemon
 from tests.support.models import tiny_model
+from tests.support.parameters import long_except
 
 HARD_PROMPT = "# Größe: 日本語 👩‍👩‍👧"  # of characters that several tokens share
 PROMPTS = ["def fibonacci(", "class Tree:\n    ", "'''\n"]
-LONG = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def open_session(daemon: Daemon) -> Any:
     return lambda: djinn.Session(MODEL, address=daemon.address)
 
 
-@pytest.mark.parametrize("prompt", [HARD_PROMPT, *PROMPTS])
+@pytest.mark.parametrize("prompt", long_except((HARD_PROMPT,), (HARD_PROMPT, *PROMPTS)))
 def test_greedy_output_equals_that_of_transformers(open_session: Any, tokenizer: Tokenizer, prompt: str) -> None:
     with open_session() as s:
         r = s.generate(prompt, max_tokens=64, ignore_eos=True)
@@ -41,8 +41,8 @@ def test_greedy_output_equals_that_of_transformers(open_session: Any, tokenizer:
     assert r.token_ids == reference.greedy(tiny_model(), prompt_tokens, 64, r.token_ids)
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=LONG), 3.0], ids="temperature {}".format)
-@pytest.mark.parametrize("prompt", [HARD_PROMPT, *(pytest.param(each, marks=LONG) for each in PROMPTS)])
+@pytest.mark.parametrize("temperature", long_except((3.0,), (0.0, 1.0, 3.0)), ids="temperature {}".format)
+@pytest.mark.parametrize("prompt", long_except((HARD_PROMPT,), (HARD_PROMPT, *PROMPTS)))
 def test_streamed_text_is_complete(open_session: Any, tokenizer: Tokenizer, prompt: str, temperature: float) -> None:
     """At temperature 3 tokens are nearly random: bytes that begin a character, continue none, or are one."""
     options = {"max_tokens": 120, "temperature": temperature, "seed": 11, "ignore_eos": True}
@@ -78,6 +78,7 @@ def test_stop_strings(open_session: Any) -> None:
         assert (r.text, r.finish_reason) == (text, "length")
 
 
+@pytest.mark.long
 def test_a_seed_gives_the_same_tokens_beside_other_sessions(daemon: Daemon) -> None:
     options = {"max_tokens": 40, "temperature": 1.2, "top_p": 0.95, "ignore_eos": True}
 

@@ -121,6 +121,7 @@ def test_sessions_of_a_sleeping_model_can_be_used_without_waking_it(daemon: Daem
         assert client.status(check=True).integrity == []
 
 
+@pytest.mark.long
 def test_a_model_without_a_host_copy_sleeps_too(daemon: Daemon) -> None:
     with daemon.client() as client, djinn.Session("frugal", address=daemon.address) as s:
         tokens = s.generate(PROMPT, max_tokens=NEW, ignore_eos=True).token_ids
@@ -131,6 +132,7 @@ def test_a_model_without_a_host_copy_sleeps_too(daemon: Daemon) -> None:
         assert daemon.log.count("checkpoint_read model=frugal") == read + 1
 
 
+@pytest.mark.long
 def test_kv_of_a_client_keeps_its_model_awake(daemon: Daemon) -> None:
     with daemon.client() as client:
         client.load("first", keep_alive_s=SOON)
@@ -148,6 +150,7 @@ def test_kv_of_a_client_keeps_its_model_awake(daemon: Daemon) -> None:
 # --- two at once ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_switching_between_two_models_starves_neither(daemon: Daemon) -> None:
     """Eight endless sessions run on one model. Calls to the other are served meanwhile, and the eight continue."""
     with daemon.client() as client:

@@ -7,6 +7,8 @@ import signal
 import socket
 import sys
 
+import pytest
+
 import djinn_client as djinn
 from djinn_client.protocol import Failure, Generate, Generated, OpenSession, Piece, SessionOpened
 from tests.conftest import MODEL, DaemonStarter
@@ -62,6 +64,7 @@ def test_a_second_sigterm_ends_it_at_once(start_daemon: DaemonStarter) -> None:
     assert daemon.left_behind() == []
 
 
+@pytest.mark.long
 def test_the_successor_of_a_killed_daemon(start_daemon: DaemonStarter) -> None:
     """The successor adopts the killed daemon's objects. While it lives, no other daemon gets its socket."""
     killed = start_daemon()

@@ -29,6 +29,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
     }
 
 
+@pytest.mark.long
 def test_packed_plain_and_unpackable_weights_give_the_same_tokens(
     start_daemon: DaemonStarter, folders: dict[str, Path]
 ) -> None:

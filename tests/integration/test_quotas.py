@@ -57,6 +57,7 @@ def refusal(error: pytest.ExceptionInfo[djinn.QuotaExceeded]) -> tuple[Any, ...]
     return data["quota"], data["rule"], data["limit"], data["used"]
 
 
+@pytest.mark.long
 def test_opened_forked_and_imported_sessions_are_limited(limited: Daemon) -> None:
     with ExitStack() as stack, Bystander(limited.address):
         first = stack.enter_context(other_s(limited, priority="agent"))

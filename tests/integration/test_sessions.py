@@ -61,7 +61,7 @@ def test_a_detached_session_is_closed_after_its_grace_time(start_daemon: DaemonS
         assert client.status(check=True).integrity == []
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("warm", [pytest.param(False, marks=pytest.mark.long), True], ids=["cold", "warm"])
 def test_a_restart_keeps_sessions(start_daemon: DaemonStarter, warm: bool) -> None:
     daemon = start_daemon({"limits": {"sessions": 2}})
     with djinn.Session(MODEL, address=daemon.address) as s:
@@ -93,6 +93,7 @@ def test_a_restart_keeps_sessions(start_daemon: DaemonStarter, warm: bool) -> No
         assert client.status(check=True).integrity == []
 
 
+@pytest.mark.long
 def test_the_grace_time_begins_again_with_the_next_daemon(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"session_grace": "1s"}})
     left = djinn.Session(MODEL, address=daemon.address)
@@ -109,6 +110,7 @@ def test_the_grace_time_begins_again_with_the_next_daemon(start_daemon: DaemonSt
     assert [f"session_closed session={left.id}" in life for life in lives] == [False, True, False]
 
 
+@pytest.mark.long
 def test_an_unused_session_is_closed_after_its_time_to_live(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon({"limits": {"session_ttl": "3s"}})
     with daemon.client() as client:

@@ -26,6 +26,7 @@ from tests.support.chat_families import TURNS
 from tests.support.daemon import ROOT, Daemon, clean_environ, descriptors_of, wait_for
 from tests.support.models import reduced_model, tiny_model
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
+from tests.support.parameters import long_except
 
 PROMPT = [300, 20, 101, 7, 55, 430, 12]
 NEW_TOKENS = 24
@@ -94,8 +95,8 @@ def generated(name: str, address: str) -> list[int]:
         return s.generate(PROMPT, max_tokens=NEW_TOKENS, ignore_eos=True).token_ids
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["llama-2", "mixtral"])
+@pytest.mark.parametrize("dtype", long_except((torch.bfloat16,), (torch.float32, torch.bfloat16)), ids=str)
+@pytest.mark.parametrize("family", long_except(("mixtral",), ("llama-2", "mixtral")))
 def test_tokens_equal_those_of_the_shared_model(family: str, dtype: torch.dtype, address: str) -> None:
     source = model(family, dtype)
     expected = greedy(source)
@@ -214,6 +215,7 @@ SHARE_AND_WAIT = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 import djinn_client as djinn
+from tests.support.parameters import long_except
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 options = {"dtype": "bfloat16", "kv_bytes": 32 << 20, "resident": 1}
 handle = djinn.share_model(model, name="mine", address=sys.argv[2], **options)
@@ -222,6 +224,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.long
 def test_a_model_survives_its_client_for_the_grace_time(daemon: Daemon, address: str) -> None:
     command = [sys.executable, "-c", SHARE_AND_WAIT, str(reduced_model("llama-2")), address]
     sharer = subprocess.Popen(command, cwd=ROOT, env=clean_environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -260,6 +263,7 @@ def test_a_model_survives_the_engine_without_its_client(daemon: Daemon, address:
         assert generated(handle.name, address) == expected
 
 
+@pytest.mark.long
 def test_an_unloaded_model_does_not_come_back(daemon: Daemon, address: str) -> None:
     handle = djinn.share_model(model(), name="mine", kv_bytes=KV, address=address)
     djinn.unload("mine", address=address)

@@ -102,6 +102,7 @@ def test_a_format_that_cannot_be_followed_is_refused_and_the_session_stays(open_
             session.generate(" more", regex="a", grammar='start: "a"')
 
 
+@pytest.mark.long
 def test_forced_tokens_in_one_chunk_equal_those_computed_one_by_one(open_session: Callable[[], Session]) -> None:
     """With log probabilities, each token has a step of its own."""
     for seed in range(3):
@@ -168,6 +169,7 @@ def test_a_tool_call_is_forced_and_read(open_session: Callable[[], Session], cho
             session.chat("Rain?", tools=[TOOL], tool_choice="function:nothing")
 
 
+@pytest.mark.long
 def test_several_outputs_of_one_prompt_have_the_format(open_session: Callable[[], Session]) -> None:
     with open_session() as s:
         reply = s.generate("Year: ", n=3, regex="[0-9]{4}", temperature=1.0, seed=3, logit_bias={40: -5.0})

@@ -52,7 +52,7 @@ def traced(daemon: Daemon, file: Path) -> list[dict[str, Any]]:
     return complete
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_trace_of_a_streamed_model(start_daemon: DaemonStarter, tmp_path: Path, packing: bool) -> None:
     daemon = start_daemon()
     with daemon.client() as client:

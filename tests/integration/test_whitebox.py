@@ -29,12 +29,13 @@ from tests.support.edited import (
     vector,
 )
 from tests.support.models import reduced_model
+from tests.support.parameters import long_except
 from tests.support.torch_hooks import Hooked
 
 # Attention beside the MLP, experts, norms behind both with capped logits, and an MLP of two products. All families are
 # in tests/unit/model/test_probe.py.
 THROUGH_A_DAEMON = ("gpt-j", "mixtral", "gemma-2", "opt")
-EACH_FAMILY = pytest.mark.parametrize("family", THROUGH_A_DAEMON, indirect=True)
+EACH_FAMILY = pytest.mark.parametrize("family", long_except(("gemma-2",), THROUGH_A_DAEMON), indirect=True)
 WITHIN = ("hook_resid_pre", "hook_attn_out", "hook_mlp_out", "hook_resid_post")
 STREAMED = ("llama-3.1", "mixtral")
 ENDLESS = 1700  # tokens: nearly the whole context, which takes seconds
@@ -200,7 +201,7 @@ def test_edited_sessions_give_the_tokens_of_hooks(family: Path, roomy_daemon: Da
     check_cases(family, str(family), roomy_daemon.address)
 
 
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", long_except(("llama-3.1",), STREAMED))
 def test_edits_on_streamed_weights(roomy_daemon: Daemon, name: str) -> None:
     model = f"streamed {name}"
     with roomy_daemon.client() as client:

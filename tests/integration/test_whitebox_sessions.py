@@ -14,6 +14,7 @@ from djinn_client.protocol import Tier
 from tests.support import ops, reference
 from tests.support.daemon import Daemon
 from tests.support.edited import BLOCKS, NEW, VOCABULARY, WIDTH, assert_close, go_on, prompt_of, vector
+from tests.support.parameters import long_except
 from tests.support.torch_hooks import Change, Hooked
 
 V = vector(21)
@@ -131,6 +132,7 @@ def test_sessions_with_equal_edits_share_their_pages(llama: Path, roomy_daemon: 
     assert computed() == 520 - 512
 
 
+@pytest.mark.long
 def test_steering_during_a_conversation_beside_other_streams(llama: Path, roomy_daemon: Daemon) -> None:
     """One session is edited, patched and captured between its calls. Other sessions get the tokens that they get
     alone."""
@@ -205,7 +207,7 @@ class Edited:
             assert go_on(s) == self.next
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", long_except(("disk",), ("host", "disk")))
 def test_edited_pages_leave_the_device_and_come_back(llama: Path, roomy_daemon: Daemon, tier: Tier) -> None:
     edited = Edited(llama, str(llama), roomy_daemon.address)
     djinn.pause(edited.id, tier, address=roomy_daemon.address)

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -167,5 +168,10 @@ class JournalMachine(RuleBasedStateMachine):
                 shutil.rmtree(folder)
 
 
-TestJournal = JournalMachine.TestCase
-TestJournal.settings = settings(max_examples=25, stateful_step_count=30)
+class TestJournal(JournalMachine.TestCase):
+    settings = settings(max_examples=10, stateful_step_count=30)
+
+
+@pytest.mark.long
+class TestJournalAtLength(JournalMachine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=30)

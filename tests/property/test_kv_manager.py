@@ -133,5 +133,10 @@ class KvManagerMachine(RuleBasedStateMachine):
         assert all(self.kv.pool.used_by(tenant) == used[tenant] for tenant in range(3))
 
 
-TestKvManager = KvManagerMachine.TestCase
-TestKvManager.settings = settings(max_examples=100, stateful_step_count=40)
+class TestKvManager(KvManagerMachine.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.long
+class TestKvManagerAtLength(KvManagerMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=40)

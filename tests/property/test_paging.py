@@ -604,7 +604,7 @@ class PagingMachine(RuleBasedStateMachine):
 
 
 class TestPaging(PagingMachine.TestCase):
-    settings = settings(max_examples=50, stateful_step_count=40)
+    settings = settings(max_examples=25, stateful_step_count=40)
 
 
 @pytest.mark.long

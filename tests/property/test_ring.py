@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,8 +106,13 @@ class RingMachine(RuleBasedStateMachine):
         assert blocked, "a copy could have been queued and was not"
 
 
-TestRing = RingMachine.TestCase
-TestRing.settings = settings(max_examples=150, stateful_step_count=60)
+class TestRing(RingMachine.TestCase):
+    settings = settings(max_examples=50, stateful_step_count=60)
+
+
+@pytest.mark.long
+class TestRingAtLength(RingMachine.TestCase):
+    settings = settings(max_examples=150, stateful_step_count=60)
 
 
 @given(SIZES, st.integers(0, 40))

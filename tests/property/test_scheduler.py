@@ -755,7 +755,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TestScheduler(SchedulerMachine.TestCase):
-    settings = settings(max_examples=50, stateful_step_count=50)
+    settings = settings(max_examples=25, stateful_step_count=50)
 
 
 @pytest.mark.long

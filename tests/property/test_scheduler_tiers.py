@@ -382,7 +382,7 @@ class TiersMachine(SchedulerMachine):
 
 
 class TestSchedulerWithTiers(TiersMachine.TestCase):
-    settings = settings(max_examples=25, stateful_step_count=50)
+    settings = settings(max_examples=12, stateful_step_count=50)
 
 
 @pytest.mark.long

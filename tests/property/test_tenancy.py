@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -168,5 +169,10 @@ class TenancyMachine(RuleBasedStateMachine):
             assert self.tenancy.used_by(tenant) == used[tenant] <= self.most[tenant], "a tenant has more than it may"
 
 
-TestTenancy = TenancyMachine.TestCase
-TestTenancy.settings = settings(max_examples=100, stateful_step_count=40)
+class TestTenancy(TenancyMachine.TestCase):
+    settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.long
+class TestTenancyAtLength(TenancyMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=40)

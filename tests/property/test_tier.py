@@ -292,7 +292,7 @@ class TierMachine(RuleBasedStateMachine):
 
 
 class TestTier(TierMachine.TestCase):
-    settings = settings(max_examples=40, stateful_step_count=40)
+    settings = settings(max_examples=20, stateful_step_count=40)
 
 
 @pytest.mark.long

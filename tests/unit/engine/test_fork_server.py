@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.models import REPOSITORY
 
 # Imports what the fork server imports, reports whether it may fork, and then imports what an engine imports.
@@ -28,6 +30,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
+@pytest.mark.long
 def test_the_libraries_may_be_forked_and_cover_an_engine_s_imports() -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "OPENBLAS_"))}
     told = subprocess.run([sys.executable, "-c", CODE], cwd=REPOSITORY, env=environ, capture_output=True, check=True)

@@ -48,6 +48,7 @@ class Process:
         return self.process.returncode, log
 
 
+@pytest.mark.long
 def test_the_engine_is_ready_and_ends_when_told_to() -> None:
     engine = Process("--device=cpu", f"--memory={1 << 30}")
     ready = engine.first_word()

@@ -87,7 +87,7 @@ def test_attention_is_right_with_all_options(
 
 def test_windows_may_be_shorter_than_a_tile_or_span_several() -> None:
     for window in (1, 100):
-        check(attention(), Scene([150], [170], kv_heads=1), window=window)
+        check(attention(), Scene([30], [170], kv_heads=1), window=window)
 
 
 @pytest.mark.parametrize("splits", [2, pytest.param(7, marks=long)])
@@ -112,7 +112,7 @@ def test_a_chunk_with_divided_keys_is_right(options: dict[str, Any], splits: int
 
 
 def test_a_single_fresh_row_may_read_its_own_keys() -> None:
-    check(attention(), Scene([70], [70], group=2), fresh=True)
+    check(attention(), Scene([40], [40], group=2), fresh=True)
     check(attention(), Scene([70], [70], group=2), fresh=True, window=30)
 
 

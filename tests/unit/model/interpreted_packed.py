@@ -51,7 +51,13 @@ def test_patches_with_bad_places_write_nothing() -> None:
 )
 @pytest.mark.parametrize(
     ("tokens", "tiles"),
-    [(1, None), *((1, t) for t in VECTOR), (3, None), *((t, x) for t in (2, FEW_ROWS) for x in MATRIX)],
+    [
+        (1, None),
+        (1, VECTOR[-1]),
+        *(pytest.param(1, t, marks=pytest.mark.long) for t in VECTOR[:-1]),
+        (3, None),
+        *((t, x) for t in (2, FEW_ROWS) for x in MATRIX),
+    ],
     ids=str,
 )
 def test_product(number: int, tokens: int, tiles: ProductTiles | None) -> None:

@@ -15,6 +15,7 @@ from djinnd.engine.tuning import ROWS_AT_HAND
 from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import reduced_model
+from tests.support.parameters import long_except
 
 FAMILIES = ["llama-2", "qwen3-moe"]
 BLOCKS = 4
@@ -83,7 +84,7 @@ def decode(parts: Parts, sessions: list[Session], until: int) -> None:
         parts.run(*(parts.row(session, 1, samples=True) for session in sessions))
 
 
-@pytest.mark.parametrize("block", range(1, BLOCKS + 1))
+@pytest.mark.parametrize("block", long_except((1, BLOCKS), range(1, BLOCKS + 1)))
 def test_a_prompt_runs_in_two_parts_beside_others(parts: Parts, block: int) -> None:
     """In chunks of two sizes. Another session decodes while it waits and while it goes on."""
     session, other = parts.open(prompt(41)), parts.open(prompt(20, seed=1))

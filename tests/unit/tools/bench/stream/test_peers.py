@@ -56,6 +56,7 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     assert (outcome.status, outcome.note) == (Status.SKIPPED, "no_such_package is not installed")
 
 
+@pytest.mark.long
 def test_a_peer_that_crashes_has_an_outcome_with_its_last_line(tmp_path: Path) -> None:
     outcome = peers.measure("gpu-only", job(tmp_path / "nowhere", tmp_path), tmp_path, limit_s=60)
     assert outcome.status is Status.FAILED
