@@ -97,7 +97,7 @@ class TokenInfo(msgspec.Struct, kw_only=True):
     """Times are seconds since 1970."""
 
     name: str
-    user: int  # the principal for whom it stands: see principals.py
+    user: int  # the principal for whom it stands: a uid, or the number of a name
     user_name: str
     highest_class: Class | None
     created: float

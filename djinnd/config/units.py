@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 from msgspec import Meta
 
-from djinn_client.protocol.fields.principals import is_principal_name
+from djinnd.config.principals import is_principal_name
 
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(\S*)\s*")
 _SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -25,7 +25,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from djinn_client.protocol.fields.principals import is_unix_user
+from djinnd.config.principals import is_unix_user
 from djinnd.confinement import landlock, own_root, seccomp
 
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38

@@ -26,7 +26,7 @@ from djinn_client.protocol import (
     Welcome,
     encode,
 )
-from djinn_client.protocol.fields.principals import number_of
+from djinnd.config.principals import number_of
 from tests.support.served import Served, Wire, wait_for
 
 pytestmark = pytest.mark.smoke

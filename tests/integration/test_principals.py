@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import djinn_client as djinn
-from djinn_client.protocol.fields.principals import number_of
+from djinnd.config.principals import number_of
 from djinnd.confinement import landlock, seccomp
 from tests.conftest import DaemonStarter
 from tests.support.daemon import Daemon, descendants_of, lacks_tiers, wait_for

@@ -13,8 +13,8 @@ from hashlib import sha256
 import msgspec
 
 from djinn_client.errors import InvalidRequest, NotFound, QuotaExceeded
-from djinn_client.protocol.fields.principals import MAX_PRINCIPAL_NAME, is_principal_name, number_of
 from djinn_client.protocol.fields.scheduling import Class
+from djinnd.config.principals import MAX_PRINCIPAL_NAME, is_principal_name, number_of
 
 PREFIX = "djn_"
 _BYTES = 32

@@ -2,7 +2,7 @@
 
 Only the daemon's user may read it. It is replaced as a whole, so a crash leaves the old content or the new. A bit that
 the disk has changed could make a token stand for another user: so a file whose checksum is wrong is set aside, and no
-token of it is valid. Names keep their numbers all the same: see djinn_client/protocol/fields/principals.py.
+token of it is valid. Names keep their numbers all the same: see djinnd/config/principals.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from djinn_client.errors import InvalidRequest
-from djinn_client.protocol.fields.principals import FIRST_NAMED, is_unix_user
+from djinnd.config.principals import FIRST_NAMED, is_unix_user
 
 _OVERFLOWING = FIRST_NAMED - 1  # (uid_t)-1, which is no user's
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from djinn_client.errors import InvalidRequest, NotAuthenticated, Retry
-from djinn_client.protocol.fields.principals import is_unix_user
 from djinn_client.protocol.fields.scheduling import Class
 from djinn_client.protocol.info import TokenInfo
 from djinn_client.protocol.requests import AddToken
 from djinnd.config import Limits
+from djinnd.config.principals import is_unix_user
 from djinnd.config.units import MAX_SECONDS
 from djinnd.server.principals.book import AccessToken, TokenBook, TokenFileContent, new_token
 from djinnd.server.principals.file import TokenFile

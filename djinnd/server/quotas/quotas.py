@@ -13,10 +13,10 @@ from functools import cache
 from typing import NamedTuple
 
 from djinn_client.errors import QuotaExceeded
-from djinn_client.protocol.fields.principals import number_of
 from djinn_client.protocol.fields.scheduling import CLASSES, Class, QuotaUse, ResourceUse
 from djinn_client.transport.host_memory import available
 from djinnd.config import Limits, Quota
+from djinnd.config.principals import number_of
 from djinnd.messages import TenantLimits, TenantUse
 from djinnd.server.quotas.bucket import Bucket
 from djinnd.server.quotas.ledger import Ledger, Limit, Resource

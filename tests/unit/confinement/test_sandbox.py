@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from djinn_client.protocol.fields.principals import number_of
+from djinnd.config.principals import number_of
 from tests.support.confined import confined
 from tests.support.daemon import ROOT
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from djinn_client.errors import InvalidRequest, NotFound, QuotaExceeded
-from djinn_client.protocol.fields.principals import number_of
+from djinnd.config.principals import number_of
 from djinnd.server.principals import book
 from djinnd.server.principals.book import TokenBook, TokenFileContent, new_token
 

@@ -6,7 +6,7 @@ import pwd
 import pytest
 
 from djinn_client.errors import InvalidRequest
-from djinn_client.protocol.fields.principals import number_of
+from djinnd.config.principals import number_of
 from djinnd.server.principals.names import groups_of, is_unix_name, uid_of, unix_name
 
 UNKNOWN = 4_000_000_000

@@ -12,8 +12,8 @@ import pytest
 
 from djinn_client.errors import DjinnError, InvalidRequest, NotAuthenticated, Retry
 from djinn_client.protocol import AddToken
-from djinn_client.protocol.fields.principals import number_of
 from djinnd.config import Limits
+from djinnd.config.principals import number_of
 from djinnd.server.principals import tokens
 from djinnd.server.principals.tokens import Bearer, Tokens
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djinn_client.errors import QuotaExceeded
-from djinn_client.protocol.fields.principals import number_of
 from djinn_client.protocol.fields.scheduling import ResourceUse
 from djinnd.config import Quota
+from djinnd.config.principals import number_of
 from djinnd.messages import TenantLimits, TenantUse
 from djinnd.server.principals.names import groups_of
 from djinnd.server.quotas.quotas import QuotaTable

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import djinn_client as djinn
 from djinn_client.protocol import CLASSES
-from djinn_client.protocol.fields.principals import number_of
+from djinnd.config.principals import number_of
 from djinnd.server.principals.names import unix_name
 from djinnd.server.status import metrics_socket
 from djinnd.server.status.metrics_socket import HEAD_BYTES, PLACES, MetricsSocket

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from djinn_client.protocol.fields.principals import FIRST_NAMED, is_principal_name, is_unix_user, number_of
+from djinnd.config.principals import FIRST_NAMED, is_principal_name, is_unix_user, number_of
 
 
 def test_a_name_has_one_number_for_ever() -> None:
@@ -23,5 +23,5 @@ def test_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "7", "1000", "-a", "a b", "a\n", "a\nuser=0", "é", "a" * 65, "a/b", "a,b", '"a"'])
-def test_what_is_no_name(name: str) -> None:
+def test_a_text_of_another_form_is_no_name(name: str) -> None:
     assert not is_principal_name(name)
