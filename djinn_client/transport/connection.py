@@ -171,10 +171,7 @@ class Connection:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             while True:
                 try:
-                    if rights:
-                        count = self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL)
-                    else:
-                        count = self._socket.send(rest, socket.MSG_NOSIGNAL)  # a microsecond less
+                    count = self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL)
                     if count == len(rest):
                         return
                     rest = memoryview(rest)[count:]
