@@ -18,232 +18,125 @@ import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from djinn_client.admin.client import Client
-from djinn_client.admin.embeddings import Embeddings
-from djinn_client.api.client import Session
-from djinn_client.api.functions import (
-    chat,
-    close,
-    detokenize,
-    embed,
-    generate,
-    load,
-    load_session,
-    models,
-    pause,
-    plan,
-    points,
-    quotas,
-    sessions,
-    set_budget,
-    set_priority,
-    status,
-    tokenize,
-    tokenizer,
-    trace,
-    unload,
-    unpause,
-    why,
-)
-from djinn_client.arguments.options import ChatOptions, GenerateOptions, PlacingOptions
-from djinn_client.errors import (
-    Busy,
-    Cancelled,
-    ConnectionLost,
-    DjinnError,
-    EngineLost,
-    FileDamaged,
-    FilesWanted,
-    FrameTooLarge,
-    FunctionFailed,
-    FunctionNotFound,
-    GrammarRejected,
-    InvalidRequest,
-    JournalUnavailable,
-    ModelMismatch,
-    ModelNotFound,
-    ModelRejected,
-    NotAuthenticated,
-    NotFound,
-    NoTokenizer,
-    NotPermitted,
-    OutOfMemory,
-    PromptTooLong,
-    ProtocolError,
-    QuotaExceeded,
-    Retry,
-    SessionBusy,
-    SessionLost,
-    SessionNotFound,
-    SessionStateError,
-    ShuttingDown,
-    TextFailed,
-    TokenOutOfRange,
-    VersionMismatch,
-)
-from djinn_client.handover.kv import KV, KvWindow, kv_window
+# The public names are those imported `as` themselves, and those of _LATER.
+from djinn_client.admin.client import Client as Client
+from djinn_client.admin.embeddings import Embeddings as Embeddings
+from djinn_client.api.client import Session as Session
+from djinn_client.api.functions import chat as chat
+from djinn_client.api.functions import close as close
+from djinn_client.api.functions import detokenize as detokenize
+from djinn_client.api.functions import embed as embed
+from djinn_client.api.functions import generate as generate
+from djinn_client.api.functions import load as load
+from djinn_client.api.functions import load_session as load_session
+from djinn_client.api.functions import models as models
+from djinn_client.api.functions import pause as pause
+from djinn_client.api.functions import plan as plan
+from djinn_client.api.functions import points as points
+from djinn_client.api.functions import quotas as quotas
+from djinn_client.api.functions import sessions as sessions
+from djinn_client.api.functions import set_budget as set_budget
+from djinn_client.api.functions import set_priority as set_priority
+from djinn_client.api.functions import status as status
+from djinn_client.api.functions import tokenize as tokenize
+from djinn_client.api.functions import tokenizer as tokenizer
+from djinn_client.api.functions import trace as trace
+from djinn_client.api.functions import unload as unload
+from djinn_client.api.functions import unpause as unpause
+from djinn_client.api.functions import why as why
+from djinn_client.arguments.options import ChatOptions as ChatOptions
+from djinn_client.arguments.options import GenerateOptions as GenerateOptions
+from djinn_client.arguments.options import PlacingOptions as PlacingOptions
+from djinn_client.errors import Busy as Busy
+from djinn_client.errors import Cancelled as Cancelled
+from djinn_client.errors import ConnectionLost as ConnectionLost
+from djinn_client.errors import DjinnError as DjinnError
+from djinn_client.errors import EngineLost as EngineLost
+from djinn_client.errors import FileDamaged as FileDamaged
+from djinn_client.errors import FilesWanted as FilesWanted
+from djinn_client.errors import FrameTooLarge as FrameTooLarge
+from djinn_client.errors import FunctionFailed as FunctionFailed
+from djinn_client.errors import FunctionNotFound as FunctionNotFound
+from djinn_client.errors import GrammarRejected as GrammarRejected
+from djinn_client.errors import InvalidRequest as InvalidRequest
+from djinn_client.errors import JournalUnavailable as JournalUnavailable
+from djinn_client.errors import ModelMismatch as ModelMismatch
+from djinn_client.errors import ModelNotFound as ModelNotFound
+from djinn_client.errors import ModelRejected as ModelRejected
+from djinn_client.errors import NotAuthenticated as NotAuthenticated
+from djinn_client.errors import NotFound as NotFound
+from djinn_client.errors import NoTokenizer as NoTokenizer
+from djinn_client.errors import NotPermitted as NotPermitted
+from djinn_client.errors import OutOfMemory as OutOfMemory
+from djinn_client.errors import PromptTooLong as PromptTooLong
+from djinn_client.errors import ProtocolError as ProtocolError
+from djinn_client.errors import QuotaExceeded as QuotaExceeded
+from djinn_client.errors import Retry as Retry
+from djinn_client.errors import SessionBusy as SessionBusy
+from djinn_client.errors import SessionLost as SessionLost
+from djinn_client.errors import SessionNotFound as SessionNotFound
+from djinn_client.errors import SessionStateError as SessionStateError
+from djinn_client.errors import ShuttingDown as ShuttingDown
+from djinn_client.errors import TextFailed as TextFailed
+from djinn_client.errors import TokenOutOfRange as TokenOutOfRange
+from djinn_client.errors import VersionMismatch as VersionMismatch
+from djinn_client.handover.kv import KV as KV
+from djinn_client.handover.kv import KvWindow as KvWindow
+from djinn_client.handover.kv import kv_window as kv_window
 from djinn_client.old_names import warn_of
-from djinn_client.protocol import (
-    BudgetReply,
-    DeviceInfo,
-    Generated,
-    Logprobs,
-    ModelInfo,
-    PauseReply,
-    Piece,
-    PrefixInfo,
-    Progress,
-    PromptLogprobs,
-    Record,
-    RecordInfo,
-    SessionInfo,
-    Span,
-    StatusReply,
-    Timings,
-    TokenAdded,
-    TokenInfo,
-    TokenizerInfo,
-    TraceReply,
-    Usage,
-)
-from djinn_client.protocol.fields.breakpoints import BreakpointInfo, HitInfo
-from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
-from djinn_client.protocol.fields.edits import EditInfo
-from djinn_client.protocol.fields.kv_layout import KvLayout
-from djinn_client.protocol.fields.placing import ModelPlan
-from djinn_client.protocol.fields.scheduling import Latency, QuotaUse, ResourceUse, Spread, Why
-from djinn_client.session.streaming import Stream
-from djinn_client.tensors.cache import Cache
-from djinn_client.tensors.hits import Hit
-from djinn_client.tensors.resume_points import ResumePoint
-from djinn_client.version import __version__
-from djinn_client.whitebox.breakpoint_calls import Breakpoint
-from djinn_client.whitebox.interventions import Intervention, InterventionContext
-from djinn_client.whitebox.probing import Capture, Edit
+from djinn_client.protocol import BudgetReply as BudgetReply
+from djinn_client.protocol import DeviceInfo as DeviceInfo
+from djinn_client.protocol import Generated as Generated
+from djinn_client.protocol import Logprobs as Logprobs
+from djinn_client.protocol import ModelInfo as ModelInfo
+from djinn_client.protocol import PauseReply as PauseReply
+from djinn_client.protocol import Piece as Piece
+from djinn_client.protocol import PrefixInfo as PrefixInfo
+from djinn_client.protocol import Progress as Progress
+from djinn_client.protocol import PromptLogprobs as PromptLogprobs
+from djinn_client.protocol import Record as Record
+from djinn_client.protocol import RecordInfo as RecordInfo
+from djinn_client.protocol import SessionInfo as SessionInfo
+from djinn_client.protocol import Span as Span
+from djinn_client.protocol import StatusReply as StatusReply
+from djinn_client.protocol import Timings as Timings
+from djinn_client.protocol import TokenAdded as TokenAdded
+from djinn_client.protocol import TokenInfo as TokenInfo
+from djinn_client.protocol import TokenizerInfo as TokenizerInfo
+from djinn_client.protocol import TraceReply as TraceReply
+from djinn_client.protocol import Usage as Usage
+from djinn_client.protocol.fields.breakpoints import BreakpointInfo as BreakpointInfo
+from djinn_client.protocol.fields.breakpoints import HitInfo as HitInfo
+from djinn_client.protocol.fields.chat import ChatDelta as ChatDelta
+from djinn_client.protocol.fields.chat import ChatMessage as ChatMessage
+from djinn_client.protocol.fields.chat import ToolCall as ToolCall
+from djinn_client.protocol.fields.chat import ToolCallDelta as ToolCallDelta
+from djinn_client.protocol.fields.edits import EditInfo as EditInfo
+from djinn_client.protocol.fields.kv_layout import KvLayout as KvLayout
+from djinn_client.protocol.fields.placing import ModelPlan as ModelPlan
+from djinn_client.protocol.fields.scheduling import Latency as Latency
+from djinn_client.protocol.fields.scheduling import QuotaUse as QuotaUse
+from djinn_client.protocol.fields.scheduling import ResourceUse as ResourceUse
+from djinn_client.protocol.fields.scheduling import Spread as Spread
+from djinn_client.protocol.fields.scheduling import Why as Why
+from djinn_client.session.streaming import Stream as Stream
+from djinn_client.tensors.cache import Cache as Cache
+from djinn_client.tensors.hits import Hit as Hit
+from djinn_client.tensors.resume_points import ResumePoint as ResumePoint
+from djinn_client.version import __version__ as __version__
+from djinn_client.whitebox.breakpoint_calls import Breakpoint as Breakpoint
+from djinn_client.whitebox.interventions import Intervention as Intervention
+from djinn_client.whitebox.interventions import InterventionContext as InterventionContext
+from djinn_client.whitebox.probing import Capture as Capture
+from djinn_client.whitebox.probing import Edit as Edit
 
 if TYPE_CHECKING:
-    from djinn_client.api.aio import AsyncSession, AsyncStream
-    from djinn_client.api.aio_client import AsyncClient
-    from djinn_client.handover.sharing import ModelHandle, share_model
-    from djinn_client.tensors.arrays import as_torch
-
-__all__ = [
-    "KV",
-    "AsyncClient",
-    "AsyncSession",
-    "AsyncStream",
-    "Breakpoint",
-    "BreakpointInfo",
-    "BudgetReply",
-    "Busy",
-    "Cache",
-    "Cancelled",
-    "Capture",
-    "ChatDelta",
-    "ChatMessage",
-    "ChatOptions",
-    "Client",
-    "ConnectionLost",
-    "DeviceInfo",
-    "DjinnError",
-    "Edit",
-    "EditInfo",
-    "Embeddings",
-    "EngineLost",
-    "FileDamaged",
-    "FilesWanted",
-    "FrameTooLarge",
-    "FunctionFailed",
-    "FunctionNotFound",
-    "GenerateOptions",
-    "Generated",
-    "GrammarRejected",
-    "Hit",
-    "HitInfo",
-    "Intervention",
-    "InterventionContext",
-    "InvalidRequest",
-    "JournalUnavailable",
-    "KvLayout",
-    "KvWindow",
-    "Latency",
-    "Logprobs",
-    "ModelHandle",
-    "ModelInfo",
-    "ModelMismatch",
-    "ModelNotFound",
-    "ModelPlan",
-    "ModelRejected",
-    "NoTokenizer",
-    "NotAuthenticated",
-    "NotFound",
-    "NotPermitted",
-    "OutOfMemory",
-    "PauseReply",
-    "Piece",
-    "PlacingOptions",
-    "PrefixInfo",
-    "Progress",
-    "PromptLogprobs",
-    "PromptTooLong",
-    "ProtocolError",
-    "QuotaExceeded",
-    "QuotaUse",
-    "Record",
-    "RecordInfo",
-    "ResourceUse",
-    "ResumePoint",
-    "Retry",
-    "Session",
-    "SessionBusy",
-    "SessionInfo",
-    "SessionLost",
-    "SessionNotFound",
-    "SessionStateError",
-    "ShuttingDown",
-    "Span",
-    "Spread",
-    "StatusReply",
-    "Stream",
-    "TextFailed",
-    "Timings",
-    "TokenAdded",
-    "TokenInfo",
-    "TokenOutOfRange",
-    "TokenizerInfo",
-    "ToolCall",
-    "ToolCallDelta",
-    "TraceReply",
-    "Usage",
-    "VersionMismatch",
-    "Why",
-    "__version__",
-    "as_torch",
-    "chat",
-    "close",
-    "detokenize",
-    "embed",
-    "generate",
-    "kv_window",
-    "load",
-    "load_session",
-    "models",
-    "pause",
-    "plan",
-    "points",
-    "quotas",
-    "sessions",
-    "set_budget",
-    "set_priority",
-    "share_model",
-    "status",
-    "tokenize",
-    "tokenizer",
-    "trace",
-    "unload",
-    "unpause",
-    "why",
-]
+    from djinn_client.api.aio import AsyncSession as AsyncSession
+    from djinn_client.api.aio import AsyncStream as AsyncStream
+    from djinn_client.api.aio_client import AsyncClient as AsyncClient
+    from djinn_client.handover.sharing import ModelHandle as ModelHandle
+    from djinn_client.handover.sharing import share_model as share_model
+    from djinn_client.tensors.arrays import as_torch as as_torch
 
 _LATER = {
     "ModelHandle": "djinn_client.handover.sharing",
@@ -281,4 +174,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_LATER} - _OLD_NAMES.keys())

@@ -13,69 +13,15 @@ from djinn_client.arguments import folders
 from djinn_client.arguments.messages import Message, chat_input
 from djinn_client.arguments.options import OfChats, PlacingOptions, build, placing_fields, token_ids
 from djinn_client.protocol import (
-    AddToken,
-    BudgetReply,
     Class,
-    CloseSession,
-    DescribeTokenizer,
-    Detokenize,
-    Detokenized,
-    Done,
-    DropRecord,
-    Embedded,
-    ExplainSession,
-    Generated,
-    GetQuotas,
-    GetRecord,
-    GetStatus,
-    GetTrace,
-    KeepRecord,
-    ListModels,
-    ListPrefixes,
-    ListRecords,
-    ListSessions,
-    ListTokens,
-    LoadModel,
     ModelInfo,
-    ModelReply,
-    Models,
-    PauseReply,
-    PauseSession,
-    Ping,
-    PlanModel,
-    PlanReply,
-    Prefixes,
     PrefixInfo,
-    PrefixPublished,
-    PrefixWithdrawn,
-    PublishPrefix,
-    Quotas,
-    Record,
     RecordInfo,
-    RecordKept,
-    Records,
-    Reply,
-    Request,
-    Restart,
-    ResumeSession,
-    RevokeToken,
     SessionInfo,
-    Sessions,
-    SetBudget,
-    SetPriority,
-    StatusReply,
     Tier,
-    TokenAdded,
     TokenInfo,
-    Tokenize,
-    Tokenized,
-    TokenizerInfo,
-    TokensListed,
-    TraceReply,
-    UnloadModel,
-    Welcome,
-    WhyReply,
-    WithdrawPrefix,
+    replies,
+    requests,
 )
 from djinn_client.protocol.fields.placing import ModelPlan
 from djinn_client.protocol.fields.scheduling import QuotaUse, Why
@@ -85,7 +31,7 @@ from djinn_client.transport.steps import Steps
 if TYPE_CHECKING:
     from typing import Unpack
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=replies.Reply)
 ShownProgress: TypeAlias = AbstractContextManager[OnProgress | None]
 
 
@@ -104,20 +50,20 @@ class DaemonCalls:
 
     def ping(self) -> Steps[None]:
         """An empty call."""
-        yield from self._call(build(Ping), Done)
+        yield from self._call(build(requests.Ping), replies.Done)
 
-    def welcome(self) -> Steps[Welcome]:
+    def welcome(self) -> Steps[replies.Welcome]:
         """The daemon's introduction: its version, and the caller's principal."""
         connection = yield from self._taken()
         self._idle.append(connection)
         return connection.welcome
 
-    def status(self, *, check: bool = False) -> Steps[StatusReply]:
+    def status(self, *, check: bool = False) -> Steps[replies.StatusReply]:
         """`check` audits the daemon's pools too; `integrity` then has what was found."""
-        return self._call(build(GetStatus, check=check), StatusReply)
+        return self._call(build(requests.GetStatus, check=check), replies.StatusReply)
 
     def models(self) -> Steps[list[ModelInfo]]:
-        return (yield from self._call(build(ListModels), Models)).models
+        return (yield from self._call(build(requests.ListModels), replies.Models)).models
 
     def points(self, model: str) -> Steps[list[str]]:
         """The places in the model where sessions may look and change, one name for each, in the order of computing; see
@@ -141,21 +87,21 @@ class DaemonCalls:
         `add_special` False: without those that the tokenizer puts around a text; `parse_special` False: control strings
         in the text stay text. Loads the model if need be. Raises NoTokenizer, InvalidRequest, TextFailed."""
         if isinstance(said, str):
-            request = build(Tokenize, model=folders.model_name(model), text=said, add_special=add_special)
+            request = build(requests.Tokenize, model=folders.model_name(model), text=said, add_special=add_special)
             request.parse_special = parse_special
         else:
-            request = build(Tokenize, model=folders.model_name(model))
+            request = build(requests.Tokenize, model=folders.model_name(model))
             request.chat = chat_input(said, **chat)
-        return (yield from self._call(request, Tokenized)).token_ids
+        return (yield from self._call(request, replies.Tokenized)).token_ids
 
     def detokenize(self, model: str, tokens: Iterable[int]) -> Steps[str]:
         """The text of these tokens, special tokens included. Raises as `tokenize`."""
-        request = build(Detokenize, model=folders.model_name(model), token_ids=token_ids(tokens))
-        return (yield from self._call(request, Detokenized)).text
+        request = build(requests.Detokenize, model=folders.model_name(model), token_ids=token_ids(tokens))
+        return (yield from self._call(request, replies.Detokenized)).text
 
-    def tokenizer(self, model: str) -> Steps[TokenizerInfo]:
+    def tokenizer(self, model: str) -> Steps[replies.TokenizerInfo]:
         """A description of the model's tokenizer: whether it has text and a chat template, and its special tokens."""
-        return self._call(build(DescribeTokenizer, model=folders.model_name(model)), TokenizerInfo)
+        return self._call(build(requests.DescribeTokenizer, model=folders.model_name(model)), replies.TokenizerInfo)
 
     def generate(
         self,
@@ -164,7 +110,7 @@ class DaemonCalls:
         *,
         on_progress: OnProgress | None = None,
         **options: Unpack[ConversedOptions],
-    ) -> Steps[Generated]:
+    ) -> Steps[replies.Generated]:
         """Generates behind a whole prompt, a text or token ids; the daemon chooses a session that has as much of it as
         possible, computes the rest, and keeps the session for the next such call. The reply's `session` names
         it, for `attach`; docs/guide/conversations.md says which session it is and how long it is kept. The options are
@@ -172,7 +118,7 @@ class DaemonCalls:
 
         Raises what `Session` and `Session.generate` raise."""
         request = stateless.conversed(model, prompt, options)
-        return self._loading_call(request, Generated, on_progress)
+        return self._loading_call(request, replies.Generated, on_progress)
 
     def chat(
         self,
@@ -181,11 +127,11 @@ class DaemonCalls:
         *,
         on_progress: OnProgress | None = None,
         **options: Unpack[ConversedChatOptions],
-    ) -> Steps[Generated]:
+    ) -> Steps[replies.Generated]:
         """Does for a chat what `generate` does for a prompt. A text is the chat's only message; a list of messages, in
         OpenAI's form, is the whole chat. The options are those of `ConversedChatOptions`."""
         request = stateless.conversed_chat(model, said, options)
-        return self._loading_call(request, Generated, on_progress)
+        return self._loading_call(request, replies.Generated, on_progress)
 
     def embed(
         self,
@@ -202,7 +148,7 @@ class DaemonCalls:
 
         Raises what `Session` raises, and PromptTooLong."""
         request = stateless.embed(model, inputs, pooling, normalize)
-        return Embeddings((yield from self._loading_call(request, Embedded, on_progress)))
+        return Embeddings((yield from self._loading_call(request, replies.Embedded, on_progress)))
 
     def keep_record(self, session: str, body: bytes = b"", *, name: str = "") -> Steps[str]:
         """Keeps the point at which an idle session of the caller's is, with the caller's own bytes, and returns the
@@ -211,27 +157,28 @@ class DaemonCalls:
 
         Raises SessionNotFound, SessionBusy, QuotaExceeded, and InvalidRequest for a session whose tokens do not tell
         what follows: one with edits, breakpoints or a client's KV."""
-        return (yield from self._call(build(KeepRecord, session=session, body=body, record=name), RecordKept)).record
+        request = build(requests.KeepRecord, session=session, body=body, record=name)
+        return (yield from self._call(request, replies.RecordKept)).record
 
-    def record(self, name: str) -> Steps[Record]:
+    def record(self, name: str) -> Steps[replies.Record]:
         """The record, with its `body`. Raises NotFound."""
-        return self._call(build(GetRecord, record=name), Record)
+        return self._call(build(requests.GetRecord, record=name), replies.Record)
 
     def records(self) -> Steps[list[RecordInfo]]:
         """The caller's records, the oldest first."""
-        return (yield from self._call(build(ListRecords), Records)).records
+        return (yield from self._call(build(requests.ListRecords), replies.Records)).records
 
     def drop_record(self, name: str) -> Steps[None]:
         """Raises NotFound."""
-        yield from self._call(build(DropRecord, record=name), Done)
+        yield from self._call(build(requests.DropRecord, record=name), replies.Done)
 
     def sessions(self) -> Steps[list[SessionInfo]]:
         """The caller's sessions; every user's for an administrator."""
-        return (yield from self._call(build(ListSessions), Sessions)).sessions
+        return (yield from self._call(build(requests.ListSessions), replies.Sessions)).sessions
 
     def quotas(self, *, all: bool = False) -> Steps[list[QuotaUse]]:
         """The caller's quotas and their use; with `all`, for administrators, those of every user that has a session."""
-        return (yield from self._call(build(GetQuotas, all=all), Quotas)).quotas
+        return (yield from self._call(build(requests.GetQuotas, all=all), replies.Quotas)).quotas
 
     def load(
         self,
@@ -256,8 +203,8 @@ class DaemonCalls:
         `chat_template`: the text of a template for its chats, in the place of the checkpoint's."""
         sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
         wishes = {"keep_alive_s": keep_alive_s, "chat_template": chat_template, "placing": placing_fields(placing)}
-        request = build(LoadModel, model=folders.model_name(model), **wishes, **sizes)
-        return (yield from self._loading_call(request, ModelReply, on_progress)).model
+        request = build(requests.LoadModel, model=folders.model_name(model), **wishes, **sizes)
+        return (yield from self._loading_call(request, replies.ModelReply, on_progress)).model
 
     def plan(
         self, model: str, *, memory_bytes: int = 0, kv_bytes: int = 0, **placing: Unpack[PlacingOptions]
@@ -267,65 +214,70 @@ class DaemonCalls:
         `placing`: see PlacingOptions. Raises OutOfMemory with the figure if nothing fits."""
         fields = placing_fields(placing)
         request = build(
-            PlanModel, model=folders.model_name(model), memory_bytes=memory_bytes, kv_bytes=kv_bytes, placing=fields
+            requests.PlanModel,
+            model=folders.model_name(model),
+            memory_bytes=memory_bytes,
+            kv_bytes=kv_bytes,
+            placing=fields,
         )
-        return (yield from self._call(request, PlanReply)).plan
+        return (yield from self._call(request, replies.PlanReply)).plan
 
-    def set_budget(self, memory_bytes: int) -> Steps[BudgetReply]:
+    def set_budget(self, memory_bytes: int) -> Steps[replies.BudgetReply]:
         """Gives the daemon so much device memory, for administrators, while sessions run: blocks that no longer fit
         stream, and become resident again when there is more. Raises OutOfMemory, with the figure that it could go down
         to, where that does not suffice; nothing has changed then."""
-        return self._call(build(SetBudget, memory_bytes=memory_bytes), BudgetReply)
+        return self._call(build(requests.SetBudget, memory_bytes=memory_bytes), replies.BudgetReply)
 
-    def trace(self, *, steps: int = 4, seconds: float = 10.0) -> Steps[TraceReply]:
+    def trace(self, *, steps: int = 4, seconds: float = 10.0) -> Steps[replies.TraceReply]:
         """Records what the device does in its next `steps` steps (1 to 100), for administrators. Returns after these
         steps, or after `seconds` (at most 60) with the steps so far. Raises Retry while another trace is recorded."""
-        return self._call(build(GetTrace, steps=steps, seconds=seconds), TraceReply)
+        return self._call(build(requests.GetTrace, steps=steps, seconds=seconds), replies.TraceReply)
 
     def unload(self, model: str, *, force: bool = False) -> Steps[None]:
         """`force` closes the sessions that use the model; without it they are an error."""
-        yield from self._call(build(UnloadModel, model=folders.model_name(model), force=force), Done)
+        yield from self._call(build(requests.UnloadModel, model=folders.model_name(model), force=force), replies.Done)
 
     def close_session(self, session: str) -> Steps[None]:
         """Raises SessionNotFound."""
-        yield from self._call(build(CloseSession, session=session), Done)
+        yield from self._call(build(requests.CloseSession, session=session), replies.Done)
 
-    def pause_session(self, session: str, tier: Tier = "host") -> Steps[PauseReply]:
+    def pause_session(self, session: str, tier: Tier = "host") -> Steps[replies.PauseReply]:
         """Pauses a session of the caller, or of any user for an administrator. See Session.pause. Also raises
         SessionNotFound."""
-        return self._call(build(PauseSession, session=session, tier=tier), PauseReply)
+        return self._call(build(requests.PauseSession, session=session, tier=tier), replies.PauseReply)
 
     def unpause_session(self, session: str) -> Steps[None]:
         """See Session.unpause. Raises SessionNotFound."""
-        yield from self._call(build(ResumeSession, session=session), Done)
+        yield from self._call(build(requests.ResumeSession, session=session), replies.Done)
 
     def set_priority(self, session: str, priority: Class) -> Steps[None]:
         """Changes the class of a session of the caller, or of any user for an administrator. See Session.set_priority.
         Also raises SessionNotFound."""
-        yield from self._call(build(SetPriority, session=session, priority=priority), Done)
+        yield from self._call(build(requests.SetPriority, session=session, priority=priority), replies.Done)
 
     def why(self, session: str) -> Steps[Why]:
         """Why a session of the caller, or of any user for an administrator, runs or waits. See Session.why."""
-        return (yield from self._call(build(ExplainSession, session=session), WhyReply)).why
+        return (yield from self._call(build(requests.ExplainSession, session=session), replies.WhyReply)).why
 
     def publish_prefix(self, session: str, tokens: int | None = None) -> Steps[PrefixInfo]:
         """Makes the first `tokens` tokens of a session public (None: all that it has), as far as they fill pages, for
         administrators: from now on the sessions of all users that begin with them share their pages, until the prefix
         is withdrawn. Raises InvalidRequest, with the page size, where they fill none; SessionNotFound, SessionBusy."""
-        return (yield from self._call(build(PublishPrefix, session=session, tokens=tokens), PrefixPublished)).prefix
+        request = build(requests.PublishPrefix, session=session, tokens=tokens)
+        return (yield from self._call(request, replies.PrefixPublished)).prefix
 
     def prefixes(self) -> Steps[list[PrefixInfo]]:
         """The public prefixes of all models, for administrators."""
-        return (yield from self._call(build(ListPrefixes), Prefixes)).prefixes
+        return (yield from self._call(build(requests.ListPrefixes), replies.Prefixes)).prefixes
 
     def withdraw_prefix(self, prefix: str) -> Steps[bool]:
         """For administrators. True: the model is loaded, and goes on sharing it until it is loaded the next time.
         Raises NotFound."""
-        return (yield from self._call(build(WithdrawPrefix, prefix=prefix), PrefixWithdrawn)).in_force
+        return (yield from self._call(build(requests.WithdrawPrefix, prefix=prefix), replies.PrefixWithdrawn)).in_force
 
     def add_token(
         self, name: str, *, user: str = "", highest_class: Class | None = None, expires_s: float = 0.0
-    ) -> Steps[TokenAdded]:
+    ) -> Steps[replies.TokenAdded]:
         """A token, for administrators; the reply's `token` is told this once. It stands for the Unix user `user`, or,
         if that is "", for a principal of this name. Connections with it use sessions of `highest_class` or below (None:
         of any class that the principal may have), and it ends after `expires_s` seconds (0: never). See
@@ -333,29 +285,30 @@ class DaemonCalls:
 
         Raises InvalidRequest for a name that is taken or is none, QuotaExceeded, Retry where it cannot be written."""
         return self._call(
-            build(AddToken, name=name, user=user, highest_class=highest_class, expires_s=expires_s), TokenAdded
+            build(requests.AddToken, name=name, user=user, highest_class=highest_class, expires_s=expires_s),
+            replies.TokenAdded,
         )
 
     def tokens(self) -> Steps[list[TokenInfo]]:
         """All tokens, for administrators."""
-        return (yield from self._call(build(ListTokens), TokensListed)).tokens
+        return (yield from self._call(build(requests.ListTokens), replies.TokensListed)).tokens
 
     def revoke_token(self, name: str) -> Steps[None]:
         """Ends the token and closes the connections with it, for administrators. Raises NotFound."""
-        yield from self._call(build(RevokeToken, name=name), Done)
+        yield from self._call(build(requests.RevokeToken, name=name), replies.Done)
 
     def restart(self, *, warm: bool = False) -> Steps[None]:
         """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models, and the
         pages of sessions, in shared memory. Returns when it has begun to. Sessions survive it, for
         limits.session_grace."""
-        yield from self._call(build(Restart, warm=warm), Done)
+        yield from self._call(build(requests.Restart, warm=warm), replies.Done)
 
     def close(self) -> None:
         with suppress(IndexError):  # until there is none
             while True:
                 self._idle.pop().close()
 
-    def _call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> Steps[R]:
+    def _call(self, request: requests.Request, expected: type[R], on_progress: OnProgress | None = None) -> Steps[R]:
         connection = yield from self._taken()
         try:
             if isinstance(request, folders.NamesModel):
@@ -367,7 +320,7 @@ class DaemonCalls:
             else:
                 self._idle.append(connection)
 
-    def _loading_call(self, request: Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
+    def _loading_call(self, request: requests.Request, expected: type[R], on_progress: OnProgress | None) -> Steps[R]:
         """For calls that load a model: see `Session`."""
         with self._progress(on_progress) as told:
             return (yield from self._call(request, expected, told))

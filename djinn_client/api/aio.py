@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from djinn_client.api.own_state import OwnState
@@ -188,9 +187,7 @@ class AsyncSession(OwnState):
     async def __aenter__(self) -> Self:
         return await self.open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with suppress(*(() if error is None else (DjinnError,))):  # the caller must see the first error
             await self.close()
 

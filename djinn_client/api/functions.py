@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -159,17 +158,7 @@ def load(
         )
 
 
-def load_session(
-    path: str | os.PathLike[str],
-    *,
-    kv: bool | None = None,
-    model: str | None = None,
-    priority: Class | None = None,
-    address: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> Session:
-    """See Session.load."""
-    return Session.load(path, kv=kv, model=model, priority=priority, address=address, on_progress=on_progress)
+load_session = Session.load
 
 
 def plan(

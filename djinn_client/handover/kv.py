@@ -16,6 +16,7 @@ from djinn_client.errors import InvalidRequest, OutOfMemory, PromptTooLong, Prot
 from djinn_client.protocol import ModelInfo, SessionExported
 from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinn_client.tensors.arrays import fill, window_array
+from djinn_client.transport.exchange import close_all
 from djinn_client.transport.shm import map_window, map_writable, new_window, seal_for_writers
 
 if TYPE_CHECKING:
@@ -108,8 +109,7 @@ def exported_kv(reply: SessionExported, fds: list[int]) -> KV:
         nbytes = reply.kv.nbytes(reply.kv_tokens)
         return KV(reply.kv, reply.kv_tokens, map_window(fds[0], nbytes), reply.token_ids[: reply.kv_tokens])
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
 
 def layout_of(model: ModelInfo) -> KvLayout:

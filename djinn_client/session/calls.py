@@ -17,34 +17,7 @@ from djinn_client.arguments.options import (
 from djinn_client.arguments.options import (
     token_ids as listed_ids,
 )
-from djinn_client.protocol import (
-    Class,
-    Done,
-    Edits,
-    ExplainSession,
-    ExportSession,
-    ForkSession,
-    Forward,
-    Generate,
-    Generated,
-    GetTokens,
-    KeepRecord,
-    ListEdits,
-    ListModels,
-    Logits,
-    Models,
-    PauseReply,
-    PauseSession,
-    RecordKept,
-    ResumeSession,
-    SessionExported,
-    SetPriority,
-    SignalKind,
-    Tier,
-    TokenIds,
-    Truncate,
-    WhyReply,
-)
+from djinn_client.protocol import Class, SignalKind, Tier, replies, requests
 from djinn_client.protocol.fields.points import PointMap
 from djinn_client.protocol.fields.scheduling import Why
 from djinn_client.session.choices import expect_count, generate_choices
@@ -77,14 +50,14 @@ class SessionCalls(ConnectedSession):
             self._expect_no_stream()
             self.expect_held()
             fork = SessionCalls(self._address, self._token)
-            yield from fork._enter(build(ForkSession, session=self.info.id, priority=priority))
+            yield from fork._enter(build(requests.ForkSession, session=self.info.id, priority=priority))
             fork.messages = list(self.messages)
             fork.interventions = self.interventions and self.interventions.copy()
             return fork
 
     def generate(
         self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
-    ) -> Steps[Generated]:
+    ) -> Steps[replies.Generated]:
         """Extends the session by the prompt and generates. The prompt is a text or token ids; None goes on from where
         the session is. A model that was trained for chats wants `chat`.
 
@@ -95,7 +68,7 @@ class SessionCalls(ConnectedSession):
         request = generate_request(self.info.id, prompt, {**options, "n": 1}, stream=False)
         return (yield from self._generate(request, options.get("n", 1)))
 
-    def _generate(self, request: Generate, n: int) -> Steps[Generated]:
+    def _generate(self, request: requests.Generate, n: int) -> Steps[replies.Generated]:
         expect_count(n)
         if n == 1:
             return (yield from self.call_generate(request))
@@ -105,7 +78,7 @@ class SessionCalls(ConnectedSession):
     def stream(self, prompt: str | Iterable[int] | None, options: GenerateOptions) -> StreamSteps:
         return StreamSteps(self, generate_request(self.info.id, prompt, options, stream=True))
 
-    def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Steps[Generated]:
+    def chat(self, said: str | Iterable[Message], **options: Unpack[ChatOptions]) -> Steps[replies.Generated]:
         """The model's answer in a chat: `.text` is its content, `.message` also has reasoning and tool calls.
 
             s.chat("Name a river.")
@@ -129,7 +102,7 @@ class SessionCalls(ConnectedSession):
         request = chat_request(self.info.id, messages, options, stream=True)
         return StreamSteps(self, request, lambda result: self._answered(messages, options, result))
 
-    def _answered(self, messages: list[Message], options: ChatOptions, result: Generated) -> None:
+    def _answered(self, messages: list[Message], options: ChatOptions, result: replies.Generated) -> None:
         """Adds the answer to the messages, unless it has stopped at a breakpoint and is not whole."""
         if result.hit is not None:
             return
@@ -141,36 +114,38 @@ class SessionCalls(ConnectedSession):
         """Extends the session by these n tokens and returns their logits, float32 [n, vocab], mapped and not copied."""
         self._expect_no_interventions("forward")
         expect_arrays("forward")
-        request = build(Forward, session=self.info.id, token_ids=listed_ids(token_ids))
-        return logits_array(*(yield from self.call(request, Logits)))
+        request = build(requests.Forward, session=self.info.id, token_ids=listed_ids(token_ids))
+        return logits_array(*(yield from self.call(request, replies.Logits)))
 
     def token_ids(self) -> Steps[list[int]]:
         """All tokens that the session has now, of prompts and outputs."""
-        return (yield from self.call(build(GetTokens, session=self.info.id), TokenIds)).message.token_ids
+        request = build(requests.GetTokens, session=self.info.id)
+        return (yield from self.call(request, replies.TokenIds)).message.token_ids
 
     def truncate(self, length: int) -> Steps[None]:
         """Keeps only the first `length` tokens. Raises InvalidRequest if there are fewer."""
-        yield from self.call(build(Truncate, session=self.info.id, length=length), Done)
+        yield from self.call(build(requests.Truncate, session=self.info.id, length=length), replies.Done)
         if self.at is not None and length < self.at.end:
             self.stopped_at(None)
 
     def keep_record(self, body: bytes = b"", *, name: str = "") -> Steps[str]:
         """Keeps the point at which the session is, with the caller's own bytes, and returns the record's name. See
         Client.keep_record."""
-        request = build(KeepRecord, session=self.info.id, body=body, record=name)
-        return (yield from self.call(request, RecordKept)).message.record
+        request = build(requests.KeepRecord, session=self.info.id, body=body, record=name)
+        return (yield from self.call(request, replies.RecordKept)).message.record
 
-    def export(self, kv: bool | None) -> Steps[Answer[SessionExported]]:
+    def export(self, kv: bool | None) -> Steps[Answer[replies.SessionExported]]:
         """`kv` None: with the KV if it does not follow from the tokens."""
         if kv is None:
-            listed = yield from self.call(build(ListEdits, session=self.info.id), Edits)
+            listed = yield from self.call(build(requests.ListEdits, session=self.info.id), replies.Edits)
             kv = self.info.foreign_kv or bool(listed.message.edits)
-        return (yield from self.call(build(ExportSession, session=self.info.id, kv=kv), SessionExported))
+        request = build(requests.ExportSession, session=self.info.id, kv=kv)
+        return (yield from self.call(request, replies.SessionExported))
 
     def points(self) -> Steps[PointMap | None]:
         """The points of the model; None if it is not loaded."""
         if self._points is None:
-            models = (yield from self.call(build(ListModels), Models)).message.models
+            models = (yield from self.call(build(requests.ListModels), replies.Models)).message.models
             self._points = next((model.points for model in models if model.name == self.info.model), None)
         return self._points
 
@@ -190,7 +165,7 @@ class SessionCalls(ConnectedSession):
             connection = yield from self._connected()
             yield from connection.tell(message)
 
-    def pause(self, tier: Tier = "host") -> Steps[PauseReply]:
+    def pause(self, tier: Tier = "host") -> Steps[replies.PauseReply]:
         """Stops the session, in the middle of a call too, and moves its pages off the device: to "host" or "disk".
         Returns when they are there, with how many they are.
 
@@ -199,22 +174,24 @@ class SessionCalls(ConnectedSession):
 
         Raises InvalidRequest, OutOfMemory where the tier has no room, Retry.
         """
-        answer = yield from self._beside(build(PauseSession, session=self.info.id, tier=tier), PauseReply)
+        request = build(requests.PauseSession, session=self.info.id, tier=tier)
+        answer = yield from self._beside(request, replies.PauseReply)
         self.is_paused = True
         return answer.message
 
     def unpause(self) -> Steps[None]:
         """Lets a paused session go on from where pause() stopped it. A session that is not paused stays as it is. May
         be called while a call runs. Raises Retry."""
-        yield from self._beside(build(ResumeSession, session=self.info.id), Done)
+        yield from self._beside(build(requests.ResumeSession, session=self.info.id), replies.Done)
         self.is_paused = False
 
     def set_priority(self, priority: Class) -> Steps[None]:
         """The session has this class from now on. May be called while a call runs, which goes on in it.
 
         Raises InvalidRequest, QuotaExceeded for a higher class than the user may have, Retry."""
-        yield from self._beside(build(SetPriority, session=self.info.id, priority=priority), Done)
+        yield from self._beside(build(requests.SetPriority, session=self.info.id, priority=priority), replies.Done)
 
     def why(self) -> Steps[Why]:
         """Why the session is running, or not: for people, see Why. May be called while a call runs."""
-        return (yield from self._beside(build(ExplainSession, session=self.info.id), WhyReply)).message.why
+        request = build(requests.ExplainSession, session=self.info.id)
+        return (yield from self._beside(request, replies.WhyReply)).message.why

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import TYPE_CHECKING, Any
 
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import Logits
 from djinn_client.protocol.fields.image import Dtype
+from djinn_client.transport.exchange import close_all
 from djinn_client.transport.shm import map_window
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def logits_array(reply: Logits, fds: list[int]) -> npt.NDArray[np.float32]:
             raise ProtocolError(f"logits of shape {shape} came in {len(reply.inline):,} bytes, not {nbytes:,}")
         return np.frombuffer(bytearray(reply.inline), np.float32).reshape(shape)
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
 
 def as_torch(array: npt.NDArray[np.float32]) -> torch.Tensor:

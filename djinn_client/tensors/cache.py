@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from djinn_client.protocol.fields.points import Point, PointMap
 from djinn_client.protocol.replies import Generated
 from djinn_client.tensors.arrays import window_array
 from djinn_client.tensors.resume_points import ResumePoint
+from djinn_client.transport.exchange import close_all
 from djinn_client.transport.shm import map_window
 
 
@@ -133,8 +133,7 @@ def mapped(generated: Generated, fds: list[int]) -> tuple[Captured, memoryview]:
             raise ProtocolError(f"captured activations do not lie in their window of {captured.nbytes:,} bytes")
         return captured, map_window(fds[0], captured.nbytes)
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
 
 def placed(tensor: Any, name: str, captured: Captured) -> Any:

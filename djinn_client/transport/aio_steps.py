@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from djinn_client.transport.steps import PAUSE_S, HasCalls, Steps, Wait
@@ -19,12 +19,11 @@ def awaited(
 ) -> Callable[Concatenate[HasCalls[C], P], Coroutine[Any, Any, T]]:
     """The coroutine function of an asyncio client that runs these steps and returns what they return."""
 
-    @wraps(steps)
     async def call(client: HasCalls[C], /, *args: P.args, **options: P.kwargs) -> T:
         return await run(steps(client._calls, *args, **options))
 
-    found: Any = call  # mypy sees the type of what it wraps
-    return found  # type: ignore[no-any-return]
+    update_wrapper(call, steps)
+    return call
 
 
 async def run(steps: Steps[T]) -> T:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Generator
-from functools import wraps
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from functools import update_wrapper
+from typing import Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 C = TypeVar("C", covariant=True)
 P = ParamSpec("P")
@@ -41,12 +41,11 @@ class HasCalls(Protocol[C]):
 def blocking(steps: Callable[Concatenate[C, P], Steps[T]]) -> Callable[Concatenate[HasCalls[C], P], T]:
     """The method of a blocking client that runs these steps and returns what they return."""
 
-    @wraps(steps)
     def call(client: HasCalls[C], /, *args: P.args, **options: P.kwargs) -> T:
         return run(steps(client._calls, *args, **options))
 
-    found: Any = call  # mypy sees the type of what it wraps
-    return found  # type: ignore[no-any-return]
+    update_wrapper(call, steps)
+    return call
 
 
 def run(steps: Steps[T], patience_s: float | None = None) -> T:

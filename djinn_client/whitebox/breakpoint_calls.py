@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from djinn_client.arguments.options import GenerateOptions, build, generate_request
 from djinn_client.errors import InvalidRequest, SessionStateError
 from djinn_client.old_names import warn_of
-from djinn_client.protocol import (
-    AddBreakpoint,
-    AddEdit,
-    BreakpointAdded,
-    Breakpoints,
-    Done,
-    EditAdded,
-    EndBreakpoints,
-    Generate,
-    Generated,
-    ListBreakpoints,
-)
+from djinn_client.protocol import replies, requests
 from djinn_client.protocol.fields.breakpoints import BreakpointInfo, When
 from djinn_client.session.calls import SessionCalls
 from djinn_client.tensors.arrays import expect_arrays
@@ -74,28 +63,28 @@ def breakpoint(
         raise InvalidRequest("name the breakpoint's point, or a layer behind which to stop", field="point")
     expect_arrays("a breakpoint's activation")
     request = build(
-        AddBreakpoint,
+        requests.AddBreakpoint,
         session=session.info.id,
         point=f"blocks.{layer}.hook_resid_post" if point is None else point,
         when=when,
         every=every,
         positions=None if positions is None else positions_of(positions),
     )
-    return (yield from session.call(request, BreakpointAdded)).message.breakpoint
+    return (yield from session.call(request, replies.BreakpointAdded)).message.breakpoint
 
 
 def remove(session: SessionCalls, number: int) -> Steps[None]:
-    yield from session.call(build(EndBreakpoints, session=session.info.id, breakpoints=[number]), Done)
+    yield from session.call(build(requests.EndBreakpoints, session=session.info.id, breakpoints=[number]), replies.Done)
 
 
 def breakpoints(session: SessionCalls) -> Steps[list[BreakpointInfo]]:
-    request = build(ListBreakpoints, session=session.info.id)
-    return (yield from session.call(request, Breakpoints)).message.breakpoints
+    request = build(requests.ListBreakpoints, session=session.info.id)
+    return (yield from session.call(request, replies.Breakpoints)).message.breakpoints
 
 
 def run(
     session: SessionCalls, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
-) -> Steps[Hit | Generated]:
+) -> Steps[Hit | replies.Generated]:
     """Generates and stops at breakpoints. Returns a Hit, or a Generated if no breakpoint has stopped it.
 
         s.breakpoint(layer=20)
@@ -109,7 +98,7 @@ def run(
 
 def resume(
     session: SessionCalls, replacement: Any = None, **options: Unpack[GenerateOptions]
-) -> Steps[Hit | Generated]:
+) -> Steps[Hit | replies.Generated]:
     """Goes on from the hit at which the session has stopped: from the next block, with the activation as it is now
     in `hit.activation`, or with `replacement`, of the same shape and dtype. Changed values replace those that were
     there, by an edit (see `patch`); without changes the call goes on as if it had not stopped. Returns a Hit at the
@@ -136,7 +125,7 @@ def resume(
     request = _resuming(session, options)
     if (hit := session.hit) is not None:
         for edit in replacing(session.info.id, hit, replacement, hit.changes(replacement)):
-            yield from session.call(edit, EditAdded)
+            yield from session.call(edit, replies.EditAdded)
             hit.wrote(edit.positions or ())
     elif replacement is not None:
         yield from patch(session, replacement, session.at.point, positions=range(session.at.first, session.at.end))
@@ -145,7 +134,7 @@ def resume(
 
 def resume_from(
     session: SessionCalls, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
-) -> Steps[Hit | Generated]:
+) -> Steps[Hit | replies.Generated]:
     """Goes on as `resume` does, from this hit or resume point: as often as wanted, also if the session has gone on
     since or is a fork of the session that had it. The session is truncated to the point's last position first.
     Raises what `resume` raises."""
@@ -157,18 +146,18 @@ def resume_from(
     edits = replacing(session.info.id, start, replacement, range(len(start.positions)))
     yield from session.truncate(start.info.end)
     for edit in edits:
-        yield from session.call(edit, EditAdded)
+        yield from session.call(edit, replies.EditAdded)
     return (yield from _call(session, request))
 
 
-def _resuming(session: SessionCalls, options: GenerateOptions) -> Generate:
+def _resuming(session: SessionCalls, options: GenerateOptions) -> requests.Generate:
     request = generate_request(session.info.id, None, options, stream=False)
     request.resume = True
     return request
 
 
-def _call(session: SessionCalls, request: Generate) -> Steps[Hit | Generated]:
-    answer = yield from session.call(request, Generated)
+def _call(session: SessionCalls, request: requests.Generate) -> Steps[Hit | replies.Generated]:
+    answer = yield from session.call(request, replies.Generated)
     if answer.message.hit is None:
         close_all(answer.fds)
         return answer.message
@@ -176,14 +165,14 @@ def _call(session: SessionCalls, request: Generate) -> Steps[Hit | Generated]:
     return session.hit
 
 
-def replacing(session: str, start: ResumePoint, replacement: Any, rows: Sequence[int]) -> list[AddEdit]:
+def replacing(session: str, start: ResumePoint, replacement: Any, rows: Sequence[int]) -> list[requests.AddEdit]:
     """The requests for the edits, as few as can carry them. Raises InvalidRequest before anything is sent."""
     most = max(1, MAX_VALUES // start.row_bytes)
     edits = []
     for part in (rows[start : start + most] for start in range(0, len(rows), most)):
         values = start.values(replacement, part)
         edit = build(
-            AddEdit,
+            requests.AddEdit,
             session=session,
             points=[start.point],
             op="replace",

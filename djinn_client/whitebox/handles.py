@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from functools import update_wrapper
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from djinn_client.session.calls import SessionCalls
 from djinn_client.transport.steps import Steps
@@ -33,9 +33,8 @@ def handled(
 ) -> Callable[Concatenate[SessionCalls, P], Steps[H]]:
     """The call that runs these steps and returns a handle of the id that they return. `run` runs the handle's own."""
 
-    @wraps(steps)
     def call(session: SessionCalls, /, *args: P.args, **options: P.kwargs) -> Steps[H]:
         return handle(session, (yield from steps(session, *args, **options)), run)
 
-    found: Any = call  # mypy sees the type of what it wraps
-    return found  # type: ignore[no-any-return]
+    update_wrapper(call, steps)
+    return call
