@@ -30,8 +30,11 @@ settings.load_profile("djinnd")
 
 MODEL = "djinn-tiny"
 TESTS = Path(__file__).parent
-# Files that take minutes are begun first: at the end a worker would wait for the other one's.
-FIRST = ("fault/test_kills.py", "integration/test_kv_bench.py", "unit/model/test_kernels.py")
+# The longest files are begun first: at the end a worker would wait for another one's.
+FIRST = (
+    *("fault/test_kills.py", "integration/test_kv_bench.py", "integration/test_sharing.py"),
+    *("conformance/test_generation.py", "unit/model/test_kernels.py", "unit/server/test_restart.py"),
+)
 
 
 def pytest_configure() -> None:

@@ -8,8 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import pytest
-
 import djinn_client as djinn
 from djinn_client import AsyncSession
 from djinn_client.protocol import Tier
@@ -85,7 +83,6 @@ def each(act: Callable[[int], Awaitable[Any]], which: Iterable[int]) -> None:
     asyncio.run(all_of_them())
 
 
-@pytest.mark.smoke
 def test_a_warm_restart(start_daemon: DaemonStarter) -> None:
     lives = Lives(start_daemon, ROOM)
     fifty = Fifty(lives)

@@ -45,7 +45,7 @@ def test_greedy_output_equals_that_of_transformers(open_session: Any, tokenizer:
 @pytest.mark.parametrize("prompt", long_except((HARD_PROMPT,), (HARD_PROMPT, *PROMPTS)))
 def test_streamed_text_is_complete(open_session: Any, tokenizer: Tokenizer, prompt: str, temperature: float) -> None:
     """At temperature 3 tokens are nearly random: bytes that begin a character, continue none, or are one."""
-    options = {"max_tokens": 120, "temperature": temperature, "seed": 11, "ignore_eos": True}
+    options = {"max_tokens": 60, "temperature": temperature, "seed": 11, "ignore_eos": True}
     with open_session() as a, open_session() as b:
         at_once = a.generate(prompt, **options)
         stream = b.stream(prompt, **options)
@@ -63,18 +63,18 @@ def test_streamed_text_is_complete(open_session: Any, tokenizer: Tokenizer, prom
 
 def test_stop_strings(open_session: Any) -> None:
     with open_session() as s:
-        text = s.generate(PROMPTS[0], max_tokens=80, ignore_eos=True).text
+        text = s.generate(PROMPTS[0], max_tokens=40, ignore_eos=True).text
     for stop in (text[10:11], text[15:22], text[5:40], text[-3:]):
         first = text.index(stop)
         with open_session() as s, open_session() as t:
-            r = s.generate(PROMPTS[0], max_tokens=80, ignore_eos=True, stop=["@@@", stop])
+            r = s.generate(PROMPTS[0], max_tokens=40, ignore_eos=True, stop=["@@@", stop])
             assert (r.text, r.finish_reason) == (text[:first], "stop")
-            stream = t.stream(PROMPTS[0], max_tokens=80, ignore_eos=True, stop=stop)
+            stream = t.stream(PROMPTS[0], max_tokens=40, ignore_eos=True, stop=stop)
             assert "".join(piece.text for piece in stream) == text[:first]
             assert s.token_ids() == t.token_ids()
             assert len(s.generate(max_tokens=3, ignore_eos=True).token_ids) == 3
     with open_session() as s:
-        r = s.generate(PROMPTS[0], max_tokens=80, ignore_eos=True, stop="\N{SNOWMAN}")
+        r = s.generate(PROMPTS[0], max_tokens=40, ignore_eos=True, stop="\N{SNOWMAN}")
         assert (r.text, r.finish_reason) == (text, "length")
 
 
@@ -114,7 +114,7 @@ def test_logprobs_equal_those_of_the_model(open_session: Any) -> None:
 
 def test_truncating_and_continuing(open_session: Any) -> None:
     with open_session() as s:
-        s.generate(PROMPTS[0], max_tokens=300, ignore_eos=True)
+        s.generate([5 + 7 * n % 1000 for n in range(252)], max_tokens=40, ignore_eos=True)
         tokens = s.token_ids()
         for length in (290, 257, 256, 255, 3, 1):  # pages have 256 tokens
             s.truncate(length)

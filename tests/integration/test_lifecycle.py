@@ -95,6 +95,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
+@pytest.mark.long
 def test_as_a_service_of_systemd(start_daemon: DaemonStarter) -> None:
     folder = start_daemon.folder()
     address = str(folder / "s")

@@ -59,7 +59,7 @@ def open_session(chatty: Daemon) -> Callable[[], Session]:
 
 
 def test_a_schema_is_followed_greedily_and_with_sampling(open_session: Callable[[], Session]) -> None:
-    for seed in (None, 1, 2, 3):
+    for seed in (None, 1):
         with open_session() as session:
             drawn: Any = {} if seed is None else {"temperature": 1.5, "seed": seed}
             reply = session.generate("Somebody:", response_format=AS_PERSON, max_tokens=400, **drawn)

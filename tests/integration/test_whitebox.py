@@ -119,6 +119,7 @@ def test_captures_change_no_token_and_include_cached_positions(llama: Path, room
         assert again.generate(max_tokens=NEW, ignore_eos=True).token_ids == expected[:NEW]
 
 
+@pytest.mark.long
 def test_captures_leave_nothing_behind(roomy_daemon: Daemon) -> None:
     """Neither device memory nor a window is left, also of a capture that was cancelled."""
     folder, prompt = reduced_model("llama-3.1"), prompt_of(300, 4)

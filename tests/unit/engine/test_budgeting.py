@@ -172,6 +172,7 @@ def test_too_small_a_budget_is_refused_with_a_figure_that_works(sixteen_bit: Pat
         assert all(session.request is None for session in sessions)
 
 
+@pytest.mark.long
 def test_the_longest_session_can_finish_in_the_least_budget() -> None:
     texts = [random_prompt(900, VOCAB, 1), random_prompt(30, VOCAB, 2)]
     with serving(max_batch_tokens=128) as served:

@@ -59,6 +59,7 @@ def test_the_engine_is_ready_and_ends_when_told_to() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.long
 def test_a_missing_device_is_reported_in_one_line() -> None:
     status, log = Process("--device=cuda:0").end()
     assert status == 3

@@ -37,6 +37,7 @@ from transformers import (
 from tests.support import reference
 from tests.support.checkpoints import random_model
 from tests.support.loaded import Served, random_prompt, small_pages
+from tests.support.parameters import long_except
 
 CONTEXT = 512
 COMMON: dict[str, Any] = {
@@ -119,7 +120,18 @@ if "sarvam_moe" in CONFIG_MAPPING:  # one stored matrix of q, k and v; transform
     VARIANTS["sarvam moe"] = AutoConfig.for_model("sarvam_moe", **EXPERTS, head_dim=16, first_k_dense_replace=1)
 
 
-@pytest.fixture(params=VARIANTS)
+# Norms behind the branches, RoPE by length, windows in some blocks, experts in some blocks, and two other families.
+QUICK = (
+    "opt: norms behind the branches (350m)",
+    "phi-3: longrope of a part, tied head (4 mini)",
+    "qwen2: windows in some blocks",
+    "qwen3-moe: experts in every second block",
+    "cohere",
+    "gpt-bigcode",
+)
+
+
+@pytest.fixture(params=long_except(QUICK, VARIANTS))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return random_model(tmp_path / "model", VARIANTS[request.param])
 

@@ -9,6 +9,7 @@ import pytest
 
 import djinn_client as djinn
 from tests.support.engine import Script
+from tests.support.parameters import long_except
 from tests.support.served import Served, is_running, wait_for
 
 FORK_SERVER = "tests.support.fork_server"
@@ -66,7 +67,7 @@ def test_a_killed_fork_server_takes_the_engine_along_and_both_come_back(serve):
     assert not os.path.exists(f"/proc/{fork_server}"), "it was reaped"
 
 
-@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize("warm", long_except((True,), (True, False)))
 def test_a_restart_keeps_the_fork_server(serve, warm):
     daemon = serve(fork_server=FORK_SERVER)
     works(daemon)

@@ -20,6 +20,7 @@ from djinn_client import Client
 from djinn_client.protocol import Done, Generate, Generated, GetStatus, OpenSession, Piece, Restart
 from tests.support.engine import Script
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.parameters import long_except
 from tests.support.served import ROOT, Served, Wire, is_listening, wait_for
 from tests.support.serving import TINY
 
@@ -89,8 +90,8 @@ def test_a_second_signal_ends_the_wait_for_pages(serve):
     assert daemon.left_behind() == []
 
 
-@pytest.mark.parametrize("fork_server", ["", "tests.support.fork_server"])
-@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("fork_server", long_except(("",), ("", "tests.support.fork_server")))
+@pytest.mark.parametrize("warm", long_except((True,), (False, True)))
 def test_a_restart_does_not_wait_for_a_finished_engine(serve, warm, fork_server):
     daemon = serve(
         Script(on_shutdown="linger", pages=1 << 16), limits={"shutdown_grace": "1h"}, fork_server=fork_server
@@ -202,6 +203,7 @@ def test_a_cold_restart_keeps_no_blocks(serve):
     assert "arena_adopted" not in daemon.log
 
 
+@pytest.mark.long
 def test_several_restarts_one_after_another(serve):
     daemon = serve()
     djinn.load("djinn-tiny", address=daemon.address)

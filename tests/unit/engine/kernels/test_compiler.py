@@ -56,6 +56,7 @@ def test_a_variant_that_takes_too_long_is_stopped(variants: list[Variant]) -> No
     assert failed == dict.fromkeys(variants, "compiling it takes more than 0.001 s")
 
 
+@pytest.mark.long
 def test_a_variant_that_does_not_compile_fails_alone(variants: list[Variant]) -> None:
     broken = variants[0]._replace(specialization=variants[0].specialization.replace('"*fp32"', '"fp32"'))
     failed = compiler().compile([broken, variants[1]], lambda done, total: None)

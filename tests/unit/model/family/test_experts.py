@@ -23,6 +23,7 @@ from tests.support import reference
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY, Served, fill, load_weights, random_prompt, small_pages
 from tests.support.models import reduced_model
+from tests.support.parameters import long_except
 from tests.support.placed import assert_as_in_the_checkpoint, plan_of
 
 # Families with experts [out, in]; beside a dense block; [in, out] with biases.
@@ -36,7 +37,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=long_except(("gpt-oss",), FAMILIES))
 def in_bf16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bf16") / "m"
     return altered(folder, request.param, lambda tensors: cast(tensors, torch.bfloat16))

@@ -189,6 +189,7 @@ def test_descriptors_that_a_request_does_not_take_are_closed_and_it_is_refused(c
     assert len(os.listdir(f"/proc/{calm.process.pid}/fd")) == before
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_held_and_others_continue(serve):
     """Its generation consists of many small pieces. It is held when they pile up, and continues when the client
     reads."""

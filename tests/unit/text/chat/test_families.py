@@ -15,6 +15,7 @@ from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates, special_variables
 from djinnd.text.vocabulary import Vocabulary
 from tests.support.chat_families import FAMILIES
+from tests.support.parameters import long_except
 from tests.support.toy_tokenizers import ALL
 
 Messages = list[dict[str, Any]]
@@ -114,7 +115,7 @@ def fits(family: str, messages: Messages, tools: bool) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", long_except(("byte_level",), ALL))
 @pytest.mark.parametrize(
     ("family", "chat", "tools"),
     [

@@ -168,6 +168,7 @@ def test_a_call_in_the_middle_of_a_step_waits_for_the_steps_end() -> None:
     assert 0.001 + 0.003 < found.queued.mean < 0.001 + 0.010, "half a step, on average, and the way"
 
 
+@pytest.mark.long
 def test_copies_that_begin_when_a_step_is_over_come_later() -> None:
     load = Load(seconds=60, groups={"agents": AGENTS, "busy": BUSY})
     beside, after = (
