@@ -56,12 +56,12 @@ _TRIES = 3  # another client may unload the model between two requests
 
 def model_name(model: Any) -> Any:
     """The name that the daemon is told. A folder is named by its absolute path. A folder is what begins with `/`, `~`
-    or `.`, what has a slash and leads to a folder, even if it could be a hub id, and a hub id that `djinnctl pull` has
-    fetched. Everything else is sent as it is. Raises ModelNotFound for a hub id whose download broke off."""
+    or `.`, an existing path with a slash, even if it could be a hub id, and a hub id that `djinnctl pull` has fetched.
+    Everything else is sent as it is. Raises ModelNotFound for a hub id whose download broke off."""
     if not isinstance(model, str | os.PathLike):
         return model
     name = os.fspath(model)
-    if name in (".", "..") or name.startswith(("/", "~", "./", "../")) or ("/" in name and os.path.isdir(name)):
+    if name in (".", "..") or name.startswith(("/", "~", "./", "../")) or ("/" in name and os.path.exists(name)):
         return "/" + os.path.abspath(os.path.expanduser(name)).lstrip("/")
     return pulled_folder(name) or name
 

@@ -36,6 +36,11 @@ def test_folders_of_the_caller_s_are_made_absolute(there: Path, name: str, folde
     assert model_name(f"/{there}//{folder}/.") == str(there / folder)
 
 
+def test_a_relative_path_of_a_file_is_no_hub_id(there: Path) -> None:
+    (there / "models" / "model.safetensors").touch()
+    assert model_name("models/model.safetensors") == str(there / "models" / "model.safetensors")
+
+
 @pytest.mark.parametrize("name", ["djinn-tiny", "models", "org/name", "not/there", "", "a/b/c", "with\0zero/x"])
 def test_other_names_stay(there: Path, name: str) -> None:
     assert model_name(name) == name
