@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.daemon import Daemon
 
-# A machine that has other work to do is no failure: benchmarks are what times things. The examples are the same each
-# time, so that a change is what breaks a test; with DJINND_TEST_EXPLORE set, others, to find what nobody has found yet.
+# A busy machine is no failure: only benchmarks measure time. The examples are the same each time, so that only a change
+# can break a test; with DJINND_TEST_EXPLORE set they are new ones.
 settings.register_profile(
     "djinnd",
     deadline=None,
@@ -38,17 +38,17 @@ FIRST = (
 
 
 def pytest_configure() -> None:
-    """A shell that starts the tests in the background has them ignore Ctrl-C, and so whatever they start: which waits
-    for it in vain, where a test sends it."""
-    os.environ.pop("DJINND_TOKEN", None)  # for the daemon of whoever runs the tests
+    """A shell that starts the tests in the background makes them and their children ignore Ctrl-C. Then a test that
+    sends it would wait in vain."""
+    os.environ.pop("DJINND_TOKEN", None)  # it may be set for the user's own daemon
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)  # the order that is random otherwise is known then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where workers share the tests, a file is never torn apart: what it has set up serves all of it. Daemons of two
-    workers do not meet: each has a folder of its own, and leaves alone what another has in /dev/shm.
+    """If workers share the tests, all tests of a file go to one worker, so that they share their fixtures. Daemons of
+    two workers do not meet: each has a folder of its own, and leaves the other's objects in /dev/shm alone.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return

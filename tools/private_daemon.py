@@ -71,7 +71,7 @@ class PrivateDaemon:
                 if status != said:
                     on_status(said := status)
             if re.search(r"^READY=1$", message, re.MULTILINE):
-                self._notify.close()  # what nobody reads would fill it, and the daemon would wait for room
+                self._notify.close()  # unread messages would fill it, and the daemon would wait for room
                 return
         raise DaemonFailed(f"djinnd was not ready after {START_LIMIT_S:.0f} s")
 

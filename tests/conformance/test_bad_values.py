@@ -1,4 +1,4 @@
-"""What a caller may not ask for: a typed error that names it, and nothing has happened."""
+"""Invalid values in calls get a typed error that names them, and change nothing."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ async def test_a_tool_is_called_and_answers(api: Api, chatty: str) -> None:
         assert [m["role"] for m in s.messages] == ["user", "assistant", "tool", "assistant"]
 
 
-async def test_what_is_no_chat_changes_nothing(api: Api, chatty: str) -> None:
+async def test_invalid_messages_change_nothing(api: Api, chatty: str) -> None:
     async with api.session(chatty) as s:
         await s.chat("x", max_tokens=2)
         tokens, messages = await s.token_ids(), list(s.messages)

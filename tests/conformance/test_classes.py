@@ -1,4 +1,4 @@
-"""What a session says of its importance and its calls, and what it is told of its turn: nobody gets another token."""
+"""Classes, hints and explanations of sessions change no token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = 64
 
 @pytest.fixture(scope="module")
 def story(daemon_address: str, model: djinn.ModelInfo) -> list[int]:
-    """What a session that nobody disturbs gets."""
+    """The tokens of an undisturbed session."""
     with djinn.Session(model.name, address=daemon_address) as s:
         return s.generate(PROMPT, max_tokens=COUNT, ignore_eos=True).token_ids
 

@@ -1,4 +1,4 @@
-"""Clients that do not keep to the protocol: each hears why, loses its connection at most, and nobody else notices."""
+"""Clients that break the protocol get the reason, lose at most their connection, and disturb no other client."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def raw(daemon_address: str) -> Iterator[Raw]:
     ],
     ids=["http", "bytes", "version", "over the limit", "far over", "descriptors", "no msgpack", "empty"],
 )
-def test_what_is_no_message(raw: Raw, data: bytes, code: str, introduced: bool) -> None:
+def test_bytes_that_are_no_message_are_refused(raw: Raw, data: bytes, code: str, introduced: bool) -> None:
     if introduced:
         raw.introduce()
     raw.send(data)

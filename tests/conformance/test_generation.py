@@ -1,4 +1,4 @@
-"""What a session generates: the same however it is asked for, and whoever else is there."""
+"""A session generates the same tokens by every call, and beside any other session."""
 
 from __future__ import annotations
 

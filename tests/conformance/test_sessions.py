@@ -1,4 +1,4 @@
-"""A session's life: opened, found, attached, busy, closed; and who hears what when it is not there."""
+"""The life of a session: opened, found, attached, busy, closed; and the errors for sessions that do not exist."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "def fibonacci("
 NO_END = 1900  # tokens: nearly the whole context, which takes seconds
 
 
-async def test_what_an_open_session_says_of_itself(session: Opener, api: Api) -> None:
+async def test_an_open_session_describes_its_model_and_class(session: Opener, api: Api) -> None:
     async with session(priority="agent") as s:
         assert (s.info.id, s.info.model, s.info.priority, s.info.tokens) == (s.id, MODEL, "agent", 0)
         assert await s.token_ids() == []

@@ -1,4 +1,4 @@
-"""Looking and changing inside the model: what holds whatever the model computes."""
+"""Captures, edits and breakpoints: properties that hold for every model."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_looking_changes_nothing(session: Opener, points: list[str]) -> No
         assert await told(s) == await told(t)
 
 
-async def test_what_is_put_where_it_was_changes_nothing(session: Opener) -> None:
+async def test_patching_equal_activations_changes_nothing(session: Opener) -> None:
     async with session() as s, session() as t:
         cache = await s.capture("blocks.*.hook_resid_post").run(PROMPT)
         for activation in cache.values():
@@ -148,7 +148,7 @@ async def test_sessions_that_are_gone(api: Api, vector: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["", "blocks", "blocks.8", "model.layers.3.mlpp", "blocks.*.*", "logits\0", "é" * 1000]
 )
-async def test_what_is_no_point(session: Opener, vector: Any, name: str) -> None:
+async def test_unknown_points_are_refused(session: Opener, vector: Any, name: str) -> None:
     async with session() as s:
         for call in (lambda: s.steer(name, vector), lambda: s.capture(name).run(PROMPT)):
             with pytest.raises(InvalidRequest):

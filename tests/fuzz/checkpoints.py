@@ -63,7 +63,7 @@ def check(data: bytes) -> None:
 
 
 def _open(choices: Choices, data: bytes) -> None:
-    """As a folder: the bytes are the weights, the index, or the configuration of a checkpoint."""
+    """Opens a folder in which the bytes are the weights, the index, or the configuration of a checkpoint."""
     name = (SINGLE, INDEX, CONFIG)[choices.below(3)]
     others = {CONFIG: CONFIGS[choices.below(len(CONFIGS))], "model-1.safetensors": made(choices)}
     for path in FOLDER.iterdir():

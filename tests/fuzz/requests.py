@@ -1,5 +1,5 @@
 """Requests: every type of message that a client may send, with any bytes in the place of its fields, decodes to a
-message or to a ProtocolError. What decodes validates or is refused, and survives being sent on."""
+message or to a ProtocolError. A decoded message is valid or refused, and can be encoded again."""
 
 from __future__ import annotations
 

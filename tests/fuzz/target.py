@@ -1,4 +1,4 @@
-"""What a fuzz target is, and how one runs under atheris in a process of its own."""
+"""A fuzz target, and how one runs under atheris in a process of its own."""
 
 from __future__ import annotations
 

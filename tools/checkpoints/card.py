@@ -1,4 +1,4 @@
-"""The model card of djinn-tiny: what it is, how it was made, how good it is."""
+"""The model card of djinn-tiny: its size, its training, and its loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .training import Recipe, Trained
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the card reports."""
+    """The figures of the card."""
 
     parameters: int
     recipe: Recipe

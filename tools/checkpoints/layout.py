@@ -1,4 +1,4 @@
-"""What the weight files of a shape hold: the tensors' names, sizes and dtypes, laid out as on the hub.
+"""The content of a shape's weight files: the tensors' names, sizes and dtypes, laid out as on the hub.
 
 | family  | differs from transformers' module tree                                                        |
 |---------|-----------------------------------------------------------------------------------------------|

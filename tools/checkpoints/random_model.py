@@ -55,7 +55,8 @@ def described(
     reduced: bool = False,
     blocks: int | None = None,
 ) -> tuple[Config, list[StoredTensor], RandomWeights]:
-    """What is in config.json, which tensors there are, and what makes their values. ValueError: no such shape."""
+    """Returns the content of config.json, the tensors, and the source of their values. Raises ValueError for an unknown
+    shape."""
     shape = shape_of(name)
     config = config_of(name, dtype=str(dtype).removeprefix("torch."), reduced=reduced, blocks=blocks)
     gain = shape.reduced_gain if reduced else 1.0

@@ -1,4 +1,4 @@
-"""What a named shape is, and what the Llama-like ones have in common."""
+"""Named shapes, and the common part of the Llama-like ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Shape:
 
 
 def llama(hidden: int, intermediate: int, blocks: int, heads: int, kv_heads: int, **more: Any) -> Config:
-    """What the Llama-like families have in common; `more` adds to it and replaces."""
+    """The common configuration of the Llama-like families; `more` adds to it and replaces."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

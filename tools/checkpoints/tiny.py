@@ -56,7 +56,7 @@ class _Text:
 def make_tiny(out: Path, corpus: Corpus, *, device: str, seconds: float | None, steps: int | None, seed: int) -> None:
     """Train djinn-tiny on `corpus` and write its folder: config, weights in bf16, tokenizer, model card.
 
-    Either `seconds` or `steps` ends the training; what was in `out` under the same names is replaced.
+    Either `seconds` or `steps` ends the training. Files of the same names in `out` are replaced.
     """
     out.mkdir(parents=True, exist_ok=True)
     where = torch.device(device)

@@ -42,7 +42,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a run did; the model holds its best weights, rounded to bf16."""
+    """The figures of a run. The model has its best weights, rounded to bf16."""
 
     steps: int
     tokens: int
@@ -139,7 +139,7 @@ def _compiled_if_possible(loss_of: Loss, batch: tuple[Tensor, Tensor], device: t
     compiled: Loss = torch.compile(loss_of, dynamic=False)
     try:
         torch.autograd.backward(compiled(*batch))  # the gradients are the caller's to clear
-    except Exception as error:  # whatever the compiler lacks here, eager training is right, only slower
+    except Exception as error:  # eager training gives the same result, only slower
         print(f"torch.compile is not available ({type(error).__name__}); training eagerly", flush=True)
         return loss_of, False
     return compiled, True

@@ -54,12 +54,12 @@ with session.io_wait(expected_s=SEARCH_S, tool="search"):
     found = searching.communicate()[0].splitlines()[2]
 print(f"it has found: {found}")
 
-# %% Observe: what was computed is there, and only what is new is run.
+# %% Observe: the session has its KV, so only the new tokens are run.
 observed = session.capture("logits").run(f'"""\n    # {found}\n').generated
 told, took = observed.usage, observed.timings.total
 print(f"of {told.session_tokens} tokens {told.computed_tokens} were computed, which took {took * 1e3:.0f} ms")
 
-# %% Try two ways to go on, each in a fork: what they share is held once. The likelier one is taken.
+# %% Try two ways to go on, each in a fork: shared pages are stored once. The likelier one is taken.
 tried = {}
 for way in ("    return", "    for"):
     with session.fork() as fork:

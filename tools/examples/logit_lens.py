@@ -1,7 +1,7 @@
-"""The logit lens (nostalgebraist 2020): what the model would say if it stopped after each block.
+"""The logit lens (nostalgebraist 2020): the model's next token if it stopped after each block.
 
-The final norm and the head stay in the daemon. So that they read what block 3 gives, it takes the place of what the
-last block gives: a patch, in a fork, whose logits are captured.
+The final norm and the head stay in the daemon. To apply them to block 3's output, a fork patches that output over the
+last block's, and captures the logits.
 
 A running daemon is all that this needs: `djinnd` in another terminal. Run it whole, or cell by cell in an editor that
 knows `# %%`.

@@ -24,7 +24,7 @@ info = djinn.Client().load(MODEL)
 CLS = Tokenizer.from_file(str(Path(info.path) / "tokenizer.json")).encode(" cls").ids[0]
 
 
-# %% The direction: what the residual stream has at the last token in the one case, and not in the other, on average.
+# %% The direction: the mean difference of the residual stream at the last token between the two cases.
 def activation(text):
     with djinn.Session(MODEL) as s:
         return s.capture(POINT).run(text)[POINT][0, -1]

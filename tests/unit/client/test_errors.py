@@ -9,7 +9,7 @@ from djinn_client.errors import DjinnError, from_code
 
 
 def tree(cls: type[DjinnError]) -> list[type[DjinnError]]:
-    """Those of the wire contract; the daemon has some of its own."""
+    """The subclasses in the wire contract; the daemon has some of its own."""
     ours = (sub for sub in cls.__subclasses__() if sub.__module__ == errors.__name__)
     return [cls, *(leaf for sub in ours for leaf in tree(sub))]
 

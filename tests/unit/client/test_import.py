@@ -1,4 +1,4 @@
-"""What `import djinn_client` brings with it. Start-up time follows from that and is not itself measured here."""
+"""The modules that `import djinn_client` imports. They determine the start-up time, which is not measured here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupts at arbitrary places in a call: whatever they hit, the next call's answer is right."""
+"""After an interrupt at any place in a call, the next call's answer is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session says of its waiting, and what stops it and lets it go on, through both clients."""
+"""Signals of waiting sessions, and pause and unpause, by both clients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_io_wait_is_two_signals(daemon: ScriptedDaemon) -> None:
         pass
 
 
-def test_what_it_waits_for_can_be_named(daemon: ScriptedDaemon) -> None:
+def test_io_wait_sends_the_tool_and_the_expected_time(daemon: ScriptedDaemon) -> None:
     searches = Signal(session="s-1", kind="IO_WAIT", tool="search")
     reads = Signal(session="s-1", kind="IO_WAIT", expected_s=2.0, tool="read")
     with djinn.Session("djinn-tiny", address=daemon.play(expecting(searches, COMPUTES, reads, WAITS))) as s:
@@ -82,7 +82,7 @@ def test_what_it_waits_for_can_be_named(daemon: ScriptedDaemon) -> None:
         s.signal("IO_WAIT", expected_s=None)
 
 
-def test_what_matters_to_it_can_be_said(daemon: ScriptedDaemon) -> None:
+def test_prefill_and_decode_are_sent_as_signals(daemon: ScriptedDaemon) -> None:
     script = expecting(Signal(session="s-1", kind="PREFILL"), Signal(session="s-1", kind="DECODE"))
     with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
         s.signal("PREFILL")
@@ -95,7 +95,7 @@ def test_io_wait_ends_also_when_the_tool_fails(daemon: ScriptedDaemon) -> None:
         raise ZeroDivisionError
 
 
-def test_what_went_wrong_inside_io_wait_is_what_the_caller_sees(daemon: ScriptedDaemon) -> None:
+def test_an_exception_inside_io_wait_reaches_the_caller(daemon: ScriptedDaemon) -> None:
     def tool(s: djinn.Session) -> None:
         s.close()
         raise ZeroDivisionError

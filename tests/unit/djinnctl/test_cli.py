@@ -1,4 +1,4 @@
-"""The commands against a scripted daemon: what they print, what they send, how they end."""
+"""The commands against a scripted daemon: their output, their requests, and their exit codes."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def until_ctrl_c(ends: tuple[int, int], shown: bytes, *arguments: str) -> tuple[
                 assert data, output
                 output += data
             process.send_signal(signal.SIGINT)
-            with suppress(OSError):  # EIO: nobody has the other end any more
+            with suppress(OSError):  # EIO: the other end is closed
                 while data := os.read(ours, 1 << 16):
                     output += data
             process.wait()
@@ -628,7 +628,7 @@ def test_wrong_places_are_wrong_usage(arguments: tuple[str, ...]) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value[:20],
 )
-def test_what_the_wire_cannot_carry_is_wrong_usage(value: str, arguments: tuple[str, ...]) -> None:
+def test_numbers_beyond_the_wire_s_are_wrong_usage(value: str, arguments: tuple[str, ...]) -> None:
     result = run(*arguments, value)
     option = arguments[-1] if len(arguments) > 1 else "[SIZE]"
     assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.stderr

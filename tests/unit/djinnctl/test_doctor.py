@@ -213,7 +213,7 @@ def test_a_daemon_that_answers(daemon: ScriptedDaemon) -> None:
     assert list(doctor.daemon.check(address)) == [Result("ok", "socket", f"djinnd 0.1.0 answers at {address}")]
 
 
-def test_what_a_daemon_tells_its_administrators() -> None:
+def test_a_daemon_s_notes_are_warnings_with_their_remedy() -> None:
     assert list(daemon.judge_notes([])) == []
     (result,) = daemon.judge_notes(["the journal was damaged; it is kept as /s/journal.db.damaged-1: remove it"])
     assert (result.state, result.remedy) == ("warn", "remove it") and result.finding.endswith("damaged-1")
@@ -324,7 +324,7 @@ def test_an_object_of_a_daemon_that_is_gone(tmp_path: Path, why: str) -> None:
 
 
 def whole_object(root: Path, pid: int, ticks: int, version: int = 4, state: int = 2, payload: int = 1000) -> Path:
-    """As djinnd/server/arenas/header.py has it; 1,000 bytes of weights."""
+    """Writes an object with the header of djinnd/server/arenas/header.py and 1,000 bytes of weights."""
     fixed = struct.pack("<8sQQIIQQ64s", b"DJARENA1", pid, ticks, version, state, payload, 1, b"ab" * 32)
     path = root / "djinnd-weights"
     texts = b"weights".ljust(16, b"\0") + b"llama".ljust(1920, b"\0") + b"/var/lib/djinnd".ljust(2048, b"\0")
@@ -351,7 +351,7 @@ def test_a_whole_model_of_a_running_daemon_is_that_daemon_s(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("why", [{"version": 1}, {"state": 1}, {"payload": 1001}])
-def test_what_nobody_will_adopt(tmp_path: Path, why: dict[str, int]) -> None:
+def test_an_object_that_no_daemon_adopts_is_reported_as_left_behind(tmp_path: Path, why: dict[str, int]) -> None:
     whole_object(tmp_path, dead_process(), 1, **why)
     (result,) = arena.check(tmp_path)
     assert "is left from process" in result.finding
@@ -415,7 +415,7 @@ def a_socket(path: Path) -> None:
         (a_socket, "a socket"),
     ],
 )
-def test_what_is_no_file_is_named_and_neither_waited_for_nor_removed(
+def test_pipes_and_links_are_named_and_neither_opened_nor_removed(
     tmp_path: Path, make: Callable[[Path], None], kind: str
 ) -> None:
     make(tmp_path / "djinnd-0-odd")

@@ -38,6 +38,6 @@ def test_texts_wrap_at_spaces_and_keep_their_styles() -> None:
 
 
 @pytest.mark.parametrize(("whole", "width", "part"), [("abc", 3, "abc"), ("abcd", 3, "ab…"), ("模型名", 5, "模型…")])
-def test_what_does_not_fit_ends_in_an_ellipsis(whole: str, width: int, part: str) -> None:
+def test_text_that_does_not_fit_ends_in_an_ellipsis(whole: str, width: int, part: str) -> None:
     assert cut(whole, width) == part
     assert columns(part) <= width

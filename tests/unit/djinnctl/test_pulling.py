@@ -84,7 +84,7 @@ def test_the_mark_of_a_broken_download_goes_when_the_rest_has_come(
     assert not mark.exists()
 
 
-def test_what_is_not_there(djinnctl: Djinnctl, tmp_path: Path) -> None:
+def test_a_model_that_does_not_exist_leaves_no_folder(djinnctl: Djinnctl, tmp_path: Path) -> None:
     done = djinnctl("pull", "org/other")
     assert done.returncode == 1 and "org/other could not be fetched" in done.stderr
     assert "Traceback" not in done.stderr

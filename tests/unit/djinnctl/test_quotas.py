@@ -87,7 +87,7 @@ def test_as_json(daemon: ScriptedDaemon, all_: bool) -> None:
     assert shown[-1]["device_kv_limit"] == (8 << 30 if all_ else None)
 
 
-def test_who_may_not(daemon: ScriptedDaemon) -> None:
+def test_quota_all_is_refused_to_other_users(daemon: ScriptedDaemon) -> None:
     def refuse(line: Line) -> None:
         line.welcome()
         request = line.expect(GetQuotas)

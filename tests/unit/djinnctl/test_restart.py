@@ -89,7 +89,7 @@ def test_a_daemon_that_does_not_come_back(daemon: ScriptedDaemon) -> None:
     assert "djinnctl: " in result.stderr
 
 
-def test_who_may_not(daemon: ScriptedDaemon) -> None:
+def test_restart_is_refused_to_other_users(daemon: ScriptedDaemon) -> None:
     def refuse(line: Line) -> None:
         line.welcome()
         request = line.expect(Restart)

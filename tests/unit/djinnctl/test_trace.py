@@ -1,4 +1,4 @@
-"""A trace as a file: what is in it, and what `djinnctl trace` says of it."""
+"""A trace as a file: its content, and the summary of `djinnctl trace`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPANS = [
 
 @pytest.fixture
 def asked(daemon: ScriptedDaemon) -> list[GetTrace]:
-    """What the daemon is asked; it answers with SPANS, or with none for less than a second."""
+    """The requests to the daemon, which answers with SPANS, or with none for less than a second."""
     requests: list[GetTrace] = []
 
     def answer(line: Line) -> None:
@@ -71,7 +71,7 @@ GAPS = [
     Span("copy", "block 1", 0.0, 100.0),
     Span("step", "step", 5.0, 150.0),
     Span("compute", "prologue", 5.0, 5.0),
-    Span("compute", "epilogue", 140.0, 10.0),  # what a step waits for is no gap between steps
+    Span("compute", "epilogue", 140.0, 10.0),  # a wait inside a step is no gap between steps
     Span("pages up", "promote 3", 150.0, 600.0),
     Span("host", "messages", 160.0, 30.0),
     Span("step", "step", 200.0, 100.0),

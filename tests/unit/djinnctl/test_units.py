@@ -103,7 +103,7 @@ def test_resident_blocks(text: str, resident: float | str) -> None:
 @pytest.mark.parametrize(
     "text", ["-1", "1.5", "nan", "inf", "73%", "", "all", "1e3", "2.", " 3", str(2**63), "9" * 5000]
 )
-def test_what_is_no_number_of_blocks(text: str) -> None:
+def test_invalid_numbers_of_blocks_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no number of blocks; write auto, a count as 29"):
         parse_resident(text)
 
@@ -133,13 +133,13 @@ def test_parse_seconds(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["5", "min", "-1s", "5m", "5 min more", "", "1e3s", "nan"])
-def test_what_is_no_time(text: str) -> None:
+def test_invalid_times_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a time; write a number with ms, s, min, h"):
         parse_seconds(text)
 
 
 @pytest.mark.parametrize("text", ["4gb", "4", "GiB", "-1GiB", "4gib", "4 GiB more", "", "1e3MiB", "٤GiB "[:-1] + "x"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size; write a number with B, KiB"):
         parse_size(text)
 

@@ -35,7 +35,7 @@ def letter_tokens(data: bytes) -> list[int]:
 
 
 def pieces(tokenizer: Tokenizer, tokens: list[int], context: list[int] | None = None) -> list[str]:
-    """What each token brings, and the rest."""
+    """The text of each token, and the rest at the end."""
     stream = Detokenizer(tokenizer).stream(context or [])
     return [*(stream.feed(token) for token in tokens), stream.finish()]
 
@@ -138,7 +138,7 @@ def test_broken_bytes_after_a_whole_character(byte_fallback: Tokenizer):
 
 
 @pytest.mark.parametrize("tail", [b"", b"\xe2\x82"], ids=["whole", "unfinished"])
-def test_what_was_broken_is_not_told_again(tail: bytes):
+def test_broken_bytes_of_the_context_are_not_repeated(tail: bytes):
     tokenizer = toy_tokenizers.byte_level()
     context = letter_tokens(b"ab" + b"\xff" + tail)
     assert "".join(pieces(tokenizer, letter_tokens(b"c"), context)) == "c"

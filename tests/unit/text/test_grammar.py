@@ -1,4 +1,4 @@
-"""Grammars of formats: what they allow is what the format demands."""
+"""Grammars of formats allow exactly the outputs of the format."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_lark_grammar_is_taken_as_it_is():
         ("lark", "start: nowhere"),
     ],
 )
-def test_what_cannot_be_followed_is_said(kind: str, text: str):
+def test_a_format_that_cannot_be_followed_is_refused(kind: str, text: str):
     with pytest.raises(GrammarRejected, match="the format cannot be followed"):
         compiled(grammar_text(OutputFormat(kind, text)), tiny_tokenizer())  # type: ignore[arg-type]
 

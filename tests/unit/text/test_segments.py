@@ -29,7 +29,7 @@ def test_tokens_are_the_tokenizer_s_own(texts: list[str]) -> None:
         assert segments.encode(text) == TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-def test_what_was_used_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_text_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = Segments(TOKENIZER, most=10)
     for text in ("aaaa", "bbbb", "aaaa", "cccc", "d" * 100):
         segments.encode(text)

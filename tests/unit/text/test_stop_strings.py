@@ -19,7 +19,7 @@ def test_without_stop_strings_all_is_told_at_once():
     assert matcher.finish("d") == "d"
 
 
-def test_what_may_begin_a_stop_string_is_held_back_until_it_cannot():
+def test_the_possible_beginning_of_a_stop_string_is_held_back():
     told, matcher = run(["abab!"], ["xa", "b", "a", "b", "a", "c"])
     assert told == ["x", "", "", "", "ab", "abac"]
     assert matcher.matched is None

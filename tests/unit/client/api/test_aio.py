@@ -1,4 +1,5 @@
-"""What asyncio adds: cancellation, abandoned iterators, readiness callbacks. The rest is in test_session.py."""
+"""The asyncio client's own parts: cancellation, abandoned iterators, readiness callbacks. The rest is in
+test_session.py."""
 
 from __future__ import annotations
 
@@ -250,7 +251,7 @@ def test_cancelling_while_connecting_hangs_up(daemon: ScriptedDaemon) -> None:
 
 
 async def open_until(asked: threading.Event, address: str) -> None:
-    """A session that nobody opens; its caller gives up when the daemon has been asked."""
+    """Opens a session, and gives up when the daemon has received the request."""
     opening = asyncio.create_task(djinn.AsyncSession("djinn-tiny", address=address).open())
     await asyncio.to_thread(asked.wait)
     opening.cancel()
@@ -293,7 +294,7 @@ def test_closing_finds_that_the_daemon_has_been_restarted(daemon: ScriptedDaemon
     assert len(asked) == 1
 
 
-def test_what_is_not_open_yet_can_be_detached_and_closed_and_opened_then(daemon: ScriptedDaemon) -> None:
+def test_an_unopened_session_can_be_detached_closed_and_opened_later(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.open_session()
         expect_generate(line, "hi")

@@ -88,13 +88,13 @@ def test_token_ids_from_what_people_have(tokens: Any) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[[1, 2]], np.array([[1, 2]]), [1.0], ["1"], np.array(3), 3])
-def test_what_is_no_row_of_token_ids(tokens: Any) -> None:
+def test_values_that_are_no_token_ids_are_refused(tokens: Any) -> None:
     with pytest.raises(InvalidRequest, match="one row of integers"):
         token_ids(tokens)
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 80])
-def test_what_is_no_token_id_of_any_model(token: int) -> None:
+def test_token_ids_beyond_any_vocabulary_are_refused(token: int) -> None:
     with pytest.raises(TokenOutOfRange, match=f"token {token} at position 1 "):
         token_ids([0, token])
 

@@ -27,7 +27,7 @@ def test_a_folder_is_opened_as_the_files_that_checkpoints_have(folder: Path) -> 
         assert files.read_at("model.safetensors", 90, 50) == bytes(range(90, 100))
 
 
-def test_what_was_opened_stays_although_the_name_leads_elsewhere(folder: Path) -> None:
+def test_an_opened_file_stays_when_its_name_leads_elsewhere(folder: Path) -> None:
     with ModelFiles.open(str(folder)) as files:
         (folder / "config.json").unlink()
         os.mkfifo(folder / "config.json")
@@ -41,7 +41,7 @@ def test_a_pipe_is_refused_without_waiting(folder: Path) -> None:
 
 
 def test_a_device_is_refused_before_it_is_opened(folder: Path) -> None:
-    """Opening some devices has effects. This one cannot be opened while nobody serves it, which is another error."""
+    """Opening some devices has effects. Without a terminal, opening this one would be another error."""
     (folder / "tokenizer.json").symlink_to("/dev/tty")
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json is no regular file"):
         ModelFiles.open(str(folder))

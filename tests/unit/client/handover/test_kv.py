@@ -44,7 +44,7 @@ def test_a_layout_counts_what_its_pages_take() -> None:
     assert KvLayout("bfloat16", 3, 16, 2, 4).page_bytes * 2 == LAYOUT.page_bytes
 
 
-def test_what_is_put_for_a_block_is_in_its_pages(window: KvWindow) -> None:
+def test_keys_put_for_a_block_are_in_its_pages(window: KvWindow) -> None:
     for block in range(3):
         window.put(block, rows(block), rows(10 + block))
     for block in range(3):
@@ -64,7 +64,7 @@ def test_the_pages_are_the_memory_of_the_descriptor(window: KvWindow) -> None:
     assert (there != 0).sum() == 8 and (there[1, 2, 1, 3] == 7).all()
 
 
-def test_who_reads_a_window_finds_all_of_it_whatever_its_owner_does(window: KvWindow) -> None:
+def test_the_owner_of_a_window_cannot_shrink_it_or_punch_holes(window: KvWindow) -> None:
     for act in (
         lambda: os.ftruncate(window.fd, 0),
         lambda: os.ftruncate(window.fd, 1 << 20),
@@ -74,7 +74,7 @@ def test_who_reads_a_window_finds_all_of_it_whatever_its_owner_does(window: KvWi
         with pytest.raises(PermissionError):
             act()
     assert os.fstat(window.fd).st_blocks * 512 >= LAYOUT.nbytes(TOKENS)
-    window.pages[0] = 1.0  # who has it mapped may write
+    window.pages[0] = 1.0  # an existing mapping may still write
 
 
 def test_the_descriptor_goes_with_the_window_and_the_memory_with_its_tensors() -> None:
@@ -191,7 +191,7 @@ def exported(**changes: object) -> SessionExported:
     return SessionExported(id=1, **fields)  # type: ignore[arg-type]
 
 
-def test_what_the_daemon_passed_is_mapped() -> None:
+def test_exported_kv_is_mapped_from_the_daemon_s_window() -> None:
     fd = new_window("kv", LAYOUT.nbytes(TOKENS))
     os.pwrite(fd, b"\x00\x00\x80\x3f" * 4, 0)
     kept, before = os.dup(fd), open_descriptors()
@@ -200,11 +200,11 @@ def test_what_the_daemon_passed_is_mapped() -> None:
     assert (kv.length, kv.tokens, kv.page_size) == (TOKENS, list(range(TOKENS)), 16)
     assert kv.key(0)[0, 0].tolist() == [1.0] * 4
     kv.pages[:] = 9.0
-    assert os.pread(kept, 4, 0) == b"\x00\x00\x80\x3f"  # what is written stays here
+    assert os.pread(kept, 4, 0) == b"\x00\x00\x80\x3f"  # the write stays in this mapping
     os.close(kept)
 
 
-def test_what_is_no_window_is_refused_and_closed() -> None:
+def test_an_invalid_window_of_kv_is_refused_and_closed() -> None:
     for nbytes, sealed in ((LAYOUT.nbytes(TOKENS) - 1, True), (LAYOUT.nbytes(TOKENS), False)):
         fd = new_window("kv", nbytes) if sealed else os.memfd_create("kv")
         before = open_descriptors()

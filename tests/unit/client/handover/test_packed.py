@@ -52,7 +52,7 @@ def test_a_form_is_refused_where_its_units_leave_gaps() -> None:
 
 
 @pytest.mark.parametrize("odd", [[], ODD[:6]], ids=["none", "some"])
-def test_what_was_packed_comes_back_bit_for_bit(odd: list[float]) -> None:
+def test_packed_weights_unpack_bit_for_bit(odd: list[float]) -> None:
     form = form_of(SHAPES[:3], vectors=77)
     plain = weights(form, odd)
     buffer, out = packed(form, plain), torch.empty_like(plain)
@@ -61,7 +61,7 @@ def test_what_was_packed_comes_back_bit_for_bit(odd: list[float]) -> None:
     assert torch.equal(form.vectors_view(buffer), plain[form.matrices :])
 
 
-def test_what_pads_a_unit_is_no_exception() -> None:
+def test_padding_of_a_unit_needs_no_patches() -> None:
     form = form_of([(1, 1)] * 5)
     plain = torch.full((form.numel,), float("nan"), dtype=torch.bfloat16)
     plain[:: form.units[0].numel] = 1.5

@@ -46,7 +46,7 @@ def read(path: Path) -> tuple[SavedSession, bytes]:
         file.close()
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_a_written_session_file_is_read_back(tmp_path: Path) -> None:
     assert read(written(tmp_path)) == (session(), PAGES)
 
 
@@ -101,7 +101,7 @@ def test_a_file_that_is_cut_short_is_found(tmp_path: Path, length: int) -> None:
 
 
 def test_an_announced_size_is_believed_only_where_the_file_has_it(tmp_path: Path) -> None:
-    """Nobody reserves memory for it."""
+    """No memory is reserved for it."""
     huge = msgspec.structs.replace(LAYOUT, blocks=1 << 23, head_dim=1 << 23)
     path = written(tmp_path, session(kv=huge))
     with pytest.raises(FileDamaged, match=r"its KV, which has 4,096 of [\d,]{20,} bytes"):
@@ -125,7 +125,7 @@ def test_a_later_version_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         SavedFile(path)
 
 
-def test_what_is_a_saved_session(tmp_path: Path) -> None:
+def test_a_saved_session_is_recognised_by_its_first_bytes(tmp_path: Path) -> None:
     assert is_saved_session(written(tmp_path)) and is_saved_session(str(tmp_path / "s.djinn"))
     (tmp_path / "other").write_text("something else")
     for path in (tmp_path, tmp_path / "other", tmp_path / "none", "djinn-tiny"):
@@ -133,7 +133,7 @@ def test_what_is_a_saved_session(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_pipes_folders_and_devices_are_no_saved_sessions(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "s.djinn"
     if kind == "pipe":
         os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""What a session does over its connections, through the blocking client; test_aio.py has what asyncio adds."""
+"""A session's calls over its connections, by the blocking client; test_aio.py tests the asyncio client's own parts."""
 
 from __future__ import annotations
 
@@ -450,7 +450,7 @@ def test_closing_finds_that_the_daemon_goes_away_again(daemon: ScriptedDaemon) -
         pass
 
 
-def test_what_happened_in_the_block_is_not_hidden_by_closing(daemon: ScriptedDaemon) -> None:
+def test_an_exception_in_the_block_is_not_hidden_by_closing(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.open_session()
         request = line.expect(CloseSession)
@@ -533,7 +533,7 @@ def test_a_fork_that_the_daemon_refuses(daemon: ScriptedDaemon) -> None:
         s.fork()
 
 
-def test_what_was_closed_is_not_forked_nor_what_has_a_stream_open(daemon: ScriptedDaemon) -> None:
+def test_a_session_that_is_closed_or_streams_cannot_be_forked(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.open_session()
         request = line.expect(Generate)

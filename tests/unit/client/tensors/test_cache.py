@@ -111,7 +111,7 @@ def test_two_names_of_a_point_are_one_point() -> None:
 
 @pytest.mark.parametrize("has_torch", [True, False])
 def test_a_resume_point_has_the_prompt_s_positions(monkeypatch: pytest.MonkeyPatch, has_torch: bool) -> None:
-    """And its activation is the memory of what was captured."""
+    """Its activation is the captured memory, without a copy."""
     if not has_torch:
         monkeypatch.setattr(arrays.importlib.util, "find_spec", lambda name: None)
     there = cache()
@@ -201,7 +201,7 @@ def test_a_tensor_outlives_its_cache() -> None:
         {"points": [CapturedPoint("logits", 6, ROOM * 4 * 4 + 4)]},
     ],
 )
-def test_what_does_not_lie_in_its_window_is_refused_and_closed(changes: dict[str, object]) -> None:
+def test_captures_beyond_their_window_are_refused_and_closed(changes: dict[str, object]) -> None:
     fd = window()
     before = open_descriptors()
     with pytest.raises(ProtocolError):
@@ -209,7 +209,7 @@ def test_what_does_not_lie_in_its_window_is_refused_and_closed(changes: dict[str
     assert open_descriptors() == before - 1
 
 
-def test_what_is_no_window_is_refused_and_closed() -> None:
+def test_an_invalid_window_of_captures_is_refused_and_closed() -> None:
     unsealed = os.memfd_create("captured")
     os.truncate(unsealed, ROOM * 10 * 4)
     for reply, fds in (

@@ -1,4 +1,4 @@
-"""What stopping, looking, changing and going on say to the daemon, and what they make of its answers."""
+"""Stops, changes at a hit, and resumes: their requests to the daemon, and how its answers are read."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_a_replacement(daemon: ScriptedDaemon) -> None:
     assert calls[0].resume
 
 
-def test_what_is_no_replacement_leaves_the_session_at_the_hit(daemon: ScriptedDaemon) -> None:
+def test_an_invalid_replacement_leaves_the_session_at_the_hit(daemon: ScriptedDaemon) -> None:
     with djinn.Session("djinn-tiny", address=at_hit(daemon, stop, finish)) as s:
         earlier = s.run("text")
         hit = s.resume()
@@ -189,7 +189,7 @@ def test_what_is_no_replacement_leaves_the_session_at_the_hit(daemon: ScriptedDa
         assert isinstance(s.resume(), djinn.Generated), "as it was, and nothing is sent of it"
 
 
-def test_what_is_no_number_is_sent_as_it_is_and_no_other_row(daemon: ScriptedDaemon) -> None:
+def test_rows_with_nan_or_infinity_are_sent_and_no_others(daemon: ScriptedDaemon) -> None:
     edits: list[AddEdit] = []
     address = at_hit(daemon, lambda line: edits.extend(take_edits(line)), finish)
     with djinn.Session("djinn-tiny", address=address) as s:
@@ -203,7 +203,7 @@ def test_what_is_no_number_is_sent_as_it_is_and_no_other_row(daemon: ScriptedDae
     assert last == [6.0, 6.0, -float("inf")]
 
 
-def test_what_was_sent_once_is_sent_again_where_it_did_not_help(daemon: ScriptedDaemon) -> None:
+def test_a_change_taken_back_after_a_failed_call_is_sent(daemon: ScriptedDaemon) -> None:
     """The call that was to go on failed after the edit was made: taking the change back is a change."""
     edits: list[AddEdit] = []
 
@@ -274,7 +274,7 @@ def test_from_an_earlier_hit_and_on_a_fork(daemon: ScriptedDaemon) -> None:
 
 
 def test_from_a_resume_point_that_a_call_has_captured(daemon: ScriptedDaemon) -> None:
-    """That ran to its end."""
+    """The call with the capture ran to its end."""
     calls: list[Generate] = []
     edits: list[AddEdit] = []
 

@@ -59,7 +59,7 @@ def test_halves_of_numpy() -> None:
     assert values_of(captured) == ("bfloat16", 3, bits.tobytes())
     assert values_of(captured[1:]) == ("bfloat16", 2, bits[1:].tobytes())  # a slice knows its dtype
     assert values_of(captured.astype(np.float32)).dtype == "float32"
-    assert values_of(bits).dtype == "float32"  # nobody has said that these are bits
+    assert values_of(bits).dtype == "float32"  # without a dtype these are numbers
 
 
 @pytest.mark.parametrize(
@@ -77,12 +77,12 @@ def test_halves_of_numpy() -> None:
         (object(), "object is none"),
     ],
 )
-def test_what_is_no_row_of_numbers(vector: object, words: str) -> None:
+def test_values_that_are_no_rows_of_numbers_are_refused(vector: object, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         values_of(vector)
 
 
-def test_what_is_too_large_is_refused_with_the_figure() -> None:
+def test_too_large_values_are_refused_with_the_figure() -> None:
     width = MAX_VALUES // 4 // 1024
     assert len(values_of(np.zeros((1024, width), np.float32)).data) == MAX_VALUES
     with pytest.raises(InvalidRequest, match=r"take 15,744,000 bytes, and one call can carry 15,728,640.*bfloat16"):
@@ -100,7 +100,7 @@ def test_positions(positions: object) -> None:
 
 
 @pytest.mark.parametrize("positions", [5, [1.5], [[1]], None, "ab", torch.tensor(3)])
-def test_what_are_no_positions(positions: object) -> None:
+def test_values_that_are_no_positions_are_refused(positions: object) -> None:
     with pytest.raises(InvalidRequest, match="a row of integers"):
         positions_of(positions)  # type: ignore[arg-type]
 

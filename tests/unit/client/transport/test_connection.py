@@ -1,4 +1,4 @@
-"""A Connection over a socket pair, its steps driven by hand: what is sent, what is waited for, when it closes."""
+"""A Connection over a socket pair, with its steps driven by hand: sending, waiting, and closing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_failure_is_raised_and_the_connection_goes_on(pair: Pair) -> None:
     assert run(pair.connection.call(Ping(id=0), Done)).message == Done(id=2)
 
 
-def test_what_cannot_be_sent_leaves_the_connection_as_it_is(pair: Pair) -> None:
+def test_a_message_that_cannot_be_encoded_leaves_the_connection_usable(pair: Pair) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         run(pair.connection.call(Generate(id=0, session="s", text="\ud800"), Done))
     with pytest.raises(InvalidRequest, match="lone surrogate"):

@@ -45,7 +45,7 @@ def test_the_mapping_outlives_the_descriptor_and_dies_with_its_last_view() -> No
     assert mappings() == 0
 
 
-def test_what_is_written_stays_here(memfd: int) -> None:
+def test_writes_to_a_private_mapping_do_not_reach_the_memfd(memfd: int) -> None:
     os.write(memfd, b"abcdef")
     fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_WRITE)
     map_window(memfd, 6).cast("B")[0] = ord("X")

@@ -1,4 +1,4 @@
-"""What interventions that run in the daemon say to it, and when."""
+"""Interventions that run in the daemon: their requests, and the order of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What interventions say to the daemon, and what their functions are told."""
+"""Local interventions: their requests to the daemon, and the arguments of their functions."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_another_breakpoint_is_the_callers(daemon: ScriptedDaemon) -> None:
 
 
 def test_an_exception_ends_the_call_at_the_hit(daemon: ScriptedDaemon) -> None:
-    """What the function wrote before is not what the session goes on with."""
+    """The function's unfinished changes are dropped."""
 
     def fail(activation: Any, context: djinn.InterventionContext) -> None:
         activation[:] = 0
@@ -176,7 +176,9 @@ def test_an_exception_ends_the_call_at_the_hit(daemon: ScriptedDaemon) -> None:
         (lambda a: 5, "and the activation"),
     ],
 )
-def test_what_is_no_activation_ends_it_there_too(daemon: ScriptedDaemon, wrong: Any, words: str) -> None:
+def test_an_invalid_return_value_of_a_function_ends_the_call_at_the_hit(
+    daemon: ScriptedDaemon, wrong: Any, words: str
+) -> None:
     address = play(daemon, add, tell_points, partial(stop, at=PROMPT), finish)
     with djinn.Session("djinn-tiny", address=address) as s:
         s.intervene("blocks.1", lambda activation, context: wrong(activation), local=True)
@@ -263,7 +265,7 @@ def test_forks_have_it(daemon: ScriptedDaemon) -> None:
     assert calls == [range(4, 7)]
 
 
-def test_what_cannot_be(daemon: ScriptedDaemon) -> None:
+def test_coroutines_streams_and_forwards_are_refused_with_interventions(daemon: ScriptedDaemon) -> None:
     async def plain(activation: Any, context: djinn.InterventionContext) -> None:
         pass
 

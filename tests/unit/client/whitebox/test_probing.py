@@ -1,4 +1,4 @@
-"""What steering, patching and capturing say to the daemon, and what they make of its answers."""
+"""Steering, patching and capturing: their requests to the daemon, and how its answers are read."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_steer(daemon: ScriptedDaemon) -> None:
     assert (replace.positions, rows(replace)) == ([2, 9], [VECTOR, VECTOR])
 
 
-def test_what_cannot_be_an_edit_is_not_sent(daemon: ScriptedDaemon) -> None:
+def test_invalid_edits_are_not_sent(daemon: ScriptedDaemon) -> None:
     taking = Taking()
     with djinn.Session("djinn-tiny", address=daemon.play(taking)) as s:
         for arguments, options, words in (
@@ -217,7 +217,7 @@ def test_capture(daemon: ScriptedDaemon) -> None:
         line.open_session()
         requests.append(answer_capture(line))
         answer_models(line, ModelInfo(name="other", path="/o"), TINY)
-        requests.append(answer_capture(line, first=7, positions=1))  # whose points are known by now
+        requests.append(answer_capture(line, first=7, positions=1))  # the model's points are known by now
         expect_close(line)
 
     before = open_descriptors()

@@ -72,11 +72,11 @@ def test_without_a_deadline_there_is_none_later() -> None:
 
 
 def test_a_call_that_goes_on_from_a_hit_is_gone_on_with_from_the_next() -> None:
-    """And not from there again."""
+    """It does not continue from the first hit again."""
     assert joined("a", resume=True, hit=AT).next().hit is None
 
 
-def test_what_the_parts_give_is_one() -> None:
+def test_the_replies_of_the_parts_are_joined_to_one() -> None:
     split = SplitCall(Generate(id=1, session="s", logprobs=0))
     first = Usage(prompt_tokens=3, generated_tokens=0, session_tokens=3, computed_tokens=2)
     split.add(generated(usage=first, timings=Timings(queued=0.25, first_token=0.0, total=1.0)))
@@ -134,7 +134,7 @@ def test_a_stop_string_behind_a_character_over_parts() -> None:
     assert split.ended and split.whole().text == ""
 
 
-def test_what_a_part_cannot_count() -> None:
+def test_a_split_call_refuses_presence_penalty() -> None:
     expect_splittable(Generate(id=1, session="s", sampling=Sampling(repetition_penalty=2.0)))
     with pytest.raises(InvalidRequest, match="presence_penalty"):
         expect_splittable(Generate(id=1, session="s", sampling=Sampling(presence_penalty=-0.5)))

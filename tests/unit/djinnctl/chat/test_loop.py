@@ -1,4 +1,4 @@
-"""A conversation with a scripted daemon: what it is sent, what is shown, what becomes of the messages."""
+"""A conversation with a scripted daemon: its requests, its output, and its messages."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def dialog(address: str) -> Iterator[Dialog]:
 def talk(
     dialog: Dialog, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[str, str]]:
-    """Types these lines, and Ctrl-D; what comes to stdout and to stderr."""
+    """Types these lines and Ctrl-D. Returns stdout and stderr."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     def talk(*lines: str | type[BaseException]) -> tuple[str, str]:
@@ -196,7 +196,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_has_come(dialog: Dialog, model: 
     assert model.chats[1][:2] == so_far
 
 
-def test_what_a_silent_session_waits_for_is_told_once(
+def test_the_reason_for_a_silence_is_shown_once(
     talk: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Elapsed(threading.Timer):
@@ -253,9 +253,7 @@ def test_one_answer_and_no_more(address: str, model: Model) -> None:
     assert (shown["message"]["content"], shown["message"]["reasoning"]) == ("hello, you said", "Hm.")
 
 
-def test_what_comes_through_a_pipe_follows_the_prompt(
-    address: str, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_from_a_pipe_follows_the_prompt(address: str, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = os.pipe()
     os.write(theirs, b"a long text\n")
     os.close(theirs)
@@ -265,7 +263,7 @@ def test_what_comes_through_a_pipe_follows_the_prompt(
     assert model.chats[0][-1]["content"] == "Shorten:\n\na long text"
 
 
-def test_what_is_wrong_ends_it(address: str) -> None:
+def test_errors_end_run_with_their_exit_codes(address: str) -> None:
     assert run("smollm2", "refuse", address=address).exit_code == 1
     assert "nothing to say" in run("smollm2", address=address).stderr
     wrong = run("smollm2", "hello", "--set", "heat=1", address=address)

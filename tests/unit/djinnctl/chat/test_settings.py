@@ -5,7 +5,7 @@ import pytest
 from djinnctl.chat.settings import NAMES, Settings
 
 
-def test_what_is_set() -> None:
+def test_settings_become_options_of_calls() -> None:
     settings = Settings()
     for name, value in [
         ("system", "Answer briefly."),
@@ -42,7 +42,7 @@ def test_what_is_set() -> None:
         ("think", "maybe", "think is on or off, not 'maybe'"),
     ],
 )
-def test_what_cannot_be_set_is_said_with_what_would_be_right(name: str, value: str, words: str) -> None:
+def test_an_invalid_setting_is_refused_with_the_valid_ones(name: str, value: str, words: str) -> None:
     settings = Settings()
     with pytest.raises(ValueError, match=words):
         settings.set(name, value)

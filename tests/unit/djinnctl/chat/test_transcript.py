@@ -9,7 +9,7 @@ from djinnctl.chat.transcript import Transcript, load, save
 TALK = Transcript("smollm2", [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi ☺"}])
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_a_saved_conversation_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     file.write_text("an older one")
     save(file, TALK)
@@ -22,7 +22,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     "text",
     ["", "{}", '{"model": "m", "messages": [{"role": "user"}]}', '{"model": "m", "messages": [{"content": "x"}]}'],
 )
-def test_what_is_no_conversation(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_conversation_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "talk.json"
     file.write_text(text)
     with pytest.raises(ValueError, match="no saved conversation"):

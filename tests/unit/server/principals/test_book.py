@@ -9,7 +9,7 @@ from djinnd.server.principals.book import TokenBook, TokenFileContent, new_token
 
 
 def book_with(*names: str) -> tuple[TokenBook, list[str]]:
-    """And the secrets."""
+    """Returns a book with these tokens, and their secrets."""
     made, secrets = TokenBook(TokenFileContent()), []
     for name in names:
         token, secret = new_token(name, None, None, 1.0, None)
@@ -62,7 +62,7 @@ def test_revoked_names_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPa
     assert [made.name_of(number_of(name)) for name in "abc"] == [None, "b", "c"]
 
 
-def test_what_was_kept_is_had_again() -> None:
+def test_a_book_made_from_its_content_is_equal() -> None:
     made, (secret, _) = book_with("a", "b")
     token = made.get("a")
     assert token is not None

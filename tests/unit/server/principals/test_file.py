@@ -21,7 +21,7 @@ def file(tmp_path: Path) -> TokenFile:
     return written
 
 
-def test_what_is_written_is_read(file: TokenFile) -> None:
+def test_written_tokens_are_read_back(file: TokenFile) -> None:
     assert file.read() == CONTENT
     assert file.path.stat().st_mode & 0o777 == 0o600
     assert os.listdir(file.path.parent) == [NAME] and file.notes == []

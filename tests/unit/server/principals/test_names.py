@@ -30,6 +30,6 @@ def test_a_name_is_in_no_group() -> None:
 
 
 @pytest.mark.parametrize("user", ["nobody-of-this-name", "", "-1", "4294967295", "9" * 4096, "\0", "x" * 4096, "٣"])
-def test_what_is_no_user(user: str) -> None:
+def test_unknown_users_are_refused(user: str) -> None:
     with pytest.raises(InvalidRequest):
         uid_of(user)

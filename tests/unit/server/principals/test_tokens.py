@@ -102,7 +102,7 @@ def test_a_change_goes_on_when_its_caller_has_gone(tmp_path: Path, monkeypatch: 
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be written is not added, but is revoked."""
+    """If the file cannot be written, no token is added, but tokens can be revoked."""
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

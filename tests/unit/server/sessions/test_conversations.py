@@ -96,7 +96,7 @@ def test_while_the_session_of_a_key_is_busy_a_new_one_without_it(conversations):
     assert choice.kept == conversations.choose(1, "m", "", PROMPT).kept
 
 
-def test_what_is_removed_is_found_no_more(conversations):
+def test_a_removed_session_is_not_found(conversations):
     session, keyed = spoken(conversations, PROMPT), spoken(conversations, PROMPT, "keyed", key="k")
     assert conversations.count(1) == 2
     for each in (session, keyed, keyed):

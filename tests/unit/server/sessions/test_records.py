@@ -85,7 +85,7 @@ def test_the_oldest_of_too_many_goes():
     assert names(records) == ["b", "c"]
 
 
-def test_what_has_no_room_in_the_journal_pushes_out_kept_sessions_and_then_records():
+def test_a_record_without_room_in_the_journal_replaces_kept_sessions_and_then_records():
     room = 3 * (SESSION_BYTES + RECORD_BYTES)
     sessions, records = table(journal_bytes_per_user=room, conversations_per_user=10)
     session = opened(sessions, ())
@@ -137,7 +137,7 @@ def test_a_record_without_a_session_has_no_tokens():
     assert asked(records.get, GetRecord(id=1, record=name)).length == 0
 
 
-def test_what_an_earlier_daemon_has_kept_is_charged_and_ends_after_its_time():
+def test_records_of_an_earlier_daemon_are_charged_and_expire():
     async def play(ttl):
         sessions, records = table(record_ttl=ttl)
         for name, age in (("old", 101), ("young", 0)):

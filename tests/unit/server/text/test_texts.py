@@ -118,7 +118,7 @@ def test_a_job_that_takes_too_long_ends_the_worker_and_the_next_one_starts_anoth
     played(play, text_seconds=0.3)
 
 
-def test_who_has_used_the_minute_up_waits_and_nobody_else(folder: Path) -> None:
+def test_only_a_user_beyond_its_cpu_minute_waits(folder: Path) -> None:
     async def play(texts: Texts) -> None:
         text = await opened(texts, tiny_with(folder, slow_to_encode))
         with pytest.raises(TextFailed):

@@ -193,7 +193,7 @@ def test_a_worker_that_fails_or_lies_ends_the_run_once(tiny: Any, answer: Any, w
     assert play.worker.readings == 0
 
 
-def test_who_has_gone_hears_nothing_more(tiny: Any) -> None:
+def test_an_ended_run_gets_no_more_text(tiny: Any) -> None:
     play = Play(tiny, stream=True)
     play.feed([20])
     play.late.end()
@@ -218,7 +218,7 @@ def test_a_chat_ends_with_the_token_that_completes_a_stop_string(tiny: Any, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_chat_s_answer_says_is_read_by_the_worker(tiny: Any, stream: bool) -> None:
+def test_the_worker_parses_the_answer_of_a_chat(tiny: Any, stream: bool) -> None:
     tools = b'[{"type": "function", "function": {"name": "f", "parameters": {}}}]'
     call = '<tool_call>{"name": "f", "arguments": {"a": [1, 2]}}</tool_call>'
     for parallel, count in ((True, 2), (False, 1)):

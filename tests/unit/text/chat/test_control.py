@@ -33,7 +33,7 @@ def test_marked_texts_are_text_and_the_template_s_own_are_control() -> None:
     ]
 
 
-def test_what_holds_no_control_strings_stays_whole() -> None:
+def test_text_without_control_strings_stays_whole() -> None:
     value = {"a b": ["c\n\n", {"d": None, "e": 1.5}]}
     assert control.mark(value) == value
     assert list(control.spans("some text")) == [ControlSpan("some text", True)]

@@ -57,13 +57,13 @@ def deep(levels: int) -> Any:
         ([{"role": "user", "content": "x", "more": deep(MAX_DEPTH)}], "inside one another"),
     ],
 )
-def test_what_is_no_conversation(messages: Any, told: str) -> None:
+def test_invalid_messages_are_refused(messages: Any, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         read(messages)
 
 
 @pytest.mark.parametrize("text", [b"", b"[", b"\xff", b'["\\ud800"]', b"[" * 100_000, b"nan"])
-def test_what_is_no_json(text: bytes) -> None:
+def test_invalid_json_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidRequest, match="messages: "):
         read_conversation(ChatInput(text), PLAIN)
 
@@ -82,7 +82,7 @@ def test_arguments_that_a_template_may_not_get(arguments: Any) -> None:
         ({"type": "web_search", "name": "x"}, "only functions"),
     ],
 )
-def test_what_is_no_tool(tool: Any, told: str) -> None:
+def test_invalid_tools_are_refused(tool: Any, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told):
         read([{"role": "user", "content": "x"}], tools=[tool])
 

@@ -47,7 +47,7 @@ def rendered(template: str, chat: ChatInput = CHAT, **variables: Any) -> str:
         "{{ raise_exception('x' * 10 ** 7) }}",
     ],
 )
-def test_what_templates_may_not_do_is_the_caller_s_error(template: str) -> None:
+def test_forbidden_template_code_is_the_caller_s_error(template: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template") as raised:
         rendered(template)
     assert len(raised.value.message) <= rendering.MOST_TOLD
@@ -61,7 +61,7 @@ def test_formatting_reaches_no_internals() -> None:
     assert "class" not in told
 
 
-def test_what_templates_rely_on() -> None:
+def test_templates_have_the_filters_and_tags_of_transformers() -> None:
     assert rendered("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
     assert rendered("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
     assert len(rendered("{{ strftime_now('%Y-%m-%d') }}")) == 10

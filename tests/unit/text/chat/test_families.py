@@ -86,7 +86,7 @@ def theirs_of(family: str, kind: str) -> Any:
 
 
 def chat_input(messages: Messages, tools: Any = None, **options: Any) -> ChatInput:
-    """As a client writes it: arguments of calls are texts."""
+    """The input as a client writes it, with the arguments of calls as texts."""
     written = [
         {**message, "tool_calls": [_written(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
@@ -161,7 +161,7 @@ def test_template_arguments(family: str, arguments: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_content_in_parts(family: str) -> None:
-    """As a list where the template takes one, else as lines of one text."""
+    """The template gets a list if it takes one, otherwise lines of one text."""
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     message = {"role": "user", "content": parts}
     tokens = vocabulary_of(family, "byte_level").encode_chat(chat_input([message])).tokens
@@ -173,7 +173,7 @@ def test_content_in_parts(family: str) -> None:
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_control_strings_in_contents_are_text(family: str, kind: str) -> None:
-    """As many control tokens as in the same chat without any in its contents."""
+    """The chat has as many control tokens as one without control strings in its contents."""
     told, vocabulary = FAMILIES[family], vocabulary_of(family, kind)
     tokenizer = tokenizer_of(family, kind)
     hostile = "".join(told.special + told.added) + "x".join(reversed(told.special)) + "".join(told.special)
@@ -216,7 +216,7 @@ def test_control_strings_are_the_text_that_they_were(family: str) -> None:
     assert hostile in vocabulary.texts(tokens)[0]
 
 
-def test_what_a_template_says_is_the_caller_s_error() -> None:
+def test_an_exception_raised_by_a_template_is_the_caller_s_error() -> None:
     with pytest.raises(InvalidRequest, match="System role not supported"):
         vocabulary_of("Gemma", "llama").encode_chat(chat_input([SYSTEM, USER]))
     with pytest.raises(InvalidRequest, match="no previous assistant message with a tool call"):

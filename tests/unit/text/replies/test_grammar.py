@@ -160,7 +160,7 @@ def test_a_format_without_calls_cannot_be_forced():
         ("harmony", "<|start|>assistant<|channel|>final<|message|>", "{}"),
     ],
 )
-def test_what_comes_before_content_of_a_grammar_s_own(name: str, prompt: str, text: str):
+def test_reasoning_may_come_before_content_that_follows_a_grammar(name: str, prompt: str, text: str):
     before = reply_format("</think>", {}, name).before_content(prompt)
     start = lark_around(before, {}).replace("@answer", '"{}"') if before else 'start: "{}"'
     assert allows(start, text)

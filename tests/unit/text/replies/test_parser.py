@@ -13,7 +13,7 @@ HERMES = reply_format("", {}, "hermes")
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: f"{sample.form}: {sample.text[:24]!r}")
-def test_what_a_reply_says(sample: Sample):
+def test_each_family_s_reply_is_parsed(sample: Sample):
     assert says(read(sample.format, [sample.text], sample.prompt)) == sample.says
 
 
@@ -84,7 +84,7 @@ def test_content_is_told_at_once_unless_it_may_begin_a_marker():
     assert parser.feed("box>") == [Content(" <toolbox>")]
 
 
-def test_what_is_held_back_is_bounded():
+def test_text_held_back_is_bounded():
     parser = ReplyParser(HERMES, tools=BY_NAME)
     text = '<tool_call>{"arguments": {"a": "' + "b" * 3 * MAX_HELD
     told = [event for at in range(0, len(text), 1000) for event in parser.feed(text[at : at + 1000])]

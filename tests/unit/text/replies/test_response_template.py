@@ -101,7 +101,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("template", "prompt", "text", "expected"), CASES)
-def test_what_a_reply_says(template: dict[str, Any], prompt: str, text: str, expected: tuple[Any, ...]):
+def test_replies_are_parsed_by_a_response_template(
+    template: dict[str, Any], prompt: str, text: str, expected: tuple[Any, ...]
+):
     form = reply_format("", {"response_template": template})
     assert form.name == "response-template"
     assert says(read(form, [text], prompt)) == expected

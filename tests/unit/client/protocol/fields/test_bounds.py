@@ -100,7 +100,7 @@ def test_a_large_message_that_is_made_for_it_passes():
         assert decode_request(payload_of(message)) == message
 
 
-def test_what_is_wrong_is_told_in_few_words():
+def test_an_error_does_not_repeat_a_long_value():
     payload = msgspec.msgpack.encode({"type": "open", "id": 1, "model": "m", "priority": "p" * 60_000})
     with pytest.raises(ProtocolError) as caught:
         decode_request(payload)
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_told_in_few_words():
 
 
 @given(st.lists(token))
-def test_what_is_packed_is_unpacked(token_ids):
+def test_packed_token_ids_unpack_to_the_same(token_ids):
     assert unpack(pack(token_ids)) == token_ids
 
 
@@ -139,7 +139,7 @@ def test_many_token_ids_travel_as_bytes_and_few_as_they_are():
     assert packed(short) is short
 
 
-def test_what_is_no_token_id_is_not_packed_and_refused():
+def test_invalid_token_ids_are_neither_packed_nor_unpacked():
     for wrong in (-1, 1 << 31, 1.5, "one"):
         sent = packed(Forward(id=1, session="s", token_ids=[wrong] * PACKED_FROM))
         with pytest.raises(ProtocolError):

@@ -34,7 +34,7 @@ SCHEMA = {"type": "object"}
         ({"grammar": "start: A"}, OutputFormat("lark", "start: A")),
     ],
 )
-def test_what_is_asked_for(given: dict[str, Any], form: OutputFormat | None) -> None:
+def test_the_keywords_of_a_format_make_its_request(given: dict[str, Any], form: OutputFormat | None) -> None:
     assert output_format(**given) == form
 
 
@@ -50,6 +50,6 @@ def test_what_is_asked_for(given: dict[str, Any], form: OutputFormat | None) -> 
         {"response_format": {"type": "json_schema", "schema": {"const": object()}}},
     ],
 )
-def test_what_is_no_format(given: dict[str, Any]) -> None:
+def test_invalid_formats_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         output_format(**given)

@@ -25,7 +25,7 @@ from djinn_client.protocol.fields.placing import LEAST_PIECE, MAX_SLOTS, ModelPl
     ],
     ids=str,
 )
-def test_what_may_be_asked(fields: dict[str, Any]) -> None:
+def test_valid_placings_pass(fields: dict[str, Any]) -> None:
     Placing(**fields).validate()
 
 
@@ -47,7 +47,7 @@ def test_what_may_be_asked(fields: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_may_not(fields: dict[str, Any], words: str) -> None:
+def test_invalid_placings_are_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         Placing(**fields).validate()
 

@@ -28,7 +28,7 @@ GPT2 = PointMap(
     norm="transformer.ln_f",
     head="lm_head",
 )
-BARE = PointMap(blocks=2, width=8, vocab=50)  # of whose modules nothing is known
+BARE = PointMap(blocks=2, width=8, vocab=50)  # its modules have no known names
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_model_of_which_little_is_known_has_no_points_within_blocks() -> None:
         ("blocks.*.*", "'blocks.*.*' has two stars"),
     ],
 )
-def test_what_is_no_point(name: str, words: str) -> None:
+def test_unknown_points_are_refused(name: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refused:
         LLAMA.resolve(name)
     assert refused.value.data["field"] == "point"
