@@ -15,7 +15,7 @@ from djinn_client.errors import DjinnError
 from djinn_client.handover import session_import
 from djinn_client.handover.session_import import SessionImport
 from djinn_client.old_names import former_property
-from djinn_client.protocol import Class
+from djinn_client.protocol import Class, SignalKind
 from djinn_client.session.calls import SessionCalls
 from djinn_client.session.streaming import Stream
 from djinn_client.tensors.cache import Cache
@@ -189,7 +189,17 @@ class Session(OwnState):
             steps.run(calls.import_(handed.request, handed.fds, told))
         return cls._over(calls)
 
-    signal = blocking(SessionCalls.signal)
+    def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
+        """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
+
+        "io_wait": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
+        leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
+        this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
+        "compute": a call, in a moment; "prefill" and "decode" mean the same.
+
+        Raises InvalidRequest; SessionBusy while a call runs.
+        """
+        steps.run(self._calls.signal(kind, expected_s=expected_s, tool=tool))  # 0.3 us less of 4 than by `blocking`
 
     @contextmanager
     def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> Iterator[None]:

@@ -150,15 +150,7 @@ class SessionCalls(ConnectedSession):
         return self._points
 
     def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> Steps[None]:
-        """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
-
-        "io_wait": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
-        leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
-        this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
-        "compute": a call, in a moment; "prefill" and "decode" mean the same.
-
-        Raises InvalidRequest; SessionBusy while a call runs.
-        """
+        """See Session.signal. A signal has no reply, so none can be mixed with those of a stream."""
         message = signal_message(self.info.id, kind, expected_s, tool)
         self._expect_not_at_work()
         with self._turn:

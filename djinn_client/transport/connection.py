@@ -121,7 +121,7 @@ class Connection:
     def tell(self, message: Signal) -> Steps[None]:
         """Sends a message that has no reply, whatever is in flight. Waits for nothing but room in the socket; where the
         daemon has hung up, the next call says so. Raises InvalidRequest for a text that the wire cannot carry."""
-        yield from self._send(lambda: frame_of(message))
+        return self._send(lambda: frame_of(message))
 
     def receive(self) -> Steps[Delivery]:
         """The next reply to the request in flight. Raises the error of a Failure; ConnectionLost; ProtocolError."""
