@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Client:
     """Calls on the daemon itself, over connections that are kept from one call to the next. Threads may share it.
 
-    Every call raises ConnectionLost where no daemon answers, and the daemon's own error otherwise.
+    Every call raises ConnectionLost if no daemon answers, and otherwise the daemon's own error.
     """
 
     def __init__(self, address: str | None = None, *, token: str | None = None) -> None:

@@ -59,7 +59,7 @@ class DaemonCalls:
         return connection.welcome
 
     def status(self, *, check: bool = False) -> Steps[replies.StatusReply]:
-        """`check` audits the daemon's pools too; `integrity` then has what was found."""
+        """`check` also audits the daemon's pools; `integrity` then has the findings."""
         return self._call(build(requests.GetStatus, check=check), replies.StatusReply)
 
     def models(self) -> Steps[list[ModelInfo]]:
@@ -67,8 +67,7 @@ class DaemonCalls:
 
     def points(self, model: str) -> Steps[list[str]]:
         """The places in the model where sessions may look and change, one name for each, in the order of computing; see
-        djinn_client.protocol.fields.points for the others. A model that is not loaded is loaded, for what it has is
-        known then."""
+        djinn_client.protocol.fields.points for the others. Loads the model if it is not loaded."""
         models = yield from self.models()
         known = next((info.points for info in models if info.name == folders.model_name(model)), None)
         known = known or (yield from self.load(model)).points
@@ -84,8 +83,9 @@ class DaemonCalls:
         **chat: Unpack[OfChats],
     ) -> Steps[list[int]]:
         """The tokens of a text that starts a session, or of a chat (see Session.chat) up to where the answer begins.
-        `add_special` False: without those that the tokenizer puts around a text; `parse_special` False: control strings
-        in the text stay text. Loads the model if need be. Raises NoTokenizer, InvalidRequest, TextFailed."""
+        `add_special` False: without the special tokens that the tokenizer puts around a text; `parse_special` False:
+        control strings in the text stay text. Loads the model if it is not loaded. Raises NoTokenizer, InvalidRequest,
+        TextFailed."""
         if isinstance(said, str):
             request = build(requests.Tokenize, model=folders.model_name(model), text=said, add_special=add_special)
             request.parse_special = parse_special
@@ -111,10 +111,10 @@ class DaemonCalls:
         on_progress: OnProgress | None = None,
         **options: Unpack[ConversedOptions],
     ) -> Steps[replies.Generated]:
-        """Generates behind a whole prompt, a text or token ids; the daemon chooses a session that has as much of it as
-        possible, computes the rest, and keeps the session for the next such call. The reply's `session` names
-        it, for `attach`; docs/guide/conversations.md says which session it is and how long it is kept. The options are
-        those of `ConversedOptions`.
+        """Generates from a whole prompt, a text or token ids. The daemon chooses the session that shares the longest
+        prefix with it, computes the rest, and keeps the session for the next such call. The reply's `session` names it,
+        for `attach`. docs/guide/conversations.md says how the session is chosen and how long it is kept. The options
+        are those of `ConversedOptions`.
 
         Raises what `Session` and `Session.generate` raise."""
         request = stateless.conversed(model, prompt, options)
@@ -142,21 +142,21 @@ class DaemonCalls:
         normalize: bool = True,
         on_progress: OnProgress | None = None,
     ) -> Steps[Embeddings]:
-        """A vector for each of up to 2,048 texts, or rows of token ids: the mean of what the model's final norm gives
-        for the input's tokens, or with `pooling="last"` the last row (None: as configured for the model); of length 1
-        unless `normalize` is False. docs/guide/embeddings.md.
+        """A vector for each of up to 2,048 texts, or rows of token ids: the mean of the final norm's output over the
+        input's tokens, or with `pooling="last"` the row of the last token (None: as configured for the model). It has
+        length 1 unless `normalize` is False. See docs/guide/embeddings.md.
 
         Raises what `Session` raises, and PromptTooLong."""
         request = stateless.embed(model, inputs, pooling, normalize)
         return Embeddings((yield from self._loading_call(request, replies.Embedded, on_progress)))
 
     def keep_record(self, session: str, body: bytes = b"", *, name: str = "") -> Steps[str]:
-        """Keeps the point at which an idle session of the caller's is, with the caller's own bytes, and returns the
-        record's name; "": the daemon makes one up. A record of the caller's with that name is replaced. A call with
-        `after=name` goes on from there, also when the session has gone on or is closed.
+        """Keeps the present point of an idle session of the caller, with the caller's own bytes, and returns the
+        record's name (name "": the daemon makes one up). A record of the caller with that name is replaced. A call with
+        `after=name` continues from there, even if the session has changed or is closed.
 
-        Raises SessionNotFound, SessionBusy, QuotaExceeded, and InvalidRequest for a session whose tokens do not tell
-        what follows: one with edits, breakpoints or a client's KV."""
+        Raises SessionNotFound, SessionBusy, QuotaExceeded, and InvalidRequest for a session with edits, breakpoints or
+        imported KV, because its tokens do not determine its output."""
         request = build(requests.KeepRecord, session=session, body=body, record=name)
         return (yield from self._call(request, replies.RecordKept)).record
 
@@ -192,15 +192,13 @@ class DaemonCalls:
         on_progress: OnProgress | None = None,
         **placing: Unpack[PlacingOptions],
     ) -> Steps[ModelInfo]:
-        """Returns when the model is ready. `kv_bytes` 0 leaves the size of its page pool to the daemon; so does None of
-        host memory and disk for pages that have left the device, and 0 gives them none. `placing`: see PlacingOptions;
-        a model that is loaded otherwise already is an InvalidRequest, one that does not fit so is OutOfMemory.
-
-        `keep_alive_s`: after so long without a call the model goes to sleep: it gives its device memory back until the
-        next call, and its sessions stay. 0: never; None: as configured. It may be changed of a model that is loaded,
-        too; where others have sessions of that, only by an administrator (NotPermitted).
-
-        `chat_template`: the text of a template for its chats, in the place of the checkpoint's."""
+        """Returns when the model is ready. `kv_bytes` 0: the daemon chooses the size of the page pool. `host_kv_bytes`
+        and `disk_kv_bytes` None: likewise, for pages that have left the device; 0: none. `placing`: see PlacingOptions.
+        A model that is already loaded in another way is an InvalidRequest; one that does not fit is OutOfMemory.
+        `keep_alive_s`: after this time without a call the model goes to sleep. It gives its device memory back until
+        the next call, and its sessions stay. 0: never; None: as configured. It may also be changed for a loaded model;
+        if other users have sessions of that, only by an administrator (NotPermitted). `chat_template`: the text of a
+        template that replaces the checkpoint's."""
         sizes = {"kv_bytes": kv_bytes, "host_kv_bytes": host_kv_bytes, "disk_kv_bytes": disk_kv_bytes}
         wishes = {"keep_alive_s": keep_alive_s, "chat_template": chat_template, "placing": placing_fields(placing)}
         request = build(requests.LoadModel, model=folders.model_name(model), **wishes, **sizes)
@@ -210,7 +208,7 @@ class DaemonCalls:
         self, model: str, *, memory_bytes: int = 0, kv_bytes: int = 0, **placing: Unpack[PlacingOptions]
     ) -> Steps[ModelPlan]:
         """The memory that loading the model would take now, beside the models that are loaded, and how fast it would
-        run. With `memory_bytes`, in so much device memory without other models. Loads nothing, and frees nothing.
+        run. `memory_bytes` assumes that much device memory and no other models. Loads nothing, and frees nothing.
         `placing`: see PlacingOptions. Raises OutOfMemory with the figure if nothing fits."""
         fields = placing_fields(placing)
         request = build(
@@ -223,9 +221,9 @@ class DaemonCalls:
         return (yield from self._call(request, replies.PlanReply)).plan
 
     def set_budget(self, memory_bytes: int) -> Steps[replies.BudgetReply]:
-        """Gives the daemon so much device memory, for administrators, while sessions run: blocks that no longer fit
-        stream, and become resident again when there is more. Raises OutOfMemory, with the figure that it could go down
-        to, where that does not suffice; nothing has changed then."""
+        """Changes the daemon's device memory, for administrators, while sessions run: blocks that no longer fit stream,
+        and become resident again when there is more. Raises OutOfMemory with the smallest possible budget if this one
+        does not suffice; nothing has changed then."""
         return self._call(build(requests.SetBudget, memory_bytes=memory_bytes), replies.BudgetReply)
 
     def trace(self, *, steps: int = 4, seconds: float = 10.0) -> Steps[replies.TraceReply]:
@@ -261,8 +259,9 @@ class DaemonCalls:
 
     def publish_prefix(self, session: str, tokens: int | None = None) -> Steps[PrefixInfo]:
         """Makes the first `tokens` tokens of a session public (None: all that it has), as far as they fill pages, for
-        administrators: from now on the sessions of all users that begin with them share their pages, until the prefix
-        is withdrawn. Raises InvalidRequest, with the page size, where they fill none; SessionNotFound, SessionBusy."""
+        administrators. From now on the sessions of all users that begin with them share their pages, until the prefix
+        is withdrawn. Raises InvalidRequest, with the page size, if they do not fill a page; SessionNotFound,
+        SessionBusy."""
         request = build(requests.PublishPrefix, session=session, tokens=tokens)
         return (yield from self._call(request, replies.PrefixPublished)).prefix
 
@@ -278,12 +277,11 @@ class DaemonCalls:
     def add_token(
         self, name: str, *, user: str = "", highest_class: Class | None = None, expires_s: float = 0.0
     ) -> Steps[replies.TokenAdded]:
-        """A token, for administrators; the reply's `token` is told this once. It stands for the Unix user `user`, or,
-        if that is "", for a principal of this name. Connections with it use sessions of `highest_class` or below (None:
-        of any class that the principal may have), and it ends after `expires_s` seconds (0: never). See
-        docs/guide/tokens.md.
-
-        Raises InvalidRequest for a name that is taken or is none, QuotaExceeded, Retry where it cannot be written."""
+        """Adds a token, for administrators; only this reply has the `token` itself. It stands for the Unix user `user`,
+        or, if that is "", for a principal of this name. Connections with it use sessions of `highest_class` or below
+        (None: of any class that the principal may have), and it ends after `expires_s` seconds (0: never). See
+        docs/guide/tokens.md. Raises InvalidRequest for a name that is taken or invalid, QuotaExceeded, Retry if it
+        cannot be written."""
         return self._call(
             build(requests.AddToken, name=name, user=user, highest_class=highest_class, expires_s=expires_s),
             replies.TokenAdded,
@@ -298,8 +296,8 @@ class DaemonCalls:
         yield from self._call(build(requests.RevokeToken, name=name), replies.Done)
 
     def restart(self, *, warm: bool = False) -> Steps[None]:
-        """Has the daemon end its work and start again, for administrators; `warm` keeps the loaded models, and the
-        pages of sessions, in shared memory. Returns when it has begun to. Sessions survive it, for
+        """Restarts the daemon after running calls have ended, for administrators; `warm` keeps the loaded models, and
+        the pages of sessions, in shared memory. Returns when the restart has begun. Sessions survive it, for
         limits.session_grace."""
         yield from self._call(build(requests.Restart, warm=warm), replies.Done)
 

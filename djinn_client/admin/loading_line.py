@@ -61,7 +61,7 @@ class LoadingLine:
 
 @contextmanager
 def loading_line(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
-    """Gives the caller's own `on_progress`. Without one it gives a LoadingLine if stderr is a terminal, and else
+    """Yields the caller's own `on_progress`. Without one it yields a LoadingLine if stderr is a terminal, and otherwise
     None."""
     if on_progress is not None or not _is_terminal(sys.stderr):
         yield on_progress

@@ -38,7 +38,7 @@ AsyncIntervention = Intervention[Coroutine[Any, Any, None]]
 
 
 class AsyncSession(OwnState):
-    """`Session` for asyncio: the same calls, awaited; so are the `remove` of what they return and Capture.run.
+    """`Session` for asyncio: the same calls, awaited; also Capture.run, and the `remove` of handles.
 
         async with djinn.AsyncSession("djinn-tiny") as s:
             async for piece in s.stream("def fibonacci(", max_tokens=32):

@@ -38,7 +38,7 @@ class Session(OwnState):
         with djinn.Session("djinn-tiny") as s:
             print(s.generate("def fibonacci(", max_tokens=32).text)
 
-    `model` is loaded first if it is not loaded. `on_progress` is called with how far that has come; without it, a
+    `model` is loaded first if it is not loaded. `on_progress` is called with the progress of that; without it, a
     terminal shows a progress line when loading takes longer than a second. `address` is the path of the daemon's
     socket; None: $DJINND_ADDRESS, then the system's, then the user's. `priority` None is the highest class that the
     caller may have. `token` is one of the daemon's tokens (docs/guide/tokens.md); None: $DJINND_TOKEN. The `with` block
@@ -46,7 +46,7 @@ class Session(OwnState):
 
     Ctrl-C in any call stops the work in the daemon within one step, and the session stays usable. Threads may share a
     session, but not call it at once: the second call raises SessionBusy. A process that is forked from this one calls
-    it over a connection of its own, and does not close it: only the process that has opened it does.
+    the session over a connection of its own. Only the process that has opened the session closes it.
     """
 
     def __init__(
@@ -88,12 +88,10 @@ class Session(OwnState):
     keep_record = blocking(SessionCalls.keep_record)
 
     def fork(self, priority: Class | None = None) -> Self:
-        """A second session with the tokens and KV of this one, which goes its own way from here. Common pages are held
-        once.
-
-        The fork has a connection of its own, may be called while this session runs a call, and has to be closed, too.
-        `priority` None: as this one. Raises SessionBusy while a call runs, NotPermitted or QuotaExceeded at a
-        limit of sessions."""
+        """A second session with the tokens and KV of this one, independent from now on. Common pages are stored once.
+        The fork has a connection of its own, may be called while this session runs a call, and must be closed, too.
+        `priority` None: the class of this session. Raises SessionBusy while a call runs, NotPermitted or QuotaExceeded
+        at a limit of sessions."""
         return self._over(steps.run(self._calls.fork(priority)))
 
     steer = blocking(handled(Edit[None], steps.run, probing.steer))
@@ -106,8 +104,9 @@ class Session(OwnState):
         these points as a Cache of tensors, mapped from memory that the daemon filled by one copy. See Capture.run.
 
         There are no gradients: the model has run in another process, without a graph of the computation. The tensors
-        have `requires_grad` False, and `.backward()` of what is computed from them reaches no weight and no other
-        activation. For gradients, load the model with transformers; `share_model` serves that same one."""
+        have `requires_grad` False, and `.backward()` of values computed from them reaches no weight and no other
+        activation. For gradients, load the model with transformers; `share_model` serves sessions from the same
+        weights."""
         return Capture(self._calls, points, steps.run)
 
     breakpoint = blocking(handled(Breakpoint[None], steps.run, breakpoint_calls.breakpoint))
@@ -120,11 +119,10 @@ class Session(OwnState):
     kv = blocking(session_import.kv)
 
     def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
-        """Writes the session to a file, which only its owner may read, for `load`; replaces one that is there.
-
-        `kv` None: with its KV only if that does not follow from its tokens (`info.foreign_kv`, or edits). Otherwise the
-        file has only tokens, a few kilobytes, and `load` has their KV computed. Raises OSError, and what `kv()`
-        raises."""
+        """Writes the session to a file, which only its owner may read, for `load`; an existing file is replaced. `kv`
+        None: the KV is saved only if it cannot be recomputed from the tokens (`info.foreign_kv`, or edits). Otherwise
+        the file has only tokens, a few kilobytes, and the KV is computed again after `load`. Raises OSError, and what
+        `kv()` raises."""
         session_import.save(path, self._calls.info, steps.run(self._calls.export(kv)))
 
     @classmethod
@@ -152,7 +150,7 @@ class Session(OwnState):
              window first
 
         Tokens without KV in `kv` are computed when the session first runs. If the first call has no prompt, the last
-        token's KV is computed anew, to choose the next token.
+        token's KV is recomputed, to choose the next token.
 
         The KV is not checked and cannot be computed again. So the session shares it only with its forks, is not in the
         journal, and is lost with the engine that has it: the next call then raises SessionLost.
@@ -173,10 +171,9 @@ class Session(OwnState):
         address: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Self:
-        """A new session with what a file of `save` has. `model` and `priority` None: as when it was saved; a model of
-        another name must have the same weights. `kv` False: without the file's KV, which is computed from the tokens.
-
-        A session with KV from a file ends with the engine that has it, as one of `from_kv`.
+        """A new session from a file that `save` has written. `model` and `priority` None: as when it was saved; a model
+        of another name must have the same weights. `kv` False: the KV is computed from the tokens instead of read from
+        the file. A session with KV from a file ends with the engine that has it, like one of `from_kv`.
 
         Raises FileDamaged, ModelMismatch, InvalidRequest for KV of another form than the daemon's, OSError, and what
         `Session` raises."""
@@ -203,8 +200,8 @@ class Session(OwnState):
 
     @contextmanager
     def io_wait(self, expected_s: float | None = None, *, tool: str = "") -> Iterator[None]:
-        """`with s.io_wait(tool="search"): search()` signals "io_wait" before it and "compute" after it, also where it
-        raises."""
+        """`with s.io_wait(tool="search"): search()` signals "io_wait" before the block and "compute" after it, even if
+        the block raises."""
         self.signal("io_wait", expected_s=expected_s, tool=tool)
         try:
             yield
@@ -222,7 +219,8 @@ class Session(OwnState):
     close = blocking(SessionCalls.close)
 
     def detach(self) -> None:
-        """Hangs up. The session lives on for the daemon's grace time: `Session.attach(s.id)` takes it up again."""
+        """Closes the connection. The session stays for the daemon's grace time, and `Session.attach(s.id)` returns to
+        it."""
         self._calls.detach()
 
     def __enter__(self) -> Self:

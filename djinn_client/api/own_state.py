@@ -25,8 +25,8 @@ class OwnState:
 
     @property
     def messages(self) -> list[Message]:
-        """The chat so far, answers included. This object has it, not the daemon: change it or set it to go on from
-        elsewhere. After attach() it is empty. `s.chat(s.messages[:-1])` answers the last message anew."""
+        """The chat so far, answers included. It is kept in this object, not in the daemon, and may be changed or set.
+        After attach() it is empty. `s.chat(s.messages[:-1])` regenerates the last answer."""
         return self._calls.messages
 
     @messages.setter

@@ -61,7 +61,7 @@ def as_message(answer: ChatMessage) -> Message:
 
 
 def continued(messages: list[Message], said: Message) -> list[Message]:
-    """The messages, where the last one goes on with what the model has added to it."""
+    """The messages, with the model's text appended to the last one."""
     *before, last = messages
     content = last.get("content")
     if isinstance(content, list):

@@ -24,10 +24,10 @@ MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
 class GenerateOptions(TypedDict, total=False):
     """The keyword arguments of `generate` and `stream`.
 
-    max_tokens           at most so many new tokens, for which the context must have room; None: to the end of the
-                         context; 0: the prompt is computed, and that is all. Without this option, 256, or fewer at the
+    max_tokens           the most new tokens, for which the context must have room; None: to the end of the
+                         context; 0: only the prompt is computed. Without this option, 256, or fewer at the
                          end of the context
-    n                    so many outputs of one prompt, at most 128, in the reply's `choices`; default 1; for
+    n                    number of outputs of one prompt, at most 128, in the reply's `choices`; default 1; for
                          `generate` and `chat` only
     temperature          0 (the default) is greedy; sampling draws from softmax(logits / temperature)
     top_k                only the k likeliest tokens; 0 (the default) is off
@@ -36,11 +36,11 @@ class GenerateOptions(TypedDict, total=False):
     min_p                only tokens with at least this part of the likeliest one's probability; 0 (the default) is off
                          (Nguyen et al. 2024)
     repetition_penalty   1 (the default) is off; tokens of prompt and output (CTRL, Keskar et al. 2019)
-    presence_penalty     0 (the default) is off; taken from the logits of tokens in the output
-    frequency_penalty    0 (the default) is off; taken once for each time that the output has the token
+    presence_penalty     0 (the default) is off; subtracted from the logits of tokens in the output
+    frequency_penalty    0 (the default) is off; subtracted once for each time that the output has the token
     logit_bias           {token id: number to add to its logit}, from -100 to 100, for at most 1,024 tokens
-    min_tokens           at least so many new tokens: before, neither an end token nor `stop_token_ids` is chosen, and
-                         `stop` is looked for in the text that follows them; 0 (the default) is off
+    min_tokens           the least new tokens: before, neither an end token nor `stop_token_ids` is chosen, and
+                         `stop` matches in later text only; 0 (the default) is off
     seed                 the same call with the same seed gives the same tokens; None: the daemon draws one
     stop                 strings that end the output, at most 16 of at most 256 characters; the one that ended it is not
                          part of the text
@@ -56,8 +56,8 @@ class GenerateOptions(TypedDict, total=False):
                          reply's `prompt_logprobs`
     token_bytes          True: the reply's `token_bytes` has the bytes of each generated token and of each token that
                          logprobs name; a token may be a part of a character
-    expected_tokens      so many are likely to come; 0 (the default): not known. Advice, as is the next:
-    deadline_s           seconds from now by which the last token is wanted, at most a day; 0 (the default): none.
+    expected_tokens      likely number of new tokens; 0 (the default): not known. Advice, as is the next:
+    deadline_s           seconds from now until the last token is needed, at most a day; 0 (the default): none.
                          Of one user's calls in one class, those that are likely to be late go first
     between_tokens_s     most seconds between two tokens, as a target; 0: none, for throughput; None (the default): the
                          target of the session's class
@@ -103,10 +103,10 @@ class OfChats(TypedDict, total=False):
 
     tools               functions that the model may call: [{"type": "function", "function": {"name", "description",
                         "parameters": JSON schema}}, …]
-    tool_choice         "auto" (the default); "none": it calls none; "required": it calls one at least; "function:NAME":
-                        it calls this one
+    tool_choice         "auto" (the default); "none": no calls; "required": at least one call; "function:NAME":
+                        a call of this function
     parallel_tools      False: at most one call in an answer; default True
-    continue_final      True: the answer goes on with the text of the last message, which is one of the assistant's
+    continue_final      True: the answer continues the text of the last message, which must be the assistant's
     template_arguments  further values for the model's template, as {"enable_thinking": False}
     """
 
@@ -126,12 +126,12 @@ class PlacingOptions(TypedDict, total=False):
     """The keyword arguments of `load` and `plan` that say where a model's blocks go. Without any, and where all are
     None, the daemon's configuration holds; with one, the defaults below hold for the others.
 
-    resident             an int: so many blocks stay on the device; a float from 0.0 to 1.0: that share of them;
+    resident             an int: number of blocks that stay on the device; a float from 0.0 to 1.0: their share;
                          "auto" (the default): as many as fit
     ring_gb              device memory for the ring that the others stream through, in 10^9 bytes; default: by slots
     slots                of the ring, each for the largest streamed block; default: the engine decides
-    packing              False: no block is put into the lossless 12-bit code; default True
-    keep_host            False: the copy in host memory goes once every block is resident; default True
+    packing              False: no block is stored in the lossless 12-bit code; default True
+    keep_host            False: the copy in host memory is dropped once every block is resident; default True
     """
 
     resident: int | float | Literal["auto"] | None

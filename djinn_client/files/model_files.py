@@ -50,8 +50,8 @@ class ModelFiles:
     """Name → descriptor. Owns the descriptors until `close`. Reads leave the descriptors' offsets alone, so that
     several threads, and processes that were passed duplicates, may read at once.
 
-    `folder` is what the files' opener called their folder; it stands in messages and is never opened again. `others`
-    are names of entries of the folder that are no part of a checkpoint that djinnd reads: they explain a refusal."""
+    `folder` is the opener's name of the folder; it is used in messages and never opened again. `others` are names of
+    other entries of the folder: they explain a refusal."""
 
     def __init__(self, folder: str, descriptors: Mapping[str, int], others: Sequence[str] = ()) -> None:
         self.folder = folder
@@ -64,8 +64,8 @@ class ModelFiles:
         """All files of `folder` that a checkpoint may have. Symbolic links are followed, as the hub's cache is made of
         them: they lead no further than this process's own rights do.
 
-        Raises ModelNotFound where there is no such folder or this process may not look into it, InvalidRequest for a
-        file that is no regular one, and for more than MAX_FILES."""
+        Raises ModelNotFound if there is no such folder or this process may not look into it, InvalidRequest for a file
+        that is not regular, and for more than MAX_FILES."""
         try:
             directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
@@ -133,8 +133,8 @@ class ModelFiles:
         return self.stat(name).st_size
 
     def read(self, name: str, limit: int = SMALL_FILE) -> bytes:
-        """The whole of a text file. Raises ModelRejected where it has more than `limit` bytes, is not there, cannot be
-        read, or is something else than its name says."""
+        """The whole of a text file. Raises ModelRejected if it is missing, has more than `limit` bytes, cannot be read,
+        or is of another kind than its name says."""
         if name not in self:
             raise ModelRejected(f"{self.folder} has no {name}", file=name)
         size = self.size(name)
@@ -158,8 +158,8 @@ class ModelFiles:
         return b"".join(pieces)
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> int:
-        """Fills `memory` from `offset`. → bytes read: fewer than it has where the file ends, as one that was cut does.
-        Raises ModelRejected where the file cannot be read."""
+        """Fills `memory` from `offset`. → bytes read: fewer than its size if the file ends earlier. Raises
+        ModelRejected if the file cannot be read."""
         done = 0
         try:
             while done < len(memory) and (count := os.preadv(self._descriptors[name], [memory[done:]], offset + done)):

@@ -1,7 +1,5 @@
-"""Tells people what a file or a folder is when it is no part of a checkpoint that djinnd reads.
-
-Downloads that went wrong and other formats of checkpoints are common. An error that says what is there, and what to do
-with it, saves its reader the search.
+"""Recognises files and folders that are no checkpoint that djinnd reads, for error messages. Broken downloads and other
+formats of checkpoints are common. An error that names the kind and the remedy saves its reader the search.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A session in a file: its tokens, and its KV where they do not say it all, for another day or another machine.
+"""A session in a file, for later or for another machine: its tokens, and its KV if the tokens do not determine it.
 
     byte 0          8         12        16             32                 n * 4096
          ┌───────────┬─────────┬─────────┬──────────────┬────────────────┬─────────────────────────────────────────────┐

@@ -4,8 +4,8 @@
     the image in a memfd, buffer after buffer: packed on the tensors' own device, or copied as they are; then sealed
     ShareWeights: its descriptor ──► Progress … ──► ModelReply
 
-The daemon computes and streams from the very pages that are filled here. They are sealed then: neither this process nor
-the daemon can change them. torch is imported when a model is shared.
+The daemon computes and streams from the pages that are filled here. They are then sealed, so that neither this process
+nor the daemon can change them. torch is imported when a model is shared.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ModelHandle:
         return self.info.name
 
     def close(self) -> None:
-        """Takes the model back. The second time it does nothing."""
+        """Ends the sharing of the model. A second time does nothing."""
         if self._connection.closed:
             return
         try:

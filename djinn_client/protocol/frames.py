@@ -178,8 +178,8 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
 
 
 def request_id_of(payload: bytes) -> int | None:
-    """The `id` of a request that did not decode, so that its sender can be told; None where there is none. A large one
-    is not looked through: it is there among the first fields, or the last one, as this module writes it."""
+    """The `id` of a request that did not decode, for the reply to its sender; None if there is none. A large request is
+    not searched: its id is among the first fields, or the last one, as this module writes it."""
     if len(payload) > LARGE:
         at = max(payload.find(_ID, 0, _ID_BEFORE), payload.rfind(_ID, len(payload) - _ID_FIELD))
         return None if at < 0 else whole_at(payload, at + len(_ID))

@@ -117,9 +117,9 @@ class Generate(Request, tag="generate"):
 
 
 class KeepRecord(Request, tag="keep_record"):
-    """Makes a record: the tokens that an idle session of the caller has now, and `body`, bytes of the caller's that the
-    daemon does not read. Answered by RecordKept. Calls can go on from the record after the session is closed. A record
-    of the caller with the same name is replaced."""
+    """Makes a record: the present tokens of an idle session of the caller, and `body`, bytes that the daemon does not
+    read. Answered by RecordKept. Calls can go on from the record after the session is closed. A record of the caller
+    with the same name is replaced."""
 
     session: Name = ""  # "": a record of `model` without tokens, from which only chats can go on
     model: Name = ""
@@ -217,9 +217,9 @@ class AddEdit(Request, tag="edit"):
         replace      v
         clamp        the part of a along v, in units of v's length, is brought between `low` and `high`
 
-    Without `positions` that is where the next token is chosen, and at all that follow. With `positions`, ascending, it
-    is there only, and positions that have been computed already are computed again. `values` holds v: `rows` rows of
-    the points' width in `dtype`, which are none for scale, else one, or one for each position."""
+    Without `positions` the edit applies where the next token is chosen, and at all later positions. With `positions`,
+    ascending, it applies there only, and positions that have been computed already are computed again. `values` holds
+    v: `rows` rows of the points' width in `dtype`; none for scale, otherwise one, or one for each position."""
 
     session: Name
     points: Names
@@ -294,7 +294,7 @@ class ImportSession(Request, tag="import"):
 
     With `kv`, a descriptor comes with it: a memfd with the KV of the first `kv_tokens` tokens in this form, and nothing
     else; all of its memory reserved, sealed against shrinking and growing, and against writing or future writing. Such
-    a session shares no KV with others but its forks, and ends with the engine that has it: SessionLost."""
+    a session shares KV only with its forks, and ends with the engine that has it: SessionLost."""
 
     descriptors: ClassVar[int] = 1
 
@@ -335,7 +335,7 @@ class SetPriority(Request, tag="set_priority"):
 
 
 class ExplainSession(Request, tag="why"):
-    """Answered by WhyReply: why the session is running, or not."""
+    """Answered by WhyReply: why the session runs or waits."""
 
     session: Name
 

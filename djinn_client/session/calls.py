@@ -58,8 +58,8 @@ class SessionCalls(ConnectedSession):
     def generate(
         self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]
     ) -> Steps[replies.Generated]:
-        """Extends the session by the prompt and generates. The prompt is a text or token ids; None goes on from where
-        the session is. A model that was trained for chats wants `chat`.
+        """Extends the session by the prompt and generates. The prompt is a text or token ids; None continues from the
+        session's last token. For a model that was trained for chats, use `chat`.
 
         The options are those of `GenerateOptions`.
 
@@ -85,8 +85,8 @@ class SessionCalls(ConnectedSession):
             s.chat("And where does it end?")
 
         A text is the user's next message, after `messages`; a list of messages, in OpenAI's form, is the whole chat.
-        The model's template makes a prompt of it. The session keeps the tokens that it has in common with the prompt
-        and computes the others: in a chat that goes on the new messages, in an edited one all that follows the edit.
+        The model's template makes a prompt of it. The session keeps the prefix that it shares with the prompt and
+        computes the rest: the new messages, or everything after an edit.
 
         The options are those of `ChatOptions`. Raises what `generate` raises, and InvalidRequest for a model without a
         template or with the sentence of a template that refuses. After an error `messages` is as before."""
@@ -129,13 +129,13 @@ class SessionCalls(ConnectedSession):
             self.stopped_at(None)
 
     def keep_record(self, body: bytes = b"", *, name: str = "") -> Steps[str]:
-        """Keeps the point at which the session is, with the caller's own bytes, and returns the record's name. See
+        """Keeps the session's present point, with the caller's own bytes, and returns the record's name. See
         Client.keep_record."""
         request = build(requests.KeepRecord, session=self.info.id, body=body, record=name)
         return (yield from self.call(request, replies.RecordKept)).message.record
 
     def export(self, kv: bool | None) -> Steps[Answer[replies.SessionExported]]:
-        """`kv` None: with the KV if it does not follow from the tokens."""
+        """`kv` None: with the KV only if the tokens do not determine it."""
         if kv is None:
             listed = yield from self.call(build(requests.ListEdits, session=self.info.id), replies.Edits)
             kv = self.info.foreign_kv or bool(listed.message.edits)
@@ -158,13 +158,12 @@ class SessionCalls(ConnectedSession):
             yield from connection.tell(message)
 
     def pause(self, tier: Tier = "host") -> Steps[replies.PauseReply]:
-        """Stops the session, in the middle of a call too, and moves its pages off the device: to "host" or "disk".
-        Returns when they are there, with how many they are.
+        """Stops the session, even in the middle of a call, and moves its pages off the device, to "host" or "disk".
+        Returns when they are there, with their number. The call's stream stays open, and continues at unpause() with
+        the same next token; a call that is made meanwhile waits for that. May be called while a call runs. A restart of
+        the daemon ends the pause.
 
-        The call's stream stays open, and goes on at unpause() with the token that would have come; a call that is made
-        meanwhile waits for that. May be called while a call runs. A restart of the daemon ends the pause.
-
-        Raises InvalidRequest, OutOfMemory where the tier has no room, Retry.
+        Raises InvalidRequest, OutOfMemory if the tier has no room, Retry.
         """
         request = build(requests.PauseSession, session=self.info.id, tier=tier)
         answer = yield from self._beside(request, replies.PauseReply)
@@ -184,6 +183,6 @@ class SessionCalls(ConnectedSession):
         yield from self._beside(build(requests.SetPriority, session=self.info.id, priority=priority), replies.Done)
 
     def why(self) -> Steps[Why]:
-        """Why the session is running, or not: for people, see Why. May be called while a call runs."""
+        """Why the session runs or waits, for people: see Why. May be called while a call runs."""
         request = build(requests.ExplainSession, session=self.info.id)
         return (yield from self._beside(request, replies.WhyReply)).message.why

@@ -1,4 +1,4 @@
-"""Several outputs of one prompt. The prompt is computed once, and each output goes on from there in a fork of its own.
+"""Several outputs of one prompt. The prompt is computed once, and each output is generated in a fork of its own.
 
 prompt ──► session ──► output 0      which stays the session's
               ├─fork─► output 1

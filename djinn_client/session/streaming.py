@@ -78,7 +78,7 @@ class StreamSteps:
                 raise self.connection.unexpected(delivery)
 
     def close(self) -> None:
-        """Gives up what has not come; the session stays as far as it went. Raises SessionBusy in mid-wait."""
+        """Ends the call; the session keeps the tokens so far. Raises SessionBusy in mid-wait."""
         if self._waiting:
             raise SessionBusy("another thread or task is waiting for this stream's next piece")
         self._give_up()
@@ -93,7 +93,7 @@ class StreamSteps:
                 self.connection.give_up()
 
     def _finish(self, last: Generated) -> Piece | None:
-        """`last` holds what no Piece has brought: that is the last piece, and the sum is the result."""
+        """`last` has the tokens that no Piece has brought: they are the last piece, and the sum is the result."""
         fields = {name: getattr(last, name) for name in ("text", "token_ids", "logprobs", "token_bytes", "delta")}
         rest = Piece(id=last.id, **fields)
         self._pieces.append(rest)

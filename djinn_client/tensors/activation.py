@@ -1,4 +1,4 @@
-"""Captured activations without torch. Imported when there are some, for it needs numpy."""
+"""Captured activations without torch. Needs numpy, so it is imported with the first capture."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 
 class Activation(np.ndarray):
-    """An array that knows what torch tensors of a Cache know: its `point`, and the `first` position in it. Arrays made
-    from it do not, but for `stored`, the dtype on the wire, which numpy may have no name for: bfloat16 is uint16."""
+    """An array with the attributes of a Cache's torch tensors: its `point`, and its `first` position. Arrays made from
+    it have only `stored`, the dtype on the wire, because numpy stores bfloat16 as uint16."""
 
     point: str
     first: int

@@ -1,4 +1,4 @@
-"""Arrays over what the daemon passed, without a copy. numpy and torch are imported when first asked for."""
+"""Arrays over windows from the daemon, without a copy. numpy and torch are imported at first use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ FLOAT32 = 4  # bytes
 
 
 def expect_arrays(what: str) -> None:
-    """Raises ImportError, with what to install, where numpy is missing, which `what` needs.
-
-    djinn_client is installed without numpy, which is larger than all the rest. Calls that return numbers ask before
-    they send anything: the daemon then computes nothing that the caller cannot read."""
+    """Raises ImportError with the remedy if numpy, which `what` needs, is missing. djinn_client is installed without
+    numpy, which is larger than all the rest. Calls that return numbers check this before they send anything, so the
+    daemon computes nothing that the caller cannot read."""
     try:
         import numpy  # noqa: F401
     except ImportError as error:

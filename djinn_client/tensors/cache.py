@@ -33,7 +33,7 @@ class Cache(Mapping[str, Any]):
     """
 
     def __init__(self, captured: Captured, memory: memoryview, generated: Generated, points: PointMap | None) -> None:
-        """`points` None: the model is gone meanwhile; activations then are found by the names that were asked for."""
+        """`points` None: the model was unloaded meanwhile; activations are then found by the requested names only."""
         self.positions = range(captured.first, captured.first + captured.positions)  # of the session
         self.generated = generated  # the reply of the same call without capturing
         self._points = points
@@ -52,7 +52,7 @@ class Cache(Mapping[str, Any]):
                 self._tensors[name] = self._tensors[self._names.setdefault(found[name], name)]
 
     def __getitem__(self, name: str) -> Any:
-        """Raises KeyError for what was not captured."""
+        """Raises KeyError for a point that was not captured."""
         if name in self._tensors:
             return self._tensors[name]
         if (point := self._point(name)) in self._names:
@@ -70,9 +70,8 @@ class Cache(Mapping[str, Any]):
         return f"<Cache of {len(self)} points at positions {where}: {', '.join(self)}>"
 
     def resume_point(self, name: str, end: int | None = None) -> ResumePoint:
-        """The activation at this point, to go on from: `session.resume_from(cache.resume_point(name))`. It has the
-        positions before `end`; None is the prompt's end, and then all output is generated anew. Its
-        activation shares this tensor's memory.
+        """A point to resume from: `session.resume_from(cache.resume_point(name))`. It has the positions before `end`;
+        None is the prompt's end, so that all output is regenerated. Its activation shares this tensor's memory.
 
         Raises KeyError for a point that was not captured, InvalidRequest for one that is not between two blocks, and
         for positions that are not here."""
@@ -137,7 +136,7 @@ def mapped(generated: Generated, fds: list[int]) -> tuple[Captured, memoryview]:
 
 
 def placed(tensor: Any, name: str, captured: Captured) -> Any:
-    """The tensor, which knows where it is from."""
+    """The tensor, with its point and first position."""
     if hasattr(tensor, "__array_finalize__"):  # an array of numpy's takes no attributes, but this
         from djinn_client.tensors.activation import Activation
 

@@ -1,4 +1,4 @@
-"""Where a call has stopped inside the model, and what was there: to be looked at, changed, and gone on from."""
+"""The place where a call has stopped inside the model, with its activation: to read, to change, and to resume from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Hit(ResumePoint):
     """
 
     def __init__(self, generated: Generated, fds: list[int]) -> None:
-        """Takes the descriptors. Raises ProtocolError where they are not of what the reply announces."""
+        """Takes the descriptors. Raises ProtocolError if they do not match the reply."""
         again = [os.dup(fd) for fd in fds]
         try:
             captured, self._memory = mapped(generated, fds)
@@ -62,8 +62,8 @@ class Hit(ResumePoint):
         self._given_out, self._activation = True, value
 
     def changes(self, replacement: Any) -> list[int]:
-        """The rows that must be replaced to go on with this instead of the activation; with None, with the activation
-        as it is now. Raises InvalidRequest for what is of another shape or dtype."""
+        """The rows to replace in order to resume with this instead of the original activation; None: with the
+        activation as it is now. Raises InvalidRequest for another shape or dtype."""
         if replacement is None and not self._given_out:  # not even compared: 20 MB of it would take 8 ms
             return sorted(self._written)
         different = (self._bits(replacement) != self._window(self._pristine)).any(axis=1)

@@ -1,4 +1,4 @@
-"""Activations between two blocks that a session can go on from, as they were or changed."""
+"""Activations between two blocks from which a session can resume, unchanged or changed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ResumePoint:
         return self._shape[1] * ITEM_BYTES[self._dtype]
 
     def values(self, replacement: Any, rows: Sequence[int]) -> Values:
-        """These rows of it, to be sent; None: of the activation as it is now. Raises InvalidRequest for what is of
+        """These rows of the replacement, to send; None: rows of the activation as it is now. Raises InvalidRequest for
         another shape or dtype."""
         return Values(self._dtype, len(rows), self._bits(replacement)[rows].tobytes())
 

@@ -29,8 +29,7 @@ class Values(NamedTuple):
 
 def values_of(vector: Any) -> Values:
     """The bytes and the form of a torch tensor on any device, a numpy array or a sequence of numbers: [width], or
-    [rows, width], that also in a batch of one. float32, bfloat16 and float16 stay what they are; other numbers become
-    float32.
+    [rows, width], also in a batch of one. float32, bfloat16 and float16 keep their dtype; other numbers become float32.
 
     Raises InvalidRequest for other shapes, for things that are no numbers, and for more than one request can carry."""
     array, dtype = array_of(vector)
@@ -51,7 +50,7 @@ def values_of(vector: Any) -> Values:
 
 
 def array_of(vector: Any) -> tuple[npt.NDArray[Any], Dtype]:
-    """The numbers, or of bfloat16 the bits, and what they are on the wire. Raises InvalidRequest."""
+    """The numbers (bfloat16 as bits), and their dtype on the wire. Raises InvalidRequest."""
     try:
         return _of_torch(vector) if _is_tensor(vector) else _of_numpy(vector)
     except (TypeError, ValueError) as error:
@@ -59,7 +58,7 @@ def array_of(vector: Any) -> tuple[npt.NDArray[Any], Dtype]:
 
 
 def dtype_of(vector: Any) -> str:
-    """Its name: of torch, of numpy, or of what lies in an array without torch; of anything else its type's."""
+    """The name of the dtype, of a torch tensor or a numpy array; for anything else the name of its type."""
     stored: str = getattr(vector, "stored", "")
     return stored or str(getattr(vector, "dtype", type(vector).__name__)).removeprefix("torch.")
 

@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class Breakpoint(Handle[T]):
-    """A handle of a breakpoint, of this session. A fork has it, too, under the same id; its end there is another."""
+    """A handle of a breakpoint, of this session. A fork has it, too, under the same id, and removes it separately."""
 
     def remove(self) -> T:
-        """Calls stop there no more; one that has stopped there still can be gone on with. Again does nothing. Raises
-        SessionBusy."""
+        """Calls no longer stop there; a call that has stopped there can still be resumed. A second time does nothing.
+        Raises SessionBusy."""
         return self._run(remove(self._session, self.id))
 
 
@@ -135,9 +135,9 @@ def resume(
 def resume_from(
     session: SessionCalls, start: ResumePoint, replacement: Any = None, **options: Unpack[GenerateOptions]
 ) -> Steps[Hit | replies.Generated]:
-    """Goes on as `resume` does, from this hit or resume point: as often as wanted, also if the session has gone on
-    since or is a fork of the session that had it. The session is truncated to the point's last position first.
-    Raises what `resume` raises."""
+    """Resumes from this hit or resume point, any number of times, even if the session has continued since or is a fork
+    of the session that had it. The session is truncated to the point's last position first. Raises what `resume`
+    raises."""
     if session.at is not None and start is session.hit:
         return (yield from resume(session, replacement, **options))
     request = _resuming(session, options)

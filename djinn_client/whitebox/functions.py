@@ -1,4 +1,4 @@
-"""Functions as code that travels, to be called in the daemon's intervention process."""
+"""Pickles functions, which the daemon's intervention process then calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PYTHON = str(sys.implementation.cache_tag)  # byte code is one version's
 
 
 def code_of(function: Callable[..., Any]) -> bytes:
-    """The function with all that it refers to. Things that can be imported there, too, go by their names.
+    """The pickled function with the objects that it refers to. Objects that can be imported there are named only.
 
     Raises InvalidRequest if it cannot be pickled, or is more than one call can carry."""
     import cloudpickle

@@ -15,7 +15,7 @@ H = TypeVar("H")
 
 
 class Handle(Generic[T]):
-    """Something of a session, by its id. T is what running steps that return nothing gives: None, or an awaitable."""
+    """An object of a session, by its id. T is the result of running steps without a result: None, or an awaitable."""
 
     def __init__(self, session: SessionCalls, id: int, run: Callable[[Steps[None]], T]) -> None:
         self.id = id

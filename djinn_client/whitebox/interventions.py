@@ -59,10 +59,11 @@ Function: TypeAlias = Callable[[Any, InterventionContext], Any]
 
 
 class Intervention(Handle[T]):
-    """A handle of an intervention, of this session. A fork that is made here has it, too; its end there is another."""
+    """A handle of an intervention, of this session. A fork made by this process has it, too, and removes it
+    separately."""
 
     def remove(self) -> T:
-        """From now on calls pass the point by. Again does nothing. Raises SessionBusy."""
+        """Calls no longer stop at the point. A second time does nothing. Raises SessionBusy."""
         return self._run(remove(self._session, self.id))
 
 
@@ -110,7 +111,7 @@ class Interventions:
             )
 
     def run(self, session: ConnectedSession, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
-        """The whole call. It ends at a hit where there is no intervention, and where one has failed."""
+        """Runs the whole call. It ends early at a hit without an intervention, and at one whose function has failed."""
         if any(entry.when != "prefill" for entry in self._entries):
             expect_splittable(request)
         split = SplitCall(request)
@@ -186,7 +187,8 @@ def _of(session: SessionCalls) -> Interventions:
 
 
 def apply(function: Function, point: str, hit: Hit) -> None:
-    """Calls it with what has come to the hit. `point`: as the intervention names it. Raises what it raises."""
+    """Calls the function with the hit's activation. `point`: as the intervention names it. Raises the function's
+    exception."""
     when: Literal["prefill", "decode"] = "prefill" if hit.info.first < hit.info.prompt_end else "decode"
     returned = function(hit.activation, InterventionContext(point, hit.layer, hit.positions, when))
     if returned is not None:

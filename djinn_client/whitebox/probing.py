@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Edit(Handle[T]):
-    """A handle of an edit, of this session. A fork has the edit, too, under the same id; its end there is another."""
+    """A handle of an edit, of this session. A fork has the edit, too, under the same id, and removes it separately."""
 
     def remove(self) -> T:
         """Ends the edit. Positions that it has changed stay changed. The second time it does nothing. Raises
@@ -48,8 +48,8 @@ class Capture(Generic[T]):
         """Extends the session by the prompt, as `generate` does and with its options; `max_tokens` is 0 if it is not
         given: nothing is generated. The Cache has all positions that the call computes: the prompt's and those of all
         generated tokens but the last; without a prompt it has the session's last one, at which the next token is
-        chosen. Positions at which edits have just become due are computed again, and are there too. The call does not
-        stop at breakpoints: a session goes on from what it captures between two blocks, see Cache.resume_point.
+        chosen. Positions that new edits change are computed again, and are in it too. The call does not stop at
+        breakpoints: to go back to a boundary between two blocks that it has captured, see Cache.resume_point.
 
         Raises what `generate` raises, SessionStateError while the session has functions (`intervene`), and
         InvalidRequest for points that the model does not have, and for more than a call may capture (1 GiB)."""
@@ -79,11 +79,11 @@ def steer(
         replace         v
         clamp           a·v̂ is brought between `low` and `high`, either of which may be None
 
-    From now on: where the next token is chosen, and at all that follow; or at `positions`, ascending, also such as
-    have been computed already: these are computed again, with all that comes after them, when the session next
-    runs. `vector` is [width], or a row for each of the positions: a torch tensor on any device, a numpy array or a
-    sequence of numbers, in any dtype (the arithmetic is in float32, and rounded once). `point`: see djinn.points;
-    "blocks.14" is what block 14 gives, and "blocks.*" stands for all blocks.
+    Without `positions`, the edit applies from now on: where the next token is chosen, and at all later positions. With
+    `positions`, ascending, it applies there only; positions that have been computed already are computed again, with
+    all later ones, when the session next runs. `vector` is [width], or a row for each of the positions: a torch tensor
+    on any device, a numpy array or a sequence of numbers, in any dtype (the arithmetic is in float32, and rounded
+    once). `point`: see djinn.points; "blocks.14" is what block 14 gives, and "blocks.*" stands for all blocks.
 
     An edit is data and belongs to the session: forks have it, and it survives restarts. Several at one point apply
     in the order in which they were made.

@@ -1,6 +1,5 @@
-"""One call made in parts, each from where the one before has stopped, and one Generated of what they gave.
-
-Every call counts for itself: each part is asked for what is left, and what a part cannot know is done here.
+"""One call made in parts, each from the stop of the one before, and their replies joined to one Generated. The daemon
+counts each part separately, so each part asks for the remaining tokens, and this module does what spans several parts.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ LATE_S = 1e-3  # stands for a deadline that is over: 0 would mean that there is 
 
 
 class SplitCall:
-    """Once there is text, each part generates one token: nothing but stopping at each of them ends one. So a part ends
-    where a stop string does that began in another one, and no token is too many."""
+    """After the prompt, each part generates one token, because it stops at each of them. So a stop string that began in
+    an earlier part ends the call at its last token."""
 
     def __init__(self, request: Generate) -> None:
         self.ended = False  # by a stop string that no part has seen whole
@@ -66,7 +65,7 @@ class SplitCall:
             self._stop(len(self._text) - len(part.text))
 
     def whole(self) -> Generated:
-        """Its times are those that the daemon took; not what went by here between the parts."""
+        """The reply for the whole call. Its times are the daemon's, without the time between the parts."""
         assert self._last is not None
         last = self._last
         reason: FinishReason = "stop" if self.ended else last.finish_reason

@@ -1,4 +1,4 @@
-"""Where clients ask the model to stop, and what they are told when it has."""
+"""Breakpoints of sessions, and the hits at which calls have stopped."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ When = Literal["every", "prefill", "decode", "always"]  # "always" is "every" in
 
 
 class BreakpointInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A breakpoint of a session. It stops of generated positions at each `every`th; with `spans` only at those
-    positions, from the first up to and without the second."""
+    """A breakpoint of a session. Of generated positions, it stops at each `every`th. With `spans` it stops only at
+    those positions: from the first up to, but not including, the second."""
 
     id: int
     point: str
@@ -23,7 +23,7 @@ class BreakpointInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class HitInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A call has stopped: the positions from `first` up to and without `end` have been through the blocks before
+    """A call has stopped: the positions from `first` up to, but not including, `end` have passed the blocks before
     `block`, and wait there."""
 
     breakpoint: Whole | None  # None: a capture has brought them here, and no breakpoint

@@ -1,8 +1,6 @@
-"""Conversations of programs that know no sessions: each call brings the whole transcript, the daemon finds the session.
-
-A stateless program sends all of its messages again with each call. The daemon keeps a session for each such
-conversation and goes on with it, so that a call computes only what is new in its prompt. See
-docs/guide/conversations.md.
+"""Conversations of programs without sessions: each call brings the whole transcript, and the daemon finds the session.
+The daemon keeps a session for each such conversation and continues it, so that a call computes only the new part of its
+prompt. See docs/guide/conversations.md.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """In a Generate without a session: the daemon chooses the session, and the prompt is the whole transcript.
 
     The daemon takes the session that this user's earlier calls with the same `key` used. Without a key it takes the
-    idle session of this user whose tokens begin like the prompt for the longest stretch, where that stretch has all of
-    the session's last prompt. Else it opens a new one. With `after`, the name of a record of this user, the call goes
-    on from the point of that record; a text or token prompt is then what comes behind it.
+    user's idle session that shares the longest prefix with the prompt, if the prefix includes the session's last
+    prompt. Otherwise it opens a new one. With `after`, the name of a record of this user, the call continues from that
+    record; a text or token prompt is then appended to its tokens.
 
     `expected_wait_s`: seconds until the conversation's next call, if the caller knows; the session's pages may leave
     the device until then. 0: not known."""

@@ -12,8 +12,8 @@ Op = Literal["add", "scale", "project_out", "replace", "clamp"]
 
 
 class EditInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An edit of a session. `spans`: the positions that it changes, from the first up to and without the second; None:
-    and all that follow."""
+    """An edit of a session. `spans`: the positions that it changes, from the first up to, but not including, the
+    second; None: to the end."""
 
     id: int
     points: list[str]
@@ -32,7 +32,7 @@ class CapturedPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Captured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The window that comes with it has of each point `room` rows of the dtype, of which the first `positions` are
+    """The window that comes with it has `room` rows of the dtype for each point. The first `positions` of them are
     filled, with the session's positions from `first` on."""
 
     dtype: Literal["float32", "bfloat16", "float16"]

@@ -5,13 +5,13 @@
 
 Names are TransformerLens', or the paths of the Hugging Face modules whose output a point is:
 
-    hook_embed                         what the first block is given (the same as blocks.0.hook_resid_pre)
-    blocks.3.hook_resid_pre            what block 3 is given
+    hook_embed                         the first block's input (the same as blocks.0.hook_resid_pre)
+    blocks.3.hook_resid_pre            block 3's input
     blocks.3.hook_attn_out             its attention's output   blocks.3.attn.hook_out   model.layers.3.self_attn
     blocks.3.hook_mlp_out              its MLP's output         blocks.3.mlp.hook_out    model.layers.3.mlp
-    blocks.3.hook_resid_post           what it gives            blocks.3                 model.layers.3
+    blocks.3.hook_resid_post           block 3's output         blocks.3                 model.layers.3
     ln_final.hook_normalized           the final norm's output                           model.norm
-    logits                             what is sampled from     hook_logits              lm_head
+    logits                             the sampler's input      hook_logits              lm_head
 
 A `*` stands for every block.
 """
@@ -31,8 +31,8 @@ Where = Literal["resid", "attn", "mlp", "norm", "logits"]
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """`block` is of attn and mlp their block; of resid the block that is given it, and the number of blocks for what
-    the last one gives; of others 0."""
+    """`block` of attn and mlp is their block. Of resid it is the block with this input; the last block's output has the
+    number of blocks. For other points it is 0."""
 
     where: Where
     block: int = 0
@@ -80,7 +80,7 @@ class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def resolve(self, name: str) -> dict[str, Point]:
         """Name → point, for one point; with a `*` for each block's, in their order.
 
-        Raises InvalidRequest for a name that the model has not, with those that come near."""
+        Raises InvalidRequest for an unknown name, with similar ones."""
         if "*" not in name:
             return {name: self._find(name)}
         blocks = [name.replace("*", str(block), 1) for block in range(self.blocks)]

@@ -34,7 +34,7 @@ class Latency(msgspec.Struct, frozen=True):
 
 class Why(msgspec.Struct, frozen=True, kw_only=True):
     """Why a session runs or waits. `figures` has the figures of the sentence `reason`. `ahead` has the caller's own
-    sessions that are served before it, the first of them first; of other users' there is only the number."""
+    sessions that are served before it, the first of them first; other users' sessions are only counted."""
 
     state: str
     reason: str
