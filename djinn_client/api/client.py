@@ -187,12 +187,11 @@ class Session(OwnState):
         return cls._over(calls)
 
     def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:
-        """Tells the daemon what comes next, and waits for no answer; between two pieces of a stream, too.
-
-        "io_wait": nothing, for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
-        leave the device, and are back in time where the time is known. Where it is not, the daemon goes by how long
-        this user's sessions have waited for the `tool` of that name (at most 64 characters) before.
-        "compute": a call, in a moment; "prefill" and "decode" mean the same.
+        """Announces the session's next activity, and waits for no answer; also between two pieces of a stream.
+        "io_wait": no call for `expected_s` seconds (at most a day; None or 0: not known), so the session's pages may
+        leave the device, and are back in time if the time is known. If it is not, the daemon expects the time that this
+        user's sessions have waited for the `tool` of that name (at most 64 characters). "compute": a call follows in a
+        moment; "prefill" and "decode" mean the same.
 
         Raises InvalidRequest; SessionBusy while a call runs.
         """
