@@ -363,8 +363,8 @@ class KvManager:
         stranded = {page for page in moving if self.holders(page) == 0}
         assert stranded == self._stranded, f"pages {sorted(stranded ^ self._stranded)}: stranded or not?"
         assert entries == self._table.size - in_tables[SCRATCH], "a row has pages past those that it counts"
-        for page in range(1, self.pool.capacity + 1):
-            holders, references = in_tables[page] + moving[page], self.pool.references(page)
+        for page, in_rows in enumerate(in_tables[1:].tolist(), 1):
+            holders, references = in_rows + moving.get(page, 0), self.pool.references(page)
             assert holders == references, f"page {page} is held {holders} times and has {references} references"
 
     def may_write(self, page: int) -> bool:

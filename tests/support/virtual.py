@@ -56,7 +56,7 @@ class VirtualDevice:
         self,
         *models: str,
         seconds: Callable[[int], float] = STEPS,
-        pages: int = 1 << 14,
+        pages: int = 1 << 12,
         max_tokens: int = 512,
         max_rows: int = 64,
         policy: Policy = DEFAULT,
