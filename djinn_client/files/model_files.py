@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from djinn_client.errors import InvalidRequest, ModelNotFound, ModelRejected
@@ -118,7 +117,7 @@ class ModelFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def descriptor(self, name: str) -> int:

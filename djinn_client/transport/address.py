@@ -13,6 +13,8 @@ from djinn_client.errors import ConnectionLost
 
 ENVIRONMENT = "DJINND_ADDRESS"
 SYSTEM_SOCKET = "/run/djinnd/djinnd.sock"
+_START = "start it with `djinnd`"
+_GIVE_SOCKET = "give the path of djinnd's socket"
 PATH_LIMIT = 107  # bytes: sun_path of Linux's sockaddr_un without the closing zero
 
 
@@ -26,43 +28,30 @@ def candidates(address: str | None = None, environ: Mapping[str, str] = os.envir
 
 def unreachable(failures: Sequence[tuple[str, OSError]]) -> ConnectionLost:
     """The error when no path has worked: it tells what is at each path, and then a remedy."""
-    accounts = "; ".join(account(path, error) for path, error in failures)
-    remedies = (_remedy(path, error) for path, error in failures)
-    remedy = next(filter(None, remedies), "")
+    found = [finding(path, error) for path, error in failures]
+    accounts = "; ".join(account for account, _ in found)
+    remedy = next((remedy for _, remedy in found if remedy), "")
     message = f"{accounts}: {remedy}" if remedy else accounts
     return ConnectionLost(message, paths=[path for path, _ in failures], finding=accounts, remedy=remedy)
 
 
-def account(path: str, error: OSError) -> str:
-    """The state of the daemon at `path`, as the error of connecting there tells it."""
+def finding(path: str, error: OSError) -> tuple[str, str]:
+    """The state of the daemon at `path`, as the error of connecting there tells it, and a remedy or ""."""
     match error.errno:
         case errno.ENOENT | errno.ENOTDIR:
-            return f"no daemon at {path}"
+            return f"no daemon at {path}", _START
         case errno.ECONNREFUSED if not _may_be_socket(path):
-            return f"{path} is no socket"
+            return f"{path} is no socket", _GIVE_SOCKET
         case errno.ECONNREFUSED:
-            return f"no daemon listens at {path} (the file is left from one that is gone)"
+            return f"no daemon listens at {path} (the file is left from one that is gone)", _START
         case errno.EACCES | errno.EPERM:
-            return f"no permission to use {path}"
+            return f"no permission to use {path}", _membership(path) if _may_be_socket(path) else _GIVE_SOCKET
         case errno.ENAMETOOLONG:
             size = len(os.fsencode(path))
-            return f"the socket path {path} has {size} bytes, the system's limit is {PATH_LIMIT}"
+            told = f"the socket path {path} has {size} bytes, the system's limit is {PATH_LIMIT}"
+            return told, "choose a shorter one with `djinnd --socket`"
         case _:
-            return f"cannot connect to {path} ({error.strerror or error})"
-
-
-def _remedy(path: str, error: OSError) -> str:
-    match error.errno:
-        case errno.EACCES | errno.EPERM | errno.ECONNREFUSED if not _may_be_socket(path):
-            return "give the path of djinnd's socket"
-        case errno.EACCES | errno.EPERM:
-            return _membership(path)
-        case errno.ENOENT | errno.ENOTDIR | errno.ECONNREFUSED:
-            return "start it with `djinnd`"
-        case errno.ENAMETOOLONG:
-            return "choose a shorter one with `djinnd --socket`"
-        case _:
-            return ""
+            return f"cannot connect to {path} ({error.strerror or error})", ""
 
 
 def _may_be_socket(path: str) -> bool:

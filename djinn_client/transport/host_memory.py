@@ -52,10 +52,11 @@ def _of_host() -> Iterator[Bound]:
 def _of_groups() -> Iterator[Bound]:
     v1, v2 = _own_groups()
     for folder in _upwards(_CGROUPS / _V1, v1):
-        yield from _of_group_v1(folder)
+        yield from _of_group(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     for mount in _V2:
         for folder in _upwards(_CGROUPS / mount, v2):
-            yield from _of_group_v2(folder)
+            for limit in ("memory.max", "memory.high"):
+                yield from _of_group(folder, limit, "memory.current", "")
 
 
 def _own_groups() -> tuple[str, str]:
@@ -78,28 +79,14 @@ def _upwards(mount: Path, group: str) -> Iterator[Path]:
     yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))
 
 
-def _of_group_v2(folder: Path) -> Iterator[Bound]:
-    for name in ("memory.max", "memory.high"):
-        with suppress(OSError, ValueError):  # no such file, or "max"
-            limit = int((folder / name).read_text())
-            used = int((folder / "memory.current").read_text())
-            yield _left(folder, limit, used, _caches(folder, "inactive_file", "active_file"))
-
-
-def _of_group_v1(folder: Path) -> Iterator[Bound]:
-    with suppress(OSError, ValueError):
-        limit = int((folder / "memory.limit_in_bytes").read_text())
-        used = int((folder / "memory.usage_in_bytes").read_text())
-        yield _left(folder, limit, used, _caches(folder, "total_inactive_file", "total_active_file"))
-
-
-def _left(folder: Path, limit: int, used: int, caches: int) -> Bound:
-    return Bound(max(limit - used + caches, 0), f"the control group {folder}")
-
-
-def _caches(folder: Path, *names: str) -> int:
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return sum(int(stat.get(name, 0)) for name in names)
+def _of_group(folder: Path, limit_file: str, used_file: str, prefix: str) -> Iterator[Bound]:
+    """`prefix` begins the names in the group's memory.stat."""
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        limit = int((folder / limit_file).read_text())
+        used = int((folder / used_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        caches = sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+        yield Bound(max(limit - used + caches, 0), f"the control group {folder}")
 
 
 def _of_process() -> Iterator[Bound]:

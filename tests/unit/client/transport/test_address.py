@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from djinn_client.errors import ConnectionLost
-from djinn_client.transport.address import PATH_LIMIT, account, candidates, unreachable
+from djinn_client.transport.address import PATH_LIMIT, candidates, finding, unreachable
 from djinn_client.transport.connection import connect
 from djinn_client.transport.steps import run
 
@@ -99,4 +99,4 @@ def test_a_socket_without_a_listener(directory: str) -> None:
 
 
 def test_account_of_a_path_through_a_file() -> None:
-    assert account("/etc/passwd/s", failure(errno.ENOTDIR)) == "no daemon at /etc/passwd/s"
+    assert finding("/etc/passwd/s", failure(errno.ENOTDIR))[0] == "no daemon at /etc/passwd/s"
