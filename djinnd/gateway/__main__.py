@@ -75,7 +75,7 @@ def with_address(effective: Effective, address: str) -> Config:
 
 
 def _end_with(parent: int) -> None:
-    """The kernel ends this process when the daemon is gone. Raises SystemExit where it is gone already."""
+    """The kernel ends this process when the daemon is gone. Raises SystemExit if it is gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         raise SystemExit("the daemon is gone already")

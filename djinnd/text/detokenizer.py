@@ -1,4 +1,4 @@
-"""Text from token ids, as they come.
+"""Decodes token ids to text as they arrive.
 
 The text of a token depends on its neighbours: a character may be spread over tokens, and a decoder may treat the first
 token differently (it drops the first space). So a window of tokens is decoded, and the new text is the difference to
@@ -56,8 +56,8 @@ class Detokenizer:
 
 
 class TextStream:
-    """The pieces of one request's text. Together they are what decoding the request's tokens behind the context adds to
-    the context's text; a character that the context left unfinished comes whole."""
+    """The pieces of one request's text. Joined, they equal the text that decoding the request's tokens after the
+    context adds to the context's text. A character that the context left unfinished is sent whole."""
 
     def __init__(self, detokenizer: Detokenizer, context: Sequence[int], skipped: Collection[int]) -> None:
         self._has_text = partial(detokenizer.has_text, skipped=skipped)
@@ -70,7 +70,7 @@ class TextStream:
         self._told_of_pending, _ = self._text_of(len(self._pending))  # was told with the context's text
 
     def feed(self, token: int) -> str:
-        """The text that this token makes certain: none while a character is unfinished."""
+        """The text that is certain after this token: none while a character is unfinished."""
         if not self._has_text(token):
             return ""
         self._pending.append(token)

@@ -1,4 +1,4 @@
-"""From text to tokens, by the rules that a call may choose.
+"""Tokenises text, by rules that a call may choose.
 
 A tokenizer keeps the rules for reading a text in its settings, which all threads share. So each combination of rules
 has a tokenizer of its own, made from the checkpoint's at its first use:

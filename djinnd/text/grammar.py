@@ -1,7 +1,7 @@
 """Grammars of outputs, as llguidance reads them, and the tokens that they are made of.
 
-A format's text is a stranger's. Nothing here parses it: `grammar_text` puts it into a larger text, which is compiled
-only where a process may die of it: in a text worker, and in a grammar process.
+A format's text is untrusted. Nothing here parses it: `grammar_text` puts it into a larger text, which only processes
+that may crash compile: text workers and grammar processes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class TokenTable(msgspec.Struct):
 
 def grammar_text(form: OutputFormat, *, around: str = "", calls: str = "", forces: bool = True) -> str:
     """The grammar of a format. `around`: a Lark grammar of whole outputs, in which the format is the rule @answer.
-    `calls`: a Lark grammar of tool calls, which an output may follow in the place of the format.
-    `forces`: where only one text can follow, its tokens are those that the tokenizer makes of it; False: the model
-    chooses among all that spell it."""
+    `calls`: a Lark grammar of tool calls, which an output may follow in the place of the format. `forces`: where only
+    one text can follow, its tokens are those that the tokenizer makes of it; False: the model chooses among all tokens
+    that spell it."""
     head = "%llguidance {}\n" if forces else '%llguidance {"no_forcing":true}\n'
     match form.kind:
         case "json_object":
@@ -97,8 +97,8 @@ def table_of(tokenizer: LLTokenizer) -> TokenTable:
 
 
 def tokenizer_of(table: TokenTable, eos: list[int], room: int = 0) -> LLTokenizer:
-    """Makes a tokenizer of a table, which a stranger may have made up. Grammars for it must not force tokens: only the
-    whole tokenizer knows how it would cut a text. `room`: see `open_tokenizer`. Raises ValueError."""
+    """Makes a tokenizer of a table, which is untrusted. Grammars for it must not force tokens: only the whole tokenizer
+    knows how it would cut a text. `room`: see `open_tokenizer`. Raises ValueError."""
     known = [token for token in eos if token < len(table.tokens)]
     full = TokenTable(table.tokens + [b""] * (room - len(table.tokens)), table.special)
     return LLTokenizer(TokenizerWrapper(_Tokens(full, known)), eos_token=known or None, slices=SLICES)

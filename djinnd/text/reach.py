@@ -1,8 +1,7 @@
-"""How many characters of a text one token can stand for, where the kind of tokenizer bounds that.
-
-A text of more characters than room x that bound cannot fit, and is refused without being tokenised. There is no bound
-where a token may swallow any number of characters: an unknown-token for whole words, a normalizer or pre-tokenizer that
-removes white space, an added token that strips what is around it.
+"""The most characters of a text that one token can stand for, if the kind of tokenizer bounds that. A text of more
+characters than room x that bound cannot fit, and is refused without being tokenised. There is no bound if a token may
+swallow any number of characters: an unknown-token for whole words, a normalizer or pre-tokenizer that removes white
+space, an added token that strips the white space around it.
 """
 
 from __future__ import annotations

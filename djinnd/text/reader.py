@@ -44,7 +44,7 @@ class TextReader:
         return self._matcher.matched or ""
 
     def read(self, tokens: Sequence[int]) -> str:
-        """The text that these make certain and that cannot be part of a stop string any more. Raises TextFailed."""
+        """The text that is certain after these tokens and cannot be part of a stop string. Raises TextFailed."""
         if not self._has_stops:
             self.tokens += len(tokens)
             text = self._stream.feed_all(tokens)
@@ -82,7 +82,8 @@ class TextReader:
 
 
 def expect_bounded(characters: int, tokens: int) -> None:
-    """Checks a length of text against the most that an honest tokenizer makes of so many tokens. Raises TextFailed."""
+    """Checks a length of text against the most that a sound tokenizer makes of that number of tokens. Raises
+    TextFailed."""
     limit = FIRST_CHARACTERS + CHARACTERS_PER_TOKEN * tokens
     if characters > limit:
         raise TextFailed(

@@ -1,10 +1,9 @@
-"""The tokens of texts between control tokens, remembered.
+"""Caches the tokens of texts between control tokens. Each turn of a chat brings all of its messages again. Control
+tokens split a text before any other rule applies. So a text between two of them has the same tokens each time, and need
+not be tokenised again.
 
-A chat that goes on brings all of its messages again. Control tokens cut a text before anything else looks at it. So
-what is between two of them has the same tokens each time, and need not be tokenised again.
-
-Only text workers remember. Each belongs to one principal, so the time that a text takes tells no other principal
-whether it was sent before."""
+Only text workers have this cache. Each belongs to one principal, so its timing tells no other principal whether a text
+was sent before."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Stop strings, found in text that comes in pieces.
 
-Of each stop string the matcher knows how many of its first characters the text ends with (Knuth, Morris and Pratt,
-"Fast pattern matching in strings", 1977). So each character is looked at once, and the longest such start is what has
-to be held back. The match is the stop string that is complete first; of those that end at the same character, the
-longest. This depends on the text alone, not on how it was cut.
+For each stop string the matcher counts how many of its first characters the text ends with (Knuth, Morris and Pratt,
+"Fast pattern matching in strings", 1977). So each character is examined once, and the longest such start is held back.
+The match is the stop string that is complete first; of several that end at the same character, the longest. This
+depends on the text alone, not on how it was cut.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Takes one piece of text a token (empty where the token had none), and says what of it may be told.
+    """Takes the text of each token (possibly empty), and returns the text that may be sent.
 
     matched: the stop string that ended the text, or None.
     tokens: pieces taken, up to and with the one that completed the match.
@@ -26,14 +26,14 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """The text that cannot be part of a stop string any more, and none after a match."""
+        """The text that can no longer be part of a stop string; none after a match."""
         if self.matched is not None:
             return ""
         self.tokens += 1
         return self._advance(text)
 
     def finish(self, text: str = "") -> str:
-        """The same at the end: with the text that no token is to follow, and with what was held back."""
+        """The rest at the end: the last text, and the text that was held back."""
         if self.matched is not None:
             return ""
         told = self._advance(text)

@@ -1,6 +1,6 @@
 """The bytes that single tokens stand for.
 
-A token may be a part of a character, so what it stands for is bytes. Tokenizers write them down in three ways:
+A token may be a part of a character, so it stands for bytes. Tokenizers write them down in three ways:
 
     byte-level       each byte is a letter of GPT-2's alphabet: "Ġthe" is b" the"
     byte fallback    pieces of text with a mark for the space, and a token for each byte: "▁the", "<0xE2>"
@@ -25,7 +25,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Remembers what it has been asked for."""
+    """The bytes of tokens, with a cache."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""A checkpoint's text side: from text to tokens and back, and the tokens that end an output."""
+"""The text side of a checkpoint: its tokenizer, its chat templates, and the tokens that end an output."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class Vocabulary:
             self._encoder.remember()
 
     def encode_chat(self, chat: ChatInput) -> ChatPrompt:
-        """Where there is text. Raises InvalidRequest: where there is no template, for what is no conversation, and what
-        the template says."""
+        """Requires text. Raises InvalidRequest without a template, for an invalid conversation, and for an exception of
+        the template."""
         assert self._encoder is not None and self.chats is not None
         spans = self.chats.spans(chat)
         tail = "".join(span.text for span in spans[-8:])[-MAX_TAIL:]

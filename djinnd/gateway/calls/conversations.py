@@ -1,7 +1,7 @@
 """Finds the conversation that a request names, by its fields and headers.
 
-Programs that know no sessions send the whole transcript each time. Some name the conversation, each in its own way. For
-the others the daemon finds the session by the transcript: docs/guide/conversations.md.
+Programs without sessions send the whole transcript each time. Some name the conversation, each in its own way. For the
+others the daemon finds the session by the transcript: docs/guide/conversations.md.
 """
 
 from __future__ import annotations

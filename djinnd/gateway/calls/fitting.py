@@ -1,7 +1,7 @@
 """Calls of APIs in which a client may ask for more tokens than the context has room for.
 
-Anthropic's and Ollama's clients ask for a round number, whatever the prompt. The daemon refuses a number for which the
-context has no room before anything runs. The gateway then calls it again without a number, to the context's end.
+Anthropic's and Ollama's clients ask for a round number, whatever the prompt. The daemon refuses a number beyond the
+context before anything runs. The gateway then repeats the call without a number, to the context's end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Calls of Generate: one output, or several side by side.
-
-The first of several outputs of a prompt begins alone. The others begin after its first token: they find the prompt's
-pages by their hash then, so that the prompt is computed once.
+"""Calls of Generate: one output, or several at once. The first of several outputs of a prompt begins alone. The others
+begin after its first token and find the prompt's pages by their keys, so the prompt is computed once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The gateway's connections to the daemon: a pool for each token.
 
-A connection carries one request at a time. So a client that reads slowly keeps only its own connection full, the daemon
-holds back only that client's run, and giving a request up is one message on its connection. A connection is kept for
-the next request of the same token: a new one costs a handshake.
+A connection carries one request at a time. So a slow client fills only its own connection, the daemon holds back only
+that client's run, and cancelling a request is one message on its connection. A connection is kept for the next request
+of the same token: a new one costs a handshake.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Pool:
         self._sweep: asyncio.TimerHandle | None = None
 
     async def prove(self) -> None:
-        """Raises the daemon's error where it does not know the token, or cannot be reached. An open connection is the
-        proof: the daemon closes those of a token that it revokes."""
+        """Raises the daemon's error if it does not know the token, or cannot be reached. An open connection is the
+        proof: when a token is revoked, the daemon closes its connections."""
         if not self._has_idle():
             self._keep(await self._connect())
 

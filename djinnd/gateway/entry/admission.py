@@ -1,4 +1,4 @@
-"""Whether a request may come in: its token or the right to do without one, a place, and room for its body."""
+"""Decides whether a request is admitted: its token or the right to have none, a place, and room for its body."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Reads a request's token, and checks requests that come without one.
 
 A request without a token acts as the gateway's own Unix user. The configuration must allow that, and the request must
-come from this machine, neither through a proxy nor from a stranger's web page. A page in a browser of this machine
-sends its Origin. A page whose name resolves to 127.0.0.1 sends that name as Host. A proxy sends the address for which
-it forwards.
+come from this machine, neither through a proxy nor from a foreign web page. A page in a browser of this machine sends
+its Origin. A page whose name resolves to 127.0.0.1 sends that name as Host. A proxy sends the address for which it
+forwards.
 """
 
 from __future__ import annotations

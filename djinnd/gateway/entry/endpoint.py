@@ -3,7 +3,7 @@
     token ──► a place ──► body ──► handler ──► reply
     401       429         413        └── the client goes: the handler's task is cancelled, and with it the daemon's work
 
-Each request gets one reply, and one line in the log, which has nothing of the body.
+Each request gets one reply, and one line in the log, without any part of the body.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Asks the kernel for the Unix user at the other end of a TCP connection on this machine.
 
 Every user of a machine can connect to 127.0.0.1. A request without a token acts as the gateway's own user, so it has to
-come from a process of that user's, or of root's. The kernel is asked by sock_diag(7) for the one socket that has the
-peer's address as its own: about 0.06 ms, however many sockets there are.
+come from a process of that user or of root. The kernel is asked by sock_diag(7) for the one socket that has the peer's
+address as its own: about 0.06 ms, however many sockets there are.
 """
 
 from __future__ import annotations

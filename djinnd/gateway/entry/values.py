@@ -1,4 +1,4 @@
-"""Counts the values of a JSON text, so that decoding takes milliseconds whatever a client sends.
+"""Counts the values of a JSON text, so that decoding any accepted text takes milliseconds.
 
 Bodies are decoded on the event loop, which also serves all streams. A long text costs little there, but a list costs a
 Python object for each member: 8 MiB of `[],[],…` take seconds. So the marks outside of texts are counted first.

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol, with bounds in size and time on strangers' requests, and on clients that do not read.
+"""uvicorn's HTTP/1.1 protocol, with bounds in size and time on requests, and on clients that do not read.
 
 uvicorn itself has none for a request's headers, for a connection that sends nothing, and for a client that reads
 nothing. A connection has one timer, for the part that is due now:

@@ -89,7 +89,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
 
     @property
     def unloads(self) -> bool:
-        """True for a lifetime of nothing. Without a prompt it asks to unload the model: `ollama stop` sends it."""
+        """True for a lifetime of 0. Without a prompt it asks to unload the model: `ollama stop` sends it."""
         return (
             self.keep_alive is not None and re.fullmatch(r"[-+]?0+(\.0*)?(ms|s|m|h)?", str(self.keep_alive)) is not None
         )

@@ -22,7 +22,8 @@ def tag(info: ModelInfo) -> dict[str, Any]:
 
 
 def running(info: ModelInfo) -> dict[str, Any]:
-    """Describes a loaded model. Clients expect a time of its end; it really stays until its device memory is wanted."""
+    """Describes a loaded model. Clients expect an expiry time; in fact the model stays until its device memory is
+    needed."""
     on_device = info.weight_bytes - info.streamed_bytes + info.kv_bytes
     expires = (datetime.now(UTC) + timedelta(days=1)).isoformat()
     told = {"expires_at": expires, "size_vram": max(0, on_device), "context_length": info.max_context}

@@ -55,8 +55,8 @@ class Lines:
         return self._line(answer.content, answer.reasoning, answer.tool_calls) | ending(reply)
 
     def done(self, reason: str) -> dict[str, Any]:
-        """The answer to a request without a prompt, which wants the model to be there ("load"), or its memory to be
-        free ("unload")."""
+        """The answer to a request without a prompt, which asks to load the model ("load") or to free its memory
+        ("unload")."""
         return self._line("", "", []) | {"done": True, "done_reason": reason}
 
     def _add(self, part: ToolCallDelta) -> None:

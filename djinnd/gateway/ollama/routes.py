@@ -132,7 +132,7 @@ async def _events(
 
 
 async def _without_prompt(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines) -> Whole:
-    """Loads the model, or unloads it if its lifetime is to be nothing."""
+    """Loads the model, or unloads it if its lifetime is 0."""
     async with request.link() as link:
         if body.unloads:
             await link.call(UnloadModel(id=0, model=body.model_name), Done)

@@ -1,1 +1,1 @@
-"""OpenAI's API, and what vLLM's server has beside it."""
+"""OpenAI's API, with vLLM's additional endpoints."""

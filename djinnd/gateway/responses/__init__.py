@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, which keeps what it has answered."""
+"""OpenAI's Responses API, with stored responses."""

@@ -1,4 +1,4 @@
-"""From messages to tokens, by the chat template that a checkpoint brings.
+"""Turns messages into tokens, by the checkpoint's chat template.
 
     ChatInput ──conversation──► plain values ──control──► marked values ──environment──► text ──control──► tokens
 

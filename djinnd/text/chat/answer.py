@@ -1,4 +1,4 @@
-"""The answer of a chat so far, and what of it no piece has brought to the caller yet."""
+"""The answer of a chat so far, and its parts that no piece has sent yet."""
 
 from __future__ import annotations
 

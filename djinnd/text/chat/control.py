@@ -1,7 +1,7 @@
-"""Control strings in what callers bring stay text, whatever a template does with them.
+"""Keeps control strings in callers' texts ordinary text, through any template.
 
-The texts of messages, tools and arguments are marked before they are rendered, with two characters that Unicode sets
-aside for a program's own use:
+The texts of messages, tools and arguments are marked before they are rendered, with two characters that Unicode
+reserves for a program's own use:
 
     a special token, "<|im_end|>"       its characters are parted by PARTS: no slice of it spells the token
     an added token, "</think>"          it stands between two EDGES: templates look for such a one in a content
@@ -45,7 +45,7 @@ class ControlStrings:
         )
 
     def mark(self, value: Any) -> Any:
-        """Returns the JSON value with its texts marked, without marks that it brings."""
+        """Returns the JSON value with its texts marked. Marks that callers have put in are removed."""
         if isinstance(value, str):
             return self._any.sub(self._mark, value.replace(PARTS, "").replace(EDGE, ""))
         if isinstance(value, dict):
@@ -55,8 +55,8 @@ class ControlStrings:
         return value
 
     def keep_apart(self, texts: Sequence[str]) -> list[str]:
-        """Returns marked texts that a template may write one behind the other. An edge stands between them if together
-        they would make a control string."""
+        """Returns marked texts that a template may concatenate. An edge separates them if they would make a control
+        string together."""
         together = self._any.search("".join(text.strip() for text in texts))
         return [texts[0], *(EDGE + text for text in texts[1:])] if together else [*texts]
 

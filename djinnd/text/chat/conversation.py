@@ -57,8 +57,8 @@ _TESTS_FOR_NULL = re.compile(r"content(?:['\"]\])?\s*(?:is\s+(?:not\s+)?none|[!=
 
 
 def read_conversation(chat: ChatInput, features: TemplateFeatures, *, text_arguments: bool = False) -> ChatConversation:
-    """Reads and checks a chat. `text_arguments`: arguments of tool calls stay texts. Raises InvalidRequest for
-    anything that is no conversation, and for parts that no text model takes."""
+    """Reads and checks a chat. `text_arguments`: arguments of tool calls stay texts. Raises InvalidRequest for an
+    invalid conversation, and for parts that are not text."""
     messages = _list("messages", chat.messages)
     if not messages:
         raise InvalidRequest("a chat needs at least one message", field="messages")

@@ -1,4 +1,4 @@
-"""The language of chat templates: jinja2's immutable sandbox, with what transformers adds to it.
+"""The language of chat templates: jinja2's immutable sandbox, with transformers' additions.
 
 Templates are written for `apply_chat_template` of transformers. This environment gives them the same filters, functions
 and tags, so that they make the same text.
@@ -25,8 +25,7 @@ class TemplateRefuses(TemplateError):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` … `{% endgeneration %}` marks what training learns from; here it is as if it were not
-    there."""
+    """`{% generation %}` … `{% endgeneration %}` marks text for training; here the tag has no effect."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""Reads the text of a chat's answer: content, reasoning and tool calls, and where a stop string ends it."""
+"""Parses the text of a chat's answer: content, reasoning and tool calls, and the end at a stop string."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChatReply(ChatAnswer):
 
     @property
     def is_stopped(self) -> bool:
-        """The answer is over, whatever the model goes on with."""
+        """True if the answer is over; later text is ignored."""
         return self._matcher.matched is not None or (self._has_called and not self._parallel)
 
     @property

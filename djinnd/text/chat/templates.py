@@ -1,12 +1,12 @@
-"""Where a checkpoint has its chat templates.
+"""Finds the chat templates of a checkpoint.
 
     chat_template.jinja                      the default one
     additional_chat_templates/NAME.jinja     others by name
     tokenizer_config.json: chat_template     a text, or a list of {"name", "template"}
     chat_template.json: chat_template        of checkpoints with a processor
 
-The first place with a template counts, as in transformers. One that the configuration or a load brings comes before
-all of them.
+The first place with a template counts, as in transformers. A template of the configuration or of a load overrides all
+of them.
 """
 
 from __future__ import annotations

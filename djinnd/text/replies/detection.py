@@ -79,8 +79,7 @@ NAMES = (PLAIN, "harmony", *dict.fromkeys(name for name, _, _ in FAMILIES))
 
 
 def reply_format(template: str, tokenizer_config: Mapping[str, Any], configured: str = AUTO) -> ReplyFormat:
-    """template: the chat template's text. configured: one of NAMES, in the place of what the template suggests, or
-    AUTO."""
+    """template: the chat template's text. configured: one of NAMES, which overrides the template, or AUTO."""
     assert configured == AUTO or configured in NAMES
     family = _by_family(template, configured)
     own = tokenizer_config.get("response_template")

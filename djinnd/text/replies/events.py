@@ -29,7 +29,7 @@ class CallArguments(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """The end of a call. `complete` is False if the reply ended inside the arguments, or turned out to be no call."""
+    """The end of a call. `complete` is False if the reply ended inside the arguments, or the call was malformed."""
 
     call: int
     complete: bool

@@ -25,10 +25,8 @@ class TextSpan:
 
 
 class CallSyntax(Protocol):
-    """How a family writes tool calls.
-
-    begins: markers that begin one or more calls.
-    starts: texts that do so only as the first thing that a reply says, such as the `{` of bare JSON.
+    """How a family writes tool calls. begins: markers that begin one or more calls. starts: texts that do so only at
+    the beginning of a reply, such as the `{` of bare JSON.
     """
 
     @property
@@ -46,7 +44,7 @@ class CallSyntax(Protocol):
         ...
 
     def forced(self, name: str, parameters: Schema) -> Pieces:
-        """One call of this function, as a grammar that the model is held to."""
+        """One call of this function, as a grammar for forced calls."""
         ...
 
     def between(self) -> tuple[str, str, str]:
@@ -78,7 +76,7 @@ class ReplyFormat(Protocol):
 
     @property
     def markers(self) -> tuple[str, ...] | None:
-        """Special tokens that must have text in what is read; None: all. The others must have none."""
+        """Special tokens that must have text in the reply that is parsed; None: all. The others must have none."""
         ...
 
     def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Writes grammars in llguidance's Lark dialect: the syntax of a family's tool calls, as a model can be held to it."""
+"""Writes grammars in llguidance's Lark dialect: the syntax of a family's tool calls, for forced calls."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from djinnd.text.replies.tools import Tools
 
 class ReplyParser:
     """Takes the text of a reply, with the special tokens that are the format's markers, in pieces of any size, and
-    gives what the reply says.
+    returns its events.
 
     prompt: the text before the reply; its last characters are enough. Many templates open the reasoning there.
     tools: the functions that the request offers. Without any, text that looks like a call is content.
 
-    Content is never lost or repeated, and the pieces do not change what is read. White space next to a marker belongs
-    to the marker. A call that is malformed becomes content; one that turns malformed inside its arguments ends there,
-    and the rest becomes content. The parser keeps source.MAX_HELD characters at the most.
+    Content is never lost or repeated, and the result does not depend on the pieces. White space next to a marker
+    belongs to the marker. A call that is malformed becomes content; one that turns malformed inside its arguments ends
+    there, and the rest becomes content. The parser keeps source.MAX_HELD characters at the most.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """Text that arrives in pieces, read by generators.
 
 A reader is a generator. It yields where it needs more text than has arrived, and goes on when more is there. So readers
-are written as if the whole text were there, and what they find cannot depend on where the text was cut.
+are written as if the whole text were there, and their results do not depend on where the text was cut.
 
         told         held             not read yet
     |-----------|--------------|------------------------|
               mark             at                     end of what has arrived
 
-Text between `mark` and `at` was read and not told to anyone yet: the begin of a tool call that may still turn out to be
+Text between `mark` and `at` was read and not sent yet: the beginning of a tool call that may still turn out to be
 ordinary text. MAX_HELD bounds it.
 """
 
@@ -83,13 +83,13 @@ class Source:
         return self.advance(count)
 
     def match(self, pattern: re.Pattern[str], most: int = CHUNK) -> str:
-        """The next characters that match, as many as have arrived, and `most` of them. A pattern that matches a text
+        """The next characters that match, of those that have arrived, at most `most`. A pattern that matches a text
         matches each start of it, too."""
         found = pattern.match(self._text, self._at)
         return self.advance(min(found.end() - self._at, most)) if found else ""
 
     def space(self, most: int = sys.maxsize) -> Reading[None]:
-        """Passes over white space, `most` characters of it."""
+        """Passes over white space, at most `most` characters."""
         while most and (yield from self.peek()).isspace():
             most -= len(self.match(_SPACE, min(most, CHUNK)))
 
@@ -141,7 +141,7 @@ class Source:
         return self.ended and start == len(self._text)
 
     def advance(self, count: int) -> str:
-        """Reads so many characters that have arrived. Raises Malformed where too many are held."""
+        """Reads this number of characters that have arrived. Raises Malformed if too many are held."""
         begin = self._at
         self._at = min(begin + count, len(self._text), self._mark + MAX_HELD)
         if self._at == self._mark + MAX_HELD:

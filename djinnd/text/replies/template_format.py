@@ -52,7 +52,7 @@ class TemplateFormat:
         return self.otherwise.before_content(prompt)
 
     def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
-        """The reply is read behind what the prompt has of the message, which is not told."""
+        """The reply is read after the prompt's part of the message, which is not sent."""
         begun = self.template.message_start(prompt)
         source.add(begun)
         return _Reader(self.template, source, output, tools, len(begun)).read()
@@ -216,6 +216,6 @@ def _call(value: object, tools: Tools) -> tuple[str, str]:
 
 
 def _typed(value: Any, schema: Schema) -> Any:
-    """Templates that read tags give texts only; the tool's schema says what they are."""
+    """Templates that read tags give texts only; the tool's schema says their types."""
     known = types(schema)
     return json.loads(as_json(value, schema)) if isinstance(value, str) and known and known != {"string"} else value

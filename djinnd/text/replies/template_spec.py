@@ -1,8 +1,8 @@
-"""A checkpoint's own `response_template`: regions of a reply, and what text opens and closes each.
+"""A checkpoint's own `response_template`: regions of a reply, and the texts that open and close them.
 
-transformers publishes the form (chat_response_parsing.md). A region without an opening is where text outside all other
-regions goes; there is one at the most. A template says where in the prompt the assistant's message starts, because
-templates write its first characters themselves.
+transformers publishes the form (chat_response_parsing.md). Text outside all other regions goes to the region without an
+opening; there is at most one. A template says where in the prompt the assistant's message starts, because templates
+write its first characters themselves.
 """
 
 from __future__ import annotations

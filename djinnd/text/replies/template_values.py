@@ -99,7 +99,7 @@ _PARSERS: dict[str, Callable[[str, Arguments, int], Any]] = {
 
 
 def _transform(form: Any, scope: Mapping[str, Any]) -> Any:
-    """The form with each text "{name.key}" replaced by what the scope has there."""
+    """The form with each text "{name.key}" replaced by the scope's value."""
     if isinstance(form, Mapping):
         return {key: _transform(value, scope) for key, value in form.items()}
     if isinstance(form, list):
