@@ -1,7 +1,8 @@
 """Edits: changes that a session makes to its activations, at points of the model and at positions of the session.
 
-An edit is data and a function of the position. A position that is computed again is edited again in the same way. So KV
-still follows from the session's tokens and edits, and its pages can be dropped, shared and found as usual (names.py).
+An edit is plain data that depends only on the position. A position that is computed again is edited again in the same
+way. So KV is a function of the session's tokens and edits, and its pages can be dropped, shared and found as usual
+(names.py).
 
 The last position of a session is always computed, or computed again, to sample the next token. An edit that begins
 "now" therefore begins at that position, and an edit that ends "now" ends there.

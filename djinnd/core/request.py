@@ -50,7 +50,7 @@ class Request:
 
     `seen_from`: the first position that has to be run because more than its KV is wanted; FOREVER if there is none.
     `stops`: breakpoints inside the model; the request ends at the first one that it reaches. `resume_block`: the
-    request has no prompt and goes on before this block, where the last request stopped.
+    request has no prompt and continues before this block, where the last request stopped.
     """
 
     id: int

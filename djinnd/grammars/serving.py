@@ -1,10 +1,10 @@
-"""Follows the grammars of runs: a token in, what may follow it out.
+"""Follows the grammars of runs: takes each token, and computes the mask of the tokens that may follow.
 
     Begin ──► compiled in a thread of its own, as that may take seconds ──► mask
     Advance ──► consumed ──► masks of all, in parallel, where the engine reads them
                                  └──► where only one text can follow: its tokens, and the mask behind them
 
-The state of a run follows from its grammar and its tokens, and from nothing else.
+The state of a run depends only on its grammar and its tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GrammarService:
         self._compiling.shutdown(cancel_futures=True)
 
     def _begin(self, run: GrammarRun, message: BeginGrammar) -> None:
-        """In the thread. A run that is over by then is not worth the work."""
+        """In the thread. A run that has ended meanwhile is skipped."""
         if run.is_over:
             return
         try:
@@ -100,7 +100,7 @@ class GrammarService:
     # --- what may follow --------------------------------------------------------------------------------------------
 
     def _look(self, runs: Sequence[GrammarRun]) -> GrammarStates:
-        """Brings each run's mask into its slot, behind the tokens that must come."""
+        """Writes each run's mask into its slot, for the position after the forced tokens."""
         self._compute(runs)
         unclear = [run for run, is_clear in zip(runs, self._are_clear(runs), strict=True) if not is_clear]
         single = [run for run in unclear if np.bitwise_count(self._table[run.slot]).sum() == 1]
@@ -130,7 +130,7 @@ class GrammarService:
         return [clear and not _matcher(run).is_error() for run, clear in zip(runs, has_two, strict=True)]
 
     def _state(self, run: GrammarRun, forced: list[int]) -> GrammarState | None:
-        """Returns None if there is nothing to say of the run but that its mask is there."""
+        """Returns None if the run's mask is all there is to report."""
         matcher = _matcher(run)
         goes_on = bool((self._table[run.slot] & self._goes_on).any())  # with a token of the model's that is no end
         try:

@@ -9,7 +9,7 @@
            ──Name───────────────────────►        ──Named | Failed──►
            ──End, Forget──►
 
-The first message of the worker is Ready. It answers in the order of the questions. A tenant's file may have taken the
+The first message of the worker is Ready. It answers in the order of the questions. A malicious file may have taken the
 worker over, so the server trusts its messages no more than messages of clients.
 """
 

@@ -1,4 +1,4 @@
-"""The text of one run's tokens, read in a text worker as the tokens come."""
+"""Decodes one run's tokens in a text worker, as the tokens come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from djinnd.text.vocabulary import Vocabulary
 
 
 class Reading:
-    """Reads the tokens of one run. The answer of a chat is also read for reasoning and tool calls."""
+    """Reads the tokens of one run. The answer of a chat is also parsed for reasoning and tool calls."""
 
     def __init__(self, vocabulary: Vocabulary, begin: BeginReading) -> None:
         """Raises InvalidRequest."""

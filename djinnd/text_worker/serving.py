@@ -66,7 +66,7 @@ class TextService:
                 channel.send(answer)
 
     def answer(self, message: ToWorker, fds: list[int]) -> Answer | None:
-        """Answers one message; None if it wants no answer."""
+        """Answers one message; None if it needs no answer."""
         match message:
             case ForgetModel(model=model):
                 self._vocabularies.pop(model, None)
@@ -147,7 +147,7 @@ def _encoded(vocabulary: Vocabulary, message: Encode | EncodeChat) -> Encoded | 
 
 
 def _decoded(vocabulary: Vocabulary, message: Decode) -> Decoded:
-    """Decodes tokens. Raises TextFailed for more text than an honest tokenizer makes."""
+    """Decodes tokens. Raises TextFailed for more text than a sound tokenizer makes."""
     texts = vocabulary.texts(message.tokens, message.spelled)
     expect_bounded(sum(map(len, texts)), len(message.tokens))
     return Decoded(texts)
