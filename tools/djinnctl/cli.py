@@ -41,7 +41,7 @@ class Commands(click.Group):
 @click.version_option(__version__, message="%(version)s")
 @everywhere
 def main() -> None:
-    """Look after djinnd: its models, its sessions, its health, and the machine it runs on."""
+    """Manage djinnd: its models, its sessions, its health, and the machine it runs on."""
 
 
 for command in (

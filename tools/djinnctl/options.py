@@ -66,19 +66,19 @@ watch_option = click.option(
     is_flag=False,
     flag_value=2.0,
     default=None,
-    help="Show it again every so many seconds (2), until Ctrl-C.",
+    help="Show it again at this interval in seconds (2), until Ctrl-C.",
 )
 
 
 def kv_option(command: F) -> F:
-    what = "Memory for KV pages, as 4GiB. Default: what fits."
+    what = "Memory for KV pages, such as 4GiB. Default: as much as fits."
     return click.option("--kv", callback=read_some_size, metavar="SIZE", help=what)(command)
 
 
 def tier_options(command: F) -> F:
     """For pages that have left the device: the command gets `host_kv` and `disk_kv`, None for what is not given."""
     for name, what in (("disk", "Disk"), ("host", "Host memory")):
-        told = f"{what} for KV pages that have left the device, as 16GiB; 0B: none. Default: as configured."
+        told = f"{what} for KV pages that have left the device, such as 16GiB; 0B: none. Default: as configured."
         command = click.option(f"--{name}-kv", callback=read_size, metavar="SIZE", help=told)(command)
     return command
 
@@ -93,7 +93,9 @@ def placing_options(command: F) -> F:
             help="Whether bfloat16 blocks may be packed into the lossless 12-bit code.",
         ),
         click.option("--slots", type=click.IntRange(0, MAX_SLOTS), metavar="N", help="Slots of the ring."),
-        click.option("--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes; or give slots."),
+        click.option(
+            "--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes, instead of --slots."
+        ),
         click.option(
             "--resident",
             callback=read_resident,

@@ -47,9 +47,9 @@ def top(settings: Settings, once: bool) -> None:
 @watch_option
 @click.option("--all", "of_all", is_flag=True, help="Show every user that has a session. For administrators.")
 def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
-    """Show what you may have of the daemon, and what you use.
+    """Show your quotas and your use of them.
 
-    RULE is the rule of the daemon's configuration that says it.
+    RULE is the rule of the daemon's configuration that applies.
     """
     from djinnctl import quotas
 
@@ -66,7 +66,7 @@ def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
     help="The file to write.",
 )
 @click.option("--steps", type=click.IntRange(1, 100), default=4, show_default=True, help="Steps to record.")
-@click.option("--seconds", type=float, default=10.0, show_default=True, help="When to end anyway, up to 60.")
+@click.option("--seconds", type=float, default=10.0, show_default=True, help="The longest time to record, up to 60.")
 def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
     """Record the device's next steps as a timeline.
 
@@ -88,7 +88,7 @@ def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
 @command()
 @click.option("--warm", is_flag=True, help="Keep the loaded models in shared memory, and load them again from there.")
 def restart(settings: Settings, warm: bool) -> None:
-    """Restart the daemon, with its configuration read anew.
+    """Restart the daemon; it reads its configuration again.
 
     The daemon finishes what runs and starts again as the same process. Sessions survive it: attach to them within
     limits.session_grace. Returns when the daemon serves again; clients that connect meanwhile wait. For administrators.

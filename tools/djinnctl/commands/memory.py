@@ -16,8 +16,8 @@ from djinnctl.units import size
 def budget(settings: Settings, memory: int | None) -> None:
     """Show the daemon's device memory, or change it to SIZE.
 
-    SIZE is as 16GiB. Sessions go on: blocks that no longer fit stream from the host, and become resident again when
-    there is more memory. To change it is for administrators.
+    SIZE is a size such as 16GiB. Sessions go on: blocks that no longer fit stream from the host, and become resident
+    again when there is more memory. Only administrators may change it.
     """
     from djinnctl import render
 
@@ -32,7 +32,7 @@ def budget(settings: Settings, memory: int | None) -> None:
 def free(settings: Settings, memory: int) -> None:
     """Take SIZE of device memory from the daemon, for other programs.
 
-    SIZE is as 20GiB, and the daemon's budget becomes smaller by it. Sessions go on: pages leave the device, and blocks
+    SIZE is a size such as 20GiB; the daemon's budget shrinks by it. Sessions go on: pages leave the device, and blocks
     that no longer fit stream. Prints the command that gives the memory back.
     """
     from djinnctl import render

@@ -57,8 +57,8 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
     "--keep-alive",
     callback=read_seconds,
     metavar="TIME",
-    help="After so long without a call, as 5min, it gives its device memory back until the next one; 0: never. Also "
-    "for a model that is loaded. Default: as configured.",
+    help="After this time without a call, such as 5min, it gives its device memory back until the next one; 0: never. "
+    "Also for a model that is loaded. Default: as configured.",
 )
 @click.option(
     "--chat-template",
@@ -103,12 +103,12 @@ def load(
     "--memory",
     callback=read_some_size,
     metavar="SIZE",
-    help="Plan for so much device memory without other models. Default: now, beside what is loaded.",
+    help="Plan for this much device memory, without other models. Default: now, beside the loaded ones.",
 )
 @kv_option
 @placing_options
 def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **placing: Unpack[PlacingOptions]) -> None:
-    """Show what memory MODEL would take, and how fast it would run.
+    """Show the memory that MODEL would take, and its speed.
 
     It shows where the blocks would go if MODEL were loaded now, and loads nothing.
     """

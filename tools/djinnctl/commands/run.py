@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "chosen",
     metavar="NAME=VALUE",
     multiple=True,
-    help="A setting, as temperature=0; docs/reference/cli.md has them all.",
+    help="A setting, such as temperature=0; docs/reference/cli.md lists all.",
 )
 @click.option("--priority", type=click.Choice(CLASSES), help="The class. Default: the highest that you may have.")
 def run(

@@ -47,7 +47,7 @@ def close(settings: Settings, sessions: tuple[str, ...]) -> None:
 
 @command()
 @click.argument("session", shell_complete=complete_session)
-@click.option("--to", "tier", type=click.Choice(["host", "disk"]), default="host", show_default=True, help="Where to.")
+@click.option("--to", "tier", type=click.Choice(["host", "disk"]), default="host", show_default=True, help="The tier.")
 def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> None:
     """Stop SESSION and move its pages off the device.
 

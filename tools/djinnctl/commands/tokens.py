@@ -18,11 +18,13 @@ def token() -> None:
 
 @command(of=token)
 @click.argument("name")
-@click.option("--user", default="", metavar="UNIXUSER", help="The token is this Unix user's. Default: NAME's own.")
+@click.option("--user", default="", metavar="UNIXUSER", help="The token stands for this Unix user. Default: for NAME.")
 @click.option(
     "--class", "highest_class", type=click.Choice(CLASSES), help="The highest class that it may use. Default: any."
 )
-@click.option("--expires", callback=read_some_time, metavar="TIME", help="When it ends, as 90d. Default: never.")
+@click.option(
+    "--expires", callback=read_some_time, metavar="TIME", help="Its lifetime, such as 90d. Default: unlimited."
+)
 def add(settings: Settings, name: str, user: str, highest_class: Class | None, expires: float | None) -> None:
     """Add a token called NAME and print it. It is shown this once: the daemon keeps only its hash."""
     from djinnctl import tokens
