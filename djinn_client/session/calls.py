@@ -14,9 +14,7 @@ from djinn_client.arguments.options import (
     generate_request,
     signal_message,
 )
-from djinn_client.arguments.options import (
-    token_ids as listed_ids,
-)
+from djinn_client.arguments.options import token_ids as listed_ids
 from djinn_client.protocol import Class, SignalKind, Tier, replies, requests
 from djinn_client.protocol.fields.points import PointMap
 from djinn_client.protocol.fields.scheduling import Why
