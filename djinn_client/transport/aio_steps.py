@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from djinn_client.transport.steps import PAUSE_S, HasCalls, Steps, Wait
+from djinn_client.transport.steps import PAUSE_S, HasCalls, Steps, Wait, describe
 
 C = TypeVar("C")
 P = ParamSpec("P")
@@ -22,7 +21,7 @@ def awaited(
     async def call(client: HasCalls[C], /, *args: P.args, **options: P.kwargs) -> T:
         return await run(steps(client._calls, *args, **options))
 
-    update_wrapper(call, steps)
+    describe(call, steps)
     return call
 
 

@@ -8,11 +8,12 @@ state, so the connection is closed.
 
 from __future__ import annotations
 
+import inspect
 import select
 import time
 from collections.abc import Callable, Generator
 from functools import update_wrapper
-from typing import Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 C = TypeVar("C", covariant=True)
 P = ParamSpec("P")
@@ -44,8 +45,18 @@ def blocking(steps: Callable[Concatenate[C, P], Steps[T]]) -> Callable[Concatena
     def call(client: HasCalls[C], /, *args: P.args, **options: P.kwargs) -> T:
         return run(steps(client._calls, *args, **options))
 
-    update_wrapper(call, steps)
+    describe(call, steps)
     return call
+
+
+def describe(call: Callable[..., Any], steps: Callable[..., Any], returned: str = "") -> None:
+    """Gives the call the name, docstring and parameters of the steps, as `help` and notebooks show them. `returned` is
+    the annotation of its result; "": what the steps return."""
+    update_wrapper(call, steps)
+    told = inspect.signature(steps)
+    returned = returned or str(told.return_annotation).removeprefix("Steps[").removesuffix("]")
+    found: Any = call  # mypy knows no such attribute of a function
+    found.__signature__ = told.replace(return_annotation=returned)
 
 
 def run(steps: Steps[T], patience_s: float | None = None) -> T:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import update_wrapper
-from typing import Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from djinn_client.session.calls import SessionCalls
-from djinn_client.transport.steps import Steps
+from djinn_client.transport.steps import Steps, describe
 
 P = ParamSpec("P")
 T = TypeVar("T")
-H = TypeVar("H")
 
 
 class Handle(Generic[T]):
@@ -26,9 +24,12 @@ class Handle(Generic[T]):
         return f"<{type(self).__name__} {self.id} of {self._session.info.id}>"
 
 
+H = TypeVar("H", bound=Handle[Any])
+
+
 def handled(
-    handle: Callable[[SessionCalls, int, Callable[[Steps[None]], T]], H],
-    run: Callable[[Steps[None]], T],
+    handle: type[H],
+    run: Callable[[Steps[None]], Any],
     steps: Callable[Concatenate[SessionCalls, P], Steps[int]],
 ) -> Callable[Concatenate[SessionCalls, P], Steps[H]]:
     """The call that runs these steps and returns a handle of the id that they return. `run` runs the handle's own."""
@@ -36,5 +37,5 @@ def handled(
     def call(session: SessionCalls, /, *args: P.args, **options: P.kwargs) -> Steps[H]:
         return handle(session, (yield from steps(session, *args, **options)), run)
 
-    update_wrapper(call, steps)
+    describe(call, steps, f"Steps[{handle.__name__}]")
     return call

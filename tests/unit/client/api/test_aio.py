@@ -84,6 +84,13 @@ def test_both_sessions_have_the_same_calls() -> None:
     assert djinn.AsyncSession.steer.__doc__ == djinn.Session.steer.__doc__
 
 
+def test_help_shows_results_and_no_steps() -> None:
+    for kind in (djinn.Session, djinn.AsyncSession, djinn.Client, djinn.AsyncClient):
+        for _, call in inspect.getmembers(kind, inspect.isfunction):
+            assert "Steps" not in str(inspect.signature(call).return_annotation)
+    assert inspect.signature(djinn.Session.steer).return_annotation == "Edit"
+
+
 def test_every_call(daemon: ScriptedDaemon) -> None:
     values = np.ones((2, 3), np.float32)
 
