@@ -51,7 +51,7 @@ def blocking(steps: Callable[Concatenate[C, P], Steps[T]]) -> Callable[Concatena
 
 def describe(call: Callable[..., Any], steps: Callable[..., Any], returned: str = "") -> None:
     """Gives the call the name, docstring and parameters of the steps, as `help` and notebooks show them. `returned` is
-    the annotation of its result; "": what the steps return."""
+    the annotation of its result; "" takes that of the steps."""
     update_wrapper(call, steps)
     told = inspect.signature(steps)
     returned = returned or str(told.return_annotation).removeprefix("Steps[").removesuffix("]")
