@@ -33,7 +33,7 @@ def client(gateway) -> Any:
         yield made
 
 
-def test_an_answer(client):
+def test_an_answer_has_text_and_usage(client):
     message = client.messages.create(**GREEDY)
     (block,) = message.content
     assert block.type == "text" and block.text
@@ -105,7 +105,7 @@ def test_a_turn_computes_its_new_messages_only(client):
     assert usage.input_tokens < 64
 
 
-def test_several_at_once(gateway):
+def test_several_messages_run_at_once(gateway):
     async def ask() -> list[str]:
         async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="none", max_retries=0) as client:
             messages = await asyncio.gather(*[client.messages.create(**GREEDY) for _ in range(4)])

@@ -62,7 +62,7 @@ def test_a_tag_behind_the_name_is_taken(client):
     assert client.chat(**CHAT | {"model": f"{MODEL}:latest"}).message.content
 
 
-def test_a_prompt(client):
+def test_a_prompt_is_answered_as_a_chat(client):
     answer = client.generate(MODEL, "def add(a, b):", options=OPTIONS)
     assert answer.response == client.chat(**CHAT).message.content
     *parts, last = client.generate(MODEL, "def add(a, b):", options=OPTIONS, stream=True)

@@ -60,7 +60,7 @@ def test_a_chat_whole_and_streamed(client):
     )
 
 
-def test_the_stream_helper(client):
+def test_openai_s_stream_helper_reads_the_events(client):
     kinds = []
     with (
         contextlib.suppress(openai.LengthFinishReasonError),  # the helper makes it of every answer that is cut off
@@ -96,7 +96,7 @@ def test_a_call_and_its_result_go_on(client):
     assert answer.choices[0].finish_reason in ("length", "stop")
 
 
-def test_parse(client):
+def test_openai_s_parse_returns_the_typed_answer(client):
     parsed = client.chat.completions.parse(
         model=MODEL, messages=USER, response_format=Verdict, max_tokens=200, temperature=0
     )
@@ -138,7 +138,7 @@ def test_errors_are_the_client_s_classes(client, gateway):
         stranger.models.list()
 
 
-def test_many_at_once(gateway):
+def test_many_streams_run_at_once(gateway):
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         messages: Any = [{"role": "user", "content": f"number {number}"}]
         stream = await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, stream=True)

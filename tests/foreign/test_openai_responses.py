@@ -40,7 +40,7 @@ def client(gateway) -> Any:
         yield made
 
 
-def test_a_response(client):
+def test_a_response_ends_at_its_most_tokens(client):
     response = client.responses.create(input=ASK, **GREEDY)
     assert response.id.startswith("resp_") and response.output_text
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -202,7 +202,7 @@ def test_a_response_survives_a_restart_of_the_daemon(gateway, client):
     assert second.usage.input_tokens > first.usage.total_tokens
 
 
-def test_asynchronously(gateway):
+def test_the_asynchronous_client_gets_the_same_response(gateway):
     async def play() -> str:
         async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
             return (await client.responses.create(input=ASK, **GREEDY)).output_text

@@ -18,7 +18,9 @@ SLACK = 8  # tokens: the answer may be other tokens when it is read again as a p
 
 
 @pytest.mark.parametrize("key", [None, "ticket-1"], ids=["by its transcript", "by its key"])
-def test_ten_turns(start_daemon: DaemonStarter, tmp_path: Path, key: str | None) -> None:
+def test_ten_turns_compute_only_their_new_messages(
+    start_daemon: DaemonStarter, tmp_path: Path, key: str | None
+) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TURNS)
     daemon = start_daemon(

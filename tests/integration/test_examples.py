@@ -44,7 +44,7 @@ def test_logit_lens(daemon: Daemon) -> None:
     assert "' source'" in rows["the model itself"] and "' source'" not in rows["hook_embed"]
 
 
-def test_agent(daemon: Daemon) -> None:
+def test_the_agent_example_moves_its_pages_and_forks(daemon: Daemon) -> None:
     with daemon.client() as client:
         wait_for(lambda: not any(map(lacks_tiers, client.models())))  # else its pages have nowhere to go
     told = told_by("agent.py", daemon)

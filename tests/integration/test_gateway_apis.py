@@ -59,7 +59,7 @@ def test_more_tokens_than_the_context_has_room_for(gateway):
     assert last["done"] and last["eval_count"] == used["output_tokens"]
 
 
-def test_a_forced_call(gateway):
+def test_a_forced_call_follows_the_tool_s_schema(gateway):
     tool = {"name": "look", "input_schema": LOOK}
     choice = {"type": "any", "disable_parallel_tool_use": True}
     answer = gateway.post("/v1/messages", MESSAGES | {"max_tokens": 64, "tools": [tool], "tool_choice": choice}).json

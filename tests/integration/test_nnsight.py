@@ -48,7 +48,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_reading(theirs: Any, session: djinn.Session) -> None:
+def test_captures_equal_nnsight_s(theirs: Any, session: djinn.Session) -> None:
     cache = session.capture(READ).run(PROMPT)
     for name, expected in zip(READ, theirs["reading"], strict=True):
         assert_close(cache[name], expected)

@@ -100,11 +100,11 @@ class TestClientWheel:
 class TestDependencies:
     """Every imported package is declared as a dependency."""
 
-    def test_of_the_daemon(self) -> None:
+    def test_the_daemon_s_imports_are_declared(self) -> None:
         """triton is not declared: only the kernels need it, and every CUDA build of torch brings it."""
         assert _imported("djinnd") <= _declared(PYPROJECT["project"]["dependencies"]) | {"triton", "djinn_client"}
 
-    def test_of_the_client(self) -> None:
+    def test_the_client_s_imports_are_declared(self) -> None:
         """torch and triton are not declared: the client imports them only if they are installed, to share a model or
         to examine a machine."""
         project = CLIENT["project"]

@@ -18,7 +18,7 @@ def test_numbers_of_names_are_no_uids_and_every_reader_of_json_keeps_them() -> N
 
 
 @pytest.mark.parametrize("name", ["a", "ci", "alice@laptop", "a.b_c-d", "Z" * 64])
-def test_names(name: str) -> None:
+def test_names_of_tokens_may_have_letters_digits_and_marks(name: str) -> None:
     assert is_principal_name(name)
 
 

@@ -583,7 +583,7 @@ def test_budget_shows_what_there_is(address: str) -> None:
     assert json.loads(run("budget", "--json", "--address", address).stdout)[0]["budget_bytes"] == 20 << 30
 
 
-def test_budget_changes_it(address: str) -> None:
+def test_budget_with_a_size_changes_the_budget(address: str) -> None:
     result = run("budget", "16GiB", "--address", address)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.splitlines()[:2] == [

@@ -33,7 +33,7 @@ UNLIMITED = resource.RLIM_INFINITY
 # --- software -------------------------------------------------------------------------------------------------------
 
 
-def test_python() -> None:
+def test_an_old_python_is_a_failure() -> None:
     assert software.judge_python((3, 11, 0)).state == "ok"
     too_old = software.judge_python((3, 10, 9))
     assert (too_old.state, too_old.finding) == ("fail", "3.10.9")
@@ -53,7 +53,7 @@ def test_python() -> None:
         (None, (2, 11), "fail"),
     ],
 )
-def test_package(found: str | None, oldest: tuple[int, ...], state: str) -> None:
+def test_a_missing_or_old_package_is_reported(found: str | None, oldest: tuple[int, ...], state: str) -> None:
     assert software.judge_package("torch", found, oldest).state == state
 
 
@@ -82,7 +82,7 @@ def test_a_machine_with_the_client_alone_is_not_told_to_install_torch(monkeypatc
 
 
 @pytest.mark.parametrize(("left", "state"), [(1 << 30, "warn"), (64 * GIB, "ok")])
-def test_host_memory(left: int, state: str) -> None:
+def test_little_host_memory_is_reported_with_its_bound(left: int, state: str) -> None:
     result = memory.judge_memory(memory.Bound(left, "the control group /x"))
     assert result.state == state and "the control group /x" in result.finding
 
@@ -105,7 +105,7 @@ def test_memlock() -> None:
         (64 * GIB, 63 * GIB, 128 * GIB, "ok"),
     ],
 )
-def test_shm(total: int, free: int, physical: int, state: str) -> None:
+def test_a_small_or_full_dev_shm_is_reported(total: int, free: int, physical: int, state: str) -> None:
     result = memory.judge_shm(total, free, physical)
     assert result.state == state
     assert "free of" in result.finding
@@ -154,7 +154,7 @@ def test_the_mount_that_is_seen_decides_about_huge_pages() -> None:
         (Cuda("13.0", ()), "580.65", "fail"),
     ],
 )
-def test_cuda(cuda: Cuda, driver: str | None, state: str) -> None:
+def test_a_missing_gpu_is_reported_by_its_cause(cuda: Cuda, driver: str | None, state: str) -> None:
     assert gpu.judge_cuda(cuda, driver).state == state
 
 
@@ -162,7 +162,7 @@ def test_cuda(cuda: Cuda, driver: str | None, state: str) -> None:
     ("driver", "built", "state"),
     [("580.65.06", "13.0", "ok"), ("570.86", "13.0", "fail"), ("570.86", "12.8", "ok"), ("570.86", "", "ok")],
 )
-def test_driver(driver: str, built: str, state: str) -> None:
+def test_a_driver_older_than_the_build_is_reported(driver: str, built: str, state: str) -> None:
     assert gpu.judge_driver(driver, Cuda(built, ())).state == state
 
 
@@ -171,7 +171,7 @@ def test_device_memory() -> None:
     assert gpu.judge_memory(Gpu(1, "L4", (8, 9), 24 * GIB, 9 * GIB)).state == "warn"
 
 
-def test_copies() -> None:
+def test_slow_copies_over_the_bus_are_a_warning() -> None:
     assert gpu.judge_copies(0, 55.3, 55.2).finding == ("55.3 GB/s to the device, 55.2 GB/s back, from pinned memory")
     assert gpu.judge_copies(0, 55.3, 55.2).state == "ok"
     assert gpu.judge_copies(0, 55.3, 6.0).state == "warn"
@@ -186,7 +186,9 @@ def test_copies() -> None:
         (None, None, False, "ok"),
     ],
 )
-def test_triton(version: str | None, compiler: str | None, wanted: bool, state: str) -> None:
+def test_triton_without_a_compiler_is_reported(
+    version: str | None, compiler: str | None, wanted: bool, state: str
+) -> None:
     assert gpu.judge_triton(version, compiler, wanted).state == state
 
 

@@ -64,7 +64,7 @@ def test_a_broken_download_is_gone_on_with(djinnctl: Djinnctl, hub: StubHub, tmp
     assert hub.served == [], "all of it is there"
 
 
-def test_into_another_folder(djinnctl: Djinnctl, tmp_path: Path) -> None:
+def test_pull_puts_the_model_below_the_given_folder(djinnctl: Djinnctl, tmp_path: Path) -> None:
     done = djinnctl("pull", "org/name", "--to", str(tmp_path / "models"))
     folder = tmp_path / "models/org/name"
     assert done.stdout == f"org/name is in {folder}\nTalk to it: djinnctl run {folder}\n", done.stderr

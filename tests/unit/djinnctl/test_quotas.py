@@ -65,11 +65,11 @@ HEAD = "USER RULE UP TO CLASS WEIGHT OF USED LIMIT"
 OWN = ["root - interactive 1 sessions 3 1024", "host_kv 1.5 GiB none"]
 
 
-def test_one_s_own(daemon: ScriptedDaemon) -> None:
+def test_quota_shows_the_caller_s_own_use(daemon: ScriptedDaemon) -> None:
     assert lines(run("--address", daemon.play(answer))) == [HEAD, *OWN]
 
 
-def test_everybody_s(daemon: ScriptedDaemon) -> None:
+def test_quota_all_shows_every_user_s_use(daemon: ScriptedDaemon) -> None:
     assert lines(run("--all", "--address", daemon.play(answer))) == [
         HEAD,
         *OWN,
@@ -80,7 +80,7 @@ def test_everybody_s(daemon: ScriptedDaemon) -> None:
 
 
 @pytest.mark.parametrize("all_", [True, False])
-def test_as_json(daemon: ScriptedDaemon, all_: bool) -> None:
+def test_quotas_are_printed_as_json(daemon: ScriptedDaemon, all_: bool) -> None:
     address = daemon.play(answer)
     shown = json.loads(run("--json", *(["--all"] if all_ else []), "--address", address).stdout)
     assert [use["rule"] for use in shown] == (["", "guests"] if all_ else [""])

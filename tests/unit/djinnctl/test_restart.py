@@ -70,7 +70,7 @@ def test_it_returns_when_the_successor_serves_and_says_what_is_there(daemon: Scr
     assert result.stdout.endswith(" s and loads again llama; 3 sessions are there\n")
 
 
-def test_as_json(daemon: ScriptedDaemon) -> None:
+def test_a_restart_is_reported_as_json(daemon: ScriptedDaemon) -> None:
     told = json.loads(run("restart", "--warm", "--json", "--address", daemon.play(ends, begins)).stdout)
     assert told.pop("seconds") > 0
     assert told == {

@@ -52,7 +52,7 @@ def test_add_prints_the_token_alone(daemon: ScriptedDaemon, arguments: list[str]
     assert (result.exit_code, result.stdout) == (0, "djn_x\n")
 
 
-def test_list(daemon: ScriptedDaemon) -> None:
+def test_token_list_shows_users_classes_and_times(daemon: ScriptedDaemon) -> None:
     def tell(line: Line) -> None:
         line.welcome()
         while (request := line.receive()) is not None:

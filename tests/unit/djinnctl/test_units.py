@@ -31,7 +31,7 @@ from djinnctl.units import (
         (5 << 50, "5120 TiB"),
     ],
 )
-def test_size(nbytes: int, text: str) -> None:
+def test_sizes_are_shown_in_the_largest_fitting_unit(nbytes: int, text: str) -> None:
     assert size(nbytes) == text
 
 
@@ -48,7 +48,7 @@ def test_an_exact_size_has_the_largest_unit() -> None:
     ("number", "text"),
     [(0, "0"), (999, "999"), (1000, "1.0 k"), (12_345, "12 k"), (4_100_000, "4.1 M"), (13_015_864_320, "13 G")],
 )
-def test_count(number: int, text: str) -> None:
+def test_counts_are_shown_with_three_digits(number: int, text: str) -> None:
     assert count(number) == text
 
 
@@ -71,7 +71,7 @@ def test_duration(seconds: float, text: str) -> None:
         (0.0, "0 B/s"),
     ],
 )
-def test_rate(per_second: float, text: str) -> None:
+def test_rates_are_shown_with_three_digits(per_second: float, text: str) -> None:
     assert rate(per_second, "B") == text
 
 

@@ -35,7 +35,7 @@ def test_page_size_brings_a_page_near_4_mib(token_bytes: int, page_size: int) ->
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (64, 16)])
-def test_pages_for(tokens: int, pages: int) -> None:
+def test_a_partly_filled_page_counts_as_a_page(tokens: int, pages: int) -> None:
     assert manager().pages_for(tokens) == pages
 
 

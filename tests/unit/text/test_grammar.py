@@ -88,7 +88,7 @@ def test_keywords_that_are_not_supported_are_ignored_where_that_is_wanted():
     assert said is not None and set(json.loads(said)) <= {None}
 
 
-def test_blanks_end():
+def test_white_space_in_json_is_bounded():
     tokenizer = tiny_tokenizer()
     matcher = compiled(of_schema({"type": "array", "minItems": 1}), tokenizer)
     assert matcher.consume_tokens(tokenizer.tokenize_str("[\n" + " " * 8))

@@ -33,7 +33,7 @@ def test_the_text_before_the_stop_string_is_told_and_none_after():
     assert matcher.finish("four") == ""
 
 
-def test_within_one_piece():
+def test_a_stop_string_inside_one_piece_ends_the_text():
     told, matcher = run(["\n\n"], ["a\nb\n\nc"])
     assert told == ["a\nb"] and matcher.tokens == 1
 

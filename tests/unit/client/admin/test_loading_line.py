@@ -31,7 +31,7 @@ class Terminal(io.StringIO):
         self.drawn.set()
 
 
-def test_a_line() -> None:
+def test_the_progress_line_fits_its_columns() -> None:
     assert line_of(READING, 80) == f"llama: reading {'━' * 6}{'─' * 18} 6.0 of 24.0 GiB"
     assert line_of(CHECKING, 80) == "llama: checking"
     assert len(line_of(READING, 20)) == 19

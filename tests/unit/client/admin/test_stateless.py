@@ -134,7 +134,7 @@ class TestMistakes:
 
 
 class TestEmbeddings:
-    def test_of_texts(self, daemon: ScriptedDaemon) -> None:
+    def test_embed_returns_a_vector_for_each_text(self, daemon: ScriptedDaemon) -> None:
         found = djinn.embed("llama", ["abc", "a"], address=daemon.play(embedding))
         assert (len(found), found.width, found.tokens, found.pooling) == (2, 2, [3, 1], "mean")
         assert [found[0], found[-1], *found] == [[3.0, 0.5], [1.0, 0.5], [3.0, 0.5], [1.0, 0.5]]

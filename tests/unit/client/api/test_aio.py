@@ -91,7 +91,7 @@ def test_help_shows_results_and_no_steps() -> None:
     assert inspect.signature(djinn.Session.steer).return_annotation == "Edit"
 
 
-def test_every_call(daemon: ScriptedDaemon) -> None:
+def test_every_call_of_a_session_can_be_awaited(daemon: ScriptedDaemon) -> None:
     values = np.ones((2, 3), np.float32)
 
     def script(line: Line) -> None:
@@ -123,7 +123,7 @@ def test_every_call(daemon: ScriptedDaemon) -> None:
     asyncio.run(main())
 
 
-def test_without_a_block(daemon: ScriptedDaemon) -> None:
+def test_a_session_works_without_async_with(daemon: ScriptedDaemon) -> None:
     def script(line: Line) -> None:
         line.open_session()
         expect_generate(line, "text")
@@ -351,7 +351,7 @@ def test_a_session_goes_from_one_loop_to_the_next(daemon: ScriptedDaemon) -> Non
     asyncio.run(s.close())
 
 
-def test_under_uvloop(daemon: ScriptedDaemon) -> None:
+def test_the_asyncio_client_works_under_uvloop(daemon: ScriptedDaemon) -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def main() -> None:

@@ -42,7 +42,7 @@ def test_a_relative_path_of_a_file_is_no_hub_id(there: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["djinn-tiny", "models", "org/name", "not/there", "", "a/b/c", "with\0zero/x"])
-def test_other_names_stay(there: Path, name: str) -> None:
+def test_names_that_are_no_paths_are_sent_unchanged(there: Path, name: str) -> None:
     assert model_name(name) == name
 
 

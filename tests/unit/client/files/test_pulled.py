@@ -30,7 +30,7 @@ def test_a_pulled_model_is_named_by_its_hub_id(models: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["org/other", "org/begun", "llama", "", "../org/name", "org/name/x"])
-def test_other_names_stay(models: Path, name: str) -> None:
+def test_names_that_were_not_pulled_have_no_folder(models: Path, name: str) -> None:
     assert pulled_folder(name) is None
 
 

@@ -25,7 +25,7 @@ def reply(inline: bytes | None = None, tokens: int = 2, vocab: int = 3) -> Logit
     return Logits(id=1, tokens=tokens, vocab=vocab, timings=Timings(), inline=inline)
 
 
-def test_from_a_window() -> None:
+def test_logits_are_mapped_from_a_window() -> None:
     fd = sealed(VALUES.tobytes())
     array = logits_array(reply(), [fd])
     assert array.dtype == np.float32
@@ -34,7 +34,7 @@ def test_from_a_window() -> None:
         os.fstat(fd)
 
 
-def test_inline() -> None:
+def test_inline_logits_become_an_array() -> None:
     np.testing.assert_array_equal(logits_array(reply(VALUES.tobytes()), []), VALUES)
 
 
@@ -44,7 +44,7 @@ def test_both_are_the_caller_s_to_change() -> None:
         np.testing.assert_array_equal(array, VALUES / 2)
 
 
-def test_no_tokens() -> None:
+def test_logits_of_no_tokens_are_an_empty_array() -> None:
     assert logits_array(reply(tokens=0), []).shape == (0, 3)
 
 

@@ -150,7 +150,7 @@ def test_where_the_model_is_gone_names_are_those_that_were_asked_for() -> None:
     assert list(found) == ["logits", "blocks.1"] and "model.layers.1" not in found
 
 
-def test_bfloat16() -> None:
+def test_captures_in_bfloat16_keep_their_bits() -> None:
     resid = cache("bfloat16")["blocks.1"]
     assert resid.dtype == torch.bfloat16 and torch.equal(resid[0], RESID[:POSITIONS].bfloat16())
 
@@ -224,6 +224,6 @@ def test_an_invalid_window_of_captures_is_refused_and_closed() -> None:
         assert open_descriptors() == before - len(fds)
 
 
-def test_the_reply_travels() -> None:
+def test_the_form_of_captures_survives_encoding() -> None:
     told = captured()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Captured) == told

@@ -86,7 +86,7 @@ def test_breakpoints(daemon: ScriptedDaemon) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("has_torch", [True, False])
-def test_untouched_and_edited(
+def test_only_changed_rows_of_a_hit_are_sent(
     daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch, dtype: str, has_torch: bool
 ) -> None:
     if not has_torch:
@@ -141,7 +141,7 @@ def at_hit(
     return daemon.play(script, *beside)
 
 
-def test_a_replacement(daemon: ScriptedDaemon) -> None:
+def test_a_replacement_is_sent_as_a_patch_of_the_hit(daemon: ScriptedDaemon) -> None:
     edits: list[AddEdit] = []
     calls: list[Generate] = []
     address = at_hit(

@@ -30,7 +30,7 @@ FLOAT32 = np.array(ROWS, np.float32).tobytes()
         torch.nn.Parameter(torch.tensor(ROWS)),
     ],
 )
-def test_rows(vector: object) -> None:
+def test_rows_of_any_container_become_float32(vector: object) -> None:
     assert values_of(vector) == ("float32", 3, FLOAT32)
 
 
@@ -38,7 +38,7 @@ def test_rows(vector: object) -> None:
     "vector",
     [[1, 2, 3], (1.0, 2.0, 3.0), range(1, 4), array.array("d", [1, 2, 3]), np.arange(1, 4), torch.arange(1, 4)],
 )
-def test_one_row(vector: object) -> None:
+def test_a_vector_becomes_one_row(vector: object) -> None:
     assert values_of(vector) == ("float32", 1, np.array([1, 2, 3], np.float32).tobytes())
 
 
@@ -51,7 +51,7 @@ def test_halves_stay_what_they_are(dtype: torch.dtype) -> None:
     assert values_of(tensor[1]).data == values.data[10:20]
 
 
-def test_halves_of_numpy() -> None:
+def test_float16_and_captured_bfloat16_keep_their_dtype() -> None:
     assert values_of(np.array(ROWS, np.float16)).dtype == "float16"
     bits = torch.tensor(ROWS).bfloat16().view(torch.uint16).numpy()
     captured = bits.view(Activation)
@@ -95,7 +95,7 @@ def test_a_number_that_float32_has_not_becomes_infinite() -> None:
 
 
 @pytest.mark.parametrize("positions", [[3, 4], (3, 4), range(3, 5), np.array([3, 4]), torch.tensor([3, 4])])
-def test_positions(positions: object) -> None:
+def test_positions_may_be_any_row_of_integers(positions: object) -> None:
     assert positions_of(positions) == [3, 4]  # type: ignore[arg-type]
 
 

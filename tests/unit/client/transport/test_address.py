@@ -25,7 +25,7 @@ def test_the_environment_comes_before_the_usual_places() -> None:
     assert candidates(None, {"DJINND_ADDRESS": "/b", "XDG_RUNTIME_DIR": "/run/user/1"}) == ("/b",)
 
 
-def test_the_usual_places() -> None:
+def test_the_default_sockets_are_the_system_s_then_the_user_s() -> None:
     assert candidates(None, {}) == ("/run/djinnd/djinnd.sock",)
     assert candidates(None, {"XDG_RUNTIME_DIR": "/run/user/1"}) == (
         "/run/djinnd/djinnd.sock",

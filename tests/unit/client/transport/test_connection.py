@@ -68,7 +68,7 @@ def pair() -> Iterator[Pair]:
     made.daemon.close()
 
 
-def test_a_call(pair: Pair) -> None:
+def test_a_call_sends_its_request_and_returns_the_reply(pair: Pair) -> None:
     steps = pair.connection.call(Ping(id=0), Done)
     assert next(steps).what == "read"
     assert pair.arrived() == [Ping(id=1)]
@@ -223,7 +223,7 @@ def test_the_reason_that_came_before_the_hang_up_is_told(pair: Pair) -> None:
         run(pair.connection.call(Ping(id=0), Done))
 
 
-def test_garbage(pair: Pair) -> None:
+def test_garbage_from_the_daemon_is_a_protocol_error(pair: Pair) -> None:
     pair.daemon.sendall(b"HTTP/1.1 400 Bad Request\r\n")
     with pytest.raises(ProtocolError, match="not djinnd's protocol"):
         run(pair.connection.call(Ping(id=0), Done))

@@ -133,7 +133,7 @@ def test_a_failure_of_the_connection_is_raised_as_what_it_says() -> None:
         exchange.next_reply()
 
 
-def test_another_version() -> None:
+def test_a_frame_of_another_version_is_refused() -> None:
     with pytest.raises(VersionMismatch, match="speaks protocol version 9"):
         Exchange().receive(HEADER.pack(MAGIC, 9, 0, 0), [])
 

@@ -244,7 +244,7 @@ def test_removed_it_is_there_no_more(daemon: ScriptedDaemon) -> None:
         handle.remove()
 
 
-def test_forks_have_it(daemon: ScriptedDaemon) -> None:
+def test_a_fork_has_the_interventions(daemon: ScriptedDaemon) -> None:
     def fork(line: Line) -> None:
         line.welcome()
         line.send(SessionOpened(id=line.expect(ForkSession).id, session=session_info(id="s-2")))
@@ -294,7 +294,7 @@ def test_before_generated_tokens_penalties_count_all_of_them(daemon: ScriptedDae
     assert told[0].when == "prefill" and told[3].sampling.presence_penalty == 1
 
 
-def test_in_asyncio(daemon: ScriptedDaemon) -> None:
+def test_an_asyncio_session_runs_interventions(daemon: ScriptedDaemon) -> None:
     edits: list[AddEdit] = []
     calls: list[Generate] = []
 

@@ -155,7 +155,7 @@ def talk(
     return talk
 
 
-def test_a_conversation(talk: Callable[..., tuple[str, str]], model: Model) -> None:
+def test_typed_lines_become_messages_with_the_settings(talk: Callable[..., tuple[str, str]], model: Model) -> None:
     out, err = talk("/set system Be brief.", "/set think off", "/set stats on", '"""one', 'two"""', "three")
     assert out == "one\ntwo, you said\nthree, you said\n\n"
     assert "3 tokens, the first after 100 ms, 10 tokens/s; of 17 tokens before them 5 were computed" in err

@@ -23,7 +23,7 @@ def test_a_slash_begins_a_command(line: str, command: Command) -> None:
     assert Typed().add(line) == command
 
 
-def test_several_lines() -> None:
+def test_lines_between_triple_quotes_are_one_message() -> None:
     typed = Typed()
     assert typed.add('"""first') is None and typed.inside
     assert typed.add("  /bye is no command here") is None

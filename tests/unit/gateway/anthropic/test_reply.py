@@ -31,7 +31,7 @@ def events(*replies: Piece | Generated) -> list[dict[str, Any]]:
     return payloads
 
 
-def test_a_whole_answer():
+def test_an_answer_becomes_blocks_of_thinking_text_and_tool_use():
     answer = ChatMessage("Yes.", "Hm.", [ToolCall("t1", "look", '{"a": 1}')])
     told = anthropic_reply.message("msg_1", "m", 4, generated(message=answer))
     assert told["content"] == [

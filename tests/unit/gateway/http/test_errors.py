@@ -25,7 +25,7 @@ from djinnd.gateway.http.errors import problem_of
         (ValueError("a secret"), 500, "internal_error"),
     ],
 )
-def test_statuses(error, status, code):
+def test_each_error_has_its_status_and_code(error, status, code):
     problem = problem_of(error)
     assert (problem.status, problem.code) == (status, code)
     assert "secret" not in problem.message

@@ -17,7 +17,7 @@ def body(**fields: Any) -> ChatBody:
     return msgspec.convert(SAY | fields, ChatBody)
 
 
-def test_a_chat():
+def test_ollama_s_options_become_fields_of_the_call():
     wanted = body(format="json", options={"num_predict": 7, "stop": ["END"], "seed": 3, "temperature": 0}).generation()
     assert (wanted.max_tokens, wanted.stop, wanted.sampling.seed) == (7, ["END"], 3)
     assert wanted.sampling.temperature == 0

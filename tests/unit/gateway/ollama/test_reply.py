@@ -55,7 +55,7 @@ def test_the_lines_of_a_stream():
     )
 
 
-def test_a_whole_answer():
+def test_an_answer_in_one_line_has_all_of_its_parts():
     answer = ChatMessage("Yes", "Hm", [ToolCall("t1", "look", "{")])
     told = ollama_reply.Lines("chat", "m").whole(generated(message=answer, finish_reason="length"))
     assert told["message"]["content"] == "Yes" and told["message"]["thinking"] == "Hm"

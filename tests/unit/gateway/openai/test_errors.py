@@ -7,6 +7,6 @@ from djinnd.gateway.http.errors import problem_of
 from djinnd.gateway.openai.errors import error
 
 
-def test_openai_s_shape():
+def test_an_error_has_openai_s_shape():
     told = msgspec.json.decode(error(problem_of(errors.Busy("wait"))))
     assert told == {"error": {"message": "wait", "type": "rate_limit_error", "param": None, "code": "busy"}}

@@ -193,7 +193,7 @@ def test_loading_and_planning():
         admission.check_plan(PlanModel(id=1, model="m", memory_bytes=-1))
 
 
-def test_a_budget():
+def test_a_budget_of_less_than_a_byte_is_refused():
     admission.check_budget(1)
     for wrong in (0, -1):
         with pytest.raises(InvalidRequest, match="1 byte or more"):

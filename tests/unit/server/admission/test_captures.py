@@ -45,7 +45,7 @@ def test_a_point_is_captured_once_and_reported_by_all_its_names():
     ]
 
 
-def test_nothing_to_capture():
+def test_a_capture_without_points_is_none():
     assert capture(names=[]) is None
 
 

@@ -403,7 +403,7 @@ def test_loading_a_loaded_model_is_answered_at_once(wire):
         (Hello(id=3), "protocol_error"),
     ],
 )
-def test_other_refusals(wire, request_, code):
+def test_an_invalid_request_leaves_the_connection_usable(wire, request_, code):
     reply = wire.ask(request_)
     assert isinstance(reply, Failure) and reply.code == code
     assert wire.ask(Ping(id=4)) == Done(id=4)

@@ -64,7 +64,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         found(tmp_path)
 
 
-def test_a_configured_file(tmp_path: Path) -> None:
+def test_a_configured_template_is_read_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     with pytest.raises(ModelRejected, match="cannot be read"):
         read_template(str(path))

@@ -31,13 +31,13 @@ from tests.support.replies import D_BEGIN, DSML
         ("<|start|>assistant<|channel|>final<|message|>", "harmony", False),
     ],
 )
-def test_from_the_template(template: str, name: str, reasons: bool):
+def test_the_reply_format_is_recognised_from_the_template(template: str, name: str, reasons: bool):
     form = reply_format(template, {})
     assert form.name == name
     assert isinstance(form, HarmonyFormat) or (form.reasoning is not None) == reasons
 
 
-def test_configured_goes_first():
+def test_a_configured_reply_format_overrides_the_template():
     assert reply_format("<tool_call>", {}, "llama3").name == "llama3"
     assert reply_format("<|channel|><|message|>", {}, "plain").name == "plain"
 

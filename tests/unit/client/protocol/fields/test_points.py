@@ -115,10 +115,10 @@ def test_unknown_points_are_refused(name: str, words: str) -> None:
     assert refused.value.data["field"] == "point"
 
 
-def test_logits_are_wider() -> None:
+def test_the_logits_have_the_width_of_the_vocabulary() -> None:
     assert (LLAMA.width_at(Point("logits")), LLAMA.width_at(Point("norm"))) == (50, 8)
 
 
-def test_they_travel() -> None:
+def test_points_survive_encoding() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(LLAMA), type=PointMap) == LLAMA
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(Point("attn", 3)), type=Point) == Point("attn", 3)
