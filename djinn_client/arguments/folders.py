@@ -18,38 +18,24 @@ from djinn_client.arguments.options import build
 from djinn_client.errors import FilesWanted
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.files.pulled import pulled_folder
-from djinn_client.protocol import (
-    DescribeTokenizer,
-    Detokenize,
-    Embed,
-    FilesHandedOver,
-    Generate,
-    HandOverFiles,
-    ImportSession,
-    LoadModel,
-    OpenSession,
-    PlanModel,
-    Reply,
-    Tokenize,
-    UnloadModel,
-)
+from djinn_client.protocol import replies, requests
 from djinn_client.transport.connection import Answer, Connection, OnProgress
 from djinn_client.transport.steps import Steps
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=replies.Reply)
 
 HasModel = (
-    OpenSession
-    | ImportSession
-    | LoadModel
-    | PlanModel
-    | UnloadModel
-    | Tokenize
-    | Detokenize
-    | DescribeTokenizer
-    | Embed
+    requests.OpenSession
+    | requests.ImportSession
+    | requests.LoadModel
+    | requests.PlanModel
+    | requests.UnloadModel
+    | requests.Tokenize
+    | requests.Detokenize
+    | requests.DescribeTokenizer
+    | requests.Embed
 )
-NamesModel = HasModel | Generate  # a Generate names its model in its conversation
+NamesModel = HasModel | requests.Generate  # a Generate names its model in its conversation
 N = TypeVar("N", bound=NamesModel)
 _TRIES = 3  # another client may unload the model between two requests
 
@@ -88,7 +74,7 @@ def call(
 
 
 def _model_of(request: NamesModel) -> str:
-    if isinstance(request, Generate):
+    if isinstance(request, requests.Generate):
         assert request.conversation is not None, "a Generate on a session names no model"
         return request.conversation.model
     return request.model
@@ -96,7 +82,7 @@ def _model_of(request: NamesModel) -> str:
 
 def _with_model(request: N, model: str) -> N:
     """The same request, which names the model so from now on."""
-    if isinstance(request, Generate):
+    if isinstance(request, requests.Generate):
         assert request.conversation is not None
         request.conversation = msgspec.structs.replace(request.conversation, model=model)
     else:
@@ -106,6 +92,6 @@ def _with_model(request: N, model: str) -> N:
 
 def _hand_over(connection: Connection, folder: str) -> Steps[str]:
     with ModelFiles.open(folder) as files:
-        request = build(HandOverFiles, folder=folder, names=list(files), others=files.others)
+        request = build(requests.HandOverFiles, folder=folder, names=list(files), others=files.others)
         descriptors = [files.descriptor(name) for name in files]
-        return (yield from connection.call(request, FilesHandedOver, fds=descriptors)).message.model
+        return (yield from connection.call(request, replies.FilesHandedOver, fds=descriptors)).message.model
