@@ -1,12 +1,12 @@
-"""Requests whose output follows a grammar: which tokens may come next in each step, and which must.
+"""Makes the output of requests follow their grammars: allows only some tokens in each step, and appends forced ones.
 
     Run with a grammar ─► Begin ─┬─────────────► state ──► mask ─► a token is chosen ─► Advance ─┐
                                  │ the process     ▲                                             │ beside the
                                  └ compiles it     └─────────────── the process ◄────────────────┘ next step
 
 Masks come while the device runs the step that needs them. A row whose mask is late gets no token: its request is held
-until the mask is there, and then its last token is run again. So a slow grammar delays other requests by PATIENCE at
-the most, now and then.
+until the mask is there, and then its last token is run again. So a slow grammar delays other requests by at most
+PATIENCE, and not in every step.
 
 Forced tokens, the only ones that can come next, are appended between two steps and run in one chunk. Until that is
 possible, steps choose them one after another, whatever the model says.
@@ -41,8 +41,8 @@ _HOLDER = "grammar"
 
 @dataclass(slots=True, eq=False)
 class Guided:
-    """A run and its state. `forced`: the only tokens that can come next. `is_plain`: they may be appended, since the
-    caller wants nothing of a step but its token."""
+    """A request with a grammar, and the grammar's state. `forced`: the only tokens that can come next. `is_plain`:
+    forced tokens may be appended without a step, because the caller asked for tokens only."""
 
     request: Request
     session: Session
@@ -52,7 +52,7 @@ class Guided:
     asked: float = 0.0  # when the process was told the last token
     is_held: bool = False
     forced: list[int] = field(default_factory=list)
-    ended: bool = False  # the output ends behind `forced`
+    ended: bool = False  # the output ends after `forced`
     error: str = ""
 
     @property
@@ -70,7 +70,7 @@ class Guided:
 
 
 class Guidance:
-    """Holds outputs to grammars. Belongs to the engine's thread. Without grammar processes it costs a step nothing."""
+    """Used by the engine's thread. Steps without a grammar do no work here."""
 
     def __init__(
         self,
@@ -80,20 +80,21 @@ class Guidance:
         fail: Callable[[Request, DjinnError], None],
         finish: Callable[[Request | None], None],
     ) -> None:
-        """`limits`: seconds and bytes of a process. `fail` and `finish` answer a request."""
+        """`limits`: the time in seconds for one answer of a grammar process, and its memory in bytes. `fail` and
+        `finish` send a request's final reply."""
         self._scheduler = scheduler
         self._channel = channel
         self._fail = fail
         self._finish = finish
         self._runs: dict[int, Guided] = {}  # by request
         self._processes = GrammarProcesses(channel, *limits)
-        # Numbers of requests.
+        # Sets of request numbers.
         self._due: set[int] = set()  # the process has not answered for the last token yet
-        self._slow: set[int] = set()  # their masks were late: the next time they are not waited for
-        self._late: set[int] = set()  # in this step
-        self._to_act: dict[int, Guided] = {}  # by request: runs for `_act`
-        self._looked = 0.0
-        self.appended = 0  # forced tokens that no step has chosen, so far
+        self._slow: set[int] = set()  # the last mask was late, so the next step does not wait for this request's mask
+        self._late: set[int] = set()  # the mask of this step is late
+        self._to_act: dict[int, Guided] = {}  # requests with work for `_act`
+        self._looked = 0.0  # time of the last look at the processes
+        self.appended = 0  # number of forced tokens appended so far without a step
 
     def __bool__(self) -> bool:
         return bool(self._runs)
@@ -101,7 +102,7 @@ class Guidance:
     # --- requests begin and end -------------------------------------------------------------------------------------
 
     def begin(self, session: Session, request: Request, message: messages.Run, vocab: int) -> None:
-        """Starts to follow the request's grammar. Raises Busy or TextFailed where no process can be had."""
+        """Starts to follow the request's grammar. Raises Busy or TextFailed if no process is available."""
         grammar = message.grammar
         assert grammar is not None
         process = self._processes.get((session.tenant, grammar.tokenizer), grammar, vocab)
@@ -195,7 +196,7 @@ class Guidance:
                 self._retire(process)
 
     def _take(self, heard: GrammarStates) -> None:
-        """Notes answers. `_act` does the rest between two steps, since an answer may come in the midst of one."""
+        """Notes answers, which may come during a step. `_act` appends tokens and ends requests between two steps."""
         self._due.difference_update(heard.plain)
         for state in heard.others:
             run = self._runs[state.run]
@@ -219,8 +220,8 @@ class Guidance:
     # --- in a step --------------------------------------------------------------------------------------------------
 
     def masks(self, rows: Sequence[Row], meanwhile: Callable[[], bool]) -> RowMasks | None:
-        """The masks of rows that follow a grammar, as far as they are there. All rows are about to get a token.
-        `meanwhile` does other work beside the device; it is called where masks have to be waited for."""
+        """The masks of the rows with a grammar, without late ones. All rows are about to get a token. `meanwhile` does
+        other work while the device runs; it is called if a mask is not there yet."""
         guided = [(index, run) for index, row in enumerate(rows) if (run := self._runs.get(row.request.id))]
         if not guided:
             return None
@@ -231,7 +232,7 @@ class Guidance:
         return RowMasks([index for index, _ in masked], [run.mask for _, run in masked]) if masked else None
 
     def _await(self, due: set[int], meanwhile: Callable[[], bool]) -> None:
-        """Waits for the masks of these requests, for PATIENCE at the most."""
+        """Waits at most PATIENCE for the masks of these requests."""
         self._read_answers(due)
         if self._awaited(due):
             meanwhile()
@@ -249,8 +250,8 @@ class Guidance:
             self._take(process.read_answers())
 
     def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
-        """Notes in `sampled` the rows that get no token from this step, as their masks were late. The processes begin
-        to compute the masks that follow the other rows' tokens."""
+        """Notes in `sampled` which rows get no token from this step, because their masks were late. For the other rows,
+        the processes begin to compute the next masks."""
         late, advances = [], dict[GrammarProcess, list[tuple[int, int]]]()
         unsound, now = set(sampled.unsound), time.monotonic()
         for index, row in enumerate(rows):
@@ -276,8 +277,8 @@ class Guidance:
         return replace(sampled, late=late) if late else sampled
 
     def hold_back(self) -> None:
-        """Called after a step. A request whose mask was late gets no row until its mask is there. A slow request, which
-        was late the time before, is held already while its next mask is computed."""
+        """Called after a step. Holds the requests with late masks: each gets no row until its mask is there. A request
+        that was late the last time is held at once, while its next mask is computed."""
         self._slow |= self._late & self._due
         self._late = set()
         for number in self._slow & self._due:
