@@ -385,7 +385,7 @@ class Engine:
             self._send_alive()
 
     def _send_alive(self, *_: int) -> None:
-        self._channel.send(messages.Alive(self._reporter.steps))
+        self._channel.send(messages.Alive())
 
     def _shutdown(self, message: messages.Shutdown) -> None:
         if message.keep_pages:

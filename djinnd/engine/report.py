@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -43,7 +42,6 @@ class Reporter:
         self._guidance = guidance
 
     def report(self, message: messages.Inquire) -> messages.Report:
-        load, now = self._scheduler.load(), time.monotonic()
         budget = self._device.budget
         return messages.Report(
             request=message.request,
@@ -51,10 +49,8 @@ class Reporter:
             used_bytes=budget.used,
             steps=self.steps,
             generated_tokens=self.generated + self._guidance.appended,
-            running=load.running + load.held,
-            queued=load.queued,
             models=[self.info(runner) for runner in self._runners.values()],
-            sessions=[self._tiers.use_of(session, now) for session in self._scheduler.sessions()],
+            sessions=[self._tiers.use_of(session) for session in self._scheduler.sessions()],
             tenants=self._tiers.uses_of_tenants(),
             findings=self._audit() if message.check else [],
             copied={_COPIED[lane]: nbytes for lane, nbytes in self._device.copied.items()},

@@ -206,7 +206,7 @@ class Requests:
             self.deliveries.drop(request)
             self._channel.send(reply)
         else:
-            told = messages.LogitsReady(request.id, length, request.computed, window.tokens, window.vocab)
+            told = messages.LogitsReady(request.id, window.tokens, window.vocab)
             self._channel.send(told, [window.fd])
         if window is not None:
             window.close()

@@ -317,15 +317,6 @@ class KvManager:
         width = max((self._held[row] for row in rows), default=0)
         return self._table[rows, :width]
 
-    def slots(self, session_id: str, start: int, count: int) -> npt.NDArray[np.int64]:
-        """int64 [count]: the place of tokens [start, start + count) in the pool, as page * page_size + offset."""
-        row = self._row[session_id]
-        assert start + count <= self._held[row] * self.page_size, f"token {start + count - 1} has no page"
-        positions = np.arange(start, start + count, dtype=np.int64)
-        pages = self._table[row, positions // self.page_size].astype(np.int64)
-        slots: npt.NDArray[np.int64] = pages * self.page_size + positions % self.page_size
-        return slots
-
     def resize(self, num_pages: int) -> dict[int, int]:
         """Changes the number of pages: see PagePool.resize. The tables have the new page numbers when this returns, and
         the caller moves the bytes. No page may be protected."""

@@ -83,11 +83,10 @@ class PageFile:
         self.slots = slots
         self.extent = -(-page_bytes // ALIGNMENT) * ALIGNMENT
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        self._paths = [Path(folder, f"{name}.table"), Path(folder, f"{name}.pages")]
         with ExitStack() as undo:
-            self._table_fd = _open_locked(self._paths[0])
+            self._table_fd = _open_locked(Path(folder, f"{name}.table"))
             undo.callback(os.close, self._table_fd)
-            self._pages_fd, self.direct = _open_direct(self._paths[1])
+            self._pages_fd, self.direct = _open_direct(Path(folder, f"{name}.pages"))
             undo.callback(os.close, self._pages_fd)
             self._fingerprint = fingerprint.encode()
             self.table = self._map(any_size)
@@ -145,13 +144,6 @@ class PageFile:
             os.close(self._pages_fd)
             fcntl.flock(self._table_fd, fcntl.LOCK_UN)  # the mapping has a duplicate of the descriptor and may live on
             os.close(self._table_fd)
-
-    def remove(self) -> None:
-        """Closes and removes the files."""
-        if not self._closed:
-            for path in self._paths:
-                path.unlink(missing_ok=True)
-            self.close()
 
     def _check(self, slot: int, buffer: Bytes) -> None:
         assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"

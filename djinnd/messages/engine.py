@@ -40,8 +40,6 @@ class Alive(FromEngine, tag="alive"):
     """One-way, at least once a second: the step loop is turning. The server kills an engine that has been silent for
     too long."""
 
-    step: int
-
 
 class BudgetSet(CallAnswer, tag="budget_set"):
     budget_bytes: int

@@ -34,7 +34,6 @@ class SessionUse(msgspec.Struct, array_like=True):
     pages: int
     host_pages: int = 0
     disk_pages: int = 0
-    idle_s: float = 0.0
 
 
 class TenantUse(msgspec.Struct, array_like=True):
@@ -51,8 +50,6 @@ class Report(CallAnswer, tag="report"):
     used_bytes: int
     steps: int
     generated_tokens: int
-    running: int
-    queued: int
     models: list[ModelInfo]
     sessions: list[SessionUse]
     tenants: list[TenantUse] = []

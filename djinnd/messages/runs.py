@@ -158,7 +158,5 @@ class LogitsReady(FromEngine, tag="logits"):
     """Final reply of a Run with `logits`: float32 [tokens, vocab] in the sealed memfd that comes with the frame."""
 
     request: int
-    length: int
-    computed: int
     tokens: int
     vocab: int

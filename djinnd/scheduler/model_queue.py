@@ -12,7 +12,6 @@ kv_residency.py knows where their pages are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from djinn_client.errors import OutOfMemory, PromptTooLong, QuotaExceeded
 from djinn_client.protocol import Class
@@ -28,14 +27,6 @@ from djinnd.scheduler.tuning import EVICTION
 from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation, explain
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLoad:
-    sessions: int
-    kv_tokens: int  # tokens with KV on the device
-    pages: int
-    pages_used: int
 
 
 class ModelQueue:
@@ -360,10 +351,6 @@ class ModelQueue:
     def why(self, session: Session, now: float) -> Explanation:
         order, limit = self.batch_builder.in_order(now), self.limit_of(session.tenant)
         return explain(session, self.residency, order, self.batch_builder.served, now, limit)
-
-    def load(self) -> ModelLoad:
-        kv_tokens = sum(session.computed for session in self.sessions.values())
-        return ModelLoad(len(self.sessions), kv_tokens, self.kv.pool.capacity, self.kv.pool.used)
 
     def check_integrity(self) -> None:
         """Asserts that sessions, requests, block tables and pool agree."""

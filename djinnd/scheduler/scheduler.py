@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from djinn_client.errors import SessionNotFound
 from djinn_client.protocol import CLASSES, Class, FinishReason
@@ -27,22 +26,12 @@ from djinnd.kvcache.manager import KvManager, PageCopy
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.apply_step import StepResults
-from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+from djinnd.scheduler.model_queue import ModelQueue
 from djinnd.scheduler.policy import DEFAULT, Policy
 from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.turns.device_quotas import DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How many requests are in each state, and what each model holds."""
-
-    queued: int
-    running: int
-    held: int
-    models: dict[str, ModelLoad]
 
 
 class Scheduler:
@@ -446,17 +435,6 @@ class Scheduler:
             if reason is not None:
                 finished.append(self._finish(row.session, reason))
         return finished
-
-    # --- figures ----------------------------------------------------------------------------------------------------
-
-    def load(self) -> Load:
-        states = [request.state for _, request in self._in_progress.values()]
-        return Load(
-            queued=states.count(RequestState.QUEUED),
-            running=states.count(RequestState.RUNNING),
-            held=states.count(RequestState.HELD),
-            models={name: queue.load() for name, queue in self._queues.items()},
-        )
 
     def check_integrity(self) -> None:
         """Asserts that sessions, requests, queues, block tables and pools agree."""

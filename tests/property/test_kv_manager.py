@@ -107,15 +107,6 @@ class KvManagerMachine(RuleBasedStateMachine):
         padded = [[*self.pages[session], *[SCRATCH] * (width - len(self.pages[session]))] for session in sessions]
         assert self.kv.page_table(sessions).tolist() == padded
 
-    @precondition(lambda self: self.pages)
-    @rule(data=st.data())
-    def slots(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from(sorted(self.pages)))
-        every = [page * self.page_size + i for page in self.pages[session] for i in range(self.page_size)]
-        start = data.draw(st.integers(0, len(every)))
-        count = data.draw(st.integers(0, len(every) - start))
-        assert self.kv.slots(session, start, count).tolist() == every[start : start + count]
-
     @invariant()
     def agrees(self) -> None:
         self.kv.check_integrity()

@@ -9,6 +9,7 @@ test_fairness.py covers the order of tenants and the effects of time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,6 +49,12 @@ STEP_S = 0.001  # seconds of a step, whatever it brings; for model n, seconds fo
 
 def seconds_of(model: str, tokens: int) -> float:
     return STEP_S * tokens if model == "n" else STEP_S
+
+
+def slots_of(kv: KvManager, session: str, start: int, count: int) -> list[int]:
+    """The places of tokens [start, start + count) in the pool, as page * page_size + offset."""
+    pages, size = kv.pages_of(session), kv.page_size
+    return [pages[position // size] * size + position % size for position in range(start, start + count)]
 
 
 class Written(NamedTuple):
@@ -605,7 +612,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row in batch.rows:
             shadow = self.shadows[row.session.id]
             name, blocks = row.session.id, range(row.first_block, row.last_block)
-            for position, slot in enumerate(kv.slots(name, row.start, row.count).tolist(), row.start):
+            for position, slot in enumerate(slots_of(kv, name, row.start, row.count), row.start):
                 assert kv.may_write(slot // kv.page_size), "a session writes into a page that others hold, or find"
                 if row.first_block == 0:
                     memory[slot] = {}
@@ -615,7 +622,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 memory[slot] |= {block: shadow.written(position, block) for block in blocks}
                 if row.stage is not None and row.stage.last <= NUM_BLOCKS:
                     self.waiting[name, position] = self.before(shadow, position, row.stage.last)
-            for position, slot in enumerate(kv.slots(name, 0, row.end).tolist()):
+            for position, slot in enumerate(slots_of(kv, name, 0, row.end)):
                 for block in blocks:
                     read, expected = memory.get(slot, {}).get(block), shadow.written(position, block)
                     assert read == expected, f"{name} reads {read} at {position} in block {block}"
@@ -717,9 +724,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             session = self.scheduler.session(name)
             assert session is shadow.session and session.tokens == shadow.tokens
             assert session.request is (shadow.call.request if shadow.call else None)
-        load = self.scheduler.load()
-        assert load.queued + load.running == sum(map(len, self.lines.values()))
-        assert load.held == sum(shadow.call.held for shadow in self.shadows.values() if shadow.call)
+        states = Counter(session.request.state for session in self.scheduler.sessions() if session.request)
+        in_line = states[RequestState.QUEUED] + states[RequestState.RUNNING]
+        assert in_line == sum(map(len, self.lines.values()))
+        assert states[RequestState.HELD] == sum(shadow.call.held for shadow in self.shadows.values() if shadow.call)
 
     def teardown(self) -> None:
         """No session starves. Every request that is not held ends within a bounded number of steps, and so do held ones

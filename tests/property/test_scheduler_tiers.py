@@ -13,6 +13,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from djinn_client.protocol import Class
 from djinnd.core.batch import Batch
+from djinnd.core.request import RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.moves import Direction, Move
 from djinnd.kvcache.paging import Paging
@@ -346,8 +347,9 @@ class TiersMachine(SchedulerMachine):
             assert session is shadow.session and session.tokens == shadow.tokens
             assert session.request is (shadow.call.request if shadow.call else None)
             paused += shadow.call is not None and session.paused and not shadow.call.held
-        load = self.scheduler.load()
-        assert load.queued + load.running == sum(map(len, self.lines.values())) + paused
+        requests = [session.request for session in self.scheduler.sessions() if session.request is not None]
+        in_line = sum(request.state in (RequestState.QUEUED, RequestState.RUNNING) for request in requests)
+        assert in_line == sum(map(len, self.lines.values())) + paused
 
     @invariant()
     def who_is_paused_holds_nothing_that_does_not_move(self) -> None:

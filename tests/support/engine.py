@@ -127,7 +127,7 @@ class Engine:
             self.begin_late_loads()
             if time.monotonic() >= self.alive_at:
                 self.alive_at = time.monotonic() + self.script.alive_s
-                self.send(messages.Alive(self.steps))
+                self.send(messages.Alive())
 
     @property
     def is_busy(self) -> bool:
@@ -280,8 +280,7 @@ class Engine:
                 for column in range(vocab):
                     rows[index * vocab + column] = token
         session.run = None
-        length, count = len(session.tokens), len(asked)
-        self.send(messages.LogitsReady(run.request, length, count, count, vocab), (fd,))
+        self.send(messages.LogitsReady(run.request, len(asked), vocab), (fd,))
         os.close(fd)
 
     def on_exportkv(self, export: messages.ExportKv) -> None:
@@ -589,7 +588,6 @@ class Engine:
 
     def on_inquire(self, message: messages.Inquire) -> None:
         uses = [use_of(name, session) for name, session in self.sessions.items()]
-        running = sum(session.run is not None for session in self.sessions.values())
         findings = ["the script was told to find something"] if self.script.on_load.get("check") else []
         report = messages.Report(
             message.request,
@@ -597,8 +595,6 @@ class Engine:
             used_bytes=1 << 16,
             steps=self.steps,
             generated_tokens=0,
-            running=running,
-            queued=0,
             models=list(self.models.values()),
             sessions=uses,
             tenants=[self.use_of_tenant(tenant) for tenant in {s.tenant for s in self.sessions.values()}],

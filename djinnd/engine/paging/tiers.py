@@ -291,7 +291,7 @@ class Tiers:
 
     # --- figures ----------------------------------------------------------------------------------------------------
 
-    def use_of(self, session: Session, now: float) -> messages.SessionUse:
+    def use_of(self, session: Session) -> messages.SessionUse:
         residency, paging = self._scheduler.residency(session.model), self._models[session.model].paging
         host, disk = paging.count(residency.lower_tiers.keys_not_held(session))
         return messages.SessionUse(
@@ -301,7 +301,6 @@ class Tiers:
             residency.kv.pages_held(session.id),
             host,
             disk,
-            now - session.quiet_since if session.quiet_since is not None else 0.0,
         )
 
     def fill(self, info: ModelInfo) -> None:

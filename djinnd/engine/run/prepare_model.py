@@ -6,7 +6,6 @@ other models ──► ModelRunner
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,6 @@ from djinnd.model.step.paged_model import PagedModel
 
 if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
     from djinnd.model.kernels.variants import Variant
-
-log = logging.getLogger("djinnd.engine")
 
 # Kernels that torch can replace, and how the model's notes describe that. The replacements need the host in each step,
 # so such a model runs without graphs.

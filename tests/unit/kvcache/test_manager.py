@@ -129,34 +129,6 @@ def test_the_page_table_of_nobody_is_empty() -> None:
     assert manager().page_table([]).shape == (0, 0)
 
 
-def test_slots_follow_the_pages() -> None:
-    kv = manager()
-    kv.reserve("b", BOB, 4)
-    kv.reserve("a", ALICE, 4)
-    kv.reserve("b", BOB, 8)
-    kv.reserve("a", ALICE, 8)
-    first, second = kv.pages_of("a")
-    assert second != first + 1
-    slots = kv.slots("a", 2, 4)
-    assert slots.dtype == np.int64
-    assert slots.tolist() == [first * 4 + 2, first * 4 + 3, second * 4, second * 4 + 1]
-    assert kv.slots("a", 8, 0).tolist() == []
-
-
-def test_slots_are_64_bit_throughout() -> None:
-    kv = manager()
-    kv.reserve("a", ALICE, 4)
-    kv._table[0, 0] = 2**31 - 1  # a page of a pool that no test can hold
-    assert kv.slots("a", 3, 1).tolist() == [(2**31 - 1) * 4 + 3]
-
-
-def test_a_token_without_a_page_has_no_slot() -> None:
-    kv = manager()
-    kv.reserve("a", ALICE, 4)
-    with pytest.raises(AssertionError, match="token 4 has no page"):
-        kv.slots("a", 3, 2)
-
-
 def test_rows_grow_with_the_sessions_and_keep_their_pages() -> None:
     kv = manager(pages=3 * FIRST_ROWS)
     names = [f"s{i}" for i in range(3 * FIRST_ROWS)]

@@ -11,7 +11,7 @@ from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
-from djinnd.scheduler.model_queue import ModelLoad, ModelQueue
+from djinnd.scheduler.model_queue import ModelQueue
 from djinnd.scheduler.tuning import EVICTION
 from tests.support.copies import copies
 from tests.support.departures import all_leave
@@ -182,13 +182,6 @@ def test_a_session_that_no_pool_could_hold_is_refused_with_the_figures() -> None
     with pytest.raises(OutOfMemory, match=r"needs 4 pages of 2.5 MiB for 13 tokens, the pool of m has 3") as caught:
         queue.check_fits(1000, 13)
     assert caught.value.data == {"pages": 4, "capacity": 3, "page_bytes": 5 << 19}
-
-
-def test_load_counts_sessions_tokens_and_pages() -> None:
-    queue = queue_of(pages=8)
-    add(queue, "a", 9, computed=8)
-    add(queue, "b", 5, computed=5, active=False)
-    assert queue.load() == ModelLoad(sessions=2, kv_tokens=13, pages=8, pages_used=4)
 
 
 def test_the_audit_finds_kv_without_pages() -> None:

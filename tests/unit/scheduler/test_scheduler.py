@@ -11,9 +11,8 @@ from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.request import Request, RequestState
 from djinnd.core.session import Session
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.model_queue import ModelLoad
 from djinnd.scheduler.policy import Policy
-from djinnd.scheduler.scheduler import Load, Scheduler
+from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.tuning import FAIRNESS, STEP
 from tests.support.virtual import UNLIMITED, VirtualDevice, rising
 
@@ -456,7 +455,7 @@ def test_a_model_is_removed_after_its_sessions() -> None:
     harness.scheduler.close("a")
     harness.scheduler.remove_model("m")
     assert harness.complete(batch) == []
-    assert list(harness.scheduler.load().models) == ["n"]
+    harness.scheduler.residency("n")
 
 
 def test_the_kv_of_a_session_of_an_earlier_engine_is_recomputed() -> None:
@@ -465,19 +464,6 @@ def test_the_kv_of_a_session_of_an_earlier_engine_is_recomputed() -> None:
     harness.submit("a", prompt=0, max_tokens=1)
     batch, _ = harness.step()
     assert (batch.rows[0].start, batch.rows[0].end) == (0, 10)
-
-
-def test_load_counts_requests_by_state_and_what_models_hold() -> None:
-    harness = Harness(pages=8, max_batch_tokens=6)
-    for name in ("running", "queued", "held", "idle"):
-        harness.open(name)
-    harness.submit("running", prompt=6)
-    harness.submit("queued", prompt=3)
-    held = harness.submit("held", prompt=3)
-    harness.scheduler.hold(held.id)
-    harness.step()
-    models = {"m": ModelLoad(sessions=4, kv_tokens=6, pages=8, pages_used=2)}
-    assert harness.scheduler.load() == Load(queued=1, running=1, held=1, models=models)
 
 
 def test_the_audit_finds_a_request_that_was_forgotten() -> None:

@@ -81,7 +81,7 @@ def test_receive_returns_at_once_without_a_message_and_patience(pair: tuple[Serv
 def test_a_frame_arrives_whole_with_its_descriptor(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
     read, write = os.pipe()
-    message = LogitsReady(1, length=2, computed=2, tokens=2, vocab=3)
+    message = LogitsReady(1, tokens=2, vocab=3)
     channel.send(message, [read])
     os.close(read)
     data, fds, _, _ = socket.recv_fds(server, 1 << 16, 4)
@@ -130,7 +130,7 @@ def test_the_end_of_the_stream_means_that_the_server_is_gone(pair: tuple[ServerC
 
 def test_a_server_that_exits_without_reading_is_gone(pair: tuple[ServerChannel, socket.socket]) -> None:
     channel, server = pair
-    channel.send(Alive(1))
+    channel.send(Alive())
     server.close()
     with pytest.raises(ServerGone):
         channel.receive(FOREVER)
@@ -140,7 +140,7 @@ def test_a_broken_pipe_means_that_the_server_is_gone(pair: tuple[ServerChannel, 
     channel, server = pair
     server.close()
     with pytest.raises(ServerGone):
-        channel.send(Alive(1))
+        channel.send(Alive())
 
 
 def test_invalid_bytes_are_an_error(pair: tuple[ServerChannel, socket.socket]) -> None:

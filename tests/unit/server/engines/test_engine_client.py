@@ -165,7 +165,7 @@ def test_a_capture_comes_with_its_descriptor(play):
 def test_logits_come_with_their_descriptor(play):
     async def act(scene):
         run, memory = Heard(), os.memfd_create("logits")
-        scene.say(messages.LogitsReady(scene.run(run), 1, 1, 1, 5), fds=[memory])
+        scene.say(messages.LogitsReady(scene.run(run), 1, 5), fds=[memory])
         os.close(memory)
         await scene.until(lambda: run.told)
         ((name, message, fd),) = run.told
@@ -195,7 +195,7 @@ def test_a_cancelled_call_gets_no_answer(play):
         (inquiry,) = await scene.hear(1)
         call.cancel()
         await asyncio.wait([call])
-        scene.say(messages.Failed(inquiry.request, "error", "too late"), messages.Alive(1))
+        scene.say(messages.Failed(inquiry.request, "error", "too late"), messages.Alive())
         await scene.until(lambda: scene.client.heard == 2)
         assert not scene.losses
 
@@ -256,8 +256,8 @@ def test_messages_of_a_lost_engine_are_ignored(play):
         number = scene.run(run)
         scene.client.lose(EngineLost("that was it"))
         before = open_descriptors()
-        scene.say(messages.LogitsReady(number, 1, 1, 1, 5), fds=[memory])
-        scene.say(finished(number), messages.Alive(1))
+        scene.say(messages.LogitsReady(number, 1, 5), fds=[memory])
+        scene.say(finished(number), messages.Alive())
         for _ in range(10):
             await asyncio.sleep(0)
         assert len(run.told) == 1 and scene.client.heard == 0

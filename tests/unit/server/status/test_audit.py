@@ -83,7 +83,7 @@ def test_complete_weights_of_a_failed_load_are_kept_for_the_next_one():
 def test_sessions_of_server_and_engine_are_compared():
     def report(*names, found=()):
         uses = [SessionUse(name, "idle", 0, 0) for name in names]
-        return Report(1, 0, 0, 0, 0, 0, 0, [], uses, findings=list(found))
+        return Report(1, 0, 0, 0, 0, [], uses, findings=list(found))
 
     expected = [SimpleNamespace(id="a"), SimpleNamespace(id="b")]
     assert list(audit_engine(expected, report("a", "b"))) == []
