@@ -213,7 +213,7 @@ class Requests:
 
     def _stopped(self, session: Session, request: Request) -> int | None:
         """The block before which the request has stopped, or None. If its rows are not parked there, the stage is
-        dropped, and the session recomputes them when it goes on."""
+        dropped, and the session recomputes them when it continues."""
         if request.stopped is None:
             return None
         if request.stopped.block and not self._runners[session.model].parked.holds(session):

@@ -60,8 +60,8 @@ class CopyQueue:
 
     @property
     def next(self) -> deque[Move]:
-        """The queue from which the next copies are to be taken. The first move in it, if there is one, may begin, and
-        those behind it with it."""
+        """The queue from which to take the next copies. Its first move, if there is one, may begin, and the moves
+        behind it with it."""
         if self._others and self._allowed > 0 and (not self._urgent or self._owed >= OWED_BYTES):
             return self._others
         return self._urgent

@@ -230,7 +230,7 @@ class Paging:
         return self.disk.tenants[slot]
 
     def load(self, session: str, tenant: int, found: Found, *, can_wait: bool = False) -> Transfer:
-        """Gives the session pages for what was found, and begins to fill them. It must hold pages for its first
+        """Gives the session pages for the found KV, and begins to fill them. It must hold pages for its first
         `found.start` tokens, and none of the found pages may be moving.
 
         Pages on disk come through the host. The transfer ends before the first page for which the host has no slot that

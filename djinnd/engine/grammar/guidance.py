@@ -149,8 +149,8 @@ class Guidance:
                 self._retire(process)
 
     def _act(self, runs: Sequence[Guided]) -> None:
-        """Appends forced tokens and ends requests, where that can be done now. One message tells the server all
-        appended tokens, before it gets the replies of requests that they end."""
+        """Appends forced tokens and ends requests, where that can be done now. One message reports all appended tokens
+        to the server, before the replies of requests that they end."""
         tokens: list[messages.Token] = []
         ended: list[Request] = []
         for run in runs:

@@ -126,12 +126,12 @@ class GrammarProcess:
         self._socket.close()
 
     def wait(self) -> None:
-        """After `kill`, until nothing of it is left: a few milliseconds."""
+        """Called after `kill`. Waits a few milliseconds until the process is gone."""
         self._process.wait()
 
     @property
     def is_gone(self) -> bool:
-        """After `kill`; asked until it says so, so that nothing of it is left."""
+        """Called after `kill`, until it returns True."""
         return self._process.poll() is not None
 
     def _send(self) -> None:

@@ -59,7 +59,7 @@ class GrammarProcesses:
         return [process for process in self if process.failure]
 
     def _tell_seconds(self) -> None:
-        """Tells the server what each tenant's processes have used."""
+        """Reports to the server the CPU time of each tenant's processes."""
         used: dict[int, float] = {}
         for (tenant, _), process in self._running.items():
             used[tenant] = used.get(tenant, 0.0) + process.take_seconds()

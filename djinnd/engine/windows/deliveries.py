@@ -185,7 +185,7 @@ class Deliveries:
 
     def abandon(self, runner: ModelRunner) -> None:
         """Before a model is unloaded: sends all outstanding replies without their captures. A request that stopped at a
-        breakpoint is told that it was cancelled."""
+        breakpoint ends as cancelled."""
         for delivery in [each for each in self._deliveries.values() if each.runner is runner]:
             reply = delivery.reply
             assert reply is not None, f"{runner.name} goes while request {delivery.request.id} runs"

@@ -89,7 +89,7 @@ class StepPages:
         return False
 
     def grow(self, session: Session) -> bool:
-        """Gives a session that decodes its next page, if one is free and no quota is to be checked. Returns False if it
+        """Gives a session that decodes its next page, if one is free and its tenant has no quota. Returns False if it
         has to go through `suffice`."""
         kv = self.kv
         if session.id not in kv.sessions or session.left_stage is not None or self._quotas.has_limit(session.tenant):

@@ -105,8 +105,8 @@ class Arrivals:
             session.foreign_tokens = min(session.foreign_tokens, most)
 
     def _finish_staged(self, arrival: Arrival, staged: LeftStage) -> None:
-        """Gives the session its pages and its stage, if the stage is still wanted; else only the pages that are full of
-        KV."""
+        """Gives the session its pages and its stage, if the stage is still needed; otherwise only the pages that are
+        full of KV."""
         session, tokens, size = arrival.session, arrival.transfer.tokens, self._kv.page_size
         full = min(tokens, staged.computed) // size * size
         self._kv.arrived(session.id, arrival.keys, full)

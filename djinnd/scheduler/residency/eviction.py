@@ -37,8 +37,8 @@ def first_that_free(
 
 
 def wanted_at(session: Session, now: float) -> float:
-    """When an evicted session is likely to be back. 0 means soon, or that its KV cannot be recomputed. Without an
-    expected time, the highest class may be back soon. A session with a request is wanted at once."""
+    """When an evicted session is likely to return. 0 means soon, or that its KV cannot be recomputed. Without an
+    expected time, the highest class may return soon. A session with a request returns at once."""
     if session.request is not None or session.called or session.foreign_tokens:
         return 0.0
     if session.wakes_at:

@@ -58,7 +58,7 @@ class LowerTiers:
         self.left.forget(session.id)
 
     def revise(self, session: Session, left: Departure, first: int) -> None:
-        """Notes that what the session has left, without its stage, is of use up to position `first` at most."""
+        """Notes that the session's departed pages, without its stage, are usable up to position `first` at most."""
         reach = min(left.tokens, first)
         self.left.remember(
             session.id, left._replace(keys=left.keys[: self.kv.pages_for(reach)], tokens=reach, staged=0)
@@ -135,10 +135,8 @@ class LowerTiers:
         return found if must or self.costs.prefer_copy(found, computed, beside, self.kv.page_bytes) else None
 
     def _found_staged(self, session: Session, staged: LeftStage) -> Found | None:
-        """All pages that the session has left with its stage, if bringing them back is cheaper than running again what
-        they save.
-
-        The pages with the stage alone must pass this test too, because the others could come back without them.
+        """All pages that the session has left with its stage, if bringing them back is cheaper than recomputation. The
+        pages with the stage alone must pass this test too, because the others could come back without them.
         """
         left, start = self.left.get(session.id), session.computed // self.kv.page_size
         if left is None or session.computed > staged.computed or len(session.tokens) != staged.length:

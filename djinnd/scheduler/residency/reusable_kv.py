@@ -34,8 +34,8 @@ def is_an_earlier_engine_s(session: Session) -> bool:
 
 
 def of_use(session: Session) -> int:
-    """How many first tokens have KV that can be used. For a request, at least the last token is run again to sample the
-    next one, and so is every token of which more than KV is wanted, or that stops at a breakpoint."""
+    """The number of first tokens with usable KV. For a request, at least the last token is run again to sample the next
+    one, and so is every token with a captured or returned result, or that stops at a breakpoint."""
     request = session.request
     if request is None:
         return len(session.tokens)

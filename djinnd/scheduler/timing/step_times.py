@@ -108,8 +108,8 @@ class Curve:
         return len(self._measured.get(bucket, ()))
 
     def _rebuild_points(self) -> None:
-        """Makes the curve monotonic: a size takes at most what a larger one took. So a size that was slow for some
-        reason says nothing of larger ones that were fast."""
+        """Makes the curve monotonic: a size takes at most what a larger one took. So a size that was slow by chance
+        does not affect larger ones that were fast."""
         self._points.clear()
         fastest = math.inf
         for bucket in sorted(self._medians, reverse=True):

@@ -140,8 +140,8 @@ def points_named(names: Sequence[str], model: ModelInfo, field: str) -> dict[str
 
 
 def numbers_to_end(wanted: Sequence[int] | None, there: Sequence[int], given: int, kind: str) -> list[int]:
-    """The wanted numbers among those that are there; None wants all. `given`: the last number that the session has
-    given to this kind of thing, an edit or a breakpoint. Raises InvalidRequest for a number that it never gave."""
+    """The requested numbers that exist; None requests all. `given`: the last number that the session has given to an
+    edit or breakpoint. Raises InvalidRequest for a number that it never gave."""
     for number in wanted or ():
         if not 1 <= number <= given:
             told = f"its {kind}s are 1 to {given}" if given else "it has had none"
@@ -166,7 +166,7 @@ def check_forward(request: Forward, session_tokens: int, model: ModelInfo) -> No
 
 
 def check_truncate(length: int, session_tokens: int) -> None:
-    """Checks the length to which a session is to be cut. Raises InvalidRequest."""
+    """Checks the length of a truncation. Raises InvalidRequest."""
     if not 0 <= length <= session_tokens:
         raise InvalidRequest(f"the session has {session_tokens:,} tokens and cannot be cut to {length}", field="length")
 

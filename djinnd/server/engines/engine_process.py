@@ -92,8 +92,8 @@ class EngineProcess:
                 return EngineDeath(f"the engine gave no sign of life for {silent:g} s", is_final=False)
 
     async def _death(self) -> EngineDeath:
-        """Finds the reason of an engine's end. The exit status tells more than the closed stream, and comes a moment
-        later. An engine that has refused its device takes longer, as it unloads its libraries."""
+        """Finds the reason for an engine's end. The exit status is more precise than the closed stream, and comes a
+        moment later. An engine that has refused its device takes longer, because it unloads its libraries."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_TICK if self.client.heard else _REFUSAL_S):
                 status = await asyncio.shield(self._exited)

@@ -248,8 +248,8 @@ class ForkedProcess:
         self.ended(-signal.SIGKILL)
 
     async def _wait(self) -> int:
-        """Waits for its end, by the kernel, which knows it even if the fork server is stopped. Its status comes from
-        the fork server."""
+        """Waits for the end of the process through the kernel, which reports it even if the fork server is stopped. The
+        exit status comes from the fork server."""
         await end_of(self._pidfd)
         os.close(self._pidfd)
         with suppress(TimeoutError):

@@ -182,7 +182,7 @@ class JournalFile:
 
     def tidy(self) -> None:
         """Folds and checkpoints as far as necessary. Raises ValueError, see `fold`. After a failure it is tried again
-        when as much has come again."""
+        after the same number of further bytes."""
         if self.is_short and self._is_long:  # makes room for the fold
             with suppress(sqlite3.Error):
                 self.empty_log()

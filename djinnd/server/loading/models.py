@@ -81,7 +81,7 @@ class ModelTable:
         is_admin: Callable[[int], bool],
         ledger_of: Callable[[int], Ledger],
     ) -> None:
-        """`hub`: clients may name hub ids. `is_admin` tells if a user is an administrator."""
+        """`hub`: clients may name hub ids. `is_admin` returns True for administrators."""
         self._known = known_models(configured)
         self._models = {
             name: ServedModel.configured(name, source, is_configured=True) for name, source in self._known.items()

@@ -73,7 +73,7 @@ class TokenFile:
 
 
 def _content(data: bytes) -> TokenFileContent:
-    """Raises ValueError with what is wrong."""
+    """Raises ValueError with the fault."""
     head, _, payload = data.partition(b"\n")
     if not head.startswith(_MAGIC):
         raise ValueError("it does not begin as a file of tokens does")

@@ -15,8 +15,8 @@ _OVERFLOWING = FIRST_NAMED - 1  # (uid_t)-1, which is no user's
 
 @lru_cache(4096)
 def unix_name(uid: int) -> str:
-    """The number where this machine does not know the user. It may ask a directory on the network, so it is asked once
-    for each user; `unix_name.cache_clear` has it asked again."""
+    """The user's name, or its number if this machine does not know the user. A look-up may ask a directory on the
+    network, so results are cached; `unix_name.cache_clear` drops them."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

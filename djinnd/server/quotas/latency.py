@@ -111,7 +111,7 @@ class SessionLatency:
         self._last: float | None = None  # time of the previous token
 
     def called(self, received: float, asked: float) -> None:
-        """Begins a call. `asked`: when the client first wanted the session awake, not after `received`."""
+        """Begins a call. `asked`: when the client first announced or made the call, at most `received`."""
         self._received, self._asked = received, min(asked, received)
         self._woken, self._awaits_first, self._last = False, True, None
 

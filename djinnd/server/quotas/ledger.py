@@ -81,7 +81,7 @@ class Ledger:
         self._used[resource.name] += amount
 
     def expect_room(self, resource: Resource, amount: int = 1) -> None:
-        """Raises QuotaExceeded if the user may not have so much more."""
+        """Raises QuotaExceeded if this amount more would exceed the user's limit."""
         used, limit = self._used[resource.name], self._limit_of(resource)
         if used + amount <= limit.most:
             return

@@ -54,8 +54,8 @@ class ConversationRequests:
         return self._models.find_open(model.name, call.client)
 
     def before(self, call: ClientCall, request: Generate, conversation: Conversation, model: ServedModel) -> list[int]:
-        """Returns the tokens before a text or token prompt: the tokens of the record that the call goes on from. None
-        stand before a chat, which brings all messages. Raises NotFound, InvalidRequest."""
+        """Returns the tokens before a text or token prompt: the tokens of the record from which the call continues. A
+        chat has none before it, because it brings all messages. Raises NotFound, InvalidRequest."""
         if not conversation.after:
             return []
         record = self._records.of_model(call.client.user, conversation.after, model.name)
@@ -91,8 +91,8 @@ class ConversationRequests:
 
     @contextmanager
     def _kept_as_it_is_left(self, session: SessionRecord) -> Iterator[None]:
-        """Describes the session anew after a failure, which may leave fewer tokens than the prompt. So the next call,
-        often a repetition, finds the session."""
+        """Updates the description of the session after a failure, which may leave fewer tokens than the prompt. So the
+        next call, often a repetition, finds the session."""
         try:
             yield
         except BaseException:

@@ -127,7 +127,7 @@ def _inputs(request: Embed) -> Sequence[Prompt]:
 
 
 def _nbytes(inputs: int, width: int) -> int:
-    """Bytes of the reply's vectors. Raises InvalidRequest where they are too many for one reply."""
+    """Bytes of the reply's vectors. Raises InvalidRequest if they are too many for one reply."""
     nbytes = 4 * inputs * width
     if nbytes > MOST_BYTES:
         told = f"{inputs:,} vectors of {width:,} numbers are {nbytes:,} bytes, and a reply has at most {MOST_BYTES:,}"

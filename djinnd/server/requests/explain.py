@@ -53,7 +53,7 @@ class ExplainRequests:
         return Why(state=told.state, reason=told.reason, figures=told.figures, ahead=ahead, others_ahead=others)
 
     def _own_answer(self, session: SessionRecord) -> Why | None:
-        """The server's own answer; None if the engine knows better."""
+        """The server's own answer; None if the engine has the session's call."""
         try:
             session.expect_model()
         except (SessionLost, ModelNotFound) as error:

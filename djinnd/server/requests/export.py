@@ -153,7 +153,7 @@ class ImportRun(SessionRun):
         )
 
     def cancel(self) -> None:
-        """Remembers the cancellation. The copy goes on to its end, which is near."""
+        """Remembers the cancellation. The copy is completed, which takes little time."""
         self._cancelled = True
 
     def hold(self, held: bool) -> None:

@@ -27,7 +27,7 @@ class TokenRequests:
 
     @handles(protocol.RevokeToken)
     async def revoke(self, call: ClientCall, request: protocol.RevokeToken) -> FinalReply:
-        """The caller's own connection may be one that this ends: it is told why, and not that it is done."""
+        """If this ends the caller's own connection, the caller gets the reason instead of the reply."""
         expect_admin(call, "revoke tokens")
         await self._tokens.revoke(request.name)
         return FinalReply(Done(id=call.id))

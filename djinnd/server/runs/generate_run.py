@@ -185,7 +185,7 @@ class GenerateRun(SessionRun):
         self._hold("client", held)
 
     def _hold(self, who: str, held: bool) -> None:
-        """Holds the run for one of several reasons. It goes on when no reason is left."""
+        """Holds the run for one of several reasons. It continues when no reason is left."""
         was = bool(self._held_by)
         (self._held_by.add if held else self._held_by.discard)(who)
         if bool(self._held_by) != was and not self._is_over:
@@ -332,7 +332,7 @@ class GenerateRun(SessionRun):
         return reply
 
     def _keep(self, reply: Generated) -> None:
-        """Stores in the session what the reply tells the client."""
+        """Records the reply's result in the session."""
         stays = reply.finish_reason == "cancelled" and self._generation.length == self._first
         self._ended_at(self._was_at if stays else reply.hit)
         self._session.changed()

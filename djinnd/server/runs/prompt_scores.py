@@ -8,7 +8,8 @@ from djinnd.messages import PromptScored
 
 class ReceivedScores:
     def __init__(self, prompt_tokens: int, session_tokens: int, likeliest: int) -> None:
-        """`session_tokens`: that the session had before the prompt; without any, nothing tells of the first token."""
+        """`session_tokens`: tokens of the session before the prompt; if there are none, the first token has no
+        score."""
         self._tokens = prompt_tokens
         self._unknown = int(session_tokens == 0 and prompt_tokens > 0)
         self._likeliest = likeliest

@@ -144,7 +144,7 @@ class SessionRun:
         raise AssertionError(f"KV for a {type(self).__name__}")
 
     def failed(self, error: DjinnError) -> None:
-        """Takes the engine's error. The engine has rolled the session back, to the hit where it was, if any."""
+        """Receives the engine's error. The engine has rolled the session back, to its hit if it was at one."""
         self._roll_back()
         self.done.set_exception(error)
 
@@ -167,8 +167,8 @@ class SessionRun:
         return None
 
     def give_up(self) -> None:
-        """Ends a run that no engine will take: the session keeps the tokens that the client was told, or is as it was
-        before the call."""
+        """Ends a run that no engine will run. The session keeps the tokens that the client has received, or is as it
+        was before the call."""
         self._roll_back()
 
     def _roll_back(self) -> None:
@@ -176,8 +176,8 @@ class SessionRun:
         self._session.breakpoints.hit, self._session.due_from = self._was_at, self._was_due_from
 
     def _send_off(self) -> None:
-        """Sends the run to the engine at once, and not at the end of this turn of the loop. Unless other calls are on
-        their way: calls that come together are to be in one step."""
+        """Sends the run to the engine at once instead of at the end of this turn of the loop, unless other calls are
+        waiting: calls that come together should share a step."""
         if self._call.client.unfinished <= self._engine.runs:
             self._engine.flush()
 

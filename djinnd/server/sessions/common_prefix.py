@@ -8,8 +8,8 @@ _STEP = 256  # tokens that are compared at once
 
 
 def common_prefix(have: Sequence[int], wanted: Sequence[int]) -> int:
-    """Tokens at the beginning that both have. Fewer than `wanted` has: the last one is computed in any case, so that
-    there is something to choose the next token from."""
+    """The number of tokens at the beginning that both have, less than the length of `wanted`: its last token is always
+    computed, because the next token is sampled from its logits."""
     end = min(len(have), len(wanted) - 1)
     at = 0
     while at < end and have[at : min(at + _STEP, end)] == wanted[at : min(at + _STEP, end)]:

@@ -102,7 +102,8 @@ class Conversations(Generic[S]):
         return len(self._of.get(user, ()))
 
     def choose(self, user: int, model: str, key: str, prompt: Sequence[int], at: S | None = None) -> SessionChoice[S]:
-        """Chooses for a call with this prompt. `at`: a free session at the very point from which the call goes on."""
+        """Chooses a session for a call with this prompt. `at`: a free session at exactly the point from which the call
+        continues."""
         if at is not None and at.kept is not None:
             return SessionChoice(at, kept_again(at.kept.key, len(prompt), prompt))
         if key:
@@ -135,11 +136,11 @@ class Conversations(Generic[S]):
             del self._keyed[name]
 
     def idle(self, user: int) -> list[S]:
-        """The user's sessions that may give way."""
+        """The user's kept sessions that may be closed."""
         return [session for session in self._of.get(user, {}).values() if session.is_free]
 
     def give_way(self, user: int) -> S | None:
-        """The user's session that has been idle for longest."""
+        """The user's kept session that has been idle for longest."""
         return min(self.idle(user), key=lambda session: session.used, default=None)
 
     def _candidates(self, user: int, model: str) -> Iterator[tuple[S, ConversationState]]:
@@ -150,7 +151,7 @@ class Conversations(Generic[S]):
 
 
 def _longest(alike: list[tuple[S, ConversationState]], prompt: Sequence[int]) -> S | None:
-    """Picks the session that begins like the prompt for longest, among sessions whose hashes say that they do."""
+    """Picks the session with the longest common prefix with the prompt, among sessions with equal hashes."""
     alike.sort(key=lambda each: (each[1].prompt, each[0].used), reverse=True)
     best, most = None, 0
     for session, kept in alike[:COMPARED]:

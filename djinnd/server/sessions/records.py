@@ -70,7 +70,7 @@ class RecordTable:
         return record
 
     def of_model(self, user: int, name: str, model: str) -> Recorded:
-        """Finds a record for a call of this model that goes on from it. Raises NotFound, InvalidRequest."""
+        """Finds the record from which a call of this model continues. Raises NotFound, InvalidRequest."""
         record = self.find(user, name)
         if record.model != model:
             raise InvalidRequest(f"record {name} is of {record.model}, and not of {model}", field="conversation.after")
@@ -134,8 +134,8 @@ class RecordTable:
             )
 
     def _make_room(self, record: Recorded) -> None:
-        """A record of the same name gives way, then idle sessions that the daemon keeps, then the user's oldest
-        records. Raises QuotaExceeded, and nothing gives way, where all of that would not be enough."""
+        """Drops a record of the same name, then closes idle kept sessions, then drops the user's oldest records. Raises
+        QuotaExceeded, and drops nothing, if all of that would not be enough."""
         nbytes, ledger = _nbytes(record), self._ledger(record.user)
         self._sessions.expect_disk(self._sessions.tenant(record.user), nbytes)
         freed = self._sessions.idle_bytes(record.user) + sum(map(_nbytes, self._own(record.user)))

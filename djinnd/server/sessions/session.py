@@ -92,7 +92,7 @@ class SessionRecord:
         self.latency.called(received, self.woken_at if self.woken_at > self.used else received)
 
     def changed(self) -> None:
-        """Tells the journal that tokens were appended. Does nothing if the journal has them all."""
+        """Notifies the journal that tokens were appended. Does nothing if the journal has them all."""
         if not self.salt and len(self.tokens) > self.journalled:
             self.journal.changed(self)
 

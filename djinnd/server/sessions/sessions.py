@@ -97,7 +97,7 @@ class SessionTable:
         return self._quotas.tenant(user, time.monotonic())
 
     def make_room(self, user: int, nbytes: int, sessions: int = 0, spared: SessionRecord | None = None) -> None:
-        """Closes kept sessions of the user, the longest idle first, until its limits allow so many more journal bytes
+        """Closes kept sessions of the user, the longest idle first, until its limits allow these further journal bytes
         and sessions. Closes none if all of them would not be enough, and never the spared one."""
         if self._has_room(user, nbytes, sessions):
             return
@@ -110,7 +110,7 @@ class SessionTable:
                 return
 
     def _has_room(self, user: int, nbytes: int, sessions: int) -> bool:
-        """Whether the limits allow so many more journal bytes and sessions of the user."""
+        """True if the limits allow these further journal bytes and sessions of the user."""
         tenant = self._quotas.tenant(user, time.monotonic())
         if not tenant.ledger.has_room(JOURNAL_BYTES, nbytes):
             return False
@@ -118,11 +118,11 @@ class SessionTable:
         return sessions <= 0 or (self.count(user) + sessions <= most and len(self) + sessions <= self.limits.sessions)
 
     def idle_bytes(self, user: int) -> int:
-        """Journal bytes of the user's sessions that may give way."""
+        """Journal bytes of the user's kept sessions that may be closed."""
         return sum(session.charged for session in self.conversations.idle(user))
 
     def openable(self, user: int) -> int:
-        """Sessions that the user may open now, where kept ones give way."""
+        """The number of sessions that the user may open now, if kept ones are closed for them."""
         most = self.tenant(user).most_sessions(self.limits.sessions_per_user)
         return max(0, most - self.count(user) + len(self.conversations.idle(user)))
 
@@ -146,12 +146,12 @@ class SessionTable:
                 self.close(session)
 
     def expect_journal(self, tenant: Tenant, nbytes: int) -> None:
-        """Checks that the journal has room for so many more bytes of the tenant. Raises QuotaExceeded."""
+        """Checks that the journal has room for these further bytes of the tenant. Raises QuotaExceeded."""
         tenant.ledger.expect_room(JOURNAL_BYTES, nbytes)
         self.expect_disk(tenant, nbytes)
 
     def expect_disk(self, tenant: Tenant, nbytes: int) -> None:
-        """The journal's disk has room for so many bytes more of the tenant's. Raises QuotaExceeded."""
+        """Checks that the journal's disk has room for these further bytes of the tenant. Raises QuotaExceeded."""
         reserve, free = self.limits.journal_reserve, self._journal.free(nbytes)
         self._journal.keep_small(free, reserve)
         expect_space(tenant, nbytes, self._quotas, reserve, free)

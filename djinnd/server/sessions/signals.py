@@ -43,7 +43,7 @@ class SignalQueue:
         self._waiting.setdefault(session.user, {})[session] = signal
 
     def take(self, at: float) -> Iterator[Due]:
-        """Yields the signals that go on now, within the users' allowances."""
+        """Yields the signals to pass on now, within the users' allowances."""
         for user, waiting in list(self._waiting.items()):
             allowance = self._allowances.setdefault(user, Bucket(RATE, BURST, at))
             due = list(waiting)[: int(allowance.level(at))]

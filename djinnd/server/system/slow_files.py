@@ -34,7 +34,7 @@ class SlowFiles:
 
     async def run(self, user: int, work: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
         """Runs `work` in a thread and returns its result. Raises its error, and Retry when the time is over. `discard`
-        receives, in a thread, a result that comes after the caller has gone."""
+        receives, in a thread, a result that comes after the caller has given up."""
         await self._take_place(user, self.seconds)
         result: Future[T] = Future()
         _start(self._work, user, work, discard, result, asyncio.get_running_loop())

@@ -122,8 +122,8 @@ class Formats:
 
 
 def expect_no_stops(request: Generate, guide: Guide | None, *, has_breakpoints: bool) -> None:
-    """Raises InvalidRequest for an output that follows a grammar and that may stop inside the model: it would go on
-    without its grammar."""
+    """Raises InvalidRequest for an output with a grammar that may stop inside the model, because it would continue
+    without the grammar."""
     if guide is not None and (request.resume or has_breakpoints):
         raise InvalidRequest(
             "a call with a format, or with a tool_choice that forces a call, cannot stop inside the model and go on: "
@@ -172,7 +172,7 @@ def _calls(text: ModelText, prompt: TokenizedPrompt, parallel: bool, special: Ma
 
 
 def _size(request: Generate) -> int:
-    """Bytes of what a grammar is made of."""
+    """Bytes of a grammar's sources."""
     form, chat = request.format, request.chat
     return (0 if form is None else len(form.text.encode(errors="replace"))) + (0 if chat is None else len(chat.tools))
 
@@ -191,7 +191,7 @@ def _wanted(tools: Tools, choice: str) -> Tools:
 
 
 def _special_in(table: bytes) -> dict[str, int]:
-    """Raises TextFailed where it is no table."""
+    """Raises TextFailed if it is no table."""
     try:
         told = msgspec.msgpack.decode(table, type=TokenTable)
         return {told.tokens[id_].decode(errors="replace"): id_ for id_ in told.special}

@@ -164,12 +164,12 @@ class Generation:
 
     @property
     def _stopped_by(self) -> str:
-        """The stop string; "" where there was none."""
+        """The stop string; "" if there was none."""
         read_by = self._reply or self._reader
         return read_by.stopped_by if read_by is not None else self._heard_stop
 
     def ended_by_itself(self, context: int) -> FinishReason | None:
-        """Why the run has no further token, with so much room in the session. None: it has one."""
+        """The reason why the run has no further token, with this room in the session. None: it has one."""
         if self.keep is not None:
             return "stop"
         if len(self._tokens) == self._prompt_end:

@@ -181,7 +181,7 @@ class TextWorker(ConfinedProcess):
         self._watch = asyncio.get_running_loop().call_later(max(rest, 0.05), self._look)
 
     def _meter(self) -> None:
-        """Charges what the process has used since this was last called."""
+        """Charges the process's CPU time since the last call of this."""
         cpu = cpu_seconds(self._pid)
         if cpu is not None:
             self._charge(max(0.0, cpu - self._cpu))

@@ -203,7 +203,7 @@ class Texts:
         return self.worker_with(text, user)
 
     def worker(self, user: int) -> TextWorker:
-        """The user's, which is started if need be. Raises QuotaExceeded where there are too many."""
+        """The user's text worker, which is started if there is none. Raises QuotaExceeded if there are too many."""
         worker = self._workers.get(user)
         if worker is None:
             if len(self._workers) >= self.limits.text_workers:
@@ -240,7 +240,7 @@ class Texts:
             worker.forget(model)
 
     async def _ask(self, worker: TextWorker, question: Question, fds: Sequence[int] = ()) -> Reply:
-        """Asks a worker. Raises the error that it answers with. If the caller stops waiting, the job goes on within its
+        """Asks a worker. Raises the error in its answer. If the caller stops waiting, the job continues within its
         limits."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
@@ -291,7 +291,7 @@ def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:
 
 
 def _expect_fits(name: str, vocabulary: Vocabulary, prompt: str, room: int) -> None:
-    """Raises PromptTooLong for a text that has too many tokens, whatever they are."""
+    """Raises PromptTooLong for a text that has too many tokens by its length alone."""
     if len(prompt) <= SHORT_TEXT:
         return
     characters = vocabulary.characters_per_token
@@ -316,6 +316,6 @@ def _opening(text: ModelText, limits: Limits) -> tuple[OpenModel, list[int]]:
 
 
 def _opened(worker: TextWorker, model: int, answer: Reply | DjinnError) -> None:
-    """Where it failed, the question that follows finds no tokenizer, and the next one opens it again."""
+    """If opening failed, the following question finds no tokenizer, and the one after that opens it again."""
     if isinstance(answer, DjinnError):
         worker.models.pop(model, None)

@@ -77,7 +77,7 @@ class WorkerReading:
         self.go_on(generation)
 
     def end(self) -> None:
-        """Ends the reading; the rest is not wanted."""
+        """Ends the reading early."""
         if not self._is_over:
             self._is_over = True
             self._worker.readings -= 1

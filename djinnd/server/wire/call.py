@@ -76,7 +76,7 @@ class ClientCall:
         return self.fds[0]
 
     def reserve_window(self, nbytes: int) -> None:
-        """Reserves room for a window of so many bytes, which the call will create. Raises QuotaExceeded."""
+        """Reserves room for a window of this size, which the call will create. Raises QuotaExceeded."""
         self.client.windows.reserve(nbytes)
         self.window_bytes += nbytes
 

@@ -88,9 +88,8 @@ class ConnectedClient:
         return self._services.name_of(self.user)
 
     def class_for(self, asked: Class | None) -> Class:
-        """The class of a session that is to be opened. None stands for the highest class that principal and token
-        allow. Raises QuotaExceeded if the token does not allow the class; the tenant checks what the principal may
-        have."""
+        """The class of a new session. None stands for the highest class that principal and token allow. Raises
+        QuotaExceeded if the token does not allow the class; the tenant checks what the principal may have."""
         if asked is None:
             highest = self.tenant.quota.highest_class
             of_token = highest if self.bearer is None else self.bearer.highest_class or highest
