@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -173,9 +174,10 @@ def test_nested_and_oversized_payloads_raise_only_documented_errors(payload: byt
     assert request_id_of(payload) is None
 
 
+@cache
 def built(kind: type[Any]) -> st.SearchStrategy[Any]:
-    """Any valid message of the kind. Floats exclude NaN, which is unequal to itself."""
-    """Without packed_ids, which come back as token_ids."""
+    """Any valid message of the kind, without packed_ids, which come back as token_ids. Floats exclude NaN, which is
+    unequal to itself."""
     fields = [field for field in msgspec.structs.fields(kind) if field.name != "packed_ids"]
     return st.builds(kind, **{field.name: strategy_for(field.type) for field in fields})
 
