@@ -150,7 +150,7 @@ _LATER = {
     "as_torch": "djinn_client.tensors.arrays",
 }
 
-_OLD_NAMES = {  # names of the last release, and what they are now
+_OLD_NAMES = {  # names of the last release, and their new names
     "Checkpoint": "ResumePoint",
     "attach": "Session.attach",
     "attach_async": "AsyncSession.attach",

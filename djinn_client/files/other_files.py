@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-HEAD = 64  # bytes of a file that tell what it is
+HEAD = 64  # bytes of a file that identify its kind
 
 _LFS = "a git-lfs pointer, not the file itself: fetch that with `git lfs pull`"
 _HTML = "an HTML page: what it was downloaded from did not give the file (is a login or a licence missing?)"

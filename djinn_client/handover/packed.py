@@ -289,7 +289,7 @@ def _pack_piece(bits: Tensor, weights: int, base: int, sm: Tensor, nibbles: Tens
     → bool [n]: which are outside of the window.
     """
     rest = bits & -0x7F81  # 0x807F: sign and mantissa
-    rest |= rest >> 8  # brings the sign to bit 7; casting drops what is above
+    rest |= rest >> 8  # brings the sign to bit 7; casting drops the higher bits
     rest[weights:] = 0
     sm.copy_(rest)
 

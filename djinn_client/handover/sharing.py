@@ -165,7 +165,7 @@ def _write(fd: int, content: bytes) -> None:
         file.write(content)
 
 
-# --- what a checkpoint's folder has beside its weights --------------------------------------------------------------
+# --- the other files of a checkpoint's folder -----------------------------------------------------------------------
 
 
 def _files(config: Any, generation: Any, tokenizer: Any) -> dict[str, bytes]:

@@ -34,7 +34,7 @@ HEADER = struct.Struct(">2sBBI")
 MAX_FDS = 240  # the kernel takes 253 at once
 MAX_REQUEST = 16 << 20  # bytes of a frame that a client may send
 MAX_REPLY = 256 << 20  # bytes of a frame that a server may send
-MAX_TOLD = 500  # characters of an account of what is wrong
+MAX_TOLD = 500  # characters of an error message
 
 _ID = b"\xa2id"  # as a key of msgpack
 _ID_FIELD = len(_ID) + 9  # bytes, at the most

@@ -42,7 +42,7 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
         raise click.ClickException(str(error)) from error
     descriptors.allow_many()
     configure_logging(settings.log.level, settings.log.format)
-    logging.getLogger("uvicorn").setLevel("CRITICAL")  # the log has our own lines of what matters
+    logging.getLogger("uvicorn").setLevel("CRITICAL")  # the gateway writes its own log lines
     try:
         server = GatewayServer(settings, read)
     except ListenError as error:

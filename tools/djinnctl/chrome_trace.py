@@ -26,7 +26,7 @@ from djinn_client import Span, TraceReply
 from djinnctl.units import interval
 
 TRACKS = ("step", "compute", "compute gaps", "host", "copy", "copy gaps", "pages up", "pages down")  # from the top
-GAP_US = 10.0  # shorter ones are what a device needs between two copies or kernels
+GAP_US = 10.0  # a device needs shorter ones between two copies or kernels
 
 
 def chrome(reply: TraceReply) -> dict[str, Any]:

@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 DONE, FAILED, UNREACHABLE = 0, 1, 2
-SILENCE_S = 5.0  # after which the user is told what is waited for
+SILENCE_S = 5.0  # after which a line says what the command waits for
 
 EXIT_CODES = """\b
 Exit codes:

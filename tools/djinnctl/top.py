@@ -33,7 +33,7 @@ class Reader:
         tokens_per_s = None
         if self._before is not None:
             then, before = self._before
-            tokens_per_s = max(0, tokens - before) / (now - then)  # an engine that is started anew begins with 0
+            tokens_per_s = max(0, tokens - before) / (now - then)  # a new engine begins with 0
         self._before = now, tokens
         return Glance(status, sorted(sessions, key=_order), tokens_per_s)
 

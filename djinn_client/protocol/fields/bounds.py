@@ -41,7 +41,7 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenList = Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
 PackedTokens = Annotated[bytes, Meta(max_length=4 * MAX_TOKENS)]  # 32 bits each, little-endian
 
-# msgpack: first byte → bytes of the length that follows, and what has that length
+# msgpack: first byte → bytes of the length that follows, and the unit of that length
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 _LISTS = {0xDC: 2, 0xDD: 4}
 _MAPS = {0xDE: 2, 0xDF: 4}
@@ -80,7 +80,7 @@ def _head(data: bytes, at: int) -> tuple[int, int, int]:
     if byte < 0xC0:
         return 0, at, byte & 31
     if (width := _SIZED.get(byte)) is not None:
-        is_typed = 0xC7 <= byte <= 0xC9  # one byte says what it is
+        is_typed = 0xC7 <= byte <= 0xC9  # one byte has its type
         return 0, at + width + is_typed, int.from_bytes(data[at : at + width], "big")
     if (width := _LISTS.get(byte)) is not None:
         return int.from_bytes(data[at : at + width], "big"), at + width, 0

@@ -28,7 +28,7 @@ class HitInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     breakpoint: Whole | None  # None: a capture has brought them here, and no breakpoint
     point: Name  # as the breakpoint names it
-    block: Whole  # that they would be given to next; the number of blocks for what the last one gives
+    block: Whole  # the next block to run; the number of blocks behind the last one
     first: Whole
     end: Whole
     prompt_end: Whole  # tokens that the session had before the first one that the call generated

@@ -26,7 +26,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0  # 1: off; prompt and output, as in CTRL (Keskar et al. 2019)
     presence_penalty: float = 0.0  # 0: off; once for each token that the output has
     frequency_penalty: float = 0.0  # 0: off; once for each time that the output has the token
-    logit_bias: LogitBias = {}  # token → what is added to its logit
+    logit_bias: LogitBias = {}  # token → number added to its logit
     min_tokens: Whole = 0  # before so many are generated, no end token, stop token or stop string ends the output
     seed: Whole | None = None  # None: the daemon draws one
 

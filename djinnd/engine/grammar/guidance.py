@@ -49,7 +49,7 @@ class Guided:
     process: GrammarProcess
     slot: int
     is_plain: bool
-    asked: float = 0.0  # when the process was told the last token
+    asked: float = 0.0  # when the last token was sent to the process
     is_held: bool = False
     forced: list[int] = field(default_factory=list)
     ended: bool = False  # the output ends after `forced`

@@ -66,7 +66,7 @@ class GrammarProcess:
         self._seconds = seconds
         self._has_spoken = False
         self._used = 0.0  # CPU seconds
-        self._unanswered: dict[int, float] = {}  # runs whose state is due, since when
+        self._unanswered: dict[int, float] = {}  # runs with a pending state, and since when
 
     @property
     def fd(self) -> int:

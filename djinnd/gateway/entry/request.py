@@ -24,7 +24,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 _keys = msgspec.json.Decoder(dict[str, msgspec.Raw])
-MAX_TOLD = 500  # characters of an account of what is wrong with a body
+MAX_TOLD = 500  # characters of an error about a body
 MAX_IGNORED = 64  # names of fields that are noted as ignored
 VALUE_BYTES = 40  # of memory that a value of a body takes when it is decoded, beside its text
 ABSENT = msgspec.Raw(b"null")  # of a field that is passed on as it is, where it is not there
@@ -91,7 +91,7 @@ class HttpRequest:
 
     async def read(self, receive: Any, limit: int) -> None:
         """Takes the body in. Raises HttpError for one of more than `limit` bytes, as soon as that is known."""
-        announced = int(self.headers.get("content-length", "0"))  # the parser has refused what is no number
+        announced = int(self.headers.get("content-length", "0"))  # the parser has refused anything but numbers
         if announced > limit or (not limit and "transfer-encoding" in self.headers):
             raise _too_large(limit)
         parts, size = [], 0

@@ -34,7 +34,7 @@ from djinnd.gateway.ollama import reply as ollama_reply
 from djinnd.gateway.ollama.body import TAG, ChatBody, CommonFields, EmbedBody, GenerateBody
 
 OLLAMA = Api("ollama", ollama_reply.error)
-VERSION = "0.12.6"  # of Ollama's API that this follows; clients compare it with what they need
+VERSION = "0.12.6"  # of Ollama's API that this follows; clients compare it with the version they need
 LOADED = ("ready", "asleep")
 
 

@@ -17,7 +17,7 @@ from djinnd.model.attention.paged import PagedAttention, PagedBatch
 
 NAME = "djinn"
 
-_KNOWN_TENSORS = {"position_ids", "cache_position"}  # arguments that repeat what the page table says
+_KNOWN_TENSORS = {"position_ids", "cache_position"}  # arguments that the page table makes redundant
 
 
 @dataclass(slots=True)

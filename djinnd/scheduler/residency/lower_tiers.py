@@ -29,7 +29,7 @@ class LowerTiers:
         self.left = DepartedPages()
         self.costs = Costs()
 
-    # --- what they have left ----------------------------------------------------------------------------------------
+    # --- departed pages ---------------------------------------------------------------------------------------------
 
     def remember(self, session: Session) -> None:
         """Notes the keys of a session's pages, before it gives them up."""
@@ -101,7 +101,7 @@ class LowerTiers:
         left = self.left.get(session.id)
         return left.keys[held:] if left is not None else []
 
-    # --- what is there ----------------------------------------------------------------------------------------------
+    # --- found pages ------------------------------------------------------------------------------------------------
 
     def holds_kv_only(self, session: Session) -> bool:
         """True if every page that it holds on the device has KV, so that pages brought back can follow them."""

@@ -60,10 +60,10 @@ class Tokens:
         self._book = TokenBook(TokenFileContent())
         self._nobody = unmapped_uid()
         self._writing = asyncio.Lock()
-        self._wants_writing = False  # the book has what the file lacks
+        self._wants_writing = False  # the book has changes that the file lacks
         self._changes: set[asyncio.Task[Any]] = set()  # that are under way
         self._written_at = time.monotonic()
-        self._refused = 0  # since the log was told
+        self._refused = 0  # since the last line in the log
         self._told_at = -TELL_REFUSALS_EVERY
 
     def start(self) -> None:

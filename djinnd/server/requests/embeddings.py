@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from djinnd.server.requests.vectors import Pooling, Vector
 
 AT_ONCE = 16  # inputs of one request that run together
-MOST_BYTES = 32 << 20  # of the vectors of one reply: half of what limits.connection_bytes_per_user allows by default
+MOST_BYTES = 32 << 20  # of the vectors of one reply: half the default of limits.connection_bytes_per_user
 POINT = "ln_final.hook_normalized"
 
 Prompt = str | list[int]

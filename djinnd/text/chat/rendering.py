@@ -17,7 +17,7 @@ from djinnd.text.chat.environment import ENVIRONMENT
 from djinnd.text.chat.templates import no_template, template_for
 
 MAX_RENDERED = 32 << 20  # characters of a prompt
-MOST_TOLD = 1000  # characters of an account of what is wrong
+MOST_TOLD = 1000  # characters of an error message
 # Stands behind the last message when the answer goes on with it. It ends with a space, as in transformers: if the space
 # is missing afterwards, the template cuts spaces.
 _HERE = "CONTINUE_FINAL_MESSAGE_TAG "
