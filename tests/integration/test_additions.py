@@ -70,14 +70,13 @@ def test_a_message_from_the_client_to_the_engine_and_back_changes_four_files(cop
     copy.add(
         "djinnd/server/requests/daemon.py",
         "    @handles(protocol.Greet)\n"
-        "    async def greet(self, call: ClientCall, request: protocol.Greet) -> FinalReply:\n"
+        "    async def greet(self, call: ClientCall, request: protocol.Greet) -> None:\n"
         "        from djinnd.messages import Greet\n\n"
         "        greeted = await (await self._supervisor.engine()).call(Greet, name=request.name)\n"
-        "        print(greeted.greeting)\n"
-        "        return FinalReply(Done(id=call.id))\n\n",
+        "        print(greeted.greeting)\n\n",
         before="    @handles(protocol.GetQuotas)",
     )
-    assert copy.run(GREET).splitlines() == ["hello reader", "Done(id=1)"]
+    assert copy.run(GREET).splitlines() == ["hello reader"]
     assert len(copy.changed) <= 4
 
 
@@ -103,7 +102,7 @@ async def main(ours):
     part = DaemonRequests(None, None, None, SimpleNamespace(engine=ready), None, None, None)
     request = decode_request(encode(Greet(id=1, name="reader"))[8:])
     handler = {handling.kind: handler for handling, handler in handlers_of(part)}[type(request)]
-    print((await handler(SimpleNamespace(id=1), request)).message)
+    assert await handler(SimpleNamespace(id=1), request) is None, "Handlers answers with Done"
     engine.send(messages.Shutdown())
     await engine.over
 

@@ -7,24 +7,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from djinn_client import protocol
 from djinn_client.errors import DjinnError
-from djinn_client.protocol import (
-    CloseSession,
-    Done,
-    Generate,
-    Generated,
-    OpenSession,
-    Piece,
-    Progress,
-    Reply,
-    Request,
-    SessionOpened,
-)
+from djinn_client.protocol import Generate, Generated, Piece
 from djinn_client.transport.aio_steps import run
 from djinn_client.transport.connection import Connection
 from djinn_client.transport.exchange import close_all
 
-R = TypeVar("R", bound=Reply)
+R = TypeVar("R", bound=protocol.Reply)
 
 CLOSING_S = 10.0  # that the daemon has to end a run and close its session
 
@@ -35,7 +25,7 @@ class Link:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
 
-    async def call(self, request: Request, expected: type[R]) -> R:
+    async def call(self, request: protocol.Request, expected: type[R]) -> R:
         """The final reply. Raises the daemon's error. Cancelling the task ends the work in the daemon."""
         message, fds = await run(self.connection.call(request, expected))
         close_all(fds)
@@ -50,7 +40,7 @@ class Link:
                 close_all(fds)
                 if isinstance(message, Piece | Generated):
                     yield message
-                if not isinstance(message, Piece | Progress):
+                if not isinstance(message, Piece | protocol.Progress):
                     return
         finally:
             self.connection.give_up()
@@ -73,7 +63,7 @@ class Link:
         """A task that is cancelled here does not learn the id of a session that the daemon has opened meanwhile.
         Without its connection the daemon closes that session."""
         try:
-            return (await self.call(OpenSession(id=0, model=model), SessionOpened)).session.id
+            return (await self.call(protocol.OpenSession(id=0, model=model), protocol.SessionOpened)).session.id
         except asyncio.CancelledError:
             self.connection.close()
             raise
@@ -82,6 +72,6 @@ class Link:
         """A session that cannot be closed loses its connection, and the daemon closes it later."""
         try:
             async with asyncio.timeout(CLOSING_S):
-                await self.call(CloseSession(id=0, session=session), Done)
+                await self.call(protocol.CloseSession(id=0, session=session), protocol.Done)
         except (DjinnError, TimeoutError):
             self.connection.close()

@@ -8,18 +8,8 @@ from contextlib import aclosing
 import msgspec
 from msgspec.structs import replace
 
-from djinn_client.protocol import (
-    DescribeTokenizer,
-    Done,
-    Embedded,
-    Generate,
-    Generated,
-    LoadModel,
-    ModelInfo,
-    ModelReply,
-    TokenizerInfo,
-    UnloadModel,
-)
+from djinn_client import protocol
+from djinn_client.protocol import Generate, Generated
 from djinnd.gateway.calls.conversations import conversation_of
 from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.fitting import generate_fitting, stream_fitting
@@ -74,7 +64,7 @@ async def embed(request: HttpRequest) -> Whole:
     body = request.body(EmbedBody)
     request.ignore(body.ignored())
     async with request.link() as link:
-        reply = await link.call(body.wanted(), Embedded)
+        reply = await link.call(body.wanted(), protocol.Embedded)
     request.prompt_tokens += sum(reply.tokens)
     rows = await json_rows(reply)
     return json({"model": body.model, "embeddings": rows, "prompt_eval_count": sum(reply.tokens)})
@@ -135,22 +125,22 @@ async def _without_prompt(request: HttpRequest, body: CommonFields, lines: ollam
     """Loads the model, or unloads it if its lifetime is 0."""
     async with request.link() as link:
         if body.unloads:
-            await link.call(UnloadModel(id=0, model=body.model_name), Done)
+            await link.call(protocol.UnloadModel(id=0, model=body.model_name), protocol.Done)
             return json(lines.done("unload"))
-        await link.call(LoadModel(id=0, model=body.model_name), ModelReply)
+        await link.call(protocol.LoadModel(id=0, model=body.model_name), protocol.ModelReply)
     return json(lines.done("load"))
 
 
-async def _model(request: HttpRequest, name: str) -> ModelInfo:
+async def _model(request: HttpRequest, name: str) -> protocol.ModelInfo:
     found = next((info for info in await models(request) if info.name == name), None)
     if found is None:
         raise HttpError(404, f"model {name[:200]!r} not found; `djinnctl pull` fetches one", code="model_not_found")
     return found
 
 
-async def _tokenizer(request: HttpRequest, model: str) -> TokenizerInfo:
+async def _tokenizer(request: HttpRequest, model: str) -> protocol.TokenizerInfo:
     async with request.link() as link:
-        return await link.call(DescribeTokenizer(id=0, model=model), TokenizerInfo)
+        return await link.call(protocol.DescribeTokenizer(id=0, model=model), protocol.TokenizerInfo)
 
 
 ROUTES = [

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,26 +46,19 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Confined | Answer] = msgspec.msgpack.Decoder(Confined | Answer)
 
 
+@dataclass(eq=False)
 class Inspector:
     """Runs inspections. `command` is a `python -m …` that inspects; empty: all checkpoints pass. `charge(user,
     seconds)` charges the user for CPU time; `expect_time(user)` raises QuotaExceeded if the user has used too much."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        fork_server: ForkServer,
-        limits: Limits,
-        charge: Callable[[int, float], None],
-        expect_time: Callable[[int], None],
-    ) -> None:
-        self.limits = limits
-        self._command = command
-        self._fork_server = fork_server
-        self._charge = charge
-        self._expect_time = expect_time
-        self._turns: dict[int, asyncio.Lock] = {}  # by user
-        self._places = asyncio.Semaphore(PLACES)
-        self._processes: set[InspectionProcess] = set()
+    _command: Sequence[str]
+    _fork_server: ForkServer
+    limits: Limits
+    _charge: Callable[[int, float], None]
+    _expect_time: Callable[[int], None]
+    _turns: dict[int, asyncio.Lock] = field(init=False, default_factory=dict)  # by user
+    _places: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(PLACES))
+    _processes: set[InspectionProcess] = field(init=False, default_factory=set)
 
     @property
     def is_there(self) -> bool:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import ClassVar
 
 from djinn_client.errors import DjinnError, ProtocolError
-from djinnd.server.engines.engine_process import Process
+from djinnd.server.engines.engine_process import Process, execute
 from djinnd.server.wire.connection import FrameConnection
 
 log = logging.getLogger("djinnd.server")
@@ -86,14 +86,7 @@ class ConfinedProcess:
 
     async def _spawn(self, command: Sequence[str], environ: Mapping[str, str], theirs: socket.socket) -> Process:
         """Starts the process. Raises OSError."""
-        return await asyncio.create_subprocess_exec(
-            *command,
-            *("--parent", str(os.getpid()), "--fd", str(theirs.fileno())),
-            pass_fds=[theirs.fileno()],
-            stdin=asyncio.subprocess.DEVNULL,
-            env=environ,
-            start_new_session=True,  # a terminal's Ctrl-C goes to the server alone
-        )
+        return await execute(command, environ, theirs.fileno())
 
     # --- events of the connection -------------------------------------------------------------------------------------
 

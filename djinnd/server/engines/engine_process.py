@@ -67,7 +67,7 @@ class EngineProcess:
         try:
             with theirs:
                 forked = await fork_server.fork(command, theirs, limits.engine_start)
-                process = forked or await _execute(command, environ, theirs.fileno())
+                process = forked or await execute(command, environ, theirs.fileno())
         except BaseException:
             ours.close()
             raise
@@ -133,12 +133,13 @@ class EngineProcess:
         return [] if self._pidfd is None else [Inherited(ENGINE_FD, self._pidfd)]
 
 
-async def _execute(command: Sequence[str], environ: Mapping[str, str], fd: int) -> Process:
+async def execute(command: Sequence[str], environ: Mapping[str, str], fd: int) -> Process:
+    """Starts a process whose end of a socket pair is `fd`, which it is told, as is its parent's pid. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *command,
         *("--fd", str(fd), "--parent", str(os.getpid())),
         pass_fds=[fd],
         stdin=asyncio.subprocess.DEVNULL,
         env=dict(environ),
-        start_new_session=True,  # a terminal's Ctrl-C goes to the server alone, which then sends Shutdown
+        start_new_session=True,  # a terminal's Ctrl-C goes to the server alone, which then ends it
     )

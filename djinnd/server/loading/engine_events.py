@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from djinn_client.protocol import ModelInfo
 from djinnd.messages import ArenaFilled, FromEngine, GrammarTime, HostReleased, Loading, NeedArena, Recomputed
@@ -19,26 +20,17 @@ from djinnd.server.text.texts import Texts
 log = logging.getLogger("djinnd.server")
 
 
+@dataclass(eq=False)
 class ModelEvents:
     """The ModelOwner of the supervisor. `load_again` loads a model after the loss of its engine."""
 
-    def __init__(
-        self,
-        models: Mapping[str, ServedModel],
-        sessions: SessionTable,
-        arena_requests: ArenaRequests,
-        texts: Texts,
-        user_deaths: UserDeaths,
-        is_admin: Callable[[int], bool],
-        load_again: Callable[[ServedModel], None],
-    ) -> None:
-        self._models = models
-        self._sessions = sessions
-        self._arena_requests = arena_requests
-        self._texts = texts
-        self._user_deaths = user_deaths
-        self._is_admin = is_admin
-        self._load_again = load_again
+    _models: Mapping[str, ServedModel]
+    _sessions: SessionTable
+    _arena_requests: ArenaRequests
+    _texts: Texts
+    _user_deaths: UserDeaths
+    _is_admin: Callable[[int], bool]
+    _load_again: Callable[[ServedModel], None]
 
     def engine_lost(self, suspects: Collection[Suspect]) -> bool:
         """Loads each model that was ready again on the next engine; its sessions follow. Returns True if models of one

@@ -55,6 +55,7 @@ from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.text.texts import Texts
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.client import ConnectedClient
 
 log = logging.getLogger("djinnd.server")
@@ -181,6 +182,15 @@ class ModelTable:
         model = self.find_visible(name, client)
         expect_open(model)
         return model
+
+    async def once_loaded(self, name: str, call: ClientCall) -> ServedModel:
+        """Finds the model that a call names, and loads it unless it has been ready once. Raises the errors of `named`,
+        of a load, and of find_open."""
+        model = await self.named(name, call.client)
+        expect_open(model)
+        if model.info is None:
+            await self.ready(model.name, call.tell_loading, user=call.client.user)
+        return self.find_open(model.name, call.client)
 
     def find_visible(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds a model by its name. Raises ModelNotFound, also if the client may not see the model."""

@@ -11,6 +11,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +34,18 @@ log = logging.getLogger("djinnd.server")
 _NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)  # never a path or a hub id
 
 
+@dataclass(eq=False)
 class ShareTable:
     """All shares. `folder` holds their files; it belongs to this daemon."""
 
-    def __init__(
-        self,
-        folder: Path,
-        limits: Limits,
-        models: ModelTable,
-        sessions: SessionTable,
-        engine_for: Callable[[str], Awaitable[EngineClient]],
-        inspector: Inspector,
-    ) -> None:
-        self._folder = folder
-        self.limits = limits
-        self._models = models
-        self._sessions = sessions
-        self._engine_for = engine_for
-        self._inspector = inspector
-        self._shares: dict[str, Share] = {}
-        self._closing = False
+    _folder: Path
+    limits: Limits
+    _models: ModelTable
+    _sessions: SessionTable
+    _engine_for: Callable[[str], Awaitable[EngineClient]]
+    _inspector: Inspector
+    _shares: dict[str, Share] = field(init=False, default_factory=dict)
+    _closing: bool = field(init=False, default=False)
 
     def start(self) -> None:
         sweep(self._folder)

@@ -20,7 +20,7 @@ from djinn_client.protocol.fields.signals import MAX_TOOL_NAME
 from djinnd.messages import SetClass, Signal, Truncate
 from djinnd.server.admission import edits as edit_admission
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.common_prefix import common_prefix
 from djinnd.server.sessions.conversations import kept_again
@@ -47,11 +47,7 @@ class ConversationRequests:
         """Finds the conversation's model, and loads it if need be. Raises as for a session that is opened."""
         conversation.validate()
         call.client.tenant.expect_class(call.client.class_for(conversation.priority))
-        model = await self._models.named(conversation.model, call.client)
-        expect_open(model)
-        if model.info is None:
-            await self._models.ready(model.name, call.tell_loading, user=call.client.user)
-        return self._models.find_open(model.name, call.client)
+        return await self._models.once_loaded(conversation.model, call)
 
     def before(self, call: ClientCall, request: Generate, conversation: Conversation, model: ServedModel) -> list[int]:
         """Returns the tokens before a text or token prompt: the tokens of the record from which the call continues. A

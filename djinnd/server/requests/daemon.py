@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from djinn_client import protocol
 from djinn_client.errors import NotPermitted
-from djinn_client.protocol import BudgetReply, Done, PrefixInfo, PrefixPublished, PrefixWithdrawn, TraceReply
+from djinn_client.protocol import BudgetReply, PrefixInfo, PrefixPublished, PrefixWithdrawn, TraceReply
 from djinnd.messages import PublicPrefix, Trace
 from djinnd.server.admission import admission
 from djinnd.server.engines.supervisor import Supervisor
@@ -21,30 +22,21 @@ from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 
+@dataclass(eq=False)
 class DaemonRequests:
     """`restart` begins a restart. It raises InvalidRequest if the next daemon could not start."""
 
-    def __init__(
-        self,
-        sessions: SessionTable,
-        models: ModelTable,
-        prefixes: PrefixTable,
-        supervisor: Supervisor,
-        status: Status,
-        restart: Callable[[Restart], Awaitable[None]],
-        notes: Callable[[], list[str]],
-    ) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._prefixes = prefixes
-        self._supervisor = supervisor
-        self._status = status
-        self._begin_restart = restart
-        self._notes = notes  # messages for administrators
+    _sessions: SessionTable
+    _models: ModelTable
+    _prefixes: PrefixTable
+    _supervisor: Supervisor
+    _status: Status
+    _begin_restart: Callable[[Restart], Awaitable[None]]
+    _notes: Callable[[], list[str]]  # messages for administrators
 
     @handles(protocol.Ping)
-    async def ping(self, call: ClientCall, request: protocol.Ping) -> FinalReply:
-        return FinalReply(Done(id=call.id))
+    async def ping(self, call: ClientCall, request: protocol.Ping) -> None:
+        """Answers, and does nothing else."""
 
     @handles(protocol.GetStatus)
     async def get_status(self, call: ClientCall, request: protocol.GetStatus) -> FinalReply:
@@ -88,11 +80,10 @@ class DaemonRequests:
         return FinalReply(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
 
     @handles(protocol.Restart, is_new_work=True)
-    async def restart(self, call: ClientCall, request: protocol.Restart) -> FinalReply:
+    async def restart(self, call: ClientCall, request: protocol.Restart) -> None:
         """Begins a restart. The caller has its reply before the daemon drains and closes the connection."""
         expect_admin(call, "restart the daemon")
         await self._begin_restart("warm" if request.warm else "cold")
-        return FinalReply(Done(id=call.id))
 
     # --- public prefixes ----------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from djinn_client.errors import Cancelled, InvalidRequest, ProtocolError
@@ -16,7 +17,7 @@ from djinn_client.protocol import Embed, Embedded, Generate, Generated
 from djinn_client.protocol.fields.bounds import unpack
 from djinn_client.protocol.fields.edits import Captured
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.models.model import ServedModel
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.wire.call import ClientCall, FinalReply
@@ -37,26 +38,18 @@ class _Input(NamedTuple):
     tokens: int
 
 
+@dataclass(eq=False)
 class EmbedRequests:
     """Answers Embed requests. `generate` runs a call on a session, as for a client."""
 
-    def __init__(
-        self,
-        sessions: SessionTable,
-        models: ModelTable,
-        generate: Callable[[ClientCall, Generate], Awaitable[FinalReply]],
-    ) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._generate = generate
+    _sessions: SessionTable
+    _models: ModelTable
+    _generate: Callable[[ClientCall, Generate], Awaitable[FinalReply]]
 
     @handles(Embed, is_new_work=True, journal="grows")
     async def embed(self, call: ClientCall, request: Embed) -> FinalReply:
         inputs = _inputs(request)
-        model = await self._models.named(request.model, call.client)
-        expect_open(model)
-        if model.info is None:
-            await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        model = await self._models.once_loaded(request.model, call)
         if model.info is None or model.info.points is None or not model.info.points.norm:
             raise InvalidRequest(f"{model.name} has no final norm whose output could be a vector", field="model")
         call.reserve_window(_nbytes(len(inputs), model.info.points.width))

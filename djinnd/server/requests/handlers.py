@@ -106,7 +106,7 @@ class Handlers:
             self._journal.expect_writable()
         if type(request) in self._grows:
             self._sessions.expect_journal(call.client.tenant, 0)
-        return await self._handlers[type(request)](call, request)
+        return await self._handlers[type(request)](call, request) or FinalReply(protocol.Done(id=call.id))
 
     def signal(self, client: ConnectedClient, signal: protocol.Signal) -> None:
         """Handles a one-way message. Errors are only logged, as there is no reply."""

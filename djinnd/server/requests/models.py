@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, NotPermitted, Retry
-from djinn_client.protocol import Done, FilesHandedOver, ModelReply, PlanReply, ShareDescribed
+from djinn_client.protocol import FilesHandedOver, ModelReply, PlanReply, ShareDescribed
 from djinnd.server.admission import admission
 from djinnd.server.loading.models import ModelTable, ServedModel, expect_open
 from djinnd.server.loading.sharing import ShareTable
@@ -92,7 +92,7 @@ class ModelRequests:
         return FinalReply(PlanReply(id=call.id, plan=plan))
 
     @handles(protocol.UnloadModel)
-    async def unload(self, call: ClientCall, request: protocol.UnloadModel) -> FinalReply:
+    async def unload(self, call: ClientCall, request: protocol.UnloadModel) -> None:
         model = await self._models.named(request.model, call.client)
         self._expect_own(model, call.client)
         sessions = self._sessions.of_model(model.name)
@@ -105,7 +105,6 @@ class ModelRequests:
             await self._sharing.withdraw(model.share)
         else:
             await self._models.unload(model)
-        return FinalReply(Done(id=call.id))
 
     def _expect_own(self, model: ServedModel, client: ConnectedClient) -> None:
         """Raises NotPermitted if the model does not belong to the client, or other users have sessions of it."""
@@ -147,9 +146,8 @@ class ModelRequests:
         return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
 
     @handles(protocol.EndShare)
-    async def end_share(self, call: ClientCall, request: protocol.EndShare) -> FinalReply:
+    async def end_share(self, call: ClientCall, request: protocol.EndShare) -> None:
         await self._sharing.end(call.client, request.share)
-        return FinalReply(Done(id=call.id))
 
 
 def _deciders(model: ServedModel) -> str:

@@ -11,7 +11,7 @@ import logging
 
 from djinn_client import protocol
 from djinn_client.errors import DjinnError, EngineLost
-from djinn_client.protocol import Done, PauseReply, SessionOpened, Sessions, TokenIds
+from djinn_client.protocol import PauseReply, SessionOpened, Sessions, TokenIds
 from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, Truncate
 from djinnd.server.admission import admission
 from djinnd.server.loading.loader import open_in
@@ -63,19 +63,17 @@ class SessionRequests:
         return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
 
     @handles(protocol.CloseSession)
-    async def close(self, call: ClientCall, request: protocol.CloseSession) -> FinalReply:
+    async def close(self, call: ClientCall, request: protocol.CloseSession) -> None:
         self._sessions.close(self._sessions.lookup(request.session, call.client))
-        return FinalReply(Done(id=call.id))
 
     @handles(protocol.Truncate, journal="changes")
-    async def truncate(self, call: ClientCall, request: protocol.Truncate) -> FinalReply:
+    async def truncate(self, call: ClientCall, request: protocol.Truncate) -> None:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         admission.check_truncate(request.length, len(session.tokens))
         if request.length < len(session.tokens):
             session.cut(request.length)
             self._models.tell(session, Truncate(session.id, request.length))
-        return FinalReply(Done(id=call.id))
 
     @handles(protocol.PauseSession, is_new_work=True)
     async def pause(self, call: ClientCall, request: protocol.PauseSession) -> FinalReply:
@@ -100,21 +98,19 @@ class SessionRequests:
         )
 
     @handles(protocol.ResumeSession)
-    async def resume(self, call: ClientCall, request: protocol.ResumeSession) -> FinalReply:
+    async def resume(self, call: ClientCall, request: protocol.ResumeSession) -> None:
         session = self._sessions.lookup(request.session, call.client)
         session.is_paused = False
         session.latency.interrupted()
         self._models.tell(session, Resume(session.id))
         log.info("session_resumed session=%s", session.id)
-        return FinalReply(Done(id=call.id))
 
     @handles(protocol.SetPriority, journal="changes")
-    async def set_priority(self, call: ClientCall, request: protocol.SetPriority) -> FinalReply:
+    async def set_priority(self, call: ClientCall, request: protocol.SetPriority) -> None:
         session = self._sessions.lookup(request.session, call.client)
         call.client.expect_class(request.priority)
         self._sessions.set_class(session, request.priority)
         self._models.tell(session, SetClass(session.id, session.priority))
-        return FinalReply(Done(id=call.id))
 
     @handles(protocol.GetTokens)
     async def get_tokens(self, call: ClientCall, request: protocol.GetTokens) -> FinalReply:

@@ -6,7 +6,7 @@ from djinn_client import protocol
 from djinn_client.arguments.options import build
 from djinn_client.errors import NoTokenizer
 from djinn_client.protocol import Detokenized, Generate, Tokenized, TokenizerInfo
-from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.loading.models import ModelTable
 from djinnd.server.models.text import ModelText
 from djinnd.server.text.texts import Texts
 from djinnd.server.wire.call import ClientCall, FinalReply
@@ -62,9 +62,4 @@ class TokenizerRequests:
         return text
 
     async def _described(self, call: ClientCall, name: str) -> tuple[protocol.ModelInfo, ModelText]:
-        model = await self._models.named(name, call.client)
-        expect_open(model)
-        if model.info is None:
-            await self._models.ready(model.name, call.tell_loading, user=call.client.user)
-            model = self._models.find_open(model.name, call.client)
-        return model.described
+        return (await self._models.once_loaded(name, call)).described

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from djinn_client import protocol
-from djinn_client.protocol import Done, TokenAdded, TokensListed
+from djinn_client.protocol import TokenAdded, TokensListed
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.requests.daemon import expect_admin
 from djinnd.server.wire.call import ClientCall, FinalReply
@@ -26,8 +26,7 @@ class TokenRequests:
         return FinalReply(TokensListed(id=call.id, tokens=self._tokens.infos()))
 
     @handles(protocol.RevokeToken)
-    async def revoke(self, call: ClientCall, request: protocol.RevokeToken) -> FinalReply:
+    async def revoke(self, call: ClientCall, request: protocol.RevokeToken) -> None:
         """If this ends the caller's own connection, the caller gets the reason instead of the reply."""
         expect_admin(call, "revoke tokens")
         await self._tokens.revoke(request.name)
-        return FinalReply(Done(id=call.id))

@@ -15,11 +15,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from xxhash import xxh3_128
 
 from djinnd.server.sessions.common_prefix import common_prefix
+
+if TYPE_CHECKING:
+    from djinnd.server.sessions.session import SessionRecord
 
 # A template may end a prompt with tokens that the transcript does not have later, such as Qwen's empty block of
 # thoughts, which is 4 tokens long. A short prompt has nothing that it could do without.
@@ -38,30 +41,10 @@ class ConversationState:
     digest: bytes = b""
 
 
-class ConversationSession(Protocol):
-    id: str
-    user: int
-    model: str
-    tokens: list[int]
-    used: float
-    kept: ConversationState | None
-
-    @property
-    def is_free(self) -> bool:
-        """No call works on it, and one may."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Its output follows from its tokens alone."""
-
-
-S = TypeVar("S", bound=ConversationSession)
-
-
-class SessionChoice(NamedTuple, Generic[S]):
+class SessionChoice(NamedTuple):
     """The session to go on with (None: a new one), and its description from now on."""
 
-    session: S | None
+    session: SessionRecord | None
     kept: ConversationState
 
 
@@ -88,20 +71,22 @@ def kept_again(key: str, prompt: int, tokens: Sequence[int]) -> ConversationStat
     return ConversationState(key, prompt, b"" if key else digests(tokens, [settled(prompt)])[settled(prompt)])
 
 
-class Conversations(Generic[S]):
+class Conversations:
     """The kept sessions of all users. Each is here from `add` until `remove`."""
 
     def __init__(self) -> None:
-        self._of: dict[int, dict[str, S]] = {}  # by user, and by the session's id
-        self._keyed: dict[tuple[int, str, str], S] = {}  # by user, model and key
+        self._of: dict[int, dict[str, SessionRecord]] = {}  # by user, and by the session's id
+        self._keyed: dict[tuple[int, str, str], SessionRecord] = {}  # by user, model and key
 
-    def __iter__(self) -> Iterator[S]:
+    def __iter__(self) -> Iterator[SessionRecord]:
         return (session for own in self._of.values() for session in own.values())
 
     def count(self, user: int) -> int:
         return len(self._of.get(user, ()))
 
-    def choose(self, user: int, model: str, key: str, prompt: Sequence[int], at: S | None = None) -> SessionChoice[S]:
+    def choose(
+        self, user: int, model: str, key: str, prompt: Sequence[int], at: SessionRecord | None = None
+    ) -> SessionChoice:
         """Chooses a session for a call with this prompt. `at`: a free session at exactly the point from which the call
         continues."""
         if at is not None and at.kept is not None:
@@ -117,14 +102,14 @@ class Conversations(Generic[S]):
         alike = [each for each in candidates if found.get(settled(each[1].prompt)) == each[1].digest]
         return SessionChoice(_longest(alike, prompt), ConversationState("", len(prompt), found[end]))
 
-    def add(self, session: S) -> None:
+    def add(self, session: SessionRecord) -> None:
         """Adds a session whose `kept` is set. A key finds the first session that has it."""
         assert session.kept is not None
         self._of.setdefault(session.user, {})[session.id] = session
         if session.kept.key:
             self._keyed.setdefault((session.user, session.model, session.kept.key), session)
 
-    def remove(self, session: S) -> None:
+    def remove(self, session: SessionRecord) -> None:
         """Removes a session, if it is here."""
         own = self._of.get(session.user, {})
         if own.pop(session.id, None) is None or session.kept is None:
@@ -135,22 +120,22 @@ class Conversations(Generic[S]):
         if self._keyed.get(name) is session:
             del self._keyed[name]
 
-    def idle(self, user: int) -> list[S]:
+    def idle(self, user: int) -> list[SessionRecord]:
         """The user's kept sessions that may be closed."""
         return [session for session in self._of.get(user, {}).values() if session.is_free]
 
-    def give_way(self, user: int) -> S | None:
+    def give_way(self, user: int) -> SessionRecord | None:
         """The user's kept session that has been idle for longest."""
         return min(self.idle(user), key=lambda session: session.used, default=None)
 
-    def _candidates(self, user: int, model: str) -> Iterator[tuple[S, ConversationState]]:
+    def _candidates(self, user: int, model: str) -> Iterator[tuple[SessionRecord, ConversationState]]:
         for session in self._of.get(user, {}).values():
             kept = session.kept
             if kept is not None and not kept.key and session.model == model and session.is_free and session.is_plain:
                 yield session, kept
 
 
-def _longest(alike: list[tuple[S, ConversationState]], prompt: Sequence[int]) -> S | None:
+def _longest(alike: list[tuple[SessionRecord, ConversationState]], prompt: Sequence[int]) -> SessionRecord | None:
     """Picks the session with the longest common prefix with the prompt, among sessions with equal hashes."""
     alike.sort(key=lambda each: (each[1].prompt, each[0].used), reverse=True)
     best, most = None, 0

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 
 from djinn_client.errors import InvalidRequest, NotFound
 from djinn_client.protocol import (
-    Done,
     DropRecord,
     GetRecord,
     KeepRecord,
@@ -115,9 +114,8 @@ class RecordTable:
         )
 
     @handles(DropRecord, journal="changes")
-    async def drop(self, call: ClientCall, request: DropRecord) -> FinalReply:
+    async def drop(self, call: ClientCall, request: DropRecord) -> None:
         self._drop(self.find(call.client.user, request.record))
-        return FinalReply(Done(id=call.id))
 
     @handles(ListRecords)
     async def list_records(self, call: ClientCall, request: ListRecords) -> FinalReply:

@@ -45,7 +45,7 @@ class SessionTable:
         self._sweep: asyncio.TimerHandle | None = None
         self._on_close = on_close
         self._sessions: dict[str, SessionRecord] = {}
-        self.conversations: Conversations[SessionRecord] = Conversations()
+        self.conversations = Conversations()
         self.latency: dict[Class, Latencies] = {name: Latencies() for name in CLASSES}
 
     def __iter__(self) -> Iterator[SessionRecord]:

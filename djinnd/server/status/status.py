@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -53,34 +54,22 @@ class TenantFigures(NamedTuple):
     tokens: int
 
 
+@dataclass(eq=False)
 class Status:
     """Describes sessions, models, tenants and the daemon as a whole."""
 
-    def __init__(
-        self,
-        sessions: SessionTable,
-        quotas: QuotaTable,
-        models: ModelTable,
-        supervisor: Supervisor,
-        clients: ClientTable,
-        arena: Arena,
-        sharing: ShareTable,
-        texts: Texts,
-        address: str,
-        name_of: Callable[[int], str],
-    ) -> None:
-        self.is_draining = False
-        self._sessions = sessions
-        self._quotas = quotas
-        self._models = models
-        self._supervisor = supervisor
-        self._clients = clients
-        self._texts = texts
-        self._arena = arena
-        self._sharing = sharing
-        self._address = address
-        self.name_of = name_of
-        self._started = time.monotonic()
+    _sessions: SessionTable
+    _quotas: QuotaTable
+    _models: ModelTable
+    _supervisor: Supervisor
+    _clients: ClientTable
+    _arena: Arena
+    _sharing: ShareTable
+    _texts: Texts
+    _address: str
+    name_of: Callable[[int], str]
+    is_draining: bool = field(init=False, default=False)
+    _started: float = field(init=False, default_factory=time.monotonic)
 
     async def reply(self, request: int, check: bool, client: ConnectedClient) -> StatusReply:
         expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]

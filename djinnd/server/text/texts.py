@@ -26,20 +26,7 @@ from djinn_client.protocol import Generate
 from djinn_client.protocol.fields.chat import ChatInput
 from djinnd import config
 from djinnd.config import Limits
-from djinnd.jobs.text import (
-    CheckGrammar,
-    Decode,
-    Decoded,
-    Encode,
-    EncodeChat,
-    Encoded,
-    GrammarChecked,
-    ModelOpened,
-    OpenModel,
-    SpellTokens,
-    TokensSpelled,
-    TooMany,
-)
+from djinnd.jobs import text as jobs
 from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.handover.python import python_module
 from djinnd.server.handover.stopping import leave_signals_to_the_loop
@@ -98,7 +85,7 @@ class Texts:
             self.time.expect(user)
             worker = self.worker(user)
             told = await self._ask(worker, *_opening(text, self.limits))
-        assert isinstance(told, ModelOpened)
+        assert isinstance(told, jobs.ModelOpened)
         if len({*told.eos, *told.turn_ends}) > MAX_END_TOKENS + 1:
             raise TextFailed("the text worker has named more end tokens than any model has")
         text.told = told
@@ -124,7 +111,7 @@ class Texts:
                 return TokenizedPrompt(
                     await self.in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens
                 )
-        question = Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
+        question = jobs.Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
         prepared = await self._encoded(text, user, question)
         return prepared._replace(tokens=given) if request.text is None else prepared
 
@@ -135,7 +122,7 @@ class Texts:
         own words."""
         vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
         if vocabulary is None or size > LONG_CHAT:
-            question = EncodeChat(text.number, chat, room, list(stops), False)
+            question = jobs.EncodeChat(text.number, chat, room, list(stops), False)
             prompt = await self._encoded(text, user, question)
         else:
             encode = partial(vocabulary.encode_chat, chat)
@@ -150,8 +137,8 @@ class Texts:
         """One text of the tokens, or, `spelled`, each as the vocabulary has it. Raises TextFailed, QuotaExceeded."""
         vocabulary = text.vocabulary
         if vocabulary is None or len(tokens) > LONG_TOKENS:
-            answer = await self._ask_one(text, user, Decode(text.number, tokens, spelled))
-            assert isinstance(answer, Decoded)
+            answer = await self._ask_one(text, user, jobs.Decode(text.number, tokens, spelled))
+            assert isinstance(answer, jobs.Decoded)
             return answer.texts
         decode = partial(vocabulary.texts, tokens, spelled)
         return decode() if len(tokens) <= SHORT_TOKENS else await self.in_thread(user, decode)
@@ -160,11 +147,11 @@ class Texts:
         async with self._turn(user, "thread"):
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
 
-    async def _encoded(self, text: ModelText, user: int, question: Encode | EncodeChat) -> TokenizedPrompt:
+    async def _encoded(self, text: ModelText, user: int, question: jobs.Encode | jobs.EncodeChat) -> TokenizedPrompt:
         answer = await self._ask_one(text, user, question)
-        if isinstance(answer, TooMany):
+        if isinstance(answer, jobs.TooMany):
             raise _too_long(text.name, f"has {answer.tokens:,} tokens", question.most)
-        assert isinstance(answer, Encoded)
+        assert isinstance(answer, jobs.Encoded)
         return TokenizedPrompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
 
     async def _ask_one(self, text: ModelText, user: int, question: Question) -> Reply:
@@ -178,15 +165,15 @@ class Texts:
         QuotaExceeded."""
         if (naming := text.token_bytes) is not None:
             return await self.in_thread(user, lambda: naming.of({*memoryview(tokens).cast("i")}))
-        answer = await self._ask_one(text, user, SpellTokens(text.number, tokens))
-        assert isinstance(answer, TokensSpelled)
+        answer = await self._ask_one(text, user, jobs.SpellTokens(text.number, tokens))
+        assert isinstance(answer, jobs.TokensSpelled)
         return answer.token_bytes
 
-    async def check(self, text: ModelText, user: int, question: CheckGrammar) -> GrammarChecked:
+    async def check(self, text: ModelText, user: int, question: jobs.CheckGrammar) -> jobs.GrammarChecked:
         """Checks a grammar in the user's text worker, for configured models, too. Raises GrammarRejected, TextFailed,
         QuotaExceeded."""
         answer = await self._ask_one(text, user, question)
-        assert isinstance(answer, GrammarChecked)
+        assert isinstance(answer, jobs.GrammarChecked)
         return answer
 
     def follow(self, limits: Limits) -> None:
@@ -306,13 +293,13 @@ def _too_long(name: str, what: str, room: int) -> PromptTooLong:
     )
 
 
-def _opening(text: ModelText, limits: Limits) -> tuple[OpenModel, list[int]]:
+def _opening(text: ModelText, limits: Limits) -> tuple[jobs.OpenModel, list[int]]:
     """Raises TextFailed where the model has been unloaded meanwhile."""
     names = text_files(text.files)
     if not names:
         raise TextFailed(f"{text.name} has been unloaded: load it again")
     fds = [os.dup(text.files.descriptor(name)) for name in names]
-    return OpenModel(text.number, text.name, names, limits.tokenizer_bytes, text.template), fds
+    return jobs.OpenModel(text.number, text.name, names, limits.tokenizer_bytes, text.template), fds
 
 
 def _opened(worker: TextWorker, model: int, answer: Reply | DjinnError) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from djinn_client import protocol
-from djinn_client.protocol import BreakpointAdded, Breakpoints, Done
+from djinn_client.protocol import BreakpointAdded, Breakpoints
 from djinnd.server.admission import admission
 from djinnd.server.admission import breakpoints as breakpoint_admission
 from djinnd.server.loading.models import ModelTable
@@ -41,7 +41,7 @@ class BreakpointRequests:
         return FinalReply(BreakpointAdded(id=call.id, breakpoint=added.number))
 
     @handles(protocol.EndBreakpoints, journal="changes")
-    async def end(self, call: ClientCall, request: protocol.EndBreakpoints) -> FinalReply:
+    async def end(self, call: ClientCall, request: protocol.EndBreakpoints) -> None:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         there = [each.number for each in session.breakpoints.breakpoints]
@@ -49,7 +49,6 @@ class BreakpointRequests:
         if numbers:
             session.end_breakpoints(numbers)
             self._functions.breakpoints_ended(session, numbers)
-        return FinalReply(Done(id=call.id))
 
     @handles(protocol.ListBreakpoints)
     async def list_breakpoints(self, call: ClientCall, request: protocol.ListBreakpoints) -> FinalReply:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from djinn_client import protocol
-from djinn_client.protocol import Done, EditAdded, Edits
+from djinn_client.protocol import EditAdded, Edits
 from djinnd.core.edits import now
 from djinnd.messages import AddEdit, EndEdits
 from djinnd.server.admission import admission
@@ -57,7 +57,7 @@ class EditRequests:
         return edit.number
 
     @handles(protocol.EndEdits, journal="changes")
-    async def end(self, call: ClientCall, request: protocol.EndEdits) -> FinalReply:
+    async def end(self, call: ClientCall, request: protocol.EndEdits) -> None:
         session = self._sessions.lookup(request.session, call.client)
         session.expect_idle()
         numbers = admission.numbers_to_end(request.edits, session.edits.unended, session.edits.given, "edit")
@@ -66,7 +66,6 @@ class EditRequests:
             session.end_edits(numbers, at)
             self._models.tell(session, EndEdits(session.id, numbers, at))
             log.debug("edits_ended session=%s edits=%d at=%d", session.id, len(numbers), at)
-        return FinalReply(Done(id=call.id))
 
     @handles(protocol.ListEdits)
     async def list_edits(self, call: ClientCall, request: protocol.ListEdits) -> FinalReply:

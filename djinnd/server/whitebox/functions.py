@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from djinn_client import protocol
 from djinn_client.errors import FunctionNotFound, InvalidRequest, NotPermitted
-from djinn_client.protocol import Done
 from djinn_client.transport.shm import SEALS
 from djinn_client.whitebox.functions import MAX_CODE, PYTHON
 from djinnd import config
@@ -23,7 +22,7 @@ from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.whitebox.edit_requests import EditRequests
 from djinnd.server.whitebox.function_process import FunctionProcess
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.request_handler import handles
 
 _COMMAND = python_module("djinnd.functions")
@@ -48,7 +47,7 @@ class FunctionRequests:
         self._ending: set[FunctionProcess] = set()  # accept no functions any more, and have not ended yet
 
     @handles(protocol.AddFunction, is_new_work=True)
-    async def add(self, call: ClientCall, request: protocol.AddFunction) -> FinalReply:
+    async def add(self, call: ClientCall, request: protocol.AddFunction) -> None:
         session = self._permitted(call, request.session)
         point = _point_of(request, session)
         with session.in_use(call):
@@ -60,10 +59,9 @@ class FunctionRequests:
             except BaseException:
                 self._forget({function})
                 raise
-        return FinalReply(Done(id=call.id))
 
     @handles(protocol.RunFunctions, is_new_work=True, journal="grows")
-    async def run(self, call: ClientCall, request: protocol.RunFunctions) -> FinalReply:
+    async def run(self, call: ClientCall, request: protocol.RunFunctions) -> None:
         """Runs functions at the session's hit. Their edits are checked as if the client had sent them."""
         session = self._permitted(call, request.session)
         with session.in_use(call):
@@ -76,7 +74,6 @@ class FunctionRequests:
             run, room = CallFunctions(functions, hit, request.captured), self._sessions.limits.edit_bytes_per_session
             for edit in await process.run(run, call.fds[0], self._rules.seconds, room):
                 await self._editing.admit(session, edit)
-        return FinalReply(Done(id=call.id))
 
     def follow(self, rules: config.Functions) -> None:
         """Applies new rules, and looks up the users' groups again."""

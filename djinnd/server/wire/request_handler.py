@@ -1,19 +1,22 @@
 """Handlers of requests: a method says with `@handles(protocol.AddEdit)` which requests it answers.
 
-A handler is a coroutine. It returns the final reply or raises an error, which the client receives.
+A handler is a coroutine. It returns the final reply, or None if it has nothing to say: then the client receives Done.
+Or it raises an error, which the client receives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from djinn_client.protocol import Request
 from djinnd.server.wire.call import ClientCall, FinalReply
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Request)
-Handler = Callable[[ClientCall, Any], Coroutine[Any, Any, FinalReply]]
+A = TypeVar("A", bound=FinalReply | None)
+Method: TypeAlias = Callable[[T, ClientCall, R], Coroutine[Any, Any, A]]
+Handler = Callable[[ClientCall, Any], Coroutine[Any, Any, FinalReply | None]]
 
 
 class Handling(NamedTuple):
@@ -32,15 +35,10 @@ class Handling(NamedTuple):
 
 def handles(
     kind: type[R], *, is_new_work: bool = False, journal: Literal["", "changes", "grows"] = ""
-) -> Callable[
-    [Callable[[T, ClientCall, R], Coroutine[Any, Any, FinalReply]]],
-    Callable[[T, ClientCall, R], Coroutine[Any, Any, FinalReply]],
-]:
+) -> Callable[[Method[T, R, A]], Method[T, R, A]]:
     """Declares a method as the handler of a kind of request. See Handling."""
 
-    def declare(
-        method: Callable[[T, ClientCall, R], Coroutine[Any, Any, FinalReply]],
-    ) -> Callable[[T, ClientCall, R], Coroutine[Any, Any, FinalReply]]:
+    def declare(method: Method[T, R, A]) -> Method[T, R, A]:
         method.__dict__["handling"] = Handling(kind, is_new_work, journal)
         return method
 

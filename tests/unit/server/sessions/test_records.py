@@ -46,7 +46,8 @@ def opened(sessions, tokens=(1, 2, 3)):
 
 
 def asked(handler, request, user=1):
-    return asyncio.run(handler(Call(Client(user)), request)).message
+    answer = asyncio.run(handler(Call(Client(user)), request))
+    return answer and answer.message
 
 
 def keep(records, session, name="", body=b"b"):
