@@ -10,20 +10,25 @@ from djinnd.messages.directions import CallAnswer, EngineCall, FromEngine, ToEng
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class Load(EngineCall, tag="load"):
+class CheckpointCall(EngineCall):
+    """The common fields of calls about a checkpoint."""
+
     model: str
     path: str
-    kv_bytes: int = 0  # 0: the engine decides
-    host_kv_bytes: int | None = None  # bytes of pages in host memory; None: the engine decides
-    disk_kv_bytes: int | None = None  # bytes of pages in files; None: the engine decides
-    disk_folder: str = ""  # for those files; "": no disk tier
     dtype: str = "auto"  # auto, float32, bfloat16, float16
-    max_context: int = 0  # 0: the model's own
     placing: Placing = Placing()
     shared: Dtype | None = None  # dtype of the weights that a client shares; None: the weights are in the checkpoint
     files: list[str] = []  # names of the checkpoint's open files, which travel with the frame; none: `path` is opened
     fds: list[int] = []  # descriptors of `files`, in their order; the receiver owns them
     others: list[str] = []  # names of further files in the checkpoint's folder, which help to explain a refusal
+
+
+class Load(CheckpointCall, tag="load"):
+    kv_bytes: int = 0  # 0: the engine decides
+    host_kv_bytes: int | None = None  # bytes of pages in host memory; None: the engine decides
+    disk_kv_bytes: int | None = None  # bytes of pages in files; None: the engine decides
+    disk_folder: str = ""  # for those files; "": no disk tier
+    max_context: int = 0  # 0: the model's own
 
 
 class Unload(EngineCall, tag="unload"):
@@ -37,36 +42,19 @@ class Unload(EngineCall, tag="unload"):
     keep_pages: bool = False
 
 
-class Plan(EngineCall, tag="plan"):
+class Plan(CheckpointCall, tag="plan"):
     """Asks for the placement that a Load with these fields would get: in a budget of `memory_bytes` without other
     models, or now, beside those that are loaded. Answered by Planned or Failed."""
 
-    model: str
-    path: str
-    dtype: str = "auto"
     kv_bytes: int = 0  # 0: the engine decides
     max_context: int = 0  # 0: the model's own
-    placing: Placing = Placing()
     memory_bytes: int = 0  # 0: now, in the engine's budget
     held_bytes: int = 0  # of device memory that the model has itself and gives back first; the engine sets it
-    shared: Dtype | None = None  # as in Load
-    files: list[str] = []  # as in Load
-    fds: list[int] = []  # as in Load
-    others: list[str] = []  # as in Load
 
 
-class DescribeImage(EngineCall, tag="describe_image"):
-    """Asks for the layout that an image must have so that a Load with these fields finds it complete. Answered by
-    ImageDescribed or Failed."""
-
-    model: str
-    path: str
-    dtype: str
-    placing: Placing
-    shared: Dtype
-    files: list[str] = []  # as in Load
-    fds: list[int] = []  # as in Load
-    others: list[str] = []  # as in Load
+class DescribeImage(CheckpointCall, tag="describe_image"):
+    """Asks for the layout that an image must have so that a Load with these fields finds it complete. Its weights are
+    shared. Answered by ImageDescribed or Failed."""
 
 
 class PublicPrefix(ToEngine, tag="public_prefix"):

@@ -41,7 +41,7 @@ def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
     message = _decode(_to_engine, payload)
     if isinstance(message, arenas.ArenaReady | sessions.ImportKv):
         (message.fd,) = fds or (-1,)
-    elif isinstance(message, models.Load | models.Plan | models.DescribeImage):
+    elif isinstance(message, models.CheckpointCall):
         message.fds = list(fds)
     elif fds:
         assert type(message) is runs.Run and message.grammar is not None, message

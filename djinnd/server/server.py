@@ -361,12 +361,13 @@ class Server:
         restart = self._stopping.restart
         grace = max(STOPPING, self._config.limits.shutdown_grace) if restart == "warm" else STOPPING
         began = time.monotonic()
-        await self._supervisor.stop(keep_pages=restart == "warm")
-        over = self._supervisor.exited() if restart is None else self._supervisor.finished()
-        await _first(over, self._stopping.now.wait(), timeout=grace)
-        self._supervisor.kill()
+        engine = await self._supervisor.stop(keep_pages=restart == "warm")
+        if engine is not None:
+            over = engine.exited() if restart is None else engine.finished()
+            await _first(over, self._stopping.now.wait(), timeout=grace)
+            engine.kill()
         self._stopping.decide()
-        if self._stopping.restart is None or not self._supervisor.can_be_left:
+        if self._stopping.restart is None or (engine is not None and not engine.can_be_left):
             await self._supervisor.gone()
         log.info("engine_stopped seconds=%.3f", time.monotonic() - began)
 

@@ -21,6 +21,7 @@ from tokenizers import Encoding, Tokenizer, models
 from djinn_client.errors import InvalidRequest
 from djinnd.text.chat.control import ControlSpan
 from djinnd.text.segments import Segments
+from djinnd.text.steps import steps_in
 
 
 class TextRules(NamedTuple):
@@ -163,7 +164,7 @@ def _drop_prefix(whole: dict[str, Any]) -> bool:
     """Takes from a tokenizer's file, as parsed, what puts a space before every text. → whether there was anything."""
     changed = False
     for part in ("normalizer", "pre_tokenizer"):
-        steps = _steps(whole.get(part))
+        steps = steps_in(whole.get(part))
         kept = [step for step in steps if step.get("type") != "Prepend"]
         changed |= len(kept) < len(steps)
         for step in kept:
@@ -176,13 +177,3 @@ def _drop_prefix(whole: dict[str, Any]) -> bool:
             name = "normalizers" if part == "normalizer" else "pretokenizers"
             whole[part] = {"type": "Sequence", name: kept} if kept else None
     return changed
-
-
-def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Lists the steps of a normalizer or a pre-tokenizer, also those of nested sequences."""
-    if part is None:
-        return []
-    if part.get("type") == "Sequence":
-        inner = part.get("normalizers") or part.get("pretokenizers") or []
-        return [step for each in inner for step in _steps(each)]
-    return [part]

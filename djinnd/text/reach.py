@@ -6,10 +6,11 @@ space, an added token that strips the white space around it.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
+
+from djinnd.text.steps import steps_of
 
 _COMPOSED = 4  # characters, at most, that Unicode's composition makes one of
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that remove nothing
@@ -19,29 +20,18 @@ _SPLITTING = {"Split", "Punctuation"}  # these may, as their `behavior` says
 def characters_per_token(tokenizer: Tokenizer) -> int | None:
     """None: nothing bounds them."""
     vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    pre_tokenizer = _parts(tokenizer.pre_tokenizer, "pretokenizers")
+    pre_tokenizer = steps_of(tokenizer.pre_tokenizer)
     if not all(map(_keeps, pre_tokenizer)) or not _covers_all(tokenizer, pre_tokenizer, vocab):
         return None
     if any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
         return None
     joined = 1
-    for part in _parts(tokenizer.normalizer, "normalizers"):
+    for part in steps_of(tokenizer.normalizer):
         factor = _joined(part)
         if factor is None:
             return None
         joined *= factor
     return joined * max(map(len, vocab), default=1)
-
-
-def _parts(component: Any, key: str) -> list[dict[str, Any]]:
-    """The steps of a component, as tokenizer.json has them."""
-    if component is None:
-        return []
-    state: dict[str, Any] = json.loads(component.__getstate__())
-    steps = [state]
-    while any(step["type"] == "Sequence" for step in steps):
-        steps = [inner for step in steps for inner in (step[key] if step["type"] == "Sequence" else [step])]
-    return steps
 
 
 def _keeps(pre_tokenizer: dict[str, Any]) -> bool:

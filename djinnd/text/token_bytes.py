@@ -11,14 +11,13 @@ A special token is its own text.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection
 
 from tokenizers import Tokenizer
 
 from djinnd.text.reader import expect_bounded
+from djinnd.text.steps import steps_of
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -30,7 +29,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known = {id_: token.content.encode() for id_, token in tokenizer.get_added_tokens_decoder().items()}
-        kinds = {step.get("type") for step in _steps(tokenizer)}
+        kinds = {step["type"] for step in steps_of(tokenizer.decoder)}
         if "ByteLevel" in kinds:
             self._read = self._of_letters
         elif kinds & {"ByteFallback", "Metaspace"}:
@@ -62,17 +61,6 @@ class TokenBytes:
 
     def _decoded(self, token: int, text: str) -> bytes:
         return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
-
-
-def _steps(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Lists the steps of the tokenizer's decoder, also those inside a sequence."""
-    if tokenizer.decoder is None:
-        return
-    todo = [json.loads(tokenizer.decoder.__getstate__())]
-    while todo:
-        step = todo.pop()
-        yield step
-        todo += step.get("decoders") or ()
 
 
 def _letters() -> dict[str, bytes]:

@@ -118,45 +118,25 @@ class Supervisor:
         self._task = asyncio.create_task(self._supervise())
         self._task.add_done_callback(_ended)
 
-    async def stop(self, keep_pages: bool = False) -> None:
+    async def stop(self, keep_pages: bool = False) -> EngineProcess | None:
         """Ends the supervision and asks the engine to end; calls that wait for it fail. `keep_pages`: the engine saves
-        the pages of sessions for the next engine."""
-        if self._task is None:
-            return
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        the pages of sessions for the next engine. Returns the engine's process, for the caller to kill."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
         if self._process is not None:
             self._process.client.send(Shutdown(keep_pages))
             self._process.client.lose(ShuttingDown("the daemon is stopping: try again when it is back"))
-
-    async def exited(self) -> None:
-        """After `stop`: returns when the engine's process has ended by itself."""
-        if self._process is not None:
-            await self._process.exited()
-
-    async def finished(self) -> None:
-        """After `stop`: returns when the engine has finished its work at shutdown."""
-        if self._process is not None:
-            await self._process.finished()
-
-    def kill(self) -> None:
-        """After `stop`: kills the engine's process."""
-        if self._process is not None:
-            self._process.kill()
+        return self._process
 
     async def gone(self) -> None:
-        """After `kill`: returns when no engine process is left."""
+        """After the engine was killed: returns when no engine process is left."""
         await self._last.gone()
         if self._process is not None:
             await self._process.gone()
 
-    @property
-    def can_be_left(self) -> bool:
-        """After `kill`: True if a successor can wait for the engine's end instead of this process."""
-        return self._process is None or self._process.can_be_left
-
     def hand_over(self) -> list[Inherited]:
-        """After `kill`: the descriptors of ending engines, for the successor."""
+        """After the engine was killed: the descriptors of ending engines, for the successor."""
         return self._last.hand_over() + (self._process.hand_over() if self._process is not None else [])
 
     async def engine(self) -> EngineClient:

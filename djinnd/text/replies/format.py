@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,7 +33,8 @@ class CallSyntax(Protocol):
     def begins(self) -> tuple[str, ...]: ...
 
     @property
-    def starts(self) -> tuple[str, ...]: ...
+    def starts(self) -> tuple[str, ...]:
+        return ()
 
     def markers(self) -> tuple[str, ...]:
         """Every marker of the syntax."""
@@ -49,16 +50,15 @@ class CallSyntax(Protocol):
 
     def between(self) -> tuple[str, str, str]:
         """The text of a reply of forced calls before the first call, between two calls, and after the last."""
-        ...
+        return "", "\n", ""
 
 
 @dataclass(frozen=True)
-class Marked:
+class Marked(CallSyntax):
     """The common part of call syntaxes that write calls between two markers."""
 
     begin: str
     end: str
-    starts: tuple[str, ...] = ()
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -71,8 +71,7 @@ class Marked:
 class ReplyFormat(Protocol):
     """How a model writes reasoning, content and tool calls."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     @property
     def markers(self) -> tuple[str, ...] | None:
@@ -82,17 +81,17 @@ class ReplyFormat(Protocol):
     def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
         """The format's markers that are special tokens of a vocabulary, with their ids. Other special tokens, which a
         vocabulary has thousands of, are text in a grammar."""
-        ...
+        return {marker: special[marker] for marker in self.markers or () if marker in special}
 
     @property
     def has_unmarked_calls(self) -> bool:
         """True if no marker tells a call from a reply in JSON."""
-        ...
+        return False
 
     @property
     def nine_character_ids(self) -> bool:
         """True if the template refuses ids of calls that are not nine letters or digits."""
-        ...
+        return False
 
     def begins_reasoning(self, prompt: str) -> bool:
         """True if a prompt that ends like this has opened reasoning already."""
@@ -118,10 +117,6 @@ class ReplyFormat(Protocol):
 def tokens_in(*texts: str) -> tuple[str, ...]:
     """Finds the strings in these markers that a vocabulary may have as special tokens."""
     return tuple(dict.fromkeys(token for text in texts for token in _TOKEN.findall(text)))
-
-
-def ids_of(markers: Iterable[str], special: Mapping[str, int]) -> dict[str, int]:
-    return {marker: special[marker] for marker in markers if marker in special}
 
 
 def cannot_force(name: str) -> InvalidRequest:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
 from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Json, Pieces, Until, listed
+from djinnd.text.replies.json_text import object_text
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.python_calls import whole
 from djinnd.text.replies.source import Malformed, Reading, Source
-from djinnd.text.replies.tools import Schema, Tools, is_name, is_string, members_of
+from djinnd.text.replies.tools import Schema, Tools, is_name, is_string, members_of, quoted
 
 _HEAD = re.compile(r"\s*call:([^{]+)(\{.*\})\s*", re.DOTALL)
 
@@ -40,14 +40,8 @@ class GemmaCalls(Marked):
         if len(parts) % 2 == 0:
             raise Malformed
         plain = [_KEY.sub(r'\1"\2"\3', part) for part in parts[::2]]
-        strings = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]
-        written = "".join(part for pair in zip(plain, [*strings, ""], strict=True) for part in pair)
-        try:
-            if isinstance(json.loads(written), dict):
-                return written
-        except (ValueError, RecursionError):
-            pass
-        raise Malformed
+        strings = map(quoted, parts[1::2])
+        return object_text("".join(part for pair in zip(plain, [*strings, ""], strict=True) for part in pair))
 
     def forced(self, name: str, parameters: Schema) -> Pieces:
         members = [((f"{key}:", *self._forced(schema)), needed) for key, schema, needed in members_of(parameters)]

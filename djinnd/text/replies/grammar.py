@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from djinnd.text.replies.tools import Schema
+from djinnd.text.replies.tools import Schema, quoted
 
 # Whitespace between two parts of a JSON text: a space, or a line break with an indentation. llguidance's default has no
 # bound, and a small model that begins with blanks writes blanks to its last token.
@@ -120,18 +120,14 @@ class _Writer:
     def _literal(self, text: str) -> str:
         parts = self._split.split(text) if self._split else [text]
         return " ".join(
-            f"<[{self._special[part]}]>" if part in self._special else _quoted(part) for part in parts if part
+            f"<[{self._special[part]}]>" if part in self._special else quoted(part) for part in parts if part
         )
 
     def _until(self, end: str) -> str:
         if end in self._special:
             return f"/(?s:.*)/ {self._literal(end)}"
         rule = f"text_{len(self.rules)}_{len(end)}"
-        line = f"{rule}[suffix={_quoted(end)}]: /(?s:.*)/"
+        line = f"{rule}[suffix={quoted(end)}]: /(?s:.*)/"
         if line not in self.rules:
             self.rules.append(line)
         return rule
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from djinnd.text.replies.format import ids_of
+from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.replies.grammar import Maybe, Pieces, Until, lark
 from djinnd.text.replies.grammar import arguments as argument_grammar
 from djinnd.text.replies.json_calls import arguments
@@ -29,14 +29,9 @@ _BORDERS = markers(START, CHANNEL, *ENDS)  # where a message ends, or another on
 
 
 @dataclass(frozen=True)
-class HarmonyFormat:
+class HarmonyFormat(ReplyFormat):
     name: str = "harmony"
     markers: tuple[str, ...] = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
-    has_unmarked_calls: bool = False
-    nine_character_ids: bool = False
-
-    def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
-        return ids_of(self.markers, special)
 
     def begins_reasoning(self, prompt: str) -> bool:
         return prompt[-_MAX_HEADER:].endswith(f"{CHANNEL}analysis{MESSAGE}")

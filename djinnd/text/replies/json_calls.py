@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from djinnd.text.replies.json_text import read_string, value
+from djinnd.text.replies.json_text import object_text, read_string, value
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import MAX_NAME, Tools, is_name
@@ -86,12 +86,7 @@ def _read_arguments(source: Source) -> Reading[str]:
         return "{}"
     if text.startswith('"'):
         text = json.loads(text)
-    try:
-        if isinstance(json.loads(text), dict):
-            return text
-    except (ValueError, RecursionError):
-        pass
-    raise Malformed
+    return object_text(text)
 
 
 def _next_member(source: Source) -> Reading[bool]:

@@ -47,6 +47,16 @@ def read_string(source: Source) -> Reading[str]:
     return str(json.loads("".join(parts)))
 
 
+def object_text(text: str) -> str:
+    """Returns the text of a JSON object as it is. Raises Malformed for any other text."""
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+    except (ValueError, RecursionError):
+        pass
+    raise Malformed
+
+
 def _opened(source: Source, tell: Tell, closing: list[str]) -> Reading[bool]:
     """Reads a scalar, or the begin of an object or a list. True if a value comes next."""
     following = yield from source.peek()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from djinnd.text.replies.format import Marked
+from djinnd.text.replies.format import CallSyntax, Marked
 from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.grammar import arguments as argument_grammar
 from djinnd.text.replies.json_calls import arguments, call_list, call_object, read_name
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.python_calls import read_python_call
 from djinnd.text.replies.source import Reading, Source
-from djinnd.text.replies.tools import Schema, Tools
+from djinnd.text.replies.tools import Schema, Tools, quoted
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,6 @@ class ObjectCalls(Marked):
 
     def forced(self, name: str, parameters: Schema) -> Pieces:
         return (f"{self.begin}\n", *json_object(name, "arguments", parameters), f"\n{self.end}")
-
-    def between(self) -> tuple[str, str, str]:
-        return "", "\n", ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class ListCalls(Marked):
 
 
 @dataclass(frozen=True)
-class LlamaCalls:
+class LlamaCalls(CallSyntax):
     """Llama 3: a bare `{"name": …, "parameters": {…}}`, or several with `;` between them, or one behind
     `<|python_tag|>`, where its built-in tools are written as `brave_search.call(query="…")`."""
 
@@ -87,14 +83,13 @@ class LlamaCalls:
 
 
 @dataclass(frozen=True)
-class MistralCalls:
+class MistralCalls(CallSyntax):
     """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, and since 2025 `[TOOL_CALLS]name[ARGS]{…}` for each call.
 
     `named`: the template writes the newer form."""
 
     named: bool = True
     begins: tuple[str, ...] = ("[TOOL_CALLS]",)
-    starts: tuple[str, ...] = ()
 
     def markers(self) -> tuple[str, ...]:
         return (*self.begins, "[ARGS]", "[CALL_ID]")
@@ -135,7 +130,7 @@ class Section(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SectionCalls:
+class SectionCalls(CallSyntax):
     """Calls inside a section: DeepSeek and Kimi.
 
     DeepSeek V3 and R1: `<|tool call begin|>function<|tool sep|>NAME`, then the arguments as a Markdown block.
@@ -144,7 +139,6 @@ class SectionCalls:
     marks: Section
     markdown: bool = False
     numbered: bool = False
-    starts: tuple[str, ...] = ()
 
     @property
     def begins(self) -> tuple[str, ...]:
@@ -194,4 +188,4 @@ class SectionCalls:
 
 
 def json_object(name: str, key: str, parameters: Schema) -> Pieces:
-    return (f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ', argument_grammar(parameters), "}")
+    return (f'{{"name": {quoted(name)}, "{key}": ', argument_grammar(parameters), "}")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from djinnd.text.replies.format import CallSyntax
 from djinnd.text.replies.grammar import Json, Pieces, listed
 from djinnd.text.replies.json_calls import read_name
 from djinnd.text.replies.json_text import MAX_DEPTH
@@ -33,7 +34,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class PythonCalls:
+class PythonCalls(CallSyntax):
     """A list of calls: between markers, or as the whole reply where there are none."""
 
     begin: str = ""
@@ -71,11 +72,10 @@ class PythonCalls:
 
 
 @dataclass(frozen=True)
-class ToolCode:
+class ToolCode(CallSyntax):
     """Gemma 3: a ```tool_code block with one call on each line."""
 
     begins: tuple[str, ...] = ("```tool_code\n",)
-    starts: tuple[str, ...] = ()
 
     def markers(self) -> tuple[str, ...]:
         return ()

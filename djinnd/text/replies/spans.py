@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from djinnd.text.replies.format import CallSyntax, TextSpan, cannot_force, ids_of, tokens_in
+from djinnd.text.replies.format import CallSyntax, ReplyFormat, TextSpan, cannot_force, tokens_in
 from djinnd.text.replies.grammar import Maybe, Pieces, Space, Until, lark
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import MAX_SPACE, Malformed, Reading, Source, markers
@@ -15,7 +15,7 @@ _TAIL = 1024  # characters of a prompt that can hold what opened the reasoning
 
 
 @dataclass(frozen=True)
-class SpanFormat:
+class SpanFormat(ReplyFormat):
     name: str
     reasoning: TextSpan | None = None
     calls: CallSyntax | None = None
@@ -25,9 +25,6 @@ class SpanFormat:
     def markers(self) -> tuple[str, ...]:
         spans = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         return tokens_in(*spans, *(self.calls.markers() if self.calls else ()))
-
-    def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
-        return ids_of(self.markers, special)
 
     @property
     def has_unmarked_calls(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from djinnd.text.replies.format import Marked
+from djinnd.text.replies.format import CallSyntax, Marked
 from djinnd.text.replies.grammar import Either, Json, Maybe, Piece, Pieces, Until
 from djinnd.text.replies.json_calls import read_name
 from djinnd.text.replies.output import ReplyEvents
@@ -50,17 +50,13 @@ class QwenCoderCalls(Marked):
             pieces += tagged(begin, schema, end, needed)
         return (*pieces, f"</function>\n{self.end}")
 
-    def between(self) -> tuple[str, str, str]:
-        return "", "\n", ""
-
 
 @dataclass(frozen=True)
-class GlmCalls:
+class GlmCalls(CallSyntax):
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`; line breaks between tags are
     optional."""
 
     begins: tuple[str, ...] = ("<tool_call>",)
-    starts: tuple[str, ...] = ()
 
     def markers(self) -> tuple[str, ...]:
         return ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -82,9 +78,6 @@ class GlmCalls:
         for key, schema, needed in members_of(parameters):
             pieces += tagged(f"<arg_key>{key}</arg_key>\n<arg_value>", schema, "</arg_value>\n", needed)
         return (*pieces, "</tool_call>")
-
-    def between(self) -> tuple[str, str, str]:
-        return "", "\n", ""
 
 
 @dataclass(frozen=True)

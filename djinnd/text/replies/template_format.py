@@ -23,7 +23,7 @@ _MAX_DELIMITER = 4 << 10  # characters that may be the begin of a delimiter
 
 
 @dataclass(frozen=True)
-class TemplateFormat:
+class TemplateFormat(ReplyFormat):
     """otherwise: the format of the family. It forces calls, as a response template only says how to read them."""
 
     template: ResponseTemplate
