@@ -22,8 +22,8 @@ from djinnd.text.end_tokens import MAX_END_TOKENS, end_tokens
 from djinnd.text.grammar import open_tokenizer
 from djinnd.text.reach import characters_per_token
 from djinnd.text.reader import TextReader
-from djinnd.text.replies import ReplyFormat, reply_format
-from djinnd.text.replies.detection import AUTO
+from djinnd.text.replies.detection import AUTO, reply_format
+from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.token_bytes import TokenBytes
 
 TOKENIZER = "tokenizer.json"

@@ -45,7 +45,7 @@ from djinnd.text.chat.reply import ChatReply
 from djinnd.text.encoder import TextRules
 from djinnd.text.grammar import compiled, expect_sound, grammar_text, table_of
 from djinnd.text.reader import expect_bounded
-from djinnd.text.replies import reply_format
+from djinnd.text.replies.detection import reply_format
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_worker.reading import Reading
 

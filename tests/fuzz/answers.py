@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from djinnd.text.replies import NAMES, reply_format
+from djinnd.text.replies.detection import NAMES, reply_format
 from tests.fuzz.target import Target
 from tests.support.replies import SAMPLES, read
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from djinnd.text.replies import NAMES, CallArguments, Content, Reasoning, reply_format
+from djinnd.text.replies.detection import NAMES, reply_format
+from djinnd.text.replies.events import CallArguments, Content, Reasoning
 from tests.support.replies import SAMPLES, read
 
 TEXTS = [sample.text for sample in SAMPLES]

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from djinnd.text.replies import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    Content,
-    Event,
-    Reasoning,
-    ReplyFormat,
-    ReplyParser,
-    reply_format,
-    tools_by_name,
-)
+from djinnd.text.replies.detection import reply_format
+from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from djinnd.text.replies.format import ReplyFormat
+from djinnd.text.replies.parser import ReplyParser
+from djinnd.text.replies.tools import tools_by_name
 
 TOOLS = [
     {

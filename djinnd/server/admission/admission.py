@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from djinn_client import protocol
 from djinn_client.arguments.options import MAX_NEW_TOKENS
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
-from djinn_client.protocol import (
-    Forward,
-    Generate,
-    GetTrace,
-    LoadModel,
-    ModelInfo,
-    PauseSession,
-    PlanModel,
-    PublishPrefix,
-    ShareModel,
-)
 from djinn_client.protocol.fields.points import Point
 from djinn_client.protocol.requests import DEFAULT_TOKENS
 from djinnd.config.schema import MAX_KEEP_ALIVE_S
@@ -35,7 +25,7 @@ MAX_TRACE_STEPS = 100
 MAX_TRACE_SECONDS = 60.0
 
 
-def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
+def check_generate(request: protocol.Generate, model: protocol.ModelInfo, lacking: str) -> None:
     """Checks everything that is known before the prompt is tokenised. `lacking`: why the model takes no text; empty if
     it takes text. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
     request.sampling.validate()
@@ -63,7 +53,7 @@ def check_generate(request: Generate, model: ModelInfo, lacking: str) -> None:
         raise NoTokenizer(f"the bytes of {model.name}'s tokens are unknown, as {lacking}: leave token_bytes out")
 
 
-def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, model: ModelInfo) -> int:
+def most_tokens(request: protocol.Generate, prompt_tokens: int, session_tokens: int, model: protocol.ModelInfo) -> int:
     """Returns the number of tokens that a call may generate behind its prompt, which fits. A call that continues from a
     breakpoint was checked when it began, and gets the room that is left. Raises InvalidRequest."""
     room, wanted = model.max_context - session_tokens - prompt_tokens, request.max_tokens
@@ -91,7 +81,7 @@ def most_tokens(request: Generate, prompt_tokens: int, session_tokens: int, mode
 
 
 def check_prompt(
-    prompt: Sequence[int], session_tokens: int, model: ModelInfo, room: int, *, is_text: bool = False
+    prompt: Sequence[int], session_tokens: int, model: protocol.ModelInfo, room: int, *, is_text: bool = False
 ) -> None:
     """Checks the length and the tokens of a prompt. `room` is the number of tokens that must fit behind it. `is_text`:
     the model's own tokenizer has produced the tokens. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
@@ -110,7 +100,7 @@ def check_prompt(
     check_tokens(prompt, model, is_text=is_text)
 
 
-def check_tokens(tokens: Sequence[int], model: ModelInfo, *, is_text: bool = False) -> None:
+def check_tokens(tokens: Sequence[int], model: protocol.ModelInfo, *, is_text: bool = False) -> None:
     """Raises TokenOutOfRange. Negative ids cannot be encoded on the wire."""
     highest = max(tokens, default=0)
     if highest >= model.vocab:
@@ -125,7 +115,7 @@ def check_tokens(tokens: Sequence[int], model: ModelInfo, *, is_text: bool = Fal
         )
 
 
-def points_named(names: Sequence[str], model: ModelInfo, field: str) -> dict[str, Point]:
+def points_named(names: Sequence[str], model: protocol.ModelInfo, field: str) -> dict[str, Point]:
     """Maps each name to its point; a name with * maps to one point for each block. `field` is the request's field, for
     errors. Raises InvalidRequest."""
     wanted = list(dict.fromkeys(names))
@@ -149,7 +139,7 @@ def numbers_to_end(wanted: Sequence[int] | None, there: Sequence[int], given: in
     return list(there if wanted is None else filter(set(wanted).__contains__, there))
 
 
-def check_forward(request: Forward, session_tokens: int, model: ModelInfo) -> None:
+def check_forward(request: protocol.Forward, session_tokens: int, model: protocol.ModelInfo) -> None:
     """Checks a forward pass. Raises InvalidRequest, TokenOutOfRange, PromptTooLong."""
     if not request.token_ids:
         raise InvalidRequest("a forward pass needs at least one token", field="token_ids")
@@ -171,13 +161,13 @@ def check_truncate(length: int, session_tokens: int) -> None:
         raise InvalidRequest(f"the session has {session_tokens:,} tokens and cannot be cut to {length}", field="length")
 
 
-def check_pause(request: PauseSession) -> None:
+def check_pause(request: protocol.PauseSession) -> None:
     """Checks the tier of a pause. Raises InvalidRequest."""
     if request.tier == "device":
         raise InvalidRequest("a paused session's pages leave the device: pause it to host or disk", field="tier")
 
 
-def public_tokens(request: PublishPrefix, session_tokens: int, page_size: int) -> int:
+def public_tokens(request: protocol.PublishPrefix, session_tokens: int, page_size: int) -> int:
     """Returns the number of tokens that the request makes public: whole pages only. Raises InvalidRequest."""
     wanted = session_tokens if request.tokens is None else request.tokens
     if wanted > session_tokens:
@@ -192,7 +182,7 @@ def public_tokens(request: PublishPrefix, session_tokens: int, page_size: int) -
     return public
 
 
-def check_load(request: LoadModel | PlanModel | ShareModel) -> None:
+def check_load(request: protocol.LoadModel | protocol.PlanModel | protocol.ShareModel) -> None:
     """Checks the sizes and times of a load. Raises InvalidRequest."""
     if request.kv_bytes < 0:
         raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be a size, or 0: the daemon decides")
@@ -208,14 +198,14 @@ def check_load(request: LoadModel | PlanModel | ShareModel) -> None:
         raise InvalidRequest(f"keep_alive_s is {keep_alive:g}; {limit}", field="keep_alive_s")
 
 
-def check_plan(request: PlanModel) -> None:
+def check_plan(request: protocol.PlanModel) -> None:
     """Checks the memory sizes of a plan. Raises InvalidRequest."""
     check_load(request)
     if request.memory_bytes < 0:
         raise InvalidRequest(f"memory_bytes is {request.memory_bytes}; it must be 0 (the device's budget) or a size")
 
 
-def check_share(request: ShareModel) -> None:
+def check_share(request: protocol.ShareModel) -> None:
     """Checks the settings of a shared model. Raises InvalidRequest."""
     check_load(request)
     if not request.placing.keep_host:
@@ -228,7 +218,7 @@ def check_budget(memory_bytes: int) -> None:
         raise InvalidRequest(f"memory_bytes is {memory_bytes}; a budget must be 1 byte or more", field="memory_bytes")
 
 
-def check_trace(request: GetTrace) -> None:
+def check_trace(request: protocol.GetTrace) -> None:
     """Checks the length of a trace. Raises InvalidRequest."""
     if not 1 <= request.steps <= MAX_TRACE_STEPS:
         raise InvalidRequest(f"steps is {request.steps}; it must be from 1 to {MAX_TRACE_STEPS}", field="steps")
@@ -255,7 +245,7 @@ def check_scored(likeliest: int, prompt_tokens: int, may_stop: bool) -> None:
         )
 
 
-def _check_prompt_logprobs(request: Generate) -> None:
+def _check_prompt_logprobs(request: protocol.Generate) -> None:
     likeliest = request.prompt_logprobs
     if likeliest is None:
         return
@@ -267,7 +257,7 @@ def _check_prompt_logprobs(request: Generate) -> None:
         raise InvalidRequest(told, field="prompt_logprobs")
 
 
-def _check_hints(request: Generate) -> None:
+def _check_hints(request: protocol.Generate) -> None:
     if request.expected_tokens < 0:
         wanted = "it must be 0 (not known) or a count"
         raise InvalidRequest(f"expected_tokens is {request.expected_tokens}; {wanted}", field="expected_tokens")

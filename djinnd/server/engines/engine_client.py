@@ -29,7 +29,8 @@ _numbers = itertools.count(1)  # of requests to engines: unique in the daemon's 
 
 
 class EngineRun(Protocol):
-    """Receives the events of one message that `EngineClient.run` has sent. Times are CLOCK_MONOTONIC."""
+    """Receives the events of one message that `EngineClient.run` has sent. Times are CLOCK_MONOTONIC. A kind of run
+    leaves out the events that it has none of."""
 
     @property
     def progress(self) -> RunProgress: ...
@@ -38,26 +39,38 @@ class EngineRun(Protocol):
     @property
     def is_urgent(self) -> bool:
         """True if its tokens of a step are sent before the server processes and journals the step's other tokens."""
+        ...
 
     def started(self, at: float, woken: bool) -> None: ...
-    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None: ...
-    def prompt_scored(self, message: messages.PromptScored) -> None: ...
+    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
+        raise AssertionError(f"a token for a {type(self).__name__}")
+
+    def prompt_scored(self, message: messages.PromptScored) -> None:
+        raise AssertionError(f"prompt log probabilities for a {type(self).__name__}")
+
     def tell(self) -> None:
         """Sends the received tokens now instead of at the end of this turn of the loop."""
+        ...
 
-    def finished(self, message: messages.Finished) -> None: ...
+    def finished(self, message: messages.Finished) -> None:
+        raise AssertionError(f"a {type(self).__name__} ends otherwise")
+
     def captured(self, message: messages.Finished, fd: int) -> None:
         """The run is finished and has captured data in a memfd. The descriptor now belongs to the run."""
+        raise AssertionError(f"activations for a {type(self).__name__}")
 
     def logits(self, message: messages.LogitsReady, fd: int) -> None:
         """The logits are in a memfd. The descriptor now belongs to the run."""
+        raise AssertionError(f"logits for a {type(self).__name__}")
 
     def exported(self, message: messages.KvExported, fd: int) -> None:
         """The session's KV is in a memfd. The descriptor now belongs to the run."""
+        raise AssertionError(f"KV for a {type(self).__name__}")
 
     def failed(self, error: DjinnError) -> None: ...
     def lost(self, error: DjinnError, blamed: bool) -> None:
         """The engine is lost, and the run with it. `blamed`: this run may have killed the engine."""
+        ...
 
 
 class EngineEvents(Protocol):
@@ -183,10 +196,8 @@ class EngineClient:
                 self._runs.pop(message.request).exported(message, fds[0])
             case messages.Failed() if message.request in self._runs:
                 self._runs.pop(message.request).failed(from_code(message.code, message.message, message.data))
-            case messages.Failed():
-                self._fail_call(message)
-            case messages.CallAnswer():
-                self._answer_call(message)
+            case messages.Failed() | messages.CallAnswer():
+                self._end_call(message)
             case messages.Ready():
                 self.ready.set_result(message)
             case messages.Alive():
@@ -228,12 +239,11 @@ class EngineClient:
         for run, token in given:
             run.token(token.token, token.logprobs, now)
 
-    def _answer_call(self, message: messages.CallAnswer) -> None:
+    def _end_call(self, message: messages.CallAnswer | messages.Failed) -> None:
         future = self._calls.get(message.request)
-        if future is not None and not future.done():  # else the caller was cancelled
-            future.set_result(message)
-
-    def _fail_call(self, message: messages.Failed) -> None:
-        future = self._calls.get(message.request)
-        if future is not None and not future.done():
+        if future is None or future.done():  # the caller was cancelled
+            return
+        if isinstance(message, messages.Failed):
             future.set_exception(from_code(message.code, message.message, message.data))
+        else:
+            future.set_result(message)

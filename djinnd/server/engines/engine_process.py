@@ -8,12 +8,12 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from djinnd.config import Limits
 from djinnd.server.engines.blame import Suspect
 from djinnd.server.engines.engine_client import EngineClient, EngineEvents
-from djinnd.server.engines.fork_server import ForkServer
+from djinnd.server.engines.fork_server import ForkedProcess, ForkServer
 from djinnd.server.engines.previous_engine import ENGINE_FD
 from djinnd.server.handover.pidfds import open_pidfd
 from djinnd.server.handover.succession import Inherited
@@ -31,12 +31,7 @@ class EngineDeath(NamedTuple):
     is_final: bool  # the next engine would end in the same way
 
 
-class Process(Protocol):
-    """The leader of a process group. `wait` returns its exit status when it has ended, negative for a signal."""
-
-    @property
-    def pid(self) -> int: ...
-    async def wait(self) -> int: ...
+Process = asyncio.subprocess.Process | ForkedProcess  # each leads a process group
 
 
 class EngineProcess:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
@@ -68,40 +69,30 @@ class ModelOwner(EngineEvents, Protocol):
         """Called when the engine has sent new descriptions of its models without being asked."""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Starts, watches and replaces engines. `command` starts an engine (see EngineProcess.start) and receives its
     budget of device memory as `--memory`. The first engine waits until `last`, the earlier daemon's engine, is gone."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        memory: int,
-        environ: Mapping[str, str],
-        fork_server: ForkServer,
-        limits: Limits,
-        scheduling: Scheduling,
-        owner: ModelOwner,
-        last: PreviousEngine,
-    ) -> None:
-        self.state: EngineState = "starting"
-        self.restarts = 0
-        self.told: Ready | None = None  # description of the latest engine
-        self._command = command
-        self._memory = memory  # bytes, for the next engine too; 0: the engine decides
-        self._changes: set[asyncio.Task[BudgetSet]] = set()
-        self._environ = environ
-        self._fork_server = fork_server
-        self.limits = limits
-        self._scheduling = scheduling
-        self._owner = owner
-        self._last = last
-        self.failure = ""  # why no engine will ever be ready
-        self._last_death = ""  # reason of the previous engine's death
-        self._died_over_a_user = False  # by the previous engine: see ModelOwner.engine_lost
-        self._next_start = 0.0  # when the next engine is started, on the loop's clock; while the state is "lost"
-        self._process: EngineProcess | None = None
-        self._settled = asyncio.Event()  # ready or failed
-        self._task: asyncio.Task[None] | None = None
+    _command: Sequence[str]
+    _memory: int  # bytes, for the next engine too; 0: the engine decides
+    _environ: Mapping[str, str]
+    _fork_server: ForkServer
+    limits: Limits
+    _scheduling: Scheduling
+    _owner: ModelOwner
+    _last: PreviousEngine
+    state: EngineState = field(init=False, default="starting")
+    restarts: int = field(init=False, default=0)
+    told: Ready | None = field(init=False, default=None)  # description of the latest engine
+    failure: str = field(init=False, default="")  # why no engine will ever be ready
+    _changes: set[asyncio.Task[BudgetSet]] = field(init=False, default_factory=set)
+    _last_death: str = field(init=False, default="")  # reason of the previous engine's death
+    _died_over_a_user: bool = field(init=False, default=False)  # by the previous engine: see ModelOwner.engine_lost
+    _next_start: float = field(init=False, default=0.0)  # on the loop's clock; while the state is "lost"
+    _process: EngineProcess | None = field(init=False, default=None)
+    _settled: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # ready or failed
+    _task: asyncio.Task[None] | None = field(init=False, default=None)
 
     def set_scheduling(self, scheduling: Scheduling) -> None:
         """Sets the scheduling rules of this engine and of all later ones."""

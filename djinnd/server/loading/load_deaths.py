@@ -44,32 +44,24 @@ class LoadDeaths:
         """Loads the model on an engine; returns the engine and its description of the model. A death during `check`
         does not count. Raises ModelRejected if the model is set aside, and the errors of `check` and `load`."""
         try:
-            return await self._loaded(model, check, load)
+            while True:
+                async with self._turn():
+                    engine = await self._next_engine(model.name)
+                    with suppress(EngineLost):
+                        await check(engine)
+                    if engine.lost.done():
+                        continue
+                    try:
+                        loaded = await load(engine)
+                    except EngineLost as error:
+                        if model.is_configured:
+                            self.trials.add(model)
+                        _count(model, error)
+                    else:
+                        model.load_deaths = 0
+                        return engine, loaded
         finally:
             self.trials.discard(model)
-
-    async def _loaded(
-        self,
-        model: ServedModel,
-        check: Callable[[EngineClient], Awaitable[None]],
-        load: Callable[[EngineClient], Awaitable[Loaded]],
-    ) -> tuple[EngineClient, Loaded]:
-        while True:
-            async with self._turn():
-                engine = await self._next_engine(model.name)
-                with suppress(EngineLost):
-                    await check(engine)
-                if engine.lost.done():
-                    continue
-                try:
-                    loaded = await load(engine)
-                except EngineLost as error:
-                    if model.is_configured:
-                        self.trials.add(model)
-                    _count(model, error)
-                else:
-                    model.load_deaths = 0
-                    return engine, loaded
 
     def _turn(self) -> AbstractAsyncContextManager[object]:
         is_suspicious = any(model.load_deaths and model.state == "loading" for model in self._models)

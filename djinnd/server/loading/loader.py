@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,40 +38,28 @@ from djinnd.server.text.texts import Texts
 log = logging.getLogger("djinnd.server")
 
 
+@dataclass(eq=False)
 class ModelLifecycle:
     """Changes the state of models. `models` iterates over all known models. `gone` is called with a model that has been
     unloaded or could not be loaded. `page_folder` holds the pages that engines keep on disk; it outlives the daemon."""
 
-    def __init__(
-        self,
-        models: Iterable[ServedModel],
-        sessions: SessionTable,
-        prefixes: PrefixTable,
-        arena: Arena,
-        arena_requests: ArenaRequests,
-        engine_for: Callable[[str], Awaitable[EngineClient]],
-        next_engine: Callable[[str], Awaitable[EngineClient]],
-        page_folder: Path,
-        folders: Folders,
-        texts: Texts,
-        inspector: Inspector,
-        user_deaths: UserDeaths,
-        gone: Callable[[ServedModel], None],
-    ) -> None:
-        self.keep_alive = KeepAlive(sessions, self.sleep)
-        self._models = models
-        self._sessions = sessions
-        self._prefixes = prefixes
-        self._arena = arena
-        self._arena_requests = arena_requests
-        self._engine_for = engine_for
-        self._deaths = LoadDeaths(models, next_engine)
-        self._page_folder = page_folder
-        self._folders = folders
-        self._texts = texts
-        self._inspector = inspector
-        self._user_deaths = user_deaths
-        self._gone = gone
+    _models: Iterable[ServedModel]
+    _sessions: SessionTable
+    _prefixes: PrefixTable
+    _arena: Arena
+    _arena_requests: ArenaRequests
+    _engine_for: Callable[[str], Awaitable[EngineClient]]
+    next_engine: InitVar[Callable[[str], Awaitable[EngineClient]]]
+    _page_folder: Path
+    _folders: Folders
+    _texts: Texts
+    _inspector: Inspector
+    _user_deaths: UserDeaths
+    _gone: Callable[[ServedModel], None]
+
+    def __post_init__(self, next_engine: Callable[[str], Awaitable[EngineClient]]) -> None:
+        self.keep_alive = KeepAlive(self._sessions, self.sleep)
+        self._deaths = LoadDeaths(self._models, next_engine)
 
     async def plan(self, model: ServedModel, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
         """Computes what loading the model would take. Raises ModelNotFound, and the engine's refusals."""

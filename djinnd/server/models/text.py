@@ -14,8 +14,9 @@ from djinnd.jobs.text import MAX_TEMPLATES, ModelOpened, opened
 from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.reader import ReadingRules, TextReader
-from djinnd.text.replies import ReplyFormat, Tools, reply_format
-from djinnd.text.replies.detection import AUTO
+from djinnd.text.replies.detection import AUTO, reply_format
+from djinnd.text.replies.format import ReplyFormat
+from djinnd.text.replies.tools import Tools
 from djinnd.text.token_bytes import TokenBytes
 from djinnd.text.vocabulary import Vocabulary, lacking
 

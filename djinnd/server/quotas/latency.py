@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from djinn_client.protocol.fields.scheduling import Class, Latency, Spread
 
@@ -76,21 +77,17 @@ class Histogram:
         return found
 
 
+@dataclass(slots=True, eq=False)
 class Latencies:
     """The histograms of a session, or of all sessions while they had a class."""
 
-    __slots__ = ("between_tokens", "first_token", "queued", "wake_up")
-
-    def __init__(self) -> None:
-        self.queued = Histogram()
-        self.first_token = Histogram()
-        self.between_tokens = Histogram()
-        self.wake_up = Histogram()
+    queued: Histogram = field(default_factory=Histogram)
+    first_token: Histogram = field(default_factory=Histogram)
+    between_tokens: Histogram = field(default_factory=Histogram)
+    wake_up: Histogram = field(default_factory=Histogram)
 
     def told(self) -> Latency:
-        return Latency(
-            self.queued.spread(), self.first_token.spread(), self.between_tokens.spread(), self.wake_up.spread()
-        )
+        return Latency(*(getattr(self, kind).spread() for kind in Latency.__struct_fields__))
 
 
 class SessionLatency:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 
 from djinn_client.errors import DjinnError, InvalidRequest
 from djinn_client.protocol import Forward, Generate, Generated
@@ -36,25 +37,20 @@ from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
 
 
+@dataclass(eq=False)
 class WorkRequests:
     """The requests that an engine computes for a session."""
 
-    def __init__(
-        self,
-        sessions: SessionTable,
-        models: ModelTable,
-        texts: Texts,
-        queue: Queue,
-        failover: RunFailover,
-        records: RecordTable,
-    ) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._texts = texts
-        self._formats = Formats(texts)
-        self._queue = queue
-        self._failover = failover
-        self._conversations = ConversationRequests(sessions, models, records)
+    _sessions: SessionTable
+    _models: ModelTable
+    _texts: Texts
+    _queue: Queue
+    _failover: RunFailover
+    records: InitVar[RecordTable]
+
+    def __post_init__(self, records: RecordTable) -> None:
+        self._formats = Formats(self._texts)
+        self._conversations = ConversationRequests(self._sessions, self._models, records)
 
     @handles(Generate, is_new_work=True, journal="grows")
     async def generate(self, call: ClientCall, request: Generate) -> FinalReply:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from djinn_client.errors import Cancelled, DjinnError
-from djinn_client.protocol import CLASSES, Forward, Logits, Logprobs, Sampling, Timings
+from djinn_client.protocol import CLASSES, Forward, Logits, Sampling, Timings
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.core.edits import FOREVER
-from djinnd.messages import CancelRun, Finished, Hold, KvExported, LogitsReady, PromptScored, Truncate
+from djinnd.messages import CancelRun, Finished, Hold, LogitsReady, Truncate
 from djinnd.server.engines.blame import RunProgress, Suspect
-from djinnd.server.engines.engine_client import EngineClient
+from djinnd.server.engines.engine_client import EngineClient, EngineRun
 from djinnd.server.quotas.queueing import QueuePlace
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.wire.call import ClientCall, FinalReply
@@ -34,7 +34,7 @@ class Interrupted(Exception):
         self.error = error
 
 
-class SessionRun:
+class SessionRun(EngineRun):
     """The common part of all kinds of runs. A run is made in the same turn of the loop that finds the engine, so the
     engine lives. `proven` is done when the engine has given a token."""
 
@@ -124,24 +124,6 @@ class SessionRun:
     def started(self, at: float, woken: bool) -> None:
         self._started = True
         self._session.latency.started(at, woken, self._session.priority)
-
-    def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
-        raise AssertionError(f"a token for a {type(self).__name__}")
-
-    def prompt_scored(self, message: PromptScored) -> None:
-        raise AssertionError(f"prompt log probabilities for a {type(self).__name__}")
-
-    def finished(self, message: Finished) -> None:
-        raise AssertionError(f"a {type(self).__name__} ends otherwise")
-
-    def captured(self, message: Finished, fd: int) -> None:
-        raise AssertionError(f"activations for a {type(self).__name__}")
-
-    def logits(self, message: LogitsReady, fd: int) -> None:
-        raise AssertionError(f"logits for a {type(self).__name__}")
-
-    def exported(self, message: KvExported, fd: int) -> None:
-        raise AssertionError(f"KV for a {type(self).__name__}")
 
     def failed(self, error: DjinnError) -> None:
         """Receives the engine's error. The engine has rolled the session back, to its hit if it was at one."""

@@ -13,17 +13,8 @@ import secrets
 import time
 from collections.abc import Iterable
 
+from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, NotFound
-from djinn_client.protocol import (
-    DropRecord,
-    GetRecord,
-    KeepRecord,
-    ListRecords,
-    Record,
-    RecordInfo,
-    RecordKept,
-    Records,
-)
 from djinn_client.protocol.fields.bounds import pack, unpack
 from djinnd.config import Limits
 from djinnd.server.journal.journal import Journal
@@ -77,8 +68,8 @@ class RecordTable:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    @handles(KeepRecord, is_new_work=True, journal="changes")
-    async def keep(self, call: ClientCall, request: KeepRecord) -> FinalReply:
+    @handles(protocol.KeepRecord, is_new_work=True, journal="changes")
+    async def keep(self, call: ClientCall, request: protocol.KeepRecord) -> FinalReply:
         user, model, tokens = call.client.user, request.model, b""
         if request.session:
             session = self._sessions.lookup(request.session, call.client)
@@ -96,13 +87,13 @@ class RecordTable:
         self._of.setdefault(record.user, {})[name] = record
         self._ledger(user).add(JOURNAL_BYTES, _nbytes(record))
         self._journal.note(record, len(tokens) + len(request.body))
-        return FinalReply(RecordKept(id=call.id, record=name))
+        return FinalReply(protocol.RecordKept(id=call.id, record=name))
 
-    @handles(GetRecord)
-    async def get(self, call: ClientCall, request: GetRecord) -> FinalReply:
+    @handles(protocol.GetRecord)
+    async def get(self, call: ClientCall, request: protocol.GetRecord) -> FinalReply:
         found = self.find(call.client.user, request.record)
         return FinalReply(
-            Record(
+            protocol.Record(
                 id=call.id,
                 record=found.record,
                 model=found.model,
@@ -113,13 +104,15 @@ class RecordTable:
             )
         )
 
-    @handles(DropRecord, journal="changes")
-    async def drop(self, call: ClientCall, request: DropRecord) -> None:
+    @handles(protocol.DropRecord, journal="changes")
+    async def drop(self, call: ClientCall, request: protocol.DropRecord) -> None:
         self._drop(self.find(call.client.user, request.record))
 
-    @handles(ListRecords)
-    async def list_records(self, call: ClientCall, request: ListRecords) -> FinalReply:
-        return FinalReply(Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)]))
+    @handles(protocol.ListRecords)
+    async def list_records(self, call: ClientCall, request: protocol.ListRecords) -> FinalReply:
+        return FinalReply(
+            protocol.Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)])
+        )
 
     # --- room -------------------------------------------------------------------------------------------------------
 
@@ -188,8 +181,8 @@ def _nbytes(record: Recorded) -> int:
     return RECORD_BYTES + len(record.tokens) + len(record.body)
 
 
-def _info(record: Recorded) -> RecordInfo:
-    return RecordInfo(
+def _info(record: Recorded) -> protocol.RecordInfo:
+    return protocol.RecordInfo(
         record=record.record,
         model=record.model,
         session=record.origin,

@@ -30,17 +30,9 @@ from djinnd.server.text.texts import Texts
 from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.clients import ClientTable
 
-_NOTHING_ON_DEVICE = {
-    "blocks_plain": 0,
-    "blocks_packed": 0,
-    "blocks_streamed": 0,
-    "streamed_bytes": 0,
-    "ring_bytes": 0,
-    "scratch_bytes": 0,
-    "kv_bytes": 0,
-    "pages": 0,
-    "pages_used": 0,
-}  # for a ModelInfo
+# Fields of a ModelInfo that are 0 while nothing of the model is on the device.
+_BLOCKS = ("blocks_plain", "blocks_packed", "blocks_streamed", "streamed_bytes", "ring_bytes", "scratch_bytes")
+_NOTHING_ON_DEVICE = dict.fromkeys((*_BLOCKS, "kv_bytes", "pages", "pages_used"), 0)
 _LOOK = 0.05  # seconds between two looks at an engine's report
 PATIENCE = 5.0  # seconds in which an engine must report; it may be in a long step
 

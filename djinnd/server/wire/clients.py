@@ -9,6 +9,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from djinn_client.errors import NotPermitted, QuotaExceeded
@@ -28,39 +29,33 @@ log = logging.getLogger("djinnd.server")
 Handle = Callable[[ClientCall, Request], Coroutine[Any, Any, FinalReply]]
 
 
+@dataclass(eq=False)
 class ClientTable:
-    """The table of connected clients, with the accounts of their users."""
+    """The table of connected clients, with the accounts of their users. `limits` may be replaced. `after`: see
+    Journal."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        admins: Collection[int],
-        handle: Handle,
-        signal: Callable[[ConnectedClient, Signal], None],
-        on_gone: Callable[[ConnectedClient], None],
-        after: Callable[..., None],
-        tenant_of: Callable[[int], Tenant],
-        tokens: Tokens,
-    ) -> None:
-        """`limits` may be replaced. `after`: see Journal."""
-        self.limits = limits
-        self.handle = handle
-        self.signal = signal
-        self.after = after
-        self.tenant_of = tenant_of
-        self.unfinished = 0
-        self.idle = asyncio.Event()  # set while no request is unfinished
+    limits: Limits
+    admins: InitVar[Collection[int]]
+    handle: Handle
+    signal: Callable[[ConnectedClient, Signal], None]
+    _on_gone: Callable[[ConnectedClient], None]
+    after: Callable[..., None]
+    tenant_of: Callable[[int], Tenant]
+    _tokens: Tokens
+    unfinished: int = field(init=False, default=0)
+    idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # set while no request is unfinished
+    # By user; never removed, as messages may outlive the connections.
+    _traffic: dict[int, Traffic] = field(init=False, default_factory=dict)
+    _windows: dict[int, Windows] = field(init=False, default_factory=dict)
+    _clients: set[ConnectedClient] = field(init=False, default_factory=set)
+    _connections: Counter[int] = field(init=False, default_factory=Counter)  # by user
+    _fewer: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # set when a client disconnects
+
+    def __post_init__(self, admins: Collection[int]) -> None:
         self.idle.set()
         self.set_admins(admins)
-        self._tokens = tokens
         self._nobody = unmapped_uid()
         self._closer = Closer()
-        self._traffic: dict[int, Traffic] = {}  # by user; never removed, as messages may outlive the connections
-        self._windows: dict[int, Windows] = {}  # by user; never removed either
-        self._on_gone = on_gone
-        self._clients: set[ConnectedClient] = set()
-        self._connections: Counter[int] = Counter()  # by user
-        self._fewer = asyncio.Event()  # set when a client disconnects
 
     def __iter__(self) -> Iterator[ConnectedClient]:
         return iter(list(self._clients))

@@ -11,7 +11,7 @@ import msgspec
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.chat import ChatInput
-from djinnd.text.replies import Tools, tools_by_name
+from djinnd.text.replies.tools import Tools, tools_by_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000  # and of tools likewise

@@ -7,17 +7,10 @@ from collections.abc import Iterable, Sequence
 from djinn_client.protocol.fields.chat import ChatDelta, ToolCallDelta
 from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.reader import ReadingRules
-from djinnd.text.replies import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    Content,
-    Event,
-    Reasoning,
-    ReplyFormat,
-    ReplyParser,
-    Tools,
-)
+from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from djinnd.text.replies.format import ReplyFormat
+from djinnd.text.replies.parser import ReplyParser
+from djinnd.text.replies.tools import Tools
 from djinnd.text.stop_strings import StopMatcher
 
 

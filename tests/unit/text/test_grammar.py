@@ -11,7 +11,7 @@ import pytest
 from djinn_client.errors import GrammarRejected
 from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.text.grammar import compiled, grammar_text, open_tokenizer, table_of, tokenizer_of
-from djinnd.text.replies import reply_format
+from djinnd.text.replies.detection import reply_format
 from djinnd.text.replies.grammar import lark_around
 from tests.support.schemas import random_schema, suite
 from tests.support.serving import TINY

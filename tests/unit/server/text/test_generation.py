@@ -9,7 +9,7 @@ from djinnd.server.text.generation import READ_AT_ONCE, Generation
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.detokenizer import Detokenizer
 from djinnd.text.reader import TextReader
-from djinnd.text.replies import reply_format
+from djinnd.text.replies.detection import reply_format
 from djinnd.text.token_bytes import TokenBytes
 from djinnd.text.vocabulary import Vocabulary
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from djinn_client.protocol.fields.chat import ChatDelta, ChatMessage, ToolCall
 from djinnd.text.chat.reply import ChatReply
-from djinnd.text.replies import reply_format
+from djinnd.text.replies.detection import reply_format
 
 QWEN = reply_format("<think></think><tool_call>", {})
 TOOLS = {"weather": {"type": "object", "properties": {"city": {"type": "string"}}}}

@@ -7,7 +7,7 @@ import pytest
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.output_format import OutputFormat
 from djinnd.text.grammar import grammar_text
-from djinnd.text.replies import NAMES, reply_format
+from djinnd.text.replies.detection import NAMES, reply_format
 from djinnd.text.replies.grammar import lark_around
 from tests.support.replies import (
     BY_NAME,

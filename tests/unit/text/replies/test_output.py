@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from djinnd.text.replies import CallArguments, CallBegin, CallEnd, Content, Reasoning
+from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Source
 

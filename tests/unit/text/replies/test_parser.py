@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from djinnd.text.replies import NAMES, CallBegin, CallEnd, Content, ReplyParser, reply_format
+from djinnd.text.replies.detection import NAMES, reply_format
+from djinnd.text.replies.events import CallBegin, CallEnd, Content
+from djinnd.text.replies.parser import ReplyParser
 from djinnd.text.replies.python_calls import MAX_ITEMS
 from djinnd.text.replies.source import MAX_HELD
 from tests.support.replies import BY_NAME, PARIS, SAMPLES, Call, Sample, read, says

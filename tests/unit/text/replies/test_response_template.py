@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from djinnd.text.replies import Content, Reasoning, reply_format
+from djinnd.text.replies.detection import reply_format
+from djinnd.text.replies.events import Content, Reasoning
 from tests.support.replies import NOW, PARIS, TOOLS, TWO_DAYS, Call, read, says
 
 START = "<|im_start|>assistant\n"
