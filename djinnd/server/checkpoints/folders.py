@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 from djinn_client.errors import DjinnError, FilesWanted, InvalidRequest, ModelNotFound, ModelRejected, Retry
@@ -36,29 +37,23 @@ MAX_NAME = 1900  # bytes of a path: the header of an arena object has room for t
 _UNUSED = 60.0  # seconds that the files of a model are kept if it is not loaded
 
 
+@dataclass(eq=False)
 class Folders:
     """Identifies checkpoints and owns their open files. `models` are all known models, by name; `configured` are those
     of the configuration; Models owns both. `changed` is called when a user has gained access to a model, and `unused`
     with a model that was not loaded in time."""
 
-    def __init__(
-        self,
-        models: dict[str, ServedModel],
-        configured: Mapping[str, config.Model],
-        sessions: SessionTable,
-        limits: config.Limits,
-        is_admin: Callable[[int], bool],
-        changed: Callable[[], None],
-        unused: Callable[[ServedModel], None],
-    ) -> None:
+    _models: dict[str, ServedModel]
+    _configured: Mapping[str, config.Model]
+    _sessions: SessionTable
+    limits: InitVar[config.Limits]
+    _is_admin: Callable[[int], bool]
+    _changed: Callable[[], None]
+    _unused: Callable[[ServedModel], None]
+
+    def __post_init__(self, limits: config.Limits) -> None:
         self.hub = Hub(limits)
         self.slow_files = SlowFiles(limits.files)
-        self._models = models
-        self._configured = configured
-        self._sessions = sessions
-        self._is_admin = is_admin
-        self._changed = changed
-        self._unused = unused
 
     def follow(self, limits: config.Limits) -> None:
         """Applies new limits."""
