@@ -33,13 +33,13 @@ def clients() -> ClientTable:
 
     return ClientTable(
         Limits(),
-        admins=(),
-        handle=handle,
-        signal=lambda client, signal: None,
-        on_gone=lambda client: None,
-        after=lambda then, *args: then(*args),
-        tenant_of=tenant_of,
-        tokens=Tokens("/nowhere", Limits(), list),
+        (),
+        handle,
+        lambda client, signal: None,
+        lambda client: None,
+        lambda then, *args: then(*args),
+        tenant_of,
+        Tokens("/nowhere", Limits(), list),
     )
 
 
