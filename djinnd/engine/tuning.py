@@ -9,7 +9,7 @@ from __future__ import annotations
 STEP_LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
 ALIVE_EVERY = 0.5  # chosen: seconds
 WORTH = 10  # chosen: collections of the middle generation, after which Python would start a full one
-LONGEST = 600.0  # chosen: seconds without a full collection, after which one runs in any case
+LONGEST = 600.0  # chosen: seconds after a full collection, after which the next one runs even between requests
 READ_AT_ONCE = 128  # chosen: spans; reading one takes a few microseconds
 
 # --- Grammars ---------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ ROWS_AT_HAND = 32  # chosen: rows for captures, and as many for parked states, b
 DISK_MOST = 0.75  # chosen: share of the free disk, also if more was asked for
 ROOM = 1.25  # chosen: pages to keep, as a multiple of the pages in use, so that sessions can go on
 GROWTH_BYTES = 64 << 20  # chosen: the tensor doubles, but grows by no more than this
-RESIZED_AT_ONCE = 32  # chosen: pages of one piece when a pool is resized: so many exist twice
+RESIZED_AT_ONCE = 32  # chosen: pages that are copied at a time when a pool is resized; they exist twice meanwhile
 
 # --- Host pages -------------------------------------------------------------------------------------------------------
 
@@ -79,4 +79,4 @@ POLL_S = 0.0005  # chosen: seconds between two polls of the threads
 # --- Windows shared with clients --------------------------------------------------------------------------------------
 
 WINDOW_PIECE_BYTES = 32 << 20  # chosen: bytes of one copy
-STAGED_BYTES = 512 << 10  # chosen: up to so many bytes, a window is not pinned
+STAGED_BYTES = 512 << 10  # chosen: a window of at most this many bytes is not pinned

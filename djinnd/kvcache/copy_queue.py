@@ -50,7 +50,7 @@ class CopyQueue:
     def pace(self, rate: float, now: float) -> None:
         """Sets the rate of other pages in bytes a second, from now on; inf means no limit."""
         since, self._at = now - self._at, now
-        # the time since the last call may be longer than SAVED_S, because a step is
+        # steps may take longer than SAVED_S, and so may the time between two calls
         saved = max(since, SAVED_S) if self._are_held else SAVED_S
         self._allowed = math.inf if rate == math.inf else min(self._allowed + rate * since, rate * saved)
 

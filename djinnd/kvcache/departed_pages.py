@@ -15,7 +15,7 @@ class Departure(NamedTuple):
 
     keys: list[Key]
     tokens: int
-    back_at: float = 0.0  # when it was expected back, as of when it left; 0: unknown
+    back_at: float = 0.0  # when it is expected back, as known when it left; 0: unknown
     staged: int = 0
 
 

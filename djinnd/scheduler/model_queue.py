@@ -59,7 +59,7 @@ class ModelQueue:
         )
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
-        self.awaited: dict[str, Session] = {}  # sessions whose pages should be fetched and cannot be yet
+        self.awaited: dict[str, Session] = {}  # sessions that wait for room before their pages can be fetched
 
     @property
     def limit(self) -> int:
@@ -91,7 +91,7 @@ class ModelQueue:
             return False
         return self.residency.secure(session, self._evictable())
 
-    # --- for the sake of a tenant's sessions on other models: see device_quotas.py ----------------------------------
+    # --- for a tenant's sessions on other models: see device_quotas.py ----------------------------------------------
 
     @property
     def pages_move(self) -> bool:

@@ -41,7 +41,7 @@ class Policy:
         return self.targets.get(priority, Target())
 
     def target(self, session: Session) -> Target:
-        """The targets of the session's request: its own, and those of its class for the others."""
+        """The targets of the session's request. A target that the request does not set is that of its class."""
         target, request = self.of_class(session.priority), session.request
         if request is None or not request.has_target:
             return target

@@ -269,7 +269,7 @@ class Scheduler:
         return self._finish(session, "stop")
 
     def rollback(self, request_id: int) -> Request | None:
-        """Ends a request whose step failed; its session is cut to its tokens of before the request. Returns None if the
+        """Ends a request whose step failed; its session is cut to its tokens before the request. Returns None if the
         request has already ended."""
         if request_id not in self._in_progress:
             return None

@@ -110,7 +110,7 @@ class GrammarProcess:
         return [run for run in runs if self._unanswered.pop(run, None) is not None]
 
     def check(self, now: float) -> None:
-        """Whether an answer has taken too long."""
+        """Marks the process as failed if an answer has taken too long."""
         since = min(self._unanswered.values(), default=now)
         limit = self._seconds + (0.0 if self._has_spoken else GRAMMAR_STARTS_IN)
         if now - since > limit:

@@ -325,7 +325,7 @@ class Tiers:
         if host is None or host.pinned == host.capacity:
             return []
         if host.failure is not None:
-            return [f"pages on the host are not all pinned, copies of those are slow: {host.failure.message}"]
+            return [f"pages on the host are not all pinned, and copies of the others are slow: {host.failure.message}"]
         return [f"pages on the host: {host.pinned:,} of {host.capacity:,} are pinned; until all are, steps are slower"]
 
 

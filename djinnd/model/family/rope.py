@@ -1,4 +1,4 @@
-"""Fixes RoPE whose frequencies transformers chooses in each step by the longest row of the batch.
+"""Fixes the frequencies of RoPE where transformers chooses them in each step by the longest row of the batch.
 
 With such a choice, one session would change another's output. `longrope` (Phi-3's long-context checkpoints) has two
 sets of frequencies, one for sequences up to the length of pretraining and one for longer ones. djinnd serves the first

@@ -34,7 +34,7 @@ class TokenMasks:
     after the step is over."""
 
     def __init__(self, vocab: int, device: torch.device, group_logits: int) -> None:
-        """`group_logits`: that are worked on at once on a CPU, which bounds the memory of a call."""
+        """`group_logits`: most logits that a CPU masks at once; bounds the memory of a call."""
         self._vocab = vocab
         self._device = device
         self._group = max(1, group_logits // vocab)

@@ -31,7 +31,7 @@ Account = tuple[Class, int]  # a class, and a tenant in it
 
 class BatchBuilder:
     """Composes the steps of one model. `shares` and `quotas` are shared by all models of the device. `evictable` takes
-    the active sessions in serving order and returns sessions in eviction order, of which the active ones are last and
+    the active sessions in serving order. It returns sessions in eviction order, with the active ones last and
     reversed."""
 
     def __init__(
@@ -90,8 +90,8 @@ class BatchBuilder:
         self._run_queue.join(session, self._latest_start(session))
 
     def is_short(self, step: int) -> bool:
-        """True if pages count as short: for a number of steps after a session was refused pages, or got those of
-        another active one. Otherwise, two sessions could take each other's pages in turns and neither would finish."""
+        """True for a number of steps after a session was refused pages, or got the pages of another active session.
+        Otherwise, two sessions could take each other's pages in turns and neither would finish."""
         return step <= self._short_until
 
     def in_order(self, now: float) -> Iterator[Session]:
@@ -268,7 +268,7 @@ class BatchBuilder:
 
     def ran(self, rows: Sequence[Row], seconds: float) -> None:
         """Charges the tenants for a step with these rows that took `seconds` on the device. 0 means that the step's
-        time was not measured: the next measured time, of whichever model, then covers both steps.
+        time was not measured: the next measured time then covers both steps, even if it is a step of another model.
 
         The time that the rows would take with one token each is divided evenly among them, and the rest by their tokens
         beyond one.

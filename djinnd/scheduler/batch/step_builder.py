@@ -52,7 +52,7 @@ class StepBuilder:
         self._whole = whole_range(num_blocks)
         self._aged = aged
         self._turn, self._turn_tokens = turn
-        self._closed: set[Class] = set()  # classes of which no further session can have a row
+        self._closed: set[Class] = set()  # no further session of these classes can have a row
         self._has_partial_rows = False  # some row passes only some of the blocks
 
     def compose(self) -> Session | None:
@@ -155,8 +155,8 @@ class StepBuilder:
         return all(map(self._pages.are_given_up_by, left))
 
     def _give_row(self, session: Session, remaining: int, count: int) -> None:
-        """Gives the session a row of at most `count` tokens, unless a step of its own takes less time. `remaining` is
-        as of when it was considered."""
+        """Gives the session a row of at most `count` tokens, unless a step of its own takes less time. `remaining`:
+        tokens that it had left before its pages were found or reserved."""
         blocks, request = self._whole, session.request
         if remaining > 1:  # fewer are left if pages with its KV were found meanwhile
             count = min(count, session.remaining)

@@ -16,7 +16,7 @@ from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.prefixes import Key
 from djinnd.scheduler.residency.lower_tiers import LowerTiers
-from djinnd.scheduler.residency.reusable_kv import of_use
+from djinnd.scheduler.residency.reusable_kv import usable_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Arrival:
 class Arrivals:
     """The arriving sessions of one model. A session that is leaving is not among them."""
 
-    def __init__(self, paging: Paging, elsewhere: LowerTiers) -> None:
+    def __init__(self, paging: Paging, lower_tiers: LowerTiers) -> None:
         self._kv = paging.kv
         self._paging = paging
-        self._lower_tiers = elsewhere
+        self._lower_tiers = lower_tiers
         self.under_way: dict[str, Arrival] = {}  # by session id; only this class changes it
 
     def bring(self, session: Session) -> bool:
@@ -99,7 +99,7 @@ class Arrivals:
         self._lower_tiers.lose_stage(session)
         self._kv.arrived(session.id, arrival.keys, transfer.tokens)
         session.computed = transfer.tokens
-        most = of_use(session)
+        most = usable_tokens(session)
         if session.computed > most:
             self._rewind(session, most)
             session.foreign_tokens = min(session.foreign_tokens, most)
@@ -114,12 +114,12 @@ class Arrivals:
             session.computed, session.stage = staged.computed, staged.stage
             self._lower_tiers.lose_stage(session)
         else:
-            session.computed, most = full, min(full, of_use(session))
+            session.computed, most = full, min(full, usable_tokens(session))
             self._rewind(session, most)
             session.foreign_tokens = min(session.foreign_tokens, most)
 
     def _rewind(self, session: Session, computed: int) -> None:
-        """Rewinds a session whose pages have stopped moving. See KvResidency.rewind."""
+        """Makes a session go on after its first `computed` tokens. None of its pages may be moving."""
         self._lower_tiers.forget(session)
         session.stage = None
         session.computed = self._kv.trim(session.id, computed)

@@ -18,8 +18,8 @@ class Costs:
 
     def prefer_copy(self, found: Found, computed: int, beside: int, page_bytes: int) -> bool:
         """True if copying the pages that were `found` takes no longer than running their tokens. `computed`: tokens
-        with KV on the device. `beside`: tokens behind those found that have to be run in any case; a single one is no
-        prefill."""
+        with KV on the device. `beside`: tokens after the found pages, which the device runs in both cases; a single one
+        is no prefill."""
         if not self.prefill or not self.bus:
             return True
         copying = len(found.keys) * page_bytes / self.bus

@@ -26,7 +26,7 @@ from djinnd.kvcache.prefixes import Key
 from djinnd.scheduler.residency.arrivals import Arrivals
 from djinnd.scheduler.residency.eviction import first_that_free, wanted_at
 from djinnd.scheduler.residency.lower_tiers import LowerTiers
-from djinnd.scheduler.residency.reusable_kv import is_an_earlier_engine_s, keys_with, of_use, staged_keys
+from djinnd.scheduler.residency.reusable_kv import is_an_earlier_engine_s, keys_with, staged_keys, usable_tokens
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Departure:
     transfer: Transfer
     reach: int  # tokens with KV on the device or in a lower tier
     forced: bool
-    staged: list[Key]  # keys of the pages behind those that are full of KV, if it leaves with its stage
+    staged: list[Key]  # if it leaves with its stage: keys of its last pages, which are not full of KV
 
 
 class KvResidency:
@@ -142,7 +142,7 @@ class KvResidency:
         return False
 
     def make_room(self, pages: int, candidates: Iterable[Session]) -> None:
-        """Evicts candidates for `pages` pages beyond those that are claimed, as far as they have them."""
+        """Evicts candidates until `pages` pages are free beside the claimed ones, or no candidate is left."""
         self._make_room(OutOfPages(pages, self.kv.pool.free), candidates)
 
     def _make_room(self, shortage: OutOfPages, candidates: Iterable[Session]) -> bool:
@@ -161,7 +161,7 @@ class KvResidency:
 
     def _adopt(self, session: Session) -> None:
         """Before the session is given pages, shares with it the pages on the device that hold its next KV."""
-        most, size = of_use(session), self.kv.page_size
+        most, size = usable_tokens(session), self.kv.page_size
         if most // size > session.computed // size and self.lower_tiers.holds_kv_only(session):
             session.computed = self.kv.adopt(
                 session.id, session.tenant, session.names, session.computed, most, session.salt

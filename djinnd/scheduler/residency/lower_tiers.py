@@ -13,10 +13,10 @@ from djinnd.scheduler.residency.copy_or_recompute import Costs
 from djinnd.scheduler.residency.reusable_kv import (
     full_tokens,
     keys_with,
-    of_use_elsewhere,
     origin,
     possible_ends,
     spared,
+    usable_in_tiers,
 )
 
 
@@ -71,8 +71,8 @@ class LowerTiers:
     # --- the keys of their pages ------------------------------------------------------------------------------------
 
     def keys(self, session: Session) -> list[Key]:
-        """The keys of the pages with the session's KV. For a session that has left, these are the keys as of then. For
-        a session of an earlier engine process, they are the keys of the pages that lower tiers have."""
+        """The keys of the pages with the session's KV. For a session that has left, these are the keys at that time.
+        For a session of an earlier engine process, they are the keys of the pages that lower tiers have."""
         if session.computed:
             return self.kv.keys_of(session.id, origin(session), session.names, session.computed)
         left = self.left.get(session.id)
@@ -124,7 +124,7 @@ class LowerTiers:
             origin(session),
             session.names,
             computed,
-            of_use_elsewhere(session),
+            usable_in_tiers(session),
             possible_ends(session),
             left,
         )

@@ -33,7 +33,7 @@ def is_an_earlier_engine_s(session: Session) -> bool:
     return request is not None and request.first > 0 and session.computed == session.left_at == 0
 
 
-def of_use(session: Session) -> int:
+def usable_tokens(session: Session) -> int:
     """The number of first tokens with usable KV. For a request, at least the last token is run again to sample the next
     one, and so is every token with a captured or returned result, or that stops at a breakpoint."""
     request = session.request
@@ -44,12 +44,12 @@ def of_use(session: Session) -> int:
     return most if stop is None else min(most, stop.position)
 
 
-def of_use_elsewhere(session: Session) -> int:
+def usable_in_tiers(session: Session) -> int:
     """The same for pages in lower tiers. KV that a client imported is brought back whole, although the last token is
     run again."""
     request = session.request
     if request is None or not session.foreign_tokens:
-        return of_use(session)
+        return usable_tokens(session)
     return min(request.first, request.seen_from)
 
 

@@ -53,16 +53,15 @@ class Shares:
         self._unwaited[priority, tenant] += tokens
 
     def settle(self, seconds: float) -> None:
-        """Divides `seconds` among all deferred tokens, of whichever model, because the device runs one step at a
-        time."""
+        """Divides `seconds` among all deferred tokens, of all models, because the device runs one step at a time."""
         a_token = seconds / self._unwaited.total()
         for (priority, tenant), tokens in self._unwaited.items():
             self.charge(priority, tenant, tokens * a_token)
         self._unwaited.clear()
 
     def catch_up(self, priority: Class, tenants: Collection[int]) -> None:
-        """Moves forward the clocks of those of these tenants that are further behind than the lag allows. All of them
-        have work, on whichever model."""
+        """Moves the clocks of these tenants forward if they are further behind than the lag allows. All of the tenants
+        have work, on some model."""
         if len(tenants) < 2:
             return
         clocks, before = self._clocks[priority], self._before[priority]
