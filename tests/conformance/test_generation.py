@@ -26,11 +26,13 @@ async def collected(stream: object) -> tuple[str, list[int]]:
     "options",
     [
         {},
-        {"temperature": 0.8, "seed": 7},
+        pytest.param({"temperature": 0.8, "seed": 7}, marks=pytest.mark.long),
         {"temperature": 1.2, "seed": 7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-        {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        pytest.param(
+            {"temperature": 0.8, "seed": 7, "repetition_penalty": 1.3, "presence_penalty": 0.5}, marks=pytest.mark.long
+        ),
         {"frequency_penalty": 0.8, "logit_bias": {5: 2.0}, "min_tokens": 9},
-        {"stop": ["\n"]},
+        pytest.param({"stop": ["\n"]}, marks=pytest.mark.long),
         {"stop": ["\n", " "], "min_tokens": 12},
     ],
     ids=["greedy", "sampled", "limited", "penalties", "frequency", "stop", "late stop"],

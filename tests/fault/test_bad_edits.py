@@ -136,7 +136,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.smoke
 def test_invalid_edits_are_refused(tenant: Tenant) -> None:
     expected = tenant.generate(4, PROMPT)
     tenant.cut(0)

@@ -111,6 +111,7 @@ def test_several_functions_and_the_objects_they_refer_to(session: djinn.Session,
     assert len(session.breakpoints()) == 3
 
 
+@pytest.mark.long
 def test_a_function_has_its_context_and_can_keep_state(session: djinn.Session) -> None:
     """It reports both in the activation, its only output."""
     calls: list[int] = []

@@ -125,6 +125,7 @@ def test_a_reload_of_the_configuration(served: Daemon, tmp_path: Path) -> None:
         assert gateway.post("/v1/completions", body).status == 413
 
 
+@pytest.mark.long
 def test_tokens_that_are_revoked_expired_or_over_quota(served: Daemon, tmp_path: Path) -> None:
     with served.client() as client:
         good, short, few = (

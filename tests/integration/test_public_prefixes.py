@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 import djinn_client as djinn
 from djinnctl.restart import restart
 from tests.conftest import MODEL, DaemonStarter
@@ -35,6 +37,7 @@ def ask(user: int, daemon: Daemon, prompt: list[int]) -> tuple[int, list[int]]:
 
 
 @only_root
+@pytest.mark.long
 def test_users_share_a_published_prefix(start_daemon: DaemonStarter) -> None:
     daemon = start_daemon()
     open_to_all(daemon.folder, daemon.address)

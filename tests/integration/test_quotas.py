@@ -176,6 +176,7 @@ def test_sighup_changes_the_quotas_of_the_next_call(start_daemon: DaemonStarter)
             assert client.status(check=True).integrity == []
 
 
+@pytest.mark.long
 def test_djinnctl_quota(limited: Daemon) -> None:
     def quota(*arguments: str) -> str:
         command = [sys.executable, "-m", "djinnctl", "quota", "--address", limited.address, *arguments]

@@ -207,7 +207,7 @@ class Edited:
             assert go_on(s) == self.next
 
 
-@pytest.mark.parametrize("tier", long_except(("disk",), ("host", "disk")))
+@pytest.mark.parametrize("tier", long_except(("host",), ("host", "disk")))
 def test_edited_pages_leave_the_device_and_come_back(llama: Path, roomy_daemon: Daemon, tier: Tier) -> None:
     edited = Edited(llama, str(llama), roomy_daemon.address)
     djinn.pause(edited.id, tier, address=roomy_daemon.address)

@@ -146,6 +146,7 @@ def test_clients_attach_to_sessions_while_the_last_engine_ends(serve, folder):
         assert process.wait(60) == 0
 
 
+@pytest.mark.long
 def test_a_daemon_that_is_stopped_meanwhile_leaves_no_last_engine(serve):
     daemon = serve(Script(on_shutdown="linger"), limits={"shutdown_grace": "1h"})
     with daemon.client() as client:

@@ -133,6 +133,7 @@ def test_the_wait_for_an_engine_is_limited(serve):
         client.load("djinn-tiny")
 
 
+@pytest.mark.long
 def test_engines_that_crash_repeatedly_are_restarted(serve):
     """Five deaths in a row. The sixth engine serves the waiting calls, and the daemon has not ended."""
     daemon = serve(Script(on_start={str(start): "die" for start in range(2, 6)}))
