@@ -76,7 +76,8 @@ class PrivateDaemon:
         raise DaemonFailed(f"djinnd was not ready after {START_LIMIT_S:.0f} s")
 
     def stop(self) -> None:
-        """SIGTERM, as systemd does it; nothing where it has ended. Raises DaemonFailed unless it ends well."""
+        """Sends SIGTERM, as systemd does, unless the daemon has ended. Raises DaemonFailed unless it ends with status
+        0."""
         self._process.terminate()
         try:
             code = self._process.wait(STOP_LIMIT_S)

@@ -198,7 +198,7 @@ def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
 def token_ids(tokens: Iterable[Any]) -> list[int]:
     """One row of token ids as a list, from any iterable of integers or a 1-D array or tensor.
 
-    Raises InvalidRequest for anything else (nested rows, floats), TokenOutOfRange for an id that is none in any model.
+    Raises InvalidRequest for anything else (nested rows, floats), TokenOutOfRange for an id beyond any vocabulary.
     """
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()

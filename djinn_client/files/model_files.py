@@ -91,9 +91,9 @@ class ModelFiles:
     def handed_over(
         cls, folder: str, names: Sequence[str], descriptors: Sequence[int], others: Sequence[str] = ()
     ) -> Self:
-        """Files that a peer has opened and sent. Takes the descriptors, also where it raises InvalidRequest: for names
-        that are no file names, and for descriptors that are no regular files, or not open for reading. Only the latter
-        prove that the peer may read the file."""
+        """Files that a peer has opened and sent. Takes the descriptors, even if it raises InvalidRequest: for invalid
+        file names, and for descriptors that are not regular files open for reading. Only such a descriptor proves that
+        the peer may read the file."""
         try:
             if len(names) != len(descriptors) or len(set(names)) != len(names):
                 raise InvalidRequest(f"{len(names)} names of files came with {len(descriptors)} descriptors")

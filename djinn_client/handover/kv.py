@@ -120,10 +120,9 @@ def layout_of(model: ModelInfo) -> KvLayout:
 def kv_window(
     model: str, tokens: int, *, address: str | None = None, on_progress: OnProgress | None = None
 ) -> KvWindow:
-    """An empty window for the KV of so many tokens of a model, which is loaded first if it is not there.
-
-    Raises InvalidRequest for no tokens, PromptTooLong for more than the model's context has, OutOfMemory, and what
-    loading raises."""
+    """An empty window for the KV of `tokens` tokens of a model, which is loaded first if necessary. Raises
+    InvalidRequest for 0 tokens, PromptTooLong for more than the model's context, OutOfMemory, and what loading
+    raises."""
     if tokens < 1:
         raise InvalidRequest(f"a window for {tokens} tokens; it must be for 1 or more", field="tokens")
     with Client(address) as client:
@@ -140,7 +139,7 @@ def kv_window(
 def window_with(
     model: str, tokens: list[int], kv: Any, address: str | None, on_progress: OnProgress | None
 ) -> KvWindow:
-    """`kv` in a window: it is one, or is copied into one. Raises InvalidRequest where it does not fit the tokens."""
+    """`kv` itself if it is a window, or else copied into one. Raises InvalidRequest if it does not fit the tokens."""
     if isinstance(kv, KvWindow):
         _expect_open(kv)
         window = kv

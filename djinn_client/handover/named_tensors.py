@@ -38,8 +38,8 @@ class NamedTensors:
         raise InvalidRequest(f"a model to share is a transformers model or its tensors, not {type(model).__name__}")
 
     def names_for(self, image: Image) -> dict[str, str]:
-        """For the first name of each tensor that the image wants, the one to ask for. Raises ModelRejected where one is
-        missing, or where there is one that the model has no place for."""
+        """The first name of each tensor in the image → the name to ask for. Raises ModelRejected if a tensor is
+        missing, or if the model has no place for one."""
         wanted = [tensor for buffer in image.buffers for tensor in buffer.tensors]
         if self._names is None:
             return {tensor.names[0]: tensor.names[0] for tensor in wanted}
@@ -81,7 +81,7 @@ class NamedTensors:
                 )
 
     def take(self, name: str, wanted: ImageTensor) -> Tensor:
-        """Raises ModelRejected where it is not as wanted, and what the maker raises."""
+        """Raises ModelRejected for a tensor of another form, and the maker's own exceptions."""
         tensor: Tensor = self._make(name)
         _check(name, tensor, wanted)
         return tensor.detach()

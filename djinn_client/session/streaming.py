@@ -122,7 +122,7 @@ class StreamState:
 
     @property
     def hit(self) -> Hit | None:
-        """The breakpoint that has stopped the call; None where none has, and before the end."""
+        """The breakpoint that has stopped the call; None if none has, and before the end."""
         return self._steps.hit
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class Cache(Mapping[str, Any]):
 
 
 def mapped(generated: Generated, fds: list[int]) -> tuple[Captured, memoryview]:
-    """Maps the window that came with the reply. Closes `fds`. Raises ProtocolError where it is not as announced."""
+    """Maps the window that came with the reply. Closes `fds`. Raises ProtocolError if it is not as announced."""
     try:
         captured = generated.captured
         if captured is None or len(fds) != 1:

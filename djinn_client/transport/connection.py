@@ -152,7 +152,7 @@ class Connection:
         return ProtocolError(f"{self.address} answered with an unexpected {type(delivery.message).__name__}")
 
     def _expect_open(self) -> None:
-        """Raises InvalidRequest where this process was forked from the connection's, ConnectionLost where it is
+        """Raises InvalidRequest if this process was forked from the connection's, ConnectionLost if the connection is
         closed."""
         if not self.closed:
             return

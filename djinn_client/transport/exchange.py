@@ -78,7 +78,7 @@ class Exchange:
         return frame
 
     def give_up(self) -> bytes:
-        """The frame that ends the request in flight; empty where there is none or it was given up before."""
+        """The frame that ends the request in flight; empty if there is none or it was given up before."""
         if self._in_flight is None or self._given_up:
             return b""
         self._given_up = True

@@ -20,9 +20,8 @@ LARGE = 64 << 20  # bytes: for smaller objects the free memory of the host is no
 
 
 def new_window(name: str, nbytes: int) -> int:
-    """The descriptor of a new memfd of so many bytes, all reserved, sealed against shrinking and growing.
-
-    Raises OSError where the host has no memory for it."""
+    """The descriptor of a new memfd of `nbytes` bytes, all reserved, sealed against shrinking and growing. Raises
+    OSError if the host has no memory for it."""
     if nbytes >= LARGE and (left := available()) is not None and nbytes > left:
         raise OSError(errno.ENOMEM, f"{left:,} bytes of the host's memory are available")
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

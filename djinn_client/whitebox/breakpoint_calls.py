@@ -99,10 +99,10 @@ def run(
 def resume(
     session: SessionCalls, replacement: Any = None, **options: Unpack[GenerateOptions]
 ) -> Steps[Hit | replies.Generated]:
-    """Goes on from the hit at which the session has stopped: from the next block, with the activation as it is now
-    in `hit.activation`, or with `replacement`, of the same shape and dtype. Changed values replace those that were
-    there, by an edit (see `patch`); without changes the call goes on as if it had not stopped. Returns a Hit at the
-    next breakpoint, or a Generated. The options are those of `generate`, and count from here.
+    """Resumes from the hit at which the session has stopped: from the next block, with the activation as it is now in
+    `hit.activation`, or with `replacement`, of the same shape and dtype. Changed values replace those that were there,
+    by an edit (see `patch`); without changes the call goes on as if it had not stopped. Returns a Hit at the next
+    breakpoint, or a Generated. The options are those of `generate`, and count from here.
 
     If written NaN or infinities lead to such logits, the Generated ends there with `finish_reason` "not_finite".
 

@@ -218,7 +218,7 @@ class Tier:
         return slots
 
     def _take(self, tenant: int, *, can_wait: bool) -> int | None:
-        """A slot that holds no page, evicting pages for it if need be; None if there is none."""
+        """A slot without a page, after evicting one if necessary; None if there is none."""
         going = self.evictions_for(tenant, can_wait=can_wait)
         if going is None:
             return None

@@ -134,7 +134,7 @@ class TextStream:
 
 
 def _without_start(text: str, told: str) -> str:
-    """Without as much of its start as has been told."""
+    """The text without the part of its start that has been sent."""
     if not told:
         return text
     pairs = enumerate(zip(text, told, strict=False))

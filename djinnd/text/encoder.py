@@ -133,8 +133,8 @@ class Encoder:
 
 
 def _without_prefix(tokenizer: Tokenizer) -> Tokenizer | None:
-    """An empty tokenizer with what stands before this one's model, less what puts a space before every text; None where
-    nothing does."""
+    """An empty tokenizer with the steps before this one's model, except the step that puts a space before every text;
+    None if there is no such step."""
     empty = Tokenizer(models.WordLevel({}, ""))
     _take_steps(empty, tokenizer)
     whole = json.loads(empty.to_str())

@@ -38,8 +38,8 @@ class TokenBytes:
             self._read = self._decoded
 
     def of(self, tokens: Collection[int]) -> dict[int, bytes]:
-        """By token; b"" for one that the tokenizer does not know, as models are often padded past it. Raises TextFailed
-        where they are longer than any honest tokenizer's."""
+        """The bytes by token; b"" for a token that the tokenizer does not know, because models are often padded beyond
+        it. Raises TextFailed if they are longer than any sound tokenizer's."""
         known = self._known
         found = {token: known[token] if token in known else self._learn(token) for token in tokens}
         expect_bounded(sum(map(len, found.values())), len(found))

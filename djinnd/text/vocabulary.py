@@ -99,12 +99,12 @@ class Vocabulary:
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Its special tokens by their texts. Where there is text."""
+        """Its special tokens by their texts. Requires text."""
         assert self._detokenizer is not None
         return self._detokenizer.special_ids
 
     def reply_format(self, configured: str = AUTO) -> ReplyFormat:
-        """How answers are written. Where there is text."""
+        """How answers are written. Requires text."""
         assert self.chats is not None
         return reply_format(self.chats.joined, self._told, configured)
 
@@ -131,7 +131,7 @@ class Vocabulary:
 
     def texts(self, tokens: Sequence[int], spelled: bool = False) -> list[str]:
         """One text of the tokens, special ones included; or, `spelled`, each as the vocabulary has it. Ids that are no
-        token have no text. Where there is text."""
+        token have no text. Requires text."""
         assert self._tokenizer is not None and self._detokenizer is not None
         if spelled:
             return [self._tokenizer.id_to_token(token) or "" for token in tokens]
@@ -144,13 +144,13 @@ class Vocabulary:
 
     @cached_property
     def characters_per_token(self) -> int | None:
-        """Characters of a text that one token stands for at the most; None where nothing bounds them."""
+        """The most characters of a text that one token stands for; None if nothing bounds them."""
         assert self._tokenizer is not None
         return characters_per_token(self._tokenizer)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Where there is text."""
+        """Requires text."""
         assert self._tokenizer is not None
         return TokenBytes(self._tokenizer)
 
@@ -161,7 +161,7 @@ class Vocabulary:
         return open_tokenizer(self._tokenizer.to_str(), sorted(self.eos))
 
     def encode(self, text: str, rules: TextRules) -> list[int]:
-        """Where there is text."""
+        """Requires text."""
         assert self._encoder is not None
         return self._encoder.encode(text, rules)
 

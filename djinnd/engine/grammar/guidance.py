@@ -61,7 +61,7 @@ class Guided:
 
     @property
     def mask(self) -> npt.NDArray[np.uint32]:
-        """[words]: a bit for each token, 1 where it may come next."""
+        """[words]: a bit for each token, 1 if it may come next."""
         row: npt.NDArray[np.uint32] = self.process.masks[self.slot]
         if self.forced:
             row = np.zeros_like(row)
@@ -149,8 +149,8 @@ class Guidance:
                 self._retire(process)
 
     def _act(self, runs: Sequence[Guided]) -> None:
-        """Appends forced tokens and ends requests, where that can be done now. One message reports all appended tokens
-        to the server, before the replies of requests that they end."""
+        """Appends forced tokens and ends requests, if that is possible now. One message reports all appended tokens to
+        the server, before the replies of requests that they end."""
         tokens: list[messages.Token] = []
         ended: list[Request] = []
         for run in runs:

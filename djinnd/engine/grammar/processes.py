@@ -31,7 +31,7 @@ class GrammarProcesses:
         return bool(self._running or self._dying)
 
     def get(self, key: Key, grammar: messages.Grammar, vocab: int) -> GrammarProcess:
-        """Returns the process that runs, or starts one. Raises Busy or TextFailed where that is not possible."""
+        """Returns the process that runs, or starts one. Raises Busy or TextFailed if that is not possible."""
         process = self._running.get(key)
         if process is not None and not process.failure:
             return process

@@ -96,7 +96,7 @@ class Admission:
             pool.held -= request.held
 
     def _hold(self, request: HttpRequest, count: int) -> None:
-        """Raises HttpError where there is no room for so many bytes more."""
+        """Raises HttpError if there is no room for these further bytes."""
         limits = self.http
         if request.pool.held + count > limits.held_bytes_per_token or self._held + count > limits.held_bytes:
             told = "the bodies of the requests that are being answered have no room for this one"

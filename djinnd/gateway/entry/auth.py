@@ -18,7 +18,7 @@ _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 
 
 def token_of(headers: Mapping[str, str]) -> str:
-    """From `Authorization: Bearer`, `x-api-key` or `api-key`; "" where there is none. Raises HttpError."""
+    """The token from `Authorization: Bearer`, `x-api-key` or `api-key`; "" if there is none. Raises HttpError."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     token = given.strip() if scheme.lower() == "bearer" else ""
     token = token or headers.get("x-api-key", "") or headers.get("api-key", "")

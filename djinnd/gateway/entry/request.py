@@ -112,7 +112,7 @@ class HttpRequest:
 
 
 def given(raw: msgspec.Raw) -> bytes:
-    """The JSON text of a field that is passed on as it is; b"" where it is null or not there."""
+    """The JSON text of a field that is passed on unchanged; b"" if it is null or missing."""
     text = bytes(raw)
     return b"" if text == b"null" else text
 

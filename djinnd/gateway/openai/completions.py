@@ -132,7 +132,7 @@ def _outputs(body: Body, prompts: Sequence[Prompt], conversation: Conversation |
 
 
 async def _choices(body: Body, prompts: Sequence[Prompt], results: Sequence[Generated]) -> list[Choice]:
-    """For each prompt the n best of its outputs, or all in their order where there are just n."""
+    """For each prompt the n best of its outputs, or all in their order if there are only n."""
     choices: list[Choice] = []
     for at, prompt in enumerate(prompts):
         tried = list(results[at * body.tried : (at + 1) * body.tried])

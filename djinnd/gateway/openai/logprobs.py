@@ -83,7 +83,7 @@ class TokenTexts:
         self._bytes.update(token_bytes)
 
     def text(self, token: int) -> str:
-        """The token's text; where it is a part of a character, its bytes as OpenAI spells them."""
+        """The token's text; if it is a part of a character, its bytes as OpenAI spells them."""
         stands_for = self._bytes.get(token, b"")
         try:
             return stands_for.decode()

@@ -89,7 +89,7 @@ def _chat(body: TokenizeBody) -> ChatInput | None:
 
 
 async def _only_model(request: HttpRequest) -> str:
-    """Raises HttpError where there are several."""
+    """Raises HttpError if there are several."""
     there = await models(request)
     ready = [model.name for model in there if model.state == "ready"] or [model.name for model in there]
     if len(ready) != 1:

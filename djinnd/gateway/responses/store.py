@@ -55,7 +55,7 @@ def conversation_record(conversation: str) -> str:
 
 
 async def keep(link: Link, name: str, model: str, session: str, stored: Stored) -> None:
-    """`session` has answered. Without it, or where it is gone already, the record has the body alone."""
+    """`session` has answered. Without it, or if it is gone already, the record has only the body."""
     body = encode(stored)
     try:
         await link.call(KeepRecord(id=0, session=session, model=model, record=name, body=body), RecordKept)

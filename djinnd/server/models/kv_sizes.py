@@ -19,7 +19,7 @@ class KvSizes(NamedTuple):
         return cls(model.kv, model.host_kv, model.disk_kv)
 
     def over(self, others: KvSizes) -> KvSizes:
-        """These sizes, with those of `others` where these leave the choice to the engine."""
+        """These sizes; for sizes that leave the choice to the engine, those of `others`."""
         return KvSizes(
             self.device or others.device,
             others.host if self.host is None else self.host,

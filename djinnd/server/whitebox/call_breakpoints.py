@@ -53,7 +53,7 @@ def breakpoints_of(
     request: Generate, prompt_tokens: int, session: SessionRecord, model: ModelInfo, kept: int
 ) -> CallBreakpoints:
     """The breakpoints of a call behind the session's first `kept` tokens. Raises InvalidRequest if the call cannot
-    continue from a hit, or could stop where it must not."""
+    continue from a hit, or could stop at a place where stops are refused."""
     reach = breakpoint_admission.call_span(request, prompt_tokens, session, model, kept)
     stops = breakpoint_admission.stops_of(request, reach, session.breakpoints, model)
     assert model.points is not None

@@ -37,7 +37,7 @@ class ChatReply(ChatAnswer):
 
     @property
     def stopped_by(self) -> str:
-        """The stop string that ended the answer; "" where none did."""
+        """The stop string that ended the answer; "" if none did."""
         return self._matcher.matched or ""
 
     def feed(self, text: str, may_stop: bool = True) -> str:

@@ -163,7 +163,7 @@ class _Reader:
             self._advance(len(text) - len(body))
 
     def _advance(self, count: int) -> str:
-        """The characters that are read, without those of the prompt."""
+        """Reads characters and returns them, without those of the prompt."""
         self._crossed = self._crossed and not count
         text = self._source.advance(count)
         told = text[self._silent :]

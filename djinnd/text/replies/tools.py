@@ -29,7 +29,7 @@ def is_name(text: str) -> bool:
 
 
 def parameter(tools: Tools, function: str, name: str) -> Schema:
-    """The parameter's schema; an empty one where nothing is known."""
+    """The parameter's schema; an empty one if it is unknown."""
     properties = _mapping(tools.get(function, {}).get("properties"))
     return _mapping(properties.get(name))
 
@@ -44,7 +44,7 @@ def members_of(parameters: Schema) -> list[tuple[str, Schema, bool]]:
 
 
 def types(schema: Schema) -> frozenset[str]:
-    """JSON types that the schema allows, by the first _MAX_SCHEMAS of its choices; empty where it does not say."""
+    """JSON types that the schema allows, by the first _MAX_SCHEMAS of its choices; empty if it does not say."""
     found: set[str] = set()
     choices = [schema]
     for each in choices:  # which grows meanwhile
@@ -63,8 +63,8 @@ def is_string(schema: Schema) -> bool:
 
 
 def as_json(text: str, schema: Schema) -> str:
-    """The JSON of a value whose text a model wrote without quotes: as it is written where that is JSON of an allowed
-    type, else a string."""
+    """The JSON of a value whose text a model wrote without quotes: unchanged if that is JSON of an allowed type,
+    otherwise a string."""
     allowed = types(schema)
     stripped = text.strip()
     candidate = _CONSTANTS.get(stripped, stripped)

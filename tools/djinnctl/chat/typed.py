@@ -31,7 +31,7 @@ class Typed:
         return self._lines is not None
 
     def add(self, line: str) -> Message | Command | None:
-        """The message or the command that ends with this line; None where there is none yet, or nothing was typed."""
+        """The message or the command that ends with this line; None if it is not complete yet, or nothing was typed."""
         if self._lines is not None:
             return self._go_on(self._lines, line)
         stripped = line.strip()

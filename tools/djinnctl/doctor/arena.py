@@ -95,7 +95,7 @@ def judge(found: Object) -> Result:
 
 
 def started(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None where there is no such process, or only its corpse."""
+    """When the process started, in clock ticks since boot; None if there is no such process, or only a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

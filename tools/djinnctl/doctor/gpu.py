@@ -69,7 +69,7 @@ def torch_cuda() -> Cuda:
 
 
 def driver_version() -> str | None:
-    """nvidia-smi's word for it; None where there is none, which is how a machine without an NVIDIA GPU looks."""
+    """The version that nvidia-smi reports; None without nvidia-smi, as on a machine without an NVIDIA GPU."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
