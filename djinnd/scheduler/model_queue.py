@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from djinn_client.errors import OutOfMemory, PromptTooLong, QuotaExceeded
 from djinn_client.protocol import Class
 from djinnd.core.session import Session
-from djinnd.core.stops import Stage
 from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.batch.batch_builder import BatchBuilder
 from djinnd.scheduler.policy import DEFAULT, Policy, eviction_order, has_gone_quiet
 from djinnd.scheduler.residency.kv_residency import KvResidency
+from djinnd.scheduler.session_audit import check_session
 from djinnd.scheduler.tuning import EVICTION
 from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
@@ -369,59 +369,10 @@ class ModelQueue:
         self.batch_builder.check_integrity(self.active)
         tenants: dict[int, int] = {}  # tenant of each page
         for session in self.sessions.values():
-            self._check_session(session)
+            check_session(session, self.residency, self.limit, self.num_blocks)
             for page in self.kv.pages_of(session.id):
                 if not self.kv.pool.is_public(page):
                     assert tenants.setdefault(page, session.tenant) == session.tenant, f"two tenants share page {page}"
-
-    def _check_session(self, session: Session) -> None:
-        name, length, computed, request = session.id, len(session.tokens), session.computed, session.request
-        assert 0 <= computed <= length <= self.limit, f"session {name}: {computed} of {length} tokens computed"
-        numbers = [edit.number for edit in session.edits]
-        assert numbers == sorted(set(numbers)), f"session {name} has edits {numbers}"
-        assert all(edit.extents for edit in session.edits), f"session {name} has an edit that changes nothing"
-        if session.stage is not None:
-            self._check_stage(session, session.stage)
-        if session.left_stage is not None:
-            assert session.stage is None and session.left_stage.length == length, (
-                f"session {name} has a stage on and off the device, or another length than when it left"
-            )
-        left = self.residency.lower_tiers.left.get(name)
-        staged = left is not None and left.staged > 0
-        assert staged == (session.left_stage is not None), f"session {name}: {session.left_stage}, and {left}"
-        pages, least, most = self.kv.pages_held(name), self.kv.pages_for(computed), self.kv.pages_for(length)
-        for page in self.kv.pages_of(name)[computed // self.kv.page_size :]:
-            assert self.kv.may_write(page), (
-                f"session {name} would write into page {page}, which other sessions hold or can find"
-            )
-        if self.residency.is_arriving(session):
-            assert pages >= least, f"session {name} arrives with {pages} pages for {computed} tokens"
-            return
-        if request is None:
-            assert pages == (least if session.stage is None else most), (
-                f"idle session {name} holds {pages} pages for {computed} tokens"
-            )
-            return
-        assert least <= pages <= most, f"session {name} holds {pages} pages, {computed} of {length} tokens computed"
-        assert computed < length, f"request {request.id} has nothing to run"
-        assert 0 <= request.first <= request.prompt_end <= length, (
-            f"request {request.id}: its prompt is no part of the session"
-        )
-        generated = length - request.prompt_end
-        assert generated == 0 or generated < request.max_tokens, f"request {request.id} goes on after {generated}"
-
-    def _check_stage(self, session: Session, stage: Stage) -> None:
-        name, length, to_end = session.id, len(session.tokens), self.num_blocks + 1
-        assert self.kv.pages_held(name) == self.kv.pages_for(length), (
-            f"session {name} has a stage without all of its pages"
-        )
-        assert not self.residency.is_arriving(session), f"session {name} has a stage and is arriving"
-        assert session.computed <= stage.done < length, (
-            f"session {name}: {stage}, {session.computed} of {length} tokens"
-        )
-        assert 0 <= stage.first <= stage.last <= to_end and stage.first < to_end, f"session {name}: {stage}"
-        if session.request is None or stage.last == to_end:
-            assert (stage.done, stage.last) == (session.computed, to_end), f"session {name}: {stage}"
 
 
 def _reach(session: Session) -> int:

@@ -221,7 +221,6 @@ def packed_product(
     number: int,
     packed: Tensor,
     x: Tensor,
-    out: Tensor | None = None,
     *,
     tiles: ProductTiles | None = None,
 ) -> Tensor:
@@ -235,9 +234,7 @@ def packed_product(
     assert product_fits(unit) and 0 < tokens <= FEW_ROWS and x.shape[1] == unit.cols and x.is_contiguous()
     assert packed.numel() == form.nbytes and x.dtype == torch.bfloat16
     tiles = tiles or product_tiles(tokens, unit, processors(x.device))
-    if out is None:
-        out = torch.empty(tokens, unit.rows, dtype=x.dtype, device=x.device)
-    assert out.shape == (tokens, unit.rows) and out.is_contiguous()
+    out = torch.empty(tokens, unit.rows, dtype=x.dtype, device=x.device)
     arguments = (
         form.sm_view(packed)[unit.offset :],
         form.nibbles_view(packed)[unit.offset // 2 :],

@@ -108,13 +108,5 @@ def test_bad_stripes_read_nothing_outside_of_the_patches(tokens: int) -> None:
     check_product(form, 0, plain, x, packed_product(form, 0, buffer, x))
 
 
-def test_the_caller_may_pass_the_output() -> None:
-    form = form_of([(20, 128)])
-    plain = weights(form)
-    x, out = torch.randn(2, 128).to(torch.bfloat16), torch.zeros(2, 20, dtype=torch.bfloat16)
-    assert packed_product(form, 0, packed(form, plain), x, out) is out
-    check_product(form, 0, plain, x, out)
-
-
 def test_rows_that_share_a_group_are_not_supported() -> None:
     assert [product_fits(unit) for unit in form_of(SHAPES).units] == [True, True, False, True]
