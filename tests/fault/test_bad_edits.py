@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"points": ["\x00" * 4]}, "has no point"),
     ({"points": ["(a+)+" * 40 + "$"]}, "has no point"),
     ({"points": ["b" * 1000]}, "1,000 characters"),
-    ({"points": ["b" * (1 << 20)]}, "a value of 1,048,576 bytes"),
+    ({"points": ["b" * (1 << 20)]}, "a value has 1,048,576 bytes"),
     ({"points": [f"blocks.{n}" for n in range(20_000)]}, "20,000 points are too many"),
     ({"points": [f"blocks.{n}" for n in range(100_000)]}, "more than 33,792 values"),
     ({"points": [POINT, "logits"]}, "an edit has points of one width"),
@@ -279,7 +279,7 @@ def test_invalid_captures_are_refused(tenant: Tenant) -> None:
     for names, count, words in (
         (["blocks.99"], 1, "has no point 'blocks.99'"),
         (["blocks.*", "blocks.*.*"], 1, "has two stars"),
-        (["b" * (1 << 20)], 1, "a value of 1,048,576 bytes"),
+        (["b" * (1 << 20)], 1, "a value has 1,048,576 bytes"),
         ([f"blocks.{n}" for n in range(20_000)], 1, "20,000 points are too many"),
         ([f"blocks.{n}" for n in range(100_000)], 1, "more than 33,792 values"),
         ([POINT], -1, "max_tokens is -1; it must be from 0 to 2147483647"),
@@ -347,7 +347,7 @@ def test_a_session_is_closed_by_another_client_during_a_capture(target: Daemon) 
 
         closing = threading.Thread(target=close)
         closing.start()
-        with pytest.raises(djinn.Cancelled, match="nothing of it was captured"):
+        with pytest.raises(djinn.Cancelled, match="nothing was captured"):
             s.capture("blocks.*").run(PROMPT, max_tokens=1500, ignore_eos=True)
         closing.join()
 

@@ -188,8 +188,8 @@ def test_files_that_differ_from_their_announcement_are_refused(wire: Wire) -> No
         ({"config.json": 300 << 20}, CONFIG, "at most 67,108,864"),
         ({"config.json": -1}, CONFIG, "at most"),
         ({}, CONFIG, "must bring its config.json"),
-        ({"config.json": 2, "../../x": 4}, b"{}....", "no '../../x'"),
-        ({"config.json": 2, "modeling_x.py": 4}, b"{}....", "no 'modeling_x.py'"),
+        ({"config.json": 2, "../../x": 4}, b"{}....", "not '../../x'"),
+        ({"config.json": 2, "modeling_x.py": 4}, b"{}....", "not 'modeling_x.py'"),
         ({"config.json": 4}, b"{{{{", "config.json"),
     ):
         with memory(content) as fd:
