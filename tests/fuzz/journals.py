@@ -74,10 +74,10 @@ def check(data: bytes) -> None:
         refused = str(error)
     assert file is not None or " has version " in refused, refused
     if file is not None:
-        for session in file.sessions():
+        for session in file.content().sessions:
             assert session.tokens.tolist() in tokens_of(NAMES.index(session.id)), session.id
         file.close()
 
 
-PARSERS = ("journal_rows", "journal_examination", "journal_database", "journal_file")
-TARGET = Target(tuple(f"djinnd.server.{name}" for name in PARSERS), seeds, check)
+PARSERS = ("rows", "examination", "database", "file")
+TARGET = Target(tuple(f"djinnd.server.journal.{name}" for name in PARSERS), seeds, check)

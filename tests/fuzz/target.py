@@ -26,7 +26,7 @@ def main() -> None:
     target: Target = importlib.import_module(f"tests.fuzz.{name}").TARGET
     with atheris.instrument_imports(include=list(target.parsers)):
         for parser in target.parsers:
-            sys.modules.pop(parser, None)
+            del sys.modules[parser]  # KeyError: the target names a module that it does not import
         target = importlib.reload(importlib.import_module(f"tests.fuzz.{name}")).TARGET
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(target.seeds()):
