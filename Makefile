@@ -90,7 +90,7 @@ $(VENV)/demo.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 $(VENV)/dev.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch, transformers and the test tools into $(VENV): some minutes"
 	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[dev]' '$(TESTED)'
-	@touch $@ $(VENV)/demo.stamp
+	@touch $@
 
 $(VENV)/foreign.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
 	@echo "==> installing other people's clients into $(VENV)"
