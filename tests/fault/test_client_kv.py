@@ -81,6 +81,7 @@ def whole(nbytes: int) -> int:
     return fd
 
 
+@pytest.mark.smoke
 def test_forged_windows_are_refused(target: Daemon, kv: djinn.KV) -> None:
     nbytes = kv.layout.nbytes(kv.length)
     with Bystander(target.address):

@@ -85,6 +85,7 @@ def undisturbed(daemon: Daemon, options: dict[str, Any]) -> djinn.Generated:
         return s.generate(options.pop("prompt"), **options)
 
 
+@pytest.mark.smoke
 def test_streams_continue_with_the_same_tokens(fragile: Daemon) -> None:
     calls: list[dict[str, Any]] = [
         {"prompt": PROMPTS[0], "max_tokens": LONG},

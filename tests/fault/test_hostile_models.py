@@ -131,6 +131,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 TERABYTE = "{{ 'x' * 10 ** 12 }}"
 
 
+@pytest.mark.smoke
 def test_templates_that_need_minutes_or_terabytes_are_ended(address: str, folder: Path) -> None:
     """Other limits of templates are tested with their environment, in tests/unit/text/chat."""
     tiny_with(folder, lambda tokenizer: None)

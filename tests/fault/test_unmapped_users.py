@@ -15,6 +15,7 @@ NAMESPACE = ["unshare", "--user", "--map-root-user"]
 
 
 @only_root
+@pytest.mark.smoke
 def test_an_unmapped_user_is_refused_and_others_are_served(start_daemon: DaemonStarter) -> None:
     if subprocess.run([*NAMESPACE, "true"], check=False).returncode:
         pytest.skip("this machine has no user namespaces")
