@@ -111,7 +111,7 @@ class Interventions:
             )
 
     def run(self, session: ConnectedSession, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
-        """Runs the whole call. It ends early at a hit without an intervention, and at one whose function has failed."""
+        """Runs the whole call. A hit without an intervention ends it early, and so does a function that fails."""
         if any(entry.when != "prefill" for entry in self._entries):
             expect_splittable(request)
         split = SplitCall(request)

@@ -269,8 +269,8 @@ class Scheduler:
         return self._finish(session, "stop")
 
     def rollback(self, request_id: int) -> Request | None:
-        """Ends a request whose step failed; its session is cut to its tokens before the request. Returns None if the
-        request has already ended."""
+        """Ends a request after its step failed. The session keeps its tokens from before the request. Returns None if
+        the request has already ended."""
         if request_id not in self._in_progress:
             return None
         session, request = self._in_progress[request_id]

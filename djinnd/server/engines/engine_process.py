@@ -129,7 +129,7 @@ class EngineProcess:
 
 
 async def execute(command: Sequence[str], environ: Mapping[str, str], fd: int) -> Process:
-    """Starts a process whose end of a socket pair is `fd`, which it is told, as is its parent's pid. Raises OSError."""
+    """Starts a process and tells it `fd`, its end of a socket pair, and its parent's pid. Raises OSError."""
     return await asyncio.create_subprocess_exec(
         *command,
         *("--fd", str(fd), "--parent", str(os.getpid())),

@@ -240,6 +240,6 @@ def open_in(engine: EngineClient, session: SessionRecord) -> None:
 
 
 def mark_error_seen(task: asyncio.Task[None]) -> None:
-    """Keeps asyncio from logging the error of an ended task whose callers may have been cancelled."""
+    """Reads the error of an ended task, so that asyncio does not log it if all callers were cancelled."""
     if not task.cancelled():
         task.exception()

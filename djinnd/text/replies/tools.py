@@ -63,8 +63,8 @@ def is_string(schema: Schema) -> bool:
 
 
 def as_json(text: str, schema: Schema) -> str:
-    """The JSON of a value whose text a model wrote without quotes: unchanged if that is JSON of an allowed type,
-    otherwise a string."""
+    """The JSON of a value that a model wrote without quotes. Text that is JSON of an allowed type stays as it is, and
+    other text becomes a string."""
     allowed = types(schema)
     stripped = text.strip()
     candidate = _CONSTANTS.get(stripped, stripped)
