@@ -10,7 +10,6 @@ import json
 import math
 import os
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,9 +60,6 @@ def target() -> Iterator[Daemon]:
         daemon = start(errors=["model_failed"])
         with daemon.client() as client:
             client.load(MODEL, kv_bytes=64 << 20)
-            with contextlib.suppress(djinn.ModelRejected), tempfile.TemporaryDirectory() as empty:
-                Path(empty, "config.json").write_text("{")
-                client.load(empty)  # the process that reads checkpoints for a user stays
         with Bystander(daemon.address):
             pass  # resources of the first session, such as threads, exist from now on
         before = holdings(daemon)

@@ -17,7 +17,6 @@ import pytest
 
 import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
-from tests.fault.test_hostile_models import kill_workers
 from tests.support.bystander import Bystander
 from tests.support.daemon import Daemon, holdings
 from tests.support.models import reduced_model
@@ -40,7 +39,6 @@ def target() -> Iterator[Daemon]:
             pass
         before = holdings(daemon)
         yield daemon
-        kill_workers(daemon)
         assert holdings(daemon) == before
 
 

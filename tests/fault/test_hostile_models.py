@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
 from tests.support.checkpoint_files import bombs, slow_to_encode, tiny_with
-from tests.support.daemon import Daemon, descendants_of, holdings, wait_for
+from tests.support.daemon import Daemon, end_text_workers, holdings
 
 LIMITS = {"text_seconds": "500ms", "text_seconds_per_minute": "1h", "tokenizer_bytes": "2MiB"}
 
@@ -34,7 +33,6 @@ def target() -> Iterator[Daemon]:
             pass
         before = holdings(daemon)
         yield daemon
-        kill_workers(daemon)
         assert holdings(daemon) == before
 
 
@@ -51,25 +49,6 @@ def address(target: Daemon) -> Iterator[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "theirs"
-
-
-def workers(daemon: Daemon) -> list[int]:
-    """The pids of the daemon's text workers."""
-    found = []
-    for pid in descendants_of(daemon.pid):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if "djinnd.text_worker" in command:
-            found.append(pid)
-    return found
-
-
-def kill_workers(daemon: Daemon) -> None:
-    for pid in workers(daemon):
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not workers(daemon))
 
 
 def replaced(field: str, pattern: str) -> Callable[[dict[str, Any]], None]:
@@ -118,7 +97,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_stream(target: Daemon, addre
     with djinn.Session(str(folder), address=address) as s:
         stream = s.stream("x = 1", max_tokens=2000, ignore_eos=True)
         assert next(stream).token_ids
-        kill_workers(target)
+        end_text_workers(target)
         with pytest.raises(djinn.TextFailed):
             list(stream)
         assert s.token_ids() == []

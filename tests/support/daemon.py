@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -302,13 +303,27 @@ def lacks_tiers(model: ModelInfo) -> bool:
     return model.state == "ready" and not model.host_pages and not refused
 
 
+def end_text_workers(daemon: Daemon) -> None:
+    """Kills the daemon's text workers. Returns when the daemon has closed its connections to them."""
+
+    def living() -> set[str]:
+        started, ended = (re.findall(rf"text_worker_{what} .*pid=(\d+)", daemon.log) for what in ("started", "ended"))
+        return set(started) - set(ended)
+
+    for pid in living():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    wait_for(lambda: not living())
+
+
 def holdings(daemon: Daemon) -> dict[str, object]:
     """The daemon's resources when no other client is connected and all sessions are gone, and the findings of its
     audit.
 
     Waits for that, and for the end of work beside the steps: lower tiers of all models set up, no page being copied, no
-    window being closed.
+    window being closed. Ends text workers, which the daemon keeps until they had no question for a minute.
     """
+    end_text_workers(daemon)
     engine = daemon.device().pid
     with daemon.client() as client:
         wait_for(lambda: client.status().connections == 1)
