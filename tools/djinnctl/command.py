@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from djinn_client import Client
 from djinn_client.transport.address import candidates
-
-if TYPE_CHECKING:
-    from djinnctl.layout import Renderable
+from djinnctl import screen
+from djinnctl.layout import Renderable
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -62,15 +61,11 @@ class Settings:
         self, read: Callable[[Client], T], render: Callable[[T], Renderable], *, every_s: float | None = None
     ) -> T:
         """Shows what `read` has from the daemon, and returns it: see screen.show. Raises ConnectionLost."""
-        from djinnctl import screen
-
         with self.client() as client:
             return screen.show(lambda: read(client), render, as_json=self.json, every_s=every_s)
 
     def tell(self, done: object, shown: Renderable) -> None:
         """Prints what was done: as `shown` to people, or `done` as JSON."""
-        from djinnctl import screen
-
         screen.show(lambda: done, lambda _: shown, as_json=self.json)
 
     def patience(self) -> AbstractContextManager[None]:

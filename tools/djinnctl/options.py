@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -12,39 +12,34 @@ from djinn_client.protocol.fields.placing import MAX_SLOTS
 from djinnctl.units import parse_resident, parse_seconds, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 DAY_S = 86400.0
 
 
-def read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    return _read(parse_size, ctx, param, value)
+class Written(click.ParamType):  # type: ignore[type-arg]  # only new releases of click have an argument here
+    """The type of an argument that is written in units or words. `parse` reads it, and raises ValueError."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any], *, not_zero: str = "") -> None:
+        """`not_zero` says what 0 is. Without it 0 is a value like others. With it 0 is wrong usage, because the daemon
+        would take it for the option's default."""
+        self.name = name
+        self._parse = parse
+        self._not_zero = not_zero
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            parsed = self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if parsed == 0 and self._not_zero:
+            self.fail(f"{value!r} is {self._not_zero}; leave the option out for the default", param, ctx)
+        return parsed
 
 
-def read_some_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """For an option that has a default: 0 bytes, which would mean that default to the daemon, are wrong usage."""
-    size = read_size(ctx, param, value)
-    if size == 0:
-        raise click.BadParameter(f"{value!r} is no memory at all; leave the option out for the default", ctx, param)
-    return size
-
-
-def read_seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    return _read(parse_seconds, ctx, param, value)
-
-
-def read_some_time(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """For an option that has a default: 0 seconds, which would mean that default to the daemon, are wrong usage."""
-    seconds = read_seconds(ctx, param, value)
-    if seconds == 0:
-        raise click.BadParameter(f"{value!r} is no time at all; leave the option out for the default", ctx, param)
-    return seconds
-
-
-def read_resident(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> int | float | Literal["auto"] | None:
-    return _read(parse_resident, ctx, param, value)
+SIZE = Written("SIZE", parse_size)
+SOME_SIZE = Written("SIZE", parse_size, not_zero="no memory at all")
+TIME = Written("TIME", parse_seconds)
+SOME_TIME = Written("TIME", parse_seconds, not_zero="no time at all")
 
 
 def read_period(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -72,14 +67,14 @@ watch_option = click.option(
 
 def kv_option(command: F) -> F:
     what = "Memory for KV pages, such as 4GiB. Default: as much as fits."
-    return click.option("--kv", callback=read_some_size, metavar="SIZE", help=what)(command)
+    return click.option("--kv", type=SOME_SIZE, help=what)(command)
 
 
 def tier_options(command: F) -> F:
     """For pages that have left the device: the command gets `host_kv` and `disk_kv`, None for what is not given."""
     for name, what in (("disk", "Disk"), ("host", "Host memory")):
         told = f"{what} for KV pages that have left the device, such as 16GiB; 0B: none. Default: as configured."
-        command = click.option(f"--{name}-kv", callback=read_size, metavar="SIZE", help=told)(command)
+        command = click.option(f"--{name}-kv", type=SIZE, help=told)(command)
     return command
 
 
@@ -98,17 +93,10 @@ def placing_options(command: F) -> F:
         ),
         click.option(
             "--resident",
-            callback=read_resident,
+            type=Written("blocks", parse_resident),
             metavar="auto|N|0.73",
             help="Blocks that stay on the device, or their share; the others stream. Default: as many as fit.",
         ),
     ):
         command = option(command)
     return command
-
-
-def _read(parse: Callable[[str], T], ctx: click.Context, param: click.Parameter, value: str | None) -> T | None:
-    try:
-        return None if value is None else parse(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from error

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from djinn_client import QuotaUse
 from djinnctl.layout import Renderable, new_table
-from djinnctl.render import user_name
 from djinnctl.units import size
 
 
 def table(uses: Sequence[QuotaUse]) -> Renderable:
     shown = new_table("USER", "RULE", "UP TO CLASS", "WEIGHT>", "OF", "USED>", "LIMIT>")
     for use in uses:
-        who = [use.user_name or user_name(use.user), use.rule or "-", use.highest_class, f"{use.weight:g}"]
+        who = [use.user_name, use.rule or "-", use.highest_class, f"{use.weight:g}"]
         for line in _lines(use):
             shown.add_row(*who, *line)
             who = [""] * len(who)

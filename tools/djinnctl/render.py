@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pwd
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -19,6 +18,7 @@ from djinn_client import (
     PrefixInfo,
     SessionInfo,
     StatusReply,
+    TokenInfo,
 )
 from djinn_client.protocol import CLASSES, Reply
 from djinn_client.protocol.fields.scheduling import Latency, Spread
@@ -60,29 +60,18 @@ def plain(value: Any) -> Any:
 
 
 def status(reply: StatusReply) -> Renderable:
-    return Group(*_status(reply))
-
-
-def _status(reply: StatusReply) -> Iterator[Renderable]:
-    yield from summary(reply)
-    yield ""
-    yield devices(reply.devices)
+    parts = [*summary(reply), "", devices(reply.devices)]
     if reply.models:
-        yield ""
-        yield models(reply.models)
+        parts += ["", models(reply.models)]
     if any(info.pages for info in reply.models):
-        yield ""
-        yield pools(reply.models)
+        parts += ["", pools(reply.models)]
     if any(spread.count for _, _, spread in _spreads(reply.latency)):
-        yield ""
-        yield latency(reply.latency)
+        parts += ["", latency(reply.latency)]
     if reply.notes:
-        yield ""
-        yield from (Span(note, "yellow") for note in reply.notes)
+        parts += ["", *(Span(note, "yellow") for note in reply.notes)]
     if reply.integrity:
-        yield ""
-        yield Span("inconsistent:", "bold red")
-        yield from (Span(f"  {finding}") for finding in reply.integrity)
+        parts += ["", Span("inconsistent:", "bold red"), *(Span(f"  {finding}") for finding in reply.integrity)]
+    return Group(*parts)
 
 
 def summary(reply: StatusReply) -> Iterator[Renderable]:
@@ -182,7 +171,7 @@ def sessions(infos: Sequence[SessionInfo]) -> Renderable:
     for info in infos:
         table.add_row(
             info.id,
-            info.user_name or user_name(info.user),
+            info.user_name,
             info.model,
             info.priority,
             state(info.state),
@@ -219,27 +208,27 @@ def places(of: ModelInfo | ModelPlan) -> str:
 
 
 def plan(plan: ModelPlan) -> Renderable:
-    return Group(*_plan(plan))
-
-
-def _plan(plan: ModelPlan) -> Iterator[Renderable]:
-    yield line(
-        Span(plan.model, "bold"), f"  {plan.family}, {plan.dtype}, {plan.blocks} blocks, {size(plan.weight_bytes)}"
-    )
-    yield f"blocks: {places(plan)}"
-    yield ""
-    yield _plan_memory(plan)
-    yield ""
-    yield f"first token of {plan.first_token_tokens} tokens: {interval(plan.first_token_s)}"
-    for sessions, seconds in sorted(plan.step_s.items()):
-        who = f"{sessions} session{'s' if sessions > 1 else ''}"
-        tokens = sessions / seconds
-        yield f"step of {who}: {interval(seconds)}, {tokens:{',.0f' if tokens >= 100 else '.3g'}} tokens/s"
     bus, memory = rate(plan.bus_bytes_per_s, "B"), rate(plan.memory_bytes_per_s, "B")
     reading, products = rate(plan.reading_bytes_per_s, "B"), rate(plan.flops_per_s, "FLOP")
-    yield f"measured on this device: bus {bus}, memory {memory}, products {products},"
-    yield f"  weights for one row {reading}, a kernel's launch {interval(plan.launch_s)}"
-    yield from (Span(f"note: {note}", "yellow") for note in plan.notes)
+    about = f"  {plan.family}, {plan.dtype}, {plan.blocks} blocks, {size(plan.weight_bytes)}"
+    return Group(
+        line(Span(plan.model, "bold"), about),
+        f"blocks: {places(plan)}",
+        "",
+        _plan_memory(plan),
+        "",
+        f"first token of {plan.first_token_tokens} tokens: {interval(plan.first_token_s)}",
+        *(_step(sessions, seconds) for sessions, seconds in sorted(plan.step_s.items())),
+        f"measured on this device: bus {bus}, memory {memory}, products {products},",
+        f"  weights for one row {reading}, a kernel's launch {interval(plan.launch_s)}",
+        *(Span(f"note: {note}", "yellow") for note in plan.notes),
+    )
+
+
+def _step(sessions: int, seconds: float) -> str:
+    tokens = sessions / seconds
+    rate_of_tokens = f"{tokens:{',.0f' if tokens >= 100 else '.3g'}} tokens/s"
+    return f"step of {sessions} session{'s' if sessions > 1 else ''}: {interval(seconds)}, {rate_of_tokens}"
 
 
 def _plan_memory(plan: ModelPlan) -> Renderable:
@@ -294,8 +283,7 @@ def prefixes(infos: Sequence[PrefixInfo]) -> Renderable:
     table = new_table("PREFIX", "MODEL", "TOKENS>", "MARKED BY", "MARKED")
     table.columns[0] = table.columns[0]._replace(yields=0)
     for info in infos:
-        marked = datetime.fromtimestamp(info.created).strftime("%Y-%m-%d %H:%M")
-        table.add_row(info.id, info.model, str(info.tokens), info.user_name or user_name(info.user), marked)
+        table.add_row(info.id, info.model, str(info.tokens), info.user_name, _date(info.created))
     return table
 
 
@@ -304,12 +292,19 @@ def withdrawn(prefix: str, in_force: bool) -> str:
     return f"{prefix} is withdrawn{how_long}"
 
 
+def tokens(infos: Sequence[TokenInfo]) -> Renderable:
+    if not infos:
+        return Span("no tokens", "dim")
+    table = new_table("TOKEN", "USER", "UP TO CLASS", "ADDED", "EXPIRES", "LAST USED")
+    for info in sorted(infos, key=lambda info: info.name):
+        times = map(_date, (info.created, info.expires, info.used))
+        table.add_row(info.name, info.user_name, info.highest_class or "any", *times)
+    return table
+
+
 def state(name: str) -> Span:
     return Span(name, STYLES.get(name, ""))
 
 
-def user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+def _date(at: float | None) -> str:
+    return "never" if at is None else datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")

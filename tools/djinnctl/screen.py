@@ -7,14 +7,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar
 
 import click
 
-from djinn_client.admin.loading_line import loading_line
-from djinn_client.transport.connection import OnProgress
 from djinnctl.layout import ELLIPSIS, Renderable, lines_of, shown
 from djinnctl.render import plain
 
@@ -86,16 +83,6 @@ def colours() -> bool:
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or _redraws()
-
-
-@contextmanager
-def loading_bar(*, hidden: bool) -> Iterator[OnProgress | None]:
-    """On a terminal a line on stderr follows the daemon's Progress."""
-    if hidden:
-        yield None
-        return
-    with loading_line(None) as line:
-        yield line
 
 
 def _print(renderable: Renderable) -> None:

@@ -158,6 +158,7 @@ STATUS = StatusReply(
 WAITING = session_info(
     tokens=70,
     user=0,
+    user_name="root",
     state="waiting",
     pages=3,
     host_pages=12,
@@ -167,9 +168,17 @@ WAITING = session_info(
     latency=Latency(wake_up=Spread(1, 0.25, 0.25, 0.25, 0.25, 0.25)),
 )
 RUNNING = session_info(
-    id="s-2", user=0, state="running", tokens=5, pages=1, disk_pages=9, page_bytes=1 << 22, priority="batch"
+    id="s-2",
+    user=0,
+    user_name="root",
+    state="running",
+    tokens=5,
+    pages=1,
+    disk_pages=9,
+    page_bytes=1 << 22,
+    priority="batch",
 )
-PREFIX = PrefixInfo(id="p-1", model="llama", tokens=2048, user=0, created=1_750_000_000.0)
+PREFIX = PrefixInfo(id="p-1", model="llama", tokens=2048, user=0, user_name="root", created=1_750_000_000.0)
 FINDINGS = ["page 3 has 2 owners", "session s-1 has 4 pages and needs 5"]
 
 
@@ -910,7 +919,7 @@ def test_public_prefixes(address: str) -> None:
         "tokens": 512,
         "user": 0,
         "created": 1_750_000_000.0,
-        "user_name": "",
+        "user_name": "root",
     }
     assert prefix("publish", "s-1", "--tokens", "0").exit_code == 2
     result = prefix("publish", "s-9")

@@ -15,6 +15,7 @@ from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 MINE = QuotaUse(
     user=0,
+    user_name="root",
     rule="",
     weight=1.0,
     highest_class="interactive",
@@ -32,6 +33,7 @@ MINE = QuotaUse(
 LIMITED = replace(
     MINE,
     user=4_000_000_000,
+    user_name="4000000000",
     rule="guests",
     weight=0.25,
     highest_class="batch",

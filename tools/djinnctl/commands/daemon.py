@@ -10,6 +10,9 @@ import click
 
 from djinn_client import DjinnError, __version__
 from djinn_client.protocol import VERSION
+from djinnctl import chrome_trace, quotas, render, screen
+from djinnctl import restart as restarting
+from djinnctl import top as glances
 from djinnctl.command import FAILED, Settings, command
 from djinnctl.options import watch_option
 
@@ -19,8 +22,6 @@ from djinnctl.options import watch_option
 @click.option("--check", is_flag=True, help="Audit the daemon's pools too; exit 1 with what was found.")
 def status(settings: Settings, watch: float | None, check: bool) -> None:
     """Show the daemon, its devices and its models."""
-    from djinnctl import render
-
     reply = settings.show(lambda client: client.status(check=check), render.status, every_s=watch)
     if reply.integrity:
         sys.exit(FAILED)
@@ -35,9 +36,6 @@ def top(settings: Settings, once: bool) -> None:
 
     It shows them every second, until Ctrl-C.
     """
-    from djinnctl import screen
-    from djinnctl import top as glances
-
     every_s = 1.0 if sys.stdout.isatty() and not once else None
     with settings.client() as client:
         screen.show(glances.Reader(client), glances.show, as_json=settings.json, every_s=every_s)
@@ -51,8 +49,6 @@ def quota(settings: Settings, watch: float | None, of_all: bool) -> None:
 
     RULE is the rule of the daemon's configuration that applies.
     """
-    from djinnctl import quotas
-
     settings.show(lambda client: client.quotas(all=of_all), quotas.table, every_s=watch)
 
 
@@ -73,8 +69,6 @@ def trace(settings: Settings, output: Path, steps: int, seconds: float) -> None:
     It shows when the device computed and copied each block, in Chrome's trace format, which Perfetto reads. For
     administrators.
     """
-    from djinnctl import chrome_trace
-
     try:
         with chrome_trace.writable(output), settings.client() as client:
             reply = client.trace(steps=steps, seconds=seconds)
@@ -93,8 +87,6 @@ def restart(settings: Settings, warm: bool) -> None:
     The daemon finishes what runs and starts again as the same process. Sessions survive it: attach to them within
     limits.session_grace. Returns when the daemon serves again; clients that connect meanwhile wait. For administrators.
     """
-    from djinnctl import restart as restarting
-
     settings.show(partial(restarting.restart, warm=warm), restarting.render)
 
 

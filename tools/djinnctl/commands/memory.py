@@ -6,21 +6,20 @@ import click
 
 from djinn_client import Client, OutOfMemory, Retry
 from djinn_client.protocol import BudgetReply
+from djinnctl import render
 from djinnctl.command import Settings, command
-from djinnctl.options import read_size
+from djinnctl.options import SIZE
 from djinnctl.units import size
 
 
 @command()
-@click.argument("memory", callback=read_size, required=False, metavar="[SIZE]")
+@click.argument("memory", type=SIZE, required=False, metavar="[SIZE]")
 def budget(settings: Settings, memory: int | None) -> None:
     """Show the daemon's device memory, or change it to SIZE.
 
     SIZE is a size such as 16GiB. Sessions go on: blocks that no longer fit stream from the host, and become resident
     again when there is more memory. Only administrators may change it.
     """
-    from djinnctl import render
-
     if memory is None:
         settings.show(lambda client: client.status().devices, render.devices)
     else:
@@ -28,15 +27,13 @@ def budget(settings: Settings, memory: int | None) -> None:
 
 
 @command()
-@click.argument("memory", callback=read_size, metavar="SIZE")
+@click.argument("memory", type=SIZE, metavar="SIZE")
 def free(settings: Settings, memory: int) -> None:
     """Take SIZE of device memory from the daemon, for other programs.
 
     SIZE is a size such as 20GiB; the daemon's budget shrinks by it. Sessions go on: pages leave the device, and blocks
     that no longer fit stream. Prints the command that gives the memory back.
     """
-    from djinnctl import render
-
     with settings.client() as client:
         (device,) = client.status().devices
         if not device.budget_bytes:

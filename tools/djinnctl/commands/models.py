@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from djinn_client import Client
+from djinn_client.admin.loading_line import loading_line
 from djinn_client.files.pulled import models_folder
+from djinnctl import pulling, render
 from djinnctl.command import Settings, command
 from djinnctl.commands.completion import complete_model
-from djinnctl.options import kv_option, placing_options, read_seconds, read_some_size, tier_options, watch_option
+from djinnctl.options import SOME_SIZE, TIME, kv_option, placing_options, tier_options, watch_option
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -23,8 +26,6 @@ if TYPE_CHECKING:
 @watch_option
 def models(settings: Settings, watch: float | None) -> None:
     """List the models, loaded or available."""
-    from djinnctl import render
-
     settings.show(Client.models, render.models, every_s=watch)
 
 
@@ -40,8 +41,6 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
     Needs no daemon. The model is fetched with your rights and your hub token, into $DJINN_MODELS or
     ~/.local/share/djinnd/models, where your sessions and commands find it by its id.
     """
-    from djinnctl import pulling
-
     below = folder or models_folder()
     target = pulling.pull(hub_id, below, revision)
     settings.tell({"folder": str(target)}, pulling.told(hub_id, target, is_found=below == models_folder()))
@@ -55,8 +54,7 @@ def pull(settings: Settings, hub_id: str, folder: Path | None, revision: str | N
 @click.option("--keep-host/--no-keep-host", default=None, help="Keep a copy on the host when all blocks are resident.")
 @click.option(
     "--keep-alive",
-    callback=read_seconds,
-    metavar="TIME",
+    type=TIME,
     help="After this time without a call, such as 5min, it gives its device memory back until the next one; 0: never. "
     "Also for a model that is loaded. Default: as configured.",
 )
@@ -81,9 +79,7 @@ def load(
     MODEL is a name that `models` lists, a folder with a checkpoint, or a hub id. The configuration says where its
     blocks go. With one of --resident, --ring-gb, --slots, --packing or --keep-host, the others of these have their own
     defaults."""
-    from djinnctl import render, screen
-
-    with settings.client() as client, screen.loading_bar(hidden=settings.json) as on_progress:
+    with settings.client() as client, nullcontext() if settings.json else loading_line(None) as on_progress:
         info = client.load(
             model,
             kv_bytes=kv or 0,
@@ -101,8 +97,7 @@ def load(
 @click.argument("model", shell_complete=complete_model)
 @click.option(
     "--memory",
-    callback=read_some_size,
-    metavar="SIZE",
+    type=SOME_SIZE,
     help="Plan for this much device memory, without other models. Default: now, beside the loaded ones.",
 )
 @kv_option
@@ -112,8 +107,6 @@ def plan(settings: Settings, model: str, memory: int | None, kv: int | None, **p
 
     It shows where the blocks would go if MODEL were loaded now, and loads nothing.
     """
-    from djinnctl import render
-
     settings.show(lambda client: client.plan(model, memory_bytes=memory or 0, kv_bytes=kv or 0, **placing), render.plan)
 
 

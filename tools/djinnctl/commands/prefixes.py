@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from djinn_client import Client
+from djinnctl import render
 from djinnctl.command import EXIT_CODES, Settings, command, everywhere
 from djinnctl.commands.completion import complete_session
 from djinnctl.units import MOST
@@ -24,8 +25,6 @@ def publish(settings: Settings, session: str, tokens: int | None) -> None:
 
     Other users can find out that text, so it must not be secret: see docs/guide/sessions.md.
     """
-    from djinnctl import render
-
     settings.show(lambda client: client.publish_prefix(session, tokens), render.published)
 
 
@@ -35,8 +34,6 @@ def list_prefixes(settings: Settings) -> None:
 
     It shows the model and the length of each, the administrator who has published it, and when.
     """
-    from djinnctl import render
-
     settings.show(Client.prefixes, render.prefixes)
 
 
@@ -44,8 +41,6 @@ def list_prefixes(settings: Settings) -> None:
 @click.argument("prefix")
 def withdraw(settings: Settings, prefix: str) -> None:
     """Withdraw the public PREFIX. A model that is loaded goes on sharing it until it is loaded the next time."""
-    from djinnctl import render
-
     with settings.client() as client:
         in_force = client.withdraw_prefix(prefix)
     settings.tell({"withdrawn": prefix, "in_force": in_force}, render.withdrawn(prefix, in_force))

@@ -10,6 +10,7 @@ import click
 
 from djinn_client import Client, Session, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
+from djinnctl import explain, render
 from djinnctl.command import FAILED, Settings, command
 from djinnctl.commands.completion import complete_session
 from djinnctl.options import watch_option
@@ -22,8 +23,6 @@ def ps(settings: Settings, watch: float | None) -> None:
 
     DEVICE, HOST and DISK count a session's pages there, BYTES is what they take. A shared page counts for each session.
     """
-    from djinnctl import render
-
     settings.show(Client.sessions, render.sessions, every_s=watch)
 
 
@@ -53,8 +52,6 @@ def pause(settings: Settings, session: str, tier: Literal["host", "disk"]) -> No
 
     A session may be stopped in the middle of a call. The caller's stream stays open and goes on at `djinnctl resume`. A
     restart of the daemon ends the pause."""
-    from djinnctl import render
-
     settings.show(lambda client: client.pause_session(session, tier), partial(render.paused, session))
 
 
@@ -85,8 +82,6 @@ def why(settings: Settings, watch: float | None, session: str) -> None:
 
     It shows the reason with its figures, and the sessions that go first.
     """
-    from djinnctl import explain
-
     settings.show(lambda client: client.why(session), partial(explain.told, session), every_s=watch)
 
 

@@ -6,8 +6,9 @@ import click
 
 from djinn_client import Client
 from djinn_client.protocol import CLASSES, Class
+from djinnctl import render
 from djinnctl.command import EXIT_CODES, Settings, command, everywhere
-from djinnctl.options import read_some_time
+from djinnctl.options import SOME_TIME
 
 
 @click.group(epilog=EXIT_CODES)
@@ -22,16 +23,12 @@ def token() -> None:
 @click.option(
     "--class", "highest_class", type=click.Choice(CLASSES), help="The highest class that it may use. Default: any."
 )
-@click.option(
-    "--expires", callback=read_some_time, metavar="TIME", help="Its lifetime, such as 90d. Default: unlimited."
-)
+@click.option("--expires", type=SOME_TIME, help="Its lifetime, such as 90d. Default: unlimited.")
 def add(settings: Settings, name: str, user: str, highest_class: Class | None, expires: float | None) -> None:
     """Add a token called NAME and print it. It is shown this once: the daemon keeps only its hash."""
-    from djinnctl import tokens
-
     settings.show(
         lambda client: client.add_token(name, user=user, highest_class=highest_class, expires_s=expires or 0.0),
-        tokens.added,
+        lambda reply: reply.token,  # alone, so that a script can take it
     )
 
 
@@ -41,9 +38,7 @@ def list_tokens(settings: Settings) -> None:
 
     It shows the user and the highest class of each, and when it was added, ends and was last used.
     """
-    from djinnctl import tokens
-
-    settings.show(Client.tokens, tokens.table)
+    settings.show(Client.tokens, render.tokens)
 
 
 @command(of=token)
