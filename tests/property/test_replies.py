@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from djinnd.text.replies.detection import NAMES, reply_format
-from djinnd.text.replies.events import CallArguments, Content, Reasoning
-from tests.support.replies import SAMPLES, read
+from djinnd.text.replies.events import Content
+from tests.support.replies import SAMPLES, Call, read
 
 TEXTS = [sample.text for sample in SAMPLES]
 PARTS = [text[at : at + size] for text in TEXTS for size in (5, 13, 29) for at in range(0, len(text), size)]
@@ -43,15 +43,16 @@ def test_replies_do_not_depend_on_the_pieces(name: str, template: str, prompt: s
 
 
 @given(st.sampled_from(["plain", "hermes", "llama3", "mistral", "mistral-v3", "deepseek-v3.1", "kimi"]), texts)
-def test_events_are_parts_of_the_text_in_order(name: str, text: str):
-    """Formats that do not convert arguments: every event's text stands in the reply, one after another."""
+def test_what_is_said_stands_in_the_text_in_order(name: str, text: str):
+    """Formats that do not convert arguments: every part's text stands in the reply, one after another."""
     at = 0
-    for event in read(reply_format("", {}, name), [text]):
-        if isinstance(event, Content | Reasoning) or (isinstance(event, CallArguments) and event.text in text[at:]):
-            at = text.index(event.text, at) + len(event.text)
+    for part in read(reply_format("", {}, name), [text]):
+        said = part.arguments if isinstance(part, Call) else part.text
+        if not isinstance(part, Call) or said in text[at:]:
+            at = text.index(said, at) + len(said)
 
 
 @given(names, st.text(alphabet=st.characters(exclude_characters="<[`{t"), max_size=200))
 def test_text_without_markers_is_content(name: str, text: str):
-    expected = [Content(text)] if text else []
+    expected = (Content(text),) if text else ()
     assert read(reply_format("", {}, name), text) == expected

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from djinn_client.protocol.fields.chat import ToolCallDelta
 from djinnd.text.replies.detection import reply_format
-from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from djinnd.text.replies.events import CallEnd, Content, Event, Reasoning
 from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.replies.parser import ReplyParser
 from djinnd.text.replies.tools import tools_by_name
@@ -50,7 +51,6 @@ DSML = "\uff5cDSML\uff5c"
 class Call(NamedTuple):
     name: str
     arguments: str
-    complete: bool = True
 
 
 class Sample(NamedTuple):
@@ -237,42 +237,37 @@ SAMPLES = (
 )
 
 
-def read(form: ReplyFormat, pieces: Iterable[str], prompt: str = "") -> list[Event]:
-    """All events; the ids of calls count up."""
-    ids = iter(range(10**9))
-    parser = ReplyParser(form, prompt, BY_NAME, lambda: f"id-{next(ids)}")
+Part = Reasoning | Content | Call
+
+
+def read(form: ReplyFormat, pieces: Iterable[str], prompt: str = "") -> tuple[Part, ...]:
+    """Reads a whole reply."""
+    parser = ReplyParser(form, prompt, BY_NAME)
     events = [event for piece in pieces for event in parser.feed(piece)]
-    return joined([*events, *parser.finish()])
+    return says([*events, *parser.finish()])
 
 
-def joined(events: Sequence[Event]) -> list[Event]:
-    """Joins neighbouring events of one kind."""
-    result: list[Event] = []
+def says(events: Iterable[Event]) -> tuple[Part, ...]:
+    """The parts of a reply, whole. A call's events follow one another, up to its end."""
+    parts: list[Part] = []
+    open_call = -1
     for event in events:
-        last = result[-1] if result else None
-        if isinstance(event, (Content, Reasoning)) and type(event) is type(last):
-            result[-1] = type(event)(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
-            assert last.call == event.call
-            result[-1] = CallArguments(event.call, last.text + event.text)
-        else:
-            result.append(event)
-    return result
-
-
-def says(events: Sequence[Event]) -> tuple[Reasoning | Content | Call, ...]:
-    result: list[Reasoning | Content | Call] = []
-    calls = 0
-    for event in joined(events):
+        last = parts[-1] if parts else None
         match event:
-            case Content() | Reasoning():
-                result.append(event)
-            case CallBegin(number, _, name):
-                assert number == calls
-                calls += 1
-                result.append(Call(name, "", False))
-            case CallArguments(_, text) | CallEnd(_, text):
-                last = result[-1]
-                assert isinstance(last, Call)
-                result[-1] = last._replace(arguments=text) if isinstance(text, str) else last._replace(complete=text)
-    return tuple(result)
+            case Content(text) | Reasoning(text):
+                assert open_call < 0
+                if isinstance(last, Content | Reasoning) and type(last) is type(event):
+                    parts[-1] = last._replace(text=last.text + text)
+                else:
+                    parts.append(event)
+            case ToolCallDelta(index=index) if event.name:
+                assert open_call < 0 and event.id and index == sum(isinstance(part, Call) for part in parts)
+                parts.append(Call(event.name, event.arguments))
+                open_call = index
+            case ToolCallDelta(index=index):
+                assert isinstance(last, Call) and index == open_call and not event.id
+                parts[-1] = last._replace(arguments=last.arguments + event.arguments)
+            case CallEnd(index):
+                assert index == open_call
+                open_call = -1
+    return tuple(parts)

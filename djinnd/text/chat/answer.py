@@ -12,55 +12,40 @@ class ChatAnswer:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, _Call] = {}  # by index
-        self._new_reasoning: list[str] = []
-        self._new_calls: list[ToolCallDelta] = []
+        self._calls: list[ToolCallDelta] = []  # the parts of all calls, in order
+        self._taken = 0, 0  # parts of the reasoning and of the calls that `take_delta` has returned
 
     def add(self, content: str, delta: ChatDelta | None) -> None:
         """The next part. The caller gets its content as text."""
         if content:
             self._content.append(content)
-        if delta is None:
-            return
-        if delta.reasoning:
-            self._reasoning.append(delta.reasoning)
-            self._new_reasoning.append(delta.reasoning)
-        for part in delta.tool_calls:
-            call = self._calls.setdefault(part.index, _Call(part.id, part.name))
-            call.arguments.append(part.arguments)
-            self._new_calls.append(part)
+        if delta is not None:
+            self._reasoning += [delta.reasoning] if delta.reasoning else []
+            self._calls += _joined(delta.tool_calls)
 
     @property
     def has_delta(self) -> bool:
-        return bool(self._new_reasoning or self._new_calls)
+        return self._taken != (len(self._reasoning), len(self._calls))
 
     def take_delta(self) -> ChatDelta | None:
         """Returns the reasoning and calls that came since the last call of this."""
         if not self.has_delta:
             return None
-        delta = ChatDelta("".join(self._new_reasoning), _joined(self._new_calls))
-        self._new_reasoning, self._new_calls = [], []
-        return delta
+        reasoning, calls = self._taken
+        self._taken = len(self._reasoning), len(self._calls)
+        return ChatDelta("".join(self._reasoning[reasoning:]), _joined(self._calls[calls:]))
 
     @property
     def message(self) -> ChatMessage:
         """The whole answer so far."""
-        calls = [ToolCall(call.id, call.name, "".join(call.arguments)) for call in self._calls.values()]
+        calls = [ToolCall(call.id, call.name, call.arguments) for call in _joined(self._calls)]
         return ChatMessage("".join(self._content), "".join(self._reasoning), calls)
 
 
-class _Call:
-    def __init__(self, id: str, name: str) -> None:
-        self.id = id
-        self.name = name
-        self.arguments: list[str] = []
-
-
 def _joined(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """One part for neighbours of the same call."""
+    """One part for each call: a call's parts follow one another."""
     joined = []
     for index, group in groupby(parts, lambda part: part.index):
         first, *rest = group
-        arguments = "".join(part.arguments for part in (first, *rest))
-        joined.append(ToolCallDelta(index, first.id, first.name, arguments))
+        joined.append(ToolCallDelta(index, first.id, first.name, "".join(part.arguments for part in (first, *rest))))
     return joined

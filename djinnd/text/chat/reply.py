@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from djinn_client.protocol.fields.chat import ChatDelta, ToolCallDelta
 from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.reader import ReadingRules
-from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from djinnd.text.replies.events import CallEnd, Content, Event, Reasoning
 from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.replies.parser import ReplyParser
 from djinnd.text.replies.tools import Tools
@@ -62,10 +62,8 @@ class ChatReply(ChatAnswer):
                     content += self._matcher.feed(text) if may_stop else text
                 case Reasoning(text):
                     reasoning += text
-                case CallBegin(index, id_, name):
-                    calls.append(ToolCallDelta(index, id_, name))
-                case CallArguments(index, text):
-                    calls.append(ToolCallDelta(index, arguments=text))
+                case ToolCallDelta():
+                    calls.append(event)
                 case CallEnd():
                     self._has_called = True
         self.add(content, ChatDelta(reasoning, calls) if reasoning or calls else None)

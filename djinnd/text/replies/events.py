@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from djinn_client.protocol.fields.chat import ToolCallDelta
+
 
 class Content(NamedTuple):
     text: str
@@ -13,26 +15,10 @@ class Reasoning(NamedTuple):
     text: str
 
 
-class CallBegin(NamedTuple):
-    """A tool call begins. `call` counts the calls of a reply from 0."""
-
-    call: int
-    id: str
-    name: str
-
-
-class CallArguments(NamedTuple):
-    """The next characters of the call's arguments, which are the text of one JSON object."""
-
-    call: int
-    text: str
-
-
 class CallEnd(NamedTuple):
-    """The end of a call. `complete` is False if the reply ended inside the arguments, or the call was malformed."""
+    """A tool call is over: its arguments are complete, or the reply ended inside them, or they were malformed."""
 
-    call: int
-    complete: bool
+    index: int
 
 
-Event = Content | Reasoning | CallBegin | CallArguments | CallEnd
+Event = Content | Reasoning | ToolCallDelta | CallEnd

@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable
-from itertools import groupby
 
-from djinnd.text.replies.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from djinn_client.protocol.fields.chat import ToolCallDelta
+from djinnd.text.replies.events import CallEnd, Content, Event, Reasoning
 from djinnd.text.replies.source import Source
-
-NewId = Callable[[], str]
 
 
 def new_id() -> str:
@@ -23,7 +21,7 @@ def nine_characters() -> str:
 
 
 class ReplyEvents:
-    def __init__(self, source: Source, make_id: NewId) -> None:
+    def __init__(self, source: Source, make_id: Callable[[], str]) -> None:
         self._source = source
         self._make_id = make_id
         self._events: list[Event] = []
@@ -31,12 +29,9 @@ class ReplyEvents:
         self._in_call = False
 
     def drain(self) -> list[Event]:
-        """Returns the events since the last call of this. Readers tell a text in many small parts, which are joined
-        here once."""
+        """Returns the events since the last call of this."""
         events, self._events = self._events, []
-        if len(events) < 2:
-            return events
-        return [_joined([*group]) for _, group in groupby(events, _kind)]
+        return events
 
     def content(self, text: str) -> None:
         if text:
@@ -49,21 +44,21 @@ class ReplyEvents:
     def begin(self, name: str, call_id: str = "") -> None:
         assert not self._in_call
         self._in_call = True
-        self._append(CallBegin(self._calls, call_id or self._make_id(), name))
+        self._append(ToolCallDelta(self._calls, call_id or self._make_id(), name))
 
     def arguments(self, text: str) -> None:
         assert self._in_call
         if text:
-            self._append(CallArguments(self._calls, text))
+            self._append(ToolCallDelta(self._calls, arguments=text))
 
-    def end(self, complete: bool = True) -> None:
-        self._append(CallEnd(self._calls, complete))
+    def end(self) -> None:
+        self._append(CallEnd(self._calls))
         self._in_call = False
         self._calls += 1
 
-    def call(self, name: str, arguments: str, call_id: str = "") -> None:
+    def call(self, name: str, arguments: str) -> None:
         """A whole call at once."""
-        self.begin(name, call_id)
+        self.begin(name)
         self.arguments(arguments)
         self.end()
 
@@ -71,29 +66,10 @@ class ReplyEvents:
         """Ends an attempt to read a tool call: the text that is held becomes content."""
         held = self._source.held()
         if self._in_call:
-            self.end(complete=False)
+            self.end()
         self.content(held)
         self._source.told()
 
     def _append(self, event: Event) -> None:
         self._source.told()
         self._events.append(event)
-
-
-def _kind(event: Event) -> object:
-    """Neighbouring events of one kind are joined. Each begin and end of a call has a kind of its own."""
-    match event:
-        case Content() | Reasoning():
-            return type(event)
-        case CallArguments(call):
-            return call
-        case _:
-            return event
-
-
-def _joined(events: list[Event]) -> Event:
-    """Joins neighbouring events of one kind."""
-    first = events[0]
-    if isinstance(first, CallBegin | CallEnd) or len(events) == 1:
-        return first
-    return first._replace(text="".join(event.text for event in events if not isinstance(event, CallBegin | CallEnd)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from djinnd.text.replies.events import Event
 from djinnd.text.replies.format import ReplyFormat
-from djinnd.text.replies.output import NewId, ReplyEvents, new_id, nine_characters
+from djinnd.text.replies.output import ReplyEvents, new_id, nine_characters
 from djinnd.text.replies.source import Source
 from djinnd.text.replies.tools import Tools
 
@@ -21,13 +21,10 @@ class ReplyParser:
     there, and the rest becomes content. The parser keeps source.MAX_HELD characters at the most.
     """
 
-    def __init__(
-        self, form: ReplyFormat, prompt: str = "", tools: Tools | None = None, make_id: NewId | None = None
-    ) -> None:
-        make_id = make_id or (nine_characters if form.nine_character_ids else new_id)
+    def __init__(self, form: ReplyFormat, prompt: str, tools: Tools) -> None:
         self._source = Source()
-        self._output = ReplyEvents(self._source, make_id)
-        self._reading = form.read(prompt, self._source, self._output, tools or {})
+        self._output = ReplyEvents(self._source, nine_characters if form.nine_character_ids else new_id)
+        self._reading = form.read(prompt, self._source, self._output, tools)
 
     def feed(self, text: str) -> list[Event]:
         """Reads the next text and returns the events that are certain now."""

@@ -21,7 +21,6 @@ from tests.support.replies import (
     PARIS,
     TWO_DAYS,
     read,
-    says,
 )
 
 llguidance = pytest.importorskip("llguidance", reason="the daemon's dependency for structured output")
@@ -107,7 +106,7 @@ def test_each_format_that_has_calls_is_here():
 def test_calls_follow_the_grammar_and_are_read(name: str):
     form = reply_format("", {}, name)
     assert allows(form.call_grammar(BY_NAME, True, "", {}), FORCED[name])
-    city, now = says(read(form, [FORCED[name]]))
+    city, now = read(form, [FORCED[name]])
     assert city == (PARIS if "days" not in FORCED[name] else TWO_DAYS._replace(arguments=city[1]))
     assert now == NOW
 

@@ -9,7 +9,7 @@ import pytest
 
 from djinnd.text.replies.detection import reply_format
 from djinnd.text.replies.events import Content, Reasoning
-from tests.support.replies import NOW, PARIS, TOOLS, TWO_DAYS, Call, read, says
+from tests.support.replies import NOW, PARIS, TOOLS, TWO_DAYS, Call, read
 
 START = "<|im_start|>assistant\n"
 QWEN: dict[str, Any] = {
@@ -107,9 +107,9 @@ def test_replies_are_parsed_by_a_response_template(
 ):
     form = reply_format("", {"response_template": template})
     assert form.name == "response-template"
-    assert says(read(form, [text], prompt)) == expected
+    assert read(form, [text], prompt) == expected
     for size in (1, 2, 5):
-        assert says(read(form, [text[at : at + size] for at in range(0, len(text), size)], prompt)) == expected
+        assert read(form, [text[at : at + size] for at in range(0, len(text), size)], prompt) == expected
 
 
 @pytest.mark.parametrize(("template", "prompt", "text", "expected"), CASES)
@@ -134,8 +134,8 @@ def test_as_transformers_reads_it(template: dict[str, Any], prompt: str, text: s
 )
 def test_malformed_calls_are_content(text: str):
     form = reply_format("", {"response_template": QWEN})
-    assert says(read(form, [text], START)) == (Content(text),)
-    assert says(read(form, text, START)) == (Content(text),)
+    assert read(form, [text], START) == (Content(text),)
+    assert read(form, text, START) == (Content(text),)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +156,4 @@ def test_a_template_that_cannot_be_read_leaves_the_family_s_format(change: dict[
 def test_empty_delimiters_do_not_repeat_for_ever():
     fields = {"thinking": {"open_pattern": "(?=a)", "close_pattern": "(?=a)"}, "content": {"close_pattern": "(?=a)"}}
     form = reply_format("", {"response_template": {"start_anchor": "x", "fields": fields}})
-    assert sum(len(event.text) for event in says(read(form, ["bab"])) if isinstance(event, Content | Reasoning)) == 3
+    assert sum(len(event.text) for event in read(form, ["bab"]) if isinstance(event, Content | Reasoning)) == 3
