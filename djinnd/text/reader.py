@@ -14,8 +14,8 @@ CHARACTERS_PER_TOKEN = 256  # and all tokens of a request so many more, on avera
 
 
 class ReadingRules(NamedTuple):
-    """`stops` are looked for in the text behind the first `least` tokens. `skip_special`: special tokens have no text
-    but those that are `shown`."""
+    """`stops` are looked for in the text behind the first `least` tokens. If `skip_special`, special tokens have no
+    text, except the `shown` ones."""
 
     stops: list[str]
     skip_special: bool = True
@@ -24,7 +24,7 @@ class ReadingRules(NamedTuple):
 
 
 class TextReader:
-    """Reads tokens as they come. Stop strings are looked for in the text behind the first `least` tokens.
+    """Reads tokens as they come, up to the first stop string behind the first `least` tokens.
 
     `stopped_after` is set when a stop string is complete: it counts the tokens up to and with the one that completed
     it, and no more is read then."""
@@ -46,17 +46,12 @@ class TextReader:
     def read(self, tokens: Sequence[int]) -> str:
         """The text that is certain after these tokens and cannot be part of a stop string. Raises TextFailed."""
         if not self._has_stops:
-            self.tokens += len(tokens)
-            text = self._stream.feed_all(tokens)
-            self._count(text)
-            return text
+            return self._decode(tokens)
         told = ""
         for token in tokens:
             if self.stopped_after is not None:
                 break
-            self.tokens += 1
-            text = self._stream.feed_all([token])
-            self._count(text)
+            text = self._decode([token])
             told += text if self.tokens <= self._least else self._matcher.feed(text)
             if self._matcher.matched is not None:
                 self.stopped_after = self.tokens
@@ -73,6 +68,12 @@ class TextReader:
         text = self._matcher.finish(text)
         if self._matcher.matched is not None:
             self.stopped_after = self.tokens
+        return text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        self.tokens += len(tokens)
+        text = self._stream.feed_all(tokens)
+        self._count(text)
         return text
 
     def _count(self, text: str) -> None:

@@ -21,7 +21,7 @@ from djinnd.text.encoder import Encoder, TextRules
 from djinnd.text.end_tokens import MAX_END_TOKENS, end_tokens
 from djinnd.text.grammar import open_tokenizer
 from djinnd.text.reach import characters_per_token
-from djinnd.text.reader import TextReader
+from djinnd.text.reader import ReadingRules, TextReader
 from djinnd.text.replies.detection import AUTO, reply_format
 from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.token_bytes import TokenBytes
@@ -56,20 +56,18 @@ _NAMELESS = SpecialTokens()
 
 
 class Vocabulary:
-    """`tokenizer` None: the model takes and gives tokens only. `lacking` then says why, and what helps."""
+    """`tokenizer` None: the model takes and gives tokens only."""
 
     def __init__(
         self,
         tokenizer: Tokenizer | None,
         eos: frozenset[int],
-        lacking: str = "",
         chats: ChatTemplates | None = None,
         named: SpecialTokens = _NAMELESS,
         told: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """`told`: the content of tokenizer_config.json."""
         self.eos = eos
-        self.lacking = lacking
         self.chats = chats
         self.named = named
         self._told = told
@@ -87,8 +85,8 @@ class Vocabulary:
         if len(eos) > MAX_END_TOKENS:
             raise ModelRejected(f"{name}: eos_token_id names {len(eos):,} tokens: at most {MAX_END_TOKENS}")
         if tokenizer is None:
-            return cls(None, eos, lacking(files))
-        variables = special_variables(told, [tokens])
+            return cls(None, eos)
+        variables = special_variables(told, tokens)
         chats = ChatTemplates(chat_templates(files, told, template), variables, _added(tokenizer))
         named = SpecialTokens(variables.get("bos_token", ""), variables.get("eos_token", ""))
         return cls(tokenizer, eos, chats=chats, named=named, told=told)
@@ -165,18 +163,11 @@ class Vocabulary:
         assert self._encoder is not None
         return self._encoder.encode(text, rules)
 
-    def reader(
-        self,
-        context: Sequence[int],
-        stops: Sequence[str],
-        skip_special: bool = True,
-        least: int = 0,
-        shown: Sequence[str] = (),
-    ) -> TextReader | None:
-        """Opens a reader of tokens that follow `context`; None without text. The other arguments are ReadingRules."""
+    def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader | None:
+        """Opens a reader of tokens that follow `context`; None without text."""
         if self._detokenizer is None:
             return None
-        return TextReader(self._detokenizer.stream(context, skip_special, shown), stops, least)
+        return TextReader(self._detokenizer.stream(context, rules.skip_special, rules.shown), rules.stops, rules.least)
 
     def stop_tokens(self, stops: Sequence[str], skip_special: bool) -> frozenset[int]:
         """Special tokens among the stop strings, by their ids: these have no text in an output that could match. Where

@@ -19,7 +19,7 @@ class Reading:
         self._vocabulary = vocabulary
         self._reply = None if begin.chat is None else _reply(vocabulary, begin.chat)
         rules = ReadingRules(begin.stops, begin.skip_special, begin.least)
-        reader = vocabulary.reader(begin.context, *(rules if self._reply is None else self._reply.rules))
+        reader = vocabulary.reader(begin.context, rules if self._reply is None else self._reply.rules)
         if reader is None:
             raise TextFailed("the model has no text")
         self._reader = reader

@@ -44,7 +44,7 @@ from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.encoder import TextRules
 from djinnd.text.grammar import compiled, expect_sound, grammar_text, table_of
-from djinnd.text.reader import expect_bounded
+from djinnd.text.reader import ReadingRules, expect_bounded
 from djinnd.text.replies.detection import reply_format
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_worker.reading import Reading
@@ -170,7 +170,7 @@ def rehearse() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     vocabulary = Vocabulary(Tokenizer.from_str(tokenizer.to_str()), frozenset())
     tokens = vocabulary.encode("text", TextRules(starts=True))
-    reader = vocabulary.reader([], ["stop"])
+    reader = vocabulary.reader([], ReadingRules(["stop"]))
     assert reader is not None
     reader.read(tokens)
     reader.finish()

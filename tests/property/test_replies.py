@@ -43,7 +43,7 @@ def test_replies_do_not_depend_on_the_pieces(name: str, template: str, prompt: s
 
 
 @given(st.sampled_from(["plain", "hermes", "llama3", "mistral", "mistral-v3", "deepseek-v3.1", "kimi"]), texts)
-def test_what_is_said_stands_in_the_text_in_order(name: str, text: str):
+def test_the_parts_of_a_reply_stand_in_its_text_in_order(name: str, text: str):
     """Formats that do not convert arguments: every part's text stands in the reply, one after another."""
     at = 0
     for part in read(reply_format("", {}, name), [text]):

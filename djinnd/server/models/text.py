@@ -75,7 +75,7 @@ class ModelText:
 
     def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader | None:
         """A detokenizer for tokens that follow `context`; None if a text worker detokenises, or nothing does."""
-        return None if self.vocabulary is None else self.vocabulary.reader(context, *rules)
+        return None if self.vocabulary is None else self.vocabulary.reader(context, rules)
 
     @cached_property
     def reply_format(self) -> ReplyFormat:

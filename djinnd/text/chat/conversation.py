@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,13 +22,12 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the same
 _decode = msgspec.json.Decoder().decode
 
 
-@dataclass(frozen=True, slots=True)
-class ChatConversation:
+class ChatConversation(NamedTuple):
     """Plain JSON values. Arguments of tool calls are objects, as transformers asks for."""
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None
+    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.chat.control import ControlSpan, ControlStrings
 from djinnd.text.chat.conversation import ChatConversation, TemplateFeatures, read_conversation
 from djinnd.text.chat.environment import ENVIRONMENT
-from djinnd.text.chat.templates import no_template, template_for
+from djinnd.text.chat.templates import DEFAULT, template_for
 
 MAX_RENDERED = 32 << 20  # characters of a prompt
 MOST_TOLD = 1000  # characters of an error message
@@ -67,10 +67,10 @@ class ChatTemplates:
     def __bool__(self) -> bool:
         return bool(self._texts)
 
-    @cached_property
+    @property
     def default(self) -> str:
         """The template's text for chats without tools; "" if there is none."""
-        return template_for(self._texts, has_tools=False) if "default" in self._texts else ""
+        return self._texts.get(DEFAULT, "")
 
     @cached_property
     def joined(self) -> str:
@@ -84,8 +84,6 @@ class ChatTemplates:
 
     def spans(self, chat: ChatInput) -> list[ControlSpan]:
         """Renders the chat. Raises InvalidRequest."""
-        if not self._texts:
-            raise InvalidRequest(no_template(), field="chat")
         template = self._of(template_for(self._texts, has_tools=bool(chat.tools) and chat.tool_choice != "none"))
         try:
             try:
@@ -102,14 +100,12 @@ class ChatTemplates:
 
     def _spans(self, template: Template, chat: ChatInput, text_arguments: bool = False) -> list[ControlSpan]:
         conversation = read_conversation(chat, template.features, text_arguments=text_arguments)
-        messages, tools, arguments = (
-            template.control.mark(each) for each in (conversation.messages, conversation.tools, conversation.arguments)
-        )
-        for message in messages:
+        marked = ChatConversation(*map(template.control.mark, conversation))
+        for message in marked.messages:
             _keep_apart(message.get("content"), template.control)
         if chat.continue_final:
-            _mark_end(messages[-1])
-        text = template.render(ChatConversation(messages, tools, arguments), self._variables, chat.continue_final)
+            _mark_end(marked.messages[-1])
+        text = template.render(marked, self._variables, chat.continue_final)
         if chat.continue_final:
             text = _up_to_end(text)
         return list(template.control.spans(text))
@@ -157,11 +153,11 @@ def _up_to_end(text: str) -> str:
     return kept if text.startswith(_HERE, at) else kept.rstrip()
 
 
-def special_variables(tokenizer_config: Mapping[str, Any], others: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Returns the special tokens that a checkpoint names, as templates know them: bos_token, eos_token …. The first
-    file that names a token decides."""
-    found: dict[str, Any] = {}
-    for settings in (tokenizer_config, *others):
+def special_variables(*files: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the special tokens that a checkpoint's files name, as templates know them: bos_token, eos_token …. The
+    first file that names a token decides."""
+    found: dict[str, str] = {}
+    for settings in files:
         named = {name: _token(value) for name, value in settings.items() if name.endswith("_token")}
         extra = settings.get("extra_special_tokens")
         if isinstance(extra, dict):

@@ -23,6 +23,10 @@ DEFAULT = "default"
 WITH_TOOLS = "tool_use"
 TEMPLATE_FILE = "chat_template.jinja"
 PROCESSOR_FILE = "chat_template.json"
+_NO_TEMPLATE = (
+    "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give one "
+    "with chat_template= where the model is loaded or configured, or write the prompt yourself and use generate"
+)
 
 
 def chat_templates(files: ModelFiles, tokenizer_config: Mapping[str, Any], given: str = "") -> dict[str, str]:
@@ -62,14 +66,7 @@ def template_for(templates: Mapping[str, str], has_tools: bool) -> str:
     if DEFAULT in templates:
         return templates[DEFAULT]
     told = f"the model has the chat templates {', '.join(map(repr, sorted(templates)))}, and none called {DEFAULT!r}"
-    raise InvalidRequest(told if templates else no_template(), field="chat")
-
-
-def no_template() -> str:
-    return (
-        "the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give one "
-        "with chat_template= where the model is loaded or configured, or write the prompt yourself and use generate"
-    )
+    raise InvalidRequest(told if templates else _NO_TEMPLATE, field="chat")
 
 
 def _named(value: object) -> dict[str, str]:

@@ -18,7 +18,7 @@ class Reasoning(NamedTuple):
 class CallEnd(NamedTuple):
     """A tool call is over: its arguments are complete, or the reply ended inside them, or they were malformed."""
 
-    index: int
+    call: int
 
 
 Event = Content | Reasoning | ToolCallDelta | CallEnd

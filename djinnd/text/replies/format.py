@@ -93,10 +93,6 @@ class ReplyFormat(Protocol):
         """True if the template refuses ids of calls that are not nine letters or digits."""
         return False
 
-    def begins_reasoning(self, prompt: str) -> bool:
-        """True if a prompt that ends like this has opened reasoning already."""
-        ...
-
     def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:
         """Reads a whole reply to the prompt."""
         ...

@@ -34,6 +34,7 @@ class HarmonyFormat(ReplyFormat):
     markers: tuple[str, ...] = (CHANNEL, MESSAGE, START, *ENDS, "<|constrain|>")
 
     def begins_reasoning(self, prompt: str) -> bool:
+        """True if a prompt that ends like this has opened reasoning already."""
         return prompt[-_MAX_HEADER:].endswith(f"{CHANNEL}analysis{MESSAGE}")
 
     def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:

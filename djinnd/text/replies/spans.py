@@ -31,6 +31,7 @@ class SpanFormat(ReplyFormat):
         return self.calls is not None and bool(self.calls.starts)
 
     def begins_reasoning(self, prompt: str) -> bool:
+        """True if a prompt that ends like this has opened reasoning already."""
         return self.reasoning is not None and prompt[-_TAIL:].rstrip().endswith(self.reasoning.begin.rstrip())
 
     def read(self, prompt: str, source: Source, output: ReplyEvents, tools: Tools) -> Reading[None]:

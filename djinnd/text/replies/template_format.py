@@ -42,9 +42,6 @@ class TemplateFormat(ReplyFormat):
     def ids_of(self, special: Mapping[str, int]) -> dict[str, int]:
         return self.otherwise.ids_of(special)
 
-    def begins_reasoning(self, prompt: str) -> bool:
-        return self.otherwise.begins_reasoning(prompt)
-
     def call_grammar(self, tools: Tools, parallel: bool, prompt: str, special: Mapping[str, int]) -> str:
         return self.otherwise.call_grammar(tools, parallel, prompt, special)
 

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.files.model_files import ModelFiles
 from djinnd.text.encoder import TextRules
-from djinnd.text.vocabulary import Vocabulary
+from djinnd.text.reader import ReadingRules
+from djinnd.text.vocabulary import Vocabulary, lacking
 from tests.support.serving import TINY
 
 
@@ -69,7 +70,7 @@ def test_the_tokens_that_end_an_output(checkpoint, files, eos):
 def test_a_checkpoint_without_a_tokenizer(checkpoint):
     vocabulary = read("m", checkpoint(tokenizer=False, config={}))
     assert not vocabulary.has_text
-    assert vocabulary.reader([1, 2], []) is None
+    assert vocabulary.reader([1, 2], ReadingRules([])) is None
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "config", "generation_config"])
@@ -85,7 +86,7 @@ def test_the_shipped_model(tiny):
     vocabulary = read("djinn-tiny", TINY)
     tokens = vocabulary.encode("def fibonacci(", TextRules(starts=True))
     assert tokens == tiny.encode("def fibonacci(").ids
-    reader = vocabulary.reader([], [])
+    reader = vocabulary.reader([], ReadingRules([]))
     assert reader.read(tokens) + reader.finish() == "def fibonacci("
     assert vocabulary.eos == {0}
 
@@ -106,9 +107,9 @@ def test_a_stop_string_that_could_never_match_is_refused(checkpoint):
 def test_slow_tokenizers_are_named_with_the_remedy(checkpoint):
     folder = checkpoint(tokenizer=False)
     (folder / "tokenizer.model").write_bytes(b"x")
-    lacking = read("m", folder).lacking
-    assert "tokenizer.model" in lacking
-    assert "save_pretrained" in lacking
+    with ModelFiles.open(str(folder)) as files:
+        told = lacking(files)
+    assert "tokenizer.model" in told and "save_pretrained" in told
 
 
 def test_a_thousand_end_tokens_are_refused(checkpoint):

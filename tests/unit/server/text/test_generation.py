@@ -8,7 +8,7 @@ from djinn_client.protocol import Generate, Logprobs
 from djinnd.server.text.generation import READ_AT_ONCE, Generation
 from djinnd.text.chat.reply import ChatReply
 from djinnd.text.detokenizer import Detokenizer
-from djinnd.text.reader import TextReader
+from djinnd.text.reader import ReadingRules, TextReader
 from djinnd.text.replies.detection import reply_format
 from djinnd.text.token_bytes import TokenBytes
 from djinnd.text.vocabulary import Vocabulary
@@ -226,7 +226,7 @@ def test_nothing_is_named_unless_that_is_asked_for(tiny, story):
 
 
 def test_stop_strings_count_behind_min_tokens(tiny, story):
-    reader = Vocabulary(tiny, frozenset()).reader([], ["r", "\n"], least=8)
+    reader = Vocabulary(tiny, frozenset()).reader([], ReadingRules(["r", "\n"], least=8))
     text = reader.read(story) + reader.finish()
     assert reader.stopped_after > 8
     head = tiny.decode(story[:8])
