@@ -80,7 +80,7 @@ def test_damage_and_jumping_clocks_cost_damaged_sessions_only(start_daemon: Daem
         path.unlink()
     with sqlite3.connect(journal) as db:
         id_, number, at, wall = next(iter(MARK.read(db)))
-        db.execute(MARK.insert, MARK.sealed(id_, number, at, wall - 10 * YEAR))  # as if ten years had passed
+        MARK.write(db, [(id_, number, at, wall - 10 * YEAR)])  # as if ten years had passed
     db.close()
     daemon = successor(journal, start_daemon)
     assert goes_on(daemon, names[2], PROMPTS[2])

@@ -10,7 +10,6 @@ import sqlite3
 import msgspec
 
 from djinn_client.protocol.fields.breakpoints import HitInfo
-from djinnd.server.journal.fold import SessionFold
 from djinnd.server.journal.rows import BREAKPOINT, Row
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 
@@ -51,30 +50,5 @@ def read_breakpoints(db: sqlite3.Connection, session: str | None = None) -> dict
     return {name: _decoder.decode(encoded) for name, encoded in BREAKPOINT.read(db, where, values)}
 
 
-class BreakpointFold(SessionFold[BreakpointList]):
-    """Applies one fold's changes to the breakpoints of the sessions that they concern."""
-
-    _tables = ("breakpoint",)
-
-    def apply(self, change: BreakpointChange) -> None:
-        if not self._exists(change.session):
-            return
-        breakpoints = self._of(change.session)
-        match change:
-            case BreakpointSet(_, breakpoint):
-                breakpoints.add(breakpoint)
-            case BreakpointsEnded(_, numbers):
-                breakpoints.end(numbers)
-            case Stopped(_, hit):
-                breakpoints.hit = hit
-
-    def write(self) -> None:
-        """Writes the changed rows, in the fold's transaction."""
-        self._forget_closed()
-        rows = [BREAKPOINT.sealed(session, _encoder.encode(breakpoints)) for session, breakpoints in self._are.items()]
-        self._db.executemany(BREAKPOINT.insert, rows)
-
-    def _of(self, session: str) -> BreakpointList:
-        if session not in self._are:
-            self._are[session] = read_breakpoints(self._db, session).get(session, BreakpointList())
-        return self._are[session]
+def breakpoint_row(session: str, breakpoints: BreakpointList) -> Row:
+    return session, _encoder.encode(breakpoints)

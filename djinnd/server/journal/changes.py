@@ -11,6 +11,7 @@ from djinn_client.protocol import Class
 from djinnd.server.journal.breakpoints import BreakpointChange
 from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.edits import EditChange
+from djinnd.server.journal.prefixes import Published, Withdrawn
 from djinnd.server.journal.records import Recorded, Unrecorded
 
 
@@ -45,22 +46,6 @@ class Closed(msgspec.Struct, array_like=True, tag="closed", frozen=True):
     """The session was closed."""
 
     session: str
-
-
-class Published(msgspec.Struct, array_like=True, tag="published", frozen=True):
-    """A public prefix of the model: see prefixes.py. `user` has published it. `created`: seconds since 1970."""
-
-    prefix: str
-    model: str
-    user: int
-    created: float
-    tokens: list[int]
-
-
-class Withdrawn(msgspec.Struct, array_like=True, tag="withdrawn", frozen=True):
-    """A public prefix was withdrawn."""
-
-    prefix: str
 
 
 Change = (

@@ -6,7 +6,6 @@ import sqlite3
 
 import msgspec
 
-from djinnd.server.journal.fold import SessionFold
 from djinnd.server.journal.rows import CONVERSATION
 
 TABLES = "CREATE TABLE conversation (session TEXT PRIMARY KEY, key TEXT, prompt INTEGER, checksum BLOB);"
@@ -21,21 +20,5 @@ class ConversationKept(msgspec.Struct, array_like=True, tag="conversed", frozen=
 
 
 def read_conversations(db: sqlite3.Connection) -> dict[str, ConversationKept]:
-    """By session. Raises DamagedRow."""
+    """Reads all kept sessions, by their ids. Raises DamagedRow."""
     return {row[0]: ConversationKept(*row) for row in CONVERSATION.read(db)}
-
-
-class ConversationFold(SessionFold[ConversationKept]):
-    """Applies one fold's changes to the sessions that are kept."""
-
-    _tables = ("conversation",)
-
-    def apply(self, change: ConversationKept) -> None:
-        if self._exists(change.session):
-            self._are[change.session] = change
-
-    def write(self) -> None:
-        """In the fold's transaction."""
-        self._forget_closed()
-        rows = [CONVERSATION.sealed(each.session, each.key, each.prompt) for each in self._are.values()]
-        self._db.executemany(CONVERSATION.insert, rows)

@@ -174,15 +174,14 @@ def _copy(old: sqlite3.Connection, into: sqlite3.Connection, found: Examined) ->
     sessions."""
     into.execute("BEGIN")
     if found.mark is not None:
-        into.execute(MARK.insert, MARK.sealed(0, 0, *found.mark))
-    sessions = 0
+        MARK.write(into, [(0, 0, *found.mark)])
     for table in (SESSION, *PARTS):
-        copied = _insert(into, table, (row for row in _sound(old, table) if found.is_whole(row[0])))
-        sessions += copied if table is SESSION else 0
+        table.write(into, (row for row in _sound(old, table) if found.is_whole(row[0])))
     for table in (PREFIX, RECORD):
-        _insert(into, table, _sound(old, table))
-    _insert(into, CHANGE, _renumbered(old, found))
+        table.write(into, _sound(old, table))
+    CHANGE.write(into, _renumbered(old, found))
     into.execute("COMMIT")
+    sessions: int = into.execute("SELECT count(*) FROM session").fetchone()[0]
     return sessions
 
 
@@ -194,14 +193,6 @@ def _renumbered(old: sqlite3.Connection, found: Examined) -> Iterable[Row]:
     for number, row in enumerate(_sound(old, CHANGE), 1):
         changes = [change for change in changes_in(row) if found.keeps(change)]
         yield (number, row[1], _encoder.encode(changes))
-
-
-def _insert(into: sqlite3.Connection, table: ChecksumTable, rows: Iterable[Row]) -> int:
-    count = 0
-    for row in rows:
-        into.execute(table.insert, table.sealed(*row))
-        count += 1
-    return count
 
 
 def _set_aside(path: Path, new: Path) -> Path:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from djinnd.core.edits import Edit
-from djinnd.server.journal.fold import SessionFold
 from djinnd.server.journal.rows import EDIT, EDIT_COUNT, Row
 from djinnd.server.probe_lists.edit_list import EditList
 
@@ -48,7 +47,7 @@ class EditsCut(msgspec.Struct, array_like=True, tag="edits_cut", frozen=True):
 
 EditChange = Edited | EditsEnded | EditsCut
 
-_encoder = msgspec.msgpack.Encoder()
+_encode = msgspec.msgpack.Encoder().encode
 _edit = msgspec.msgpack.Decoder(Edit)
 _names = msgspec.msgpack.Decoder(list[str])
 
@@ -64,44 +63,10 @@ def read_edits(db: sqlite3.Connection, session: str | None = None) -> dict[str, 
     return dict(lists)
 
 
-class EditFold(SessionFold[EditList]):
-    """Applies one fold's changes to the edits of the sessions that they concern. Writes only rows that have changed."""
-
-    _tables = ("edit", "edit_count")
-
-    def __init__(self, db: sqlite3.Connection, exists: Callable[[str], bool]) -> None:
-        super().__init__(db, exists)
-        self._were: dict[str, EditList] = {}
-
-    def apply(self, change: EditChange) -> None:
-        if not self._exists(change.session):
-            return
-        edits = self._of(change.session)
-        match change:
-            case Edited(_, edit, names):
-                edits.add(edit, names)
-            case EditsEnded(_, numbers, at):
-                edits.end(numbers, at)
-            case EditsCut(_, length):
-                edits.cut(length)
-
-    def write(self) -> None:
-        """Writes the changed rows, in the fold's transaction."""
-        self._forget_closed()
-        for session, edits in self._are.items():
-            was = {edit.number: edit for edit in self._were[session].edits}
-            gone = [(session, number) for number in was.keys() - edits.names.keys()]
-            rows = [
-                EDIT.sealed(session, edit.number, _encoder.encode(edits.names[edit.number]), _encoder.encode(edit))
-                for edit in edits.edits
-                if was.get(edit.number) != edit
-            ]
-            self._db.executemany("DELETE FROM edit WHERE session = ? AND number = ?", gone)
-            self._db.executemany(EDIT.insert, rows)
-            self._db.execute(EDIT_COUNT.insert, EDIT_COUNT.sealed(session, edits.given))
-
-    def _of(self, session: str) -> EditList:
-        if session not in self._are:
-            self._were[session] = read_edits(self._db, session).get(session, EditList())
-            self._are[session] = self._were[session].copy()
-        return self._are[session]
+def write_edits(db: sqlite3.Connection, session: str, stored: Sequence[Edit], edits: EditList) -> None:
+    """Writes the edits of a session that has these `stored`. Writes only rows that have changed."""
+    was = {edit.number: edit for edit in stored}
+    EDIT.delete(db, [(session, number) for number in was.keys() - edits.names.keys()])
+    changed = [edit for edit in edits.edits if was.get(edit.number) != edit]
+    EDIT.write(db, [(session, each.number, _encode(edits.names[each.number]), _encode(each)) for each in changed])
+    EDIT_COUNT.write(db, [(session, edits.given)])

@@ -25,39 +25,26 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from djinn_client.protocol import Class
 from djinnd.server.handover.socket_path import StartError
-from djinnd.server.journal import breakpoints as journal_breakpoints
-from djinnd.server.journal import conversations as journal_conversations
-from djinnd.server.journal import edits as journal_edits
-from djinnd.server.journal import records as journal_records
-from djinnd.server.journal.breakpoints import BreakpointFold, BreakpointsEnded, BreakpointSet, Stopped
-from djinnd.server.journal.changes import (
-    Change,
-    Closed,
-    Extended,
-    Published,
-    Reclassified,
-    SessionAdded,
-    Unfolded,
-    Withdrawn,
-)
+from djinnd.server.journal.breakpoints import read_breakpoints
+from djinnd.server.journal.changes import Change, Unfolded
 from djinnd.server.journal.clock import JournalClock, resumed
-from djinnd.server.journal.conversations import ConversationFold, ConversationKept
+from djinnd.server.journal.conversations import ConversationKept, read_conversations
 from djinnd.server.journal.database import damaged_files, open_database
-from djinnd.server.journal.edits import Edited, EditFold, EditsCut, EditsEnded
+from djinnd.server.journal.edits import read_edits
 from djinnd.server.journal.examination import Examined, changes_in
-from djinnd.server.journal.records import Recorded, RecordFold, Unrecorded
-from djinnd.server.journal.rows import CHANGE, MARK, PARTS, PREFIX, SESSION, Row
+from djinnd.server.journal.fold import Fold
+from djinnd.server.journal.prefixes import Published, read_prefixes
+from djinnd.server.journal.records import Recorded, read_records
+from djinnd.server.journal.rows import CHANGE, MARK
+from djinnd.server.journal.sessions import JournalSession, read_sessions
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList
 from djinnd.server.probe_lists.edit_list import EditList
 
@@ -66,25 +53,7 @@ FOLD_BYTES = 2 << 20  # a fold takes 0.1 to 0.2 ms for each session that has cha
 LOG_BYTES = 16 << 20  # of the write-ahead log; then it is copied into the file, and both are synchronised
 SHORT_FOLD_BYTES, SHORT_LOG_BYTES = 64 << 10, 1 << 20  # when the disk is nearly full
 
-_TOKEN = "I"  # array type of a session's tokens in its blob: uint32
-
 _encoder = msgspec.msgpack.Encoder()
-
-
-@dataclass(slots=True)
-class JournalSession:
-    """A session in the journal. Times are the journal's (clock.py); `used` is the time of the last change of
-    its tokens. `parts`: number of rows of its edits, breakpoints and conversation."""
-
-    id: str
-    user: int
-    model: str
-    shared: bool
-    priority: Class
-    created: float
-    used: float
-    tokens: array[int]
-    parts: int = 0
 
 
 class JournalContent(NamedTuple):
@@ -143,19 +112,19 @@ class JournalFile:
     def content(self) -> JournalContent:
         """Everything in the journal, as of the last fold."""
         return JournalContent(
-            [_kept(row) for row in SESSION.read(self._db, "ORDER BY created")],
-            [_published(*row) for row in PREFIX.read(self._db, "ORDER BY created")],
-            journal_edits.read_edits(self._db),
-            journal_breakpoints.read_breakpoints(self._db),
-            journal_conversations.read_conversations(self._db),
-            list(journal_records.read_records(self._db)),
+            list(read_sessions(self._db, "ORDER BY created")),
+            list(read_prefixes(self._db)),
+            read_edits(self._db),
+            read_breakpoints(self._db),
+            read_conversations(self._db),
+            list(read_records(self._db)),
             self.clock.now(),
         )
 
     def append(self, changes: Sequence[Change]) -> None:
         """Commits the changes, all or none."""
         encoded, at = _encoder.encode(changes), self.clock.now()
-        self._db.execute(CHANGE.insert, CHANGE.sealed(self._number + 1, at, encoded))
+        CHANGE.write(self._db, [(self._number + 1, at, encoded)])
         self._number += 1
         self._unfolded.add(at, changes)
         self._unfolded_bytes += len(encoded)
@@ -225,33 +194,12 @@ class JournalFile:
         self._fold_left, freed = self._to_fold, self._freed
         if not self._unfolded:
             return
-        images: dict[str, JournalSession | None] = {}
-        prefixes: dict[str, Published | None] = {}
-
-        def exists(session: str) -> bool:
-            return self._image(session, images) is not None
-
-        edits, breakpoints = EditFold(self._db, exists), BreakpointFold(self._db, exists)
-        conversations, records = ConversationFold(self._db, exists), RecordFold(self._db)
+        fold = Fold(self._db)
         for at, change in self._unfolded:
-            self._apply(change, at, images, prefixes, edits, breakpoints, conversations, records)
-        gone = [(name,) for name, image in images.items() if image is None]
-        withdrawn = [(name,) for name, prefix in prefixes.items() if prefix is None]
-        published = [_prefix_row(prefix) for prefix in prefixes.values() if prefix is not None]
+            fold.apply(at, change)
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            self._db.executemany("DELETE FROM session WHERE id = ?", gone)
-            edits.write()
-            breakpoints.write()
-            conversations.write()
-            records.write()
-            for name in edits.touched | breakpoints.touched | conversations.touched:
-                if (image := images[name]) is not None:
-                    image.parts = self._count_parts(name)
-            kept = [_row(image) for image in images.values() if image is not None]
-            self._db.executemany(SESSION.insert, kept)
-            self._db.executemany("DELETE FROM prefix WHERE id = ?", withdrawn)
-            self._db.executemany(PREFIX.insert, published)
+            fold.write()
             self._db.execute("DELETE FROM change")
             self._write_mark()
             self._db.execute("COMMIT")
@@ -277,84 +225,4 @@ class JournalFile:
         self._db.close()
 
     def _write_mark(self) -> None:
-        self._db.execute(MARK.insert, MARK.sealed(0, self._number, *self.clock.mark()))
-
-    def _apply(
-        self,
-        change: Change,
-        at: float,
-        images: dict[str, JournalSession | None],
-        prefixes: dict[str, Published | None],
-        edits: EditFold,
-        breakpoints: BreakpointFold,
-        conversations: ConversationFold,
-        records: RecordFold,
-    ) -> None:
-        match change:
-            case SessionAdded(session, user, model, shared, priority, created):
-                images[session] = JournalSession(session, user, model, shared, priority, created, at, array(_TOKEN))
-            case Reclassified(session, priority):
-                image = self._image(session, images)
-                if image is not None:
-                    image.priority = priority
-            case Closed(session):
-                images[session] = None
-                edits.closed(session)
-                breakpoints.closed(session)
-                conversations.closed(session)
-            case ConversationKept():
-                conversations.apply(change)
-            case Edited() | EditsEnded() | EditsCut():
-                edits.apply(change)
-            case BreakpointSet() | BreakpointsEnded() | Stopped():
-                breakpoints.apply(change)
-            case Recorded() | Unrecorded():
-                records.apply(change)
-            case Published(prefix):
-                prefixes[prefix] = change
-            case Withdrawn(prefix):
-                prefixes[prefix] = None
-            case Extended(session, start, tokens):
-                image = self._image(session, images)
-                if image is None:
-                    return  # a token of a call that the close has cancelled
-                if len(image.tokens) < start:
-                    raise ValueError(f"session {session} has {len(image.tokens)} tokens, a change begins at {start}")
-                del image.tokens[start:]
-                image.tokens.extend(tokens)
-                image.used = at
-
-    def _image(self, session: str, images: dict[str, JournalSession | None]) -> JournalSession | None:
-        if session not in images:
-            images[session] = self._read(session)
-        return images[session]
-
-    def _read(self, session: str) -> JournalSession | None:
-        return next((_kept(row) for row in SESSION.read(self._db, "WHERE id = ?", (session,))), None)
-
-    def _count_parts(self, session: str) -> int:
-        counts = (f"SELECT count(*) FROM {part.name} WHERE session = ?" for part in PARTS)
-        return sum(self._db.execute(count, (session,)).fetchone()[0] for count in counts)
-
-
-def _kept(row: Row) -> JournalSession:
-    """The session of a row. SQLite has neither bools nor arrays."""
-    image = JournalSession(*row)
-    image.shared, image.tokens = bool(row[3]), array(_TOKEN, row[7])
-    return image
-
-
-def _row(image: JournalSession) -> Row:
-    return SESSION.sealed(
-        *(image.id, image.user, image.model, int(image.shared), image.priority),
-        *(float(image.created), image.used, image.tokens.tobytes(), image.parts),
-    )
-
-
-def _published(name: str, model: str, user: int, created: float, tokens: bytes) -> Published:
-    return Published(name, model, user, created, array(_TOKEN, tokens).tolist())
-
-
-def _prefix_row(prefix: Published) -> Row:
-    tokens = array(_TOKEN, prefix.tokens).tobytes()
-    return PREFIX.sealed(prefix.prefix, prefix.model, prefix.user, float(prefix.created), tokens)
+        MARK.write(self._db, [(0, self._number, *self.clock.mark())])

@@ -41,21 +41,3 @@ class Unrecorded(msgspec.Struct, array_like=True, tag="unrecorded", frozen=True)
 def read_records(db: sqlite3.Connection) -> Iterator[Recorded]:
     """Reads all records, the oldest first. Raises DamagedRow."""
     return (Recorded(*row) for row in RECORD.read(db, "ORDER BY created"))
-
-
-class RecordFold:
-    """Applies one fold's changes to records."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        self._are: dict[tuple[int, str], Recorded | None] = {}
-
-    def apply(self, change: Recorded | Unrecorded) -> None:
-        self._are[change.user, change.record] = change if isinstance(change, Recorded) else None
-
-    def write(self) -> None:
-        """Writes the changed rows, in the fold's transaction."""
-        gone = [name for name, record in self._are.items() if record is None]
-        rows = [RECORD.sealed(*msgspec.structs.astuple(record)) for record in self._are.values() if record is not None]
-        self._db.executemany("DELETE FROM record WHERE user = ? AND id = ?", gone)
-        self._db.executemany(RECORD.insert, rows)

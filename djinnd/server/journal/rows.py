@@ -7,7 +7,7 @@ checksum (XXH3, 64 bits) covers the table's name and the row's values, so a row 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,20 +32,27 @@ class ChecksumTable:
     name: str
     columns: tuple[str, ...]
 
-    @cached_property
-    def insert(self) -> str:
-        return f"INSERT OR REPLACE INTO {self.name} VALUES ({', '.join('?' * (len(self.columns) + 1))})"
-
     @property
     def add_checksums(self) -> str:
         """SQL that adds checksums to a table of a version that had none. Needs `register`."""
         values = f"row_checksum('{self.name}', {', '.join(self.columns)})"
         return f"ALTER TABLE {self.name} ADD COLUMN checksum BLOB; UPDATE {self.name} SET checksum = {values};"
 
-    def sealed(self, *values: Any) -> Row:
-        """The values with their checksum, as `insert` takes them. Numbers must have their column's type: no bool for an
-        int."""
-        return (*values, _checksum(self.name, *values))
+    @cached_property
+    def _insert(self) -> str:
+        return f"INSERT OR REPLACE INTO {self.name} VALUES ({', '.join('?' * (len(self.columns) + 1))})"
+
+    def write(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
+        """Writes rows with their checksums, in place of rows with the same keys. Numbers must have their column's type:
+        no bool for an int."""
+        for row in rows:
+            db.execute(self._insert, (*row, _checksum(self.name, *row)))
+
+    def delete(self, db: sqlite3.Connection, keys: Iterable[Row]) -> None:
+        """Deletes rows. A key has the values of the first columns, at least one."""
+        for key in keys:
+            where = " AND ".join(f"{column} = ?" for column in self.columns[: len(key)])
+            db.execute(f"DELETE FROM {self.name} WHERE {where}", key)
 
     def read(self, db: sqlite3.Connection, where: str = "", values: Row = ()) -> Iterator[Row]:
         """Reads rows and checks them. Raises DamagedRow."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from djinn_client.errors import NotFound, NotPermitted
 from djinn_client.protocol import PrefixInfo
 from djinnd.config import Limits
-from djinnd.server.journal.changes import Published, Withdrawn
 from djinnd.server.journal.journal import Journal
+from djinnd.server.journal.prefixes import Published, Withdrawn
 
 log = logging.getLogger("djinnd.server")
 

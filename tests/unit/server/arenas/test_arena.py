@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -216,8 +215,8 @@ def test_the_lock_is_not_inherited_by_other_processes(arena):
     )
     locked = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert "BlockingIOError" in locked.stderr
-    for there in arena._objects.values():
-        assert fcntl.fcntl(there.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    held = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if fd.resolve() == content(grant.name)]
+    assert held and not any(os.get_inheritable(fd) for fd in held)
 
 
 def test_an_object_beyond_the_memory_limit_is_an_error_and_no_kill(arena, monkeypatch):

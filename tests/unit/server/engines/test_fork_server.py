@@ -34,14 +34,14 @@ def fork_server(command=COMMAND, given=(), **environ):
     return ForkServer(command, os.environ | {"PYTHONPATH": path} | environ, given)
 
 
-async def fork(server, *what):
+async def fork(server, *what, environ=None):
     """Forks a process; returns it, and the test's end of its socket."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     try:
         with theirs:
             forked = await server.fork(
-                [sys.executable, "-m", "tests.support.forked_child", *map(str, what)], theirs, PATIENCE
+                [sys.executable, "-m", "tests.support.forked_child", *map(str, what)], theirs, PATIENCE, environ
             )
     except BaseException:
         ours.close()
@@ -69,8 +69,8 @@ def test_a_fork_is_like_a_process_started_by_the_command():
     async def scenario():
         server = fork_server(MARK="1")
         first, first_sock = await fork(server, "tell")
-        server._environ = server._environ | {"MARK": "2"}
-        second, second_sock = await fork(server, "tell")
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "MARK": "2"}
+        second, second_sock = await fork(server, "tell", environ=environ)
         with first_sock, second_sock:
             one, other = await told(first_sock), await told(second_sock)
             assert [one["environ"]["MARK"], other["environ"]["MARK"]] == ["1", "2"]

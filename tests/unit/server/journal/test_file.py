@@ -18,10 +18,11 @@ from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
 from djinnd.server.journal import file as journal_file
 from djinnd.server.journal.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
-from djinnd.server.journal.changes import Change, Closed, Extended, Published, Reclassified, SessionAdded, Withdrawn
+from djinnd.server.journal.changes import Change, Closed, Extended, Reclassified, SessionAdded
 from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import NAME, JournalFile
+from djinnd.server.journal.prefixes import Published, Withdrawn
 from djinnd.server.journal.records import Recorded, Unrecorded
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 

@@ -6,6 +6,7 @@ import os
 import random
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from djinnd.core.edits import Edit, Extent
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
 from djinnd.server.journal.breakpoints import BreakpointSet
-from djinnd.server.journal.changes import Change, Closed, Extended, Published, SessionAdded
+from djinnd.server.journal.changes import Change, Extended, SessionAdded
 from djinnd.server.journal.database import VERSION, damaged_files
 from djinnd.server.journal.edits import Edited
 from djinnd.server.journal.file import NAME, JournalFile
+from djinnd.server.journal.fold import Fold
+from djinnd.server.journal.prefixes import Published
+from djinnd.server.journal.rows import DamagedRow
 from djinnd.server.probe_lists.breakpoint_list import SessionBreakpoint
 
 SESSIONS = [f"{number:016x}" for number in range(12)]
@@ -242,12 +246,11 @@ def test_damage_while_a_daemon_runs_is_not_folded_into_a_sound_row(tmp_path: Pat
     file = JournalFile(str(tmp_path))
     file.append([SessionAdded("one", 1, "m", False, "agent", 1.0), Extended("one", 0, [1, 2, 3])])
     file.fold()
-    file._db.execute("UPDATE session SET tokens = x'0100000002000000ff000000'")
-    file.append([Extended("one", 3, [4])])
-    with pytest.raises(ValueError, match="session"):
-        file.fold()
-    file.append([Closed("another")])
     file.close()
+    with closing(sqlite3.connect(tmp_path / NAME, isolation_level=None)) as db:
+        db.execute("UPDATE session SET tokens = x'0100000002000000ff000000'")
+        with pytest.raises(DamagedRow, match="session"):
+            Fold(db).apply(2.0, Extended("one", 3, [4]))
     second = JournalFile(str(tmp_path))
     assert second.content().sessions == []
     second.close()
