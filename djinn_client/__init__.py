@@ -18,7 +18,7 @@ import sys
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-# The public names are those imported `as` themselves, and those of _LATER.
+# The public names are all errors, those imported `as` themselves, and those of _LATER.
 from djinn_client.admin.client import Client as Client
 from djinn_client.admin.embeddings import Embeddings as Embeddings
 from djinn_client.api.client import Session as Session
@@ -47,39 +47,7 @@ from djinn_client.api.functions import why as why
 from djinn_client.arguments.options import ChatOptions as ChatOptions
 from djinn_client.arguments.options import GenerateOptions as GenerateOptions
 from djinn_client.arguments.options import PlacingOptions as PlacingOptions
-from djinn_client.errors import Busy as Busy
-from djinn_client.errors import Cancelled as Cancelled
-from djinn_client.errors import ConnectionLost as ConnectionLost
-from djinn_client.errors import DjinnError as DjinnError
-from djinn_client.errors import EngineLost as EngineLost
-from djinn_client.errors import FileDamaged as FileDamaged
-from djinn_client.errors import FilesWanted as FilesWanted
-from djinn_client.errors import FrameTooLarge as FrameTooLarge
-from djinn_client.errors import FunctionFailed as FunctionFailed
-from djinn_client.errors import FunctionNotFound as FunctionNotFound
-from djinn_client.errors import GrammarRejected as GrammarRejected
-from djinn_client.errors import InvalidRequest as InvalidRequest
-from djinn_client.errors import JournalUnavailable as JournalUnavailable
-from djinn_client.errors import ModelMismatch as ModelMismatch
-from djinn_client.errors import ModelNotFound as ModelNotFound
-from djinn_client.errors import ModelRejected as ModelRejected
-from djinn_client.errors import NotAuthenticated as NotAuthenticated
-from djinn_client.errors import NotFound as NotFound
-from djinn_client.errors import NoTokenizer as NoTokenizer
-from djinn_client.errors import NotPermitted as NotPermitted
-from djinn_client.errors import OutOfMemory as OutOfMemory
-from djinn_client.errors import PromptTooLong as PromptTooLong
-from djinn_client.errors import ProtocolError as ProtocolError
-from djinn_client.errors import QuotaExceeded as QuotaExceeded
-from djinn_client.errors import Retry as Retry
-from djinn_client.errors import SessionBusy as SessionBusy
-from djinn_client.errors import SessionLost as SessionLost
-from djinn_client.errors import SessionNotFound as SessionNotFound
-from djinn_client.errors import SessionStateError as SessionStateError
-from djinn_client.errors import ShuttingDown as ShuttingDown
-from djinn_client.errors import TextFailed as TextFailed
-from djinn_client.errors import TokenOutOfRange as TokenOutOfRange
-from djinn_client.errors import VersionMismatch as VersionMismatch
+from djinn_client.errors import *  # noqa: F403
 from djinn_client.handover.kv import KV as KV
 from djinn_client.handover.kv import KvWindow as KvWindow
 from djinn_client.handover.kv import kv_window as kv_window

@@ -19,7 +19,8 @@ from djinn_client.errors import FilesWanted
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.files.pulled import pulled_folder
 from djinn_client.protocol import replies, requests
-from djinn_client.transport.connection import Answer, Connection, OnProgress
+from djinn_client.transport.connection import Connection, OnProgress
+from djinn_client.transport.exchange import Delivery
 from djinn_client.transport.steps import Steps
 
 R = TypeVar("R", bound=replies.Reply)
@@ -58,7 +59,7 @@ def call(
     expected: type[R],
     on_progress: OnProgress | None = None,
     fds: Sequence[int] = (),
-) -> Steps[Answer[R]]:
+) -> Steps[Delivery[R]]:
     """Does what `connection.call` does, and hands over the files of the request's model if the daemon asks for them.
     The request names the model as `model_name` says. Also raises ModelNotFound, ModelRejected or InvalidRequest for a
     folder that this process cannot open."""

@@ -146,15 +146,8 @@ class ModelFiles:
 
     def read_at(self, name: str, offset: int, count: int) -> bytes:
         """Up to `count` bytes from `offset`: fewer where the file ends. Raises ModelRejected on a read error."""
-        pieces: list[bytes] = []
-        try:
-            while count and (piece := os.pread(self._descriptors[name], min(count, 16 << 20), offset)):
-                pieces.append(piece)
-                self.bytes_read += len(piece)
-                offset, count = offset + len(piece), count - len(piece)
-        except OSError as error:
-            raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
-        return b"".join(pieces)
+        memory = memoryview(bytearray(count))
+        return bytes(memory[: self.read_into(name, offset, memory)])
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> int:
         """Fills `memory` from `offset`. → bytes read: fewer than its size if the file ends earlier. Raises
@@ -167,17 +160,6 @@ class ModelFiles:
         except OSError as error:
             raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
         return done
-
-    def duplicate(self) -> Self:
-        """The same open files with descriptors of their own. Raises OSError."""
-        copies: dict[str, int] = {}
-        try:
-            for name, descriptor in self._descriptors.items():
-                copies[name] = os.dup(descriptor)
-        except BaseException:
-            _close(copies.values())
-            raise
-        return type(self)(self.folder, copies, self.others)
 
     def close(self) -> None:
         """Does nothing the second time."""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from djinn_client.admin.client import Client
 from djinn_client.errors import InvalidRequest, OutOfMemory, PromptTooLong, ProtocolError
-from djinn_client.protocol import ModelInfo, SessionExported
+from djinn_client.protocol import SessionExported
 from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinn_client.tensors.arrays import fill, window_array
+from djinn_client.tensors.values import dtype_of
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.shm import map_window, map_writable, new_window, seal_for_writers
 
@@ -112,11 +113,6 @@ def exported_kv(reply: SessionExported, fds: list[int]) -> KV:
         close_all(fds)
 
 
-def layout_of(model: ModelInfo) -> KvLayout:
-    """The layout of a loaded model's KV."""
-    return KvLayout(model.dtype, model.blocks, model.page_size, model.kv_heads, model.head_dim)  # type: ignore[arg-type]
-
-
 def kv_window(
     model: str, tokens: int, *, address: str | None = None, on_progress: OnProgress | None = None
 ) -> KvWindow:
@@ -133,7 +129,7 @@ def kv_window(
             tokens=tokens,
             max_context=loaded.max_context,
         )
-    return KvWindow(layout_of(loaded), tokens)
+    return KvWindow(loaded.kv_layout, tokens)
 
 
 def window_with(
@@ -141,7 +137,12 @@ def window_with(
 ) -> KvWindow:
     """`kv` itself if it is a window, or else copied into one. Raises InvalidRequest if it does not fit the tokens."""
     if isinstance(kv, KvWindow):
-        _expect_open(kv)
+        if kv.closed:
+            raise InvalidRequest(
+                f"the window of {kv.length:,} tokens was closed, so it cannot be handed over: close it behind from_kv, "
+                "or give its pages, which are copied then",
+                field="kv",
+            )
         window = kv
     elif isinstance(kv, KV):
         window = KvWindow(kv.layout, kv.length)
@@ -158,26 +159,10 @@ def window_with(
     return window
 
 
-def _expect_open(window: KvWindow) -> None:
-    if window.closed:
-        raise InvalidRequest(
-            f"the window of {window.length:,} tokens was closed, so it cannot be handed over: close it behind from_kv, "
-            "or give its pages, which are copied then",
-            field="kv",
-        )
-
-
 def _copy_pages(window: KvWindow, pages: Any) -> None:
-    shape, dtype = tuple(window.pages.shape), window.pages.dtype
-    given = tuple(getattr(pages, "shape", ()))
-    if given != shape or _name(getattr(pages, "dtype", None)) != _name(dtype):
+    form, given = (f"{dtype_of(each)} {list(getattr(each, 'shape', ()))}" for each in (window.pages, pages))
+    if given != form:
         raise InvalidRequest(
-            f"the pages must be {_name(dtype)} {list(shape)} (pages, blocks, 2, page_size, kv_heads, head_dim), not "
-            f"{_name(getattr(pages, 'dtype', None))} {list(given)}",
-            field="kv",
+            f"the pages must be {form} (pages, blocks, 2, page_size, kv_heads, head_dim), not {given}", field="kv"
         )
     fill(window.pages, pages)
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -79,7 +79,7 @@ def checksum(data: bytes | memoryview) -> bytes:
 def write(path: str | os.PathLike[str], session: SavedSession, pages: memoryview | None) -> None:
     """Replaces the file, whole or not at all; only its owner may read it. Raises OSError."""
     header = msgspec.msgpack.encode(session)
-    with _replacing(Path(path)) as file:
+    with replacing(Path(path)) as file:
         file.write(_PROLOGUE.pack(MAGIC, VERSION, len(header), checksum(header)))
         file.write(header)
         if pages is not None:
@@ -88,8 +88,9 @@ def write(path: str | os.PathLike[str], session: SavedSession, pages: memoryview
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file beside it, which is renamed to the path when its bytes are on the disk."""
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that only its owner may read. It takes the place of `path` after the block, when its bytes are on
+    disk. If the block fails, the file at `path` stays. Raises OSError."""
     fd, beside = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)  # mode 0600
     try:
         with open(fd, "wb") as file:

@@ -13,7 +13,7 @@ from djinn_client.handover.kv import KV, KvWindow, exported_kv, window_with
 from djinn_client.handover.saved_session import SavedFile, SavedSession
 from djinn_client.protocol import Class, ImportSession, SessionExported, SessionInfo
 from djinn_client.session.calls import SessionCalls
-from djinn_client.transport.connection import Answer
+from djinn_client.transport.exchange import Delivery
 from djinn_client.transport.steps import Steps
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def kv(session: SessionCalls) -> Steps[KV]:
     return exported_kv(answer.message, answer.fds)
 
 
-def save(path: str | os.PathLike[str], info: SessionInfo, answer: Answer[SessionExported]) -> None:
+def save(path: str | os.PathLike[str], info: SessionInfo, answer: Delivery[SessionExported]) -> None:
     """Writes what the daemon has exported. Raises OSError, ProtocolError."""
     told = answer.message
     kv = exported_kv(told, answer.fds) if told.kv is not None else None

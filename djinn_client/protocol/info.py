@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from djinn_client.protocol.fields.breakpoints import HitInfo
+from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinn_client.protocol.fields.points import PointMap
 from djinn_client.protocol.fields.scheduling import Class, Latency
 
@@ -70,6 +71,11 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     idle_s: float = 0.0  # since the last call, of a model that is ready or asleep; 0 while a call runs
     error: str = ""
     notes: list[str] = []  # for people to read, such as why blocks stay plain
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """The layout of its KV in windows, for a loaded model."""
+        return KvLayout(self.dtype, self.blocks, self.page_size, self.kv_heads, self.head_dim)  # type: ignore[arg-type]
 
 
 class DeviceInfo(msgspec.Struct, kw_only=True):

@@ -22,7 +22,7 @@ from djinn_client.session.choices import expect_count, generate_choices
 from djinn_client.session.connected import ConnectedSession
 from djinn_client.session.streaming import StreamSteps
 from djinn_client.tensors.arrays import expect_arrays, logits_array
-from djinn_client.transport.connection import Answer
+from djinn_client.transport.exchange import Delivery
 from djinn_client.transport.steps import Steps
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class SessionCalls(ConnectedSession):
         request = build(requests.KeepRecord, session=self.info.id, body=body, record=name)
         return (yield from self.call(request, replies.RecordKept)).message.record
 
-    def export(self, kv: bool | None) -> Steps[Answer[replies.SessionExported]]:
+    def export(self, kv: bool | None) -> Steps[Delivery[replies.SessionExported]]:
         """`kv` None: with the KV only if the tokens do not determine it."""
         if kv is None:
             listed = yield from self.call(build(requests.ListEdits, session=self.info.id), replies.Edits)

@@ -31,7 +31,7 @@ from djinn_client.protocol import (
 )
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.session.streaming import StreamSteps
-from djinn_client.transport.connection import Answer, Connection, OnProgress, connect
+from djinn_client.transport.connection import Connection, OnProgress, connect
 from djinn_client.transport.exchange import Delivery, close_all
 from djinn_client.transport.steps import Steps
 
@@ -51,7 +51,9 @@ class Runner(Protocol):
 
     def copy(self) -> Self: ...
 
-    def run(self, session: ConnectedSession, connection: Connection, request: Generate) -> Steps[Answer[Generated]]: ...
+    def run(
+        self, session: ConnectedSession, connection: Connection, request: Generate
+    ) -> Steps[Delivery[Generated]]: ...
 
 
 class ConnectedSession:
@@ -96,7 +98,7 @@ class ConnectedSession:
     def import_(self, request: ImportSession, fds: Sequence[int], on_progress: OnProgress | None) -> Steps[None]:
         yield from self._enter(request, on_progress, fds)
 
-    def call(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+    def call(self, request: Request, expected: type[R]) -> Steps[Delivery[R]]:
         """Sends a request over the session's connection and returns its final reply. The caller owns its
         descriptors."""
         self._expect_idle()
@@ -108,7 +110,7 @@ class ConnectedSession:
             if self.interventions and isinstance(request, Generate):
                 answer = yield from self.interventions.run(self, connection, request)
                 assert isinstance(answer.message, expected)
-                return Answer(answer.message, answer.fds)
+                return Delivery(answer.message, answer.fds)
             return (yield from self.run_over(connection, request, expected))
 
     def call_generate(self, request: Generate) -> Steps[Generated]:
@@ -141,7 +143,7 @@ class ConnectedSession:
                     connection.give_up()
                 raise
 
-    def next_of(self, stream: StreamSteps) -> Steps[Delivery]:
+    def next_of(self, stream: StreamSteps) -> Steps[Delivery[Reply]]:
         """The stream's next reply. The first call sends the request; from then on the session is the stream's."""
         self._expect_idle(stream)
         with self._turn:
@@ -158,7 +160,7 @@ class ConnectedSession:
                 self.stopped_at(delivery.message.hit)
             return delivery
 
-    def run_over(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+    def run_over(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Delivery[R]]:
         """Runs a call that goes on from a hit or comes to one. A call that fails leaves the hit as it was. The caller
         holds the turn."""
         at, hit = self.at, self.hit
@@ -225,7 +227,7 @@ class ConnectedSession:
         assert self._connection is not None
         return self._connection
 
-    def _beside(self, request: Request, expected: type[R]) -> Steps[Answer[R]]:
+    def _beside(self, request: Request, expected: type[R]) -> Steps[Delivery[R]]:
         """A call over a connection of its own, since a call may be running on the session's connection."""
         self.expect_held()
         connection = yield from connect(self._address, self._token)

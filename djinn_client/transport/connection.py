@@ -11,7 +11,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from djinn_client.errors import ConnectionLost, DjinnError, InvalidRequest, ProtocolError, from_code
 from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Request, Signal, Welcome
@@ -26,13 +26,6 @@ FDS_SPACE = socket.CMSG_LEN(MAX_FDS * struct.calcsize("i"))
 
 OnProgress = Callable[[Progress], None]
 R = TypeVar("R", bound=Reply)
-
-
-class Answer(NamedTuple, Generic[R]):
-    """A final reply and its descriptors, which the caller owns."""
-
-    message: R
-    fds: list[int]
 
 
 class Connection:
@@ -79,7 +72,7 @@ class Connection:
         on_progress: OnProgress | None = None,
         fds: Sequence[int] = (),
         on_sent: Callable[[], None] | None = None,
-    ) -> Steps[Answer[R]]:
+    ) -> Steps[Delivery[R]]:
         """Sends the request and returns its final reply. The request is given up when the caller stops or `on_progress`
         raises. The daemon gets duplicates of `fds`, which stay the caller's. `on_sent` is called while the daemon
         works, so its work costs the caller no time if the daemon has more to do.
@@ -95,13 +88,13 @@ class Connection:
             self.give_up()
             raise
 
-    def rest(self, expected: type[R], on_progress: OnProgress | None = None) -> Steps[Answer[R]]:
+    def rest(self, expected: type[R], on_progress: OnProgress | None = None) -> Steps[Delivery[R]]:
         """The final reply of a request that has been sent. Raises as `call` does."""
         while isinstance((delivery := (yield from self.receive())).message, Progress):
             if on_progress is not None:
                 on_progress(delivery.message)
         if isinstance(delivery.message, expected):
-            return Answer(delivery.message, delivery.fds)
+            return Delivery(delivery.message, delivery.fds)
         close_all(delivery.fds)
         raise self.unexpected(delivery)
 
@@ -123,7 +116,7 @@ class Connection:
         daemon has hung up, the next call says so. Raises InvalidRequest for a text that the wire cannot carry."""
         return self._send(lambda: frame_of(message))
 
-    def receive(self) -> Steps[Delivery]:
+    def receive(self) -> Steps[Delivery[Reply]]:
         """The next reply to the request in flight. Raises the error of a Failure; ConnectionLost; ProtocolError."""
         while (delivery := self._next()) is None:
             self._expect_open()
@@ -146,7 +139,7 @@ class Connection:
             if sent < len(frame):
                 self.close()
 
-    def unexpected(self, delivery: Delivery) -> ProtocolError:
+    def unexpected(self, delivery: Delivery[Reply]) -> ProtocolError:
         """Closes the connection; the error for a reply that does not fit its request."""
         self.close()
         return ProtocolError(f"{self.address} answered with an unexpected {type(delivery.message).__name__}")
@@ -203,7 +196,7 @@ class Connection:
                 where = "in the middle of a message" if self._exchange.truncated else "before it had answered"
                 raise ConnectionLost(f"the daemon at {self.address} closed the connection {where}")
 
-    def _next(self) -> Delivery | None:
+    def _next(self) -> Delivery[Reply] | None:
         with self._closing_on_error():
             return self._exchange.next_reply()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from djinn_client.errors import FrameTooLarge, InvalidRequest, ProtocolError, from_code
 from djinn_client.protocol import (
@@ -23,8 +23,8 @@ from djinn_client.protocol import (
     Generated,
     Logits,
     Partial,
+    Reply,
     Request,
-    ServerMessage,
     SessionExported,
     Signal,
     decode_reply,
@@ -32,11 +32,13 @@ from djinn_client.protocol import (
     packed,
 )
 
+R_co = TypeVar("R_co", bound=Reply, covariant=True)
 
-class Delivery(NamedTuple):
+
+class Delivery(NamedTuple, Generic[R_co]):
     """A reply and the descriptors that came with it, which the receiver owns."""
 
-    message: ServerMessage
+    message: R_co
     fds: list[int]
 
 
@@ -89,7 +91,7 @@ class Exchange:
         self._fds.extend(fds)
         self._frames.extend(self._decoder.feed(data))
 
-    def next_reply(self) -> Delivery | None:
+    def next_reply(self) -> Delivery[Reply] | None:
         """The next reply to the request in flight, or None until more bytes have come.
 
         Raises ProtocolError for a reply without a request, or the error of a Failure that is about the connection
@@ -110,7 +112,7 @@ class Exchange:
         self._fds.clear()
         self._frames.clear()
 
-    def _open(self, frame: Frame) -> Delivery:
+    def _open(self, frame: Frame) -> Delivery[Reply]:
         message = decode_reply(frame.payload)
         if message.id != self._in_flight:
             if isinstance(message, Failure):

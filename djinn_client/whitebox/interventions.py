@@ -27,8 +27,8 @@ from djinn_client.protocol.fields.breakpoints import HitInfo, When
 from djinn_client.session.calls import SessionCalls
 from djinn_client.session.connected import ConnectedSession
 from djinn_client.tensors.hits import Hit
-from djinn_client.transport.connection import Answer, Connection
-from djinn_client.transport.exchange import close_all
+from djinn_client.transport.connection import Connection
+from djinn_client.transport.exchange import Delivery, close_all
 from djinn_client.transport.steps import Steps
 from djinn_client.whitebox import breakpoint_calls
 from djinn_client.whitebox.functions import PYTHON, code_of
@@ -110,7 +110,7 @@ class Interventions:
                 field="local",
             )
 
-    def run(self, session: ConnectedSession, connection: Connection, request: Generate) -> Steps[Answer[Generated]]:
+    def run(self, session: ConnectedSession, connection: Connection, request: Generate) -> Steps[Delivery[Generated]]:
         """Runs the whole call. A hit without an intervention ends it early, and so does a function that fails."""
         if any(entry.when != "prefill" for entry in self._entries):
             expect_splittable(request)
@@ -121,11 +121,11 @@ class Interventions:
             if split.ended:
                 close_all(answer.fds)
                 session.stopped_at(None)  # the daemon has it at the hit yet: no call minds
-                return Answer(split.whole(), [])
+                return Delivery(split.whole(), [])
             at = answer.message.hit
             here = [] if at is None else [entry for entry in self._entries if entry.is_at(at)]
             if not here:
-                return Answer(split.whole(), answer.fds)
+                return Delivery(split.whole(), answer.fds)
             if here[0].code is None:
                 yield from _run_here(session, connection, here, Hit(answer.message, answer.fds))
             else:
@@ -203,7 +203,7 @@ def _run_here(session: ConnectedSession, connection: Connection, entries: Sequen
 
 
 def _run_there(
-    session: ConnectedSession, connection: Connection, entries: Sequence[_Entry], stopped: Answer[Generated]
+    session: ConnectedSession, connection: Connection, entries: Sequence[_Entry], stopped: Delivery[Generated]
 ) -> Steps[None]:
     """Closes the descriptors that came with the hit."""
     try:

@@ -6,7 +6,8 @@ from typing import Self, TypeVar
 
 from djinn_client.arguments.options import build
 from djinn_client.protocol import Conversation, Generate, Generated, Reply, Request, Sampling
-from djinn_client.transport.connection import Answer, Connection, connect
+from djinn_client.transport.connection import Connection, connect
+from djinn_client.transport.exchange import Delivery
 from djinn_client.transport.steps import run
 from tests.conftest import MODEL
 
@@ -30,7 +31,7 @@ class Program:
         self.connection.close()
 
     def ask(self, request: Request, expected: type[R]) -> R:
-        answer: Answer[R] = run(self.connection.call(request, expected))
+        answer: Delivery[R] = run(self.connection.call(request, expected))
         return answer.message
 
     def say(self, tokens: list[int], max_tokens: int = 8, **conversation: object) -> Generated:

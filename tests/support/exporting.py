@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from djinn_client.handover.kv import KV, KvWindow, layout_of
+from djinn_client.handover.kv import KV, KvWindow
 from djinn_client.protocol import ModelInfo
 from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinn_client.transport.shm import map_window
@@ -21,7 +21,7 @@ class ExportingEngine(EngineThread):
 
     def loaded(self, folder: Path, name: str = "m", **more: Any) -> ModelInfo:
         info = super().loaded(folder, name, **{"host_kv_bytes": 0, "disk_kv_bytes": 0, **more})
-        self.layout = layout_of(info)
+        self.layout = info.kv_layout
         return info
 
     def export(self, session: str) -> KV:

@@ -11,7 +11,6 @@ import secrets
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ModelMismatch
 from djinn_client.protocol import ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
-from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.server.admission import admission
 from djinnd.server.engines.engine_client import EngineClient
@@ -53,7 +52,7 @@ class ExportRequests:
             session.tenant.expect_tokens(call.received)
             engine = await self._models.ready(session.model)
             session.expect_model()
-            reply.kv = _layout_of(info)
+            reply.kv = info.kv_layout
             call.reserve_window(reply.kv.nbytes(len(session.tokens)))
             return await self._failover.answer(call, ExportRun(call, session, engine, reply))
 
@@ -193,12 +192,8 @@ def _check(request: ImportSession, info: ModelInfo) -> None:
             "handed over must be named",
             field="kv_tokens",
         )
-    if request.kv != _layout_of(info):
+    if request.kv != info.kv_layout:
         raise InvalidRequest(
-            f"{info.name} has {_layout_of(info)}; the given KV has {request.kv}: hand over the tokens only",
+            f"{info.name} has {info.kv_layout}; the given KV has {request.kv}: hand over the tokens only",
             field="kv",
         )
-
-
-def _layout_of(info: ModelInfo) -> KvLayout:
-    return KvLayout(info.dtype, info.blocks, info.page_size, info.kv_heads, info.head_dim)  # type: ignore[arg-type]

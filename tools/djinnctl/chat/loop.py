@@ -47,7 +47,7 @@ def _take(line: str, typed: Typed, dialog: Dialog) -> None:
         if isinstance(wanted, Command):
             obey(wanted, dialog, note)
         elif wanted is not None:
-            ask(dialog, wanted.text)
+            ask(dialog, wanted)
     except KeyboardInterrupt:
         note("stopped")
     except DjinnError as error:

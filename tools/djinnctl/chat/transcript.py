@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from djinn_client.handover.saved_session import replacing
 
 ROLES = ("system", "user", "assistant")
 Message = dict[str, Any]
@@ -19,15 +20,8 @@ class Transcript(msgspec.Struct):
 
 def save(path: Path, transcript: Transcript) -> None:
     """Writes the file anew; only its owner may read it. Raises OSError."""
-    text = msgspec.json.format(msgspec.json.encode(transcript))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(text)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(transcript)))
 
 
 def load(path: Path) -> Transcript:

@@ -7,10 +7,6 @@ from typing import NamedTuple
 QUOTES = '"""'
 
 
-class Message(NamedTuple):
-    text: str
-
-
 class Command(NamedTuple):
     """A line that begins with a slash: `/set temperature 0.5` has the name `set`."""
 
@@ -30,7 +26,7 @@ class Typed:
         """A message of several lines is open."""
         return self._lines is not None
 
-    def add(self, line: str) -> Message | Command | None:
+    def add(self, line: str) -> str | Command | None:
         """The message or the command that ends with this line; None if it is not complete yet, or nothing was typed."""
         if self._lines is not None:
             return self._go_on(self._lines, line)
@@ -41,17 +37,17 @@ class Typed:
         if stripped.startswith("/"):
             name, _, argument = stripped[1:].partition(" ")
             return Command(name.lower(), argument.strip())
-        return Message(stripped) if stripped else None
+        return stripped or None
 
     def drop(self) -> None:
         """Forgets the lines of an open message."""
         self._lines = None
 
-    def _go_on(self, lines: list[str], line: str) -> Message | None:
+    def _go_on(self, lines: list[str], line: str) -> str | None:
         last = line.rstrip()
         if not last.endswith(QUOTES):
             lines.append(line)
             return None
         self._lines = None
         whole = "\n".join([*lines, last.removesuffix(QUOTES)]).strip("\n")
-        return Message(whole) if whole.strip() else None
+        return whole if whole.strip() else None

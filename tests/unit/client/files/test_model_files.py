@@ -109,12 +109,3 @@ def test_a_pipe_that_is_handed_over_is_refused(folder: Path) -> None:
     os.close(writing)
     with pytest.raises(InvalidRequest, match="no regular file"):
         ModelFiles.handed_over("there", ["config.json"], [reading])
-
-
-def test_duplicates_outlive_the_original(folder: Path) -> None:
-    files = ModelFiles.open(str(folder))
-    copy = files.duplicate()
-    files.close()
-    files.close()
-    with copy:
-        assert copy.read("config.json") == b"{}"

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from djinnctl.chat.typed import Command, Message, Typed
+from djinnctl.chat.typed import Command, Typed
 
 
 def test_a_line_is_a_message() -> None:
-    assert Typed().add("  hello there \n") == Message("hello there")
+    assert Typed().add("  hello there \n") == "hello there"
     assert Typed().add("   ") is None
 
 
@@ -29,13 +29,13 @@ def test_lines_between_triple_quotes_are_one_message() -> None:
     assert typed.add("  /bye is no command here") is None
     assert typed.add("") is None
     assert typed.add('x = """doc"""  # goes on') is None
-    assert typed.add('last"""  ') == Message('first\n  /bye is no command here\n\nx = """doc"""  # goes on\nlast')
+    assert typed.add('last"""  ') == 'first\n  /bye is no command here\n\nx = """doc"""  # goes on\nlast'
     assert not typed.inside
-    assert typed.add("next") == Message("next")
+    assert typed.add("next") == "next"
 
 
-@pytest.mark.parametrize(("line", "message"), [('"""one line"""', Message("one line")), ('""""""', None)])
-def test_opened_and_closed_in_one_line(line: str, message: Message | None) -> None:
+@pytest.mark.parametrize(("line", "message"), [('"""one line"""', "one line"), ('""""""', None)])
+def test_opened_and_closed_in_one_line(line: str, message: str | None) -> None:
     typed = Typed()
     assert typed.add(line) == message
     assert not typed.inside
@@ -45,4 +45,4 @@ def test_an_open_message_can_be_dropped() -> None:
     typed = Typed()
     typed.add('"""never mind')
     typed.drop()
-    assert typed.add("hello") == Message("hello")
+    assert typed.add("hello") == "hello"

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def inspected(folder: Path, job: Any = None, figures: DeviceFigures = FIGURES, is_plan: bool = True) -> Any:
     job = job or Plan(1, "m", str(folder))
-    files = ModelFiles.open(str(folder)).duplicate()
+    files = ModelFiles.open(str(folder))
     job.files = list(files)
     return inspect(Inspect(job, figures, is_plan), [files.descriptor(name) for name in job.files])
 
