@@ -65,7 +65,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The reasoning and tool calls of a piece. Its content is the piece's text."""
+    """The reasoning and tool calls of a piece, with one part for each call. Its content is the piece's text."""
 
     reasoning: str = ""
     tool_calls: list[ToolCallDelta] = []

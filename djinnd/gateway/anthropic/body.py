@@ -74,7 +74,8 @@ class OutputConfig(msgspec.Struct):
 
 
 class ChatFields(msgspec.Struct, kw_only=True):
-    """Fields of both calls. `cache_control` is accepted everywhere: the daemon keeps every prefix that it can."""
+    """The body of count_tokens, and the common fields of both calls. `cache_control` is accepted everywhere: the daemon
+    keeps every prefix that it can."""
 
     model: str
     messages: list[Message]
@@ -149,10 +150,6 @@ class MessagesBody(ChatFields, kw_only=True):
             stop=self.stop_sequences or [],
             format=self.output_format(),
         )
-
-
-class CountBody(ChatFields, kw_only=True):
-    pass
 
 
 def _system(system: str | list[Block] | None) -> list[dict[str, Any]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from djinn_client.protocol import Generate, Generated, Tokenize, Tokenized
+from djinn_client.protocol import Generate, Tokenize, Tokenized
 from djinnd.gateway.anthropic import reply as anthropic_reply
-from djinnd.gateway.anthropic.body import CountBody, MessagesBody
-from djinnd.gateway.calls.finish import finish_reason
+from djinnd.gateway.anthropic.body import ChatFields, MessagesBody
 from djinnd.gateway.calls.fitting import generate_fitting, stream_fitting
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Api, Route
 from djinnd.gateway.http.replies import SSE, Framing, Reply, Stream, Whole, json, named_event
 
-ANTHROPIC = Api("anthropic", anthropic_reply.error)
+ANTHROPIC = Api(anthropic_reply.error, anthropic_reply.failed)
 _FRAMING = Framing(SSE.content_type, named_event("ping", {"type": "ping"}))
 
 
@@ -23,14 +22,13 @@ async def create(request: HttpRequest) -> Reply:
     request.ignore(body.ignored())
     wanted = body.generation(request.headers)
     if body.stream:
-        return Stream(_events(request, body, wanted), anthropic_reply.failed, _FRAMING)
+        return Stream(_events(request, body, wanted), _FRAMING)
     reply = await generate_fitting(request, body.model, wanted)
-    finish_reason(reply.finish_reason)
     return json(anthropic_reply.message(f"msg_{request.id}", body.model, body.max_tokens, reply))
 
 
 async def count_tokens(request: HttpRequest) -> Whole:
-    body = request.body(CountBody)
+    body = request.body(ChatFields)
     request.ignore(body.ignored())
     async with request.link() as link:
         tokenized = await link.call(Tokenize(id=0, model=body.model, chat=body.chat()), Tokenized)
@@ -42,8 +40,6 @@ async def _events(request: HttpRequest, body: MessagesBody, wanted: Generate) ->
     async with aclosing(stream_fitting(request, body.model, wanted)) as replies:
         begun = False
         async for reply in replies:
-            if isinstance(reply, Generated):
-                finish_reason(reply.finish_reason)
             told = b"".join(events.take(reply))
             if told:
                 yield told if begun else events.begin() + told

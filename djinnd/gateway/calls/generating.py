@@ -35,7 +35,7 @@ async def generate(request: HttpRequest, model: str, wanted: Generate) -> Genera
     """Runs in the call's conversation; without one, in a session that is closed after it."""
     async with request.link() as link, _placed(link, model, wanted) as placed:
         reply = await link.call(placed, Generated)
-    _count(request, model, reply)
+    _ended(request, model, reply)
     return reply
 
 
@@ -48,7 +48,7 @@ async def stream(request: HttpRequest, model: str, wanted: Generate) -> AsyncGen
     ):
         async for reply in replies:
             if isinstance(reply, Generated):
-                _count(request, model, reply)
+                _ended(request, model, reply)
             yield reply
 
 
@@ -153,7 +153,10 @@ def _whole(pieces: Sequence[Piece], last: Generated) -> Generated:
     )
 
 
-def _count(request: HttpRequest, model: str, reply: Generated) -> None:
+def _ended(request: HttpRequest, model: str, reply: Generated) -> None:
+    """Counts an output. Raises HttpError for one that was ended from outside."""
     request.metrics.output(model, reply)
     request.prompt_tokens += reply.usage.prompt_tokens
     request.generated_tokens += reply.usage.generated_tokens
+    if reply.finish_reason == "cancelled":
+        raise HttpError(499, "this request was ended by another client before it was complete", code="cancelled")

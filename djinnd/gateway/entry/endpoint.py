@@ -21,7 +21,7 @@ from djinnd.gateway.entry.admission import Admission
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import ClientGone, Problem, problem_of
-from djinnd.gateway.http.replies import Header, Stream, Whole
+from djinnd.gateway.http.replies import Header, Whole
 from djinnd.gateway.http.sending import Sending
 
 log = logging.getLogger("djinnd.gateway")
@@ -54,9 +54,7 @@ class Endpoint:
     async def _answer(self, request: HttpRequest, receive: Any, sending: Sending) -> None:
         await request.read(receive, self._admission.http.body_bytes if request.method == "POST" else 0)
         async with _until_the_client_goes(receive):
-            reply = await self._route.handle(request)
-            request.failed = reply.failed if isinstance(reply, Stream) else None
-            await sending.reply(reply)
+            await sending.reply(await self._route.handle(request))
 
     async def _fail(self, request: HttpRequest, sending: Sending, error: Exception) -> int:
         """Answers with the error, or ends a stream that has begun with an event for it. Returns the status."""
@@ -67,7 +65,7 @@ class Endpoint:
             body, headers = self._route.api.error(problem), tuple(_headers_of(problem))
             await sending.whole(Whole(body, problem.status, headers=headers), is_last=not request.is_read)
         else:
-            await sending.end_stream(request.failed(problem) if request.failed else b"")
+            await sending.end_stream(self._route.api.failed(problem))
         return problem.status
 
     def _log(self, request: HttpRequest, status: int) -> None:

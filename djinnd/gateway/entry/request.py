@@ -18,7 +18,7 @@ from djinnd.gateway.daemon.pools import Pool
 from djinnd.gateway.entry.metrics import Metrics
 from djinnd.gateway.entry.unknown_fields import unknown_fields
 from djinnd.gateway.entry.values import count_values
-from djinnd.gateway.http.errors import ClientGone, HttpError, Problem
+from djinnd.gateway.http.errors import ClientGone, HttpError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -40,7 +40,6 @@ class HttpRequest:
     def __init__(self, scope: Any) -> None:
         self.scope = scope
         self.method: str = scope["method"]
-        self.path: str = scope["path"]
         self.headers = Headers(scope=scope)
         self.began = time.monotonic()
         self.created = int(time.time())
@@ -50,7 +49,6 @@ class HttpRequest:
         self.is_read = False  # the whole body has come
         self.held = 0  # bytes that are charged to the principal
         self.principal = "-"  # as the log calls it
-        self.failed: Callable[[Problem], bytes] | None = None  # of the stream that answers it
         self.ignored: set[str] = set()  # fields that had no effect; the response names them
         self.prompt_tokens = self.generated_tokens = 0  # for the access log
 

@@ -15,8 +15,8 @@ Handle = Callable[[HttpRequest], Awaitable[Reply]]
 class Api(NamedTuple):
     """An API has its own shape of an error."""
 
-    name: str
     error: Callable[[Problem], bytes]  # writes the body of a response that refuses
+    failed: Callable[[Problem], bytes]  # writes the last bytes of a stream that cannot go on
 
 
 class Route(NamedTuple):

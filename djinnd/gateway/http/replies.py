@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 import msgspec
-
-from djinnd.gateway.http.errors import Problem
 
 Header = tuple[bytes, bytes]
 
@@ -36,11 +34,9 @@ NDJSON = Framing(b"application/x-ndjson", b"")
 
 
 class Stream(NamedTuple):
-    """`events` yields bytes as they go to the client, and is closed when the client has gone. `failed` makes the last
-    bytes of a stream that cannot go on."""
+    """`events` yields bytes as they go to the client, and is closed when the client has gone."""
 
     events: AsyncGenerator[bytes]
-    failed: Callable[[Problem], bytes]
     framing: Framing = SSE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -95,10 +96,6 @@ class CommonFields(msgspec.Struct, kw_only=True):
         )
 
     @property
-    def is_streamed(self) -> bool:
-        return self.stream is not False
-
-    @property
     def model_name(self) -> str:
         return self.model.removesuffix(TAG)
 
@@ -143,8 +140,8 @@ class ChatBody(CommonFields, kw_only=True):
 
     def chat(self) -> ChatInput:
         """Raises HttpError."""
-        ids = _CallIds()
-        messages = [_told(at, message, ids) for at, message in enumerate(self.messages)]
+        calls, results = _ids(), _ids()
+        messages = [_told(at, message, calls, results) for at, message in enumerate(self.messages)]
         return ChatInput(
             messages=encode(messages),
             tools=encode(self.tools) if self.tools else b"",
@@ -190,24 +187,13 @@ class EmbedBody(msgspec.Struct, kw_only=True):
         return ["truncate"] if self.truncate else []
 
 
-class _CallIds:
-    """Ollama's messages name a call by its place only; templates want ids."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-        self._results = 0
-
-    def of_call(self, given: str) -> str:
-        self._calls += 1
-        return given or f"call{self._calls:05}"
-
-    def of_result(self, given: str | None) -> str:
-        self._results += 1
-        return given or f"call{self._results:05}"
+def _ids() -> Iterator[str]:
+    """Ollama's messages name a call by its place only, and templates want ids."""
+    return (f"call{number:05}" for number in itertools.count(1))
 
 
-def _told(at: int, message: Message, ids: _CallIds) -> dict[str, Any]:
-    """Converts a message to OpenAI's form."""
+def _told(at: int, message: Message, calls: Iterator[str], results: Iterator[str]) -> dict[str, Any]:
+    """Converts a message to OpenAI's form. `calls` and `results`: ids of the next calls, and of the next results."""
     _expect_no_images(f"messages.{at}.images", message.images)
     told: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.thinking:
@@ -215,14 +201,15 @@ def _told(at: int, message: Message, ids: _CallIds) -> dict[str, Any]:
     if message.tool_calls:
         told["tool_calls"] = [
             {
-                "id": ids.of_call(call.id),
+                "id": call.id or new_id,
                 "type": "function",
                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
             }
-            for call in message.tool_calls
+            for call, new_id in zip(message.tool_calls, calls, strict=False)
         ]
     if message.role == "tool":
-        told["tool_call_id"] = ids.of_result(message.tool_call_id)
+        new_id = next(results)
+        told["tool_call_id"] = message.tool_call_id or new_id
         if message.tool_name:
             told["name"] = message.tool_name
     return told

@@ -9,11 +9,10 @@ import msgspec
 from msgspec.structs import replace
 
 from djinn_client import protocol
-from djinn_client.protocol import Generate, Generated
+from djinn_client.protocol import Generate
 from djinnd.gateway.calls.conversations import conversation_of
-from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.fitting import generate_fitting, stream_fitting
-from djinnd.gateway.calls.models import models
+from djinnd.gateway.calls.models import model_called, models, tokenizer_of
 from djinnd.gateway.calls.vectors import json_rows
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Api, Route
@@ -23,7 +22,7 @@ from djinnd.gateway.ollama import models as ollama_models
 from djinnd.gateway.ollama import reply as ollama_reply
 from djinnd.gateway.ollama.body import TAG, ChatBody, CommonFields, EmbedBody, GenerateBody
 
-OLLAMA = Api("ollama", ollama_reply.error)
+OLLAMA = Api(ollama_reply.error, ollama_reply.failed)
 VERSION = "0.12.6"  # of Ollama's API that this follows; clients compare it with the version they need
 LOADED = ("ready", "asleep")
 
@@ -53,7 +52,7 @@ async def complete(request: HttpRequest) -> Reply:
     lines = ollama_reply.Lines("generate", body.model)
     if not body.prompt:
         return await _without_prompt(request, body, lines)
-    if body.raw or not (await _tokenizer(request, body.model_name)).has_chat:
+    if body.raw or not (await tokenizer_of(request, body.model_name)).has_chat:
         if body.system:
             request.ignore(["system"])
         return await _answer(request, body, lines, body.generation(text=body.prompt))
@@ -81,7 +80,7 @@ async def running(request: HttpRequest) -> Whole:
 async def show(request: HttpRequest) -> Whole:
     """Loads the model if need be: only then is its template known."""
     info = await _model(request, request.body(Named).wanted)
-    return json(ollama_models.shown(info, await _tokenizer(request, info.name)))
+    return json(ollama_models.shown(info, await tokenizer_of(request, info.name)))
 
 
 async def pull(request: HttpRequest) -> Reply:
@@ -102,10 +101,9 @@ async def _answer(request: HttpRequest, body: CommonFields, lines: ollama_reply.
     request.ignore(body.ignored())
     if wanted.chat is not None:
         wanted = replace(wanted, conversation=conversation_of(request.headers, body.model_name))
-    if body.is_streamed:
-        return Stream(_events(request, body.model_name, lines, wanted), ollama_reply.failed, NDJSON)
+    if body.stream is not False:
+        return Stream(_events(request, body.model_name, lines, wanted), NDJSON)
     reply = await generate_fitting(request, body.model_name, wanted)
-    finish_reason(reply.finish_reason)
     return json(lines.whole(reply))
 
 
@@ -114,8 +112,6 @@ async def _events(
 ) -> AsyncGenerator[bytes]:
     async with aclosing(stream_fitting(request, model, wanted)) as replies:
         async for reply in replies:
-            if isinstance(reply, Generated):
-                finish_reason(reply.finish_reason)
             told = b"".join(map(line, lines.take(reply)))
             if told:
                 yield told
@@ -132,15 +128,10 @@ async def _without_prompt(request: HttpRequest, body: CommonFields, lines: ollam
 
 
 async def _model(request: HttpRequest, name: str) -> protocol.ModelInfo:
-    found = next((info for info in await models(request) if info.name == name), None)
+    found = await model_called(request, name)
     if found is None:
         raise HttpError(404, f"model {name[:200]!r} not found; `djinnctl pull` fetches one", code="model_not_found")
     return found
-
-
-async def _tokenizer(request: HttpRequest, model: str) -> protocol.TokenizerInfo:
-    async with request.link() as link:
-        return await link.call(protocol.DescribeTokenizer(id=0, model=model), protocol.TokenizerInfo)
 
 
 ROUTES = [

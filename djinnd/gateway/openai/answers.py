@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
-from msgspec.structs import replace
 
-from djinn_client.protocol import Generated, Piece
+from djinn_client.protocol import FinishReason, Generated, Piece
 from djinn_client.protocol.fields.chat import ChatMessage, ToolCallDelta
 
 UNSET = msgspec.UNSET
@@ -55,6 +54,10 @@ def answer_of(message: ChatMessage) -> Answer:
     )
 
 
+def finish_reason(told: FinishReason) -> str:
+    return "length" if told == "length" else "stop"
+
+
 def deltas_of(reply: Piece | Generated) -> Iterator[Delta]:
     """The deltas of one reply, in the order of an answer: reasoning, content, calls."""
     if reply.delta is not None and reply.delta.reasoning:
@@ -62,16 +65,7 @@ def deltas_of(reply: Piece | Generated) -> Iterator[Delta]:
     if reply.text:
         yield Delta(content=reply.text)
     if reply.delta is not None and reply.delta.tool_calls:
-        yield Delta(tool_calls=[_call_delta(call) for call in _joined(reply.delta.tool_calls)])
-
-
-def _joined(calls: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
-    """One part for each call: OpenAI's client takes two parts in the first chunk of a call for two calls."""
-    joined: dict[int, ToolCallDelta] = {}
-    for call in calls:
-        before = joined.get(call.index)
-        joined[call.index] = call if before is None else replace(before, arguments=before.arguments + call.arguments)
-    return list(joined.values())
+        yield Delta(tool_calls=[_call_delta(call) for call in reply.delta.tool_calls])
 
 
 def _call_delta(call: ToolCallDelta) -> CallDelta:

@@ -11,14 +11,13 @@ import msgspec
 from djinn_client.protocol import Generate, Generated, Usage
 from djinn_client.protocol.fields.chat import FUNCTION, ChatInput, ChatMessage
 from djinn_client.protocol.fields.conversations import Conversation
-from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.generating import Output, expect_few, generate_all, stream_all
 from djinnd.gateway.entry.request import ABSENT, HttpRequest, given
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import DONE, Reply, Stream, event, json
-from djinnd.gateway.openai.answers import Answer, Delta, answer_of, deltas_of
-from djinnd.gateway.openai.errors import OPENAI, failed
+from djinnd.gateway.openai.answers import Answer, Delta, answer_of, deltas_of, finish_reason
+from djinnd.gateway.openai.errors import OPENAI
 from djinnd.gateway.openai.logprobs import ChatLogprobs, TokenTexts
 from djinnd.gateway.openai.sampling import SamplingFields
 from djinnd.gateway.openai.usage import UsageFields, usage_of
@@ -85,7 +84,7 @@ async def chat(request: HttpRequest) -> Reply:
     _expect_supported(body)
     outputs = _outputs(body, body.conversation(request.headers))
     if body.stream:
-        return Stream(_events(request, body, outputs), failed)
+        return Stream(_events(request, body, outputs))
     results = await generate_all(request, body.model, outputs)
     choices = [_choice(output.choice, result, body) for output, result in zip(outputs, results, strict=True)]
     whole = _chat(request, body, "chat.completion", choices)

@@ -9,15 +9,15 @@ import msgspec
 
 from djinn_client.protocol import Generated, Logprobs, Usage
 from djinn_client.protocol.fields.conversations import Conversation
-from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.generating import Output, expect_few, generate_all, stream_all
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import DONE, Reply, Stream, event, json
-from djinnd.gateway.openai.errors import OPENAI, failed
+from djinnd.gateway.openai.answers import finish_reason
+from djinnd.gateway.openai.errors import OPENAI
 from djinnd.gateway.openai.logprobs import CompletionLogprobs, TokenTexts
-from djinnd.gateway.openai.prompts import Given, Prompt, prompts_of, with_text, with_tokens
+from djinnd.gateway.openai.prompts import Given, Prompt, for_echo, prompts_of
 from djinnd.gateway.openai.sampling import SamplingFields
 from djinnd.gateway.openai.usage import UsageFields, usage_of
 
@@ -57,7 +57,7 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[Choice]
     object: str = "text_completion"
-    usage: UsageFields | msgspec.UnsetType | None = msgspec.UNSET
+    usage: UsageFields | msgspec.UnsetType = msgspec.UNSET
 
 
 async def complete(request: HttpRequest) -> Reply:
@@ -67,12 +67,10 @@ async def complete(request: HttpRequest) -> Reply:
     prompts = prompts_of(body.prompt)
     expect_few(len(prompts) * body.tried)
     if body.echo:
-        prompts = await with_text(request, body.model, prompts)
-    if body.echoes_logprobs:
-        prompts = await with_tokens(request, body.model, prompts)
+        prompts = await for_echo(request, body.model, prompts, body.echoes_logprobs)
     outputs = _outputs(body, prompts, _conversation(request, body, prompts))
     if body.stream:
-        return Stream(_events(request, body, prompts, outputs), failed)
+        return Stream(_events(request, body, prompts, outputs))
     results = await generate_all(request, body.model, outputs)
     completion = _completion(request, body, await _choices(body, prompts, results))
     completion.usage = usage_of([result.usage for result in results], body.tried)

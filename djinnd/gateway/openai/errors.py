@@ -27,4 +27,4 @@ def failed(problem: Problem) -> bytes:
     return b"data: " + error(problem) + b"\n\n"
 
 
-OPENAI = Api("openai", error)
+OPENAI = Api(error, failed)

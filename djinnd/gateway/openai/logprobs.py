@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -102,10 +103,7 @@ class TokenTexts:
         return told
 
     def _offsets(self, texts: Iterable[str]) -> list[int]:
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
         return offsets
 
 

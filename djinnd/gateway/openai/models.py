@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from djinn_client.protocol import ModelInfo
-from djinnd.gateway.calls.models import models
+from djinnd.gateway.calls.models import model_called, models
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
@@ -36,7 +36,7 @@ async def list_models(request: HttpRequest) -> Whole:
 
 async def get_model(request: HttpRequest) -> Whole:
     name = request.parameters["name"]
-    found = next((info for info in await models(request) if info.name == name), None)
+    found = await model_called(request, name)
     if found is None:
         raise HttpError(404, f"there is no model {name[:200]!r}", code="model_not_found", param="model")
     return json(_model(found))

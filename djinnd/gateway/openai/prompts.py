@@ -35,33 +35,18 @@ def prompts_of(given: Given, field: str = "prompt") -> list[Prompt]:
     return [Prompt(each, None) if isinstance(each, str) else Prompt(None, _row(each)) for each in given]
 
 
-async def with_text(request: HttpRequest, model: str, prompts: list[Prompt]) -> list[Prompt]:
-    """Detokenises those that are tokens."""
+async def for_echo(request: HttpRequest, model: str, prompts: list[Prompt], logprobs: bool) -> list[Prompt]:
+    """Adds to each prompt what an echo of it needs: its text and, with log probabilities, its tokens."""
+    made = []
     async with request.link() as link:
-        return [
-            prompt._replace(text=(await link.call(_detokenize(model, prompt.token_ids), Detokenized)).text)
-            if prompt.token_ids is not None
-            else prompt
-            for prompt in prompts
-        ]
-
-
-async def with_tokens(request: HttpRequest, model: str, prompts: list[Prompt]) -> list[Prompt]:
-    """Tokenises those that are texts."""
-    async with request.link() as link:
-        return [
-            prompt._replace(
-                token_ids=(await link.call(Tokenize(id=0, model=model, text=prompt.text), Tokenized)).token_ids
-            )
-            if prompt.text is not None
-            else prompt
-            for prompt in prompts
-        ]
+        for text, tokens in prompts:
+            if text is None:
+                text = (await link.call(Detokenize(id=0, model=model, token_ids=tokens or []), Detokenized)).text
+            if tokens is None and logprobs:
+                tokens = (await link.call(Tokenize(id=0, model=model, text=text), Tokenized)).token_ids
+            made.append(Prompt(text, tokens))
+    return made
 
 
 def _row(given: Any) -> list[int]:
     return list(given)
-
-
-def _detokenize(model: str, token_ids: list[int]) -> Detokenize:
-    return Detokenize(id=0, model=model, token_ids=token_ids)

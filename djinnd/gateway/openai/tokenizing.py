@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from djinn_client.protocol import DescribeTokenizer, Detokenize, Detokenized, Tokenize, Tokenized, TokenizerInfo
+from djinn_client.protocol import Detokenize, Detokenized, Tokenize, Tokenized
 from djinn_client.protocol.fields.chat import ChatInput
-from djinnd.gateway.calls.models import models
+from djinnd.gateway.calls.models import model_called, models, tokenizer_of
 from djinnd.gateway.entry.request import ABSENT, HttpRequest, given
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
@@ -38,16 +38,16 @@ async def tokenize(request: HttpRequest) -> Whole:
     body = request.body(TokenizeBody)
     if (body.prompt is None) == (not given(body.messages)):
         raise HttpError(400, "either prompt or messages, and not both", param="prompt")
+    model = body.model or await _only_model(request)
+    wanted = Tokenize(
+        id=0,
+        model=model,
+        text=body.prompt or "",
+        chat=_chat(body),
+        add_special=body.add_special_tokens is not False,
+        token_texts=bool(body.return_token_strs),
+    )
     async with request.link() as link:
-        model = body.model or await _only_model(request)
-        wanted = Tokenize(
-            id=0,
-            model=model,
-            text=body.prompt or "",
-            chat=_chat(body),
-            add_special=body.add_special_tokens is not False,
-            token_texts=bool(body.return_token_strs),
-        )
         reply = await link.call(wanted, Tokenized)
     told = {"tokens": reply.token_ids, "count": len(reply.token_ids), "max_model_len": await _context(request, model)}
     return json(told | {"token_strs": reply.token_texts if body.return_token_strs else None})
@@ -55,17 +55,16 @@ async def tokenize(request: HttpRequest) -> Whole:
 
 async def detokenize(request: HttpRequest) -> Whole:
     body = request.body(DetokenizeBody)
+    wanted = Detokenize(id=0, model=body.model or await _only_model(request), token_ids=body.tokens)
     async with request.link() as link:
-        wanted = Detokenize(id=0, model=body.model or await _only_model(request), token_ids=body.tokens)
         reply = await link.call(wanted, Detokenized)
     return json({"prompt": reply.text})
 
 
 async def describe(request: HttpRequest) -> Whole:
     """`?model=` chooses one of several."""
-    async with request.link() as link:
-        model = request.query.get("model", "") or await _only_model(request)
-        info = await link.call(DescribeTokenizer(id=0, model=model), TokenizerInfo)
+    model = request.query.get("model", "") or await _only_model(request)
+    info = await tokenizer_of(request, model)
     return json(
         {
             "model": model,
@@ -98,7 +97,8 @@ async def _only_model(request: HttpRequest) -> str:
 
 
 async def _context(request: HttpRequest, name: str) -> int | None:
-    return next((model.max_context or None for model in await models(request) if model.name == name), None)
+    model = await model_called(request, name)
+    return (model.max_context or None) if model is not None else None
 
 
 ROUTES = [

@@ -15,23 +15,13 @@ from typing import Any
 import msgspec
 
 from djinnd.gateway.http.errors import HttpError
+from djinnd.gateway.openai.answers import Call, Function
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
 
 Item = dict[str, Any]
-
-
-class Function(msgspec.Struct):
-    name: str
-    arguments: str
-
-
-class Call(msgspec.Struct):
-    id: str
-    function: Function
-    type: str = "function"
 
 
 class Message(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -93,10 +83,10 @@ def _add(messages: Messages, item: Item) -> None:
         text = _text(item.get("content") or item.get("summary") or [])
         messages.append(Message(role="assistant", reasoning_content=text))
     elif kind == "function_call":
-        call = Call(_str(item["call_id"]), Function(_str(item["name"]), _str(item["arguments"])))
+        function = Function(_str(item["name"]), _str(item["arguments"]))
         if not messages or messages[-1].role != "assistant":
             messages.append(Message(role="assistant"))
-        messages[-1].tool_calls.append(call)
+        messages[-1].tool_calls.append(Call(id=_str(item["call_id"]), function=function))
     elif kind == "function_call_output":
         messages.append(Message(role="tool", tool_call_id=_str(item["call_id"]), content=_text(item["output"])))
     else:

@@ -12,9 +12,10 @@ from djinn_client.protocol import Generated, Piece
 from djinn_client.protocol.fields.chat import ToolCallDelta
 from djinnd.gateway.http.errors import Problem
 from djinnd.gateway.http.replies import named_event
+from djinnd.gateway.openai.answers import Call, Function
 from djinnd.gateway.openai.errors import error as error_body
 from djinnd.gateway.responses.body import Body
-from djinnd.gateway.responses.items import Call, Function, Item, Message, new_id
+from djinnd.gateway.responses.items import Item, Message, new_id
 
 _Event = tuple[str, dict[str, Any]]
 
@@ -39,8 +40,8 @@ class Answer:
             elif item["type"] == "message":
                 message.content = (message.content or "") + item["content"][0]["text"]
             else:
-                call = Call(item["call_id"], Function(item["name"], item["arguments"]))
-                message.tool_calls.append(call)
+                function = Function(item["name"], item["arguments"])
+                message.tool_calls.append(Call(id=item["call_id"], function=function))
         return message
 
     def begin(self) -> bytes:

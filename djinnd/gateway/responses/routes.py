@@ -12,13 +12,12 @@ from msgspec.structs import replace
 
 from djinn_client.protocol import Generate, Generated
 from djinnd.gateway.calls.conversations import conversation_of
-from djinnd.gateway.calls.finish import finish_reason
 from djinnd.gateway.calls.generating import stream
 from djinnd.gateway.entry.request import HttpRequest
-from djinnd.gateway.entry.route import Route
+from djinnd.gateway.entry.route import Api, Route
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import Reply, Stream, Whole, json
-from djinnd.gateway.openai.errors import OPENAI
+from djinnd.gateway.openai.errors import error
 from djinnd.gateway.responses import store as responses_store
 from djinnd.gateway.responses.body import Body
 from djinnd.gateway.responses.items import Item, Messages, items_of, messages_of
@@ -26,6 +25,7 @@ from djinnd.gateway.responses.reply import Answer, failed
 from djinnd.gateway.responses.running import Running
 from djinnd.gateway.responses.store import Stored, conversation_record, find, find_conversation
 
+RESPONSES = Api(error, failed)
 _running = Running()
 
 
@@ -47,7 +47,7 @@ async def create(request: HttpRequest) -> Reply:
     answer = Answer(turn.name, request.created, body)
     events = _events(request, turn, answer)
     if body.stream:
-        return Stream(events, failed)
+        return Stream(events)
     async with aclosing(events):
         async for _ in events:
             pass
@@ -142,7 +142,6 @@ async def _events(request: HttpRequest, turn: Turn, answer: Answer) -> AsyncGene
         ):
             async for reply in uncancelled:
                 if isinstance(reply, Generated):
-                    finish_reason(reply.finish_reason)
                     session = reply.session
                 told = answer.take(reply) if begun else answer.begin() + answer.take(reply)
                 begun = True
@@ -168,9 +167,9 @@ async def _store(request: HttpRequest, turn: Turn, answer: Answer, session: str)
 
 _ONE = "/v1/responses/{response}"
 ROUTES = [
-    Route(OPENAI, "POST", "/v1/responses", create),
-    Route(OPENAI, "GET", _ONE, retrieve),
-    Route(OPENAI, "DELETE", _ONE, delete),
-    Route(OPENAI, "POST", f"{_ONE}/cancel", cancel),
-    Route(OPENAI, "GET", f"{_ONE}/input_items", input_items),
+    Route(RESPONSES, "POST", "/v1/responses", create),
+    Route(RESPONSES, "GET", _ONE, retrieve),
+    Route(RESPONSES, "DELETE", _ONE, delete),
+    Route(RESPONSES, "POST", f"{_ONE}/cancel", cancel),
+    Route(RESPONSES, "GET", f"{_ONE}/input_items", input_items),
 ]

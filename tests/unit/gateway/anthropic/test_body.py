@@ -8,7 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from djinn_client.protocol.fields.output_format import OutputFormat
-from djinnd.gateway.anthropic.body import CountBody, MessagesBody
+from djinnd.gateway.anthropic.body import ChatFields, MessagesBody
 from djinnd.gateway.http.errors import HttpError
 
 SHORT = {"type": "text", "text": "Be brief."}
@@ -169,5 +169,5 @@ def test_a_system_prompt_is_text():
 
 
 def test_tokens_are_counted_without_max_tokens():
-    counted = msgspec.convert({"model": "m", "messages": SAY["messages"]}, CountBody)
+    counted = msgspec.convert({"model": "m", "messages": SAY["messages"]}, ChatFields)
     assert json.loads(counted.chat().messages) == SAY["messages"]

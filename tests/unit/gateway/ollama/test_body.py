@@ -22,7 +22,7 @@ def test_ollama_s_options_become_fields_of_the_call():
     assert (wanted.max_tokens, wanted.stop, wanted.sampling.seed) == (7, ["END"], 3)
     assert wanted.sampling.temperature == 0
     assert wanted.format == OutputFormat("json_object")
-    assert body().model_name == "m" and body().is_streamed
+    assert body().model_name == "m"
 
 
 def test_defaults_are_ollama_s():

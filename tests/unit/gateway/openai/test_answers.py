@@ -19,8 +19,7 @@ def test_an_answer_in_openai_s_shape():
 
 
 def test_the_first_delta_of_a_call_alone_has_its_name():
-    parts = [ToolCallDelta(0, "c1", "f", ""), ToolCallDelta(0, arguments="{")]
-    first = Piece(id=1, text="t", delta=ChatDelta("r", parts))
+    first = Piece(id=1, text="t", delta=ChatDelta("r", [ToolCallDelta(0, "c1", "f", "{")]))
     second = Piece(id=1, text="", delta=ChatDelta("", [ToolCallDelta(0, arguments="}")]))
     begun = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert [msgspec.to_builtins(delta) for delta in deltas_of(first)] == [
