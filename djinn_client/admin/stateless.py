@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, TypedDict, cast
 
-import msgspec
-
 from djinn_client.arguments import folders
 from djinn_client.arguments.messages import Message, history
-from djinn_client.arguments.mistakes import mistake
 from djinn_client.arguments.options import (
     ChatOptions,
     GenerateOptions,
@@ -86,9 +83,6 @@ def _conversation(model: str, options: ConversedOptions | ConversedChatOptions) 
     names = OfConversations.__annotations__
     fields: dict[str, Any] = {name: value for name, value in options.items() if name in names}
     fields["model"] = folders.model_name(model)
-    try:
-        conversation = msgspec.convert(fields, Conversation)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(mistake(Conversation, fields, str(error))) from error
+    conversation = build(Conversation, **fields)
     conversation.validate()
     return conversation, {name: value for name, value in options.items() if name not in names}

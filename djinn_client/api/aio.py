@@ -156,7 +156,7 @@ class AsyncSession(OwnState):
     @classmethod
     async def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
         calls = SessionCalls(address)
-        await aio_steps.run(calls.import_(handed.request, handed.fds, on_progress))
+        await aio_steps.run(calls.enter(handed.request, on_progress, handed.fds))
         return cls._over(calls, calls.info.id)
 
     signal = awaited(SessionCalls.signal)

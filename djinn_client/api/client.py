@@ -183,7 +183,7 @@ class Session(OwnState):
     def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
         calls = SessionCalls(address)
         with loading_line(on_progress) as told:
-            steps.run(calls.import_(handed.request, handed.fds, told))
+            steps.run(calls.enter(handed.request, told, handed.fds))
         return cls._over(calls)
 
     def signal(self, kind: SignalKind, *, expected_s: float | None = None, tool: str = "") -> None:

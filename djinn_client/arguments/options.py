@@ -11,11 +11,11 @@ import msgspec
 from djinn_client.arguments.messages import Message, chat_input
 from djinn_client.arguments.mistakes import mistake
 from djinn_client.errors import InvalidRequest, TokenOutOfRange
-from djinn_client.protocol import Generate, Request, Sampling, Signal
+from djinn_client.protocol import Conversation, Generate, Request, Sampling, Signal
 from djinn_client.protocol.fields.output_format import output_format
 from djinn_client.protocol.fields.placing import ring_bytes
 
-M = TypeVar("M", bound=Request | Signal)
+M = TypeVar("M", bound=Request | Signal | Conversation)
 
 TOKEN_LIMIT = 1 << 31
 MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does

@@ -74,7 +74,7 @@ def import_of_file(
         priority=priority or saved.priority,
         fingerprint=saved.fingerprint,
     )
-    return SessionImport(_with(request, window), window)
+    return _with(request, window)
 
 
 def import_of_kv(
@@ -88,12 +88,10 @@ def import_of_kv(
     """Raises InvalidRequest, TokenOutOfRange, OutOfMemory, and what loading raises."""
     ids = token_ids(tokens)
     window = window_with(model, ids, kv, address, on_progress)
-    return SessionImport(
-        _with(build(ImportSession, model=model_name(model), token_ids=ids, priority=priority), window), window
-    )
+    return _with(build(ImportSession, model=model_name(model), token_ids=ids, priority=priority), window)
 
 
-def _with(request: ImportSession, window: KvWindow | None) -> ImportSession:
+def _with(request: ImportSession, window: KvWindow | None) -> SessionImport:
     if window is not None:
         request.kv, request.kv_tokens = window.layout, window.length
-    return request
+    return SessionImport(request, window)

@@ -48,7 +48,7 @@ class SessionCalls(ConnectedSession):
             self._expect_no_stream()
             self.expect_held()
             fork = SessionCalls(self._address, self._token)
-            yield from fork._enter(build(requests.ForkSession, session=self.info.id, priority=priority))
+            yield from fork.enter(build(requests.ForkSession, session=self.info.id, priority=priority))
             fork.messages = list(self.messages)
             fork.interventions = self.interventions and self.interventions.copy()
             return fork

@@ -90,13 +90,10 @@ class ConnectedSession:
         return bool(self._ended)
 
     def open(self, model: str, priority: Class | None, on_progress: OnProgress | None) -> Steps[None]:
-        yield from self._enter(build(OpenSession, model=folders.model_name(model), priority=priority), on_progress)
+        yield from self.enter(build(OpenSession, model=folders.model_name(model), priority=priority), on_progress)
 
     def attach(self, session: str) -> Steps[None]:
-        yield from self._enter(build(AttachSession, session=session))
-
-    def import_(self, request: ImportSession, fds: Sequence[int], on_progress: OnProgress | None) -> Steps[None]:
-        yield from self._enter(request, on_progress, fds)
+        yield from self.enter(build(AttachSession, session=session))
 
     def call(self, request: Request, expected: type[R]) -> Steps[Delivery[R]]:
         """Sends a request over the session's connection and returns its final reply. The caller owns its
@@ -236,7 +233,8 @@ class ConnectedSession:
         finally:
             connection.close()
 
-    def _enter(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
+    def enter(self, request: Entry, on_progress: OnProgress | None = None, fds: Sequence[int] = ()) -> Steps[None]:
+        """Sends the request over a new connection, which is the session's from then on. Does nothing if it has one."""
         self._expect_idle()
         with self._turn:
             if self._info is None:

@@ -42,7 +42,6 @@ def seal_for_writers(fd: int) -> None:
 
 def map_writable(fd: int, nbytes: int) -> memoryview:
     """Maps the first `nbytes` of a sealed memfd, shared and writable, as `map_window` does otherwise."""
-    _check(fd, nbytes)
     return _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED)
 
 
@@ -56,7 +55,6 @@ def map_window(fd: int, nbytes: int) -> memoryview:
     Raises ProtocolError where the descriptor is not a memfd of that size that is sealed against shrinking: reading
     past the end of an object that its other holder has truncated would kill this process with SIGBUS.
     """
-    _check(fd, nbytes)
     return _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE)
 
 
@@ -65,11 +63,11 @@ def map_read_only(fd: int, nbytes: int) -> memoryview:
     writable, as torch and others want it; a process that writes to it dies. (A private mapping would be copied page by
     page where it is pinned; and of a descriptor that can write, some kernels give no shared one once writing is
     sealed.)"""
-    _check(fd, nbytes)
     return _map(fd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
 
 
 def _map(fd: int, nbytes: int, access: int, flags: int) -> memoryview:
+    _expect_window(fd, nbytes)
     libc = _libc()
     address = libc.mmap(None, nbytes, access, flags, fd, 0)
     if address == ctypes.c_void_p(-1).value:
@@ -79,7 +77,8 @@ def _map(fd: int, nbytes: int, access: int, flags: int) -> memoryview:
     return memoryview(window)
 
 
-def _check(fd: int, nbytes: int) -> None:
+def _expect_window(fd: int, nbytes: int) -> None:
+    """Raises ProtocolError unless the descriptor is a memfd of that size, sealed against shrinking and growing."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:

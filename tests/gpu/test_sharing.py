@@ -33,7 +33,7 @@ def test_every_shared_block_reaches_the_device_unchanged() -> None:
     with cuda_device() as device:
         loader = loader_of(folder, device, "bfloat16", Placing(resident=1), shared="bfloat16")
         image = image_of(loader)
-        assert image.is_packed
+        assert any(buffer.units for buffer in image.buffers)
         fill(fd, image, NamedTensors.of(state), lambda done, total: None)
         seal(fd)
 

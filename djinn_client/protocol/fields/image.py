@@ -47,7 +47,3 @@ class Image(msgspec.Struct, frozen=True):
     buffers: list[ImageBuffer]
     unused: list[str] = []
     notes: list[str] = []  # why blocks stay plain, and such
-
-    @property
-    def is_packed(self) -> bool:
-        return any(buffer.units for buffer in self.buffers)

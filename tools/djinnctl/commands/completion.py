@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
@@ -25,25 +28,18 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 def complete_model(ctx: click.Context, param: click.Parameter, typed: str) -> list[CompletionItem]:
     """The models that the daemon knows, and folders."""
-    try:
-        with Client(_address(ctx)) as client:
-            known = [CompletionItem(model.name) for model in client.models() if model.name.startswith(typed)]
-    except DjinnError:
-        known = []
+    known = _known(ctx, lambda client: {model.name: None for model in client.models()}, typed)
     return known or [CompletionItem(typed, type="dir")]
 
 
 def complete_session(ctx: click.Context, param: click.Parameter, typed: str) -> list[CompletionItem]:
+    return _known(ctx, lambda client: {session.id: session.model for session in client.sessions()}, typed)
+
+
+def _known(ctx: click.Context, ask: Callable[[Client], dict[str, Any]], typed: str) -> list[CompletionItem]:
+    """The names that begin with what was typed, with their explanations; none if no daemon answers."""
     try:
-        with Client(_address(ctx)) as client:
-            return [
-                CompletionItem(session.id, help=session.model)
-                for session in client.sessions()
-                if session.id.startswith(typed)
-            ]
+        with Client(ctx.obj and ctx.obj.address) as client:
+            return [CompletionItem(name, help=told) for name, told in ask(client).items() if name.startswith(typed)]
     except DjinnError:
         return []
-
-
-def _address(ctx: click.Context) -> str | None:
-    return ctx.obj.address if ctx.obj is not None else None
