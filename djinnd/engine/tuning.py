@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 # --- Steps and the loop -----------------------------------------------------------------------------------------------
 
 # Chosen. (tokens, rows) of one step: enough to keep the device busy, and few enough that other requests do not wait
@@ -29,18 +31,31 @@ COMPILERS = 2  # chosen: most processes; further loads wait for one to end
 NICENESS = 10  # chosen
 MOST_MEMORY = 8 << 30  # chosen: bytes of data of one fork; LLVM has no limit of its own
 
-# --- Forecast: the part of each measured rate (core/rates.py) that steps reach, and times as a number of launches -----
+# --- Forecast ---------------------------------------------------------------------------------------------------------
 
-# Measured on an H200 with a 13B model (docs/log), as are the next four.
-READING_MORE = 0.93  # of reading, for more rows than one
-READING_PACKED_ONE = 0.90  # of reading, for one row on packed weights
-READING_PACKED = 0.70  # of reading, for more rows on packed weights
-MULTIPLYING = 0.89  # of products, for a chunk of prefill
-FETCHING = 0.92  # of the bus: a kernel reads experts on demand
-# Chosen, as are the next two: 26 µs, 330 µs and 1.5 ms were measured on that H200, at an assumed 4 µs a launch.
-BLOCK_LAUNCHES = 6.5  # of a block beside its products: norms, latency of attention, rotary positions
-STEP_LAUNCHES = 82  # of a step beside its blocks: prologue, epilogue, sampler, host work
-CALL_LAUNCHES = 375  # of a call beside its step: admission, journal, and messages between three processes
+
+@dataclass(frozen=True, slots=True)
+class ForecastTuning:
+    """The part of each measured rate (core/rates.py) that steps reach, and times as a number of launches. The values
+    below are measured on an H200 with a 13B model (docs/log), at an assumed 4 µs a launch."""
+
+    reading_more: float = 0.93  # of reading, for more rows than one
+    reading_packed_one: float = 0.90  # of reading, for one row on packed weights
+    reading_packed: float = 0.70  # of reading, for more rows on packed weights
+    multiplying: float = 0.89  # of products, for a chunk of prefill
+    attending: float = 1.0  # of memory, for the KV of rows that decode
+    fetching: float = 0.92  # of the bus: a kernel reads experts on demand
+    block_launches: float = 6.5  # of a block beside its products: norms, latency of attention, rotary positions
+    step_launches: float = 62.5  # of a step beside its blocks and head: prologue, epilogue, sampler, host work
+    call_launches: float = 375  # of a call beside its step: admission, journal, and messages between three processes
+
+
+FORECAST = {
+    "cuda": ForecastTuning(),
+    # Measured on one core of a Xeon with djinn-tiny (docs/log), at 2.5 µs a launch: each small operation is a call of
+    # Python and torch.
+    "cpu": ForecastTuning(multiplying=0.5, attending=0.15, block_launches=150, step_launches=1400, call_launches=1500),
+}
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 

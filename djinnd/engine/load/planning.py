@@ -8,6 +8,7 @@ from djinnd import messages
 from djinnd.device import Device
 from djinnd.engine.load.forecast import Forecast
 from djinnd.engine.memory.memory import ModelShape, kv_floor, pages_share, plan_kv, takes_all, workspace_bytes
+from djinnd.engine.tuning import FORECAST
 from djinnd.model.placing.loader import ModelLoader
 from djinnd.weights.plan import BlockPlace
 from djinnd.weights.store import Buffer
@@ -45,10 +46,14 @@ def describe(
     greedy = takes_all(asked.placing, plan)
     floor = kv_floor(shape, asked.kv_bytes, budget)
     kv = plan_kv(shape, left, floor, asked.kv_bytes, asked.max_context, greedy)
-    parameters = round(sum(_used_by_a_row(buffer) for buffer in loader.store.buffers[:-1]))
+    *blocks, rest = loader.store.buffers
+    parameters = round(sum(map(_used_by_a_row, blocks)))
+    head_bytes = max(entry.numel for entry in rest.layout.entries.values()) * loader.dtype.itemsize
     rates = device.rates()
     dtype = str(loader.dtype).removeprefix("torch.")
-    forecast = Forecast(plan, rates, dtype, parameters, shape.token_bytes)
+    forecast = Forecast(
+        plan, rates, dtype, parameters, head_bytes, shape.token_bytes, FORECAST[device.torch_device.type]
+    )
     return ModelPlan(
         model=asked.model,
         family=loader.skeleton.family,

@@ -1,4 +1,5 @@
-"""Forecasts compared with measurements: a Llama-2-13B on an H200, 2026-11-22 (docs/results.md)."""
+"""Forecasts compared with measurements: a Llama-2-13B on an H200, 2026-11-22 (docs/results.md), and djinn-tiny on one
+core of a Xeon (docs/log)."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import pytest
 
 from djinnd.core.rates import Rates
 from djinnd.engine.load.forecast import Forecast
+from djinnd.engine.tuning import FORECAST
 from djinnd.weights.plan import BlockPlace, BlockSize, PlacementPlan
 
 RATES = Rates(bus=55.40e9, memory=3.90e12, reading=4.21e12, products={"bfloat16": 757e12}, launch=4e-6)
-BLOCKS, PARAMETERS, TOKEN_BYTES = 40, 317_194_240, 819_200
+BLOCKS, PARAMETERS, HEAD_BYTES, TOKEN_BYTES = 40, 317_194_240, 327_680_000, 819_200
 PLAIN, PACKED = BlockSize(634_408_960, None), BlockSize(634_408_960, 478_317_056)
 STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the blocks; the last is near the end
 
@@ -19,7 +21,7 @@ STREAMED = {38 * number // 10 + 1 for number in range(11)}  # spread over the bl
 def forecast(size: BlockSize, places: list[BlockPlace]) -> Forecast:
     slots = 3 if BlockPlace.STREAMED in places else 0
     plan = PlacementPlan((size,) * BLOCKS, tuple(places), slots * size.passing, 0, slots)
-    return Forecast(plan, RATES, "bfloat16", BLOCKS * PARAMETERS, TOKEN_BYTES)
+    return Forecast(plan, RATES, "bfloat16", BLOCKS * PARAMETERS, HEAD_BYTES, TOKEN_BYTES, FORECAST["cuda"])
 
 
 RESIDENT, ALL_PACKED = [BlockPlace.PLAIN] * BLOCKS, [BlockPlace.PACKED] * BLOCKS
@@ -88,3 +90,13 @@ def test_a_dtype_with_slower_products_slows_the_first_token_of_a_long_prompt() -
     rates = replace(RATES, products={**RATES.products, "float32": RATES.products["bfloat16"] / 10})
     half = replace(forecast(PLAIN, RESIDENT), rates=rates)
     assert replace(half, dtype="float32").first_token_s(512) > 5 * half.first_token_s(512)
+
+
+def test_steps_of_a_small_model_on_the_cpu_take_the_time_of_their_calls_of_torch() -> None:
+    rates = Rates(bus=10e9, memory=18.7e9, reading=22e9, products={"float32": 160e9}, launch=2.42e-6)
+    places = (BlockPlace.PLAIN,) * 8
+    plan = PlacementPlan((BlockSize(1_574_400, None),) * 8, places, 0, 0, 0)
+    tiny = Forecast(plan, rates, "float32", 8 * 393_600, 1_572_864, 4096, FORECAST["cpu"])
+    assert tiny.step_s(1) == pytest.approx(9.0e-3, rel=0.35)
+    assert tiny.step_s(16) == pytest.approx(24.8e-3, rel=0.35)
+    assert tiny.first_token_s(512) == pytest.approx(71.7e-3, rel=0.35)
