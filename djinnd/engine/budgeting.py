@@ -78,7 +78,7 @@ class Refit:
 
     @property
     def _least_pages(self) -> int:
-        reach = max(self._scheduler.reach(self._runner.name), min(MIN_TOKENS, self._runner.plan.max_context))
+        reach = max(self._scheduler.queues[self._runner.name].reach, min(MIN_TOKENS, self._runner.plan.max_context))
         return self._runner.kv.pages_for(reach) + 1
 
     def into(self, nbytes: int, budget: int) -> None:
@@ -91,7 +91,7 @@ class Refit:
                 continue
             if may_stream or len(plan.streamed) == fewest_streams(self._placing, len(self._sizes)):
                 pages = self._pages(plan, nbytes - self._fixed - plan.nbytes, floor)
-                self._scheduler.vacate(self._runner.name, pages - 1, partial(self._settle, self._runner.name))
+                self._scheduler.queues[self._runner.name].vacate(pages - 1, partial(self._settle, self._runner.name))
                 try:
                     self._runner.move(plan, pages)
                 # a bug of ours, and blocks have been moved halfway: let a new engine start from the host

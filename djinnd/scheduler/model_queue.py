@@ -72,8 +72,8 @@ class ModelQueue:
         return min(max((_reach(session) for session in self.sessions.values()), default=0), self.limit)
 
     def vacate(self, pages: int, settle: Callable[[], None] = lambda: None) -> None:
-        """Evicts sessions in eviction order until at most `pages` pages are held. `settle` waits until all copies under
-        way have ended; when this returns, none is under way."""
+        """Evicts sessions in eviction order until at most `pages` pages are held. Call it between steps. `settle` waits
+        until all copies under way have ended; when this returns, none is under way."""
         self.awaited.clear()
         settle()
         for victim in list(self._evictable()):
@@ -93,18 +93,9 @@ class ModelQueue:
 
     # --- for a tenant's sessions on other models: see device_quotas.py ----------------------------------------------
 
-    @property
-    def pages_move(self) -> bool:
-        """True if a page of this model is being copied or is about to be."""
-        return self.residency.anything_moves
-
     def claim(self, tenant: int) -> Claim | None:
         """The rank of the tenant's foremost session; None if it has no active session here."""
         return self.batch_builder.claim(tenant)
-
-    def leaves(self, tenant: int) -> bool:
-        """True if pages of the tenant are leaving the device."""
-        return self.residency.leaves(tenant)
 
     def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
         """Evicts sessions of the tenant that together hold `nbytes`, or all that can be evicted. `active`: sessions
@@ -271,7 +262,8 @@ class ModelQueue:
         return self.residency.prefetch(session, waiting)
 
     def over(self, transfers: Iterable[Transfer]) -> None:
-        """Applies transfers that have ended, and begins those that waited for them."""
+        """Applies transfers that have ended, and begins those that waited for them. May be called while a step runs:
+        its rows belong to sessions whose pages do not move and are not evicted here."""
         for transfer in transfers:
             self.residency.over(transfer)
         awaited, self.awaited = self.awaited, {}

@@ -12,7 +12,7 @@ KV: the next batch runs its tokens again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from djinn_client.errors import SessionNotFound
 from djinn_client.protocol import CLASSES, Class, FinishReason
@@ -28,7 +28,6 @@ from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.apply_step import StepResults
 from djinnd.scheduler.model_queue import ModelQueue
 from djinnd.scheduler.policy import DEFAULT, Policy
-from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.turns.device_quotas import DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation
@@ -42,9 +41,9 @@ class Scheduler:
         self.max_rows = max_rows
         self.policy = policy
         self._now = 0.0
-        self._shares = Shares()
+        self.shares = Shares()
         self._quotas = DeviceQuotas()
-        self._queues: dict[str, ModelQueue] = {}  # by model
+        self.queues: dict[str, ModelQueue] = {}  # by model; only this class adds and removes
         self._sessions: dict[str, Session] = {}
         self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request id
         self._step = 0
@@ -64,36 +63,27 @@ class Scheduler:
     ) -> None:
         """`max_context` is in tokens, and at most the KV manager's. `paging` moves the manager's pages to lower tiers,
         if there are any."""
-        assert name not in self._queues
-        queue = ModelQueue(name, kv, max_context, num_blocks, paging, self._shares, self._quotas, self.policy)
-        self._queues[name] = queue
+        assert name not in self.queues
+        queue = ModelQueue(name, kv, max_context, num_blocks, paging, self.shares, self._quotas, self.policy)
+        self.queues[name] = queue
         self._quotas.add(queue)
 
     def remove_model(self, name: str) -> None:
-        count = len(self._queues[name].sessions)
+        count = len(self.queues[name].sessions)
         assert count == 0, f"model {name} is removed while {count} sessions use it"
-        self._quotas.remove(self._queues.pop(name).kv)
-
-    def reach(self, model: str) -> int:
-        """The length in tokens that the model's longest session can reach with its current request."""
-        return self._queues[model].reach
-
-    def vacate(self, model: str, pages: int, settle: Callable[[], None] = lambda: None) -> None:
-        """Called between steps. Evicts sessions of the model until at most `pages` pages are held. Only KV is lost, and
-        it can be computed again. `settle`: see ModelQueue.vacate."""
-        self._queues[model].vacate(pages, settle)
+        self._quotas.remove(self.queues.pop(name).kv)
 
     def secure(self, session_id: str) -> bool:
         """Reserves pages for all tokens of an idle session: see ModelQueue.secure, also for the errors. Raises
         SessionNotFound."""
         session = self.session(session_id)
-        return self._queues[session.model].secure(session)
+        return self.queues[session.model].secure(session)
 
     def open(self, session: Session) -> None:
         """Adds a session. A session that already has tokens comes from an earlier engine process; its KV is computed
         again when it next runs."""
         assert session.id not in self._sessions and session.request is None and session.computed == 0
-        self._queues[session.model].sessions[session.id] = session
+        self.queues[session.model].sessions[session.id] = session
         self._sessions[session.id] = session
 
     def fork(self, parent_id: str, child_id: str, priority: Class) -> PageCopy | None:
@@ -106,11 +96,11 @@ class Scheduler:
         child.salt, child.foreign_tokens = parent.salt, parent.foreign_tokens
         child.edits, child.due_from = parent.edits, parent.due_from
         self.open(child)
-        residency = self._queues[parent.model].residency
+        residency = self.queues[parent.model].residency
         if residency.is_arriving(parent):
             residency.revise(parent, len(parent.tokens))
         child.left_at = parent.left_at
-        kv = self._queues[child.model].kv
+        kv = self.queues[child.model].kv
         may_copy = self._quotas.has_room(child.tenant, kv) or child.foreign_tokens > 0
         # its last page cannot be recomputed, so the last token runs again on a copy of that page
         ends_foreign = child.foreign_tokens == len(child.tokens) > 0
@@ -134,7 +124,7 @@ class Scheduler:
         SessionNotFound."""
         session = self.session(session_id)
         request = self._finish(session, "cancelled") if session.request else None
-        queue = self._queues[session.model]
+        queue = self.queues[session.model]
         queue.residency.close(session)
         del queue.sessions[session_id], self._sessions[session_id]
         return request
@@ -145,7 +135,7 @@ class Scheduler:
         assert session.request is None, f"session {session_id} is truncated while request {session.request.id} runs"
         if length < len(session.tokens):
             session.truncate(length)
-            self._queues[session.model].revise(session, length)
+            self.queues[session.model].revise(session, length)
 
     def edit(self, session_id: str, edit: Edit) -> None:
         """Adds an edit to an idle session. The positions that it changes are recomputed when the session next runs.
@@ -172,7 +162,7 @@ class Scheduler:
         session next runs, and stop at the same breakpoint. No effect if the session has no stage or is closed."""
         session = self._sessions.get(session_id)
         if session is not None:
-            self._queues[session.model].drop_stage(session)
+            self.queues[session.model].drop_stage(session)
 
     def _revise(self, session: Session, first: int, points: Iterable[Point]) -> None:
         """Takes back the KV from position `first` on, because edits at `points` have changed it.
@@ -187,28 +177,28 @@ class Scheduler:
             session.lose_stage()
         session.due_from = min(session.due_from, first)
         session.foreign_tokens = min(session.foreign_tokens, first)
-        self._queues[session.model].revise(session, first)
+        self.queues[session.model].revise(session, first)
 
     def set_class(self, session_id: str, priority: Class) -> None:
         """Sets the class of a session and of its request. No effect if the session is closed."""
         session = self._sessions.get(session_id)
         if session is not None and session.priority != priority:
-            self._queues[session.model].set_class(session, priority)
+            self.queues[session.model].set_class(session, priority)
 
     def why(self, session_id: str) -> Explanation:
         """Explains why the session runs or what it waits for. Raises SessionNotFound."""
         session = self.session(session_id)
-        return self._queues[session.model].why(session, self._now)
+        return self.queues[session.model].why(session, self._now)
 
     def set_policy(self, policy: Policy) -> None:
         self.policy = policy
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.batch_builder.set_policy(policy)
 
     def set_tenant(self, tenant: int, weight: float, device_kv: int | None) -> None:
         """`weight` sets the tenant's share of device time within each class. `device_kv` is the number of bytes of
         pages that it may hold on the device; None means any number."""
-        self._shares.set_weight(tenant, weight)
+        self.shares.set_weight(tenant, weight)
         self._quotas.set(tenant, device_kv)
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -225,7 +215,7 @@ class Scheduler:
         assert request.first <= request.prompt_end <= length, "its prompt, and what an earlier engine has generated"
         wants = new_tokens or (session.tokens and (request.max_tokens or request.capture)) or session.remaining
         assert wants, f"request {request.id} has nothing to run"
-        queue = self._queues[session.model]
+        queue = self.queues[session.model]
         queue.check_fits(session.tenant, length + min(1, request.max_tokens))
         if request.resume_block is not None:
             assert not new_tokens, f"request {request.id} resumes at a breakpoint and has a prompt"
@@ -255,8 +245,7 @@ class Scheduler:
         ended."""
         if request_id not in self._in_progress:
             return None
-        session, _ = self._in_progress[request_id]
-        return self._finish(session, "cancelled")
+        return self._finish(self._in_progress[request_id][0], "cancelled")
 
     def halt(self, request_id: int, keep: int) -> Request | None:
         """Ends the request as stopped; its session keeps its first `keep` generated tokens. Returns None if the request
@@ -284,7 +273,7 @@ class Scheduler:
             request.holders.add(holder)
             if request.runnable:
                 request.move("hold")
-                self._queues[session.model].hold(session)
+                self.queues[session.model].hold(session)
 
     def release(self, request_id: int, holder: str = "client") -> None:
         """Removes a holder. A request without holders joins the queue again, behind the others. No effect if it is not
@@ -294,7 +283,7 @@ class Scheduler:
             request.holders.discard(holder)
             if not request.runnable and not request.holders:
                 request.move("release")
-                self._queues[session.model].release(session, self._now)
+                self.queues[session.model].release(session, self._now)
 
     def force(self, request_id: int, tokens: Sequence[int]) -> tuple[list[int], Request | None]:
         """Called between steps. Appends tokens that the request's output must continue with, as if steps had sampled
@@ -304,7 +293,7 @@ class Scheduler:
         not active or its pages are moving.
         """
         session, request = self._in_progress[request_id]
-        queue = self._queues[session.model]
+        queue = self.queues[session.model]
         if session.id not in queue.active or queue.residency.is_moving(session):
             return [], None
         appended: list[int] = []
@@ -323,7 +312,7 @@ class Scheduler:
         session = self._sessions.get(session_id)
         if session is not None:
             session.wakes_at = until
-            self._queues[session.model].wait(session)
+            self.queues[session.model].wait(session)
             if until and session.request is None:
                 self.next_wake = min(self.next_wake, until)
 
@@ -335,52 +324,44 @@ class Scheduler:
         """
         session = self._sessions.get(session_id)
         if session is not None and session.waits and not session.wakes_at:
-            self._queues[session.model].residency.expect(session, until)
+            self.queues[session.model].residency.expect(session, until)
 
     def wake(self, session_id: str) -> None:
         """Notes that the session's client is about to send a request."""
         session = self._sessions.get(session_id)
         if session is not None:
-            self._queues[session.model].wake(session)
+            self.queues[session.model].wake(session)
 
     def pause(self, session_id: str) -> Transfer | None:
         """Gives the session no row until `resume`, and moves its pages off the device. While a step runs, call this
         only for a session without a request. Returns the transfer after which its pages can be found on the host, if
         there is one. Raises SessionNotFound."""
         session = self.session(session_id)
-        return self._queues[session.model].pause(session)
+        return self.queues[session.model].pause(session)
 
     def resume(self, session_id: str) -> None:
         """Ends a pause. No effect if the session is closed or not paused."""
         session = self._sessions.get(session_id)
         if session is not None and session.paused:
-            self._queues[session.model].resume(session, self._now)
+            self.queues[session.model].resume(session, self._now)
 
     def tend(self, now: float) -> None:
         """Does the periodic work; called a few times a second, also while a step runs. `now` is in seconds."""
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.tend(now)
         self.next_wake = min((s.wakes_at for s in self._sessions.values() if _is_expected(s)), default=math.inf)
 
     def depart(self) -> bool:
         """Lets one idle session of each model leave the device, if it was marked to leave and the host has room for its
         pages. May be called while a step runs. Returns True if more sessions are marked."""
-        more = [queue.residency.depart() for queue in self._queues.values()]
+        more = [queue.residency.depart() for queue in self.queues.values()]
         return any(more)
-
-    def over(self, model: str, transfers: Iterable[Transfer]) -> None:
-        """Applies transfers that have ended, and begins those that waited for them. May be called while a step runs:
-        its rows belong to sessions whose pages do not move and are not evicted here."""
-        self._queues[model].over(transfers)
 
     @property
     def nobody_waits(self) -> bool:
         """True if every active session had a row in the last step, and no session waits for room to come back into."""
         ran = {row.session.id for row in self._ran}
-        return all(queue.active.keys() <= ran and not queue.awaited for queue in self._queues.values())
-
-    def residency(self, model: str) -> KvResidency:
-        return self._queues[model].residency
+        return all(queue.active.keys() <= ran and not queue.awaited for queue in self.queues.values())
 
     def _finish(self, session: Session, reason: FinishReason | None) -> Request:
         request = session.request
@@ -392,7 +373,7 @@ class Scheduler:
             session.due_from = FOREVER if request.stopped is None else request.stopped.position
         if reason != "breakpoint":
             session.stage = None
-        self._queues[session.model].leave(session)
+        self.queues[session.model].leave(session)
         del self._in_progress[request.id]
         return request
 
@@ -401,9 +382,9 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """Composes the next step from the sessions of one model: the most urgent model that has rows. Returns None if
         nothing can run now."""
-        builders = {name: queue.batch_builder for name, queue in self._queues.items()}
+        builders = {name: queue.batch_builder for name, queue in self.queues.items()}
         for priority in CLASSES:
-            self._shares.catch_up(priority, set().union(*[some.tenants(priority) for some in builders.values()]))
+            self.shares.catch_up(priority, set().union(*[some.tenants(priority) for some in builders.values()]))
         urgencies = [(urgency, name) for name, some in builders.items() if (urgency := some.urgency(self._now))]
         for _, name in sorted(urgencies):
             rows = builders[name].compose(self._step + 1, self.max_batch_tokens, self.max_rows, self._now)
@@ -423,7 +404,7 @@ class Scheduler:
         assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"
         assert batch.step > self._completed, f"step {batch.step} completes twice"
         self._completed, self._ran = batch.step, batch.rows
-        queue = self._queues.get(batch.model)
+        queue = self.queues.get(batch.model)
         if queue is None:  # the model was unloaded while the step ran, so all requests of the step have ended
             return []
         queue.batch_builder.ran(batch.rows, seconds)
@@ -438,11 +419,11 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Asserts that sessions, requests, queues, block tables and pools agree."""
-        sessions = {id: session for queue in self._queues.values() for id, session in queue.sessions.items()}
+        sessions = {id: session for queue in self.queues.values() for id, session in queue.sessions.items()}
         assert sessions == self._sessions, f"{sorted(sessions.keys() ^ self._sessions.keys())} are not in their queue"
         busy = {session.request.id: (session, session.request) for session in sessions.values() if session.request}
         assert busy == self._in_progress, f"requests {sorted(busy)} are in progress, not {sorted(self._in_progress)}"
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.check_integrity()
 
 

@@ -24,6 +24,7 @@ from tests.support import reference
 from tests.support.cuda import cuda_device
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import reduced_model
+from tests.support.overwritten import overwrite_free_pages
 from tests.support.paged import same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,7 @@ class Tiered:
         self.served = served
         runner = served.runner
         self.page_bytes = runner.page_bytes().shape[1]
-        self.residency = served.scheduler.residency("m")
+        self.residency = served.scheduler.queues["m"].residency
         self.transfers = Transfers(served.device, self.residency.paging, runner.page_bytes, runner.half_bytes)
         memory = torch.frombuffer(mmap.mmap(-1, object_bytes(SLOTS, self.page_bytes)), dtype=torch.uint8)
         pages = HostPages(memory, self.page_bytes, served.device)
@@ -54,24 +55,24 @@ class Tiered:
 
     def turn(self) -> None:
         """One turn of an engine's loop."""
-        self.served.scheduler.over("m", self.transfers.turn())
+        self.served.scheduler.queues["m"].over(self.transfers.turn())
         batch = self.served.scheduler.next_batch()
         if batch is None:
             self.transfers.begin_copies()
-            self.served.scheduler.over("m", self.transfers.follow())
+            self.served.scheduler.queues["m"].over(self.transfers.follow())
         else:
 
             def beside() -> bool:
                 self.transfers.begin_copies()
-                self.served.scheduler.over("m", self.transfers.end())
+                self.served.scheduler.queues["m"].over(self.transfers.end())
                 return self.residency.paging.is_busy
 
             self.served.complete(batch, self.served.runner.run(batch, beside))
-            self.served.scheduler.over("m", [])
+            self.served.scheduler.queues["m"].over([])
             self.served.runner.settle()
 
     def settle(self) -> None:
-        self.served.scheduler.over("m", self.transfers.settle())
+        self.served.scheduler.queues["m"].over(self.transfers.settle())
         self.served.scheduler.check_integrity()
 
     def away(self, session: Session, tier: str) -> None:
@@ -93,7 +94,7 @@ class Tiered:
         kv = self.served.runner.kv
         self.served.runner.page_bytes()[1:] = 0xAB
         torch.cuda.synchronize()  # copies to them do not wait for the test's stream
-        kv._prefixes.forget(range(1, kv.pool.capacity + 1))
+        overwrite_free_pages(kv)
 
     def run(self, *sessions: Session) -> None:
         while any(session.request is not None for session in sessions):

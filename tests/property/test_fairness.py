@@ -213,7 +213,7 @@ def test_a_tenant_that_comes_late_has_saved_up_little_and_neither_starves(
     if returns:
         device.run(1.0)
     device.open("first", tenant=1)
-    device.scheduler._shares.charge("agent", 1, alone)
+    device.scheduler.shares.charge("agent", 1, alone)
     device.run(0.5)
     if returns:
         device.ask(late)
@@ -255,6 +255,6 @@ def test_a_batch_session_goes_on_under_endless_work_of_higher_classes(data: st.D
         device.open(f"high-{number}", priority, tenant=data.draw(st.integers(1, 3)), model=model)
     for number in range(data.draw(st.integers(1, 3))):
         device.open(f"batch-{number}", "batch", tenant=4, model=data.draw(st.sampled_from(MODELS)))
-    device.scheduler._shares.charge(data.draw(st.sampled_from(CLASSES)), 4, 1000.0)
+    device.scheduler.shares.charge(data.draw(st.sampled_from(CLASSES)), 4, 1000.0)
     for _ in range(200):
         device.step()  # this asserts that no session waits longer than ageing allows

@@ -148,7 +148,7 @@ class Places:
     """
 
     def __init__(self, machine: SchedulerMachine, model: str) -> None:
-        queue, kv, line = machine.scheduler._queues[model], machine.kv[model], machine.lines[model]
+        queue, kv, line = machine.scheduler.queues[model], machine.kv[model], machine.lines[model]
         self.count = len(line)
         self.any_stops = any(s.call and (s.call.stops or s.call.resumes) for s in line)
         self.aged = queue.batch_builder._ageing.first(machine.now)
@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         }
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, NUM_BLOCKS)
-            measured(self.scheduler._queues[name].batch_builder.times, partial(seconds_of, name))
+            measured(self.scheduler.queues[name].batch_builder.times, partial(seconds_of, name))
         self.device: dict[str, dict[int, dict[int, Written]]] = {name: {} for name in MODELS}  # slot, block
         # the block before which it waits, by session and position
         self.waiting: dict[tuple[str, int], tuple[int, Written | None]] = {}
@@ -547,7 +547,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if places.any_stops:
             self.check_who_was_left_out(batch, served)
             return
-        residency = self.scheduler.residency(batch.model)
+        residency = self.scheduler.queues[batch.model].residency
         is_lost = residency.paging.host is None or any(map(residency.loses_by_leaving, served))  # or the host is full
         waits = is_lost and places.read and all(session.passed_over == PAGES for session in places.firsts)
         assert waits or served & (places.firsts | places.apart), "the first of the order does not go on"
@@ -566,7 +566,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_who_was_left_out(self, batch: Batch, served: set[Session]) -> None:
         """While there is room, no session is left out, unless room was kept for one that waits for a step of its
         own."""
-        apart = self.scheduler._queues[batch.model].batch_builder._awaiting_own_step
+        apart = self.scheduler.queues[batch.model].batch_builder._awaiting_own_step
         if self.has_pages_for_all(batch.model) and not self.is_full(batch) and not apart:
             assert len(served) == len(self.lines[batch.model]), "there is room, and a session was left out"
 

@@ -138,12 +138,12 @@ class TiersMachine(SchedulerMachine):
         self.failing = failing
         self.copiers: dict[str, Copier] = {}
         for name in MODELS:
-            paging = self.scheduler.residency(name).paging
+            paging = self.scheduler.queues[name].residency.paging
             paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
             if disk:
                 paging.use_disk(Tier(bytearray(Tier.table_bytes(disk)), disk))
             self.copiers[name] = Copier(
-                paging, self.device[name], lambda over, name=name: self.scheduler.over(name, over)
+                paging, self.device[name], lambda over, name=name: self.scheduler.queues[name].over(over)
             )
 
     # --- what clients say -------------------------------------------------------------------------------------------
@@ -257,12 +257,12 @@ class TiersMachine(SchedulerMachine):
     @precondition(lambda self: self.in_step is None)
     @rule(model=st.sampled_from(MODELS), pages=st.integers(0, 8))
     def vacate(self, model: str, pages: int) -> None:
-        self.scheduler.vacate(model, pages, self.copiers[model].settle)
+        self.scheduler.queues[model].vacate(pages, self.copiers[model].settle)
         assert self.kv[model].pool.used <= pages and not self.copiers[model].paging.is_busy
 
     @rule(model=st.sampled_from(MODELS), bus=st.sampled_from([0.0, 1e6, 1e12]), prefill=st.sampled_from([0.0, 10.0]))
     def measure(self, model: str, bus: float, prefill: float) -> None:
-        self.scheduler.residency(model).lower_tiers.costs = Costs(bus, bus / 2, prefill)
+        self.scheduler.queues[model].residency.lower_tiers.costs = Costs(bus, bus / 2, prefill)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class TiersMachine(SchedulerMachine):
     @invariant()
     def who_is_paused_holds_nothing_that_does_not_move(self) -> None:
         for shadow in self.shadows.values():
-            session, residency = shadow.session, self.scheduler.residency(shadow.session.model)
+            session, residency = shadow.session, self.scheduler.queues[shadow.session.model].residency
             if session.paused and self.kv[session.model].pages_held(session.id):
                 assert residency.is_leaving(session), f"{session.id} is paused, and stays on the device"
 

@@ -116,7 +116,7 @@ class Day:
         self.scheduler.add_model(name, kv, kv.max_context, NUM_BLOCKS, paging)
         self.copiers[name] = Copier(paging, self.random)
         if self.happens(0.3):  # otherwise step times have to be learned
-            measured(self.scheduler._queues[name].batch_builder.times, self.seconds)
+            measured(self.scheduler.queues[name].batch_builder.times, self.seconds)
 
     def happens(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -237,7 +237,7 @@ class Day:
     def step(self, copies: int, mishaps: float, heard: int = 0) -> None:
         """`heard`: events while the step runs."""
         for model, copier in self.copiers.items():
-            self.scheduler.over(model, copier.copy(copies, mishaps))
+            self.scheduler.queues[model].over(copier.copy(copies, mishaps))
         if self.happens(0.1):
             self.scheduler.tend(self.now)
         batch = self.scheduler.next_batch()
@@ -247,7 +247,7 @@ class Day:
             seconds = self.seconds(batch.tokens) * self.happens(0.9)  # 0: the time was not measured
             tokens = [self.random.choice([1, 2, END]) for row in batch.rows if row.samples]
             for model, copier in self.copiers.items():
-                self.scheduler.over(model, copier.end(copies // 2, mishaps))
+                self.scheduler.queues[model].over(copier.end(copies // 2, mishaps))
             if self.happens(0.7):
                 self.scheduler.depart()
             for _ in range(heard):
@@ -264,12 +264,12 @@ class Day:
             held = sum(copier.paging.kv.pool.used_by(tenant) for copier in self.copiers.values()) * PAGE_BYTES
             assert held <= limit, f"tenant {tenant} holds {held} bytes of pages, and may have {limit}"
         if batch is None:
-            waits = any(queue.active for queue in self.scheduler._queues.values())
+            waits = any(queue.active for queue in self.scheduler.queues.values())
             moves = any(copier.paging.is_busy for copier in self.copiers.values())
             assert moves or not waits, "no session runs, and nothing is being copied"
             return
         assert batch.tokens <= self.scheduler.max_batch_tokens and len(batch.rows) <= self.scheduler.max_rows
-        residency = self.scheduler.residency(batch.model)
+        residency = self.scheduler.queues[batch.model].residency
         for row in batch.rows:
             name = row.session.id
             assert not row.session.paused and row.request.runnable, f"{name} is held or paused, and has a row"

@@ -81,10 +81,10 @@ class VirtualDevice:
         self._ids = count(1)
 
     def batch_builder(self, model: str = "m") -> BatchBuilder:
-        return self.scheduler._queues[model].batch_builder
+        return self.scheduler.queues[model].batch_builder
 
     def active(self, model: str = "m") -> list[Session]:
-        return list(self.scheduler._queues[model].active.values())
+        return list(self.scheduler.queues[model].active.values())
 
     def open(
         self,
@@ -150,7 +150,7 @@ class VirtualDevice:
         """By class: the longest wait without a row of a session that reads a prompt, as a multiple of its target."""
         lateness: dict[Class, float] = dict.fromkeys(CLASSES, 0.0)
         for session in self.active(model):
-            if session.remaining > 1 and not self.scheduler.residency(model).is_moving(session):
+            if session.remaining > 1 and not self.scheduler.queues[model].residency.is_moving(session):
                 late = (self.now - session.row_at) / self.scheduler.policy.target(session).first_token
                 lateness[session.priority] = max(lateness[session.priority], late)
         return lateness

@@ -53,7 +53,7 @@ class Pauses:
         try:
             session = self._scheduler.session(message.session)
             pause = _Pause(message, session, session.paused, time.monotonic())
-            if self._scheduler.residency(session.model).paging.is_coming:
+            if self._scheduler.queues[session.model].residency.paging.is_coming:
                 self._scheduler.pause(session.id)
             else:
                 self._leave(pause)
@@ -64,7 +64,7 @@ class Pauses:
 
     def _expect_tier(self, model: str, tier: Tier) -> None:
         """Raises OutOfMemory if the model has no such tier."""
-        paging, notes = self._scheduler.residency(model).paging, self._runners[model].weights.notes
+        paging, notes = self._scheduler.queues[model].residency.paging, self._runners[model].weights.notes
         if paging.host is None or (tier == "disk" and paging.disk is None):
             why = next((note for note in notes if note.startswith(NO_PAGES)), "it is configured with none")
             raise OutOfMemory(f"{model} has no pages on the {tier} tier to pause a session to: {why}", tier=tier)
@@ -91,7 +91,7 @@ class Pauses:
             raise SessionNotFound(f"session {session.id} was closed", session=session.id)
         if not session.paused:
             raise Retry(f"session {session.id} was resumed before it had paused")
-        residency = self._scheduler.residency(session.model)
+        residency = self._scheduler.queues[session.model].residency
         if not pause.is_leaving:
             if residency.paging.is_coming:
                 return None

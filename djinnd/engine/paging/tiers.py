@@ -92,7 +92,7 @@ class Tiers:
     def retire(self, name: str, then: Callable[[], None]) -> None:
         """Closes all sessions of the model, which are idle, and moves their pages to the host while other models step.
         `then` is called between two steps, when no copy of the model is in flight."""
-        residency = self._scheduler.residency(name)
+        residency = self._scheduler.queues[name].residency
         for session in [session for session in self._scheduler.sessions() if session.model == name]:
             self._scheduler.drop_stage(session.id)
             transfer = residency.leave(session, sealed=True)
@@ -106,7 +106,7 @@ class Tiers:
         """Blocks until all of the model's page copies, and copies that follow from them, are done."""
         model = self._models[name]
         while model.paging.is_busy:
-            self._scheduler.over(name, model.transfers.settle())
+            self._scheduler.queues[name].over(model.transfers.settle())
 
     def _adopt_pages(self, result: PagesResult) -> None:
         model = self._models.get(result.model)
@@ -118,7 +118,7 @@ class Tiers:
             model.runner.weights.notes.append(f"{NO_PAGES} the host: {result.why}")
         else:
             model.transfers.attach_host(result.pages, self._on_host)
-            self._scheduler.residency(result.model).lower_tiers.costs.bus = self._device.rates().bus
+            self._scheduler.queues[result.model].residency.lower_tiers.costs.bus = self._device.rates().bus
             if result.file is not None:
                 model.transfers.attach_disk(result.file, self._on_disk)
             elif result.why_no_file:
@@ -140,8 +140,8 @@ class Tiers:
                 if can_wait:
                     model.transfers.note_asked()
                 else:
-                    self._scheduler.over(name, model.transfers.turn())
-                self._scheduler.residency(name).lower_tiers.costs.disk = model.transfers.disk_rate
+                    self._scheduler.queues[name].over(model.transfers.turn())
+                self._scheduler.queues[name].residency.lower_tiers.costs.disk = model.transfers.disk_rate
         if not can_wait:
             self._pauses.turn()
         for name in [name for name in self._retiring if not self._models[name].paging.is_busy]:
@@ -174,7 +174,7 @@ class Tiers:
             for name, model in self._models.items():
                 model.transfers.begin_copies(rate)
                 if over := model.transfers.end():
-                    self._scheduler.over(name, over)
+                    self._scheduler.queues[name].over(over)
         self._pauses.turn()
         self._tend()
         return self._scheduler.depart() or self.is_busy
@@ -205,7 +205,7 @@ class Tiers:
         the copies. → True if any does."""
         over = {name: model.transfers.follow() for name, model in self._models.items() if model.paging.is_busy}
         for name, transfers in over.items():
-            self._scheduler.over(name, transfers)
+            self._scheduler.queues[name].over(transfers)
         return any(over.values())
 
     def wait(self) -> None:
@@ -221,7 +221,7 @@ class Tiers:
 
     def note_prefill(self, model: str, tokens: int, seconds: float) -> None:
         """Updates the measured speed of prefill, which decides whether pages are worth copying."""
-        costs, seen = self._scheduler.residency(model).lower_tiers.costs, tokens / seconds
+        costs, seen = self._scheduler.queues[model].residency.lower_tiers.costs, tokens / seconds
         costs.prefill = seen if not costs.prefill else 0.8 * costs.prefill + 0.2 * seen
 
     def keep(self) -> None:
@@ -230,7 +230,7 @@ class Tiers:
         began = time.monotonic()
         for session in list(self._scheduler.sessions()):
             self._scheduler.drop_stage(session.id)  # the next engine does not have the rows that wait inside the model
-            self._scheduler.residency(session.model).leave(session, sealed=True)
+            self._scheduler.queues[session.model].residency.leave(session, sealed=True)
         for name in self._models:
             self.settle(name)
         log.info("pages_kept seconds=%.3f", time.monotonic() - began)
@@ -262,11 +262,11 @@ class Tiers:
             self._scheduler.wait(session.id, back_at(now, expected, copying))
 
     def _pages_held(self, session: Session) -> int:
-        return self._scheduler.residency(session.model).kv.pages_held(session.id)
+        return self._scheduler.queues[session.model].residency.kv.pages_held(session.id)
 
     def _seconds_to_copy(self, session: Session) -> float:
         """For the session's pages between host and device: pages that it holds, or that it held when it left."""
-        residency = self._scheduler.residency(session.model)
+        residency = self._scheduler.queues[session.model].residency
         kv, bus = residency.kv, residency.lower_tiers.costs.bus
         pages = self._pages_held(session) or kv.pages_for(min(session.left_at, len(session.tokens)))
         return pages * kv.page_bytes / bus if bus else 0.0
@@ -292,7 +292,7 @@ class Tiers:
     # --- figures ----------------------------------------------------------------------------------------------------
 
     def use_of(self, session: Session) -> messages.SessionUse:
-        residency, paging = self._scheduler.residency(session.model), self._models[session.model].paging
+        residency, paging = self._scheduler.queues[session.model].residency, self._models[session.model].paging
         host, disk = paging.count(residency.lower_tiers.keys_not_held(session))
         return messages.SessionUse(
             session.id,

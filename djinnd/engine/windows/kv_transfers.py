@@ -126,7 +126,7 @@ class KvTransfers:
             pages = memory.view(dtype).view(shape)
             for first, count in window.pieces():
                 present = self._present(session.id)
-                if present.computed < tokens or self._scheduler.residency(present.model).is_leaving(present):
+                if present.computed < tokens or self._scheduler.queues[present.model].residency.is_leaving(present):
                     raise Retry("other sessions needed the pages of this one while its KV came: try again")
                 window.queue(
                     (runner.model.pool[page : page + number], pages[at : at + number])
@@ -153,7 +153,8 @@ class KvTransfers:
             with self._device.computing():
                 runner.model.zero_pages(stale)
         session.foreign_tokens = tokens
-        self._scheduler.residency(session.model).advance(session, tokens)  # its pages get keys, as in any session
+        # its pages get keys, as in any session
+        self._scheduler.queues[session.model].residency.advance(session, tokens)
         session.touched = max(other.touched for other in self._scheduler.sessions())
 
     def _present(self, session_id: str) -> Session:
@@ -163,7 +164,7 @@ class KvTransfers:
     def _fill_up(self, request: int, session: Session) -> BackgroundTask:
         """Returns when the KV of all tokens is on the device, copied from a lower tier or computed. Raises the error of
         the request that computes it."""
-        residency = self._scheduler.residency(session.model)
+        residency = self._scheduler.queues[session.model].residency
         self._scheduler.wake(session.id)
         while residency.is_moving(self._present(session.id)):
             yield None

@@ -255,26 +255,19 @@ class KvResidency:
         """
         if self.to_leave:
             session = self.to_leave.pop(next(iter(self.to_leave)))
-            if session.request is None and not session.paused and self.leave_freely(session):
+            if session.request is None and not session.paused and self._leaves_freely(session):
+                self.leave(session)
                 session.quiet_since = None
         return bool(self.to_leave)
 
-    def leave_freely(self, session: Session) -> bool:
-        """Lets the session leave, unless the host would lose pages that have no other copy. Returns False if it
-        stays."""
-        if not self.leaves_freely(session):
-            return False
-        self.leave(session)
-        return True
-
-    def leaves_freely(self, session: Session) -> bool:
+    def _leaves_freely(self, session: Session) -> bool:
         """True if the host can take the session's pages without losing pages that have no other copy."""
         keys = self._keys_on_device(session, staged_keys(session, self.kv))
         return not keys or self.paging.saves_without_loss(keys, session.tenant)
 
     def loses_by_leaving(self, session: Session) -> bool:
         """True if leaving would lose the session's stage or some of its KV."""
-        return session.stage is not None or not self.leaves_freely(session)
+        return session.stage is not None or not self._leaves_freely(session)
 
     def expect(self, session: Session, back_at: float) -> None:
         """Sets when a session is expected back that may have left already; 0: not any more."""

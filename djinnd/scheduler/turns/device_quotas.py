@@ -27,16 +27,10 @@ class Holder(Protocol):
     """The sessions of one model."""
 
     kv: KvManager
-
-    @property
-    def pages_move(self) -> bool:
-        """True if a page is being copied or is about to be."""
+    residency: KvResidency
 
     def claim(self, tenant: int) -> Claim | None:
         """The rank of the tenant's foremost session that waits for a row; None if there is none."""
-
-    def leaves(self, tenant: int) -> bool:
-        """True if pages of the tenant are leaving the device."""
 
     def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
         """Evicts sessions of the tenant until they free `nbytes`, or all that can be evicted. Sessions that are leaving
@@ -133,7 +127,7 @@ class DeviceQuotas:
         while (excess := self.excess(session, kv, pages)) > 0:
             gave_way = residency.give_way(excess, tenant, candidates())
             gave_way = gave_way or self._retire_elsewhere(session, kv, excess * kv.page_bytes)
-            if not gave_way or any(holder.leaves(tenant) for holder in self._holders.values()):
+            if not gave_way or any(holder.residency.leaves(tenant) for holder in self._holders.values()):
                 return False
         return True
 
@@ -168,4 +162,4 @@ class DeviceQuotas:
     @property
     def pages_move(self) -> bool:
         """True if a page of any model is being copied or is about to be."""
-        return any(holder.pages_move for holder in self._holders.values())
+        return any(holder.residency.anything_moves for holder in self._holders.values())

@@ -196,7 +196,7 @@ def test_each_generated_token_stops(engine: Engine, block: int) -> None:
 
 def test_prefill_speed_is_not_learnt_from_steps_whose_end_was_not_observed(alone: Engine) -> None:
     """Such as steps of rows that have stopped, or of a call that only captures: the next step may come much later."""
-    costs = alone.engine._scheduler.residency("m").lower_tiers.costs
+    costs = alone.engine._scheduler.queues["m"].residency.lower_tiers.costs
     alone.open("s")
     found = hit(alone, "s", prompt(LONG), 1, at(BLOCKS))
     resumed(alone, "s", found, 1, at(BLOCKS, (0, LONG)))

@@ -188,8 +188,8 @@ def test_an_unbounded_session_needs_no_more_pages_than_the_pool_has() -> None:
     with serving() as served:
         (session,) = begin(served, prompts(1, 50), wish=(1 << 31) - 1)
         served.step()
-        limit = served.scheduler._queues["m"].limit
-        assert served.scheduler.reach("m") == limit < 1 << 20
+        limit = served.scheduler.queues["m"].limit
+        assert served.scheduler.queues["m"].reach == limit < 1 << 20
         set_budget(served, least(served))
         served.step()
         served.scheduler.cancel(session.request.id)  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from djinnd.scheduler.model_queue import ModelQueue
 from djinnd.scheduler.tuning import EVICTION
 from tests.support.copies import copies
 from tests.support.departures import all_leave
+from tests.support.overwritten import overwrite_free_pages
 
 PAGE = 4  # tokens
 
@@ -519,7 +520,7 @@ def test_a_resumed_session_comes_back_at_low_priority_until_a_call() -> None:
     paused = add(queue, "paused", 8, computed=8, active=False)
     queue.pause(paused)
     copy_all(queue)
-    queue.kv._prefixes.forget(range(1, 11))  # no page can be found on the device
+    overwrite_free_pages(queue.kv)  # no page can be found on the device
     queue.resume(paused)
     moves = list(queue.residency.paging.moves.arriving.values())
     assert len(moves) == 2 and not any(move.is_urgent for move in moves)
@@ -536,7 +537,7 @@ def test_a_session_that_waits_for_room_makes_all_moves_urgent(who: str) -> None:
     session = add(queue, "s", 16, computed=16, active=False)
     queue.pause(session)
     copy_all(queue)
-    queue.kv._prefixes.forget(range(1, 7))
+    overwrite_free_pages(queue.kv)
     leaving = waiting(queue, "leaving", 3)
     moves = list(queue.residency.paging.moves.filling.values())
     assert len(moves) == 3 and not any(move.is_urgent for move in moves)

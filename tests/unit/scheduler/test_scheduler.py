@@ -455,7 +455,7 @@ def test_a_model_is_removed_after_its_sessions() -> None:
     harness.scheduler.close("a")
     harness.scheduler.remove_model("m")
     assert harness.complete(batch) == []
-    harness.scheduler.residency("n")
+    assert harness.scheduler.queues.keys() == {"n"}
 
 
 def test_the_kv_of_a_session_of_an_earlier_engine_is_recomputed() -> None:
@@ -478,7 +478,7 @@ def test_the_audit_finds_a_request_that_was_forgotten() -> None:
 def test_the_audit_finds_a_session_in_no_queue() -> None:
     harness = Harness()
     harness.open("a")
-    harness.scheduler._queues["m"].sessions.clear()
+    harness.scheduler.queues["m"].sessions.clear()
     with pytest.raises(AssertionError, match=r"\['a'\] are not in their queue"):
         harness.scheduler.check_integrity()
 
@@ -532,7 +532,7 @@ def test_tenants_are_charged_for_their_rows_and_together_for_the_whole_step() ->
     device.open("c", "batch", tenant=3, prompt=21)
     batch = device.step()
     assert batch is not None and batch.tokens == 63
-    shares = device.scheduler._shares
+    shares = device.scheduler.shares
     row = device.seconds(3) / 3
     clocks = [shares.clock("agent", 1), shares.clock("agent", 2), shares.clock("batch", 3) * 2.0]
     assert clocks == pytest.approx([row, row + 40 * 0.01, row + 20 * 0.01], rel=0.05)
@@ -545,7 +545,7 @@ def test_a_slow_decode_step_is_charged_in_full() -> None:
         device.open(f"s{tenant}", tenant=tenant)
     device.seconds = rising(0.7, 0.0)
     device.step()
-    assert [device.scheduler._shares.clock("agent", tenant) for tenant in (1, 2)] == pytest.approx([0.35, 0.35])
+    assert [device.scheduler.shares.clock("agent", tenant) for tenant in (1, 2)] == pytest.approx([0.35, 0.35])
 
 
 def test_unmeasured_steps_are_charged_with_the_next_measured_one() -> None:
@@ -555,7 +555,7 @@ def test_unmeasured_steps_are_charged_with_the_next_measured_one() -> None:
         batch = device.scheduler.next_batch()
         assert batch is not None
         device.scheduler.complete(batch, [0] * sum(row.samples for row in batch.rows), seconds)
-    assert device.scheduler._shares.clock("agent", 1) == pytest.approx(0.3)
+    assert device.scheduler.shares.clock("agent", 1) == pytest.approx(0.3)
 
 
 def test_within_a_tenant_the_deadline_that_must_be_begun_first_comes_first() -> None:
@@ -598,7 +598,7 @@ def test_models_with_aged_sessions_take_turns_regardless_of_clocks() -> None:
     for number in range(4):
         device.open(f"crowd-{number}", "batch", tenant=1, model="m")
     device.open("high", "interactive", tenant=2, model="n")
-    device.scheduler._shares.charge("interactive", 2, 1000.0)
+    device.scheduler.shares.charge("interactive", 2, 1000.0)
     for _ in range(64):
         device.step()
     assert device.rows["high"] >= 24
@@ -834,7 +834,7 @@ def test_positions_that_were_seen_need_not_be_run_again() -> None:
     harness.open("b")
     harness.submit("b", prompt=9, max_tokens=1)
     harness.step()
-    harness.scheduler.residency("m").leave(session, forced=True)
+    harness.scheduler.queues["m"].residency.leave(session, forced=True)
     batch, _ = harness.step()
     assert [(row.start, row.end) for row in batch.rows if row.session is session] == [(8, 11)]
     assert request.seen_from == 11
@@ -891,7 +891,7 @@ def test_a_session_that_waits_for_room_to_come_back_counts_as_waiting() -> None:
     harness = Harness()
     harness.open("a")
     assert harness.scheduler.nobody_waits
-    queue = harness.scheduler._queues["m"]
+    queue = harness.scheduler.queues["m"]
     queue.awaited["a"] = harness.scheduler.session("a")
     assert not harness.scheduler.nobody_waits
 

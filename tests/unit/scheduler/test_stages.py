@@ -79,13 +79,13 @@ class Harness:
     def copy(self) -> None:
         """Lets marked sessions leave, and makes all copies."""
         all_leave(self.scheduler)
-        moves = self.scheduler.residency("m").paging.moves
+        moves = self.scheduler.queues["m"].residency.paging.moves
         while moves.waiting:
             (move,) = moves.take(1)
             over = moves.landed(move)
             if move.direction is Direction.DEMOTE:
                 over += moves.sealed(move, 7)
-            self.scheduler.over("m", over)
+            self.scheduler.queues["m"].over(over)
             self.scheduler.check_integrity()
 
     def parked(self, block: int = 2, prompt: int = 10, stops_from: int = 0) -> Session:
@@ -394,9 +394,9 @@ def test_imported_kv_leaves_without_the_stage() -> None:
 def test_a_stage_with_a_lost_page_is_run_again() -> None:
     harness = Harness(paging=True)
     session, _ = gone(harness)
-    host = harness.scheduler.residency("m").paging.host
+    host = harness.scheduler.queues["m"].residency.paging.host
     assert host is not None
-    last = harness.scheduler.residency("m").lower_tiers.keys(session)[-1]
+    last = harness.scheduler.queues["m"].residency.lower_tiers.keys(session)[-1]
     slot = host.peek(last)
     assert slot is not None
     host.abandon(slot)
@@ -408,7 +408,7 @@ def test_a_stage_that_has_passed_few_blocks_is_run_again_if_that_is_cheaper() ->
     for block, comes_back in ((1, False), (5, True)):
         harness = Harness(pages=64, paging=True)
         session = harness.parked(block, 200)
-        harness.scheduler.residency("m").lower_tiers.costs = Costs(
+        harness.scheduler.queues["m"].residency.lower_tiers.costs = Costs(
             bus=0.5, prefill=1.0
         )  # 50 pages take as long as 100 tokens
         harness.scheduler.wait("a")
@@ -432,7 +432,7 @@ def test_a_session_that_turns_back_while_it_arrives_keeps_its_stage(leave: str) 
     session, stage = gone(harness)
     overwritten(harness)
     harness.scheduler.wake("a")
-    assert harness.scheduler.residency("m").is_arriving(session)
+    assert harness.scheduler.queues["m"].residency.is_arriving(session)
     getattr(harness.scheduler, leave)("a")
     all_leave(harness.scheduler)
     harness.scheduler.check_integrity()
@@ -489,7 +489,7 @@ def test_a_session_that_resumes_from_an_earlier_hit_stops_at_the_breakpoint(wher
         overwritten(harness)
     if where == "arriving":
         harness.scheduler.wake("a")
-        assert harness.scheduler.residency("m").is_arriving(session)
+        assert harness.scheduler.queues["m"].residency.is_arriving(session)
     request = harness.ask(session, stops=[(4, 2)], resume_block=2)
     ran: list[RowOf] = []
     while session.request is not None:
@@ -512,13 +512,13 @@ def test_a_paused_session_leaves_even_if_it_loses_its_stage_meanwhile() -> None:
 @pytest.mark.parametrize("lost", ["gone", "on its way out", "another call"])
 def test_pages_of_a_stage_that_is_lost_can_be_spared(lost: str) -> None:
     harness = Harness(paging=True)
-    host = harness.scheduler.residency("m").paging.host
+    host = harness.scheduler.queues["m"].residency.paging.host
     assert host is not None
     if lost == "on its way out":
         session = harness.parked(stops_from=6)
         harness.scheduler.wait("a")
         all_leave(harness.scheduler)
-        moves = harness.scheduler.residency("m").paging.moves
+        moves = harness.scheduler.queues["m"].residency.paging.moves
         for move in moves.take(3):
             moves.landed(move)
             moves.sealed(move, 7)
@@ -569,7 +569,7 @@ def test_rows_of_one_token_mix_whatever_their_blocks_are() -> None:
 @pytest.mark.parametrize(("token_s", "apart"), [(1.0, True), (0.0, False)])
 def test_chunks_get_a_step_of_their_own_if_that_takes_less_time(token_s: float, apart: bool) -> None:
     harness = Harness(max_tokens=32)
-    measured(harness.scheduler._queues["m"].batch_builder.times, rising(1.0, token_s))
+    measured(harness.scheduler.queues["m"].batch_builder.times, rising(1.0, token_s))
     session = harness.parked(prompt=10)
     harness.ask(harness.open("b"), 10)
     harness.ask(session, resume_block=2)
@@ -583,7 +583,7 @@ def test_chunks_get_a_step_of_their_own_if_that_takes_less_time(token_s: float, 
 def test_a_session_left_out_for_a_step_of_its_own_is_first_in_the_next() -> None:
     """Three kinds of rows that share no step, in calls without end; the first session is always first in line."""
     harness = Harness(pages=512)
-    measured(harness.scheduler._queues["m"].batch_builder.times, rising(0.1, 1.0))
+    measured(harness.scheduler.queues["m"].batch_builder.times, rising(0.1, 1.0))
     kinds = {"whole": [], "two": [(2, 0)], "four": [(4, 0)]}
     running = dict.fromkeys(kinds, "")
     order = []
@@ -602,11 +602,11 @@ def test_a_session_left_out_for_a_step_of_its_own_is_first_in_the_next() -> None
 
 def test_steps_through_a_part_of_the_blocks_do_not_count_as_step_times() -> None:
     harness = Harness()
-    times = harness.scheduler._queues["m"].batch_builder.times
+    times = harness.scheduler.queues["m"].batch_builder.times
     measured(times, rising(0.1, 0.001))
     before = times.predict(1, 9)
     harness.ask(harness.open("a"), 10, stops=[(1, 0)])
     for _ in range(8):
         batch = harness.compose()
-        harness.scheduler._queues["m"].batch_builder.ran(batch.rows, 1e-6)
+        harness.scheduler.queues["m"].batch_builder.ran(batch.rows, 1e-6)
     assert times.predict(1, 9) == before

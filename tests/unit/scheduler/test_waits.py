@@ -78,11 +78,12 @@ def test_the_least_recently_used_tool_is_forgotten(monkeypatch: pytest.MonkeyPat
 def test_the_oldest_open_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits_module, "MOST_WAITS", 2)
     waits = Waits()
-    for name in ("closed", "a", "b"):
-        waits.begin(name, 1, name, 0.0)
-    for name in ("closed", "a", "b"):
-        waits.end(name, 1.0)
-    assert set(waits._tools) == {(1, "a"), (1, "b")}
+    for _ in range(waits_module.KNOWN_AFTER):
+        for name in ("closed", "a", "b"):
+            waits.begin(name, 1, name, 0.0)
+        for name in ("closed", "a", "b"):
+            waits.end(name, 1.0)
+    assert [waits.expected(1, tool) for tool in ("closed", "a", "b")] == [None, 1.0, 1.0]
 
 
 def test_sessions_that_already_wait_are_expected_once_the_tool_is_known() -> None:

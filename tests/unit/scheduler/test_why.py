@@ -8,6 +8,7 @@ from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.why import MOST_AHEAD
 from tests.support.copies import copies
 from tests.support.departures import all_leave
+from tests.support.overwritten import overwrite_free_pages
 from tests.support.virtual import PAGE, VirtualDevice, rising
 
 
@@ -25,7 +26,7 @@ def test_no_more_tokens_are_left_than_the_session_can_reach() -> None:
     device = VirtualDevice()
     device.open("s", max_tokens=1 << 30)
     device.step()
-    limit = device.scheduler._queues["m"].limit
+    limit = device.scheduler.queues["m"].limit
     session = device.scheduler.session("s")
     assert device.scheduler.why("s").figures["tokens_left"] == limit - len(session.tokens)
 
@@ -108,17 +109,17 @@ def test_a_session_without_pages_gives_the_figures() -> None:
 
 def test_an_arriving_session_says_so() -> None:
     device = VirtualDevice()
-    paging: Paging = device.scheduler.residency("m").paging
+    paging: Paging = device.scheduler.queues["m"].residency.paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
     session = device.open("s", prompt=2 * PAGE, max_tokens=1)
     device.step()
     device.scheduler.wait("s")
     all_leave(device.scheduler)
     for over in copies(paging.moves):
-        device.scheduler.over("m", over)
+        device.scheduler.queues["m"].over(over)
     assert device.scheduler.why("s").reason.endswith("none of its pages are on the device")
     kv = device.kv["m"]
-    kv._prefixes.forget(range(1, kv.pool.capacity + 1))  # no page can be found on the device
+    overwrite_free_pages(kv)  # no page can be found on the device
     device.ask(session)
     device.scheduler.next_batch()
     why = device.scheduler.why("s")

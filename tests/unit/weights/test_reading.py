@@ -58,13 +58,13 @@ class Trickle:
 
     def __init__(self, step: int, looks: int) -> None:
         self.job: Future[str] = Future()
-        self.bytes, self._step, self._looks = 0, step, looks
+        self.bytes, self._step, self.looks = 0, step, looks
         self.slow = 0
 
     def look(self) -> None:
         self.bytes += self._step
-        self._looks -= 1
-        if self._looks == 0:
+        self.looks -= 1
+        if self.looks == 0:
             self.job.set_result("read")
 
     def was_slow(self) -> None:
@@ -89,7 +89,7 @@ def test_files_that_come_in_drops_are_given_up() -> None:
 
     def read_on() -> None:
         while True:
-            trickle._looks, trickle.job = 2, Future()
+            trickle.looks, trickle.job = 2, Future()
             patience.result(trickle.job)
 
     with pytest.raises(ModelRejected, match="given up"):

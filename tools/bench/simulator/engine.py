@@ -114,7 +114,7 @@ class SimulatedEngine:
             self._paging.use_host(Tier(table, machine.host_pages, page_bytes=machine.page_bytes))
         self.scheduler = Scheduler(machine.max_tokens, machine.max_rows, Policy(targets))
         self.scheduler.add_model(MODEL, self._kv, machine.max_context, 1, self._paging)
-        self._residency = self.scheduler.residency(MODEL)
+        self._residency = self.scheduler.queues[MODEL].residency
         self._residency.lower_tiers.costs.bus = machine.up if machine.up < math.inf else 0.0
         self._waits = Waits()
         self._requests = count(1)
@@ -280,7 +280,7 @@ class SimulatedEngine:
                 over = self._paging.moves.landed(move)
                 if way is Direction.DEMOTE:
                     over = over + self._paging.moves.sealed(move, 0)
-                self.scheduler.over(MODEL, over)
+                self.scheduler.queues[MODEL].over(over)
 
     def _queue_copies(self) -> None:
         """Queues the copies that the scheduler has requested."""

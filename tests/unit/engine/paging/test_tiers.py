@@ -26,6 +26,7 @@ from tests.support import reference
 from tests.support.besides import add_part, watched
 from tests.support.engine_thread import FOREVER
 from tests.support.late_copies import LateDevice
+from tests.support.overwritten import overwrite_free_pages
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 
@@ -124,7 +125,7 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_have_arrived(monkeypat
         engine.send(messages.Signal("s", waits=True))
         assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
         runner = engine.engine._runners["m"]
-        runner.kv._prefixes.forget(range(1, runner.kv.pool.capacity + 1))
+        overwrite_free_pages(runner.kv)
         runner.page_bytes()[1:] = 0x3C  # not large as numbers of any dtype, whichever data is there meanwhile
         begin = runner.model.placement.begin
 
@@ -195,7 +196,7 @@ def test_a_session_that_has_left_is_fetched_earlier_by_its_copying_time(engine: 
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
-    residency = engine.engine._scheduler.residency("m")
+    residency = engine.engine._scheduler.queues["m"].residency
     residency.lower_tiers.costs.bus = 3 * residency.kv.page_bytes / 600  # copying takes ten minutes
     engine.send(messages.Signal("s", waits=True, expected_s=1800.0))
     engine.report()
@@ -224,7 +225,7 @@ def test_a_session_that_left_early_is_expected_once_others_have_shown_the_tool_s
     engine.send(messages.Signal("s", waits=True, tool="search"))
     engine.use_when("s", "waiting", on_device=False)
     session, tiers = engine.engine._scheduler.session("s"), engine.engine._tiers
-    left = engine.engine._scheduler.residency("m").lower_tiers.left
+    left = engine.engine._scheduler.queues["m"].residency.lower_tiers.left
     assert left.get("s").back_at == 0.0
     learned(engine, "s", 3000.0, 3000.0)
     tiers._waits.begin("another", session.tenant, "search", time.monotonic() - 3000.0)
@@ -322,7 +323,7 @@ def test_a_waiting_session_leaves_during_a_step_or_between_two(engine: Tiered, m
     is_beside, depart = watched(monkeypatch, engine.engine._idle_work, "run"), scheduler.depart
 
     def departed() -> bool:
-        seen.extend((session, is_beside()) for session in scheduler.residency("m").to_leave)
+        seen.extend((session, is_beside()) for session in scheduler.queues["m"].residency.to_leave)
         return depart()
 
     monkeypatch.setattr(scheduler, "depart", departed)
@@ -445,7 +446,7 @@ def test_sessions_leave_one_after_another_without_messages_or_copies(
         engine.use_when(session, "idle", on_device=True)
     scheduler, channel = engine.engine._scheduler, engine.engine._channel
     depart, receive, seen = scheduler.depart, channel.receive, list[tuple[int, float]]()
-    to_leave = scheduler.residency("m").to_leave
+    to_leave = scheduler.queues["m"].residency.to_leave
     left = 0
 
     def departed() -> bool:

@@ -21,6 +21,7 @@ from djinnd.scheduler.tuning import STEP
 from djinnd.scheduler.why import QUOTA, ROOM
 from tests.support.copies import copies
 from tests.support.departures import all_leave
+from tests.support.overwritten import overwrite_free_pages
 from tests.support.virtual import VirtualDevice, rising
 
 PAGE = 4  # tokens
@@ -30,8 +31,8 @@ SLOW = rising(0.1, 0.01)
 
 def copy_all(scheduler: Scheduler, model: str) -> None:
     """All copies that are under way in the model's tiers are made now."""
-    for over in copies(scheduler.residency(model).paging.moves):
-        scheduler.over(model, over)
+    for over in copies(scheduler.queues[model].residency.paging.moves):
+        scheduler.queues[model].over(over)
 
 
 # --- pages that no tier keeps -----------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ def test_no_room_is_kept_for_a_decoding_session_without_pages() -> None:
     scheduler = Scheduler(max_batch_tokens=32, max_rows=16)
     scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
     for _ in range(2):  # the time of chunks is known
-        scheduler._queues["m"].batch_builder.times.note(1, 16, 0.01)
+        scheduler.queues["m"].batch_builder.times.note(1, 16, 0.01)
     decodes = ask(scheduler, "decodes", "m", PAGE, 1, max_tokens=9)
     run(scheduler)
     scheduler.hold(1)
@@ -97,7 +98,7 @@ def test_no_room_is_kept_for_a_session_whose_tenant_s_quota_is_held_by_a_prompt(
     scheduler = Scheduler(max_batch_tokens=PAGE, max_rows=16, policy=Policy(ageing=1.0))
     scheduler.add_model("m", KvManager(17, PAGE, 1, max_context=64), 64, 2)
     for _ in range(2):
-        scheduler._queues["m"].batch_builder.times.note(1, 16, 0.01)
+        scheduler.queues["m"].batch_builder.times.note(1, 16, 0.01)
     scheduler.set_tenant(MINE, 1.0, 3)
     old = ask(scheduler, "old", "m", 2 * PAGE, 1)
     scheduler.set_class("old", "batch")
@@ -136,21 +137,21 @@ def test_a_session_back_from_the_host_does_not_wait_for_long_prompts() -> None:
     """Its KV does not count as tokens to read."""
     scheduler = Scheduler(max_batch_tokens=64, max_rows=16)
     scheduler.add_model("m", KvManager(513, PAGE, 1, max_context=2048), 2048, 2)
-    scheduler.residency("m").paging.use_host(tier(64, Tenancy()))
+    scheduler.queues["m"].residency.paging.use_host(tier(64, Tenancy()))
     back = ask(scheduler, "back", "m", 50 * PAGE, 1)
     while run(scheduler):
         pass
     scheduler.wait("back")
     all_leave(scheduler)
     copy_all(scheduler, "m")
-    scheduler.residency("m").kv._prefixes.forget(range(1, 513))
+    overwrite_free_pages(scheduler.queues["m"].residency.kv)
     for number in (2, 3):
         ask(scheduler, f"long{number}", "m", 100 * PAGE, number)
     run(scheduler)
     first = len(back.tokens)
     scheduler.submit("back", Request(4, first, first + 6, 1), [7] * 6)
     run(scheduler)
-    assert scheduler.residency("m").is_arriving(back)
+    assert scheduler.queues["m"].residency.is_arriving(back)
     copy_all(scheduler, "m")
     batch = run(scheduler)
     assert batch is not None and batch.rows[0].session is back
@@ -231,15 +232,15 @@ def test_a_session_waits_for_a_host_slot_that_another_model_s_pages_use() -> Non
         scheduler.wait(session.id)
         all_leave(scheduler)
         copy_all(scheduler, name)
-    paging = scheduler.residency("m").paging
-    keys = scheduler.residency("m").lower_tiers.keys(mine)
+    paging = scheduler.queues["m"].residency.paging
+    keys = scheduler.queues["m"].residency.lower_tiers.keys(mine)
     paging.write_out(mine.id, keys)
     copy_all(scheduler, "m")
     paging.forget_on_host(keys)
     for name in "mn":  # no page can be found on the devices
-        kv = scheduler.residency(name).kv
+        kv = scheduler.queues[name].residency.kv
         kv.resize(17)
-        kv._prefixes.forget(range(1, 17))
+        overwrite_free_pages(kv)
     limit_tenant(host, MINE, 2)
     scheduler.wake(other.id)  # uses the only two slots that the tenant may have
     ask(scheduler, "a", "m", 4, 3)
@@ -257,16 +258,16 @@ def test_a_session_that_cannot_run_yet_gives_its_model_no_precedence() -> None:
     scheduler.wait("gone")
     all_leave(scheduler)
     copy_all(scheduler, "m")
-    kv = scheduler.residency("m").kv
+    kv = scheduler.queues["m"].residency.kv
     kv.resize(17)
-    kv._prefixes.forget(range(1, 17))
+    overwrite_free_pages(kv)
     for name, model, priority in (("low", "m", "batch"), ("high", "n", "agent")):
         ask(scheduler, name, model, 4, len(name), max_tokens=9)
         scheduler.set_class(name, priority)  # type: ignore[arg-type]
     scheduler.set_class("gone", "interactive")
     ask(scheduler, "gone", "m", 4, 9)
     batch = run(scheduler)  # begins to bring it back from the host
-    assert batch and scheduler.residency("m").is_arriving(gone)
+    assert batch and scheduler.queues["m"].residency.is_arriving(gone)
     batches = [run(scheduler) for _ in range(3)]
     assert {batch.model for batch in batches if batch} == {"n"}
 
@@ -319,7 +320,7 @@ def stepped(device: VirtualDevice) -> Batch:
 
 
 def clocks(scheduler: Scheduler) -> float:
-    return sum(scheduler._shares.clock(priority, tenant) for priority in CLASSES for tenant in (MINE, THEIRS))
+    return sum(scheduler.shares.clock(priority, tenant) for priority in CLASSES for tenant in (MINE, THEIRS))
 
 
 def test_all_of_a_step_s_time_is_charged_even_if_it_was_unusually_slow() -> None:
@@ -347,7 +348,7 @@ def test_an_unmeasured_step_is_charged_with_the_next_measured_one_of_another_mod
     known = device.batch_builder("n").times.predict(1)
     scheduler.complete(batch, [5], 1.01)
     charged = [
-        scheduler._shares.clock(priority, tenant) for priority, tenant in (("agent", MINE), ("interactive", THEIRS))
+        scheduler.shares.clock(priority, tenant) for priority, tenant in (("agent", MINE), ("interactive", THEIRS))
     ]
     assert charged == [pytest.approx(1.0), pytest.approx(0.01)]
     assert device.batch_builder("n").times.predict(1) == known
@@ -363,5 +364,5 @@ def test_an_evicted_session_is_said_to_wait_for_pages() -> None:
     run(scheduler)
     ask(scheduler, "high", "m", 40, 2, max_tokens=9)
     run(scheduler)
-    assert scheduler.residency("m").is_leaving(scheduler.session("low"))
+    assert scheduler.queues["m"].residency.is_leaving(scheduler.session("low"))
     assert "more pages" in scheduler.why("low").reason

@@ -10,6 +10,7 @@ from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.copies import copies
 from tests.support.departures import all_leave
+from tests.support.overwritten import overwrite_free_pages
 
 PAGE = 4  # tokens, as many as a step takes
 PROMPT = list(range(3 * PAGE))
@@ -48,7 +49,7 @@ class Harness:
     def copy_all(self, failing: int = 0) -> None:
         """Makes all copies. The first `failing` of them fail."""
         for over in copies(self.paging.moves, failing=failing):
-            self.scheduler.over("m", over)
+            self.scheduler.queues["m"].over(over)
 
 
 def test_a_session_that_is_evicted_is_not_considered_in_the_same_step() -> None:
@@ -63,12 +64,12 @@ def test_a_session_that_is_evicted_is_not_considered_in_the_same_step() -> None:
     harness.scheduler.wait("twin")
     all_leave(harness.scheduler)
     harness.copy_all(failing=1)
-    harness.kv._prefixes.forget(range(1, 6))  # so only the host has the second page, and only the victim has the first
+    overwrite_free_pages(harness.kv)  # so only the host has the second page, and only the victim has the first
     first = harness.ask(Session("first", "m", 2, "agent"), [77] * 2 * PAGE, max_tokens=9)
     while len(first.tokens) == 2 * PAGE:
         harness.step()
     assert harness.step() == [first]
-    residency = harness.scheduler.residency("m")
+    residency = harness.scheduler.queues["m"].residency
     assert residency.is_leaving(victim) and not residency.is_arriving(victim)
     harness.scheduler.check_integrity()
     for _ in range(20):
@@ -88,7 +89,7 @@ def away(harness: Harness, *names: str, pages: int = 2) -> list[Session]:
         all_leave(harness.scheduler)
         harness.copy_all()
         sessions.append(session)
-    harness.kv._prefixes.forget(range(1, 6))
+    overwrite_free_pages(harness.kv)
     assert not any(harness.kv.pages_held(name) for name in names)
     return sessions
 
@@ -102,7 +103,7 @@ def test_room_is_made_for_the_next_returning_session_along_with_the_first() -> N
     for session in sessions:
         harness.go_on(session)
     assert harness.step() == []
-    residency = harness.scheduler.residency("m")
+    residency = harness.scheduler.queues["m"].residency
     assert all(map(residency.is_leaving, idle))
     harness.copy_all()
     assert harness.step() == []
@@ -119,7 +120,7 @@ def test_the_next_returning_session_gets_no_pages_that_are_free_for_the_first() 
     while idle.request is not None:
         harness.step()
     harness.go_on(large), harness.go_on(small)
-    residency = harness.scheduler.residency("m")
+    residency = harness.scheduler.queues["m"].residency
     assert harness.step() == [] and residency.is_leaving(idle) and not residency.is_arriving(small)
     harness.copy_all()
     harness.step()
@@ -130,13 +131,13 @@ def test_a_session_comes_back_by_copy_although_the_step_has_no_room_to_recompute
     """The time of a step with only decoding rows has to be measured, so no other row may join it."""
     harness = Harness()
     for _ in range(2):  # the time of chunks is known
-        harness.scheduler._queues["m"].batch_builder.times.note(1, 3, 0.01)
+        harness.scheduler.queues["m"].batch_builder.times.note(1, 3, 0.01)
     (back,) = away(harness, "back")
     decodes = harness.ask(Session("decodes", "m", 1, "agent"), [60], max_tokens=6)
     harness.step()
     harness.go_on(back)
     assert harness.step() == [decodes]
-    assert harness.scheduler.residency("m").is_arriving(back)
+    assert harness.scheduler.queues["m"].residency.is_arriving(back)
 
 
 def test_a_decoding_session_gets_its_next_page_from_the_last_in_line() -> None:

@@ -16,6 +16,7 @@ from djinnd.scheduler.residency.copy_or_recompute import Costs
 from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.tuning import EVICTION, STEP
 from tests.support.copies import copies
+from tests.support.overwritten import overwrite_free_pages
 
 PAGE = 4  # tokens
 
@@ -43,6 +44,12 @@ class Harness:
         session.tokens += [99] * prompt
         session.request = Request(1, first, first + prompt, max_tokens=8)
 
+    def departs(self, session: Session) -> bool:
+        """Lets an idle session leave if the host has room for its pages. Returns False if it stays."""
+        self.residency.leave_soon(session)
+        self.residency.depart()
+        return self.residency.is_leaving(session) or not session.computed
+
     def copy_all(self, *, failing: float = 0) -> None:
         for over in copies(self.paging.moves, failing=failing, bad=True):
             self.over(over)
@@ -58,7 +65,7 @@ def gone(harness: Harness, name: str, tokens: int) -> Session:
     harness.residency.leave(session)
     harness.copy_all()
     harness.kv.pool.resize(harness.kv.pool.capacity + 1)  # no page can be found on the device
-    harness.kv._prefixes.forget(range(1, harness.kv.pool.capacity + 1))
+    overwrite_free_pages(harness.kv)
     return session
 
 
@@ -116,7 +123,7 @@ def test_an_eviction_does_not_wait_for_the_host_to_be_ready() -> None:
     harness.paging.use_host(host)
     idle, paused, given, hurried = (harness.session(name, 8, first) for first, name in enumerate("ipgh"))
     paused.paused, given.foreign_tokens = True, 8
-    assert not harness.residency.leave_freely(idle), "it stays"
+    assert not harness.departs(idle), "it stays"
     waits = [
         harness.residency.leave(session, forced=session in (given, hurried)) for session in (paused, given, hurried)
     ]
@@ -124,7 +131,7 @@ def test_an_eviction_does_not_wait_for_the_host_to_be_ready() -> None:
     assert (hurried.computed, hurried.left_at, harness.kv.pages_held("h")) == (0, 8, 0)
     assert len(harness.paging.moves.filling) == 4
     host.make_ready(range(16))
-    assert harness.residency.leave_freely(idle)
+    assert harness.departs(idle)
     harness.copy_all()
     assert not any(harness.kv.pages_held(name) for name in "ipg")
 
@@ -142,7 +149,7 @@ def test_pages_on_disk_are_recomputed_if_the_host_is_not_ready(given: bool) -> N
     harness.paging.use_host(host)
     harness.paging.use_disk(disk)
     harness.residency.leave(session, forced=True)
-    harness.kv._prefixes.forget(range(1, harness.kv.pool.capacity + 1))
+    overwrite_free_pages(harness.kv)
     assert session.computed == 0
     session.foreign_tokens = 8 if given else 0
     harness.ask(session)
@@ -316,13 +323,13 @@ def test_pages_of_a_closed_session_are_found_and_its_last_ones_are_evicted_first
     keys = harness.residency.lower_tiers.keys(gone)
     harness.residency.close(gone)
     lasting = harness.session("lasting", 8, first=50)
-    assert harness.residency.leave_freely(lasting)
+    assert harness.departs(lasting)
     harness.copy_all()
     assert harness.paging.host.lacks(keys) == keys[2:]
     alike = harness.session("alike", 13, computed=False)
     harness.ask(alike)
     harness.kv.resize(9)  # no page can be found on the device
-    harness.kv._prefixes.forget(range(1, 9))
+    overwrite_free_pages(harness.kv)
     assert not harness.residency.secure(alike, []) and harness.residency.is_arriving(alike)
     harness.copy_all()
     assert alike.computed == 8
@@ -366,15 +373,15 @@ def test_public_pages_are_not_spared_when_a_session_is_closed() -> None:
 def test_leaving_freely_does_not_make_the_host_lose_pages_without_another_copy() -> None:
     harness = Harness(host=4)
     first, second = harness.session("a", 12), harness.session("b", 8, first=50)
-    assert harness.residency.leave_freely(first)
+    assert harness.departs(first)
     harness.copy_all()
-    assert not harness.residency.leave_freely(second) and second.computed == 8
+    assert not harness.departs(second) and second.computed == 8
     assert not harness.paging.is_busy
-    harness.kv._prefixes.forget(range(1, harness.kv.pool.capacity + 1))
+    overwrite_free_pages(harness.kv)
     harness.residency.prefetch(first, [])
     harness.copy_all()
     assert first.computed == 12
-    assert harness.residency.leave_freely(second), "at the cost of what is on the device"
+    assert harness.departs(second), "at the cost of what is on the device"
     harness.copy_all()
     assert (second.computed, harness.kv.pages_held("b")) == (0, 0)
 
@@ -458,7 +465,7 @@ def test_paused_sessions_and_imported_kv_are_saved_before_expected_ones() -> Non
 def test_an_evicted_session_is_recomputed_without_a_host() -> None:
     harness = Harness(host=0)
     session = harness.session("a", 8)
-    assert not harness.residency.leave_freely(session) and session.computed == 8
+    assert not harness.departs(session) and session.computed == 8
 
 
 def test_keys_of_a_session_that_has_left_are_those_from_when_it_left() -> None:

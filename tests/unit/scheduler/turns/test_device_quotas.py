@@ -19,6 +19,7 @@ from djinnd.scheduler.turns.device_quotas import Claim, DeviceQuotas
 from djinnd.scheduler.why import QUOTA
 from tests.support.copies import copies
 from tests.support.departures import all_leave
+from tests.support.overwritten import overwrite_free_pages
 
 PAGE = 4  # tokens
 PAGE_BYTES = 1 << 20
@@ -68,8 +69,8 @@ class Harness:
         self.scheduler.check_integrity()
 
     def copy_all(self, model: str = "m") -> None:
-        for over in copies(self.scheduler.residency(model).paging.moves):
-            self.scheduler.over(model, over)
+        for over in copies(self.scheduler.queues[model].residency.paging.moves):
+            self.scheduler.queues[model].over(over)
 
     def run(self, *requests: Request) -> None:
         for _ in range(200):
@@ -239,7 +240,7 @@ def test_imported_kv_does_not_exceed_the_quota() -> None:
 
 def test_sessions_that_come_back_do_not_exceed_the_quota() -> None:
     harness = Harness()
-    paging = harness.scheduler.residency("m").paging
+    paging = harness.scheduler.queues["m"].residency.paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
 
     for name in "abcd":
@@ -248,7 +249,7 @@ def test_sessions_that_come_back_do_not_exceed_the_quota() -> None:
         all_leave(harness.scheduler)
         harness.copy_all()
     harness.kv["m"].resize(65)  # no page can be found on the device
-    harness.kv["m"]._prefixes.forget(range(1, 65))
+    overwrite_free_pages(harness.kv["m"])
     harness.limit(MINE, 5)
     for name in "abcd":
         harness.scheduler.wake(name)
@@ -277,7 +278,7 @@ def test_a_session_that_finds_more_pages_than_it_had_does_not_exceed_the_quota()
 
 def test_a_session_whose_last_page_is_replaced_while_it_is_copied_does_not_exceed_the_quota() -> None:
     harness = Harness()
-    harness.scheduler.residency("m").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    harness.scheduler.queues["m"].residency.paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     harness.run(harness.submit("gone", 13, max_tokens=0))
     prompt = list(harness.scheduler.session("gone").tokens)
     harness.scheduler.close("gone")
@@ -296,7 +297,7 @@ def test_a_session_whose_last_page_is_replaced_while_it_is_copied_does_not_excee
 
 def test_sessions_that_are_leaving_count_before_others_are_evicted() -> None:
     harness = Harness()
-    paging = harness.scheduler.residency("m").paging
+    paging = harness.scheduler.queues["m"].residency.paging
     paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     harness.limit(MINE, 10)
     for name in ("a", "b", "c"):
@@ -304,14 +305,14 @@ def test_sessions_that_are_leaving_count_before_others_are_evicted() -> None:
     harness.submit("new", 10)
     for _ in range(3):
         assert harness.step() == []
-    queue = harness.scheduler.residency("m")
+    queue = harness.scheduler.queues["m"].residency
     assert [queue.is_leaving(harness.scheduler.session(name)) for name in "abc"] == [True, False, False]
 
 
 def test_pages_freed_for_the_leading_model_are_not_taken_by_another() -> None:
     """Sessions of the other model wait in line, and its turn comes before."""
     harness = Harness("m", "n")
-    harness.scheduler.residency("n").paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
+    harness.scheduler.queues["n"].residency.paging.use_host(Tier(bytearray(Tier.table_bytes(32)), 32))
     harness.limit(MINE, 6)
     first = harness.submit("first", 20)
     harness.scheduler.hold(first.id)
@@ -329,22 +330,28 @@ def test_pages_freed_for_the_leading_model_are_not_taken_by_another() -> None:
     assert held[-1] == 0
 
 
+class Residency(KvResidency):
+    """Pages that begin to leave never become free."""
+
+    begun = False
+
+    def leaves(self, tenant: int) -> bool:
+        return self.begun
+
+
 class Holder:
-    """A model whose foremost session has this claim. Pages of its evicted sessions never become free."""
+    """A model whose foremost session has this claim."""
 
     def __init__(self, claim: Claim) -> None:
         self.kv = KvManager(17, PAGE, PAGE_BYTES, max_context=64)
+        self.residency = Residency(Paging(self.kv))
         self.foremost = claim
-        self.pages_move = False  # False although they leave
 
     def claim(self, tenant: int) -> Claim | None:
         return self.foremost
 
-    def leaves(self, tenant: int) -> bool:
-        return self.pages_move
-
     def retire(self, tenant: int, nbytes: int, *, active: bool) -> bool:
-        self.pages_move = active
+        self.residency.begun = active
         return active
 
 
