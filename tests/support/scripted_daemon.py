@@ -72,6 +72,10 @@ class Line:
             self._messages += [decode_request(frame.payload) for frame in self._decoder.feed(data)]
         return self._messages.pop(0)
 
+    def put_back(self, message: ClientMessage) -> None:
+        """The next `receive` returns this message."""
+        self._messages.insert(0, message)
+
     def expect(self, kind: type[M]) -> M:
         message = self.receive()
         assert isinstance(message, kind), f"{kind.__name__} was due, {message} came"
@@ -127,6 +131,10 @@ class ScriptedDaemon:
         self._scripts = list(scripts)
         self._acceptor.start()
         return self.address
+
+    def play_next(self, script: Script) -> None:
+        """Plays this script on all connections that come from now on."""
+        self._scripts[:] = [script]
 
     def stop(self) -> None:
         """Waits for all scripts to end. Raises the error of a script that failed."""

@@ -25,6 +25,7 @@ from djinn_client.protocol import (
     Timings,
     Usage,
 )
+from djinn_client.session.calls import SessionCalls
 from djinn_client.transport.steps import run
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
 
@@ -143,16 +144,18 @@ def test_a_call_in_which_it_forks_ends_there(daemon: ScriptedDaemon) -> None:
         line.send(djinn.Progress(id=request.id, model="djinn-tiny", stage="reading"), generated(request.id, "ab"))
         expect_close(line)
 
-    with djinn.Session("djinn-tiny", address=daemon.play(script)) as s:
-        steps = s._calls.generate("x")
-        next(steps)
+    session = SessionCalls(daemon.play(script))
+    run(session.open("djinn-tiny", None, None))
+    steps = session.generate("x")
+    next(steps)
 
-        def act() -> None:
-            with pytest.raises(InvalidRequest, match="begun in process"):
-                next(steps)
+    def act() -> None:
+        with pytest.raises(InvalidRequest, match="begun in process"):
+            next(steps)
 
-        in_child(act)
-        assert run(steps).text == "ab"
+    in_child(act)
+    assert run(steps).text == "ab"
+    run(session.close())
 
 
 def test_a_session_that_is_opened_there_is_closed_there(daemon: ScriptedDaemon) -> None:

@@ -181,7 +181,7 @@ def test_public_prefixes(daemon: ScriptedDaemon) -> None:
 def test_a_client_keeps_its_connection(daemon: ScriptedDaemon) -> None:
     def only(line: Line) -> None:
         answer(line)
-        daemon._scripts[:] = [lambda line: line.close()]
+        daemon.play_next(Line.close)
 
     with djinn.Client(daemon.play(only)) as client:
         client.ping()

@@ -52,7 +52,7 @@ def test_a_long_load_is_shown_and_wiped_away() -> None:
     assert terminal.drawn.wait(30)
     line(CHECKING)
     line.close()
-    line._draw()  # a timer that fires late
+    line(READING)  # which comes late
     _, first, second, wiped = terminal.getvalue().split("\r\x1b[K")
     assert first.startswith("llama: reading ━")
     assert second == "llama: checking"

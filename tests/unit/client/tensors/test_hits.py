@@ -355,7 +355,7 @@ def test_streams_and_generate_stop_too(daemon: ScriptedDaemon) -> None:
         line.open_session()
         request = line.expect(Generate)
         line.send(Piece(id=request.id, text="a", token_ids=[1]))
-        line._messages.insert(0, request)
+        line.put_back(request)
         stop(line)
         edits.extend(take_edits(line))
         stop(line)

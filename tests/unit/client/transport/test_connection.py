@@ -39,7 +39,8 @@ class Interrupt(BaseException):
 class Pair:
     def __init__(self, kind: type[socket.socket] = socket.socket) -> None:
         ours, self.daemon = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.connection = Connection(kind(fileno=ours.detach()), "/test")
+        self.client = kind(fileno=ours.detach())
+        self.connection = Connection(self.client, "/test")
         self.daemon.settimeout(60)
         self._decoder = FrameDecoder(MAX_REQUEST)
 
@@ -191,12 +192,12 @@ def test_giving_up_in_the_middle_of_a_request_closes(pair: Pair) -> None:
 
 def test_giving_up_where_the_cancel_finds_no_room_closes(pair: Pair) -> None:
     size = 0
-    pair.connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    pair.client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     steps = pair.connection.call(Ping(id=0), Done)
     next(steps)
     try:
         while True:
-            size += pair.connection._socket.send(b"\0" * 1024)
+            size += pair.client.send(b"\0" * 1024)
     except BlockingIOError:
         steps.close()
     assert pair.connection.closed

@@ -273,7 +273,7 @@ def test_a_window_that_nobody_asked_for_is_closed(daemon: ScriptedDaemon) -> Non
         for _ in range(2):
             request = line.expect(Generate)
             request.capture = ["blocks.1"]
-            line._messages.insert(0, request)
+            line.put_back(request)
             answer_capture(line)
         expect_close(line)
 
