@@ -10,7 +10,7 @@ from djinn_client.session.calls import SessionCalls
 
 
 class OwnState:
-    """This part of `Session` and of `AsyncSession`."""
+    """The common part of `Session` and `AsyncSession`."""
 
     _calls: SessionCalls
 

@@ -18,7 +18,7 @@ from djinn_client.protocol.fields.placing import ring_bytes
 M = TypeVar("M", bound=Request | Signal | Conversation)
 
 TOKEN_LIMIT = 1 << 31
-MAX_NEW_TOKENS = (1 << 31) - 1  # the context ends an output before this does
+MAX_NEW_TOKENS = (1 << 31) - 1  # an output ends earlier, at the end of the context
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -39,8 +39,8 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty     0 (the default) is off; subtracted from the logits of tokens in the output
     frequency_penalty    0 (the default) is off; subtracted once for each time that the output has the token
     logit_bias           {token id: number to add to its logit}, from -100 to 100, for at most 1,024 tokens
-    min_tokens           the least new tokens: before, neither an end token nor `stop_token_ids` is chosen, and
-                         `stop` matches in later text only; 0 (the default) is off
+    min_tokens           the least new tokens: before them, neither an end token nor `stop_token_ids` is chosen,
+                         and `stop` matches in later text only; 0 (the default) is off
     seed                 the same call with the same seed gives the same tokens; None: the daemon draws one
     stop                 strings that end the output, at most 16 of at most 256 characters; the one that ended it is not
                          part of the text

@@ -228,7 +228,8 @@ def _expect_readable(name: str, descriptor: int) -> None:
 
 
 def _no_folder(folder: str, error: OSError | ValueError) -> ModelNotFound:
-    """The same for every folder into which this user may not look, whether it is there or not."""
+    """The error for a folder that cannot be opened. It is the same if the folder is not there and if this user may not
+    look into it."""
     if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError):
         told = f"there is no such folder, or user {os.geteuid()} may not look into it"
     else:

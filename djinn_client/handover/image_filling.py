@@ -97,5 +97,5 @@ def _place(plain: Tensor, wanted: ImageTensor, tensor: Tensor) -> None:
 
 
 def seal(fd: int) -> None:
-    """No process has it mapped for writing any more, and none will."""
+    """Seals the memfd for good: no process can change it any more. None may have it mapped for writing."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, IMAGE_SEALS | fcntl.F_SEAL_SEAL)

@@ -30,7 +30,7 @@ class KV:
     pages    [pages, blocks, 2, page_size, kv_heads, head_dim], row-major, K before V, in `layout.dtype`: a torch
              tensor, or without torch a numpy array (bfloat16 then as uint16). Writable, and this process's own: what is
              written changes no session. What is behind the last token of the last page is undefined.
-    tokens   the token ids that it is the KV of; None of a window that has not been handed over
+    tokens   the token ids that the KV belongs to; None in a KvWindow
 
     Keys are as attention reads them: with the rotary embedding of their positions, where the model has one.
     """

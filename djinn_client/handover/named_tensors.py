@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class NamedTensors:
-    """The tensors by name. `known`: all of them, where they exist; `names` None: `make` knows which there are."""
+    """The tensors by name. `known` has all of them if they exist already. `names` None: only `make` knows the names."""
 
     def __init__(self, make: Callable[[str], Any], names: set[str] | None, known: Mapping[str, Any] | None) -> None:
         self._make = make
@@ -88,7 +88,7 @@ class NamedTensors:
 
 
 def _check_unused(names: set[str], patterns: list[str]) -> None:
-    """Names that the model has no place for must be such as it can do without."""
+    """Raises ModelRejected for a name without a place in the model, unless a pattern says that it may be ignored."""
     unused = re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
     extra = sorted(name for name in names if not unused.search(name))
     if extra:

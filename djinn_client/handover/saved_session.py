@@ -53,7 +53,7 @@ class SavedSession(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def is_saved_session(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file that begins as one."""
+    """True if there is a file at this path that begins as a saved session does."""
     try:
         with _opened(path) as file:
             return file.read(len(MAGIC)) == MAGIC

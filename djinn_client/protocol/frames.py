@@ -96,8 +96,8 @@ class FrameDecoder:
 
 
 def union_of(*bases: type[msgspec.Struct]) -> Any:
-    """Returns the union of all messages below these base classes, or of a class itself if there is none below it. Their
-    modules have been imported. A message has a tag; a class below a message is none."""
+    """Returns the union of all messages below these base classes, or of a class itself if there is none below it. The
+    modules of the messages have been imported. A message has a tag; classes that are derived from one do not count."""
     return reduce(or_, chain.from_iterable(list(_messages_below(base)) or [base] for base in bases))
 
 
@@ -173,7 +173,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     try:
         return decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        told = str(error)  # which may have in it what came
+        told = str(error)  # it may quote the sender's text
         raise ProtocolError(f"a message that this side does not understand: {told[:MAX_TOLD]}") from error
 
 

@@ -45,7 +45,7 @@ Entry = OpenSession | AttachSession | ForkSession | ImportSession  # requests th
 
 
 class Runner(Protocol):
-    """Runs each Generate of a session in a way of its own, while it is true."""
+    """Runs the Generate calls of a session in its place, as long as bool(runner) is True."""
 
     def __bool__(self) -> bool: ...
 
@@ -71,7 +71,7 @@ class ConnectedSession:
         self._info: SessionInfo | None = None
         self.at: HitInfo | None = None  # the breakpoint at which the last call has stopped
         self.hit: Hit | None = None  # the activation there, if it is mapped
-        self._left: Hit | None = None  # of the call before: unmapping 20 MB takes 1 ms, done during the next call
+        self._left: Hit | None = None  # of the call before; its 20 MB are unmapped, in 1 ms, while the next call runs
         self.interventions: Runner | None = None  # the functions that the session's calls stop for
         self._ended = ""  # "closed" or "detached"
         self._process = 0  # the process that has opened it, and closes it
@@ -141,7 +141,7 @@ class ConnectedSession:
                 raise
 
     def next_of(self, stream: StreamSteps) -> Steps[Delivery[Reply]]:
-        """The stream's next reply. The first call sends the request; from then on the session is the stream's."""
+        """The stream's next reply. The first call sends the request. Until its end the session takes no other."""
         self._expect_idle(stream)
         with self._turn:
             self._expect_no_stream(stream)
@@ -158,8 +158,8 @@ class ConnectedSession:
             return delivery
 
     def run_over(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Delivery[R]]:
-        """Runs a call that goes on from a hit or comes to one. A call that fails leaves the hit as it was. The caller
-        holds the turn."""
+        """Runs a call that resumes from a hit or may stop at one. A call that fails leaves the hit as it was. The
+        caller holds the turn."""
         at, hit = self.at, self.hit
         self.stopped_at(None)
         try:

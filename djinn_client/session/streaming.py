@@ -93,7 +93,7 @@ class StreamSteps:
                 self.connection.give_up()
 
     def _finish(self, last: Generated) -> Piece | None:
-        """`last` has the tokens that no Piece has brought: they are the last piece, and the sum is the result."""
+        """Makes the last piece of the tokens in `last`, which no Piece has brought, and the result of all pieces."""
         fields = {name: getattr(last, name) for name in ("text", "token_ids", "logprobs", "token_bytes", "delta")}
         rest = Piece(id=last.id, **fields)
         self._pieces.append(rest)
@@ -110,14 +110,14 @@ class StreamSteps:
 
 
 class StreamState:
-    """This part of `Stream` and of `AsyncStream`: it waits for nothing."""
+    """The common part of `Stream` and `AsyncStream`: members that wait for nothing."""
 
     def __init__(self, steps: StreamSteps) -> None:
         self._steps = steps
 
     @property
     def result(self) -> Generated:
-        """Raises SessionStateError where the stream was not read to its end."""
+        """The result of the call, as of `generate`. Raises SessionStateError before the stream was read to its end."""
         return self._steps.result
 
     @property

@@ -137,7 +137,7 @@ def mapped(generated: Generated, fds: list[int]) -> tuple[Captured, memoryview]:
 
 def placed(tensor: Any, name: str, captured: Captured) -> Any:
     """The tensor, with its point and first position."""
-    if hasattr(tensor, "__array_finalize__"):  # an array of numpy's takes no attributes, but this
+    if hasattr(tensor, "__array_finalize__"):  # numpy's arrays take no attributes, but those of a subclass do
         from djinn_client.tensors.activation import Activation
 
         tensor = tensor.view(Activation)

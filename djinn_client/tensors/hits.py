@@ -62,19 +62,19 @@ class Hit(ResumePoint):
         self._given_out, self._activation = True, value
 
     def changes(self, replacement: Any) -> list[int]:
-        """The rows to replace in order to resume with this instead of the original activation; None: with the
-        activation as it is now. Raises InvalidRequest for another shape or dtype."""
+        """The rows to replace so that the call resumes with `replacement`, or, if that is None, with the activation as
+        it is now. Raises InvalidRequest for another shape or dtype."""
         if replacement is None and not self._given_out:  # not even compared: 20 MB of it would take 8 ms
             return sorted(self._written)
         different = (self._bits(replacement) != self._window(self._pristine)).any(axis=1)
         return sorted(self._written | set(different.nonzero()[0].tolist()))
 
     def wrote(self, positions: Iterable[int]) -> None:
-        """While the session is here."""
+        """Notes that the session, while it is at this hit, has got an edit that replaces these positions."""
         self._written.update(position - self.positions.start for position in positions)
 
     def _bits(self, replacement: Any) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """See ResumePoint; of what is mapped, without a copy."""
+        """See ResumePoint. The activation is not copied if it is still the mapped memory."""
         if replacement is self._mapped or (replacement is None and self._activation is self._mapped):
             return self._window(self._memory)
         return super()._bits(replacement)

@@ -52,7 +52,7 @@ class ResumePoint:
         return Values(self._dtype, len(rows), self._bits(replacement)[rows].tobytes())
 
     def _bits(self, replacement: Any) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """[positions, …], so that rows can be compared bit by bit."""
+        """The replacement's rows as whole numbers, [positions, …], which can be compared bit by bit."""
         value = self.activation if replacement is None else replacement
         shape, dtype = getattr(value, "shape", ()), dtype_of(value)
         if tuple(shape) not in (self._shape, (1, *self._shape)):
@@ -69,7 +69,7 @@ class ResumePoint:
         return self._words(memoryview(rows.tobytes()), 0)
 
     def _words(self, memory: memoryview, offset: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The rows at `offset`, as few numbers as may be."""
+        """The rows at `offset`, in numbers of 64 bits if a row is a multiple of that, otherwise of 16 bits."""
         import numpy as np
 
         word: type[np.unsignedinteger[Any]] = np.uint64 if self.row_bytes % 8 == 0 else np.uint16

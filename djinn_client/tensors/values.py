@@ -20,7 +20,7 @@ MAX_POSITIONS = 3 << 20  # in one request: each takes up to 5 bytes of its frame
 
 
 class Values(NamedTuple):
-    """`data`: so many rows, row-major."""
+    """Rows of numbers: `data` has them one after another, in the dtype."""
 
     dtype: Dtype = "float32"
     rows: int = 0

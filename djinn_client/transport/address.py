@@ -55,7 +55,7 @@ def finding(path: str, error: OSError) -> tuple[str, str]:
 
 
 def _may_be_socket(path: str) -> bool:
-    """Whether it is one, or cannot be seen."""
+    """True if the path is a socket, or cannot be examined."""
     try:
         return stat.S_ISSOCK(os.stat(path).st_mode)
     except OSError:

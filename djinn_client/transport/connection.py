@@ -49,8 +49,8 @@ class Connection:
         return self._socket.fileno() < 0
 
     def is_hung_up(self) -> bool:
-        """True if it is closed, or the daemon has closed its side. Ask between two requests: bytes
-        that have come then are the daemon's last message."""
+        """True if the connection is closed, here or by the daemon. Call it between two requests: bytes that have come
+        then are the daemon's last message."""
         if self.closed:
             return True
         try:
@@ -112,8 +112,8 @@ class Connection:
         yield from self._send(lambda: self._exchange.start(request, len(fds)), fds)
 
     def tell(self, message: Signal) -> Steps[None]:
-        """Sends a message that has no reply, whatever is in flight. Waits for nothing but room in the socket; where the
-        daemon has hung up, the next call says so. Raises InvalidRequest for a text that the wire cannot carry."""
+        """Sends a message that has no reply, whatever is in flight. It waits only for room in the socket. If the
+        daemon has hung up, the next call raises that. Raises InvalidRequest for a text that the wire cannot carry."""
         return self._send(lambda: frame_of(message))
 
     def receive(self) -> Steps[Delivery[Reply]]:
@@ -158,7 +158,8 @@ class Connection:
         raise ConnectionLost(f"the connection to {self.address} was closed here")
 
     def _send(self, frame: Callable[[], bytes], fds: Sequence[int] = ()) -> Steps[None]:
-        """`frame` is made in here: one that is counted as sent, and is not, would be waited for."""
+        """Makes and sends the frame. It is made in here, because from then on its reply is expected: an error before it
+        is sent closes the connection."""
         try:
             rest: bytes | memoryview = frame()
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -172,7 +173,7 @@ class Connection:
                 except BlockingIOError:
                     yield Wait("write", self._socket.fileno())
         except (BrokenPipeError, ConnectionResetError):
-            return  # why the daemon hung up may be waiting to be read
+            return  # a last message of the daemon, which is read next, may say why it hung up
         except DjinnError:
             raise  # nothing was sent
         except BaseException:
@@ -213,7 +214,8 @@ _all: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _close_copies() -> None:
-    """In a process that has just been forked. Closing tells the daemon nothing: the parent has the socket, too."""
+    """Closes the connections in a process that has just been forked. The daemon does not notice, because the parent
+    has the same sockets."""
     for connection in list(_all):
         connection.close()
 
@@ -222,7 +224,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def _descriptors(passed: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors in the ancillary data of recvmsg. (socket.recv_fds takes no flags, and so no close-on-exec.)"""
+    """The descriptors in the ancillary data of recvmsg. (socket.recv_fds ignores its flags, so also close-on-exec.)"""
     size = struct.calcsize("i")
     return [
         fd

@@ -61,8 +61,8 @@ def map_window(fd: int, nbytes: int) -> memoryview:
 def map_read_only(fd: int, nbytes: int) -> memoryview:
     """Maps the first `nbytes` of a sealed memfd, shared, as `map_window` does otherwise. The view says that it is
     writable, as torch and others want it; a process that writes to it dies. (A private mapping would be copied page by
-    page where it is pinned; and of a descriptor that can write, some kernels give no shared one once writing is
-    sealed.)"""
+    page when it is pinned. Some kernels refuse a shared mapping of a descriptor that is open for writing, once writing
+    is sealed.)"""
     return _map(fd, nbytes, mmap.PROT_READ, mmap.MAP_SHARED)
 
 

@@ -166,7 +166,7 @@ def _call(session: SessionCalls, request: requests.Generate) -> Steps[Hit | repl
 
 
 def replacing(session: str, start: ResumePoint, replacement: Any, rows: Sequence[int]) -> list[requests.AddEdit]:
-    """The requests for the edits, as few as can carry them. Raises InvalidRequest before anything is sent."""
+    """The requests for edits that replace these rows, as few as possible. Raises InvalidRequest."""
     most = max(1, MAX_VALUES // start.row_bytes)
     edits = []
     for part in (rows[start : start + most] for start in range(0, len(rows), most)):

@@ -32,7 +32,8 @@ def handled(
     run: Callable[[Steps[None]], Any],
     steps: Callable[Concatenate[SessionCalls, P], Steps[int]],
 ) -> Callable[Concatenate[SessionCalls, P], Steps[H]]:
-    """The call that runs these steps and returns a handle of the id that they return. `run` runs the handle's own."""
+    """The call that runs these steps and returns a handle of the id that they return. The handle's own calls are run
+    by `run`."""
 
     def call(session: SessionCalls, /, *args: P.args, **options: P.kwargs) -> Steps[H]:
         return handle(session, (yield from steps(session, *args, **options)), run)

@@ -101,7 +101,7 @@ class Interventions:
         self._entries = tuple(entry for entry in self._entries if entry.id != id)
 
     def expect_kind(self, block: int, local: bool) -> None:
-        """Raises InvalidRequest where the functions before that block are of the other one."""
+        """Raises InvalidRequest if functions at that block run in the other place: here, or in the daemon."""
         if any(entry.block == block and (entry.code is None) != local for entry in self._entries):
             there, here = ("local=True", "one without") if not local else ("no local=True", "one with it")
             raise InvalidRequest(
@@ -120,7 +120,7 @@ class Interventions:
             split.add(answer.message)
             if split.ended:
                 close_all(answer.fds)
-                session.stopped_at(None)  # the daemon has it at the hit yet: no call minds
+                session.stopped_at(None)  # in the daemon it stays at the hit, which later calls ignore
                 return Delivery(split.whole(), [])
             at = answer.message.hit
             here = [] if at is None else [entry for entry in self._entries if entry.is_at(at)]

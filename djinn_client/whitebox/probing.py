@@ -167,7 +167,7 @@ def capture(
 
 
 def _number(value: Any) -> float:
-    """Also of a tensor's or an array's one element."""
+    """The value as a float; it may be a tensor or an array with one element."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:

@@ -55,7 +55,7 @@ class SplitCall:
         if part.token_ids and not self._tokens:
             self._first_token = self._total + part.timings.first_token
         self._total += part.timings.total
-        first = not self._tokens  # and then the daemon has looked for stop strings
+        first = not self._tokens  # in the first part the daemon has looked for stop strings
         self._tokens += part.token_ids
         self._logprobs += part.logprobs
         self._token_bytes |= part.token_bytes
@@ -85,14 +85,14 @@ class SplitCall:
         )
 
     def _append(self, text: str) -> None:
-        """A part that ends within a character says that it is broken, and the next one has it whole."""
+        """A part that ends in the middle of a character ends with BROKEN. The next part has the whole character."""
         if text and text[0] != BROKEN and not text[0].isascii():
             self._text = self._text.rstrip(BROKEN)
         self._text += text
 
     def _stop(self, told: int) -> None:
-        """Before the stop string that has become complete behind `told` first; of those that end at the same character,
-        before the longest."""
+        """Cuts the text before the first stop string that ends behind its first `told` characters. If several end at
+        the same character, the longest of them counts."""
         begins = {stop: self._text.find(stop, max(0, told - len(stop) + 1)) for stop in self._request.stop}
         complete = [(begin + len(stop), begin) for stop, begin in begins.items() if begin >= 0]
         if complete:

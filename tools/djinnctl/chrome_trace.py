@@ -44,8 +44,8 @@ def chrome(reply: TraceReply) -> dict[str, Any]:
 
 
 def gaps(spans: Sequence[Span]) -> list[Span]:
-    """Where nothing was computed between two steps, and nothing copied over the ring between two copies, on tracks of
-    their own; `until` is what ended it. `spans`: by time."""
+    """The times between two steps in which nothing was computed, and those between two copies over the ring, as spans
+    on tracks of their own. `until` names the span after the gap. `spans`: by time."""
     began, computed, copied = ([span for span in spans if span.track == track] for track in ("step", "compute", "copy"))
     steps = [bisect_right(began, span.start_us, key=_start) for span in computed]
     between = [pair for pair, (one, next_) in zip(pairwise(computed), pairwise(steps), strict=True) if one != next_]

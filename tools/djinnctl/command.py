@@ -69,7 +69,7 @@ class Settings:
         screen.show(lambda: done, lambda _: shown, as_json=self.json)
 
     def patience(self) -> AbstractContextManager[None]:
-        """Says, once, where the block has waited SILENCE_S for the daemon's first answer, and lets it go on waiting."""
+        """Says once that the daemon has not answered, if the block takes longer than SILENCE_S. The block goes on."""
         return after_silence(self._tell_of_silence)
 
     def _tell_of_silence(self) -> None:

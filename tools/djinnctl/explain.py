@@ -28,7 +28,7 @@ def _figure(value: float | str) -> str:
 
 
 def _ahead(why: Why) -> str:
-    """The first of the caller's by id."""
+    """The first of the caller's sessions by their ids, and counts of the others."""
     named = [*why.ahead[:NAMED]]
     if len(why.ahead) > NAMED:
         named.append(f"{len(why.ahead) - NAMED:,} more of yours")

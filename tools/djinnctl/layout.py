@@ -71,7 +71,7 @@ def new_table(*headings: str) -> Table:
 
 
 class Group(tuple["Renderable", ...]):
-    """One below the other."""
+    """Parts, one below the other."""
 
     def __new__(cls, *parts: Renderable) -> Group:
         return super().__new__(cls, parts)

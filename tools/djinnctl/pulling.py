@@ -58,6 +58,6 @@ def told(hub_id: str, target: Path, is_found: bool) -> str:
 
 
 def _names(of: ModelInfo) -> list[str]:
-    """The names of its FILES."""
+    """The names of the model's files that match FILES."""
     names = (file.rfilename for file in of.siblings or ())
     return [name for name in names if any(fnmatch(name, pattern) for pattern in FILES)]

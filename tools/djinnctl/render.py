@@ -258,7 +258,7 @@ def budget(reply: BudgetReply) -> Renderable:
 
 
 def freed(reply: BudgetReply, before: int) -> Renderable:
-    """`before`: the budget that was."""
+    """`before`: the budget before the change."""
     given_back = f"djinnctl budget {exact_size(before)}"
     return Group(budget(reply), f"{size(before - reply.budget_bytes)} are yours until `{given_back}`")
 

@@ -74,7 +74,7 @@ class _Picture:
 
 
 def _redraws() -> bool:
-    """Whether it is a terminal that can go back to what it has shown. FORCE_COLOR makes none of a pipe."""
+    """True if stdout is a terminal that can draw over its lines. FORCE_COLOR does not make a pipe one."""
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -86,8 +86,8 @@ def colours() -> bool:
 
 
 def _print(renderable: Renderable) -> None:
-    """A sentence for people or scripts is not wrapped. All else is as wide as the terminal, or as COLUMNS says; else as
-    wide as it takes."""
+    """Prints a str as it is. Everything else is cut to the width of the terminal, or to COLUMNS; without either it is
+    not cut."""
     if isinstance(renderable, str):
         click.echo(renderable)
         return

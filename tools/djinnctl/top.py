@@ -21,7 +21,7 @@ class Glance(msgspec.Struct):
 
 
 class Reader:
-    """Each call is a glance."""
+    """Each call asks the daemon for a Glance, with the tokens since the call before."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

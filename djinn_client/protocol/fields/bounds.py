@@ -50,8 +50,8 @@ _FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 
 
 
 def expect_few_values(data: bytes) -> None:
-    """Raises ProtocolError for a large message that would take long to decode. One that is cut short passes: decoding
-    tells that at once."""
+    """Raises ProtocolError for a large message that would take long to decode. A message that is cut short passes:
+    decoding tells that at once."""
     at, left, seen, last = 0, 1, 0, b""
     while left and at < len(data):
         if seen + left > MAX_VALUES:
@@ -90,7 +90,7 @@ def _head(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def whole_at(data: bytes, at: int) -> int | None:
-    """The whole number that begins there; None where something else does."""
+    """The whole number that begins there; None if something else begins there."""
     byte = data[at] if at < len(data) else 0xC1
     if byte < 0x80:
         return byte

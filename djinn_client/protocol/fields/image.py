@@ -14,7 +14,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ImageTensor(msgspec.Struct, frozen=True, array_like=True):
-    """`offset` counts elements of the buffer's plain form. Others of `names` than the first are tied to it."""
+    """`offset` counts elements of the buffer's plain form. The further `names` are tied to the first."""
 
     names: list[str]
     shape: list[int]

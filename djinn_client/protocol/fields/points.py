@@ -39,7 +39,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_behind(self) -> bool:
-        """All blocks, where only those tokens come whose logits are wanted."""
+        """True if the point is behind all blocks. Only tokens with wanted logits come there."""
         return self.where in ("norm", "logits")
 
 
@@ -73,7 +73,7 @@ class PointMap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.vocab if point.where == "logits" else self.width
 
     def order(self, point: Point) -> tuple[int, int]:
-        """By which points are sorted in the order of computing."""
+        """The key that sorts points in the order of computing."""
         block = self.blocks if point.is_behind else point.block
         return block, ("resid", "attn", "mlp", "norm", "logits").index(point.where)
 

@@ -23,7 +23,7 @@ class Typed:
 
     @property
     def inside(self) -> bool:
-        """A message of several lines is open."""
+        """True while a message of several lines is open."""
         return self._lines is not None
 
     def add(self, line: str) -> str | Command | None:

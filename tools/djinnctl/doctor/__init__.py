@@ -14,7 +14,7 @@ Check = Callable[[], Iterable[Result]]
 
 
 def checks(address: str | None, fix: bool) -> list[tuple[str, Check]]:
-    """In the order in which a person would look: each stands on those before it. The machine is the daemon's matter."""
+    """The checks in the order in which a person would look. Without djinnd in this Python, the machine is left out."""
     here: list[tuple[str, Check]] = [("Python", software.check_python), ("packages", software.check_packages)]
     if not software.has_daemon():
         return [*here, ("socket", partial(daemon.check, address)), ("daemon", partial(daemon.check_notes, address))]
