@@ -135,8 +135,8 @@ class Server:
             config.models,
             self._sessions,
             self._arena,
-            lambda model: self._supervisor.engine(),
-            lambda model: self._supervisor.next_engine(),
+            lambda: self._supervisor.engine(),
+            lambda: self._supervisor.next_engine(),
             self._page_folder,
             self._prefixes,
             config.limits,
@@ -152,7 +152,7 @@ class Server:
             config.limits,
             self._models,
             self._sessions,
-            lambda model: self._supervisor.engine(),
+            lambda: self._supervisor.engine(),
             self._inspector,
         )
         self._functions = FunctionRequests(config.functions, self._sessions, self._models, groups_of)

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import partial
 
 from djinn_client.errors import DjinnError, FilesWanted, InvalidRequest, ModelNotFound, ModelRejected, Retry
 from djinn_client.files.model_files import ModelFiles
+from djinn_client.protocol import HandOverFiles
 from djinnd import config
 from djinnd.server.checkpoints.hub import Hub
 from djinnd.server.checkpoints.names import is_hub_id
@@ -39,12 +40,11 @@ _UNUSED = 60.0  # seconds that the files of a model are kept if it is not loaded
 
 @dataclass(eq=False)
 class Folders:
-    """Identifies checkpoints and owns their open files. `models` are all known models, by name; `configured` are those
-    of the configuration; Models owns both. `changed` is called when a user has gained access to a model, and `unused`
-    with a model that was not loaded in time."""
+    """Identifies checkpoints and owns their open files. `models` are all known models, by name; ModelTable owns them.
+    `changed` is called when a user has gained access to a model, and `unused` with a model that was not loaded in
+    time."""
 
     _models: dict[str, ServedModel]
-    _configured: Mapping[str, config.Model]
     _sessions: SessionTable
     limits: InitVar[config.Limits]
     _is_admin: Callable[[int], bool]
@@ -76,13 +76,11 @@ class Folders:
             raise _wanted(folder, error.message) from error
         return await self._identify(folder, opened, client)
 
-    async def take(
-        self, client: ConnectedClient, folder: str, names: Sequence[str], others: Sequence[str], fds: list[int]
-    ) -> ServedModel:
+    async def take(self, client: ConnectedClient, request: HandOverFiles, fds: list[int]) -> ServedModel:
         """Returns the model with these files, which the client has handed over. Takes the descriptors out of the list.
         Raises InvalidRequest, QuotaExceeded, ModelNotFound, Retry."""
         try:
-            work = partial(take_over, folder_name(folder), names, fds, others)
+            work = partial(take_over, folder_name(request.folder), request.names, fds, request.others)
             opened = await self.slow_files.run(client.user, work, OpenFiles.close)
         finally:
             if fds:
@@ -116,13 +114,13 @@ class Folders:
 
     async def _configured_model_with(self, marks: Marks) -> ServedModel | None:
         """The configured model with these files, if it is not loaded. `_model_with` finds loaded ones."""
-        paths = {name: source.path for name, source in self._configured.items() if not is_hub_id(source.path)}
+        configured = [model for model in self._models.values() if model.is_configured]
 
-        def find() -> str | None:
-            return next((name for name, path in paths.items() if is_at(path, marks)), None)
+        def find() -> ServedModel | None:
+            folders = (model for model in configured if not is_hub_id(model.source.path))
+            return next((model for model in folders if is_at(model.source.path, marks)), None)
 
-        name = await self.slow_files.run(os.geteuid(), find)
-        return None if name is None else self._models[name]
+        return await self.slow_files.run(os.geteuid(), find)
 
     def _model_without_files(self, folder: str, user: int) -> ServedModel | None:
         """The model of that name that has lost its files, if only this user has sessions of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.resources import files
 
 from djinn_client.errors import ModelNotFound
@@ -20,10 +20,9 @@ def known_models(configured: Mapping[str, config.Model]) -> dict[str, config.Mod
     return {SHIPPED: shipped, **configured}
 
 
-def model_named(name: str, known: Mapping[str, config.Model], hub: bool) -> config.Model:
-    """The model that a name stands for; the name is no folder. Raises ModelNotFound with the names that exist."""
-    if name in known:
-        return known[name]
+def hub_model(name: str, known: Collection[str], hub: bool) -> config.Model:
+    """The model of the hub that a name stands for, if clients may name hub ids (`hub`). Raises ModelNotFound with the
+    names of the `known` models."""
     if hub and is_hub_id(name):
         return config.Model(path=name)
     near = difflib.get_close_matches(name, known, n=1)

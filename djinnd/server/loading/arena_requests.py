@@ -23,7 +23,7 @@ from djinnd.server.quotas.ledger import Ledger
 
 
 class ArenaRequests:
-    """Changes the arena for Models, which receives the engines' messages and owns the arena."""
+    """Changes the arena, one change at a time. ModelEvents passes on the engines' messages."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

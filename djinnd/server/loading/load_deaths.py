@@ -4,9 +4,9 @@
                                     └──► ready, the deaths are forgotten
 
 If several models were being loaded when an engine died, one of them is to blame. So after such a death models are
-loaded one at a time, until all of these have been loaded or set aside: the next death has one suspect. Requests wait
-too while a configured model is loaded again after a death (Models.ready), because one of them might kill the engine at
-that time.
+loaded one at a time, until all of these have been loaded or set aside: the next death has one suspect. While a
+configured model is loaded again after a death, requests wait too (see ModelTable.ready), because one of them might kill
+the engine at that time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoadDeaths:
     """Loads models, one at a time after a death. `models` iterates over all known models. `next_engine` waits for an
     engine, without a limit."""
 
-    def __init__(self, models: Iterable[ServedModel], next_engine: Callable[[str], Awaitable[EngineClient]]) -> None:
+    def __init__(self, models: Iterable[ServedModel], next_engine: Callable[[], Awaitable[EngineClient]]) -> None:
         self._models = models
         self._next_engine = next_engine
         self._alone = asyncio.Lock()
@@ -46,7 +46,7 @@ class LoadDeaths:
         try:
             while True:
                 async with self._turn():
-                    engine = await self._next_engine(model.name)
+                    engine = await self._next_engine()
                     with suppress(EngineLost):
                         await check(engine)
                     if engine.lost.done():

@@ -48,8 +48,8 @@ class ModelLifecycle:
     _prefixes: PrefixTable
     _arena: Arena
     _arena_requests: ArenaRequests
-    _engine_for: Callable[[str], Awaitable[EngineClient]]
-    next_engine: InitVar[Callable[[str], Awaitable[EngineClient]]]
+    _engine: Callable[[], Awaitable[EngineClient]]
+    next_engine: InitVar[Callable[[], Awaitable[EngineClient]]]
     _page_folder: Path
     _folders: Folders
     _texts: Texts
@@ -57,20 +57,25 @@ class ModelLifecycle:
     _user_deaths: UserDeaths
     _gone: Callable[[ServedModel], None]
 
-    def __post_init__(self, next_engine: Callable[[str], Awaitable[EngineClient]]) -> None:
+    def __post_init__(self, next_engine: Callable[[], Awaitable[EngineClient]]) -> None:
         self.keep_alive = KeepAlive(self._sessions, self.sleep)
         self._deaths = LoadDeaths(self._models, next_engine)
 
     async def plan(self, model: ServedModel, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
-        """Computes what loading the model would take. Raises ModelNotFound, and the engine's refusals."""
-        files = await self._folders.files_of(model)
-        engine = await self._engine_for(model.name)
-        fields = model.load_fields(files, model.placed(placing))
-        fields |= {"kv_bytes": kv_bytes or model.kv.device, "memory_bytes": memory_bytes}
-        if self._is_inspected(model):
-            return await self._inspector.plan(model.opener, engine, files, **fields)
-        planned: Planned = await engine.call(Plan, duplicates(files), **fields)
-        return planned.plan
+        """Computes what loading the model would take. 0 and None stand for the configured values and the device's own
+        budget. Raises ModelNotFound, and the engine's refusals."""
+        try:
+            files = await self._folders.files_of(model)
+            engine = await self._engine()
+            fields = model.load_fields(files, model.placed(placing))
+            fields |= {"kv_bytes": kv_bytes or model.kv.device, "memory_bytes": memory_bytes}
+            if self._is_inspected(model):
+                return await self._inspector.plan(model.opener, engine, files, **fields)
+            planned: Planned = await engine.call(Plan, duplicates(files), **fields)
+            return planned.plan
+        finally:
+            if model.state == "available" and model.changing is None:
+                self._gone(model)
 
     @property
     def trials(self) -> set[ServedModel]:

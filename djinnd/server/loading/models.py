@@ -23,19 +23,15 @@ from pathlib import Path
 
 from djinn_client.errors import DjinnError, ModelNotFound, ModelRejected
 from djinn_client.files.pulled import pulled_folder
-from djinn_client.protocol import HandOverFiles
-from djinn_client.protocol.fields.placing import ModelPlan, Placing
+from djinn_client.protocol.fields.placing import Placing
 from djinnd import config
-from djinnd.messages import (
-    TenantLimits,
-    ToEngine,
-)
+from djinnd.messages import TenantLimits, ToEngine
 from djinnd.server.admission import admission
 from djinnd.server.admission import edits as edit_admission
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.folders import Folders
 from djinnd.server.checkpoints.inspection import Inspector
-from djinnd.server.checkpoints.names import is_hub_id, known_models, model_named
+from djinnd.server.checkpoints.names import hub_model, is_hub_id, known_models
 from djinnd.server.checkpoints.records import ModelRecord, ModelRecords
 from djinnd.server.engines.blame import MOST_DEATHS
 from djinnd.server.engines.engine_client import EngineClient
@@ -62,16 +58,16 @@ log = logging.getLogger("djinnd.server")
 
 
 class ModelTable:
-    """The table of models. Owns their arena. `page_folder`: see ModelLifecycle. `events` receives
-    the engines' messages about models."""
+    """The table of models. Owns their arena. `folders` owns their files, `lifecycle` loads and unloads them, `events`
+    receives the engines' messages about them. `page_folder`: see ModelLifecycle."""
 
     def __init__(
         self,
         configured: Mapping[str, config.Model],
         sessions: SessionTable,
         arena: Arena,
-        engine_for: Callable[[str], Awaitable[EngineClient]],
-        next_engine: Callable[[str], Awaitable[EngineClient]],
+        engine: Callable[[], Awaitable[EngineClient]],
+        next_engine: Callable[[], Awaitable[EngineClient]],
         page_folder: Path,
         prefixes: PrefixTable,
         limits: config.Limits,
@@ -83,32 +79,32 @@ class ModelTable:
         ledger_of: Callable[[int], Ledger],
     ) -> None:
         """`hub`: clients may name hub ids. `is_admin` returns True for administrators."""
-        self._known = known_models(configured)
         self._models = {
-            name: ServedModel.configured(name, source, is_configured=True) for name, source in self._known.items()
+            name: ServedModel.configured(name, source, is_configured=True)
+            for name, source in known_models(configured).items()
         }
         self._sessions = sessions
-        self._engine_for = engine_for
+        self._engine = engine
         self._prefixes = prefixes
         self._arena = arena
         self._arena_requests = ArenaRequests(arena)
         self._has_hub = hub
         self.charges = ModelCharges(is_admin, ledger_of)
         self._records = ModelRecords(state_dir, self._record)
-        self._folders = Folders(
-            self._models, self._known, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
+        self.folders = Folders(
+            self._models, sessions, limits, is_admin, self._records.changed, self._forget_unless_used
         )
         self._user_deaths = UserDeaths(limits)
-        self._loader = ModelLifecycle(
+        self.lifecycle = ModelLifecycle(
             self,
             sessions,
             prefixes,
             arena,
             self._arena_requests,
-            engine_for,
+            engine,
             next_engine,
             page_folder,
-            self._folders,
+            self.folders,
             texts,
             inspector,
             self._user_deaths,
@@ -124,36 +120,34 @@ class ModelTable:
 
     def follow(self, limits: config.Limits) -> None:
         """Applies new limits."""
-        self._folders.follow(limits)
+        self.folders.follow(limits)
         self._user_deaths.limits = limits
 
-    def find(self, name: str) -> ServedModel:
-        """Finds a model by its name. A hub id becomes a known model when a client loads it. Raises ModelNotFound."""
-        if name in self._models:
-            return self._models[name]
-        return ServedModel.configured(
-            name, model_named(name, self._known, self._has_hub), is_configured=name in self._known
-        )
+    def find(self, name: str, client: ConnectedClient | None = None) -> ServedModel:
+        """Finds a model by its name. A hub id becomes a known model when a client loads it. Raises ModelNotFound, also
+        if `client` may not see the model."""
+        model = self._models.get(name)
+        if model is not None and (client is None or model.is_open_to(client)):
+            return model
+        configured = [each.name for each in self if each.is_configured]
+        return ServedModel.configured(name, hub_model(name, configured, self._has_hub))
 
     async def named(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds the model that a client names. If it names a folder, the folder is opened, here or by the client (see
         Folders). For the daemon's own user, a hub id that `djinnctl pull` has fetched stands for its folder: native
         clients find the folder themselves, HTTP clients cannot. Raises ModelNotFound, FilesWanted, InvalidRequest,
         Retry."""
-        if name.startswith("/") and name not in self._known:
-            return await self._folders.named(name, client)
-        if client.user == os.geteuid() and not self.is_known(name) and is_hub_id(name):
-            pulled = await self._folders.slow_files.run(client.user, partial(pulled_folder, name))
+        known = self._models.get(name)
+        if name.startswith("/") and not (known is not None and known.is_configured):
+            return await self.folders.named(name, client)
+        if client.user == os.geteuid() and known is None and is_hub_id(name):
+            pulled = await self.folders.slow_files.run(client.user, partial(pulled_folder, name))
             if pulled is not None:
-                return await self._folders.named(pulled, client)
-        model = self.find_visible(name, client)
+                return await self.folders.named(pulled, client)
+        model = self.find(name, client)
         if name not in self._models:
             model.owner = client.user
         return model
-
-    async def hand_over(self, client: ConnectedClient, request: HandOverFiles, fds: list[int]) -> ServedModel:
-        """Takes the open files of a client's checkpoint. See Folders.take."""
-        return await self._folders.take(client, request.folder, request.names, request.others, fds)
 
     def engine_of(self, session: SessionRecord) -> EngineClient | None:
         """The engine on which the session is open, or None."""
@@ -171,15 +165,12 @@ class ModelTable:
         return self._models.get(session.model) if session.is_servable else None
 
     def is_known(self, name: str) -> bool:
-        return name in self._models or name in self._known
-
-    def is_configured(self, model: ServedModel) -> bool:
-        return model.name in self._known
+        return name in self._models
 
     def find_open(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds a model for a new session. Raises ModelNotFound, also if the client may not use the model or its owner
         has withdrawn it."""
-        model = self.find_visible(name, client)
+        model = self.find(name, client)
         expect_open(model)
         return model
 
@@ -192,13 +183,6 @@ class ModelTable:
             await self.ready(model.name, call.tell_loading, user=call.client.user)
         return self.find_open(model.name, call.client)
 
-    def find_visible(self, name: str, client: ConnectedClient) -> ServedModel:
-        """Finds a model by its name. Raises ModelNotFound, also if the client may not see the model."""
-        model = self.find(name)
-        if not model.is_open_to(client):
-            return ServedModel.configured(name, model_named(name, self._known, self._has_hub))  # raises ModelNotFound
-        return model
-
     def visible(self, client: ConnectedClient) -> list[ServedModel]:
         return [model for model in self if model.is_open_to(client)]
 
@@ -206,7 +190,7 @@ class ModelTable:
         """At startup: loads the models that the configuration preloads, and the models of `adopted`, for which an
         earlier daemon has left weights or pages in the arena. An adopted model that was asleep stays asleep."""
         adopted = list(adopted)
-        restore(self._models, self._records.read(), list(self._sessions), adopted, self._known, self.find)
+        restore(self._models, self._records.read(), list(self._sessions), adopted, self.find)
         for name in adopted:
             try:
                 model = self._models[name] = self.find(name)
@@ -246,7 +230,7 @@ class ModelTable:
 
         The engine is alive and has the model until the caller next awaits.
         """
-        while (model := self.find(name)).engine is None or self._loader.trials:
+        while (model := self.find(name)).engine is None or self.lifecycle.trials:
             if model.engine is not None:
                 await self._trials_ended()
                 continue
@@ -272,25 +256,25 @@ class ModelTable:
     async def _trials_ended(self) -> None:
         """Waits until no configured model is on trial. Raises EngineLost if there was no engine for
         limits.engine_wait."""
-        for model in list(self._loader.trials):
+        for model in list(self.lifecycle.trials):
             try:
                 await self._join(model, lambda _: None)
             except DjinnError:
-                if model in self._loader.trials:  # the load has not failed: there is no engine
+                if model in self.lifecycle.trials:  # the load has not failed: there is no engine
                     raise
 
     async def _join(self, model: ServedModel, on_loading: OnLoading) -> None:
-        missed = asyncio.create_task(self._engine_missed(model.name))
+        missed = asyncio.create_task(self._engine_missed())
         try:
             await model.join(on_loading, missed)
         finally:
             missed.cancel()
             missed.add_done_callback(mark_error_seen)
 
-    async def _engine_missed(self, name: str) -> None:
+    async def _engine_missed(self) -> None:
         """Returns never. Raises EngineLost when there was no engine for limits.engine_wait."""
         while True:
-            engine = await self._engine_for(name)
+            engine = await self._engine()
             await asyncio.wait([engine.lost])
 
     def try_again(self, model: ServedModel) -> None:
@@ -301,7 +285,7 @@ class ModelTable:
     def set_keep_alive(self, model: ServedModel, seconds: float) -> None:
         """Sets the idle time after which a model sleeps. The model is loaded, being loaded, or asleep."""
         model.keep_alive = seconds
-        self._loader.keep_alive.begin(model)
+        self.lifecycle.keep_alive.begin(model)
 
     async def once_ready(self, session: SessionRecord) -> ServedModel:
         """Returns the session's model, after it has been ready once. For a session of an earlier daemon this loads the
@@ -341,19 +325,6 @@ class ModelTable:
             last = session.used if session.call is None else time.monotonic()
             model.used = max(model.used, last)
 
-    async def plan(self, model: ServedModel, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
-        """Computes what loading the model would take. 0 and None stand for the configured values and the device's own
-        budget. Raises ModelNotFound, and the engine's refusals."""
-        try:
-            return await self._loader.plan(model, memory_bytes, kv_bytes, placing)
-        finally:
-            if model.state == "available" and model.changing is None:
-                self._forget_unless_used(model)
-
-    async def unload(self, model: ServedModel) -> None:
-        """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
-        await self._loader.unload(model)
-
     def add_shared(self, share: Share) -> ServedModel:
         """Adds the model that a client shares. It is known until `drop`."""
         source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
@@ -370,7 +341,7 @@ class ModelTable:
             with suppress(Exception):  # reported to the request that began the load
                 await asyncio.shield(model.changing)
         try:
-            await self.unload(model)
+            await self.lifecycle.unload(model)
         finally:
             del self._models[share.model]
             self.charges.release(model)
@@ -379,12 +350,12 @@ class ModelTable:
     def stop(self) -> None:
         """Ends all loads; none begins after this."""
         self._closing = True
-        self._loader.stop()
+        self.lifecycle.stop()
 
     async def close(self, keep_blocks: bool = False) -> None:
         """Called after `stop`, when the engine is gone. Returns when the arena is empty, or is left to the next
         daemon."""
-        await self._loader.close()
+        await self.lifecycle.close()
         await self._arena_requests.close(keep_blocks)
         await self._records.close()
 
@@ -395,7 +366,7 @@ class ModelTable:
 
     def _load(self, model: ServedModel) -> None:
         self._models[model.name] = model
-        self._loader.load(model)
+        self.lifecycle.load(model)
 
     def _load_again(self, model: ServedModel) -> None:
         if not self._closing:
@@ -408,11 +379,11 @@ class ModelTable:
             return
         had_template = bool(model.template)
         model.reset_options()
-        if model.name not in self._known:
+        if not model.is_configured:
             self._models.pop(model.name, None)
             self.charges.release(model)
-            self._folders.close(model)
-        if had_template or model.name not in self._known:
+            self.folders.close(model)
+        if had_template or not model.is_configured:
             self._records.changed()
 
     def _record(self) -> list[ModelRecord]:

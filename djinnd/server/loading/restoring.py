@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from contextlib import suppress
 
 from djinn_client.errors import ModelNotFound
@@ -17,10 +17,9 @@ def restore(
     records: Iterable[ModelRecord],
     sessions: Iterable[SessionRecord],
     adopted: Collection[str],
-    known: Mapping[str, config.Model],
     find: Callable[[str], ServedModel],
 ) -> None:
-    """Adds models to `models`. `adopted`: names of models with objects in the arena."""
+    """Adds models to `models`, which are the configured ones. `adopted`: names of models with objects in the arena."""
     sessions = [session for session in sessions if session.is_servable]
     used = {*adopted, *(session.model for session in sessions)}
     for record in records:
@@ -30,7 +29,7 @@ def restore(
             with suppress(ModelNotFound):  # the configuration may have changed meanwhile
                 model = models[record.name] = find(record.name)
                 model.template = record.template
-        elif record.name not in known:
+        elif record.name not in models:
             model = models[record.name] = ServedModel.configured(record.name, config.Model(path=record.folder))
             model.owner, model.users, model.marks = record.owner, set(record.users), record.files
             model.template = record.template

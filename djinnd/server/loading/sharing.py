@@ -42,7 +42,7 @@ class ShareTable:
     limits: Limits
     _models: ModelTable
     _sessions: SessionTable
-    _engine_for: Callable[[str], Awaitable[EngineClient]]
+    _engine: Callable[[], Awaitable[EngineClient]]
     _inspector: Inspector
     _shares: dict[str, Share] = field(init=False, default_factory=dict)
     _closing: bool = field(init=False, default=False)
@@ -64,7 +64,7 @@ class ShareTable:
         try:
             share.writing = asyncio.create_task(asyncio.to_thread(share.write_files, fd, request.files))
             await asyncio.shield(share.writing)
-            engine = await self._engine_for(share.model)
+            engine = await self._engine()
             image = await self._describe(share, engine)
             self._expect_room(share, image.nbytes)
         except DjinnError:

@@ -76,7 +76,7 @@ class ModelRequests:
         """Loads the model as configured, for a client that may use it but not choose its settings. The reply says which
         settings were ignored."""
         await self._models.ready(model.name, call.tell_loading)
-        model = self._models.find_visible(model.name, call.client)
+        model = self._models.find(model.name, call.client)
         wishes = [name for name in _WISHES if getattr(request, name) not in (0, None, "")]
         if not wishes:
             return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
@@ -88,7 +88,7 @@ class ModelRequests:
     async def plan(self, call: ClientCall, request: protocol.PlanModel) -> FinalReply:
         admission.check_plan(request)
         model = await self._models.named(request.model, call.client)
-        plan = await self._models.plan(model, request.memory_bytes, request.kv_bytes, request.placing)
+        plan = await self._models.lifecycle.plan(model, request.memory_bytes, request.kv_bytes, request.placing)
         return FinalReply(PlanReply(id=call.id, plan=plan))
 
     @handles(protocol.UnloadModel)
@@ -104,7 +104,7 @@ class ModelRequests:
         if model.share is not None:
             await self._sharing.withdraw(model.share)
         else:
-            await self._models.unload(model)
+            await self._models.lifecycle.unload(model)
 
     def _expect_own(self, model: ServedModel, client: ConnectedClient) -> None:
         """Raises NotPermitted if the model does not belong to the client, or other users have sessions of it."""
@@ -115,7 +115,7 @@ class ModelRequests:
 
     @handles(protocol.HandOverFiles, is_new_work=True)
     async def hand_over_files(self, call: ClientCall, request: protocol.HandOverFiles) -> FinalReply:
-        model = await self._models.hand_over(call.client, request, call.take_descriptors())
+        model = await self._models.folders.take(call.client, request, call.take_descriptors())
         return FinalReply(FilesHandedOver(id=call.id, model=model.name))
 
     def _expect_second_chance(self, model: ServedModel, client: ConnectedClient) -> None:
@@ -124,7 +124,7 @@ class ModelRequests:
         if client.is_admin:
             return
         self._expect_own(model, client)
-        if self._models.is_configured(model):
+        if model.is_configured:
             raise NotPermitted(f"{model.error} (only an administrator may do that with a model of the configuration)")
         left = model.failed_at + _SECOND_CHANCE - time.monotonic()
         if left > 0:

@@ -6,7 +6,7 @@ import pytest
 
 from djinn_client.errors import ModelNotFound
 from djinnd.config import Model
-from djinnd.server.checkpoints.names import known_models, model_named
+from djinnd.server.checkpoints.names import hub_model, known_models
 
 KNOWN = known_models({"llama": Model(path="/models/llama")})
 
@@ -22,13 +22,9 @@ def test_a_configured_model_may_take_the_shipped_one_s_name():
 
 @pytest.mark.parametrize("name", ["org/name", "meta-llama/Llama-3.1-8B"])
 def test_hub_ids_are_accepted_unless_they_are_switched_off(name):
-    assert model_named(name, KNOWN, hub=True).path == name
+    assert hub_model(name, KNOWN, hub=True).path == name
     with pytest.raises(ModelNotFound, match="switched off"):
-        model_named(name, KNOWN, hub=False)
-
-
-def test_configured_names():
-    assert model_named("llama", KNOWN, hub=False).path == "/models/llama"
+        hub_model(name, KNOWN, hub=False)
 
 
 @pytest.mark.parametrize(
@@ -46,4 +42,4 @@ def test_configured_names():
 )
 def test_unknown_names_are_refused_with_a_suggestion(name, words):
     with pytest.raises(ModelNotFound, match=words):
-        model_named(name, KNOWN, hub=True)
+        hub_model(name, KNOWN, hub=True)

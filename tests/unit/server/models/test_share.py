@@ -79,7 +79,7 @@ def models_with(made, tmp_path):
         PrefixTable(Limits(), journal),
     )
     arena = Arena(str(tmp_path))
-    engine = lambda name: pytest.fail("no engine is needed")  # noqa: E731
+    engine = lambda: pytest.fail("no engine is needed")  # noqa: E731
     models = ModelTable(
         {},
         sessions,
@@ -121,6 +121,6 @@ def test_no_client_opens_a_withdrawn_model(tmp_path):
     models = models_with(made, tmp_path)
     made.ended = True
     for client in (OWNER, ADMIN):
-        assert models.find_visible("mine", client).share is made
+        assert models.find("mine", client).share is made
         with pytest.raises(ModelNotFound, match="withdrawn it"):
             models.find_open("mine", client)
