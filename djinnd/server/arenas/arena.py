@@ -203,7 +203,7 @@ class Arena:
         except OSError as error:
             self.remove(model, holds)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise _no_room(model, HEADER_BYTES + nbytes, _free(), holds) from error
+                raise _no_room(model, HEADER_BYTES + nbytes, holds) from error
             raise
         return there
 
@@ -293,35 +293,35 @@ def _owned_by(pid: int) -> set[str]:
 
 
 def _check_room(model: str, nbytes: int, holds: Holding) -> None:
-    free = _free()
-    if nbytes > free:
-        raise _no_room(model, nbytes, free, holds)
+    room = os.statvfs(SHM)
+    if nbytes > room.f_bavail * room.f_frsize:
+        raise _no_room(model, nbytes, holds)
     bound = tightest()
     if bound is not None and nbytes > bound.left:  # beyond it the kernel kills a process instead of returning an error
-        what = model if holds == "weights" else f"host_kv of {model}"
         raise OutOfMemory(
-            f"{what} needs {nbytes:,} bytes of host memory and {bound.name} leaves {bound.left:,}: "
+            f"{_content(model, holds)} needs {nbytes:,} bytes of host memory and {bound.name} leaves {bound.left:,}: "
             "unload another model or ask for less",
             needed=nbytes,
             free=bound.left,
         )
 
 
-def _free() -> int:
+def _no_room(model: str, nbytes: int, holds: Holding) -> OutOfMemory:
     room = os.statvfs(SHM)
-    return room.f_bavail * room.f_frsize
-
-
-def _no_room(model: str, nbytes: int, free: int, holds: Holding) -> OutOfMemory:
-    room = os.statvfs(SHM)
+    free = room.f_bavail * room.f_frsize
     size = (room.f_blocks * room.f_frsize + nbytes - free + (1 << 30) - 1) >> 30
-    who, way = (model, "unload another model") if holds == "weights" else (f"host_kv of {model}", "ask for less")
+    way = "unload another model" if holds == "weights" else "ask for less"
     return OutOfMemory(
-        f"{who} needs {nbytes:,} bytes of shared memory and {SHM} has {free:,} free: {way}, or make it "
-        f"larger: mount -o remount,size={size}G {SHM} (in a container: --shm-size={size}g)",
+        f"{_content(model, holds)} needs {nbytes:,} bytes of shared memory and {SHM} has {free:,} free: {way}, or make "
+        f"it larger: mount -o remount,size={size}G {SHM} (in a container: --shm-size={size}g)",
         needed=nbytes,
         free=free,
     )
+
+
+def _content(model: str, holds: Holding) -> str:
+    """Names an object's content in errors, by the setting of its size if it has one."""
+    return model if holds == "weights" else f"host_kv of {model}"
 
 
 def _discard(name: str, why: str) -> None:

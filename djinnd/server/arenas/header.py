@@ -65,11 +65,10 @@ class Header(NamedTuple):
         if version != VERSION:
             raise ValueError(f"arena version {version}, this daemon knows {VERSION}")
         decoded = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-        fingerprint, holds, model, state_dir, identity = decoded
-        if holds not in get_args(Holding):
-            raise ValueError(f"an arena object that holds {holds!r}")
-        told = (fingerprint, holds, model, state_dir, identity)
-        return cls(pid, ticks, version, FillState(state), payload, generation, *told)
+        header = cls(pid, ticks, version, FillState(state), payload, generation, *decoded)
+        if header.holds not in get_args(Holding):
+            raise ValueError(f"an arena object that holds {header.holds!r}")
+        return header
 
 
 def start_ticks(pid: int) -> int:

@@ -131,7 +131,7 @@ class Folders:
 
     def _add(self, folder: str, opened: OpenFiles, client: ConnectedClient) -> ServedModel:
         name = folder if folder not in self._models else f"{folder}@{digest(opened.marks)}"
-        model = ServedModel.configured(name, config.Model(path=folder))
+        model = ServedModel.of(name, config.Model(path=folder))
         model.users = set()
         self._give_files(model, opened, client)
         self._models[name] = model

@@ -67,15 +67,15 @@ class Inspector:
     async def plan(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> ModelPlan:
         """Plans a load; `fields` are those of messages.Plan. Raises the checkpoint's fault, OutOfMemory,
         QuotaExceeded."""
-        return (await self._inspect(user, engine, opened, Plan(0, **fields), True, Planned)).plan
+        return (await self._inspect(user, engine, opened, Plan(0, **fields), Planned)).plan
 
     async def describe(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> Image:
         """Describes the layout of the weights; `fields` are those of messages.DescribeImage. Raises as `plan` does."""
-        return (await self._inspect(user, engine, opened, DescribeImage(0, **fields), False, ImageDescribed)).image
+        return (await self._inspect(user, engine, opened, DescribeImage(0, **fields), ImageDescribed)).image
 
     async def check(self, user: int, engine: EngineClient, opened: ModelFiles, **fields: Any) -> None:
         """Checks that an engine may build the model; `fields` are those of messages.Plan. Raises as `plan` does."""
-        await self._inspect(user, engine, opened, Plan(0, **fields), False, Passed)
+        await self._inspect(user, engine, opened, Plan(0, **fields), Passed)
 
     async def close(self) -> None:
         """Kills all inspections, and returns when they are gone."""
@@ -83,13 +83,7 @@ class Inspector:
             await process.end()
 
     async def _inspect(
-        self,
-        user: int,
-        engine: EngineClient,
-        opened: ModelFiles,
-        job: Plan | DescribeImage,
-        is_plan: bool,
-        wanted: type[A],
+        self, user: int, engine: EngineClient, opened: ModelFiles, job: Plan | DescribeImage, wanted: type[A]
     ) -> A:
         async with self._turns.setdefault(user, asyncio.Lock()), self._places:
             self._expect_time(user)
@@ -105,7 +99,8 @@ class Inspector:
             self._processes.add(process)
             try:
                 job.files = list(opened)
-                answer = await process.ask(Inspect(job, described.figures, is_plan), duplicates(opened))
+                question = Inspect(job, described.figures, is_plan=wanted is Planned)
+                answer = await process.ask(question, duplicates(opened))
             finally:
                 process.kill()
         if isinstance(answer, Failed):

@@ -55,8 +55,8 @@ class ConfinedProcess:
         self._hung_up: asyncio.TimerHandle | None = None
         ours, theirs = socket.socketpair()
         self._connection = FrameConnection(ours, self, max_frame, max_output)
-        whose = ("--user", str(user), "--memory", str(memory))
-        self.gone = asyncio.create_task(self._live([*command, *whose], environ, theirs))
+        command = [*command, "--user", str(user), "--memory", str(memory)]
+        self.gone = asyncio.create_task(self._live(command, environ, theirs))
 
     async def end(self) -> None:
         """Kills the process, and returns when it is gone."""

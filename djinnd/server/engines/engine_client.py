@@ -30,7 +30,7 @@ _numbers = itertools.count(1)  # of requests to engines: unique in the daemon's 
 
 class EngineRun(Protocol):
     """Receives the events of one message that `EngineClient.run` has sent. Times are CLOCK_MONOTONIC. A kind of run
-    leaves out the events that it has none of."""
+    defines only the methods of events that it gets."""
 
     @property
     def progress(self) -> RunProgress: ...

@@ -25,8 +25,8 @@ from djinnd.server.handover.succession import Inherited
 log = logging.getLogger("djinnd.server")
 
 FORK_SERVER_FDS = ("djinnd-nursery", "djinnd-nursery-process")  # names of the descriptors that a predecessor hands over
-_ANSWER = 5.0  # seconds in which a fork server with imported libraries must fork
-_WORD = 1.0  # seconds from a process's end until the fork server must have reported its status
+ANSWER_S = 5.0  # seconds in which a fork server with imported libraries must fork
+STATUS_S = 1.0  # seconds from a process's end until the fork server must have reported its status
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores these signals; its children must not
 
 
@@ -87,7 +87,7 @@ class ForkServer:
     @property
     def is_sound(self) -> bool:
         """True if there is a fork server that can fork."""
-        return self._process is not None and self._process.is_sound
+        return self._process is not None and not self._process.lost
 
     def hand_over(self) -> list[Inherited]:
         """The descriptors for the successor. This object must not be used after that."""
@@ -118,10 +118,10 @@ class ForkServerProcess:
         self._socket = sock
         self._pidfd = pidfd
         self.is_new = is_new  # has forked nothing yet, and may still be importing its libraries
-        self._is_heard = False
-        self._lost = ""  # why it cannot be used any more
+        self.lost = ""  # why it cannot be used any more; empty: it can
         self._asked: asyncio.Future[ForkedProcess] | None = None
         self._forked: dict[int, ForkedProcess] = {}  # by pid: processes that have not ended
+        asyncio.get_running_loop().add_reader(sock, self._readable)
 
     @classmethod
     def start(cls, command: Sequence[str], environ: Mapping[str, str]) -> ForkServerProcess:
@@ -147,19 +147,12 @@ class ForkServerProcess:
         log.info("fork_server_started pid=%d", pid)
         return cls(ours, open_pidfd(pid), is_new=True)
 
-    @property
-    def is_sound(self) -> bool:
-        return not self._lost
-
     async def fork(self, request: ForkProcess, sock: socket.socket, patience: float) -> ForkedProcess:
         """Forks a process. Raises ForkServerLost."""
         assert self._asked is None
-        if self._lost:
-            raise ForkServerLost(self._lost)
-        if not self._is_heard:
-            asyncio.get_running_loop().add_reader(self._socket, self._readable)
-            self._is_heard = True
-        limit = patience if self.is_new else _ANSWER
+        if self.lost:
+            raise ForkServerLost(self.lost)
+        limit = patience if self.is_new else ANSWER_S
         try:
             socket.send_fds(self._socket, [messages.encode(request)], [sock.fileno()])
             self._asked = asyncio.get_running_loop().create_future()
@@ -214,15 +207,14 @@ class ForkServerProcess:
                 self._lose("it has died")
 
     def _lose(self, reason: str) -> None:
-        if self._lost:
+        if self.lost:
             return
-        self._lost = reason
-        if self._is_heard:
-            asyncio.get_running_loop().remove_reader(self._socket)
+        self.lost = reason
+        asyncio.get_running_loop().remove_reader(self._socket)
         if self._asked is not None and not self._asked.done():
             self._asked.set_exception(ForkServerLost(reason))
         for forked in self._forked.values():
-            forked.fork_server_died()
+            forked.ended(-signal.SIGKILL)  # the kernel kills it with the fork server
         self._forked.clear()
 
 
@@ -243,16 +235,12 @@ class ForkedProcess:
         if not self._status.done():
             self._status.set_result(status)
 
-    def fork_server_died(self) -> None:
-        """Called when the fork server has died, with which the kernel kills this process."""
-        self.ended(-signal.SIGKILL)
-
     async def _wait(self) -> int:
         """Waits for the end of the process through the kernel, which reports it even if the fork server is stopped. The
         exit status comes from the fork server."""
         await end_of(self._pidfd)
         os.close(self._pidfd)
         with suppress(TimeoutError):
-            async with asyncio.timeout(_WORD):
+            async with asyncio.timeout(STATUS_S):
                 return await self._status
         return -signal.SIGKILL

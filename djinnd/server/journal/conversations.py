@@ -1,4 +1,5 @@
-"""The sessions that the daemon keeps for programs without sessions, in the journal's file: see conversations.py."""
+"""The sessions that the daemon keeps for programs without sessions, in the journal's file: see
+server/sessions/conversations.py."""
 
 from __future__ import annotations
 

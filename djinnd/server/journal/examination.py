@@ -28,7 +28,7 @@ class Examined:
     losses: list[str] = field(default_factory=list)  # rows that cannot be read
     mark: ClockMark | None = None
     folded: int | None = None  # number of the last change that is folded into the tables
-    _owned: set[str] = field(default_factory=set)  # sessions in the tables
+    sessions: set[str] = field(default_factory=set)  # in the tables
 
     @property
     def is_sound(self) -> bool:
@@ -36,7 +36,7 @@ class Examined:
 
     def is_whole(self, session: str) -> bool:
         """True if the session is in the tables and undamaged."""
-        return session in self._owned and session not in self.damaged
+        return session in self.sessions and session not in self.damaged
 
     def keeps(self, change: Change) -> bool:
         return session_of(change) not in self.damaged
@@ -81,7 +81,7 @@ def _examine_tables(db: sqlite3.Connection, found: Examined) -> None:
                 told[row[0]] = row[-1]
             elif table in PARTS:
                 counted[row[0]] += 1
-    found._owned = set(told)
+    found.sessions = set(told)
     for session, parts in told.items():
         if counted[session] != parts:
             found.damaged[session] = f"{counted[session]} of {parts} rows of edits and breakpoints are there"

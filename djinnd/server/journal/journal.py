@@ -86,7 +86,7 @@ class Journal:
         self._gathering = _Group()
         self._writing: _Group | None = None
         self._due = False  # a write is scheduled for the end of this turn
-        self._cautious_until = 0.0
+        self._slow_at = -math.inf  # time of the last slow commit
         self._settled = asyncio.Event()
         self._settled.set()
         self._fault = ""  # why the last commit failed; empty if it did not
@@ -129,7 +129,7 @@ class Journal:
             for path in files
         ]
 
-    # --- changes of sessions---------------------------------------------------------------------------
+    # --- changes of sessions ------------------------------------------------------------------------------------------
 
     def expect_writable(self) -> None:
         """Raises JournalUnavailable while changes cannot be written."""
@@ -240,7 +240,7 @@ class Journal:
         because no other group is being written."""
         assert self._file is not None
         began = time.monotonic()
-        if self._fault or began < self._cautious_until:
+        if self._fault or began < self._slow_at + CAUTIOUS_S:
             return False
         try:
             self._file.append(changes)
@@ -248,7 +248,7 @@ class Journal:
             return False
         ended = time.monotonic()
         if ended - began > SLOW_S:
-            self._cautious_until = ended + CAUTIOUS_S
+            self._slow_at = ended
         return True
 
     def _written(self) -> None:

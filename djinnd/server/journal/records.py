@@ -1,5 +1,5 @@
-"""Records in the journal's file: see records.py. A record belongs to no session, and stays when its session is
-closed."""
+"""Records in the journal's file: see server/sessions/records.py. A record belongs to no session, and stays when its
+session is closed."""
 
 from __future__ import annotations
 

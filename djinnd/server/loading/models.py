@@ -80,8 +80,7 @@ class ModelTable:
     ) -> None:
         """`hub`: clients may name hub ids. `is_admin` returns True for administrators."""
         self._models = {
-            name: ServedModel.configured(name, source, is_configured=True)
-            for name, source in known_models(configured).items()
+            name: ServedModel.of(name, source, is_configured=True) for name, source in known_models(configured).items()
         }
         self._sessions = sessions
         self._engine = engine
@@ -130,7 +129,7 @@ class ModelTable:
         if model is not None and (client is None or model.is_open_to(client)):
             return model
         configured = [each.name for each in self if each.is_configured]
-        return ServedModel.configured(name, hub_model(name, configured, self._has_hub))
+        return ServedModel.of(name, hub_model(name, configured, self._has_hub))
 
     async def named(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds the model that a client names. If it names a folder, the folder is opened, here or by the client (see
@@ -328,7 +327,7 @@ class ModelTable:
     def add_shared(self, share: Share) -> ServedModel:
         """Adds the model that a client shares. It is known until `drop`."""
         source = config.Model(path=str(share.folder), dtype=share.dtype, kv=share.kv_bytes)
-        model = self._models[share.model] = ServedModel.configured(share.model, source)
+        model = self._models[share.model] = ServedModel.of(share.model, source)
         model.placing, model.share, model.owner = share.placing, share, share.user
         return model
 

@@ -30,10 +30,10 @@ def restore(
                 model = models[record.name] = find(record.name)
                 model.template = record.template
         elif record.name not in models:
-            model = models[record.name] = ServedModel.configured(record.name, config.Model(path=record.folder))
+            model = models[record.name] = ServedModel.of(record.name, config.Model(path=record.folder))
             model.owner, model.users, model.marks = record.owner, set(record.users), record.files
             model.template = record.template
     for session in sessions:
         if session.model.startswith("/") and session.model not in models:  # left by a daemon without records
-            model = models[session.model] = ServedModel.configured(session.model, config.Model(path=session.model))
+            model = models[session.model] = ServedModel.of(session.model, config.Model(path=session.model))
             model.owner, model.users = session.user, {session.user}

@@ -23,26 +23,18 @@ class UserDeaths:
         recent = [death for death in self._deaths.get(user, ()) if at - death <= self.limits.engine_deaths_window]
         self._deaths[user] = [*recent, at][-self.limits.engine_deaths_per_user :]
 
-    def refused_s(self, user: int, at: float) -> float:
-        """Seconds until models that this user has brought may be loaded again; 0 if they may be now."""
-        deaths = self._deaths.get(user, [])
-        if len(deaths) < self.limits.engine_deaths_per_user:
-            return 0.0
-        return max(0.0, deaths[-1] + self.limits.engine_deaths_window - at)
-
     def expect_load(self, user: int, at: float) -> None:
         """Checks that models that this user has brought may be loaded. Raises QuotaExceeded."""
-        left = self.refused_s(user, at)
-        if not left:
+        deaths, limit = self._deaths.get(user, []), self.limits.engine_deaths_per_user
+        if len(deaths) < limit or (left := deaths[-1] + self.limits.engine_deaths_window - at) <= 0:
             return
-        deaths, limit = len(self._deaths[user]), self.limits.engine_deaths_per_user
         raise QuotaExceeded(
-            f"{deaths} engines have died over models of the user that brought this one, and "
+            f"{len(deaths)} engines have died over models of the user that brought this one, and "
             f"limits.engine_deaths_per_user is {limit}: such models are loaded again in {left:.0f} s; configured "
             "models are served as before",
             quota="engine_deaths_per_user",
             rule="",
             limit=limit,
-            used=deaths,
+            used=len(deaths),
             retry_s=round(left, 3),
         )

@@ -71,7 +71,8 @@ class ServedModel:
     calls: CallCounts = field(default_factory=CallCounts)
 
     @classmethod
-    def configured(cls, name: str, source: config.Model, is_configured: bool = False) -> ServedModel:
+    def of(cls, name: str, source: config.Model, is_configured: bool = False) -> ServedModel:
+        """A model that is not loaded, with the settings of its source."""
         sizes = KvSizes.configured(source)
         return cls(name, source, sizes, source.placing, source.keep_alive, is_configured=is_configured)
 

@@ -40,15 +40,15 @@ class Share:
     client: ConnectedClient | None  # None after its connection has closed
     folder: Path
     stored: Dtype
-    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # in which it computes
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]  # type in which the model computes
     kv_bytes: int
     placing: Placing
     nbytes: int = 0  # size of the weights' image
     window: int = -1  # descriptor for reading; -1 before the weights have come
     ended: bool = False  # no new session may use it
     grace: asyncio.TimerHandle | None = None  # runs after its connection has closed
-    writing: asyncio.Task[None] | None = None  # of the files
-    leaving: asyncio.Task[None] | None = None
+    writing: asyncio.Task[None] | None = None  # copies the files
+    leaving: asyncio.Task[None] | None = None  # unloads the model and frees the memory
     payer: Ledger | None = None  # charged for the window while it exists
     lock: int = -1  # on the folder, while this daemon lives
 

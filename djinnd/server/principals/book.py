@@ -1,4 +1,4 @@
-"""All valid tokens, and the names of former ones. No I/O and no clock.
+"""All valid tokens, and the names of revoked ones. Pure: no I/O, no clock.
 
 A token is 256 random bits. The book has only its SHA-256, with which no reader of the book can connect. Tokens are
 looked up by that hash, so the time of a lookup depends only on the hash of the guess, which the caller knows.
@@ -22,11 +22,12 @@ MAX_RETIRED = 4096  # names without a token that are remembered, the latest
 
 
 class AccessToken(msgspec.Struct, frozen=True):
-    """Times are seconds since 1970. `highest_class`: that connections with it may use; None: as its principal."""
+    """A token without its secret. Times are seconds since 1970. `highest_class`: the highest scheduling class that its
+    connections may use; None: the highest of its principal."""
 
     name: str
     digest: bytes
-    user: int | None  # the Unix user that it stands for; None: its own name
+    user: int | None  # the Unix user that it stands for; None: it stands for its own name
     highest_class: Class | None
     created: float
     expires: float | None
@@ -48,6 +49,8 @@ class TokenFileContent(msgspec.Struct, frozen=True):
 
 
 class TokenBook:
+    """The tokens, by their names and by their hashes."""
+
     def __init__(self, content: TokenFileContent) -> None:
         self._tokens = {token.name: token for token in content.tokens}
         self._by_digest = {token.digest: token.name for token in content.tokens}

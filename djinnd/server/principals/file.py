@@ -1,8 +1,8 @@
 """The file with the tokens, `tokens` in the state directory: one line with a checksum, then JSON.
 
 Only the daemon's user may read it. It is replaced as a whole, so a crash leaves the old content or the new. A bit that
-the disk has changed could make a token stand for another user: so a file whose checksum is wrong is set aside, and no
-token of it is valid. Names keep their numbers all the same: see djinnd/config/principals.py.
+flips on the disk could make a token stand for another user. So a file with a wrong checksum is set aside, and none of
+its tokens is valid. Names keep their numbers nevertheless: see djinnd/config/principals.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _MAGIC = b"djinnd-tokens-1 "
 
 
 class TokenFile:
+    """Reads and writes the file."""
+
     def __init__(self, state_dir: str) -> None:
         self.path = Path(state_dir, NAME)
 
     def read(self) -> TokenFileContent:
-        """At start. A damaged file is set aside, and then there are no tokens. Raises StartError where the file cannot
-        be read: starting without would close the door to all who have a token."""
+        """Reads the tokens at start. A damaged file is set aside, and then there are none. Raises StartError if the
+        file cannot be read: a daemon without its tokens would refuse every connection that shows one."""
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
@@ -45,7 +47,7 @@ class TokenFile:
             return TokenFileContent()
 
     def write(self, content: TokenFileContent) -> None:
-        """Returns when it is on the disk. Raises OSError."""
+        """Writes the file, and returns when it is on disk. Raises OSError."""
         payload = msgspec.json.encode(content)
         replace_file(self.path, _MAGIC + sha256(payload).hexdigest().encode() + b"\n" + payload)
 
@@ -62,7 +64,7 @@ class TokenFile:
         ]
 
     def _set_aside(self, error: ValueError) -> None:
-        """Raises StartError."""
+        """Renames the damaged file, for people to examine. Raises StartError."""
         aside = self.path.with_name(f"{NAME}.damaged-{time.time_ns()}")
         try:
             os.rename(self.path, aside)
@@ -73,7 +75,7 @@ class TokenFile:
 
 
 def _content(data: bytes) -> TokenFileContent:
-    """Raises ValueError with the fault."""
+    """Decodes the file. Raises ValueError with the fault."""
     head, _, payload = data.partition(b"\n")
     if not head.startswith(_MAGIC):
         raise ValueError("it does not begin as a file of tokens does")

@@ -10,7 +10,7 @@ from functools import lru_cache
 from djinn_client.errors import InvalidRequest
 from djinnd.config.principals import FIRST_NAMED, is_unix_user
 
-_OVERFLOWING = FIRST_NAMED - 1  # (uid_t)-1, which is no user's
+_OVERFLOWING = FIRST_NAMED - 1  # (uid_t)-1, which belongs to no user
 
 
 @lru_cache(4096)
@@ -46,7 +46,7 @@ def is_unix_name(name: str) -> bool:
 
 
 def groups_of(user: int) -> Collection[int]:
-    """All groups of a principal; none for a name, and for a user that this machine does not know."""
+    """All groups of a principal. Empty if the principal is a name, or a Unix user that this machine does not know."""
     if not is_unix_user(user):
         return ()
     try:

@@ -1,7 +1,7 @@
-"""Manages the tokens on the event loop: checked at each Hello, changed by administrators, written to disk.
+"""Manages the tokens on the event loop: checks them at each Hello, changes them for administrators, and writes them.
 
-A change is on the disk before its sender is told. `beat` is called about once a second: it has connections with expired
-tokens closed, logs how many guesses were refused, and writes when tokens were last used, once a minute at the most.
+A change is on disk before its sender gets the reply. `beat` is called about once a second: it closes connections with
+expired tokens, and logs how many guesses were refused. At most once a minute it writes when tokens were last used.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ class Bearer(NamedTuple):
 
 
 class TokenConnection(Protocol):
+    """A client's connection. `bearer` is None if it has shown no token."""
+
     bearer: Bearer | None
 
     def dismiss(self, error: NotAuthenticated) -> None:
-        """The connection ends, and what runs for it."""
+        """Closes the connection and cancels its calls."""
 
 
 class Tokens:
-    """`connections`: all that there are at the time. `limits` may be replaced."""
+    """All tokens, with the file that keeps them. `connections` returns all open connections. `limits` may be
+    replaced."""
 
     def __init__(self, state_dir: str, limits: Limits, connections: Callable[[], Iterable[TokenConnection]]) -> None:
         self.limits = limits
@@ -61,17 +64,17 @@ class Tokens:
         self._nobody = unmapped_uid()
         self._writing = asyncio.Lock()
         self._wants_writing = False  # the book has changes that the file lacks
-        self._changes: set[asyncio.Task[Any]] = set()  # that are under way
+        self._changes: set[asyncio.Task[Any]] = set()  # under way
         self._written_at = time.monotonic()
         self._refused = 0  # since the last line in the log
         self._told_at = -TELL_REFUSALS_EVERY
 
     def start(self) -> None:
-        """Raises StartError."""
+        """Reads the file. Raises StartError."""
         self._book = TokenBook(self._file.read())
 
     async def close(self) -> None:
-        """Returns when all is written, or has been tried."""
+        """Returns when all changes are written, or their write has failed."""
         if self._changes:
             await asyncio.wait(self._changes)
         await self._write_if_wanted()
@@ -93,11 +96,12 @@ class Tokens:
     # --- connections ------------------------------------------------------------------------------------------------
 
     def authenticate(self, secret: str) -> Bearer:
-        """Raises NotAuthenticated."""
+        """Finds the principal of a token. Raises NotAuthenticated."""
         now = time.time()
         token = self._book.find(secret, now)
         if token is None:
-            self._count_refusal()
+            self._refused += 1
+            self._tell_refusals()
             raise NotAuthenticated(REFUSED)
         self._book.used(token, now)
         self._wants_writing = True
@@ -115,17 +119,13 @@ class Tokens:
             self._written_at = time.monotonic()
             self._begin(self._write_if_wanted())
 
-    def _count_refusal(self) -> None:
-        self._refused += 1
-        self._tell_refusals()
-
     def _tell_refusals(self) -> None:
         now = time.monotonic()
         if self._refused and now - self._told_at >= TELL_REFUSALS_EVERY:
             log.warning("tokens_refused count=%d", self._refused)
             self._refused, self._told_at = 0, now
 
-    # --- what administrators do -------------------------------------------------------------------------------------
+    # --- requests of administrators ---------------------------------------------------------------------------------
 
     async def add(self, request: AddToken) -> tuple[str, TokenInfo]:
         """Adds a token and returns its secret, which is stored nowhere. If the caller goes away meanwhile, the secret
@@ -149,7 +149,7 @@ class Tokens:
         return secret, self._info(token)
 
     async def _user_of(self, request: AddToken) -> int | None:
-        """The Unix user that the token is to stand for. Raises InvalidRequest."""
+        """The Unix user for which the new token stands; None if it stands for its own name. Raises InvalidRequest."""
         if not request.user:
             if await asyncio.to_thread(is_unix_name, request.name):
                 told = f"{request.name} is a Unix user: choose another name, or give the token that user"
@@ -174,7 +174,7 @@ class Tokens:
         await asyncio.shield(self._begin(self._write_without(name)))
 
     async def _write_without(self, name: str) -> None:
-        """A token that was revoked. Raises Retry."""
+        """Writes the file after a token was revoked. Raises Retry."""
         async with self._writing:
             try:
                 await self._write()
@@ -215,7 +215,7 @@ class Tokens:
                 log.warning("tokens_not_written path=%s error=%s", self._file.path, error)
 
     async def _write(self, *more: AccessToken) -> None:
-        """The book, and these tokens. With the lock. Raises OSError."""
+        """Writes the book and these further tokens. The caller holds the lock. Raises OSError."""
         self._wants_writing = False
         try:
             await asyncio.to_thread(self._file.write, self._book.content(*more))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 
 from djinn_client.errors import QuotaExceeded
 from djinn_client.protocol.fields.scheduling import ResourceUse
@@ -42,7 +43,9 @@ class CpuTime:
 
     def charge(self, user: int, seconds: float) -> None:
         """Charges the user for CPU time."""
-        self._use(user).charge(seconds)
+        use = self._use(user)
+        use.seconds += seconds
+        use.bucket.take(seconds, time.monotonic())
 
     def use(self, user: int) -> ResourceUse:
         """The CPU time that counts against the user's limit, and the limit, in whole seconds."""
@@ -55,17 +58,13 @@ class CpuTime:
 
     def _use(self, user: int) -> _Use:
         if user not in self._used:
-            self._used[user] = _Use(self._rate)
+            self._used[user] = _Use(Bucket(self._rate / _MINUTE, self._rate, time.monotonic()))
         return self._used[user]
 
 
+@dataclass(slots=True)
 class _Use:
-    """The CPU time of one user, with a bucket of `rate` seconds per minute."""
+    """The CPU time of one user."""
 
-    def __init__(self, rate: float) -> None:
-        self.seconds = 0.0
-        self.bucket = Bucket(rate / _MINUTE, rate, time.monotonic())
-
-    def charge(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.bucket.take(seconds, time.monotonic())
+    bucket: Bucket  # the seconds that the user may still use
+    seconds: float = 0.0  # used since the daemon started

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 THREADS = 32
-EACH = 2  # of one lane
+EACH = 2  # threads of one lane
 QUICK_BYTES = 4 << 20  # a memfd up to this size is closed on the event loop: freeing it takes about a millisecond
 
 

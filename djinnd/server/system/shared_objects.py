@@ -12,7 +12,6 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 log = logging.getLogger("djinnd.server")
@@ -24,39 +23,30 @@ PREFIX = "djinnd-"
 def own_objects(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
     """Yields name and descriptor of each object; the caller closes it. Logs how many others were skipped, and why."""
     passed_over: Counter[str] = Counter()
-    names = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(prefix):
-                with suppress(FileNotFoundError):
-                    why = _why_foreign(entry.stat(follow_symlinks=False))
-                    names += [entry.name] * (not why)
-                    passed_over[why] += bool(why)
-    for name in sorted(names):
+    for name in sorted(os.listdir(folder)):
+        if not name.startswith(prefix):
+            continue
         try:
             fd = _open(folder / name)
+        except FileNotFoundError:  # removed meanwhile
+            continue
         except OSError as error:
-            passed_over[error.strerror or "no file"] += 1
+            passed_over[str(error.strerror)] += 1
             continue
         yield name, fd
     for why, count in passed_over.items():
-        if count:
-            log.info("arena_passed_over objects=%d folder=%s reason=%s", count, folder, why)
-
-
-def _why_foreign(found: os.stat_result) -> str:
-    """Why the object does not belong to this daemon's user; empty if it does."""
-    if found.st_uid != os.geteuid():
-        return "another user's"
-    return "" if stat.S_ISREG(found.st_mode) else "no regular file"
+        log.info("arena_passed_over objects=%d folder=%s reason=%s", count, folder, why)
 
 
 def _open(path: Path) -> int:
-    """Opens an object. Raises OSError, also if the name now stands for another kind of file."""
+    """Opens an object. Raises OSError, also if the object does not belong to this daemon's user."""
     place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if why := _why_foreign(os.fstat(place)):
-            raise OSError(0, why)
+        found = os.fstat(place)
+        if found.st_uid != os.geteuid():
+            raise OSError(0, "another user's")
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(0, "no regular file")
         return os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     finally:
         os.close(place)

@@ -35,9 +35,7 @@ class SlowFiles:
     async def run(self, user: int, work: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
         """Runs `work` in a thread and returns its result. Raises its error, and Retry when the time is over. `discard`
         receives, in a thread, a result that comes after the caller has given up."""
-        await self._take_place(user, self.seconds)
-        result: Future[T] = Future()
-        _start(self._work, user, work, discard, result, asyncio.get_running_loop())
+        result = await self._start(user, self.seconds, work, discard)
         try:
             async with asyncio.timeout(self.seconds):
                 return await asyncio.wrap_future(result)
@@ -56,24 +54,27 @@ class SlowFiles:
         task.add_done_callback(self._let_go.discard)
 
     async def _do(self, user: int, work: Callable[[], Any], then: Callable[[], None]) -> None:
-        await self._take_place(user, None)
-        result: Future[Any] = Future()
-        _start(self._work, user, work, lambda _: None, result, asyncio.get_running_loop())
-        await asyncio.wrap_future(result)
+        await asyncio.wrap_future(await self._start(user, None, work, lambda _: None))
         then()
 
-    async def _take_place(self, user: int, seconds: float | None) -> None:
+    async def _start(
+        self, user: int, seconds: float | None, work: Callable[[], T], discard: Callable[[T], None]
+    ) -> Future[T]:
+        """Starts a thread for the work when the user has a place. Raises Retry after this many seconds without one."""
         places = self._places.setdefault(user, asyncio.Semaphore(PLACES))
         self._pieces[user] = self._pieces.get(user, 0) + 1
         try:
             async with asyncio.timeout(seconds):
                 await places.acquire()
-        except TimeoutError as error:
+        except BaseException as error:
             self._leave(user)
-            raise self._too_slow() from error
-        except BaseException:
-            self._leave(user)
+            if isinstance(error, TimeoutError):
+                raise self._too_slow() from error
             raise
+        result: Future[T] = Future()
+        work_of_thread = (user, work, discard, result, asyncio.get_running_loop())
+        threading.Thread(target=self._work, args=work_of_thread, name="djinn-files", daemon=True).start()
+        return result
 
     def _too_slow(self) -> Retry:
         return Retry(f"the files did not answer within {self.seconds:g} s: try again when they do", limit=self.seconds)
@@ -108,7 +109,3 @@ class SlowFiles:
         self._pieces[user] -= 1
         if not self._pieces[user]:
             del self._pieces[user], self._places[user]
-
-
-def _start(work: Callable[..., Any], *arguments: Any) -> None:
-    threading.Thread(target=work, args=arguments, name="djinn-files", daemon=True).start()

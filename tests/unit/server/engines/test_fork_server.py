@@ -146,8 +146,8 @@ def test_a_killed_fork_server_takes_its_children_along_and_another_is_started_fo
 
 
 def test_a_stopped_fork_server_is_replaced(monkeypatch):
-    monkeypatch.setattr(module, "_WORD", 0.05)
-    monkeypatch.setattr(module, "_ANSWER", 0.2)
+    monkeypatch.setattr(module, "STATUS_S", 0.05)
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
 
     async def scenario():
         server = fork_server()

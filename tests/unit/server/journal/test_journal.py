@@ -172,7 +172,7 @@ def test_the_loop_writes_unless_the_disk_was_slow_recently(
         assert await note("quick")
         await disk.be_slow_once(there)
         assert not await note("cautious")
-        monkeypatch.setattr(there, "_cautious_until", 0.0)
+        monkeypatch.setattr(journal, "CAUTIOUS_S", 0.0)
         assert await note("quick again")
         disk.error = OSError(28, "No space left")
         assert not await note("failed")
