@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from djinn_client import protocol
-from djinn_client.arguments.options import MAX_NEW_TOKENS
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
 from djinn_client.protocol.fields.points import Point
 from djinn_client.protocol.requests import DEFAULT_TOKENS
 from djinnd.config.schema import MAX_KEEP_ALIVE_S
 
+MAX_NEW_TOKENS = (1 << 31) - 1  # an output ends earlier, at the end of the context
 MAX_DEADLINE_S = 86400.0
 LEAST_TARGET_S = 1e-3
 MAX_STOPS = 16

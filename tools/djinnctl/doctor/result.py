@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -19,13 +20,4 @@ class Result(msgspec.Struct, frozen=True):
         assert (self.state == "ok") == (not self.remedy), self
 
 
-def ok(subject: str, finding: str) -> Result:
-    return Result("ok", subject, finding)
-
-
-def warn(subject: str, finding: str, remedy: str) -> Result:
-    return Result("warn", subject, finding, remedy)
-
-
-def fail(subject: str, finding: str, remedy: str) -> Result:
-    return Result("fail", subject, finding, remedy)
+ok, warn, fail = partial(Result, "ok"), partial(Result, "warn"), partial(Result, "fail")
