@@ -19,9 +19,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.attention.paged import TritonAttention
+from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.check.rehearsal import EveryBound
 from djinnd.model.kernels.variants import Variant, compile_variant
+from djinnd.model.paged_batch import Softmax
 from djinnd.model.step.inputs import StepInputs
 from tests.support.compiled import AMPERE, HOPPER, hopper
 
@@ -56,7 +57,7 @@ def variants_of(attention: Attention, window: int = 0) -> list[Variant]:
         launches.listing() as listed,
     ):
         rehearsed = EveryBound(TritonAttention(torch.device("cpu")))
-        rehearsed.attend(q, k, k, pool[:, 0, 0], pool[:, 0, 1], batch, scale=0.1, window=window)
+        rehearsed.attend(q, k, k, pool[:, 0, 0], pool[:, 0, 1], batch, Softmax(0.1, window))
     device.close()
     return [*listed]
 

@@ -32,15 +32,15 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=int, required=True, help="An open tokenizer.json, or table of tokens.")
     parser.add_argument("--table", action="store_true", help="It is a table: see djinnd/text/grammar.py.")
     parser.add_argument("--eos", type=int, nargs="*", default=[], help="Tokens that end an output.")
-    parser.add_argument("--memory", type=int, required=True, help="Bytes of data that this process may have.")
-    parser.add_argument("--threads", type=int, required=True, help="That compute masks.")
+    parser.add_argument("--memory", type=int, required=True, help="Bytes of data memory that this process may have.")
+    parser.add_argument("--threads", type=int, required=True, help="Threads that compute masks.")
     given = parser.parse_args()
     tie_to(given.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the server
     resource.setrlimit(resource.RLIMIT_DATA, (given.memory, given.memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # where the machine's memory ends, this goes before the engine
+        score.write("1000")  # if the machine runs out of memory, this process is killed before the engine
     words = words_of(given.vocab)
     masks = np.frombuffer(mmap.mmap(given.masks, SLOTS * words * 4), np.uint32).reshape(SLOTS, words)
     channel: ConfinedChannel[grammar_jobs.ToProcess, grammar_jobs.GrammarStates] = ConfinedChannel(
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _tokenizer(fd: int, is_table: bool, eos: list[int], room: int) -> LLTokenizer:
-    """`room`: tokens of a slot. The descriptor's offset is shared with others: it stays where it is."""
+    """room: number of tokens in a slot's mask. Other processes share the descriptor's offset, so it is not moved."""
     content = os.pread(fd, os.fstat(fd).st_size, 0)
     os.close(fd)
     if is_table:

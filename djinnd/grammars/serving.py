@@ -29,6 +29,8 @@ Masks = npt.NDArray[np.uint32]  # [runs, words]: a bit a token, 1 where it may f
 
 @dataclass(slots=True, eq=False)
 class GrammarRun:
+    """A run, the slot of its mask, and the matcher of its grammar."""
+
     number: int
     slot: int
     matcher: LLMatcher | None = None  # None: it is being compiled
@@ -44,8 +46,8 @@ class GrammarService:
         threads: int,
         channel: ConfinedChannel[ToProcess, GrammarStates],
     ) -> None:
-        """`vocab`: of the model. `masks`: of all slots, shared with the engine. The tokenizer has as many tokens as a
-        slot has room for, or more: its masks are cut off then."""
+        """vocab: number of the model's tokens. masks: a mask for each slot, in memory shared with the engine. The
+        tokenizer has at least as many tokens as a slot has bits. The masks of further tokens are cut off."""
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._masks = masks
@@ -73,7 +75,8 @@ class GrammarService:
         self._compiling.shutdown(cancel_futures=True)
 
     def _begin(self, run: GrammarRun, message: BeginGrammar) -> None:
-        """In the thread. A run that has ended meanwhile is skipped."""
+        """Compiles the grammar of a run and computes its first mask, in the compiling thread. A run that has ended
+        meanwhile is skipped."""
         if run.is_over:
             return
         try:
@@ -122,8 +125,9 @@ class GrammarService:
             self._executor.unsafe_compute_mask_ptr(jobs, self._table.ctypes.data, nbytes, len(self._table))
 
     def _are_clear(self, runs: Sequence[GrammarRun]) -> list[bool]:
-        """Looks at a few words of each mask: if they allow two tokens that are no end tokens, there is nothing to say
-        of the run. To look at a whole mask takes 5 µs, and all masks of a step are computed in a few hundred."""
+        """→ for each run, True if a few words of its mask show that the output has a choice: two tokens that do not end
+        it. The engine then needs to know only the mask. Reading a whole mask takes 5 µs, and computing all masks of a
+        step a few hundred."""
         slots = [run.slot for run in runs]
         common = self._table[np.ix_(slots, self._common)] & self._goes_on[self._common]
         has_two: list[bool] = (np.bitwise_count(common).sum(axis=1) > 1).tolist()
@@ -132,7 +136,7 @@ class GrammarService:
     def _state(self, run: GrammarRun, forced: list[int]) -> GrammarState | None:
         """Returns None if the run's mask is all there is to report."""
         matcher = _matcher(run)
-        goes_on = bool((self._table[run.slot] & self._goes_on).any())  # with a token of the model's that is no end
+        goes_on = bool((self._table[run.slot] & self._goes_on).any())  # with a token of the model that does not end it
         try:
             expect_sound(matcher)
             if max(forced, default=0) >= self._vocab or not (goes_on or matcher.is_accepting()):
@@ -150,13 +154,14 @@ def _words_of_characters(tokenizer: LLTokenizer) -> list[int]:
 
 
 def _bits(tokens: Iterable[int], words: int) -> npt.NDArray[np.uint32]:
+    """A mask of so many words that allows these tokens."""
     is_there = np.zeros(words * WORD, bool)
     is_there[[*tokens]] = True
     return np.packbits(is_there, bitorder="little").view(np.uint32)
 
 
 def _forced(matcher: LLMatcher) -> list[int]:
-    """Tokens that must come next, which the matcher has consumed then."""
+    """→ the tokens that must come next. The matcher consumes them."""
     tokens = matcher.compute_ff_tokens()
     if tokens:
         matcher.consume_tokens(tokens)
@@ -164,5 +169,5 @@ def _forced(matcher: LLMatcher) -> list[int]:
 
 
 def _matcher(run: GrammarRun) -> LLMatcher:
-    assert run.matcher is not None, "nobody has a token for a run that has no mask yet"
+    assert run.matcher is not None, "the engine advances only runs that have a mask"
     return run.matcher

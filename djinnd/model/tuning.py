@@ -17,7 +17,8 @@ DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # chosen: tokens of shapes with chunks
 CHUNK_ROWS = (16, 64)  # chosen: rows of shapes with chunks
 ROWS_IN_ADVANCE = 64  # chosen: shapes of more rows are captured only when a batch needs them
-# Chosen. The first so many blocks include all kinds of a family: Gemma 3 has five with a window before one without.
+# Chosen: blocks that are run to compile kernels. The first six are of all kinds that a family has: Gemma 3 has five
+# blocks with a window before one without.
 KINDS = 6
 
 # --- Results of a step, read by the host ------------------------------------------------------------------------------
@@ -41,7 +42,8 @@ FEW_SINGLES = 3
 # 0.1 to 1. The median over the single steps counts, since an expert router may choose differently at a near tie for
 # some token.
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-# Measured. Blocks up to which the tolerance holds; rounding adds up: 80 blocks of random bfloat16 weights show 0.13.
+# Measured. The tolerance holds for models of up to so many blocks. Rounding adds up: 80 blocks of random bfloat16
+# weights show 0.13.
 TOLERANCE_DEPTH = 16
 # Measured. Allowed ‖ours - theirs‖ / ‖theirs‖ of a token's query, key or value: the same arithmetic in batches of two
 # sizes.

@@ -16,10 +16,11 @@ if not torch.cuda.is_available():
 from djinn_client.handover.packed import PackedForm
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.device.cuda import CudaDevice
-from djinnd.model.kernels import fetch_packed
+from djinnd.model.kernels.fetch import fetch_packed
 from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import altered, cast
 from tests.support.cuda import cuda_device
+from tests.support.expert_fetches import FetchCounter
 from tests.support.fetched import check_packed, check_plain, picks
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.packed import ODD, form_of, packed, weights
@@ -141,21 +142,21 @@ def test_logits_and_tokens_are_those_of_resident_blocks(in_bf16: Path, device: C
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_replayed_step_moves_only_the_picked_experts(
-    in_bf16: Path, device: CudaDevice, packing: bool, count: int
+    in_bf16: Path, device: CudaDevice, packing: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions with equal tokens pick equal experts. The graph for three sessions has a fourth row of padding."""
+    fetches = FetchCounter(monkeypatch)
     with serve(in_bf16, device, Placing(resident=0, packing=packing)) as served:
-        placement, sizes = served.runner.weights.placement, served.runner.places.sizes
         sessions = [served.open() for _ in range(count)]
         for session in sessions:
             served.submit(session, random_prompt(1, 512, 2), max_tokens=20)
         while len(sessions[-1].tokens) < 6:
             served.step()
         device.synchronize()
-        before = placement.fetched_bytes
+        before = fetches.total()
         for _ in range(5):
             served.step()
         device.synchronize()
-        plain = sum(size.experts.plain for size in sizes if size.experts is not None) * 2 // 4
-        assert placement.fetched_bytes - before == 5 * (plain * 3 // 4 if packing else plain)
+        mixtures = sum(size.experts is not None for size in served.runner.places.sizes)
+        assert fetches.total() - before == 5 * 2 * mixtures
         served.run()

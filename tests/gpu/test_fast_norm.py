@@ -13,7 +13,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from djinnd.model.fast.norm import FusedRMSNorm, replace_norms
+from djinnd.model.fast.norm import FusedRMSNorm, fused_norm_of
+from djinnd.model.fast.replacing import replace_modules
 from tests.support.cuda import cuda_device
 from tests.support.loaded import load_weights
 from tests.support.models import reduced_model
@@ -52,16 +53,16 @@ def test_a_plain_norm_is_replaced_by_one_that_gives_the_same(
     x = torch.randn(2, 7, 96, device="cuda", dtype=dtype)
     with torch.inference_mode():
         wanted = parent(x)
-        assert replace_norms(parent) == 1
+        replace_modules(parent, fused_norm_of)
         assert isinstance(parent[0], FusedRMSNorm)
         torch.testing.assert_close(parent(x), wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    assert replace_norms(parent) == 0
+    assert fused_norm_of(parent[0]) is None
 
 
 def test_norms_that_compute_something_else_stay() -> None:
     norms = [GemmaRMSNorm(64), WideRMSNorm(64), nn.LayerNorm(64), nn.Linear(64, 64)]
     parent = stack(*norms)
-    assert replace_norms(parent) == 0
+    replace_modules(parent, fused_norm_of)
     assert list(parent) == norms
 
 

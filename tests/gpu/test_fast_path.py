@@ -16,8 +16,9 @@ if not torch.cuda.is_available():
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from djinnd.model.fast.linear import FastLinear, fast_linear, replace_linears
-from djinnd.model.fast.mlp import GatedMLP, replace_mlps
+from djinnd.model.fast.linear import FastLinear, fast_linear, fast_linear_of
+from djinnd.model.fast.mlp import GatedMLP, gated_mlp_of
+from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import NAME, FastRope, replace_rope
 from djinnd.model.kernels.rope import rope
 from djinnd.model.tuning import FEW_ROWS
@@ -79,9 +80,8 @@ def test_a_trial_finds_the_families_that_the_rope_kernel_serves(
     family: str, plain: bool, wide: bool, dtype: torch.dtype
 ) -> None:
     fast = own_rope(family)
-    fast.try_with(dtype, CUDA)
-    served = {(dtype, dtype)} if plain else set()
-    assert fast._served == served | ({(dtype, torch.float32)} if wide else set())
+    assert fast.agrees(dtype, dtype, CUDA) == plain
+    assert fast.agrees(dtype, torch.float32, CUDA) == (plain if dtype == torch.float32 else wide)
 
 
 def test_calls_that_the_kernel_does_not_serve_go_to_the_familys_function() -> None:
@@ -110,11 +110,11 @@ def test_the_function_is_replaced_once_in_the_familys_file() -> None:
         assert isinstance(names[NAME], FastRope) and not isinstance(names[NAME].own, FastRope)
 
 
-def mlp(kind: type[nn.Module], activation: str, dtype: torch.dtype) -> nn.Sequential:
+def mlp(kind: type[nn.Module], activation: str, dtype: torch.dtype) -> nn.Module:
     config = SimpleNamespace(
         hidden_size=64, intermediate_size=224, mlp_bias=False, hidden_act=activation, hidden_activation=activation
     )
-    return nn.Sequential(kind(config)).to(CUDA, dtype)
+    return kind(config).to(CUDA, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -122,18 +122,18 @@ def mlp(kind: type[nn.Module], activation: str, dtype: torch.dtype) -> nn.Sequen
 def test_a_gated_mlp_is_replaced_by_one_that_gives_the_same(
     kind: type[nn.Module], activation: str, dtype: torch.dtype
 ) -> None:
-    parent = mlp(kind, activation, dtype)
+    own = mlp(kind, activation, dtype)
     x = torch.randn(1, 9, 64, device=CUDA).to(dtype)
-    wanted = parent(x)
-    assert replace_mlps(parent, dtype, CUDA) == 1 and isinstance(parent[0], GatedMLP)
+    wanted = own(x)
+    fast = gated_mlp_of(own, dtype, CUDA)
+    assert isinstance(fast, GatedMLP) and gated_mlp_of(fast, dtype, CUDA) is None
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(parent(x), wanted, rtol=4 * eps, atol=4 * eps)
-    assert replace_mlps(parent, dtype, CUDA) == 0
+    torch.testing.assert_close(fast(x), wanted, rtol=4 * eps, atol=4 * eps)
 
 
 def test_an_mlp_with_another_activation_stays() -> None:
     for activation in ("relu", "gelu"):
-        assert replace_mlps(mlp(LlamaMLP, activation, torch.bfloat16), torch.bfloat16, CUDA) == 0
+        assert gated_mlp_of(mlp(LlamaMLP, activation, torch.bfloat16), torch.bfloat16, CUDA) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -167,7 +167,8 @@ def test_a_row_of_a_product_does_not_depend_on_other_rows(width: int) -> None:
 def test_replaced_linears_share_their_parameters() -> None:
     parent = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.LayerNorm(8)).to(CUDA)
     parameters = [parent[0].weight, parent[1].weight, parent[1].bias]
-    assert replace_linears(parent) == 2 and isinstance(parent[0], FastLinear)
+    replace_modules(parent, fast_linear_of)
+    assert isinstance(parent[0], FastLinear) and isinstance(parent[1], FastLinear)
     assert all(a is b for a, b in zip(parameters, parent.parameters(), strict=False))
 
 

@@ -65,7 +65,8 @@ class Graphed:
         with self.device.computing():
             inputs.send()
             longest = WIDTH * PAGE
-            hidden = self.model.forward(inputs, max_query=shape.max_query, max_kv=longest, fresh=False, probe=probe)
+            batch = inputs.paged_batch(max_query=shape.max_query, max_kv=longest, fresh=False)
+            hidden = self.model.forward(inputs, batch, probe)
             logits = self.model.logits(hidden, inputs.logit_rows(shape.rows), probe)
         self.device.synchronize()
         return logits[:logit_rows].clone()

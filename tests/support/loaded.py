@@ -51,9 +51,9 @@ def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvP
     return KvPlan(page_size, page_bytes=0, num_pages=pages + 1, max_context=min(max_context, pages * page_size))
 
 
-def check_all(model: PagedModel, device: Device, page_size: int, max_context: int, *, again: bool = False) -> None:
+def check_all(model: PagedModel, max_context: int, *, again: bool = False) -> None:
     """Runs the whole check at load at once."""
-    for _ in check_paging(model, device, page_size, max_context, again=again):
+    for _ in check_paging(model, max_context, again=again):
         pass
 
 
@@ -75,7 +75,7 @@ def _runner_with(
     device.budget.reserve(workspace_label("m"), 0)
     pool = device.allocate(kv_label("m"), shape, weights.dtype, zero=True)
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
-    check_all(model, device, plan.page_size, plan.max_context)
+    check_all(model, plan.max_context)
     return ModelRunner(Load(0, "m", ""), weights, model, figures, plan, device, max_tokens, max_rows)
 
 

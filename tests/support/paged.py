@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from djinnd.model.attention.paged import PagedAttention, PagedBatch
+from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
+from djinnd.model.paged_batch import PagedBatch, Softmax
 
 BLOCKS, BLOCK = 3, 1
 TOLERANCE = {  # relative and absolute; softmax weights are rounded to the type before the product with the values
@@ -103,24 +104,22 @@ class Scene:
             pool[page, BLOCK, 1, offset] = self.v[token]
         return pool
 
-    def reference(
-        self, pool: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
-    ) -> Tensor:
+    def reference(self, pool: Tensor, softmax: Softmax) -> Tensor:
         """[tokens, heads, head_dim] in float64, row by row, from a pool that holds this step's tokens."""
         out, start = [], 0
         for row, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
             pages = self.table[row, : -(-length // self.page_size)].long()
             k, v = (pool[pages, BLOCK, i].flatten(0, 1)[:length].double() for i in range(2))
             k, v = (x.repeat_interleave(self.group, 1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", self.q[start : start + count].double(), k) * scale
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
+            scores = torch.einsum("qhd,khd->hqk", self.q[start : start + count].double(), k) * softmax.scale
+            if softmax.softcap:
+                scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
             position = torch.arange(length - count, length, device=pool.device)[:, None]
             at = torch.arange(length, device=pool.device)
-            seen = (at <= position) & (at > position - (window or length))
+            seen = (at <= position) & (at > position - (softmax.window or length))
             scores = scores.masked_fill(~seen, float("-inf"))
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, count, 1)], -1)
+            if softmax.sinks is not None:
+                scores = torch.cat([scores, softmax.sinks.double()[:, None, None].expand(-1, count, 1)], -1)
             out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], v))
             start += count
         return torch.cat(out)
@@ -133,13 +132,13 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 def check(attention: PagedAttention, scene: Scene, *, fresh: bool = False, **options: Any) -> None:
     """Writes and attends, and then compares every byte of the pool and the output of every token that is not
     padding."""
-    options = {"scale": scene.head_dim**-0.5, **options}
+    softmax = Softmax(scene.head_dim**-0.5, **options)
     batch, wanted = scene.batch(fresh=fresh), scene.written()
     attention.write(scene.k, scene.v, scene.keys, scene.values, batch)
     assert same_bytes(scene.pool[1:], wanted[1:])
-    out = attention.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, batch, **options)
+    out = attention.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, batch, softmax)
     assert same_bytes(scene.pool[1:], wanted[1:])
     assert out.shape == scene.q.shape and out.dtype == scene.dtype and out.is_contiguous()
     tolerance = TOLERANCE[scene.dtype]
-    reference = scene.reference(wanted, **options)
+    reference = scene.reference(wanted, softmax)
     torch.testing.assert_close(out[: scene.tokens].double(), reference, rtol=tolerance, atol=tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing.loader import Weights
-from djinnd.model.placing.projections import Product, Projection, SharedProjection
+from djinnd.model.placing.projections import Product, Projection
 from djinnd.weights.plan import BlockPlace, PlacementPlan, _in_scratch
 
 
@@ -25,22 +27,38 @@ def plan_of(weights: Weights, places: Sequence[BlockPlace], slots: int = 2) -> P
     return PlacementPlan(tuple(sizes), tuple(places), ring, scratch, slots)
 
 
+class WatchedDevice(CpuDevice):
+    """A CPU device that records its allocations without keeping them alive."""
+
+    def __init__(self, memory: int) -> None:
+        super().__init__(memory)
+        self.allocated: list[tuple[str, weakref.ref[Tensor]]] = []  # labels and their memory, in order
+
+    def allocate(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool = False) -> Tensor:
+        memory = super().allocate(label, shape, dtype, zero=zero)
+        self.allocated.append((label, weakref.ref(memory)))
+        return memory
+
+    def alive(self) -> list[str]:
+        """Labels of the memory that something still references."""
+        return sorted(label for label, memory in self.allocated if memory() is not None)
+
+
 def products_of(block: nn.Module) -> Iterator[tuple[str, Product, slice]]:
     """The Linears that were replaced: name, product that contains it, and its rows of the product."""
     for path, module in block.named_modules():
         if isinstance(module, Projection):
-            yield path, module.product, slice(None)
-        elif isinstance(module, SharedProjection):
-            sizes = module.product._sizes
-            start = sum(sizes[: module.index])
-            yield path, module.product._product, slice(start, start + sizes[module.index])
+            names = [name.removesuffix(".weight") for name in module.product.unit]
+            before = [block.get_submodule(name) for name in names[: names.index(path)]]
+            start = sum(int(linear.out_features) for linear in before)
+            yield path, module.product, slice(start, start + module.out_features)
 
 
 def tensors_of(block: nn.Module) -> list[Tensor]:
     """All parameters of the block, and the weights and biases of its products."""
     found: list[Tensor] = list(block.parameters())
     for _, product, _ in products_of(block):
-        found += [tensor for tensor in (product._weight, product._bias) if tensor is not None]
+        found += [tensor for tensor in (product.weight, product.bias) if tensor is not None]
     return found
 
 
@@ -48,10 +66,10 @@ def seen_by(block: nn.Module) -> dict[str, Tensor]:
     """A copy of each tensor of the block as its modules see it now, by its name in the model."""
     seen = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
     for path, product, rows in products_of(block):
-        assert product._weight is not None
-        seen[f"{path}.weight"] = product._weight[rows].clone()
-        if product._bias is not None:
-            seen[f"{path}.bias"] = product._bias[rows].clone()
+        assert product.weight is not None
+        seen[f"{path}.weight"] = product.weight[rows].clone()
+        if product.bias is not None:
+            seen[f"{path}.bias"] = product.bias[rows].clone()
     return seen
 
 
@@ -75,7 +93,7 @@ def assert_as_in_the_checkpoint(weights: Weights, folder: Path, passes: int) -> 
             prepare(weights, index)
             weights.placement.check_integrity()
             assert_same(seen_by(block), wanted[index], f"block {index}")
-            weights.placement._device.synchronize()
+            weights.placement.device.synchronize()
             assert_same(seen_by(block), wanted[index], f"block {index}, when all copies had happened")
             weights.placement.end(index)
 

@@ -297,14 +297,9 @@ class ModelRunner:
         logit_rows = LogitRows(self.model, inputs, part, [*sampling, *told, *seen])
         probe = self._probe(inputs, rows, part)
         inputs.send()
-        logit_rows.hidden = self.model.forward(
-            inputs,
-            max_query=max(counts),
-            max_kv=max(row.end for row in rows),
-            fresh=all(row.start == 0 for row in rows),
-            probe=probe,
-            blocks=blocks_of(rows),
-        )
+        longest, fresh = max(row.end for row in rows), all(row.start == 0 for row in rows)
+        batch = inputs.paged_batch(max_query=max(counts), max_kv=longest, fresh=fresh)
+        logit_rows.hidden = self.model.forward(inputs, batch, probe, blocks_of(rows))
         logits = logit_rows.logits(0, len(sampling)) if sampling else None
         self._tell_logits(logit_rows, len(sampling), rows)
         for _ in logit_rows.pieces(len(sampling) + len(told), len(seen)):

@@ -74,7 +74,7 @@ class Preparation:
 
         runner = self.runner
         try:
-            return list_kernels(runner.model, self._device, runner.max_tokens, runner.plan.max_context)
+            return list_kernels(runner.model, runner.max_tokens, runner.plan.max_context)
         except BaseException:
             self.abandon()
             raise
@@ -102,11 +102,8 @@ class Preparation:
         The caller may step other models between two parts. `runner` serves after the last part. Raises ModelRejected.
         """
         runner = self.runner
-        plan = runner.plan
         try:
-            yield from check_paging(
-                runner.model, self._device, plan.page_size, plan.max_context, again=self.weights.is_adopted
-            )
+            yield from check_paging(runner.model, runner.plan.max_context, again=self.weights.is_adopted)
             yield from runner.compile()
         except BaseException:
             self.abandon()

@@ -7,13 +7,14 @@ pages, and attends over the pages. No mask function is registered under this nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from djinnd.model.attention.paged import PagedAttention, PagedBatch
+from djinnd.model.attention.paged import PagedAttention
+from djinnd.model.paged_batch import PagedBatch, Softmax
 
 NAME = "djinn"
 
@@ -35,7 +36,7 @@ class BlockKV:
     context: AttentionContext
     keys: Tensor
     values: Tensor
-    calls: int = field(default=0)  # the check at load requires exactly one a step
+    calls: int = 0  # the check at load requires exactly one a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +86,9 @@ def paged_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     kernels = paged.context.kernels
     kernels.write(k, v, paged.keys, paged.values, batch)
-    out = kernels.attend(
-        q,
-        k,
-        v,
-        paged.keys,
-        paged.values,
-        batch,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or 0,
-        softcap=softcap or 0.0,
-        sinks=s_aux,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softmax = Softmax(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    out = kernels.attend(q, k, v, paged.keys, paged.values, batch, softmax)
     return out.unsqueeze(0), None
 
 

@@ -1,4 +1,4 @@
-"""Attention over paged KV: the batch, and two implementations, torch's (CPU, reference) and Triton's (CUDA).
+"""Attention over paged KV: the interface, and its implementation in PyTorch.
 
 A block's keys and values are [pages, page_size, kv_heads, head_dim], strided views of the page-major pool [pages,
 blocks, 2, page_size, kv_heads, head_dim]. A row's page table names the pages of its session's tokens in order. Decode
@@ -9,47 +9,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-try:
-    from djinnd.model import kernels
-except ModuleNotFoundError as missing:  # CPU builds of torch come without Triton
-    if missing.name != "triton":
-        raise
-
-
-@dataclass(slots=True)
-class PagedBatch:
-    """Positions of a flattened batch's tokens in the paged KV.
-
-    The tensors are on the device; a captured graph keeps their addresses. A row's queries are the last tokens of its
-    KV: of n queries with `length` keys, query i is at position length - n + i.
-    """
-
-    query_starts: Tensor  # int32 [rows + 1], cumulative token counts
-    kv_lengths: Tensor  # int32 [rows], tokens in KV including this step's
-    page_table: Tensor  # int32 [rows, max_pages], page ids
-    worklist: Tensor  # int32 [rows, 4]: see worklist.py
-    extent: Tensor  # int32 [3]: see worklist.py
-    slots: Tensor  # int64 [tokens], page * page_size + offset of each token of the batch
-    max_query: int  # tokens of the longest row
-    max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
-    fresh: bool  # every row starts at position 0, so that there is no history to read
-
-
-class Softmax(TypedDict, total=False):
-    """A family's variant of softmax attention."""
-
-    scale: Required[float]  # positive factor of the scores
-    window: int  # how many tokens a query sees, including itself; 0: all tokens before it
-    softcap: float  # scores become softcap * tanh(score / softcap) (Gemma 2); 0: scores are unchanged
-    sinks: Tensor | None  # [heads]: one more logit in the denominator of the softmax, without a value (gpt-oss)
+from djinnd.model.paged_batch import PagedBatch, Softmax
 
 
 class PagedAttention(ABC):
@@ -62,14 +28,7 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        **softmax: Unpack[Softmax],
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
     ) -> Tensor:
         """q [tokens, heads, head_dim], strided like k and v → [tokens, heads, head_dim], contiguous.
 
@@ -78,7 +37,11 @@ class PagedAttention(ABC):
 
 
 def attention_for(device: torch.device) -> PagedAttention:
-    return TritonAttention(device) if device.type == "cuda" else TorchAttention()
+    if device.type == "cuda":
+        from djinnd.model.attention.triton_attention import TritonAttention  # Triton comes with CUDA builds of torch
+
+        return TritonAttention(device)
+    return TorchAttention()
 
 
 class TorchAttention(PagedAttention):
@@ -92,16 +55,8 @@ class TorchAttention(PagedAttention):
         values.index_put_(at, v)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        **softmax: Unpack[Softmax],
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
     ) -> Tensor:
-        variant = _Softmax(**softmax)
         starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -109,7 +64,7 @@ class TorchAttention(PagedAttention):
         if singles:
             rows = None if len(singles) == len(counts) else torch.tensor(singles, device=q.device)
             longest = max(lengths[row] for row in singles)
-            _attend_singles(q, keys, values, batch, rows, longest, variant, out)
+            _attend_singles(q, keys, values, batch, rows, longest, softmax, out)
         for row, count in enumerate(counts):
             if count > 1:
                 tokens = slice(starts[row], starts[row + 1])
@@ -117,7 +72,7 @@ class TorchAttention(PagedAttention):
                 if lengths[row] > count:
                     at = torch.arange(lengths[row], device=q.device)
                     row_k, row_v = (_gather(x, batch.page_table[row], at) for x in (keys, values))
-                out[tokens] = variant.chunk(q[tokens], row_k, row_v)
+                out[tokens] = attend_chunk(q[tokens], row_k, row_v, softmax)
         return out
 
 
@@ -128,7 +83,7 @@ def _attend_singles(
     batch: PagedBatch,
     rows: Tensor | None,
     longest: int,
-    softmax: _Softmax,
+    softmax: Softmax,
     out: Tensor,
 ) -> None:
     """Computes the rows of one token in one call; `rows` None means all rows. Writes to `out`.
@@ -143,8 +98,16 @@ def _attend_singles(
     seen = at < lengths
     if softmax.window:
         seen &= at >= lengths - softmax.window
-    row_k, row_v = (_gather(x, table, torch.minimum(at, lengths - 1)) for x in (keys, values))
-    out[tokens] = softmax.singles(q[tokens], row_k, row_v, seen)
+    k, v = (_gather(x, table, torch.minimum(at, lengths - 1)).transpose(1, 2) for x in (keys, values))
+    q = q[tokens]
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+    if softmax.is_plain:
+        # All heads of a group see the same keys, so they are passed as queries of their KV head.
+        seen = seen[:, None, None, :]
+        result = scaled_dot_product_attention(grouped, k, v, attn_mask=seen, scale=softmax.scale)
+    else:
+        result = _step_by_step(grouped.unsqueeze(3), k, v, seen[:, None, None, None, :], softmax)
+    out[tokens] = result.reshape(q.shape)
 
 
 def _gather(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
@@ -162,100 +125,33 @@ def _gather(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
     return tokens.index_select(0, place.flatten()).view(*place.shape, kv_heads, head_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Softmax:
-    """Computes attention with torch; the fields are those of Softmax."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    sinks: Tensor | None = None
-
-    def singles(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """q [rows, heads, head_dim], k and v [rows, keys, kv_heads, head_dim], seen [rows, keys] → like q."""
-        grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[2])
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if self._is_plain:
-            # All heads of a group see the same keys, so they are passed as queries of their KV head.
-            mask = seen[:, None, None, :]
-            return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=self.scale).reshape(q.shape)
-        return self._step_by_step(grouped.unsqueeze(3), k, v, seen[:, None, None, None, :]).reshape(q.shape)
-
-    def chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One row: q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] → like q."""
-        queries, length, gqa = q.shape[0], k.shape[0], q.shape[1] != k.shape[1]
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        if queries == length and self.is_causal_only(length):
-            out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=gqa)
-            return out[0].transpose(0, 1)
-        position = torch.arange(length - queries, length, device=q.device)[:, None]
-        at = torch.arange(length, device=q.device)
-        seen = at <= position
-        if self.window:
-            seen &= at > position - self.window
-        if self._is_plain:
-            out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=gqa)
-        else:
-            out = self._step_by_step(q.unflatten(1, (k.shape[1], -1)), k, v, seen).flatten(1, 2)
+def attend_chunk(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Computes one row: q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] → like q."""
+    queries, length, gqa = q.shape[0], k.shape[0], q.shape[1] != k.shape[1]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    if queries == length and softmax.is_causal_only(length):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax.scale, enable_gqa=gqa)
         return out[0].transpose(0, 1)
-
-    def is_causal_only(self, length: int) -> bool:
-        return self._is_plain and not 0 < self.window < length
-
-    @property
-    def _is_plain(self) -> bool:
-        return not self.softcap and self.sinks is None
-
-    def _step_by_step(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """q [rows, kv_heads, group, queries, head_dim], k and v [rows, kv_heads, keys, head_dim] → like q."""
-        scores = q.float() @ k.unsqueeze(2).transpose(-1, -2).float() * self.scale
-        if self.softcap:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~seen, -math.inf)
-        if self.sinks is not None:
-            sinks = self.sinks.float().view(q.shape[1], q.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
-            scores = torch.cat([scores, sinks], -1)
-        weights = scores.softmax(-1)[..., : k.shape[2]]
-        return (weights @ v.unsqueeze(2).float()).to(q.dtype)
+    position = torch.arange(length - queries, length, device=q.device)[:, None]
+    at = torch.arange(length, device=q.device)
+    seen = at <= position
+    if softmax.window:
+        seen &= at > position - softmax.window
+    if softmax.is_plain:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=gqa)
+    else:
+        out = _step_by_step(q.unflatten(1, (k.shape[1], -1)), k, v, seen, softmax).flatten(1, 2)
+    return out[0].transpose(0, 1)
 
 
-class TritonAttention(PagedAttention):
-    """Attention by djinnd's kernels (djinnd.model.kernels), which read the pages in place.
-
-    Falls back to TorchAttention if the GPU or the compiler does not support a kernel. The kernels can be captured in a
-    graph: their grids and addresses depend only on shapes and host bounds. TorchAttention reads lengths on the host and
-    cannot be captured, so a model that needs it runs without graphs.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.scratch = kernels.Scratch(device)
-        self._reference = TorchAttention()
-
-    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        try:
-            kernels.kv_write(k, v, keys, values, batch.slots)
-        except kernels.UNAVAILABLE:
-            self._reference.write(k, v, keys, values, batch)
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        batch: PagedBatch,
-        **softmax: Unpack[Softmax],
-    ) -> Tensor:
-        rows = batch.kv_lengths.numel()
-        variant = _Softmax(**softmax)
-        if batch.fresh and rows == 1 and variant.is_causal_only(q.shape[0]):
-            return variant.chunk(q, k, v).contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        paged = (q, keys, values, batch, out)
-        is_short = kernels.fits_decode(batch.max_query, q.shape[1] // keys.shape[2])
-        try:
-            (kernels.decode if is_short else kernels.mixed)(*paged, self.scratch, **softmax)
-        except kernels.UNAVAILABLE:
-            return self._reference.attend(q, k, v, keys, values, batch, **softmax)
-        return out
+def _step_by_step(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax) -> Tensor:
+    """q [rows, kv_heads, group, queries, head_dim], k and v [rows, kv_heads, keys, head_dim] → like q."""
+    scores = q.float() @ k.unsqueeze(2).transpose(-1, -2).float() * softmax.scale
+    if softmax.softcap:
+        scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.float().view(q.shape[1], q.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v.unsqueeze(2).float()).to(q.dtype)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import ModelRejected
-from djinnd.device import Device
 from djinnd.model.check.far_positions import check_far_positions
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
@@ -34,14 +33,7 @@ def tolerance(dtype: torch.dtype, blocks: int) -> float:
     return LOGITS_TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / TOLERANCE_DEPTH))
 
 
-def check_paging(
-    model: PagedModel,
-    device: Device,
-    page_size: int,
-    max_context: int,
-    *,
-    again: bool = False,
-) -> Iterator[None]:
+def check_paging(model: PagedModel, max_context: int, *, again: bool = False) -> Iterator[None]:
     """Runs the check in parts of one forward pass each; the caller may step other models between two parts.
 
     Uses the pool's first pages, which no session may have yet, and leaves them zeroed. `again`: an earlier engine has
@@ -49,14 +41,13 @@ def check_paging(
     """
     family = model.skeleton.family
     count = sum(CHUNKS) + (FEW_SINGLES if model.placement.streams or again else SINGLES)
-    pages = np.arange(1, 2 + count // page_size, dtype=np.int32)
+    pages = np.arange(1, 2 + count // model.page_size, dtype=np.int32)
     tokens = np.random.default_rng(0).integers(0, model.vocab, count)
     for paged in model.paged:
         paged.calls = 0
 
     def run(start: int, count: int) -> Tensor:
-        most = max_context if start else count
-        return _run(model, device, tokens[start : start + count], start, pages, page_size, most)
+        return _run(model, tokens[start : start + count], start, pages, max_context if start else count)
 
     try:
         whole = run(0, count)
@@ -84,7 +75,7 @@ def check_paging(
         yield
     singles = torch.cat(steps)
     model.zero_pages(pages.tolist())
-    with device.computing():
+    with model.device.computing():
         for width in (model.skeleton.points.width, model.vocab):
             warm_up(width, model.dtype, model.pool.device)
     error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
@@ -97,7 +88,7 @@ def check_paging(
             error=error,
         )
     yield
-    check_far_positions(model, device, max_context)
+    check_far_positions(model, max_context)
 
 
 def _refuse_not_finite(model: PagedModel) -> None:
@@ -109,16 +100,10 @@ def _refuse_not_finite(model: PagedModel) -> None:
 
 
 def _run(
-    model: PagedModel,
-    device: Device,
-    tokens: npt.NDArray[np.int64],
-    start: int,
-    pages: npt.NDArray[np.int32],
-    page_size: int,
-    max_kv: int,
+    model: PagedModel, tokens: npt.NDArray[np.int64], start: int, pages: npt.NDArray[np.int32], max_kv: int
 ) -> Tensor:
     """Runs `tokens` at positions from `start` → logits [tokens, vocab], float32."""
-    count = len(tokens)
+    count, page_size, device = len(tokens), model.page_size, model.device
     inputs = StepInputs(device, count, 1, len(pages))
     positions = np.arange(start, start + count)
     host = inputs.host
@@ -131,7 +116,8 @@ def _run(
     host["table"][:] = pages
     with device.computing(), torch.inference_mode():
         inputs.send()
-        hidden = model.forward(inputs, max_query=count, max_kv=max_kv, fresh=start == 0)
+        batch = inputs.paged_batch(max_query=count, max_kv=max_kv, fresh=start == 0)
+        hidden = model.forward(inputs, batch)
         logits = model.logits(hidden, inputs.logit_rows(count)).float()
         device.synchronize()
     return logits

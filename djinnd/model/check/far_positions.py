@@ -12,60 +12,50 @@ This needs no KV: attention itself does not run, and one block of each kind is e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from djinn_client.errors import ModelRejected
-from djinnd.device import Device
-from djinnd.model.attention.paged import PagedAttention, PagedBatch
+from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.family.adapter import Prologue
 from djinnd.model.family.boundaries import boundaries
+from djinnd.model.family.kinds import kind_of
 from djinnd.model.family.own_forward import Rule, prologue_after
+from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHECKED_BEFORE, POSITION_TOLERANCE
 
 
-@dataclass(slots=True)
-class _Given:
-    """The arguments of attention in one run of a block."""
-
-    tensors: list[Tensor] = field(default_factory=list)  # k, v, q: [tokens, heads, head_dim]
-    options: dict[str, Any] = field(default_factory=dict)  # scale, window, softcap
-
-
 class _Catching(PagedAttention):
-    """Replaces attention: keeps its arguments, and returns each token's own query."""
+    """Replaces attention: keeps the arguments of the last call, and returns each token's own query."""
 
-    def __init__(self) -> None:
-        self.given = _Given()
+    tensors: tuple[Tensor, ...]  # k, v, q: [tokens, heads, head_dim]
+    softmax: Softmax  # without sinks
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        self.given.tensors = [k.clone(), v.clone()]
+        self.tensors = (k.clone(), v.clone())
 
-    def attend(self, q: Tensor, *_: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
-        self.given.tensors.append(q.clone())
-        self.given.options = options
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
+    ) -> Tensor:
+        self.tensors += (q.clone(),)
+        self.softmax = replace(softmax, sinks=None)
         return q.contiguous()
-
-    def take(self) -> _Given:
-        given, self.given = self.given, _Given()
-        return given
 
 
 @torch.inference_mode()
-def check_far_positions(model: PagedModel, device: Device, max_context: int) -> None:
+def check_far_positions(model: PagedModel, max_context: int) -> None:
     """Checks the boundaries up to `max_context`. The model must have run before. Raises ModelRejected."""
     looked_at = boundaries(model.skeleton.config.to_dict(), max_context)
     rows = [range(max(0, end - CHECKED_BEFORE - 1), min(end + 1, max_context)) for end in looked_at]
     usual, model.context.kernels = model.context.kernels, (catching := _Catching())
     model.placement.tokens.real = None  # all tokens are real
     try:
-        with device.computing():
+        with model.device.computing():
             _check(model, rows, catching)
-            device.synchronize()
+            model.device.synchronize()
     finally:
         model.context.kernels = usual
 
@@ -80,50 +70,34 @@ def _check(model: PagedModel, rows: list[range], catching: _Catching) -> None:
     for (own, _), at, row in zip(theirs, spans, rows, strict=True):
         _compare(model, ours.hidden[0, at], own.hidden[0], row, "embeds")
     for index in _one_of_each_kind(model):
-        given = _run(model, index, ours, catching)
+        given, softmax = _run(model, index, ours, catching)
         for (own, rules), at, row in zip(theirs, spans, rows, strict=True):
-            wanted = _run(model, index, own, catching)
-            for got, want in zip(given.tensors, wanted.tensors, strict=True):
+            wanted, usual = _run(model, index, own, catching)
+            for got, want in zip(given, wanted, strict=True):
                 _compare(model, got[at], want, row, "attends")
-            if given.options != wanted.options:
-                _refuse(
-                    model,
-                    row,
-                    f"block {index} calls attention with {wanted.options} behind a cache, {given.options} without",
-                )
-            _check_mask(model, index, rules[index], given.options["window"], rows)
+            if softmax != usual:
+                _refuse(model, row, f"block {index} calls attention with {usual} behind a cache, {softmax} without")
+            _check_mask(model, index, rules[index], softmax.window, rows)
         model.placement.end(index)
 
 
-def _run(model: PagedModel, index: int, prologue: Prologue, catching: _Catching) -> _Given:
+def _run(model: PagedModel, index: int, prologue: Prologue, catching: _Catching) -> tuple[tuple[Tensor, ...], Softmax]:
+    """Runs a block up to its attention → the arguments of attention."""
     model.run_block(index, prologue.hidden.clone(), prologue.arguments[index])
-    return catching.take()
+    return catching.tensors, catching.softmax
 
 
 def _one_of_each_kind(model: PagedModel) -> Iterator[int]:
-    """One pass over the model that yields one block of each kind; the caller calls `placement.end` for it. Blocks are
-    of the same kind if they differ only in their weights."""
+    """One pass over the model that yields one block of each kind; the caller calls `placement.end` for it."""
     seen: set[object] = set()
     for index, block in enumerate(model.adapter.blocks):
-        kind = _kind(block)
+        kind = kind_of(block)
         if kind in seen:
             model.placement.skip(range(index, index + 1))
             continue
         seen.add(kind)
         model.placement.begin(index)
         yield index
-
-
-def _kind(block: nn.Module) -> object:
-    """Everything of a block that a forward can branch on: its modules and their plain attributes."""
-    return tuple(
-        (path, type(module), tuple(sorted((k, str(v)) for k, v in vars(module).items() if _is_plain(k, v))))
-        for path, module in block.named_modules()
-    )
-
-
-def _is_plain(name: str, value: object) -> bool:
-    return isinstance(value, bool | int | float | str) and name != "layer_idx"
 
 
 def _compare(model: PagedModel, ours: Tensor, theirs: Tensor, row: range, does: str) -> None:

@@ -13,17 +13,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from djinnd.device import Device
-from djinnd.model.attention.paged import PagedAttention, PagedBatch, TritonAttention
+from djinnd.model.attention.paged import PagedAttention
+from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.copies.pinned_io import ResultReader
-from djinnd.model.kernels import MAX_QUERY
+from djinnd.model.kernels.decode import MAX_QUERY
 from djinnd.model.kernels.launches import launches
 from djinnd.model.kernels.variants import Variant
+from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.sampling import token_masks
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
@@ -36,7 +36,7 @@ _TOKENS = (1, 8, FEW_ROWS)  # the most rows of each kernel for products of few r
 _KV_BOUNDS = (64, 256, 512, 1024, 2048)  # above each of them, keys may be divided among more programs
 
 
-def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int) -> list[Variant]:
+def list_kernels(model: PagedModel, max_tokens: int, max_kv: int) -> list[Variant]:
     """Kernels that are not in Triton's cache, for steps of up to `max_tokens` tokens and sessions of up to `max_kv`
     tokens. Call it between steps."""
     with launches.listing() as listed:
@@ -44,8 +44,8 @@ def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int
         model.context.kernels = EveryBound(own)
         try:
             for tokens in (max_tokens, *(few for few in _TOKENS if few < max_tokens)):
-                _run_empty(model, device, tokens, max_kv)
-            with device.computing():
+                _run_empty(model, tokens, max_kv)
+            with model.device.computing():
                 for width in (model.skeleton.points.width, model.vocab):
                     editing.warm_up(width, model.dtype, model.pool.device)
                 token_masks.warm_up(model.vocab, model.dtype, model.pool.device)
@@ -59,15 +59,16 @@ def list_kernels(model: PagedModel, device: Device, max_tokens: int, max_kv: int
     return [*listed]
 
 
-def _run_empty(model: PagedModel, device: Device, tokens: int, max_kv: int) -> None:
-    inputs = StepInputs(device, tokens, 1, 1)
-    inputs.clear()
+def _run_empty(model: PagedModel, tokens: int, max_kv: int) -> None:
+    inputs = StepInputs(model.device, tokens, 1, 1)
+    inputs.pad(0, 0, 0)
     blocks = range(min(KINDS, model.num_blocks))
-    with device.computing(), torch.inference_mode():
+    with model.device.computing(), torch.inference_mode():
         inputs.send()
-        hidden = model.forward(inputs, max_query=tokens, max_kv=max_kv, fresh=False, blocks=blocks)
+        batch = inputs.paged_batch(max_query=tokens, max_kv=max_kv, fresh=False)
+        hidden = model.forward(inputs, batch, blocks=blocks)
         model.logits(hidden, inputs.logit_rows(min(tokens, max(_TOKENS))))
-        device.synchronize()
+        model.device.synchronize()
 
 
 class EveryBound(PagedAttention):
@@ -82,16 +83,15 @@ class EveryBound(PagedAttention):
         self._own.write(k, v, keys, values, batch)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
     ) -> Tensor:
-        given = (keys, values)
-        kind = (q.dtype, bool(options.get("window")), bool(options.get("softcap")), options.get("sinks") is None)
+        kind = (q.dtype, bool(softmax.window), bool(softmax.softcap), softmax.sinks is None)
         if kind not in self._seen:
             self._seen.add(kind)
             apart = TritonAttention(q.device)  # scratch memory of its own, freed afterwards: these bounds are not real
             for tokens, bounds in _bounds(len(q), batch):
-                apart.attend(q[:tokens], k[:tokens], v[:tokens], *given, bounds, **options)
-        return self._own.attend(q, k, v, *given, batch, **options)
+                apart.attend(q[:tokens], k[:tokens], v[:tokens], keys, values, bounds, softmax)
+        return self._own.attend(q, k, v, keys, values, batch, softmax)
 
 
 def _bounds(most: int, batch: PagedBatch) -> Iterator[tuple[int, PagedBatch]]:

@@ -7,6 +7,7 @@ only two, in turn. The graphs keep the pool itself alive.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,12 +17,8 @@ from torch import Tensor
 def borrow(tensor: Tensor) -> Tensor:
     """A tensor with the same memory, shape, strides and dtype (of 2 or 4 bytes) that does not own the memory. The
     caller makes sure that the memory is still there and holds the expected values."""
-    return torch.as_tensor(_Described(tensor), device=tensor.device).view(tensor.dtype)
-
-
-class _Described:
-    def __init__(self, tensor: Tensor) -> None:
-        self.__cuda_array_interface__ = array_interface(tensor)
+    described = SimpleNamespace(__cuda_array_interface__=array_interface(tensor))
+    return torch.as_tensor(described, device=tensor.device).view(tensor.dtype)
 
 
 def array_interface(tensor: Tensor) -> dict[str, Any]:

@@ -12,12 +12,6 @@ from torch import Tensor
 
 from djinnd.device import Device
 
-_TORCH: dict[np.dtype[np.generic], torch.dtype] = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-}
-
 
 def upload(
     values: Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[Any], dtype: torch.dtype, device: torch.device
@@ -34,7 +28,8 @@ def upload(
 
 
 def upload_arrays(device: Device, arrays: Sequence[npt.NDArray[np.generic]]) -> list[Tensor]:
-    """Queues one copy of all arrays. torch keeps the staging memory until the copy is done."""
+    """Queues one copy of all arrays, of int64, int32 or float32. torch keeps the staging memory until the copy is
+    done."""
     sizes = [-(-array.nbytes // 8) * 8 for array in arrays]
     offsets = np.cumsum(sizes) - sizes
     staging = device.staging(sum(sizes))
@@ -44,6 +39,6 @@ def upload_arrays(device: Device, arrays: Sequence[npt.NDArray[np.generic]]) -> 
     there = torch.empty(len(staging), dtype=torch.uint8, device=device.torch_device)
     there.copy_(staging, non_blocking=True)
     return [
-        there[offset : offset + array.nbytes].view(_TORCH[array.dtype])
+        there[offset : offset + array.nbytes].view(getattr(torch, array.dtype.name))
         for array, offset in zip(arrays, offsets.tolist(), strict=True)
     ]

@@ -13,14 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-FAMILIES = (
-    "granite",
-    "granite_swa",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-)
+FAMILIES = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 _MLPS = ("mlp", "block_sparse_moe", "shared_mlp")
 
 

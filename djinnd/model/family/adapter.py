@@ -89,7 +89,8 @@ class Adapter:
         self.blocks: list[nn.Module] = list(places)
         self.returns_tuple = False
         self.final_hidden: Tensor | None = None
-        self._names = [_parameter_names(block) for block in self.blocks]
+        # Names of the arguments of each block's forward, without the hidden states.
+        self._names = [list(inspect.signature(block.forward).parameters)[1:] for block in self.blocks]
         self._recorded: list[dict[str, Any]] = [{} for _ in self.blocks]
         self._hidden: Tensor | None = None
         self._is_shared: bool | None = None  # see _is_shared; learnt in the first prologue, the same on every device
@@ -141,7 +142,3 @@ def _is_shared(tensor: Tensor, others: list[Any]) -> bool:
     """Returns True if a tensor anywhere in the nested structures of `others` shares the tensor's storage."""
     memory = tensor.untyped_storage()._cdata  # not data_ptr(): tensors on the meta device have no addresses
     return any(isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == memory for leaf in tree_leaves(others))
-
-
-def _parameter_names(block: nn.Module) -> list[str]:
-    return list(inspect.signature(block.forward).parameters)[1:]

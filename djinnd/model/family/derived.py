@@ -55,7 +55,7 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
             model._init_weights(module)  # type: ignore[operator]
         except Exception as error:  # a family's code may raise exceptions of any type
             raise ModelRejected(
-                f"{type(module).__name__} cannot be computed from the configuration: {error!r}",
+                f"{type(module).__name__} cannot be computed from the configuration: {error!r}"
             ) from error
         for name in missing:
             buffer = module._buffers[name]

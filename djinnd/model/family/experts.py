@@ -1,12 +1,12 @@
-"""Experts on demand: fetches only the stacked experts that a batch's router has chosen.
+"""Experts on demand: fetches only the stacked experts that a batch's router has picked.
 
-    host memory, pinned (streamed)  ─┐  after the router: the chosen experts,
+    host memory, pinned (streamed)  ─┐  after the router: the picked experts,
     device memory (packed)          ─┴──► unpacked on the way ──► scratch, at their own places ──► the family's module
 
-The family's module has its [experts, …] parameters over the scratch buffer, and reads only the chosen ones. The places
+The family's module has its [experts, …] parameters over the scratch buffer, and reads only the picked ones. The places
 of the others hold leftovers of other blocks.
 
-The fetch runs on the compute stream between the router and the experts. The choice is not known earlier, so no
+The fetch runs on the compute stream between the router and the experts. The picks are not known earlier, so no
 computation hides the fetch. A decode step of one row moves `picked` of `count` experts; a prefill that needs all of
 them moves as many bytes as the ring would have.
 """
@@ -29,7 +29,7 @@ from djinnd.weights.store import Routing
 @dataclass(frozen=True, slots=True)
 class Stack:
     """The stacked experts of a block. They are parameters of one module, which is called with hidden states, the
-    chosen experts and their weights."""
+    picked experts and their weights."""
 
     names: tuple[str, ...]  # of its [experts, …, …] parameters, relative to the block
     routing: Routing
@@ -47,7 +47,7 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
     None if the block has none, if a row picks all of them, or if they are called in an unknown way. The number of
     experts that a row picks is learnt by running the parent module until it calls them.
     """
-    stacks = {path: own for path, module in block.named_modules() if (own := _stacked(module))}
+    stacks = {path: own for path, module in block.named_modules() if (own := stacked_parameters(module))}
     if len(stacks) != 1:
         return None
     ((path, parameters),) = stacks.items()
@@ -73,8 +73,8 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
     return Stack(tuple(f"{path}.{name}" for name in parameters), Routing(count, picked))
 
 
-def _stacked(module: nn.Module) -> dict[str, Tensor]:
-    """The module's three-dimensional parameters: [experts, …, …]."""
+def stacked_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The module's stacked experts: its three-dimensional parameters, [experts, …, …]."""
     return {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
 
 
@@ -94,7 +94,7 @@ class StepTokens:
 
 
 class Experts:
-    """The stacked experts of one packed or streamed block. A hook on the experts' module fetches the chosen ones into
+    """The stacked experts of one packed or streamed block. A hook on the experts' module fetches the picked ones into
     scratch before each call."""
 
     def __init__(
@@ -112,7 +112,6 @@ class Experts:
         self._routing = routing
         self._tokens = tokens
         self._picked = torch.zeros(routing.count, dtype=torch.int32, device=device)
-        self._fetches = torch.zeros(routing.count, dtype=torch.int64, device=device)  # of each expert, since `bind`
         self._source: Tensor | None = None
         self._scratch: Tensor | None = None
         self._hook: RemovableHandle | None = None
@@ -125,7 +124,6 @@ class Experts:
         """
         self.unbind()
         self._source, self._scratch = source, scratch
-        self._fetches.zero_()
         self._hook = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def unbind(self) -> None:
@@ -144,7 +142,7 @@ class Experts:
         return args, {name: wanted if argument is picked else argument for name, argument in kwargs.items()}
 
     def _of_real_tokens(self, picked: Tensor) -> Tensor:
-        """Gives padding tokens the choice of the first token, so that no expert is fetched for them."""
+        """Gives padding tokens the picks of the first token, so that no expert is fetched for them."""
         real = self._tokens.real
         if real is None:
             return picked
@@ -157,14 +155,13 @@ class Experts:
         source, scratch = self._source, self._scratch
         assert source is not None and scratch is not None
         self._picked.zero_().index_fill_(0, picked.reshape(-1), 1)
-        self._fetches += self._picked
         if scratch.device.type == "cuda":
             self._fetch_by_kernel(source, scratch)
         else:
             self._fetch_by_copies(source, scratch)
 
     def _fetch_by_kernel(self, source: Tensor, scratch: Tensor) -> None:
-        from djinnd.model.kernels import fetch_packed, fetch_plain  # needs Triton, of CUDA builds of torch
+        from djinnd.model.kernels.fetch import fetch_packed, fetch_plain  # Triton comes with CUDA builds of torch
 
         if self.form is not None:
             fetch_packed(self._picked, self.form, source, scratch)
@@ -188,10 +185,3 @@ class Experts:
         """Views [experts, …] of each parameter, in the order of the layout, which is also the order of the form's
         units."""
         return list(self.layout.views(memory).values())
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes fetched since `bind`, without the patches of the packed form. Waits for the device."""
-        assert self._source is not None
-        expert = self.layout.numel // self._routing.count
-        return int(self._fetches.sum()) * (expert * 3 // 2 if self.form else expert * self._source.itemsize)

@@ -27,8 +27,11 @@ from torch import Tensor, nn
 
 from djinn_client.protocol.fields.points import PointMap
 from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
-from djinnd.model.attention.paged import PagedAttention, PagedBatch
+from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.family.adapter import Adapter
+from djinnd.model.family.experts import stacked_parameters
+from djinnd.model.family.kinds import kind_of
+from djinnd.model.paged_batch import PagedBatch
 
 _TOKENS = 2
 
@@ -39,7 +42,7 @@ def learn_points(adapter: Adapter, layers: str, vocab: int) -> PointMap:
     that cannot run on the meta device has no points."""
     ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
     prologue = adapter.prologue(ids, ids)
-    first_of_kind = {_kind(block): index for index, block in reversed(list(enumerate(adapter.blocks)))}
+    first_of_kind = {kind_of(block): index for index, block in reversed(list(enumerate(adapter.blocks)))}
     attention, mlp = set(), set()
     for index in first_of_kind.values():
         run = partial(adapter.run_block, index, prologue.hidden, prologue.arguments[index])
@@ -59,11 +62,6 @@ def learn_points(adapter: Adapter, layers: str, vocab: int) -> PointMap:
     )
 
 
-def _kind(block: nn.Module) -> tuple[tuple[str, type], ...]:
-    """The paths and classes of the block's modules; blocks of the same kind have the same points."""
-    return tuple((path, type(module)) for path, module in block.named_modules())
-
-
 def _names_within(block: nn.Module, run: Callable[[], object], hidden: Tensor) -> tuple[str, str]:
     """Paths of attention and of the MLP within the block; "" if there is none."""
     gave = _Outputs()
@@ -71,7 +69,7 @@ def _names_within(block: nn.Module, run: Callable[[], object], hidden: Tensor) -
         paged = _give_attention(block, undo)
         for path, module in block.named_modules():
             undo.enter_context(module.register_forward_hook(partial(gave.note, path)))
-            if _is_stack(module):
+            if stacked_parameters(module):
                 module.forward = _as_given  # stacked experts cannot run on meta: the router's choice has no values
                 undo.callback(delattr, module, "forward")
         _try(run)
@@ -146,11 +144,6 @@ def _give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:
             paged[path] = module.paged = BlockKV(context, nothing, nothing)
             undo.callback(delattr, module, "paged")
     return paged
-
-
-def _is_stack(module: nn.Module) -> bool:
-    """Returns True if the module has stacked experts, which are [experts, …, …] parameters."""
-    return any(own is not None and own.dim() == 3 for own in module._parameters.values())
 
 
 def _as_given(hidden: Tensor, *_: Any, **__: Any) -> Tensor:

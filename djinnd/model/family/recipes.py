@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,24 +41,14 @@ class _Sources:
     tensors: list[tuple[str, str]] = field(default_factory=list)  # (name in the checkpoint, pattern of the converter)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The part of a model's interface that converters use. The model itself cannot serve, because stand-ins have
-    replaced its blocks when converters run."""
-
-    by_name: dict[str, Tensor]  # on the meta device
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self.by_name[name]
-
-
 class RecipeBook:
     """The recipes of all parameters. Made while the model still has its own layers; see Adapter."""
 
     def __init__(self, model: Any, checkpoint: CheckpointFiles) -> None:
         self._checkpoint = checkpoint
         self._config = model.config
-        self._parameters = _Parameters(model.state_dict())
+        # The part of the model's interface that converters use. Stand-ins have replaced its blocks when converters run.
+        self._parameters = SimpleNamespace(get_parameter=model.state_dict().__getitem__)
         self._sources = _match(model, checkpoint)
         self._twins: dict[str, list[str]] = {}  # tied parameter → its other names that the checkpoint has, too
 

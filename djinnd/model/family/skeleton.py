@@ -6,7 +6,7 @@ A parameter has no memory until `bind` gives it a view of its block's buffer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.rope import fix_frequencies
 from djinnd.model.family.switches import set_switches
 from djinnd.weights.layout import Layout
+from djinnd.weights.store import Routing
 
 # Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`.
 _FULL = ("full_attention", "attention", None)
@@ -70,19 +71,15 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
         )
     fix_frequencies(config)
     set_switches(config)
-    if getattr(config, "quantization_config", None):
+    quantised = getattr(config, "quantization_config", None)
+    if quantised:
+        is_dict = isinstance(quantised, dict)
+        method = quantised.get("quant_method") if is_dict else getattr(quantised, "quant_method", None)
         raise ModelRejected(
-            f"quantised checkpoints are not supported (this one uses {_method(config)}); use an F32, F16 or BF16 one",
+            f"quantised checkpoints are not supported (this one uses {str(method)[:80]}); use an F32, F16 or BF16 one",
             family=config.model_type,
         )
     return config
-
-
-def _method(config: PreTrainedConfig) -> str:
-    """The configuration's name for its quantisation method."""
-    told = config.quantization_config
-    told = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
-    return str(told)[:80]
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -95,20 +92,15 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hf_attention.NAME)
     except Exception as error:  # families raise KeyError, ValueError, ImportError …
         if error.args == (hf_attention.NAME,):  # the family looks attention up in a table of its own
-            raise _past_the_interface(config) from error
-        raise ModelRejected(f"{config.model_type} cannot be built: {error!r}", family=config.model_type) from error
+            why = "does not use transformers' attention interface, so djinnd cannot page its KV"
+        else:
+            why = f"cannot be built: {error!r}"
+        raise ModelRejected(f"{config.model_type} {why}", family=config.model_type) from error
     model.eval()
     model.tie_weights()
     if config.model_type in ADAPTED:
         ADAPTED[config.model_type](find_blocks(model))
     return model
-
-
-def _past_the_interface(config: PreTrainedConfig) -> ModelRejected:
-    return ModelRejected(
-        f"{config.model_type} does not use transformers' attention interface, so djinnd cannot page its KV",
-        family=config.model_type,
-    )
 
 
 class Skeleton:
@@ -120,7 +112,7 @@ class Skeleton:
         self.config = model.config
         self.family: str = model.config.model_type
         self.derived_bytes = derived_bytes(model)
-        self.names = _parameter_shapes(model)
+        self.shapes = _parameter_shapes(model)  # by full name
         self.prefixes = _block_prefixes(model)
         self.tied = _tied(model)
         self.unused = _unused(model)
@@ -139,29 +131,24 @@ class Skeleton:
     def num_blocks(self) -> int:
         return len(self.adapter.blocks)
 
-    def block_names(self, index: int) -> list[str]:
-        """Full names of the parameters of block `index`."""
-        prefix = self.prefixes[index]
-        return [name for name in self.names if name.startswith(prefix)]
+    def layouts(self) -> Iterator[tuple[str, Layout, Routing | None]]:
+        """The buffers of the weights in order: prefix of the parameters' names, layout, and for experts their routing.
 
-    def rest_names(self) -> list[str]:
-        prefixes = tuple(self.prefixes)
-        return [name for name in self.names if not name.startswith(prefixes)]
+        One buffer for each block, then one for each block's stacked experts, then one for the rest. A block's buffer
+        has no stacked experts, because they are fetched on demand.
+        """
+        experts = {prefix: stack for prefix, stack in zip(self.prefixes, self.stacks, strict=True) if stack is not None}
+        apart = {prefix + name for prefix, stack in experts.items() for name in stack.names}
+        for prefix in self.prefixes:
+            own = (name for name in self.shapes if name.startswith(prefix) and name not in apart)
+            yield prefix, self._layout(prefix, own), None
+        for prefix, stack in experts.items():
+            yield prefix, self._layout(prefix, (prefix + name for name in stack.names)), stack.routing
+        rest = (name for name in self.shapes if not name.startswith(tuple(self.prefixes)))
+        yield "", self._layout("", rest), None
 
-    def block_layout(self, index: int) -> Layout:
-        """Layout of a block's parameters, without stacked experts, which are fetched on demand."""
-        stack, cut = self.stacks[index], len(self.prefixes[index])
-        shapes = {name[cut:]: self.names[name] for name in self.block_names(index)}
-        return Layout((name, shape) for name, shape in shapes.items() if stack is None or name not in stack.names)
-
-    def experts_layout(self, index: int) -> Layout:
-        """Layout of the stacked experts of a block that has them."""
-        stack, prefix = self.stacks[index], self.prefixes[index]
-        assert stack is not None
-        return Layout((name, self.names[prefix + name]) for name in stack.names)
-
-    def rest_layout(self) -> Layout:
-        return Layout((name, self.names[name]) for name in self.rest_names())
+    def _layout(self, prefix: str, names: Iterable[str]) -> Layout:
+        return Layout((name.removeprefix(prefix), self.shapes[name]) for name in names)
 
     @torch.inference_mode()
     def _learn_kv_shape(self) -> KVShape:
@@ -192,7 +179,8 @@ class Skeleton:
             )
 
     def _attention_of(self, index: int, prologue: Prologue) -> Wanted:
-        kind = self._kind(index)
+        kinds = getattr(self.config, "layer_types", None)
+        kind = str(kinds[index]) if kinds else None  # None: the configuration names no kinds
         if kind not in _FULL and kind not in _SLIDING:
             reason = f"block {index} of {self.family} is of a kind with state that djinnd cannot page: {kind}"
             raise ModelRejected(reason, family=self.family)
@@ -213,11 +201,6 @@ class Skeleton:
             reason = f"the attention of {self.family} needs a feature that djinnd does not support: {unserved}"
             raise ModelRejected(reason, family=self.family)
         return wanted
-
-    def _kind(self, index: int) -> str | None:
-        """The kind of block `index` in the family's configuration; None if the configuration names no kinds."""
-        kinds = getattr(self.config, "layer_types", None)
-        return str(kinds[index]) if kinds else None
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:

@@ -14,14 +14,14 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.numel() // weight.shape[1]
     if not weight.is_cuda or not 0 < rows <= FEW_ROWS or not weight.is_contiguous():
         return linear(x, weight, bias)
-    from djinnd.model.kernels import UNAVAILABLE, few_rows, matvec  # Triton comes with CUDA builds of torch
+    from djinnd.model.kernels import few_rows, launches, matvec  # Triton comes with CUDA builds of torch
 
     try:
         if rows == 1:
-            return matvec(x, weight, bias)
+            return matvec.matvec(x, weight, bias)
         if weight.itemsize == 2:
-            return few_rows(x, weight, bias)
-    except UNAVAILABLE:
+            return few_rows.few_rows(x, weight, bias)
+    except launches.UNAVAILABLE:
         pass
     return linear(x, weight, bias)
 
@@ -38,12 +38,6 @@ class FastLinear(nn.Module):
         return fast_linear(x, self.weight, self.bias)
 
 
-def replace_linears(root: nn.Module) -> int:
-    """Replaces every plain Linear below `root` → how many."""
-    replaced = 0
-    for parent in root.modules():
-        for name, module in list(parent._modules.items()):
-            if type(module) is nn.Linear:
-                setattr(parent, name, FastLinear(module))
-                replaced += 1
-    return replaced
+def fast_linear_of(module: nn.Module) -> FastLinear | None:
+    """Returns the module's replacement if it is a plain Linear."""
+    return FastLinear(module) if type(module) is nn.Linear else None

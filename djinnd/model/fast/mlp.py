@@ -45,18 +45,12 @@ class _Given(nn.Module):
 
 
 @torch.inference_mode()
-def replace_mlps(root: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Replaces every gated MLP below `root` that agrees with the kernel on random input → how many."""
-    replaced = 0
-    for parent in root.modules():
-        for name, mlp in list(parent._modules.items()):
-            if mlp is None or isinstance(mlp, GatedMLP) or set(mlp._modules) - {"act_fn"} != set(PRODUCTS):
-                continue
-            activation = _activation_of(mlp, dtype, device)
-            if activation:
-                setattr(parent, name, GatedMLP(mlp, activation))
-                replaced += 1
-    return replaced
+def gated_mlp_of(mlp: nn.Module, dtype: torch.dtype, device: torch.device) -> GatedMLP | None:
+    """Returns the module's replacement if it is a gated MLP that agrees with the kernel on random input."""
+    if isinstance(mlp, GatedMLP) or set(mlp._modules) - {"act_fn"} != set(PRODUCTS):
+        return None
+    activation = _activation_of(mlp, dtype, device)
+    return GatedMLP(mlp, activation) if activation else None
 
 
 def _activation_of(mlp: nn.Module, dtype: torch.dtype, device: torch.device) -> str:

@@ -29,21 +29,11 @@ class FusedRMSNorm(nn.Module):
 
 
 @torch.inference_mode()
-def replace_norms(root: nn.Module) -> int:
-    """Replaces every norm under `root` that agrees with the kernel on random input → how many."""
-    replaced = 0
-    for parent in root.modules():
-        for name, norm in list(parent._modules.items()):
-            if norm is not None and _is_plain(norm):
-                setattr(parent, name, FusedRMSNorm(norm.weight, norm.variance_epsilon))  # type: ignore[arg-type]
-                replaced += 1
-    return replaced
-
-
-def _is_plain(norm: nn.Module) -> bool:
+def fused_norm_of(norm: nn.Module) -> FusedRMSNorm | None:
+    """Returns the module's replacement if it is a norm that agrees with the kernel on random input."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
-        return False
+        return None
     generator = torch.Generator(weight.device).manual_seed(0)
     x, own = torch.randn(2, 4, weight.numel(), device=weight.device, dtype=weight.dtype, generator=generator)
     trial = copy(norm)  # with a weight of its own: the weight of a streamed block may not be on the device yet
@@ -52,5 +42,7 @@ def _is_plain(norm: nn.Module) -> bool:
     try:
         got = rms_norm(x, own[0], eps)
     except UNAVAILABLE:
-        return False
-    return wanted.dtype == got.dtype and torch.allclose(wanted, got, rtol=2 * torch.finfo(x.dtype).eps, atol=1e-6)
+        return None
+    tolerance = 2 * torch.finfo(x.dtype).eps
+    agrees = wanted.dtype == got.dtype and torch.allclose(wanted, got, rtol=tolerance, atol=1e-6)
+    return FusedRMSNorm(weight, eps) if agrees else None

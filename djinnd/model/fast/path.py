@@ -8,13 +8,15 @@ module stays if they disagree, or if the kernel cannot be compiled. Needs Triton
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
-from djinnd.model.fast.linear import replace_linears
-from djinnd.model.fast.mlp import replace_mlps
-from djinnd.model.fast.norm import replace_norms
+from djinnd.model.fast.linear import fast_linear_of
+from djinnd.model.fast.mlp import gated_mlp_of
+from djinnd.model.fast.norm import fused_norm_of
+from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import replace_rope
 from djinnd.model.kernels.launches import launches
 
@@ -39,9 +41,9 @@ def install(
 
 
 def _replace(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    replace_linears(model)
-    replace_norms(model)
+    replace_modules(model, fast_linear_of)
+    replace_modules(model, fused_norm_of)
     for block in blocks:
-        replace_norms(block)
-        replace_mlps(block, dtype, device)
+        replace_modules(block, fused_norm_of)
+        replace_modules(block, partial(gated_mlp_of, dtype=dtype, device=device))
         replace_rope(block, dtype, device)

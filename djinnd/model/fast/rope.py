@@ -39,11 +39,12 @@ class FastRope:
 
     def try_with(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Tries the kernel with queries and keys of `dtype`. Returns True if it agrees for some dtype of the angles."""
-        agreeing = {angles for angles in (dtype, torch.float32) if self._agrees(dtype, angles, device)}
+        agreeing = {angles for angles in (dtype, torch.float32) if self.agrees(dtype, angles, device)}
         self._served |= {(dtype, angles) for angles in agreeing}
         return bool(agreeing)
 
-    def _agrees(self, dtype: torch.dtype, angles: torch.dtype, device: torch.device) -> bool:
+    def agrees(self, dtype: torch.dtype, angles: torch.dtype, device: torch.device) -> bool:
+        """Returns True if the kernel gives the same as `own` for queries and keys of `dtype` and such angles."""
         generator = torch.Generator(device).manual_seed(0)
         q, k, cos, sin = (
             torch.randn(shape, device=device, dtype=kind, generator=generator)

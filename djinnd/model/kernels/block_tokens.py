@@ -1,7 +1,5 @@
 """Excludes tokens by masks in pinned host memory. The kernel reads the masks there, so nothing is copied first."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton

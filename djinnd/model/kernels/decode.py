@@ -9,8 +9,6 @@ lengths.
     stats    float32 [rows x max_query, heads, splits, 2]          peak and total
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton
@@ -18,16 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import (
-    INTERPRETED,
-    LOG2_E,
-    PagedRows,
-    Tiles,
-    attend_tiles,
-    load_rows,
-    pool_strides,
-    score_factors,
-)
+from djinnd.model.kernels.tile import INTERPRETED, LOG2_E, Tiles, attend_tiles, load_rows, pool_strides, score_factors
+from djinnd.model.paged_batch import PagedBatch, Softmax
 
 MAX_QUERY = 8  # tokens of a row; longer rows are faster with the prefill kernel's larger tiles
 MOST_PACKED_ROWS = 64  # packed query rows of a program; more spill registers
@@ -232,14 +222,11 @@ def decode(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    batch: PagedRows,
+    batch: PagedBatch,
     out: Tensor,
     scratch: Scratch,
+    softmax: Softmax,
     *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> None:
@@ -259,17 +246,17 @@ def decode(
     pieces = rows * max_query * heads * splits
     partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)
     shape = {"HEADS": heads, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
-    options = {"WINDOW": window > 0, "SINKS": sinks is not None}
-    sinks = q if sinks is None else sinks
+    options = {"WINDOW": softmax.window > 0, "SINKS": softmax.sinks is not None}
+    sinks = q if softmax.sinks is None else softmax.sinks
     decode_kernel[(splits, kv_heads, rows)](
         q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table, sinks,
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
-        *score_factors(scale, softcap), window, max_query, splits,
-        GROUP=group, PAGE=page_size, ROWS=tiles.rows, DIRECT=splits == 1, CAP=softcap > 0, UPCAST=INTERPRETED,
+        *score_factors(softmax), softmax.window, max_query, splits,
+        GROUP=group, PAGE=page_size, ROWS=tiles.rows, DIRECT=splits == 1, CAP=softmax.softcap > 0, UPCAST=INTERPRETED,
         num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, rows, max_query)](
-            partial, stats, out, batch.query_starts, batch.kv_lengths, sinks, window, max_query, splits,
+            partial, stats, out, batch.query_starts, batch.kv_lengths, sinks, softmax.window, max_query, splits,
             SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
         )  # fmt: skip

@@ -1,8 +1,6 @@
 """Edits rows in one launch. With tensor operations, steering every block would add hundreds of small kernels to a
 decode step."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton

@@ -1,4 +1,4 @@
-"""Fetches the picked ones of stacked experts: from host memory over the bus, or from packed device memory.
+"""Fetches the experts that a router has picked: from host memory over the bus, or from packed device memory.
 
 A copy engine cannot do this, because only the device knows which experts are picked, and the host would have to wait
 for it. A kernel can, because pinned host memory has an address on the device. Its loads reach 92 % of the bus bandwidth
@@ -8,8 +8,6 @@ returns at once.
 `picked` is int32 [experts], not 0 for experts to fetch. The contents of a buffer cannot make a kernel read outside of
 that buffer or write outside of the picked experts.
 """
-
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ tokens: they are equal to the bit for any 1 to 8 tokens, and for any 9 to 16. On
 Llama-2-13B take 5 to 8 % longer than one token's by `matvec`; cuBLAS takes 11 to 15 % longer (docs/log).
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -32,9 +30,6 @@ class RowTiles:
     columns: int
     warps: int
     stages: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}, {self.warps} warps, {self.stages} stages"
 
 
 @triton.jit(do_not_specialize=["tokens"])

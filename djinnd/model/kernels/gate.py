@@ -1,7 +1,5 @@
 """The middle of a gated MLP, activation(gate) * up, in one launch."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import math

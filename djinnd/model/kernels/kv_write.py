@@ -1,7 +1,5 @@
 """Writes a step's keys and values to their pages in one launch."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.errors import OutOfResources
 
 from djinnd.model.kernels.variants import Variant, is_compiled, settle_keys
@@ -48,16 +47,16 @@ class Launches:
         self._refused: dict[Variant, str] = {}
         self._thread = threading.local()
 
-    def install(self, compile: Compile | None, told: Told = lambda done, total: None) -> None:
+    def install(self, compile: Compile, told: Told) -> None:
         """Sets the function that compiles variants into Triton's cache in another process.
 
-        compile: returns when the variants are compiled; None: Triton compiles in this process again.
+        compile: returns when the variants are compiled.
         told: receives the progress when a launch waits for a variant that was not listed before.
         """
         settle_keys()
         self._compile, self._told = compile, told
         self._refused.clear()
-        triton.knobs.runtime.jit_cache_hook = None if compile is None else self._hook
+        triton.knobs.runtime.jit_cache_hook = self._hook
 
     def compile(self, variants: Sequence[Variant], told: Told) -> None:
         """Compiles listed variants. Afterwards they can be launched, except for those that cannot be compiled."""
@@ -86,7 +85,8 @@ class Launches:
         variant = Variant(fn.module, fn.name, compile["specialization_data"])
         listed: dict[Variant, None] | None = getattr(self._thread, "listed", None)
         is_listed = listed is not None and variant in listed
-        if not is_listed and variant not in self._refused and is_compiled(variant, _target()):
+        target = triton.runtime.driver.active.get_current_target()
+        if not is_listed and variant not in self._refused and is_compiled(variant, target):
             return False
         if listed is not None:
             listed[variant] = None
@@ -100,11 +100,6 @@ class Launches:
         if variant in self._refused:
             raise KernelUnavailable(variant, self._refused[variant])
         return False
-
-
-def _target() -> GPUTarget:
-    target: GPUTarget = triton.runtime.driver.active.get_current_target()
-    return target
 
 
 launches = Launches()

@@ -5,8 +5,6 @@ programs that some start while others add up. On an H200 a long enough launch re
 choice for one row reads it at 3.4 to 4.0 TB/s (docs/log).
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -9,8 +9,6 @@ A chunk is bound by the matrix units and a decode row by memory, so both run sid
 et al., 2025). A second kernel combines the pieces of either kind.
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch
@@ -28,7 +26,8 @@ from djinnd.model.kernels.decode import (
 )
 from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blocks, prefill_splits, prefill_tiles
 from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import INTERPRETED, PagedRows, Tiles, pool_strides, score_factors
+from djinnd.model.kernels.tile import INTERPRETED, Tiles, pool_strides, score_factors
+from djinnd.model.paged_batch import PagedBatch, Softmax
 
 # Programs a processor, for decode rows and for combining. A processor can run no more than SINGLES at once.
 SINGLES, COMBINING = tl.constexpr(6), 16
@@ -136,14 +135,11 @@ def mixed(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    batch: PagedRows,
+    batch: PagedBatch,
     out: Tensor,
     scratch: Scratch,
+    softmax: Softmax,
     *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> None:
@@ -174,19 +170,19 @@ def mixed(
     sizes = (chunk_pieces * head_dim, chunk_pieces * 2, pieces * head_dim, pieces * 2)
     parts = scratch.take(*sizes) if sum(sizes) else (out,) * 4
     shape = {"HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
-    options = {"CHUNK_ROWS": tiles.rows, "CHUNKS_DIRECT": most == 1, "DIRECT": useful == 1, "WINDOW": window > 0}
-    options["SINKS"] = sinks is not None
-    sinks = q if sinks is None else sinks
+    options = {"CHUNK_ROWS": tiles.rows, "CHUNKS_DIRECT": most == 1, "DIRECT": useful == 1}
+    options |= {"WINDOW": softmax.window > 0, "SINKS": softmax.sinks is not None}
+    sinks = q if softmax.sinks is None else softmax.sinks
     mixed_kernel[(chunk_programs + programs,)](
         q, keys, values, out, *parts, batch.page_table, batch.worklist, batch.extent, sinks,
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
-        *score_factors(scale, softcap), window, chunk_programs, most, filling, useful, needed, processors,
-        PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softcap > 0, UPCAST=INTERPRETED,
-        num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
+        *score_factors(softmax), softmax.window, chunk_programs, most, filling, useful, needed, processors,
+        PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softmax.softcap > 0,
+        UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
     )  # fmt: skip
     if sum(sizes):
         combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
-            *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, processors,
+            *parts, out, batch.worklist, batch.extent, sinks, softmax.window, most, filling, useful, needed, processors,
             CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
         )  # fmt: skip
 

@@ -9,8 +9,6 @@ Products decode relative to MIDDLE instead of the unit's base, so that all but t
 sums by `window_scale`. That is exact, because windows hold only normal numbers.
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton

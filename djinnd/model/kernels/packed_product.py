@@ -11,8 +11,6 @@ corrected instead of the tile: y[row] += x[col] * (weight - decoded number), ove
     partial     float32 [splits, tokens, rows], if the columns are divided among several programs
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -42,9 +40,6 @@ class ProductTiles:
     warps: int
     stages: int
     splits: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.pairs}, {self.warps} warps, {self.stages} stages, {self.splits} splits"
 
 
 @triton.jit
@@ -217,12 +212,7 @@ def product_tiles(tokens: int, unit: Unit, processors: int) -> ProductTiles:
 
 
 def packed_product(
-    form: PackedForm,
-    number: int,
-    packed: Tensor,
-    x: Tensor,
-    *,
-    tiles: ProductTiles | None = None,
+    form: PackedForm, number: int, packed: Tensor, x: Tensor, *, tiles: ProductTiles | None = None
 ) -> Tensor:
     """x bf16 [tokens, cols] times the transposed unit `number` of packed (uint8 [form.nbytes]) → bf16 [tokens, rows].
 

@@ -1,7 +1,5 @@
 """Copies a few kilobytes between pinned host memory and the device by a kernel: see model/copies/pinned_io.py."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

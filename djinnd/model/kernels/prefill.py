@@ -12,8 +12,6 @@ decode.py, and the results are combined:
     stats    float32 [tokens, heads, splits, 2]          peak and total; the total is 0 if a split found no keys
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import triton

@@ -1,7 +1,5 @@
 """RMSNorm in one kernel instead of seven."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary embedding of a step's queries and keys, both in one launch instead of nine."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -18,10 +18,6 @@ class Scratch:
         self.processors = processors(device)
         self._buffers: list[Tensor] = []
 
-    @property
-    def allocations(self) -> int:
-        return len(self._buffers)
-
     def take(self, *sizes: int) -> tuple[Tensor, ...]:
         """→ one float32 tensor for each size, of at least that many elements, aligned to 16 bytes. The tensors are
         valid until the next call."""

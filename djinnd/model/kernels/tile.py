@@ -8,17 +8,16 @@ log2(e), so that exp2 replaces exp. For each row, `peak` is the running maximum,
 `acc` the unnormalised output.
 """
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from djinnd.model.paged_batch import Softmax
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -29,18 +28,6 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 UNSEEN = tl.constexpr(-1.0e30)
 
 
-class PagedRows(Protocol):
-    """Rows of a flattened batch over paged KV (djinnd.model.attention.paged.PagedBatch)."""
-
-    query_starts: Tensor  # int32 [rows + 1]
-    kv_lengths: Tensor  # int32 [rows]
-    page_table: Tensor  # int32 [rows, pages]
-    worklist: Tensor  # int32 [rows, 4]: see djinnd/model/attention/worklist.py
-    extent: Tensor  # int32 [3]: see djinnd/model/attention/worklist.py
-    max_query: int
-    max_kv: int
-
-
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Query rows and keys of a tile, and Triton's launch options."""
@@ -49,9 +36,6 @@ class Tiles:
     keys: int
     warps: int
     stages: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.keys}, {self.warps} warps, {self.stages} stages"
 
 
 @triton.jit
@@ -130,11 +114,11 @@ def attend_tiles(
     return acc, peak, total
 
 
-def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+def score_factors(softmax: Softmax) -> tuple[float, float]:
     """→ (score_scale, cap) for `attend_tiles`, multiplied by log2(e). Both are positive if used."""
-    if softcap:
-        return 2.0 * LOG2_E.value * scale / softcap, LOG2_E.value * softcap
-    return LOG2_E.value * scale, 0.0
+    if softmax.softcap:
+        return 2.0 * LOG2_E.value * softmax.scale / softmax.softcap, LOG2_E.value * softmax.softcap
+    return LOG2_E.value * softmax.scale, 0.0
 
 
 def pool_strides(keys: Tensor, values: Tensor) -> tuple[int, int, int]:

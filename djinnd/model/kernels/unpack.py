@@ -1,7 +1,5 @@
 """Unpacks a packed block to plain weights, at memory bandwidth. Batches of many tokens, such as prefills, need that."""
 
-# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
-
 from __future__ import annotations
 
 import torch

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -33,10 +33,9 @@ from djinnd.model.placing.projections import Product, install_products
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
-from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
-from djinnd.weights.store import Buffer, Routing, WeightStore
+from djinnd.weights.store import Buffer, WeightStore
 
 log = logging.getLogger("djinnd.engine")
 
@@ -120,10 +119,10 @@ class ModelLoader:
         recipes = None if self.checkpoint is None else RecipeBook(model, self.checkpoint)
         self.skeleton = Skeleton(model)
         if recipes is not None:
-            recipes.require(self.skeleton.names, self.skeleton.tied)
+            recipes.require(self.skeleton.shapes, self.skeleton.tied)
         self._buffers = [
             Buffer(pre, lay, {} if recipes is None else {n: recipes.recipe(pre + n) for n in lay.entries}, routing)
-            for pre, lay, routing in _layouts(self.skeleton)
+            for pre, lay, routing in self.skeleton.layouts()
         ]
         # On a GPU the host keeps the compute dtype, which is what the bus carries. On a CPU nothing is copied, and the
         # checkpoint's own dtype takes less memory.
@@ -304,17 +303,6 @@ class ModelLoader:
                 progress("compiling", done, total)
 
             fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device, compiling)
-
-
-def _layouts(skeleton: Skeleton) -> Iterator[tuple[str, Layout, Routing | None]]:
-    """The buffers of the store in order: prefix of the parameters' names, layout, and for experts their routing.
-    One buffer for each block, then one for each block's stacked experts, then one for the rest."""
-    for index, prefix in enumerate(skeleton.prefixes):
-        yield prefix, skeleton.block_layout(index), None
-    for index, stack in enumerate(skeleton.stacks):
-        if stack is not None:
-            yield skeleton.prefixes[index], skeleton.experts_layout(index), stack.routing
-    yield "", skeleton.rest_layout(), None
 
 
 class _Clock:

@@ -80,7 +80,7 @@ class PlacedBlock:
         """Returns True if products of few rows can read every matrix of the block in packed form."""
         if self.place is not BlockPlace.PACKED or self.packed is None or not self.packed.is_cuda:
             return False
-        from djinnd.model.kernels import product_fits  # needs Triton, which comes with CUDA builds of torch
+        from djinnd.model.kernels.packed_product import product_fits  # Triton comes with CUDA builds of torch
 
         assert self.form is not None
         return len(self.products) == len(self.layout.units) and all(map(product_fits, self.form.units))
@@ -105,9 +105,9 @@ class PlacedBlock:
 def unpack(form: PackedForm, packed: Tensor, out: Tensor) -> None:
     """Unpacks to `out`, in bfloat16: by the kernel on CUDA, by the form's reference code on the CPU."""
     if out.is_cuda:
-        from djinnd.model import kernels  # needs Triton, which comes with CUDA builds of torch
+        from djinnd.model.kernels.unpack import unpack as unpack_by_kernel  # Triton comes with CUDA builds of torch
 
-        kernels.unpack(form, packed, out)
+        unpack_by_kernel(form, packed, out)
     else:
         form.unpack(packed, out)
 

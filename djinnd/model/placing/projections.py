@@ -9,7 +9,9 @@ The modules are replaced once. `Product.bind` gives them their weights, again ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,30 +38,25 @@ class Product:
         """unit, biases: names in the layout. `biases` may be empty."""
         self.unit = unit
         self.biases = biases
-        self._weight: Tensor | None = None
-        self._bias: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
         self._packed: PackedWeight | None = None
 
     def bind(self, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> None:
         """Sets the weights. weight: [out, in]. With `packed`, up to PACKED_ROWS rows use `packed`, and `weight` holds
         the weights only when more rows are computed."""
-        self._weight, self._bias, self._packed = weight, bias, packed
-
-    def described(self, *shape: int) -> Described:
-        """Shape, dtype and device of a part of the weight or of the bias."""
-        assert self._weight is not None
-        return Described(torch.Size(shape), self._weight.dtype, self._weight.device)
+        self.weight, self.bias, self._packed = weight, bias, packed
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert self._weight is not None
+        assert self.weight is not None
         packed = self._packed
         if packed is not None and x.numel() // x.shape[-1] <= PACKED_ROWS:
-            from djinnd.model.kernels import packed_product  # needs Triton, which comes with CUDA builds of torch
+            from djinnd.model.kernels.packed_product import packed_product  # needs Triton, of CUDA builds of torch
 
             rows = x.reshape(-1, x.shape[-1]).contiguous()
             y = packed_product(packed.form, packed.unit, packed.memory, rows).view(*x.shape[:-1], -1)
-            return y if self._bias is None else y + self._bias
-        return fast_linear(x, self._weight, self._bias)
+            return y if self.bias is None else y + self.bias
+        return fast_linear(x, self.weight, self.bias)
 
 
 class SharedProduct:
@@ -95,47 +92,33 @@ class Described:
     device: torch.device
 
 
-class _InPlaceOfLinear(nn.Module):
-    """Replaces a Linear. Has the attributes that forwards read, and no parameters."""
+class Projection(nn.Module):
+    """Replaces a Linear: [..., in] → [..., out]. Has the attributes that forwards read, and no parameters."""
 
-    def __init__(self, linear: nn.Linear, product: Product) -> None:
+    def __init__(self, linear: nn.Linear, product: Product, compute: Callable[[Tensor], Tensor]) -> None:
+        """product: has the Linear's weights, and maybe those of other Linears. compute: gives this Linear's result."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        self.product = product
         self._has_bias = linear.bias is not None
-        self._bound = product
+        self._compute = compute
 
     @property
     def weight(self) -> Described:
-        return self._bound.described(self.out_features, self.in_features)
+        return self._described(self.out_features, self.in_features)
 
     @property
     def bias(self) -> Described | None:
-        return self._bound.described(self.out_features) if self._has_bias else None
+        return self._described(self.out_features) if self._has_bias else None
 
-
-class Projection(_InPlaceOfLinear):
-    """Replaces a Linear that has a product of its own."""
-
-    def __init__(self, linear: nn.Linear, product: Product) -> None:
-        super().__init__(linear, product)
-        self.product = product
+    def _described(self, *shape: int) -> Described:
+        weight = self.product.weight
+        assert weight is not None
+        return Described(torch.Size(shape), weight.dtype, weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
-
-
-class SharedProjection(_InPlaceOfLinear):
-    """Replaces one of several Linears that share a product: [..., in] → [..., out of this member], a view of the shared
-    result."""
-
-    def __init__(self, linear: nn.Linear, product: Product, shared: SharedProduct, index: int) -> None:
-        super().__init__(linear, product)
-        self.product = shared
-        self.index = index
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product.part(self.index, x)
+        return self._compute(x)
 
 
 def install_products(block: nn.Module, layout: Layout) -> list[Product]:
@@ -156,11 +139,11 @@ def install_products(block: nn.Module, layout: Layout) -> list[Product]:
         product = Product(unit, biases if any(has_bias) else ())
         products.append(product)
         if len(unit) == 1:
-            _put(block, paths[0], Projection(members[0], product))
+            _put(block, paths[0], Projection(members[0], product, product))
             continue
-        shared = SharedProduct(product, [layout.entries[name].shape[0] for name in unit])
-        for index, path in enumerate(paths):
-            _put(block, path, SharedProjection(members[index], product, shared, index))
+        shared = SharedProduct(product, [member.out_features for member in members])
+        for index, (path, member) in enumerate(zip(paths, members, strict=True)):
+            _put(block, path, Projection(member, product, partial(shared.part, index)))
     return products
 
 

@@ -5,7 +5,7 @@
     packed     packed buffer              scratch, unpacked just before; products of few rows read the packed buffer
     streamed   none                       its region of the ring, or scratch, unpacked just before, if it is packed
 
-Stacked experts of packed and streamed blocks are handled apart: the experts that the router has chosen are fetched into
+Stacked experts of packed and streamed blocks are handled apart: the experts that the router has picked are fetched into
 the scratch buffer, behind the block's own weights (model/family/experts.py). The ring carries a streamed block without
 them.
 
@@ -50,7 +50,7 @@ class WeightPlacement:
         self.plan: PlacementPlan | None = None
         self.tokens = StepTokens()
         self._name = name
-        self._device = device
+        self.device = device
         self._store = store
         self._dtype = dtype
         self._placing = placing
@@ -68,7 +68,7 @@ class WeightPlacement:
             return None
         buffer, form = self._store.buffers[number], self._store.forms[number]
         assert buffer.routing is not None
-        return Experts(module, buffer.layout, form, buffer.routing, self.tokens, self._device.torch_device)
+        return Experts(module, buffer.layout, form, buffer.routing, self.tokens, self.device.torch_device)
 
     # --- a pass -----------------------------------------------------------------------------------------------------
 
@@ -76,19 +76,15 @@ class WeightPlacement:
     def streams(self) -> bool:
         return self._ring is not None
 
-    @property
-    def device(self) -> Device:
-        return self._device
-
     def begin(self, index: int) -> None:
         """Makes the compute stream wait for the block's weights; its work may be queued afterwards. Raises the error of
         a failed copy."""
         if index >= self.half:
-            self._device.catch_up()
+            self.device.catch_up()
         place = self._blocks[index].place
         if self._ring is not None and place is BlockPlace.STREAMED:
             self._ring.take()
-        if (trace := self._device.trace) is not None:
+        if (trace := self.device.trace) is not None:
             assert place is not None
             trace.begin("compute", f"block {index}", place=place.value)
 
@@ -105,7 +101,7 @@ class WeightPlacement:
     def end(self, index: int) -> None:
         """Ends the block's turn, after all its work has been queued. A streamed block's region of the ring may be
         reused."""
-        if (trace := self._device.trace) is not None:
+        if (trace := self.device.trace) is not None:
             trace.end("compute")
         if self._ring is not None and self._blocks[index].place is BlockPlace.STREAMED:
             self._ring.give_back()
@@ -119,12 +115,6 @@ class WeightPlacement:
         """Resets the ring to block 0 after a pass that was broken off."""
         if self._ring is not None:
             self._ring.restart()
-
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes of experts fetched from the host since their blocks became streamed. Waits for the device."""
-        streamed = [block.experts for block in self._blocks if block.place is BlockPlace.STREAMED]
-        return sum(experts.fetched_bytes for experts in streamed if experts is not None)
 
     def not_finite(self) -> str | None:
         """Name of the first parameter in host memory that holds NaN or infinity; None if there is none or no host copy.
@@ -169,12 +159,12 @@ class WeightPlacement:
 
     def make_room(self, plan: PlacementPlan) -> None:
         """First part of `move(plan)`, which must follow: frees the ring, scratch, and each block that will move."""
-        self._device.synchronize()
+        self.device.synchronize()
         self._drop_streaming()
         for index, place in enumerate(plan.places):
             if self._blocks[index].place is not place:
                 self._drop(index)
-        self._device.trim()
+        self.device.trim()
 
     def _bring(self, indices: list[int], plan: PlacementPlan, progress: Progress, pinning: Pinning | None) -> None:
         done, total = 0, sum(plan.sizes[i].plain for i in indices)
@@ -186,7 +176,7 @@ class WeightPlacement:
                 block.memory = self._allocate(f"block {index}", size.least, torch.uint8)
             else:
                 block.memory = self._allocate(f"block {index}", size.plain // self._dtype.itemsize, self._dtype)
-            with self._device.side_stream(), torch.inference_mode():
+            with self.device.side_stream(), torch.inference_mode():
                 for number, target in zip(self._store.parts(index), self._parts(index), strict=True):
                     if pinning is not None:
                         pinning.wait(number)
@@ -243,7 +233,7 @@ class WeightPlacement:
 
         placing = self._placing
         return Ring(
-            self._device,
+            self.device,
             memory,
             regions,
             sources,
@@ -290,14 +280,14 @@ class WeightPlacement:
         self._release(f"block {index}")
 
     def _allocate(self, what: str, numel: int, dtype: torch.dtype, *, zero: bool = False) -> Tensor:
-        memory = self._device.allocate(f"{what} of {self._name}", (numel,), dtype, zero=zero)
+        memory = self.device.allocate(f"{what} of {self._name}", (numel,), dtype, zero=zero)
         self._labels.add(what)
         return memory
 
     def _release(self, what: str) -> None:
         if what in self._labels:
             self._labels.remove(what)
-            self._device.release(f"{what} of {self._name}")
+            self.device.release(f"{what} of {self._name}")
 
     def check_integrity(self) -> None:
         if self._ring is not None:

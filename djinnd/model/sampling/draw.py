@@ -43,7 +43,8 @@ class Draw:
         self._nucleus = any(sampling.temperature > 0 and sampling.top_p < 1 for sampling in samplings)
         self._shifts = LogitShifts(requests, shifts, marks.device)
         self._marked = [index for index, slot in enumerate(slots) if slot != BLANK]
-        self._cut_below_peak = any(_is_cut_below_peak(sampling) for sampling in samplings)
+        depths = [_depth(sampling) for sampling in samplings]
+        self._cut_below_peak = min(depths) < math.inf
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
             return upload([(value,) for value in values], dtype, marks.device)
@@ -58,7 +59,7 @@ class Draw:
         self._unranked = self._top_k == 0
         self._top_p = column([s.top_p if s.top_p < 1 else math.inf for s in samplings])
         self._temperature = column([s.temperature for s in samplings])
-        self._depth = column([_depth(s) for s in samplings])
+        self._depth = column(depths)
         self._penalties = Penalties(
             column([s.repetition_penalty for s in samplings], torch.float32),
             column([s.presence_penalty for s in samplings], torch.float32),
@@ -121,13 +122,11 @@ def _is_penalised(sampling: Sampling) -> bool:
     return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
-def _is_cut_below_peak(sampling: Sampling) -> bool:
-    return sampling.temperature > 0 and sampling.min_p > 0
-
-
 def _depth(sampling: Sampling) -> float:
     """Distance from the highest logit to the lowest one that min-p keeps; infinity without min-p."""
-    return -math.log(sampling.min_p) * sampling.temperature if _is_cut_below_peak(sampling) else math.inf
+    if sampling.temperature == 0 or sampling.min_p == 0:
+        return math.inf
+    return -math.log(sampling.min_p) * sampling.temperature
 
 
 def _ranks_of(sampling: Sampling, vocab: int) -> int:

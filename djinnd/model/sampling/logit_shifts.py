@@ -25,24 +25,19 @@ def is_shifted(request: Request) -> bool:
 
 
 class _Entries(NamedTuple):
-    """A request's shifts, without regard to its row."""
+    """A request's shifts, wherever its row is in the batch."""
 
     tokens: Numbers  # int64 [entries]
     values: Numbers  # float32 [entries], added to the logits of these tokens
 
 
 class ShiftTable:
-    """The shifts of each request as arrays. They are made once a request, because the batch may change in every step
-    and a request may have a thousand entries."""
+    """The shifts of each request as arrays. The arrays of biases are kept, because the batch may change in every step
+    and a request may have a thousand biases."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
         self._biases: dict[Request, _Entries] = {}
-        self._bars: dict[Request, _Entries] = {}
-
-    def __len__(self) -> int:
-        """Number of requests with entries."""
-        return len(self._biases.keys() | self._bars.keys())
 
     def bias(self, request: Request) -> _Entries:
         if request not in self._biases:
@@ -51,15 +46,11 @@ class ShiftTable:
         return self._biases[request]
 
     def bar(self, request: Request) -> _Entries:
-        if request not in self._bars:
-            tokens = request.stop_tokens
-            self._bars[request] = self._entries(tokens, [-math.inf] * len(tokens))
-        return self._bars[request]
+        return self._entries(request.stop_tokens, [-math.inf] * len(request.stop_tokens))
 
     def forget(self, request: Request) -> None:
         """Drops the request's arrays. Called when any request ends."""
         self._biases.pop(request, None)
-        self._bars.pop(request, None)
 
     def _entries(self, tokens: Collection[int], values: Collection[float]) -> _Entries:
         """Leaves tokens past the head out: checkpoints may list them as end tokens, but they have no logit."""

@@ -19,14 +19,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >> 63 else constant
-
-
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, and so are the multipliers
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def vocabulary_counters(vocab: int, device: torch.device) -> Tensor:

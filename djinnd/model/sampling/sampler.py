@@ -51,7 +51,7 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprobs | None]
     unsound: list[int]
-    late: Sequence[int] = ()  # rows without their mask in time: their tokens are discarded
+    late: Sequence[int] = ()  # rows that had no mask in time: their tokens are discarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Sampler:
         self._counters = vocabulary_counters(vocab, device)
         self._marks = TokenMarks(vocab, device)
         self._shifts = ShiftTable(vocab)
-        self._masks = TokenMasks(vocab, device, GROUP_LOGITS)
+        self._masks = TokenMasks()
         self._plan = _Plan()
         self._inbox = ResultReader()
 

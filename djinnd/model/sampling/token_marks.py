@@ -52,10 +52,6 @@ class TokenMarks:
         self._entries: dict[Request, _Entry] = {}
         self._free: list[int] = []
 
-    def __len__(self) -> int:
-        """Number of requests that own a slot."""
-        return len(self._entries)
-
     def slot(self, request: Request) -> int:
         """The request's slot. Takes and clears one if the request has none."""
         entry = self._entries.get(request)

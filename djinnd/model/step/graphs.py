@@ -33,6 +33,7 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.device.cuda import CudaDevice
 from djinnd.model.copies.borrowed_tensor import borrow
 from djinnd.model.family.adapter import Prologue
+from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNK_ROWS, CHUNK_TOKENS, DECODE_ROWS, KINDS, ROWS_IN_ADVANCE
@@ -41,9 +42,11 @@ from djinnd.model.whitebox.probe import Probe, look, looks_behind, looks_inside
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """Bounds of a batch. One set of graphs serves all batches within them."""
+
     tokens: int
     rows: int
-    max_query: int
+    max_query: int  # tokens of the longest row
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,7 @@ class StepGraphs:
     """Owns the graphs of one model, their inputs, and the memory pool that they share."""
 
     def __init__(
-        self,
-        model: PagedModel,
-        device: CudaDevice,
-        max_tokens: int,
-        max_rows: int,
-        width: int,
-        max_kv: int,
+        self, model: PagedModel, device: CudaDevice, max_tokens: int, max_rows: int, width: int, max_kv: int
     ) -> None:
         """width, max_kv: most pages and tokens of a row, for as long as the graphs live."""
         self._model = model
@@ -136,7 +133,7 @@ class StepGraphs:
             for index in blocks:
                 placement.begin(index)
                 if probe is not None and looks_inside(probe, index):
-                    self._attend(shape)
+                    self._model.attend(self._batch(shape))
                     given = captured.resid[index], captured.prologue.arguments[index]
                     captured.resid[index + 1].copy_(self._model.run_block(index, *given, probe))
                 else:
@@ -160,16 +157,14 @@ class StepGraphs:
         self, shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None
     ) -> Tensor | None:
         model, inputs = self._model, self.inputs(shape)
-        hidden = model.forward(
-            inputs, max_query=shape.max_query, max_kv=self._max_kv, fresh=False, probe=probe, blocks=blocks
-        )
+        hidden = model.forward(inputs, self._batch(shape), probe, blocks)
         return model.logits(hidden, inputs.logit_rows(shape.rows), probe)[:logit_rows] if logit_rows else None
 
-    def _attend(self, shape: Shape) -> None:
-        self._model.attend(self.inputs(shape), max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
+    def _batch(self, shape: Shape) -> PagedBatch:
+        return self.inputs(shape).paged_batch(max_query=shape.max_query, max_kv=self._max_kv, fresh=False)
 
     def wants(self, shape: Shape) -> bool:
-        """Returns True if the shape has no graphs yet and memory allows more. Asked after a step of the shape."""
+        """Returns True if the shape has no graphs yet and memory allows more. Called after a step of the shape."""
         return shape not in self._captured and not self._is_full
 
     def stop_capturing(self) -> None:
@@ -216,7 +211,7 @@ class StepGraphs:
         libraries initialised."""
         model, adapter, inputs = self._model, self._model.adapter, self.inputs(shape)
         self._device.synchronize()
-        self._attend(shape)
+        model.attend(self._batch(shape))
         graphs: list[torch.cuda.CUDAGraph] = []
         with self._record(graphs):
             inputs.send_sealed()

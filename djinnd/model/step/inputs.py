@@ -16,6 +16,7 @@ while the device waits for it.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,9 @@ import torch
 from torch import Tensor
 
 from djinnd.device import Device
-from djinnd.model.attention.paged import PagedBatch
 from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
 from djinnd.model.copies.pinned_io import send_counted
+from djinnd.model.paged_batch import PagedBatch
 
 _ALIGNMENT = 16
 Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
@@ -52,27 +53,20 @@ class StepInputs:
             "extent": ((EXTENT,), np.int32),
             "table": ((rows, width), np.int32),
         }
-        nbytes = sum(_padded(shape, kind) for shape, kind in shapes.values())
+        sizes = [math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values()]
+        *offsets, nbytes = accumulate(map(_aligned, sizes), initial=0)
         self._staging = device.staging(nbytes)
         self._device_bytes = torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
         self._taken = torch.cuda.Event() if self._device_bytes.is_cuda else None
         host = self._staging.numpy()
         self.host: dict[str, Array] = {}
         self._views: dict[str, Tensor] = {}
-        offset = 0
-        for name, (shape, kind) in shapes.items():
-            size = math.prod(shape) * np.dtype(kind).itemsize
+        for (name, (shape, kind)), offset, size in zip(shapes.items(), offsets, sizes, strict=True):
             self.host[name] = host[offset : offset + size].view(kind).reshape(shape)
             torch_kind = torch.int64 if kind is np.int64 else torch.int32
             self._views[name] = self._device_bytes[offset : offset + size].view(torch_kind).view(shape)
-            offset += _padded(shape, kind)
         self._table_row = width * np.dtype(np.int32).itemsize
-        self._table_at = nbytes - _padded((rows, width), np.int32)
-
-    def clear(self) -> None:
-        """Sets both sides to zero: rows without tokens, and tokens that belong to no row."""
-        self._staging.zero_()
-        self._device_bytes.zero_()
+        self._table_at = offsets[-1]
 
     def send(self) -> None:
         """Queues the copy on the current stream. Until `wait` has returned, the caller leaves the host side unchanged
@@ -85,8 +79,7 @@ class StepInputs:
         """Completes a filled host side: computes `worklist` and `extent`, and the number of words to send."""
         host = self.host
         rows = fill_worklist(host["starts"], host["lengths"], host["worklist"], host["extent"])
-        used = self._table_at + -(-rows * self._table_row // _ALIGNMENT) * _ALIGNMENT
-        host["words"][0] = used // 8
+        host["words"][0] = (self._table_at + _aligned(rows * self._table_row)) // 8
 
     def send_sealed(self) -> None:
         """Queues the copy of a sealed host side. A graph that captured this call copies the contents of the host side
@@ -118,16 +111,12 @@ class StepInputs:
         """int64 [tokens]: slots to which attention writes the tokens' keys and values. Kernels read it as they run."""
         return self._views["slots"]
 
-    @property
-    def real(self) -> Tensor:
-        """int32 [1]: number of tokens that belong to rows. The tokens behind them are padding."""
-        return self._views["starts"][-1:]
-
     def logit_rows(self, count: int) -> Tensor:
         """int64 [count]: indices of the tokens that need logits."""
         return self._views["logit_rows"][:count]
 
     def paged_batch(self, *, max_query: int, max_kv: int, fresh: bool) -> PagedBatch:
+        """Where the tokens are in the pages, within these bounds (see PagedBatch). Kernels read it as they run."""
         return PagedBatch(
             query_starts=self._views["starts"],
             kv_lengths=self._views["lengths"],
@@ -153,5 +142,5 @@ class StepInputs:
         host["lengths"][rows:] = 0
 
 
-def _padded(shape: tuple[int, ...], kind: type) -> int:
-    return -(-math.prod(shape) * np.dtype(kind).itemsize // _ALIGNMENT) * _ALIGNMENT
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

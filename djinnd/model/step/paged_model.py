@@ -12,6 +12,7 @@ from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
 from djinnd.model.attention.paged import attention_for
 from djinnd.model.copies.upload import upload
 from djinnd.model.family.skeleton import Skeleton
+from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.whitebox.probe import Probe, look, looks_inside, watching
@@ -47,27 +48,26 @@ class PagedModel:
         return len(self.adapter.blocks)
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.pool.shape[3]
+
+    @property
     def vocab(self) -> int:
         return int(self.skeleton.config.vocab_size)
 
     @torch.inference_mode()
     def forward(
-        self,
-        inputs: StepInputs,
-        *,
-        max_query: int,
-        max_kv: int,
-        fresh: bool,
-        probe: Probe | None = None,
-        blocks: range | None = None,
+        self, inputs: StepInputs, batch: PagedBatch, probe: Probe | None = None, blocks: range | None = None
     ) -> Tensor:
-        """Runs the batch in `inputs` through `blocks` (default: all) → hidden states [1, tokens, width].
+        """Runs the tokens of `inputs` through `blocks` (default: all) → hidden states [1, tokens, width].
 
+        batch: from `inputs.paged_batch`.
         The first block of `blocks` gets the output of the prologue, even if it is not block 0; `probe` may replace it.
         `probe` is called at its points in these blocks. `logits` calls it at norm and logits.
         """
         blocks = range(self.num_blocks) if blocks is None else blocks
-        self.attend(inputs, max_query=max_query, max_kv=max_kv, fresh=fresh)
+        self.attend(batch)
         with self.device.span("compute", "prologue"):
             prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
@@ -84,11 +84,11 @@ class PagedModel:
         self.placement.skip(range(blocks.stop, self.num_blocks))
         return hidden
 
-    def attend(self, inputs: StepInputs, *, max_query: int, max_kv: int, fresh: bool) -> None:
-        """Sets the batch of `inputs` for the blocks that run next: attention reads its pages, and only its real tokens
-        choose the experts to fetch."""
-        self.placement.tokens.real = inputs.real
-        self.context.batch = inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=fresh)
+    def attend(self, batch: PagedBatch) -> None:
+        """Sets the batch for the blocks that run next: attention reads its pages, and experts are fetched only for its
+        real tokens. Tokens behind them are padding."""
+        self.placement.tokens.real = batch.query_starts[-1:]
+        self.context.batch = batch
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:
         """Unpacks the block if its form needs that, and computes it. A captured graph holds exactly this call.

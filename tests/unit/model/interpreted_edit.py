@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from djinnd.model.edit_rows import CODES, EditRows
-from djinnd.model.kernels import edit
+from djinnd.model.kernels.edit import edit
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.whitebox.editing import apply
 from tests.support.paged import same_bytes

@@ -12,8 +12,9 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from djinnd.model.fast.linear import FastLinear, fast_linear, replace_linears
-from djinnd.model.fast.mlp import GatedMLP, replace_mlps
+from djinnd.model.fast.linear import FastLinear, fast_linear, fast_linear_of
+from djinnd.model.fast.mlp import GatedMLP, gated_mlp_of
+from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import NAME, FastRope, replace_rope
 from djinnd.model.kernels.tile import INTERPRETED
 
@@ -41,15 +42,14 @@ def fast_rope(family: str) -> FastRope:
 )
 def test_a_trial_finds_the_families_that_the_rope_kernel_serves(family: str, angles: list[torch.dtype]) -> None:
     fast = fast_rope(family)
-    fast.try_with(torch.float16, CPU)
-    assert fast._served == {(torch.float16, kind) for kind in angles}
+    assert [kind for kind in (torch.float16, torch.float32) if fast.agrees(torch.float16, kind, CPU)] == angles
 
 
 def test_tensors_on_the_cpu_go_to_the_familys_function() -> None:
     fast = fast_rope("llama")
-    fast.try_with(torch.float32, CPU)
+    assert fast.try_with(torch.float32, CPU)
     q, cos = torch.randn(1, 2, 3, 64), torch.randn(1, 3, 64)
-    assert fast._served and torch.equal(fast(q, q, cos, cos)[0], fast.own(q, q, cos, cos)[0])
+    assert torch.equal(fast(q, q, cos, cos)[0], fast.own(q, q, cos, cos)[0])
     assert fast(q, q, cos, cos)[0].is_contiguous()  # the kernel's output would not be
 
 
@@ -73,31 +73,32 @@ def test_rope_is_replaced_once_in_the_familys_file(monkeypatch: pytest.MonkeyPat
         assert isinstance(replaced, FastRope) and not isinstance(replaced.own, FastRope)
 
 
-def mlp(kind: type[nn.Module], activation: str) -> nn.Sequential:
+def mlp(kind: type[nn.Module], activation: str) -> nn.Module:
     config = SimpleNamespace(
         hidden_size=24, intermediate_size=40, mlp_bias=False, hidden_act=activation, hidden_activation=activation
     )
-    return nn.Sequential(kind(config))
+    return kind(config)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("kind", "activation"), [(LlamaMLP, "silu"), (GemmaMLP, "gelu_pytorch_tanh")])
 def test_a_gated_mlp_is_replaced_by_one_that_gives_the_same(kind: type[nn.Module], activation: str) -> None:
-    parent, x = mlp(kind, activation), torch.randn(1, 3, 24)
-    wanted = parent(x)
-    assert replace_mlps(parent, torch.float32, CPU) == 1 and isinstance(parent[0], GatedMLP)
-    torch.testing.assert_close(parent(x), wanted, rtol=1e-5, atol=1e-6)
-    assert replace_mlps(parent, torch.float32, CPU) == 0
+    own, x = mlp(kind, activation), torch.randn(1, 3, 24)
+    wanted = own(x)
+    fast = gated_mlp_of(own, torch.float32, CPU)
+    assert isinstance(fast, GatedMLP) and gated_mlp_of(fast, torch.float32, CPU) is None
+    torch.testing.assert_close(fast(x), wanted, rtol=1e-5, atol=1e-6)
 
 
 @torch.inference_mode()
 def test_hooks_of_a_gated_mlp_go_over_to_its_replacement() -> None:
     """Granite's factor is in such a hook (families/branch_factor.py)."""
-    parent, x = mlp(LlamaMLP, "silu"), torch.randn(1, 3, 24)
-    parent[0].register_forward_hook(lambda module, given, output: output * 0.22)
-    wanted = parent(x)
-    assert replace_mlps(parent, torch.float32, CPU) == 1
-    torch.testing.assert_close(parent(x), wanted, rtol=1e-5, atol=1e-6)
+    own, x = mlp(LlamaMLP, "silu"), torch.randn(1, 3, 24)
+    own.register_forward_hook(lambda module, given, output: output * 0.22)
+    wanted = own(x)
+    fast = gated_mlp_of(own, torch.float32, CPU)
+    assert fast is not None
+    torch.testing.assert_close(fast(x), wanted, rtol=1e-5, atol=1e-6)
 
 
 class Clamped(LlamaMLP):
@@ -116,14 +117,15 @@ class Curious(LlamaMLP):
 
 @pytest.mark.parametrize(("kind", "activation"), [(LlamaMLP, "relu"), (Clamped, "silu"), (Curious, "silu")])
 def test_an_mlp_that_computes_something_else_stays(kind: type[nn.Module], activation: str) -> None:
-    parent = mlp(kind, activation)
-    assert replace_mlps(parent, torch.float32, CPU) == 0 and type(parent[0]) is kind
+    assert gated_mlp_of(mlp(kind, activation), torch.float32, CPU) is None
 
 
 def test_replaced_linears_share_their_parameters() -> None:
-    parent = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.LayerNorm(8))
+    parent = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Linear(8, 8)), nn.LayerNorm(8))
     parameters, wanted = list(parent.parameters()), parent(torch.ones(1, 8))
-    assert replace_linears(parent) == 2 and isinstance(parent[0], FastLinear)
+    replace_modules(parent, fast_linear_of)
+    assert isinstance(parent[0], FastLinear) and isinstance(parent[1][0], FastLinear)
+    assert isinstance(parent[2], nn.LayerNorm)
     assert all(a is b for a, b in zip(parameters, parent.parameters(), strict=True))
     assert torch.equal(parent(torch.ones(1, 8)), wanted)
 

@@ -13,14 +13,18 @@ import torch
 from torch.nn.functional import gelu, linear, silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from djinnd.model.attention.paged import TritonAttention
-from djinnd.model.kernels import few_rows, kv_write, mixed, rms_norm
+from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.kernels.block_tokens import block_tokens
+from djinnd.model.kernels.few_rows import few_rows
 from djinnd.model.kernels.gate import gated
+from djinnd.model.kernels.kv_write import kv_write
 from djinnd.model.kernels.matvec import matvec
+from djinnd.model.kernels.mixed import mixed
+from djinnd.model.kernels.rms_norm import rms_norm
 from djinnd.model.kernels.rope import rope
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.paged_batch import Softmax
 from tests.support.paged import Scene, check, same_bytes
 
 assert INTERPRETED
@@ -104,11 +108,11 @@ def test_a_chunk_with_divided_keys_is_right(options: dict[str, Any], splits: int
     """In some splits no query sees a key; in others only the last queries do."""
     scene = Scene([33, 1, 5], [300, 40, 5], group=2)
     sinks = torch.randn(4) if options.get("sinks") else None
-    options = {"scale": 0.125, **options, "sinks": sinks}
+    softmax = Softmax(0.125, **{**options, "sinks": sinks})
     kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
     out, scratch = torch.empty_like(scene.q, memory_format=torch.contiguous_format), Scratch(torch.device("cpu"))
-    mixed(scene.q, scene.keys, scene.values, scene.batch(), out, scratch, splits=splits, **options)
-    torch.testing.assert_close(out.double(), scene.reference(scene.pool, **options), rtol=1e-5, atol=1e-5)
+    mixed(scene.q, scene.keys, scene.values, scene.batch(), out, scratch, softmax, splits=splits)
+    torch.testing.assert_close(out.double(), scene.reference(scene.pool, softmax), rtol=1e-5, atol=1e-5)
 
 
 def test_a_single_fresh_row_may_read_its_own_keys() -> None:
@@ -122,12 +126,10 @@ def test_padding_rows_change_no_other_row() -> None:
 
 def test_a_host_bound_far_above_the_lengths_changes_nothing() -> None:
     scene = Scene(*DECODE, width=64)
-    triton = attention()
+    triton, softmax = attention(), Softmax(0.125)
     triton.write(scene.k, scene.v, scene.keys, scene.values, scene.batch())
-    out = triton.attend(
-        scene.q, scene.k, scene.v, scene.keys, scene.values, scene.batch(max_kv=64 * 16), scale=0.125, window=0
-    )
-    torch.testing.assert_close(out.double(), scene.reference(scene.pool, scale=0.125), rtol=1e-5, atol=1e-5)
+    out = triton.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, scene.batch(max_kv=64 * 16), softmax)
+    torch.testing.assert_close(out.double(), scene.reference(scene.pool, softmax), rtol=1e-5, atol=1e-5)
 
 
 def test_keys_and_values_may_be_separate_tensors() -> None:

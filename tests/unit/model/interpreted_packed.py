@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from djinnd.model.kernels import packed_product, product_fits, unpack
-from djinnd.model.kernels.packed_product import ProductTiles
+from djinnd.model.kernels.packed_product import ProductTiles, packed_product, product_fits
 from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.kernels.unpack import unpack
 from djinnd.model.tuning import FEW_ROWS
 from tests.support.packed import ODD, check_product, form_of, matrix, packed, same_weights, tame, weights
 

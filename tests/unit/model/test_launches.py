@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from djinnd.model.attention.paged import TritonAttention
+from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.kernels.launches import KernelUnavailable, Launches
 from djinnd.model.kernels.rms_norm import rms_norm
 from djinnd.model.kernels.tile import INTERPRETED

@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
-from djinnd.model.kernels import Scratch, Tiles, decode, kv_write, mixed
+from djinnd.model.kernels.decode import decode
+from djinnd.model.kernels.kv_write import kv_write
+from djinnd.model.kernels.mixed import mixed
+from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.tile import Tiles
+from djinnd.model.paged_batch import PagedBatch, Softmax
 from tools.bench.kernels.timing import (
     CHOSEN,
     COLD,
@@ -30,6 +35,7 @@ from tools.bench.kernels.timing import (
 
 LONGEST = 4096  # most tokens of a session
 SCALE = HEAD_DIM**-0.5
+SOFTMAX = Softmax(SCALE)
 DECODE_TILES = [
     Tiles(16, keys, warps, stages)
     for keys, warps, stages in [(32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2)]
@@ -60,28 +66,28 @@ class Rows:
     kv_heads: int
     counts: list[int]
     lengths: list[int]
-    query_starts: Tensor = field(init=False)
-    kv_lengths: Tensor = field(init=False)
-    page_table: Tensor = field(init=False)
-    worklist: Tensor = field(init=False)
-    extent: Tensor = field(init=False)
-    max_query: int = field(init=False)
-    max_kv: int = field(init=False)
+    batch: PagedBatch = field(init=False)
     pool: Tensor = field(init=False)
     q: Tensor = field(init=False)
     out: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.max_query, self.max_kv = max(self.counts), max(self.lengths)
         starts = torch.tensor([0, *itertools.accumulate(self.counts)], dtype=torch.int32)
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
         worklist, extent = (torch.zeros(shape, dtype=torch.int32) for shape in ((len(lengths), FIELDS), (EXTENT,)))
         fill_worklist(starts.numpy(), lengths.numpy(), worklist.numpy(), extent.numpy())
-        self.query_starts, self.kv_lengths, self.worklist, self.extent = (
-            x.cuda() for x in (starts, lengths, worklist, extent)
+        rows, width = len(self.counts), math.ceil(max(self.lengths) / PAGE_SIZE)
+        self.batch = PagedBatch(
+            query_starts=starts.cuda(),
+            kv_lengths=lengths.cuda(),
+            page_table=torch.randperm(rows * width, device="cuda").int().view(rows, width),
+            worklist=worklist.cuda(),
+            extent=extent.cuda(),
+            slots=torch.empty(0, dtype=torch.int64, device="cuda"),  # only kv_write reads slots
+            max_query=max(self.counts),
+            max_kv=max(self.lengths),
+            fresh=False,
         )
-        rows, width = len(self.counts), math.ceil(self.max_kv / PAGE_SIZE)
-        self.page_table = torch.randperm(rows * width, device="cuda").int().view(rows, width)
         blocks = min(max(math.ceil(COLD / self.kv_bytes), 2), 32)
         shape = (rows * width, blocks, 2, PAGE_SIZE, self.kv_heads, HEAD_DIM)
         self.pool = torch.empty(shape, dtype=DTYPE, device="cuda").normal_()
@@ -91,7 +97,7 @@ class Rows:
 
     def widen(self, tokens: int, max_kv: int) -> None:
         """Gives the step a graph's shape: room for so many tokens, and for a row as long as `max_kv`."""
-        self.max_query, self.max_kv = tokens, max_kv
+        self.batch = replace(self.batch, max_query=tokens, max_kv=max_kv)
         self.q = torch.randn(self.heads, tokens, HEAD_DIM, dtype=DTYPE, device="cuda").transpose(0, 1)
         self.out = torch.empty(tokens, self.heads, HEAD_DIM, dtype=DTYPE, device="cuda")
 
@@ -122,7 +128,7 @@ def measure_decode(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
             options |= {f"{splits} splits": {"splits": splits} for splits in DECODE_SPLITS}
             options |= {str(tiles): {"tiles": tiles} for tiles in DECODE_TILES}
         scratch = Scratch(rows.q.device)
-        step = partial(decode, rows.q, batch=rows, out=rows.out, scratch=scratch, scale=SCALE)
+        step = partial(decode, rows.q, batch=rows.batch, out=rows.out, scratch=scratch, softmax=SOFTMAX)
         for variant, launches in variants(step, rows.blocks, options):
             yield case.measure(variant, launches)
 
@@ -135,7 +141,7 @@ def measure_prefill(sweep: bool) -> Iterator[Measured | None]:
         contiguous = case.measure("contiguous", contiguous_attention(rows))
         yield contiguous
         case = replace(case, best=contiguous.rate if contiguous else None)
-        step = partial(mixed, rows.q, batch=rows, out=rows.out, scratch=Scratch(rows.q.device), scale=SCALE)
+        step = partial(mixed, rows.q, batch=rows.batch, out=rows.out, scratch=Scratch(rows.q.device), softmax=SOFTMAX)
         for variant, launches in variants(
             step, rows.blocks, {str(tiles): {"tiles": tiles} for tiles in PREFILL_TILES if sweep}
         ):
@@ -153,7 +159,7 @@ def measure_mixed(ceiling: float) -> Iterator[Measured | None]:
         name = f"{heads}/{kv_heads}, {singles} of {length} tokens, a chunk of {chunk} of as many"
         case = Case("mixed", name, rows.kv_bytes, "GB/s", ceiling)
         scratch = Scratch(rows.q.device)
-        step = partial(mixed, rows.q, batch=rows, out=rows.out, scratch=scratch, scale=SCALE)
+        step = partial(mixed, rows.q, batch=rows.batch, out=rows.out, scratch=scratch, softmax=SOFTMAX)
         for variant, launches in variants(step, rows.blocks, {}):
             yield case.measure(variant, launches)
 
@@ -163,7 +169,7 @@ def contiguous_attention(rows: Rows) -> list[Callable[[], object]]:
 
     It is FlashAttention 2 in torch; SDPA has no causal mask for queries that come after a history.
     """
-    queries, keys = rows.max_query, rows.max_kv
+    queries, keys = rows.batch.max_query, rows.batch.max_kv
     shape = (keys, rows.kv_heads, HEAD_DIM)
     blocks = [[torch.randn(shape, dtype=DTYPE, device="cuda") for _ in "kv"] for _ in range(8)]
     if queries == keys:
@@ -181,6 +187,6 @@ def measure_kv_write(ceiling: float) -> Iterator[Measured | None]:
         rows = Rows(*LLAMA_13B, [tokens], [tokens])
         shape = (rows.kv_heads, tokens, HEAD_DIM)
         k, v = (torch.randn(shape, dtype=DTYPE, device="cuda").transpose(0, 1) for _ in "kv")
-        slots = torch.randperm(rows.page_table.numel() * PAGE_SIZE, device="cuda")[:tokens]
+        slots = torch.randperm(rows.batch.page_table.numel() * PAGE_SIZE, device="cuda")[:tokens]
         case = Case("kv_write", f"{rows.kv_heads} heads, {tokens} tokens", 2 * rows.kv_bytes, "GB/s", ceiling)
         yield case.measure(CHOSEN, [partial(kv_write, k, v, *block, slots) for block in rows.blocks])

@@ -7,18 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from djinnd.model.attention.hf_attention import AttentionContext, BlockKV, NoPages, Wanted, paged_attention
-from djinnd.model.attention.paged import PagedAttention, PagedBatch, TorchAttention
+from djinnd.model.attention.paged import PagedAttention, TorchAttention
+from djinnd.model.paged_batch import PagedBatch, Softmax
 from tests.support.paged import Scene
 
 
 class Recorded(TorchAttention):
-    """Keeps the options of its calls."""
+    """Keeps the softmax of its last call."""
 
-    options: dict[str, Any]
+    softmax: Softmax
 
-    def attend(self, *args: Any, **options: Any) -> Tensor:
-        self.options = options
-        return super().attend(*args, **options)
+    def attend(self, *args: Any) -> Tensor:
+        self.softmax = args[-1]
+        return super().attend(*args)
 
 
 def as_transformers(x: Tensor) -> Tensor:
@@ -43,27 +44,24 @@ def test_attention_writes_to_pages_and_attends_over_them(scene: Scene) -> None:
     written = scene.written()
     out, weights = paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, scaling=0.125)
     assert weights is None and out.shape == (1, scene.tokens, 4, 64)
-    torch.testing.assert_close(out[0].double(), scene.reference(written, scale=0.125), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[0].double(), scene.reference(written, Softmax(0.125)), rtol=1e-5, atol=1e-5)
     assert module.paged.calls == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("given", "softmax"),
     [
-        ({}, {"scale": 0.125, "window": 0, "softcap": 0.0, "sinks": None}),
-        (
-            {"scaling": 0.5, "sliding_window": 7, "softcap": 3.0},
-            {"scale": 0.5, "window": 7, "softcap": 3.0, "sinks": None},
-        ),
-        ({"sliding_window": None, "softcap": None, "scaling": None, "position_ids": torch.zeros(1)}, {"scale": 0.125}),
+        ({}, Softmax(scale=0.125)),
+        ({"scaling": 0.5, "sliding_window": 7, "softcap": 3.0}, Softmax(scale=0.5, window=7, softcap=3.0)),
+        ({"sliding_window": None, "softcap": None, "scaling": None, "position_ids": torch.zeros(1)}, Softmax(0.125)),
     ],
     ids=["none", "all", "nothing in particular"],
 )
-def test_options_have_the_meaning_of_transformers(scene: Scene, given: dict[str, Any], options: dict[str, Any]) -> None:
+def test_options_have_the_meaning_of_transformers(scene: Scene, given: dict[str, Any], softmax: Softmax) -> None:
     kernels = Recorded()
     module = module_over(scene, kernels, scene.batch())
     paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, **given)
-    assert kernels.options.items() >= options.items()
+    assert kernels.softmax == softmax
 
 
 def test_sinks_are_passed_on(scene: Scene) -> None:
@@ -71,7 +69,7 @@ def test_sinks_are_passed_on(scene: Scene) -> None:
     module = module_over(scene, TorchAttention(), scene.batch())
     written = scene.written()
     out, _ = paged_attention(module, *map(as_transformers, (scene.q, scene.k, scene.v)), None, s_aux=sinks)
-    reference = scene.reference(written, scale=0.125, sinks=sinks)
+    reference = scene.reference(written, Softmax(0.125, sinks=sinks))
     torch.testing.assert_close(out[0].double(), reference, rtol=1e-5, atol=1e-5)
 
 

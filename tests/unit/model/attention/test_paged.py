@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from djinnd.model.attention.paged import TorchAttention, attention_for
+from djinnd.model.paged_batch import Softmax
 from tests.support.paged import Scene, check
 
 ROWS: dict[str, tuple[list[int], list[int]]] = {
@@ -22,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 3.0},
     "window, softcap": {"window": 20, "softcap": 3.0},
 }
+SOFTMAX = Softmax(0.125)
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +69,8 @@ def test_float32_is_exact_to_a_millionth() -> None:
     scene = Scene(*ROWS["mixed"], group=4)
     attention, batch = TorchAttention(), scene.batch()
     attention.write(scene.k, scene.v, scene.keys, scene.values, batch)
-    out = attention.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, batch, scale=0.125)
-    assert (out - scene.reference(scene.pool, scale=0.125)).abs().max() < 1.5e-6
+    out = attention.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, batch, SOFTMAX)
+    assert (out - scene.reference(scene.pool, SOFTMAX)).abs().max() < 1.5e-6
 
 
 def test_a_session_gets_the_same_whether_it_runs_alone_or_not() -> None:
@@ -76,10 +78,10 @@ def test_a_session_gets_the_same_whether_it_runs_alone_or_not() -> None:
     attention = TorchAttention()
     attention.write(together.k, together.v, together.keys, together.values, together.batch())
     everyone = attention.attend(
-        together.q, together.k, together.v, together.keys, together.values, together.batch(), scale=0.125
+        together.q, together.k, together.v, together.keys, together.values, together.batch(), SOFTMAX
     )
     alone = Scene([1], [90], group=2)
     alone.pool, alone.table, alone.slots = together.pool, together.table[:1], together.slots[:1]
     alone.q, alone.k, alone.v = together.q[:1], together.k[:1], together.v[:1]
-    out = attention.attend(alone.q, alone.k, alone.v, alone.keys, alone.values, alone.batch(), scale=0.125)
+    out = attention.attend(alone.q, alone.k, alone.v, alone.keys, alone.values, alone.batch(), SOFTMAX)
     torch.testing.assert_close(out, everyone[:1], rtol=0, atol=1e-6)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from djinn_client.errors import ModelRejected
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.attention.paged import PagedBatch, TorchAttention
+from djinnd.model.attention.paged import TorchAttention
+from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES
 from tests.support.checkpoints import Tensors, altered, cast
@@ -41,14 +42,14 @@ def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "au
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_families_with_paged_attention_pass_and_leave_the_pages_zeroed(device: CpuDevice, family: str) -> None:
     model = model_of(device, family)
-    check_all(model, device, PAGE, CONTEXT)
+    check_all(model, CONTEXT)
     assert not bool(model.pool[1:].any())
     assert {paged.calls for paged in model.paged} != {0}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_in_half_precision_passes(device: CpuDevice, dtype: str) -> None:
-    check_all(model_of(device, "llama-2", dtype), device, PAGE, CONTEXT)
+    check_all(model_of(device, "llama-2", dtype), CONTEXT)
 
 
 class Forgetful(TorchAttention):
@@ -60,7 +61,7 @@ def test_keys_that_do_not_reach_the_pages_are_detected(device: CpuDevice) -> Non
     model = model_of(device)
     model.context.kernels = Forgetful()
     with pytest.raises(ModelRejected, match=r"llama fails the check at load: the logits of .* differ") as told:
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
     assert told.value.data["family"] == "llama" and told.value.data["error"] > 0.01
 
 
@@ -86,7 +87,7 @@ def test_attention_that_does_not_run_once_a_block_is_detected(device: CpuDevice,
     block.self_attn = Repeated(block.self_attn, times)
     ran = sorted({1, times})
     with pytest.raises(ModelRejected, match=rf"attention ran \[{ran[0]}, {ran[1]}\] times in its blocks, not once"):
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
 
 
 class Remembering(nn.Module):
@@ -107,14 +108,14 @@ def test_state_outside_of_the_pages_is_detected(device: CpuDevice, again: bool) 
     model = model_of(device)
     model.adapter.blocks[1].mlp = Remembering(model.adapter.blocks[1].mlp)
     with pytest.raises(ModelRejected, match="differ by"):
-        check_all(model, device, PAGE, CONTEXT, again=again)
+        check_all(model, CONTEXT, again=again)
 
 
 def test_logits_with_nan_are_refused(device: CpuDevice) -> None:
     model = model_of(device)
     model.adapter.blocks[0].post_attention_layernorm.weight.data[0] = float("nan")
     with pytest.raises(ModelRejected, match="its logits contain NaN: its activations overflow"):
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -129,7 +130,7 @@ def test_weights_with_nan_or_infinity_are_refused_by_name(
 
     model = model_of(device, altered(tmp_path, change=change), "auto" if dtype == torch.float32 else "bfloat16")
     with pytest.raises(ModelRejected, match=rf"contain NaN: NaN or infinity in tensor {name}") as told:
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
     assert told.value.data["tensor"] == name
 
 
@@ -142,4 +143,4 @@ def test_an_exception_of_a_forward_is_reported_with_the_family(device: CpuDevice
     model = model_of(device, "mixtral")
     model.adapter.blocks[3].mlp = Stumbling()
     with pytest.raises(ModelRejected, match=r"mixtral fails the check at load: IndexError\('an expert too many'\)"):
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)

@@ -64,7 +64,7 @@ def test_a_temperature_that_a_family_takes_from_its_cache_is_refused(
 ) -> None:
     model = model_of(device, llama_4(tmp_path, floor_scale, attn_scale=0.3), dtype)
     with pytest.raises(ModelRejected, match=r"llama4_text fails the check at load, near position") as told:
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
     assert floor_scale - 1 <= told.value.data["position"] <= CONTEXT
     assert not bool(model.pool[1:].any())
 
@@ -99,7 +99,7 @@ def test_a_window_that_is_only_in_the_mask_is_refused(device: CpuDevice, tmp_pat
     model = model_of(device, altered(tmp_path, "gemma-3", config={"sliding_window": window}))
     model.adapter.blocks[2].self_attn.sliding_window = None
     with pytest.raises(ModelRejected, match="the mask of block 2 and a window of 0 tokens differ about token") as told:
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
     assert told.value.data["position"] >= window - 1
 
 
@@ -121,7 +121,7 @@ def test_frequencies_that_change_with_a_batch_are_refused(device: CpuDevice) -> 
     inner = model.adapter.model.model
     inner.rotary_emb = Elsewhere(inner.rotary_emb, 400)
     with pytest.raises(ModelRejected, match=r"llama fails the check at load, near position .* attends differently"):
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
 
 
 class Counting(nn.Module):
@@ -141,7 +141,7 @@ def test_embeddings_of_other_positions_are_refused(device: CpuDevice) -> None:
     inner = model.adapter.model.transformer
     inner.wpe = Counting(inner.wpe)
     with pytest.raises(ModelRejected, match=r"gpt2 fails the check at load, near position .* embeds differently"):
-        check_all(model, device, PAGE, CONTEXT)
+        check_all(model, CONTEXT)
 
 
 def test_an_embedding_row_of_nan_is_not_a_fault_of_positions(device: CpuDevice, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_an_embedding_row_of_nan_is_not_a_fault_of_positions(device: CpuDevice, 
         rest = [token for token in range(512) if token not in used]
         tensors["model.embed_tokens.weight"][rest[::2]] = float("nan")
 
-    check_all(model_of(device, altered(tmp_path, change=poison)), device, PAGE, CONTEXT)
+    check_all(model_of(device, altered(tmp_path, change=poison)), CONTEXT)
 
 
 @pytest.mark.parametrize("variant", ["phi-3: longrope", "qwen2: windows in some blocks", "olmo-3", "starcoder-2"])
@@ -161,8 +161,8 @@ def test_correct_models_pass_streamed_and_in_half_precision(device: CpuDevice, t
     model = model_of(device, folder, "bfloat16", Placing(resident=1))
     assert model.placement.streams
     for _ in range(2):  # the check must leave no pass under way
-        check_all(model, device, PAGE, CONTEXT)
-        check_far_positions(model, device, CONTEXT)
+        check_all(model, CONTEXT)
+        check_far_positions(model, CONTEXT)
 
 
 # --- boundaries -----------------------------------------------------------------------------------------------------

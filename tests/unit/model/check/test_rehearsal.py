@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.attention.paged import TritonAttention
+from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.check.rehearsal import list_kernels
 from djinnd.model.kernels.launches import Launches
 from djinnd.model.kernels.tile import INTERPRETED
@@ -58,15 +58,16 @@ def model_of(family: str, device: CpuDevice) -> PagedModel:
 
 def step(model: PagedModel, device: CpuDevice, tokens: int, rows: int, max_query: int, max_kv: int) -> None:
     inputs = StepInputs(device, tokens, rows, 1)
-    inputs.clear()
+    inputs.pad(0, 0, 0)
+    inputs.send()
     with device.computing(), torch.inference_mode():
-        model.forward(inputs, max_query=max_query, max_kv=max_kv, fresh=False)
+        model.forward(inputs, inputs.paged_batch(max_query=max_query, max_kv=max_kv, fresh=False))
 
 
 @pytest.mark.parametrize("family", long_except(("gemma-2",), ("llama-2", "gemma-2", "gpt-oss")))
 def test_steps_launch_only_listed_kernels(family: str, launches: Launches, device: CpuDevice) -> None:
     model = model_of(family, device)
-    listed = set(list_kernels(model, device, MAX_TOKENS, MAX_KV))
+    listed = set(list_kernels(model, MAX_TOKENS, MAX_KV))
     with launches.listing() as launched:
         for max_kv in (16, 300, 1500, MAX_KV):
             for rows in DECODE_ROWS[::3]:
@@ -87,7 +88,7 @@ def windows(listed: list[Variant]) -> set[bool]:
 def test_kernels_of_each_kind_of_block_are_listed(
     family: str, kinds: set[bool], launches: Launches, device: CpuDevice
 ) -> None:
-    assert windows(list_kernels(model_of(family, device), device, MAX_TOKENS, MAX_KV)) == kinds
+    assert windows(list_kernels(model_of(family, device), MAX_TOKENS, MAX_KV)) == kinds
 
 
 def test_after_a_failure_there_is_a_list_and_attention_is_restored(launches: Launches, device: CpuDevice) -> None:
@@ -98,5 +99,5 @@ def test_after_a_failure_there_is_a_list_and_attention_is_restored(launches: Lau
         raise ValueError("of the family")
 
     model.adapter.blocks[1].forward = fails  # type: ignore[method-assign]
-    assert list_kernels(model, device, MAX_TOKENS, MAX_KV)
+    assert list_kernels(model, MAX_TOKENS, MAX_KV)
     assert model.context.kernels is own

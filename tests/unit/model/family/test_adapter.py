@@ -116,7 +116,7 @@ def test_the_input_of_the_first_block_has_memory_of_its_own(beside: str, device:
     before = [tensor.clone() for tensor in wanted]
     prologue.hidden.zero_()
     assert all(torch.equal(tensor, kept) for tensor, kept in zip(wanted, before, strict=True))
-    is_copied = prologue.hidden is not adapter._hidden
+    is_copied = adapter.recorded().hidden is not prologue.hidden
     assert is_copied == (beside in ("itself", "a view", "weights"))  # without another holder, nothing is copied
 
 

@@ -21,6 +21,7 @@ from djinnd.weights.plan import BlockPlace
 from djinnd.weights.store import Routing
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
+from tests.support.expert_fetches import FetchCounter
 from tests.support.loaded import MEMORY, Served, fill, load_weights, random_prompt, small_pages
 from tests.support.models import reduced_model
 from tests.support.parameters import long_except
@@ -129,16 +130,16 @@ def test_greedy_tokens_equal_transformers(family: str, resident: int) -> None:
             assert session.tokens[length:] == reference.greedy(folder, prompt(length), 12)
 
 
-def test_only_picked_experts_move(in_bf16: Path) -> None:
-    with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), placing=Placing(resident=1, packing=False)) as served:
-        placement, sizes = served.runner.weights.placement, served.runner.places.sizes
-        before, picked = placement.fetched_bytes, Picked(served)
+def test_only_picked_experts_move(in_bf16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches, placing = FetchCounter(monkeypatch), Placing(resident=1, packing=False)
+    with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), placing=placing) as served:
+        sizes, before, picked = served.runner.places.sizes, fetches.total(), Picked(served)
         session = served.open()
         served.submit(session, prompt(1), max_tokens=8)
         served.run()
         moved = sum(len(experts) * sizes[block].experts.plain // 4 for block, experts in picked.calls)  # type: ignore[union-attr]
-        assert placement.fetched_bytes - before == moved
         assert all(len(experts) == 2 for _, experts in picked.calls)
+        assert fetches.total() - before == 2 * len(picked.calls)
         assert moved == 8 * served.runner.places.fetched_bytes(1)
         assert served.runner.places.streamed_bytes == served.runner.places.passing_bytes + moved // 8
 
@@ -157,19 +158,18 @@ def test_modules_see_the_checkpoint_in_every_place(in_bf16: Path, packing: bool,
 
 
 @torch.inference_mode()
-def test_nothing_is_fetched_for_padding_tokens(in_bf16: Path) -> None:
+def test_nothing_is_fetched_for_padding_tokens(in_bf16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches = FetchCounter(monkeypatch)
     with Served(in_bf16, dtype="bfloat16", plan=small_pages(60), placing=Placing(resident=0)) as served:
-        model, placement = served.runner.model, served.runner.weights.placement
         inputs = StepInputs(served.device, tokens=8, rows=8, width=1)
         fill(inputs, [(prompt(1), 0, [1])], page_size=16)
         inputs.pad(tokens=1, rows=1, logit_rows=0)
         inputs.host["ids"][1:] = prompt(7)  # any tokens
         inputs.send()
-        before, picked = placement.fetched_bytes, Picked(served)
-        model.forward(inputs, max_query=1, max_kv=16, fresh=False)
-        weights = served.runner.places.fetched_bytes(1)
+        before, picked = fetches.total(), Picked(served)
+        served.runner.model.forward(inputs, inputs.paged_batch(max_query=1, max_kv=16, fresh=False))
         assert [len(experts) for _, experts in picked.calls] == [2] * len(picked.calls)
-        assert 0 < placement.fetched_bytes - before <= weights
+        assert fetches.total() - before == 2 * len(picked.calls) > 0
 
 
 @pytest.mark.parametrize("packing", [True, False])

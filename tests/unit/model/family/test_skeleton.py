@@ -30,6 +30,7 @@ from transformers import (
 
 from djinn_client.errors import ModelRejected
 from djinnd.model.family.skeleton import Skeleton, bind, build
+from djinnd.weights.layout import Layout
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.open_files import read_config
 from tools.checkpoints.shapes import SHAPES, config_of
@@ -166,23 +167,21 @@ def test_a_skeleton_has_no_memory(config: PreTrainedConfig) -> None:
     assert {parameter.device.type for parameter in model.parameters()} <= {"meta"}
 
 
+def block_layouts(skeleton: Skeleton) -> list[Layout]:
+    return [layout for _, layout, _ in list(skeleton.layouts())[: skeleton.num_blocks]]
+
+
 def test_blocks_and_rest_together_have_every_parameter(config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     skeleton = skeleton_of(config)
     assert skeleton.num_blocks == config.num_hidden_layers
-    named = [name for index in range(skeleton.num_blocks) for name in skeleton.block_names(index)]
-    named += skeleton.rest_names()
-    assert sorted(named) == sorted(name for name, _ in whole.named_parameters())
     entries = [
         (prefix + entry.name, entry.shape)
-        for prefix, layout in [
-            *((prefix, skeleton.block_layout(index)) for index, prefix in enumerate(skeleton.prefixes)),
-            *((skeleton.prefixes[i], skeleton.experts_layout(i)) for i, stack in enumerate(skeleton.stacks) if stack),
-            ("", skeleton.rest_layout()),
-        ]
+        for prefix, layout, _ in skeleton.layouts()
         for entry in layout.entries.values()
     ]
+    assert len(dict(entries)) == len(entries)
     assert dict(entries) == {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
 
 
@@ -199,7 +198,7 @@ def test_the_shape_of_kv_is_the_attention_s_own(config: PreTrainedConfig) -> Non
 
 def test_blocks_of_one_family_have_one_layout(config: PreTrainedConfig) -> None:
     skeleton = skeleton_of(config)
-    layouts = [skeleton.block_layout(index) for index in range(skeleton.num_blocks)]
+    layouts = block_layouts(skeleton)
     dense = getattr(config, "mlp_only_layers", [])
     assert all(layout == layouts[0] for index, layout in enumerate(layouts) if index not in dense)
 
@@ -212,12 +211,12 @@ def test_dense_blocks_among_experts_have_layouts_of_their_own(changed: dict[str,
     config = AutoConfig.from_pretrained(reduced_model("qwen3-moe"), **changed)
     skeleton = skeleton_of(config)
     for index in range(4):
-        entries = skeleton.block_layout(index).entries
+        entries = block_layouts(skeleton)[index].entries
         assert ("mlp.up_proj.weight" in entries, skeleton.stacks[index] is None) == (index in dense, index in dense)
         assert "mlp.experts.gate_up_proj" not in entries
-    sizes = {index: skeleton.block_layout(index).nbytes(torch.float32) for index in range(4)}
+    sizes = [layout.nbytes(torch.float32) for layout in block_layouts(skeleton)]
     assert len({sizes[index] for index in dense}) == 1
-    assert len(set(sizes.values())) == 2
+    assert len(set(sizes)) == 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -241,7 +240,7 @@ def test_tied_parameters_are_one_with_two_names() -> None:
 def test_bind_gives_views_and_no_copies() -> None:
     config = AutoConfig.from_pretrained(reduced_model("llama-2"))
     skeleton = skeleton_of(config)
-    layout = skeleton.block_layout(0)
+    layout = block_layouts(skeleton)[0]
     buffer = torch.zeros(layout.numel)
     block = skeleton.adapter.blocks[0]
     bind(block, layout.views(buffer))

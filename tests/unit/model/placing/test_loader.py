@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,14 @@ from transformers import BloomConfig, FalconConfig, PreTrainedConfig
 from djinn_client.errors import DjinnError, InvalidRequest, ModelNotFound, ModelRejected, OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.placing.loader import ModelLoader, Weights, compute_dtype
-from djinnd.model.placing.projections import Projection, SharedProjection
+from djinnd.model.placing.loader import ModelLoader, compute_dtype
+from djinnd.model.placing.projections import Projection
 from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import Tensors, altered, cast, random_model
 from tests.support.loaded import MEMORY, anonymous_arena, load_weights
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.open_files import loader_of
-from tests.support.placed import assert_as_in_the_checkpoint
+from tests.support.placed import WatchedDevice, assert_as_in_the_checkpoint, tensors_of
 
 UP = "model.layers.2.mlp.up_proj.weight"
 
@@ -38,14 +39,6 @@ def quiet(stage: str, done: int, total: int) -> None:
     pass
 
 
-def device_buffer(weights: Weights, index: int) -> Tensor:
-    """Device memory of a buffer; the last buffer is the rest."""
-    blocks = weights.placement._blocks
-    buffer = blocks[index].memory if index < len(blocks) else weights.rest
-    assert buffer is not None
-    return buffer
-
-
 # --- results of a load ----------------------------------------------------------------------------------------------
 
 
@@ -54,12 +47,8 @@ def test_every_parameter_is_in_a_buffer_of_its_own_block(device: CpuDevice, fami
     weights = load_weights(reduced_model(family), device)
     blocks, plan = weights.skeleton.adapter.blocks, weights.placement.plan
     assert plan is not None and plan.places == (BlockPlace.PLAIN,) * len(blocks)
-    for index, block in enumerate(blocks):
-        products = weights.placement._blocks[index].products
-        tensors = [*block.parameters(), *(t for p in products for t in (p._weight, p._bias) if t is not None)]
-        buffer = device_buffer(weights, index)
-        start, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-        assert tensors and all(start <= tensor.data_ptr() < end for tensor in tensors)
+    memories = [{tensor.untyped_storage().data_ptr() for tensor in tensors_of(block)} for block in blocks]
+    assert all(len(memory) == 1 for memory in memories) and len(set.union(*memories)) == len(blocks)
     assert not any(p.is_meta for block in blocks for p in (*block.parameters(), *block.buffers()))
     assert not any(p.is_meta for p in (*weights.skeleton.model.parameters(), *weights.skeleton.model.buffers()))
     assert device.budget.used == weights.nbytes
@@ -72,8 +61,9 @@ def test_every_parameter_is_in_a_buffer_of_its_own_block(device: CpuDevice, fami
 def test_projections_of_one_input_are_one_product(device: CpuDevice, family: str, shared: int, alone: int) -> None:
     weights = load_weights(reduced_model(family), device)
     for block in weights.skeleton.adapter.blocks:
-        assert sum(isinstance(module, SharedProjection) for module in block.modules()) == shared
-        assert sum(isinstance(module, Projection) for module in block.modules()) == alone
+        products = Counter(module.product for module in block.modules() if isinstance(module, Projection))
+        assert sum(count for count in products.values() if count > 1) == shared
+        assert sum(count for count in products.values() if count == 1) == alone
     weights.release(device)
 
 
@@ -111,8 +101,9 @@ def test_a_filled_arena_is_not_read_again(device: CpuDevice, tmp_path: Path) -> 
     stages: list[str] = []
     second = again.run(lambda nbytes, key: (kept[0], "ab" * 32), lambda stage, done, total: stages.append(stage), 0)
     assert set(stages) == {"uploading"}
-    for index in range(len(first.store.buffers)):
-        assert torch.equal(device_buffer(first, index), device_buffer(second, index))
+    for weights in (first, second):
+        assert_as_in_the_checkpoint(weights, folder, passes=1)
+    assert first.rest is not None and second.rest is not None and torch.equal(first.rest, second.rest)
     first.release(device)
     second.release(device)
 
@@ -131,10 +122,8 @@ def test_bf16_is_stored_unchanged_and_computed_in_float32_on_a_cpu(device: CpuDe
     assert (loader.store.dtype, loader.dtype) == (torch.bfloat16, torch.float32)
     weights = loader.run(anonymous_arena, quiet, 0)
     assert weights.store.host(0).dtype == torch.bfloat16
-    for index in range(len(weights.store.buffers)):
-        buffer = device_buffer(weights, index)
-        assert buffer.dtype == torch.float32
-        assert torch.equal(buffer, weights.store.host(index).float())
+    assert_as_in_the_checkpoint(weights, folder, passes=1)
+    assert weights.rest is not None and torch.equal(weights.rest, weights.store.host(4).float())
     weights.release(device)
 
 
@@ -150,16 +139,17 @@ def test_an_unknown_dtype_is_refused(device: CpuDevice) -> None:
         loader_of(reduced_model("llama-2"), device, "int4")
 
 
-def test_an_unloaded_model_is_freed_without_the_garbage_collector(device: CpuDevice) -> None:
-    weights = load_weights(reduced_model("llama-2"), device)
-    gone = weakref.ref(weights.placement._blocks[0].memory)
-    gc.disable()
-    try:
-        weights.release(device)
-        del weights
-        assert gone() is None
-    finally:
-        gc.enable()
+def test_an_unloaded_model_is_freed_without_the_garbage_collector() -> None:
+    with closing(WatchedDevice(MEMORY)) as device:
+        weights = load_weights(reduced_model("llama-2"), device)
+        assert device.alive() == [*(f"block {index} of m" for index in range(4)), "rest of m"]
+        gc.disable()
+        try:
+            weights.release(device)
+            del weights
+            assert device.alive() == []
+        finally:
+            gc.enable()
 
 
 # --- failing loads --------------------------------------------------------------------------------------------------

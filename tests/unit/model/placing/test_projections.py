@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from djinnd.model.family.skeleton import bind
-from djinnd.model.placing.projections import Product, Projection, SharedProduct, SharedProjection, install_products
+from djinnd.model.placing.projections import Product, Projection, SharedProduct, install_products
 from djinnd.weights.layout import Layout
 
 SIZES = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
@@ -60,7 +62,7 @@ def test_a_shared_product_gives_the_same_results(bias: bool) -> None:
     (product,) = products = install_products(block, layout)
     assert product.unit == tuple(f"self_attn.{name}.weight" for name in SIZES)
     assert product.biases == (tuple(f"self_attn.{name}.bias" for name in SIZES) if bias else ())
-    assert all(isinstance(module, SharedProjection) for module in block.self_attn.children())
+    assert all(isinstance(module, Projection) and module.product is product for module in block.self_attn.children())
     bind_products(products, layout, buffer)
     for got, want in zip(block.self_attn(x()), wanted, strict=True):
         torch.testing.assert_close(got, want)
@@ -85,8 +87,8 @@ def test_products_can_be_bound_again_and_drop_their_old_weights() -> None:
     other = torch.randn(layout.numel)
     bind_products(products, layout, other)
     (product,) = products
-    assert product._weight is not None and product._bias is not None
-    assert {t.untyped_storage().data_ptr() for t in (product._weight, product._bias)} == {other.data_ptr()}
+    assert product.weight is not None and product.bias is not None
+    assert {t.untyped_storage().data_ptr() for t in (product.weight, product.bias)} == {other.data_ptr()}
     wanted = [
         linear(x(), *(layout.views(other)[f"self_attn.{n}.{leaf}"] for leaf in ("weight", "bias"))) for n in SIZES
     ]
@@ -170,9 +172,23 @@ def test_three_calls_share_one_product() -> None:
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
 
 
+class Remembered(Product):
+    """A product that knows whether its last result is still held."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = super().__call__(x)
+        self.last = weakref.ref(y)
+        return y
+
+
 def test_nothing_is_held_once_all_parts_are_taken() -> None:
-    product, _ = shared()
-    values = x()
-    for index in range(3):
-        product.part(index, values)
-    assert product._input is None and product._parts == [None] * 3
+    product = Remembered(("q", "k", "v"), ())
+    product.bind(torch.randn(16, 6), None)
+    shared, values = SharedProduct(product, list(SIZES.values())), x()
+    given = weakref.ref(values)
+    shared.part(0, values)
+    del values
+    assert given() is not None and product.last() is not None
+    for index in (1, 2):
+        shared.part(index, given())  # type: ignore[arg-type]
+    assert given() is None and product.last() is None

@@ -1,25 +1,23 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from djinn_client.errors import OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing.loader import Weights
-from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import reduced_model
 from tests.support.parameters import FEW_FAMILIES
-from tests.support.placed import assert_as_in_the_checkpoint, plan_of, tensors_of
+from tests.support.placed import WatchedDevice, assert_as_in_the_checkpoint, plan_of, tensors_of
 
 P, K, S = BlockPlace.PLAIN, BlockPlace.PACKED, BlockPlace.STREAMED
 
@@ -31,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def device() -> Iterator[CpuDevice]:
-    device = CpuDevice(MEMORY)
+def device() -> Iterator[WatchedDevice]:
+    device = WatchedDevice(MEMORY)
     yield device
     assert device.budget.used == 0
     device.close()
@@ -101,40 +99,33 @@ def test_every_family_streams(device: CpuDevice, family: str) -> None:
     weights.release(device)
 
 
-def memories(placement: WeightPlacement) -> list[Tensor]:
-    own = [t for block in placement._blocks for t in (block.memory, block.packed) if t is not None]
-    return own + [t for t in (placement._scratch,) if t is not None]
-
-
 def held_by(block: nn.Module) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(block) if tensor.device.type != "meta"}
 
 
-def test_dropped_memory_is_freed_without_the_garbage_collector(weights: Weights) -> None:
+def test_dropped_memory_is_freed_without_the_garbage_collector(device: WatchedDevice, weights: Weights) -> None:
     """After a move nothing references the old memory: blocks of every place, scratch and ring."""
-    placement = weights.placement
-    weights.placement.move(plan_of(weights, (P, K, S, S)))
-    gone = [weakref.ref(tensor) for tensor in memories(placement)]
-    blocks = weights.skeleton.adapter.blocks
-    assert len(gone) == 6 and all(held_by(block) for block in blocks)
+    placement, blocks = weights.placement, weights.skeleton.adapter.blocks
+    placement.move(plan_of(weights, (P, K, S, S)))
+    gc.collect()
+    assert device.alive() == ["block 0 of m", "block 1 of m", "rest of m", "ring of m", "scratch of m"]
+    assert all(held_by(block) for block in blocks)
     gc.disable()
     try:
         placement.make_room(plan_of(weights, (S, S, P, P)))
-        assert [ref() for ref in gone] == [None] * 6
-        assert not any(held_by(block) for block in blocks)
+        assert device.alive() == ["rest of m"] and not any(held_by(block) for block in blocks)
     finally:
         gc.enable()
     placement.move(plan_of(weights, (S, S, P, P)))
 
 
-def test_blocks_that_stay_are_not_copied_again(weights: Weights) -> None:
+def test_blocks_that_stay_are_not_copied_again(device: WatchedDevice, weights: Weights) -> None:
     placement = weights.placement
     placement.move(plan_of(weights, (P, K, S, P)))
-    kept = [placement._blocks[i].memory for i in (0, 1)]
+    before = len(device.allocated)
     told: list[tuple[int, int]] = []
     placement.move(plan_of(weights, (P, K, P, S)), lambda done, total: told.append((done, total)))
-    for index, memory in enumerate(kept):
-        assert placement._blocks[index].memory is memory
+    assert {label for label, _ in device.allocated[before:]} == {"scratch of m", "block 2 of m", "ring of m"}
     assert len(told) == 1 and told[0][0] == told[0][1]
 
 

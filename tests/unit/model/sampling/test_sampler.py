@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -332,13 +333,15 @@ def test_a_request_begun_by_an_earlier_engine_counts_its_generated_tokens():
 
 def test_forgotten_requests_leave_nothing():
     sampler, sessions = new_sampler(128), mixed()
+    requests = [session.request for session in sessions if session.request is not None]
+    references = [sys.getrefcount(request) for request in requests]
     sampler.sample(random_logits(len(MIXED), 128), sessions)
-    assert (len(sampler._marks), len(sampler._shifts)) == (4, 2)
-    for session in sessions:
-        assert session.request is not None
-        sampler.forget(session.request)
-        sampler.forget(session.request)
-    assert len(sampler._marks) == len(sampler._shifts) == 0
+    assert all(sys.getrefcount(request) > before for request, before in zip(requests, references, strict=True))
+    for request in requests:
+        sampler.forget(request)
+        sampler.forget(request)
+    del request
+    assert [sys.getrefcount(request) for request in requests] == references
 
 
 def test_a_request_forgotten_and_named_again_is_marked_anew():

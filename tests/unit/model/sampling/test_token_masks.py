@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from djinn_client.protocol import Sampling
+from djinnd.model.sampling import token_masks
 from djinnd.model.sampling.sampler import Sampler
 from djinnd.model.sampling.token_masks import RowMasks, TokenMasks
 from tests.support.sampling import wanting
@@ -25,12 +26,15 @@ def mask(allowed: set[int], words: int) -> npt.NDArray[np.uint32]:
 
 @pytest.mark.parametrize("group_logits", [1, 100, 1 << 20])
 @pytest.mark.parametrize("rows", [[0, 1, 2], [1], [0, 2]])
-def test_only_tokens_of_the_mask_keep_their_logits(rows: list[int], group_logits: int) -> None:
+def test_only_tokens_of_the_mask_keep_their_logits(
+    rows: list[int], group_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_masks, "GROUP_LOGITS", group_logits)
     vocab, allowed = 45, [{0, 44}, {31, 32}, set(range(45))]
     logits = torch.randn(3, vocab)
     before = logits.clone()
     masks = RowMasks(rows, [mask(allowed[row], 2) for row in rows])
-    TokenMasks(vocab, CPU, group_logits).apply(logits, masks)
+    TokenMasks().apply(logits, masks)
     for row in range(3):
         kept = allowed[row] if row in rows else set(range(vocab))
         for token in range(vocab):
@@ -41,7 +45,7 @@ def test_tokens_behind_the_mask_do_not_come() -> None:
     """Logits may be wider than the tokenizer's vocabulary: a mask has zeros there."""
     logits = torch.zeros(1, 70)
     logits[0, 69] = 9.0
-    TokenMasks(70, CPU, 1 << 20).apply(logits, RowMasks([0], [mask({3}, 4)]))
+    TokenMasks().apply(logits, RowMasks([0], [mask({3}, 4)]))
     assert logits.argmax() == 3
 
 

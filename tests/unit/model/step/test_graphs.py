@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.model.step.graphs import Shape, StepGraphs, _Captured
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.whitebox.probe import Probe
 from tests.support.loaded import MEMORY, fill, load_weights, random_prompt
 from tests.support.models import reduced_model
 from tests.support.probing import Looking, all_points
@@ -60,17 +62,33 @@ def model() -> Iterator[PagedModel]:
     device.close()
 
 
+@dataclass
+class Captured:
+    """StepGraphs with one captured shape, and the parts of the capture."""
+
+    step: StepGraphs
+    graphs: list[Any]  # of the prologue, of each block, of the epilogue
+    resid: list[Tensor]
+
+    def run(self, logit_rows: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
+        return self.step.run(SHAPE, logit_rows, probe, blocks)
+
+    @property
+    def replayed(self) -> list[int]:
+        """Indices of the graphs that were replayed: 0 is the prologue's, i + 1 that of block i."""
+        return [index for index, graph in enumerate(self.graphs) if graph.replays]
+
+
 @pytest.fixture
 @torch.inference_mode()
-def graphs(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    """Graphs with one captured shape."""
+def captured(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> Captured:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs = StepGraphs(model, model.device, 16, 4, 4, 16)  # type: ignore[arg-type]
     inputs = graphs.inputs(SHAPE)
     fill(inputs, [(random_prompt(TOKENS, 512, 1), 0, [1, 2])], PAGE)
     inputs.host["logit_rows"][:] = TOKENS - 1
     inputs.send()
-    model.attend(inputs, max_query=TOKENS, max_kv=16, fresh=False)
+    model.attend(inputs.paged_batch(max_query=TOKENS, max_kv=16, fresh=False))
     prologue = model.adapter.prologue(inputs.ids, inputs.positions)
     embedded = prologue.hidden.clone()
     resid = [prologue.hidden, *(torch.full_like(embedded, float("nan")) for _ in range(BLOCKS))]
@@ -83,111 +101,108 @@ def graphs(model: PagedModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
         logits.copy_(model.adapter.epilogue(resid[-1].index_select(1, inputs.logit_rows(1))))
 
     work = [lambda: resid[0].copy_(embedded), *(lambda i=i: block(i) for i in range(BLOCKS)), epilogue]
-    graphs._captured[SHAPE] = _Captured([Graph(each) for each in work], prologue, resid, logits)  # type: ignore[arg-type]
-    return graphs
+    parts: list[Any] = [Graph(each) for each in work]
+    graphs._captured[SHAPE] = _Captured(parts, prologue, resid, logits)
+    return Captured(graphs, parts, resid)
 
 
 @pytest.mark.parametrize("cut", range(BLOCKS + 1))
 @torch.inference_mode()
-def test_blocks_in_two_parts_give_the_same_as_in_one(graphs: StepGraphs, cut: int) -> None:
+def test_blocks_in_two_parts_give_the_same_as_in_one(captured: Captured, cut: int) -> None:
     """The second part begins with the output of the prologue unless a probe replaces it, and never with leftovers of an
     earlier step."""
     whole = Seen()
-    expected = graphs.run(SHAPE, 1, whole)
+    expected = captured.run(1, whole)
     assert expected is not None
     expected = expected.clone()
     first = Seen()
-    assert graphs.run(SHAPE, 0, first, range(cut)) is None
+    assert captured.run(0, first, range(cut)) is None
     assert list(first.seen) == list(range(cut + 1)) and torch.equal(first.seen[cut], whole.seen[cut])
-    for left in graphs._captured[SHAPE].resid[1:]:
+    for left in captured.resid[1:]:
         left.fill_(float("nan"))
     second = Seen(cut, first.seen[cut])
-    logits = graphs.run(SHAPE, 1, second, range(cut, BLOCKS))
+    logits = captured.run(1, second, range(cut, BLOCKS))
     assert logits is not None and torch.equal(logits, expected)
     assert list(second.seen) == list(range(cut, BLOCKS + 1)) and torch.equal(second.seen[cut], whole.seen[0])
 
 
 @torch.inference_mode()
-def test_a_step_without_a_probe_gives_the_same(graphs: StepGraphs) -> None:
-    expected = graphs.run(SHAPE, 1, Seen())
+def test_a_step_without_a_probe_gives_the_same(captured: Captured) -> None:
+    expected = captured.run(1, Seen())
     assert expected is not None
     expected = expected.clone()
-    logits = graphs.run(SHAPE, 1)
+    logits = captured.run(1)
     assert logits is not None and torch.equal(logits, expected)
 
 
 @pytest.mark.parametrize("logit_rows", [0, 1])
 @torch.inference_mode()
 def test_the_first_graph_sends_the_inputs_and_an_event_is_recorded_without_logits(
-    graphs: StepGraphs, logit_rows: int, monkeypatch: pytest.MonkeyPatch
+    captured: Captured, logit_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs, sent = graphs.inputs(SHAPE), list[list[int]]()
-    graphs._captured[SHAPE].graphs[0] = Graph(inputs.send_sealed)  # type: ignore[call-overload]
+    inputs, sent = captured.step.inputs(SHAPE), list[list[int]]()
+    captured.graphs[0] = Graph(inputs.send_sealed)
     monkeypatch.setattr(inputs, "sent", lambda: sent.append(inputs.ids.flatten().tolist()))
     batch = inputs.paged_batch(max_query=1, max_kv=1, fresh=False)
     ids = list(range(100, 100 + TOKENS))
     inputs.host["ids"][:] = ids
     inputs.host["starts"][:] = (0, 5)
-    graphs.run(SHAPE, logit_rows)
+    captured.run(logit_rows)
     assert inputs.ids.tolist() == [ids]
     assert batch.worklist.tolist() == [[0, 0, 5, TOKENS]] and batch.extent.tolist() == [1, 5, 1]
     assert sent == ([] if logit_rows else [ids]), "behind the first graph, which sends the inputs"
 
 
-def inside(graphs: StepGraphs) -> list[Point]:
-    points = all_points(graphs._model.skeleton.points)
-    return [point for point in points if point.where in ("resid", "attn", "mlp")]
+def inside(model: PagedModel) -> list[Point]:
+    return [point for point in all_points(model.skeleton.points) if point.where in ("resid", "attn", "mlp")]
 
 
-def eager(graphs: StepGraphs, probe: Looking) -> Tensor:
-    logits = graphs._run_eagerly(SHAPE, 1, probe)
-    assert logits is not None
-    return logits.clone()
-
-
-def replayed(graphs: StepGraphs) -> list[int]:
-    """Indices of the graphs that were replayed: 0 is the prologue's, i + 1 that of block i."""
-    return [index for index, graph in enumerate(graphs._captured[SHAPE].graphs) if graph.replays]  # type: ignore[attr-defined]
+def eager(model: PagedModel, captured: Captured, probe: Looking) -> Tensor:
+    inputs = captured.step.inputs(SHAPE)
+    batch = inputs.paged_batch(max_query=TOKENS, max_kv=16, fresh=False)
+    return model.logits(model.forward(inputs, batch, probe), inputs.logit_rows(1), probe)
 
 
 @torch.inference_mode()
-def test_a_probe_sees_points_within_blocks_as_in_the_eager_step(graphs: StepGraphs) -> None:
-    points = inside(graphs)
+def test_a_probe_sees_points_within_blocks_as_in_the_eager_step(model: PagedModel, captured: Captured) -> None:
+    points = inside(model)
     wanted, seen = Looking(points), Looking(points)
-    expected = eager(graphs, wanted)
-    model = graphs._model
-    model.attend(
-        StepInputs(model.device, 1, 1, 1), max_query=1, max_kv=1, fresh=True
-    )  # an earlier step had another batch
-    logits = graphs.run(SHAPE, 1, seen)
+    expected = eager(model, captured, wanted)
+    another = StepInputs(model.device, 1, 1, 1).paged_batch(max_query=1, max_kv=1, fresh=True)
+    model.attend(another)  # of an earlier step
+    logits = captured.run(1, seen)
     assert logits is not None and torch.equal(logits, expected)
     assert seen.order == wanted.order == points and len(points) == 3 * BLOCKS + 1
     assert all(torch.equal(seen.seen[point][0], wanted.seen[point][0]) for point in points)
-    assert replayed(graphs) == [0, BLOCKS + 1]
+    assert captured.replayed == [0, BLOCKS + 1]
 
 
 @pytest.mark.parametrize("where", ["resid", "attn", "mlp"])
 @pytest.mark.parametrize("block", range(BLOCKS))
 @torch.inference_mode()
-def test_only_a_block_with_a_point_inside_runs_without_its_graph(graphs: StepGraphs, where: Where, block: int) -> None:
+def test_only_a_block_with_a_point_inside_runs_without_its_graph(
+    model: PagedModel, captured: Captured, where: Where, block: int
+) -> None:
     change = {Point(where, block): lambda value: value.mul_(-2.0)}
-    expected, plain = eager(graphs, Looking((), change)), eager(graphs, Looking(()))
-    logits = graphs.run(SHAPE, 1, Looking((), change))
+    expected, plain = eager(model, captured, Looking((), change)), eager(model, captured, Looking(()))
+    logits = captured.run(1, Looking((), change))
     assert logits is not None and torch.equal(logits, expected) and not torch.equal(logits, plain)
     alone = set() if where == "resid" else {block + 1}
-    assert replayed(graphs) == sorted(set(range(BLOCKS + 2)) - alone)
+    assert captured.replayed == sorted(set(range(BLOCKS + 2)) - alone)
 
 
 @torch.inference_mode()
-def test_the_epilogue_runs_without_its_graph_for_points_behind_the_blocks(graphs: StepGraphs) -> None:
+def test_the_epilogue_runs_without_its_graph_for_points_behind_the_blocks(
+    model: PagedModel, captured: Captured
+) -> None:
     points, change = [Point("norm"), Point("attn", 1)], {Point("logits"): lambda value: value.mul_(-2.0)}
     wanted, seen = Looking(points, change), Looking(points, change)
-    expected, plain = eager(graphs, wanted), eager(graphs, Looking(()))
-    logits = graphs.run(SHAPE, 1, seen)
+    expected, plain = eager(model, captured, wanted), eager(model, captured, Looking(()))
+    logits = captured.run(1, seen)
     assert logits is not None and torch.equal(logits, expected) and not torch.equal(logits, plain)
     assert seen.order == wanted.order == [Point("attn", 1), Point("norm"), Point("logits")]
     assert all(torch.equal(seen.seen[point][0], wanted.seen[point][0]) for point in seen.order)
-    assert replayed(graphs) == sorted(set(range(BLOCKS + 1)) - {2})
+    assert captured.replayed == sorted(set(range(BLOCKS + 1)) - {2})
 
 
 class Late:
@@ -211,9 +226,9 @@ class Late:
 
 @pytest.mark.parametrize("where", ["resid", "attn"])
 @torch.inference_mode()
-def test_points_are_read_only_after_the_blocks_below_them_are_launched(graphs: StepGraphs, where: Where) -> None:
-    probe = Late(Point(where, 2), lambda: replayed(graphs))
-    assert graphs.run(SHAPE, 1, probe) is not None and probe.seen == [Point(where, 2)]
+def test_points_are_read_only_after_the_blocks_below_them_are_launched(captured: Captured, where: Where) -> None:
+    probe = Late(Point(where, 2), lambda: captured.replayed)
+    assert captured.run(1, probe) is not None and probe.seen == [Point(where, 2)]
     assert probe.asked[0] == [0, 1, 2], "the prologue, and blocks 0 and 1"
 
 

@@ -43,7 +43,7 @@ def step(model: PagedModel, device: CpuDevice, rows: list[InputRow]) -> Tensor:
     inputs.send()
     longest = max(start + len(tokens) for tokens, start, _ in rows)
     fresh = all(start == 0 for _, start, _ in rows)
-    hidden = model.forward(inputs, max_query=max(counts), max_kv=longest, fresh=fresh)
+    hidden = model.forward(inputs, inputs.paged_batch(max_query=max(counts), max_kv=longest, fresh=fresh))
     return model.logits(hidden, inputs.logit_rows(sum(counts)))
 
 
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_picked_tokens(model: PagedModel, device: CpuDev
     fill(inputs, [(prompt, 0, [5, 6])], PAGE)
     inputs.host["logit_rows"][:2] = (6, 1)
     inputs.send()
-    hidden = model.forward(inputs, max_query=8, max_kv=8, fresh=True)
+    hidden = model.forward(inputs, inputs.paged_batch(max_query=8, max_kv=8, fresh=True))
     torch.testing.assert_close(model.logits(hidden, inputs.logit_rows(2)), whole[[6, 1]])
 
 
@@ -95,13 +95,13 @@ def test_blocks_in_two_parts_give_the_same_as_in_one(model: PagedModel, device: 
     inputs.host["logit_rows"][:] = range(7)
     inputs.send()
     whole, first = Handing(Point("resid"), boundary), Handing(*(Point("resid", b) for b in range(5)))
-    how = {"max_query": 7, "max_kv": 7, "fresh": False}
-    expected = model.forward(inputs, probe=whole, **how)  # type: ignore[arg-type]
-    half = model.forward(inputs, probe=first, blocks=range(block), **how)  # type: ignore[arg-type]
+    batch = inputs.paged_batch(max_query=7, max_kv=7, fresh=False)
+    expected = model.forward(inputs, batch, probe=whole)
+    half = model.forward(inputs, batch, probe=first, blocks=range(block))
     assert torch.equal(half, whole.seen[boundary])
     assert list(first.seen) == [Point("resid", b) for b in range(block + 1)]
     second = Handing(boundary, given=half)
-    assert torch.equal(model.forward(inputs, probe=second, blocks=range(block, 4), **how), expected)  # type: ignore[arg-type]
+    assert torch.equal(model.forward(inputs, batch, probe=second, blocks=range(block, 4)), expected)
     assert torch.equal(second.seen[boundary], whole.seen[Point("resid")])
 
 

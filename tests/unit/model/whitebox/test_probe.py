@@ -70,7 +70,8 @@ class Driven:
             inputs.send()
             longest, fresh = max(end for _, _, end in step), number == 0
             probe = probe_of(number)
-            hidden = self.model.forward(inputs, max_query=max(counts), max_kv=longest, fresh=fresh, probe=probe)
+            batch = inputs.paged_batch(max_query=max(counts), max_kv=longest, fresh=fresh)
+            hidden = self.model.forward(inputs, batch, probe)
             logits = self.model.logits(hidden, inputs.logit_rows(sum(counts)), probe)
             for (session, _, _), own in zip(step, logits.split(counts), strict=True):
                 parts[session].append(own)

@@ -1,0 +1,47 @@
+"""Attention over paged KV by djinnd's kernels. Importing this needs Triton, which comes with CUDA builds of torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from djinnd.model.attention.paged import PagedAttention, TorchAttention, attend_chunk
+from djinnd.model.kernels.decode import decode, fits_decode
+from djinnd.model.kernels.kv_write import kv_write
+from djinnd.model.kernels.launches import UNAVAILABLE
+from djinnd.model.kernels.mixed import mixed
+from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.paged_batch import PagedBatch, Softmax
+
+
+class TritonAttention(PagedAttention):
+    """Attention by kernels that read the pages in place.
+
+    Falls back to TorchAttention if the GPU or the compiler does not support a kernel. The kernels can be captured in a
+    graph: their grids and addresses depend only on shapes and host bounds. TorchAttention reads lengths on the host and
+    cannot be captured, so a model that needs it runs without graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scratch = Scratch(device)
+        self._reference = TorchAttention()
+
+    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
+        try:
+            kv_write(k, v, keys, values, batch.slots)
+        except UNAVAILABLE:
+            self._reference.write(k, v, keys, values, batch)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
+    ) -> Tensor:
+        rows = batch.kv_lengths.numel()
+        if batch.fresh and rows == 1 and softmax.is_causal_only(q.shape[0]):
+            return attend_chunk(q, k, v, softmax).contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        kernel = decode if fits_decode(batch.max_query, q.shape[1] // keys.shape[2]) else mixed
+        try:
+            kernel(q, keys, values, batch, out, self.scratch, softmax)
+        except UNAVAILABLE:
+            return self._reference.attend(q, k, v, keys, values, batch, softmax)
+        return out

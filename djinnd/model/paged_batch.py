@@ -1,0 +1,46 @@
+"""The values that attention over paged KV takes, in PyTorch (attention/) and in the kernels (kernels/): where a batch's
+tokens are in the pages, and the family's softmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """Positions of a flattened batch's tokens in the paged KV.
+
+    The tensors are on the device; a captured graph keeps their addresses. A row's queries are the last tokens of its
+    KV: of n queries with `length` keys, query i is at position length - n + i.
+    """
+
+    query_starts: Tensor  # int32 [rows + 1], cumulative token counts
+    kv_lengths: Tensor  # int32 [rows], tokens in KV including this step's
+    page_table: Tensor  # int32 [rows, max_pages], page ids
+    worklist: Tensor  # int32 [rows, 4]: see attention/worklist.py
+    extent: Tensor  # int32 [3]: see attention/worklist.py
+    slots: Tensor  # int64 [tokens], page * page_size + offset of each token of the batch
+    max_query: int  # tokens of the longest row
+    max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
+    fresh: bool  # every row starts at position 0, so that there is no history to read
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """A family's variant of softmax attention."""
+
+    scale: float  # positive factor of the scores
+    window: int = 0  # how many tokens a query sees, including itself; 0: all tokens before it
+    softcap: float = 0.0  # scores become softcap * tanh(score / softcap) (Gemma 2); 0: scores are unchanged
+    sinks: Tensor | None = None  # [heads]: a logit more in the denominator of the softmax, without a value (gpt-oss)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if only the window differs from ordinary causal attention."""
+        return not self.softcap and self.sinks is None
+
+    def is_causal_only(self, length: int) -> bool:
+        """True if rows of `length` tokens have ordinary causal attention."""
+        return self.is_plain and not 0 < self.window < length
