@@ -104,11 +104,13 @@ if TYPE_CHECKING:
     from djinn_client.api.aio_client import AsyncClient as AsyncClient
     from djinn_client.handover.sharing import ModelHandle as ModelHandle
     from djinn_client.handover.sharing import share_model as share_model
+    from djinn_client.remote_model.opening import remote as remote
     from djinn_client.tensors.arrays import as_torch as as_torch
 
 _LATER = {
     "ModelHandle": "djinn_client.handover.sharing",
     "share_model": "djinn_client.handover.sharing",
+    "remote": "djinn_client.remote_model.opening",
     "AsyncClient": "djinn_client.api.aio_client",
     "AsyncSession": "djinn_client.api.aio",
     "AsyncStream": "djinn_client.api.aio",

@@ -83,6 +83,7 @@ def share_model(
     public: bool = False,
     on_progress: OnProgress | None = None,
     address: str | None = None,
+    token: str | None = None,
     **placing: Unpack[PlacingOptions],
 ) -> ModelHandle:
     """Hands a model to the daemon, which then serves it under `name` (or a name that it makes up) to this user, or with
@@ -96,7 +97,8 @@ def share_model(
                 tokenizer.json; None: the model takes and gives token ids only
     dtype       what it is computed in; "auto": as its weights, on a CPU float32
 
-    `kv_bytes`, `on_progress` and `placing` are as for `load`. The tensors are not needed any more when this returns.
+    `kv_bytes`, `on_progress` and `placing` are as for `load`, and `token` is as for `Session`. The tensors are not
+    needed any more when this returns.
 
     Raises InvalidRequest for wrong arguments, ModelRejected with the tensor at fault, OutOfMemory with the
     figure, ConnectionLost.
@@ -115,7 +117,7 @@ def share_model(
         placing=placing_fields(placing) or {},
         public=public,
     )
-    connection = run(connect(address))
+    connection = run(connect(address, token))
     try:
         return _share(connection, wanted, b"".join(files.values()), tensors, on_progress)
     except BaseException:

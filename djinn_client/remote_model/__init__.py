@@ -1,0 +1,1 @@
+"""A transformers model whose work is done by the daemon."""
