@@ -37,6 +37,11 @@ class NamedTensors:
             return cls(model, None, None)
         raise InvalidRequest(f"a model to share is a transformers model or its tensors, not {type(model).__name__}")
 
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """All tensors by name; empty if they are made when they are asked for."""
+        return self._known or {}
+
     def names_for(self, image: Image) -> dict[str, str]:
         """The first name of each tensor in the image → the name to ask for. Raises ModelRejected if a tensor is
         missing, or if the model has no place for one."""

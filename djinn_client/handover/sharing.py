@@ -1,6 +1,7 @@
 """Weights from a client: a model in this process becomes one of the daemon's, without a file and without a copy there.
 
     ShareModel: configuration, tokenizer ──►     (the daemon's engine lays the model out)     ──► ShareDescribed: image
+    (if the daemon has the same weights of this user already, this is the end)
     the image in a memfd, buffer after buffer: packed on the tensors' own device, or copied as they are; then sealed
     ShareWeights: its descriptor ──► Progress … ──► ModelReply
 
@@ -20,6 +21,7 @@ import msgspec
 
 from djinn_client.arguments.options import PlacingOptions, build, placing_fields
 from djinn_client.errors import DjinnError, InvalidRequest
+from djinn_client.handover.content import digest
 from djinn_client.handover.named_tensors import DTYPES, NamedTensors, dtype_name
 from djinn_client.protocol import (
     Done,
@@ -84,6 +86,7 @@ def share_model(
     on_progress: OnProgress | None = None,
     address: str | None = None,
     token: str | None = None,
+    reuse: bool = False,
     **placing: Unpack[PlacingOptions],
 ) -> ModelHandle:
     """Hands a model to the daemon, which then serves it under `name` (or a name that it makes up) to this user, or with
@@ -96,6 +99,8 @@ def share_model(
     tokenizer   a fast tokenizer of transformers, with its chat templates; a tokenizers.Tokenizer, the path of a
                 tokenizer.json; None: the model takes and gives token ids only
     dtype       what it is computed in; "auto": as its weights, on a CPU float32
+    reuse       True: weights that this user shares in the same way already, from this process or another, are not
+                sent again. The daemon compares a digest of all tensors, so a model or a dict of them is needed
 
     `kv_bytes`, `on_progress` and `placing` are as for `load`, and `token` is as for `Session`. The tensors are not
     needed any more when this returns.
@@ -116,6 +121,7 @@ def share_model(
         kv_bytes=kv_bytes,
         placing=placing_fields(placing) or {},
         public=public,
+        content=digest(files, tensors) if reuse else "",
     )
     connection = run(connect(address, token))
     try:
@@ -135,6 +141,8 @@ def _share(
         with _memory("djinn-files") as fd:
             _write(fd, files)
             described = run(connection.call(wanted, ShareDescribed, on_progress, [fd])).message
+        if described.ready is not None:
+            return ModelHandle(connection, described.share, described.ready)
 
         def tell(done: int, total: int, model: str = described.model) -> None:
             if on_progress is not None:

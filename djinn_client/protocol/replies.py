@@ -264,6 +264,7 @@ class ShareDescribed(Reply, tag="share_described"):
     share: str
     model: str
     image: Image
+    ready: ModelInfo | None = None  # the daemon has the weights already, and wants none
 
 
 class PlanReply(Reply, tag="plan_reply"):

@@ -449,7 +449,8 @@ class ShareModel(Request, tag="share"):
     weights the daemon wants.
 
     A descriptor comes with it: a memfd that begins with the `files` of the model, name → bytes, one after another.
-    The share belongs to this connection, and ends limits.session_grace after it."""
+    The share belongs to this connection, and ends limits.session_grace after it. If the caller shares the same
+    `content` in the same way already, that share belongs to this connection, too, and ShareDescribed has the model."""
 
     descriptors: ClassVar[int] = 1
 
@@ -460,6 +461,7 @@ class ShareModel(Request, tag="share"):
     kv_bytes: Whole = 0  # 0: as the daemon sees fit
     placing: Placing = Placing()
     public: bool = False  # other users may have sessions of it
+    content: Name = ""  # a digest of files and weights, the same for the same ones; "": not known
 
 
 class ShareWeights(Request, tag="share_weights"):

@@ -36,8 +36,8 @@ def remote(
         remote(**inputs).logits
         pipeline("text-generation", model=remote, tokenizer=tokenizer)
 
-    model              a transformers model, which `share_model` hands to the daemon; or the name of a model that the
-                       daemon serves
+    model              a transformers model, which `share_model` hands to the daemon unless the daemon has the same
+                       weights of this user already; or the name of a model that the daemon serves
     tokenizer          goes to the daemon with a transformers model's weights; `generate` takes it for `stop_strings`
     config             of a model given by name: its PretrainedConfig, or what AutoConfig.from_pretrained takes; None:
                        the model's folder or name
@@ -55,16 +55,8 @@ def remote(
         config, generation_config = configs_of(info, config, generation_config)
         handle = None
     else:
-        handle = share_model(
-            model,
-            config,
-            tokenizer,
-            kv_bytes=kv_bytes,
-            address=address,
-            token=token,
-            on_progress=on_progress,
-            **placing,
-        )
+        over: dict[str, Any] = {"kv_bytes": kv_bytes, "on_progress": on_progress, "reuse": True, **placing}
+        handle = share_model(model, config, tokenizer, address=address, token=token, **over)
         info, config = handle.info, config or model.config
         generation_config = generation_config or model.generation_config
     served = Served(info.name, address, token)

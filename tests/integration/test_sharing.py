@@ -288,6 +288,25 @@ def test_names_and_the_number_of_shares_are_checked(address: str) -> None:
                 djinn.share_model(source, keep_host=False, address=address)
 
 
+def test_the_same_weights_go_over_once(daemon: Daemon, address: str) -> None:
+    """The share lives as long as one of its handles; other weights, and another way of serving them, are another."""
+    source, told = model(), list[djinn.Progress]()
+    again = {"kv_bytes": KV, "reuse": True, "address": address, "on_progress": told.append}
+    first = djinn.share_model(source, **again)
+    assert any(progress.stage == "sharing" for progress in told)
+    told.clear()
+    second = djinn.share_model(model(), **again)
+    assert (second.name, told) == (first.name, [])
+    first.close()
+    assert generated(second.name, address) == greedy(source)
+    with torch.no_grad():
+        source.lm_head.weight[0, 0] += 1
+    for changed in ({"model": source}, {"model": model(), "kv_bytes": 2 * KV}):
+        with djinn.share_model(**again | changed) as other:
+            assert other.name != second.name
+    second.close()
+
+
 def test_tensors_that_do_not_fit_are_refused_by_name(daemon: Daemon, address: str) -> None:
     source = model()
     state = source.state_dict()

@@ -1,7 +1,8 @@
 """The models that clients share, from the first request to the end of the last session.
 
-A share belongs to a connection. When the connection ends the share, or has been closed for limits.session_grace, no new
-session may use the model. When its last session is closed, the model is unloaded and all its memory freed.
+A share belongs to a connection, and to others that bring the same weights. When all have ended the share, or have been
+closed for limits.session_grace, no new session may use the model. When its last session is closed, the model is
+unloaded and all its memory freed.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ShareTable:
         except BaseException:
             self._end(share)
             raise
-        share.nbytes = image.nbytes
+        share.image = image
         return share, image
 
     async def _describe(self, share: Share, engine: EngineClient) -> Image:
@@ -116,20 +117,33 @@ class ShareTable:
             model=request.model or f"shared-{number[:8]}",
             user=client.user,
             public=request.public,
-            client=client,
+            clients={client},
             folder=self._folder / number,
             stored=request.stored,
             dtype=request.dtype,
             kv_bytes=request.kv_bytes,
             placing=request.placing,
+            content=request.content,
         )
         return share
+
+    async def join(self, client: ConnectedClient, request: ShareModel, on_loading: OnLoading) -> Share | None:
+        """The share of this user that has the weights of the request already; None if there is none. It belongs to the
+        client, too, from now on. Raises the errors of a load."""
+        for share in self._shares.values():
+            if share.user == client.user and share.window >= 0 and not share.ended and share.is_as_in(request):
+                share.clients.add(client)
+                if share.grace is not None:
+                    share.grace.cancel()
+                await self._models.ready(share.model, on_loading)
+                return share
+        return None
 
     async def accept(self, client: ConnectedClient, number: str, fd: int, on_loading: OnLoading) -> ServedModel:
         """Takes the weights, and returns the model when it is ready. The descriptor stays the caller's. Raises
         NotFound, InvalidRequest, and the errors of a load; then the share has ended."""
         share = self._shares.get(number)
-        if share is None or share.client is not client or share.ended:
+        if share is None or client not in share.clients or share.ended:
             raise NotFound("this connection has no such share: begin with ShareModel", share=number[:64])
         if share.window >= 0 or not share.nbytes:
             raise InvalidRequest(f"{share.model} has its weights already, or is not described yet")
@@ -154,10 +168,13 @@ class ShareTable:
     # --- end of a share -----------------------------------------------------------------------------------------------
 
     async def end(self, client: ConnectedClient, number: str) -> None:
-        """Ends a share of this client. Does nothing if the client has no such share."""
+        """Ends a share of this client, unless it belongs to others, too. Does nothing if the client has no such
+        share."""
         share = self._shares.get(number)
-        if share is not None and share.client is client:
-            await self.withdraw(share)
+        if share is not None and client in share.clients:
+            share.clients.discard(client)
+            if not share.clients:
+                await self.withdraw(share)
 
     async def withdraw(self, share: Share) -> None:
         """Ends a share. Returns when all its memory is freed; at once if it still has sessions."""
@@ -166,11 +183,13 @@ class ShareTable:
             await asyncio.shield(share.leaving)
 
     def detach(self, client: ConnectedClient) -> None:
-        """Called when a client's connection has closed: its shares end after their grace time."""
+        """Called when a client's connection has closed: shares that belong to no other end after their grace time."""
         for share in list(self._shares.values()):
-            if share.client is not client:
+            if client not in share.clients:
                 continue
-            share.client = None
+            share.clients.discard(client)
+            if share.clients:
+                continue
             if share.window < 0:  # its weights can no longer come
                 self._end(share)
             elif not share.ended:

@@ -15,7 +15,8 @@ from typing import BinaryIO, Literal
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
 from djinn_client.files.model_files import SMALL_FILE
-from djinn_client.protocol.fields.image import Dtype
+from djinn_client.protocol import ShareModel
+from djinn_client.protocol.fields.image import Dtype, Image
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.server.quotas.ledger import Ledger
 from djinnd.server.wire.client import ConnectedClient
@@ -37,13 +38,14 @@ class Share:
     model: str  # name of the model
     user: int
     public: bool
-    client: ConnectedClient | None  # None after its connection has closed
+    clients: set[ConnectedClient]  # that share it; empty after their connections have closed
     folder: Path
     stored: Dtype
     dtype: Literal["auto", "float32", "bfloat16", "float16"]  # type in which the model computes
     kv_bytes: int
     placing: Placing
-    nbytes: int = 0  # size of the weights' image
+    content: str = ""  # digest of files and weights; "": not known
+    image: Image | None = None  # the layout of the weights, once described
     window: int = -1  # descriptor for reading; -1 before the weights have come
     ended: bool = False  # no new session may use it
     grace: asyncio.TimerHandle | None = None  # runs after its connection has closed
@@ -51,6 +53,17 @@ class Share:
     leaving: asyncio.Task[None] | None = None  # unloads the model and frees the memory
     payer: Ledger | None = None  # charged for the window while it exists
     lock: int = -1  # on the folder, while this daemon lives
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the weights' image; 0 before it is described."""
+        return 0 if self.image is None else self.image.nbytes
+
+    def is_as_in(self, request: ShareModel) -> bool:
+        """True if the request's weights are here already, and are to be served in the same way."""
+        names = ("content", "stored", "dtype", "kv_bytes", "placing", "public")
+        is_same = all(getattr(self, name) == getattr(request, name) for name in names)
+        return bool(self.content) and is_same and request.model in ("", self.model)
 
     def is_open_to(self, client: ConnectedClient) -> bool:
         return self.public or self.is_of(client)

@@ -136,6 +136,12 @@ class ModelRequests:
     @handles(protocol.ShareModel, is_new_work=True)
     async def share_model(self, call: ClientCall, request: protocol.ShareModel) -> FinalReply:
         admission.check_share(request)
+        if (joined := await self._sharing.join(call.client, request, call.tell_loading)) is not None:
+            assert joined.image is not None, "a share with weights is described"
+            ready = self._status.model_info(self._models.find(joined.model))
+            return FinalReply(
+                ShareDescribed(id=call.id, share=joined.id, model=joined.model, image=joined.image, ready=ready)
+            )
         self._sharing.check(call.client, request)
         share, image = await self._sharing.describe(call.client, request, os.dup(call.descriptor))
         return FinalReply(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))

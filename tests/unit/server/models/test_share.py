@@ -28,7 +28,7 @@ ADMIN = SimpleNamespace(user=1002, is_admin=True)
 
 
 def share(folder, number="0123", **changes):
-    fields = {"id": number, "model": "mine", "user": 1000, "public": False, "client": OWNER, "folder": folder / number}
+    fields = {"id": number, "model": "mine", "user": 1000, "public": False, "clients": set(), "folder": folder / number}
     return Share(**fields, stored="float32", dtype="auto", kv_bytes=0, placing=Placing(packing=False), **changes)
 
 
