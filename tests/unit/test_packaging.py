@@ -105,11 +105,11 @@ class TestDependencies:
         assert _imported("djinnd") <= _declared(PYPROJECT["project"]["dependencies"]) | {"triton", "djinn_client"}
 
     def test_the_client_s_imports_are_declared(self) -> None:
-        """torch and triton are not declared: the client imports them only if they are installed, to share a model or
-        to examine a machine."""
+        """torch, transformers and triton are not declared: the client imports them only if they are installed, to share
+        a model, to be called as one of transformers, or to examine a machine."""
         project = CLIENT["project"]
         declared = _declared(project["dependencies"]).union(*map(_declared, project["optional-dependencies"].values()))
-        assert _imported(*OF_THE_CLIENT) - {"torch", "triton"} <= declared
+        assert _imported(*OF_THE_CLIENT) - {"torch", "transformers", "triton"} <= declared
 
     def test_shared_dependencies_have_equal_versions(self) -> None:
         daemon, client = (set(project["project"]["dependencies"]) for project in (PYPROJECT, CLIENT))
