@@ -2,6 +2,7 @@
 
     DjinnError
     ├── ConnectionLost          the daemon cannot be reached, or went away in mid-call
+    │   └── CertificateNotTrusted  another machine's certificate is unknown here, or not the one that was trusted
     ├── ProtocolError           the bytes are not djinnd's protocol
     │   ├── FrameTooLarge       a message is larger than one may be
     │   └── VersionMismatch     client and daemon are of releases that do not understand each other
@@ -55,6 +56,10 @@ class DjinnError(Exception):
 
 class ConnectionLost(DjinnError):
     code = "connection_lost"
+
+
+class CertificateNotTrusted(ConnectionLost):
+    code = "certificate_not_trusted"
 
 
 class ProtocolError(DjinnError):

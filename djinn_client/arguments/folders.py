@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from djinn_client.arguments.options import build
-from djinn_client.errors import FilesWanted
+from djinn_client.errors import FilesWanted, InvalidRequest
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.files.pulled import pulled_folder
 from djinn_client.protocol import replies, requests
@@ -70,6 +70,12 @@ def call(
         except FilesWanted:
             if not folder.startswith("/"):
                 raise
+            if not connection.passes_files:
+                raise InvalidRequest(
+                    f"{folder} is a folder of this machine, and the daemon at {connection.address} cannot read it: "
+                    "name a model that it serves, or hand the weights over with share_model",
+                    model=folder,
+                ) from None
         request = _with_model(request, (yield from _hand_over(connection, folder)))
     return (yield from connection.call(request, expected, on_progress, fds))
 

@@ -222,9 +222,12 @@ def _expect_regular(folder: str, name: str, descriptor: int) -> None:
 
 
 def _expect_readable(name: str, descriptor: int) -> None:
+    """Raises InvalidRequest, also for a file that is only memory: it would stay for as long as the model."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if flags & os.O_PATH or flags & os.O_ACCMODE not in (os.O_RDONLY, os.O_RDWR):
         raise InvalidRequest(f"the descriptor of {name} is not open for reading", file=name)
+    if os.fstat(descriptor).st_nlink == 0:
+        raise InvalidRequest(f"{name} is in no folder any more: share_model hands over a model in memory", file=name)
 
 
 def _no_folder(folder: str, error: OSError | ValueError) -> ModelNotFound:

@@ -8,6 +8,7 @@ import grp
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from djinn_client.errors import ConnectionLost
 
@@ -24,6 +25,19 @@ def candidates(address: str | None = None, environ: Mapping[str, str] = os.envir
         return (given,)
     runtime = environ.get("XDG_RUNTIME_DIR")
     return (SYSTEM_SOCKET, f"{runtime}/djinnd/djinnd.sock") if runtime else (SYSTEM_SOCKET,)
+
+
+def may_be_remote(address: str | None) -> bool:
+    """False for the path of a socket, and without an address if the user has named no hosts."""
+    if address is None:
+        return hosts_file().is_file()
+    return "://" in address or "/" not in address
+
+
+def hosts_file(environ: Mapping[str, str] = os.environ) -> Path:
+    """The file in which a user names daemons of other machines: see transport/remote/hosts.py."""
+    base = environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(base) / "djinn" / "client.toml"
 
 
 def unreachable(failures: Sequence[tuple[str, OSError]]) -> ConnectionLost:

@@ -39,15 +39,18 @@ async def run(steps: Steps[T]) -> T:
 
 async def _wait(wait: Wait) -> None:
     if wait.what == "pause":
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(PAUSE_S if wait.seconds is None else wait.seconds)
         return
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     reading = wait.what == "read"
     (loop.add_reader if reading else loop.add_writer)(wait.fd, _wake, ready)
+    late = None if wait.seconds is None else loop.call_later(wait.seconds, _wake, ready)
     try:
         await ready
     finally:
+        if late is not None:
+            late.cancel()
         (loop.remove_reader if reading else loop.remove_writer)(wait.fd)
 
 

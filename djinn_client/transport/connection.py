@@ -1,52 +1,72 @@
-"""A connection to the daemon: a non-blocking Unix socket and an Exchange, in steps."""
+"""A connection to the daemon: a channel and an Exchange, in steps."""
 
 from __future__ import annotations
 
-import array
 import errno
 import os
-import resource
 import socket
-import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from djinn_client.errors import ConnectionLost, DjinnError, InvalidRequest, ProtocolError, from_code
-from djinn_client.protocol import MAX_FDS, Failure, Hello, Progress, Reply, Request, Signal, Welcome
-from djinn_client.transport.address import PATH_LIMIT, candidates, unreachable
+from djinn_client.errors import ConnectionLost, FrameTooLarge, InvalidRequest, ProtocolError, from_code
+from djinn_client.protocol import Failure, Hello, Progress, Reply, Request, Signal, Welcome
+from djinn_client.transport.address import ENVIRONMENT, PATH_LIMIT, candidates, may_be_remote, unreachable
 from djinn_client.transport.exchange import Delivery, Exchange, close_all, frame_of
 from djinn_client.transport.steps import Steps, Wait
+from djinn_client.transport.unix_channel import UnixChannel
 from djinn_client.version import __version__
 
 TOKEN_VARIABLE = "DJINND_TOKEN"
-CHUNK = 64 << 10  # bytes asked of the socket at once
-FDS_SPACE = socket.CMSG_LEN(MAX_FDS * struct.calcsize("i"))
 
 OnProgress = Callable[[Progress], None]
 R = TypeVar("R", bound=Reply)
 
 
+class Channel(Protocol):
+    """Carries frames, and descriptors of windows, between this process and the daemon: see UnixChannel. Its text is the
+    daemon's address."""
+
+    passes_files: bool  # descriptors of files pass, too
+
+    @property
+    def closed(self) -> bool: ...
+
+    def send(self, frame: bytes, fds: Sequence[int]) -> Steps[None]: ...
+
+    def offer(self, frame: bytes) -> bool: ...
+
+    def receive(self) -> Steps[tuple[bytes, list[int]]]: ...
+
+    def has_input(self) -> bool: ...
+
+    def close(self, *, silently: bool = False) -> None: ...
+
+
 class Connection:
-    """A connection with one request at a time. An error of the socket or the protocol, or an interrupt inside a step,
+    """A connection with one request at a time. An error of the channel or the protocol, or an interrupt inside a step,
     may have torn the stream of bytes and closes the connection. A closed one stays closed.
 
     A process that is forked from this one finds it closed: both would take each other's replies from one socket."""
 
     welcome: Welcome  # set by connect()
 
-    def __init__(self, sock: socket.socket, address: str) -> None:
-        sock.setblocking(False)
-        self.address = address
-        self._socket = sock
+    def __init__(self, channel: Channel) -> None:
+        self.address = str(channel)
+        self._channel = channel
         self._exchange = Exchange()
         self._process = os.getpid()
         _all.add(self)
 
     @property
     def closed(self) -> bool:
-        return self._socket.fileno() < 0
+        return self._channel.closed
+
+    @property
+    def passes_files(self) -> bool:
+        """False if the daemon is on another machine."""
+        return self._channel.passes_files
 
     def is_hung_up(self) -> bool:
         """True if the connection is closed, here or by the daemon. Call it between two requests: bytes that have come
@@ -54,15 +74,12 @@ class Connection:
         if self.closed:
             return True
         try:
-            self._socket.recv(1, socket.MSG_PEEK)
-            return self._exchange.settled
-        except BlockingIOError:
-            return False
+            return self._channel.has_input() and self._exchange.settled
         except OSError:
             return True
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, *, silently: bool = False) -> None:
+        self._channel.close(silently=silently)
         self._exchange.close()
 
     def call(
@@ -107,8 +124,7 @@ class Connection:
         self.give_up()
         self._expect_open()
         while self._next() is None and not self._exchange.settled:
-            yield Wait("read", self._socket.fileno())
-            self._read()
+            yield from self._read()
         yield from self._send(lambda: self._exchange.start(request, len(fds)), fds)
 
     def tell(self, message: Signal) -> Steps[None]:
@@ -120,8 +136,7 @@ class Connection:
         """The next reply to the request in flight. Raises the error of a Failure; ConnectionLost; ProtocolError."""
         while (delivery := self._next()) is None:
             self._expect_open()
-            yield Wait("read", self._socket.fileno())
-            self._read()
+            yield from self._read()
         if isinstance(delivery.message, Failure):
             raise from_code(delivery.message.code, delivery.message.message, delivery.message.data)
         return delivery
@@ -130,13 +145,7 @@ class Connection:
         """Ends the request in flight, if there is one, without waiting: one message, and the daemon stops its work."""
         with self._closing_on_error():
             frame = self._exchange.give_up()
-            if not frame or self.closed:
-                return
-            try:
-                sent = self._socket.send(frame, socket.MSG_NOSIGNAL)
-            except OSError:
-                sent = 0
-            if sent < len(frame):
+            if frame and not self.closed and not self._channel.offer(frame):
                 self.close()
 
     def unexpected(self, delivery: Delivery[Reply]) -> ProtocolError:
@@ -161,41 +170,30 @@ class Connection:
         """Makes and sends the frame. It is made in here, because from then on its reply is expected: an error before it
         is sent closes the connection."""
         try:
-            rest: bytes | memoryview = frame()
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-            while True:
-                try:
-                    count = self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL)
-                    if count == len(rest):
-                        return
-                    rest = memoryview(rest)[count:]
-                    rights = []  # they went with the first byte
-                except BlockingIOError:
-                    yield Wait("write", self._socket.fileno())
-        except (BrokenPipeError, ConnectionResetError):
-            return  # a last message of the daemon, which is read next, may say why it hung up
-        except DjinnError:
+            yield from self._channel.send(frame(), fds)
+        except (InvalidRequest, FrameTooLarge):
             raise  # nothing was sent
         except BaseException:
             self.close()  # after a part of a frame nothing else can follow
             raise
 
-    def _read(self) -> None:
-        with self._closing_on_error():
-            try:
-                data, passed, flags, _ = self._socket.recvmsg(CHUNK, FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._expect_open()
-                raise ConnectionLost(f"the connection to {self.address} broke: {error.strerror}") from error
-            self._exchange.receive(data, _descriptors(passed))
-            if flags & socket.MSG_CTRUNC:
-                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-                raise ConnectionLost(f"no room for a file descriptor: this process may open {limit}; `ulimit -n` more")
+    def _read(self) -> Steps[None]:
+        """Waits for bytes. A caller that stops while this waits leaves the connection open."""
+        try:
+            data, fds = yield from self._channel.receive()
+            self._exchange.receive(data, fds)
             if not data:
                 where = "in the middle of a message" if self._exchange.truncated else "before it had answered"
                 raise ConnectionLost(f"the daemon at {self.address} closed the connection {where}")
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            if isinstance(error, OSError):
+                self._expect_open()
+            self.close()
+            if isinstance(error, OSError):
+                raise ConnectionLost(f"the connection to {self.address} broke: {error.strerror}") from error
+            raise
 
     def _next(self) -> Delivery[Reply] | None:
         with self._closing_on_error():
@@ -217,48 +215,49 @@ def _close_copies() -> None:
     """Closes the connections in a process that has just been forked. The daemon does not notice, because the parent
     has the same sockets."""
     for connection in list(_all):
-        connection.close()
+        connection.close(silently=True)
 
 
 os.register_at_fork(after_in_child=_close_copies)
 
 
-def _descriptors(passed: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors in the ancillary data of recvmsg. (socket.recv_fds ignores its flags, so also close-on-exec.)"""
-    size = struct.calcsize("i")
-    return [
-        fd
-        for level, kind, data in passed
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-        for (fd,) in struct.iter_unpack("i", data[: len(data) - len(data) % size])
-    ]
-
-
 def connect(address: str | None = None, token: str | None = None) -> Steps[Connection]:
-    """Connects and introduces itself. `address` is a socket's path; None: see `candidates`. `token` None:
-    $DJINND_TOKEN; "": none.
+    """Connects and introduces itself. `address` is a socket's path, or a daemon of another machine: see
+    transport/remote/hosts.py. None: $DJINND_ADDRESS, or the hosts file's default, or a socket: see `candidates`.
+    `token` None: the one that comes with the address, or $DJINND_TOKEN; "": none.
 
     Raises ConnectionLost with the remedy if no daemon answers; VersionMismatch; NotAuthenticated.
     """
-    given = (os.environ.get(TOKEN_VARIABLE, "") if token is None else token).strip()
+    channel, of_address = yield from _reach(address or os.environ.get(ENVIRONMENT) or None)
+    if token is None:
+        token = of_address or os.environ.get(TOKEN_VARIABLE, "")
+    connection = Connection(channel)
+    try:
+        hello = Hello(id=0, client=f"djinn_client {__version__}", token=token.strip())
+        connection.welcome = (yield from connection.call(hello, Welcome)).message
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _reach(address: str | None) -> Steps[tuple[Channel, str]]:
+    """A channel to the daemon, and the token that comes with the address, or ""."""
+    if may_be_remote(address):
+        from djinn_client.transport.remote import channel, hosts  # and with them ssl, which takes 20 ms
+
+        if (remote := hosts.remote_address(address)) is not None:
+            return (yield from channel.reach(remote)), remote.token
     failures: list[tuple[str, OSError]] = []
     for path in candidates(address):
         try:
-            connection = Connection((yield from _reach(path)), path)
+            return UnixChannel((yield from _connected(path)), path), ""
         except OSError as error:
             failures.append((path, error))
-            continue
-        try:
-            hello = Hello(id=0, client=f"djinn_client {__version__}", token=given)
-            connection.welcome = (yield from connection.call(hello, Welcome)).message
-        except BaseException:
-            connection.close()
-            raise
-        return connection
     raise unreachable(failures)
 
 
-def _reach(path: str) -> Steps[socket.socket]:
+def _connected(path: str) -> Steps[socket.socket]:
     if len(os.fsencode(path)) > PATH_LIMIT:
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)

@@ -23,10 +23,12 @@ PAUSE_S = 0.005
 
 
 class Wait(NamedTuple):
-    """The event that the steps need next: `fd` can be read or written, or PAUSE_S seconds are over."""
+    """The event that the steps need next: `fd` can be read or written, or `seconds` are over. A pause without `seconds`
+    takes PAUSE_S."""
 
     what: Literal["read", "write", "pause"]
     fd: int = -1
+    seconds: float | None = None
 
 
 Steps: TypeAlias = Generator[Wait, None, T]
@@ -80,8 +82,10 @@ def _wait(wait: Wait, deadline: float | None) -> None:
     if left_s is not None and left_s <= 0:
         raise TimeoutError
     if wait.what == "pause":
-        time.sleep(PAUSE_S)
+        time.sleep(PAUSE_S if wait.seconds is None else wait.seconds)
         return
+    if wait.seconds is not None:
+        left_s = wait.seconds if left_s is None else min(left_s, wait.seconds)
     poll = select.poll()
     poll.register(wait.fd, select.POLLIN if wait.what == "read" else select.POLLOUT)
     poll.poll(None if left_s is None else left_s * 1000)

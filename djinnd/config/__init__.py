@@ -1,6 +1,6 @@
 """Configuration: a YAML file, then DJINND_* variables, then flags; later ones win. Read once, and immutable."""
 
-from djinnd.config.schema import Config, Functions, Http, Limits, Log, Model, Quota, Scheduling
+from djinnd.config.schema import Config, Functions, Http, Limits, Log, Model, Quota, Remote, Scheduling
 from djinnd.config.show import differing, show
 from djinnd.config.sources import ConfigError, Effective, Key, load
 
@@ -15,6 +15,7 @@ __all__ = [
     "Log",
     "Model",
     "Quota",
+    "Remote",
     "Scheduling",
     "differing",
     "load",

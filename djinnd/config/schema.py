@@ -263,6 +263,25 @@ class Http(Struct, frozen=True):
             raise ValueError("TLS needs both certificate and key")
 
 
+class Remote(Struct, frozen=True):
+    """Sessions from other machines: the gateway takes them at a port of its own, with the certificate and key of
+    `http`. See docs/guide/remote.md."""
+
+    listen: PathText = ""  # HOST:PORT; "": none
+    connections: Count = 1024
+    connections_per_token: Count = 256
+    grace: Seconds = 30  # the time in which a client may continue a connection that broke
+    window_bytes: Size = 8 << 30  # memory that clients are sending: KV, weights, files
+    window_bytes_per_token: Size = 4 << 30
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for limits that are 0 or contradict each other."""
+        if not self.grace > 0:
+            raise ValueError("grace must be more than 0")
+        if not 0 < self.window_bytes_per_token <= self.window_bytes:
+            raise ValueError("window_bytes_per_token must be more than 0, and at most window_bytes")
+
+
 class InteractiveTargets(Struct, frozen=True):
     """Latency targets of sessions of the class. A request may have others."""
 
@@ -314,5 +333,6 @@ class Config(Struct, frozen=True):
     quotas: dict[str, Quota] = {}  # name of the rule → rule; read again at SIGHUP
     functions: Functions = Functions()
     http: Http = Http()
+    remote: Remote = Remote()
     metrics: PathText = ""  # path of a Unix socket that serves Prometheus text; "": none
     admins: tuple[User, ...] = ()  # in addition to root and the daemon's own user

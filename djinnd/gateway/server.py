@@ -16,13 +16,15 @@ from typing import Any
 import uvicorn
 from msgspec.structs import replace
 
+from djinn_client.transport.remote.tls import ALPN
 from djinnd.config import Config, ConfigError, Http, differing
 from djinnd.gateway.app import application
 from djinnd.gateway.daemon.pools import Daemon
 from djinnd.gateway.entry.admission import Admission
 from djinnd.gateway.entry.metrics import Metrics
 from djinnd.gateway.http.connections import bounded
-from djinnd.gateway.http.listening import BACKLOG, ListenError, listeners, load_certificate, tls
+from djinnd.gateway.http.listening import BACKLOG, ListenError, listeners, load_certificate, remote_listener, tls
+from djinnd.gateway.remote.door import RemoteDoor
 
 log = logging.getLogger("djinnd.gateway")
 
@@ -36,8 +38,17 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, config: Config, read: Callable[[], Config]) -> None:
         self._http = config.http
         self._read = read
+        self._socket = config.socket
+        self._remote = config.remote
         self._sockets = listeners(config.http)
-        self._tls = tls(config.http)
+        self._remote_socket = remote_listener(config.remote, config.http)
+        if not self._sockets and self._remote_socket is None:
+            raise ListenError(
+                "nothing to listen at: set http.listen (HOST:PORT), http.socket (a path), remote.listen, or --listen"
+            )
+        self._tls = tls(config.http, "http/1.1", ssl.TLSVersion.TLSv1_2)
+        self._remote_tls = tls(config.http, ALPN, ssl.TLSVersion.TLSv1_3)
+        self._door: RemoteDoor | None = None
         self._connection = bounded(config.http)
         self._daemon = Daemon(config.socket)
         self._admission = Admission(config.http, self._daemon, Metrics(config.metrics))
@@ -68,6 +79,10 @@ class GatewayServer(uvicorn.Server):
         self.started = True
         for sock in self._sockets:
             log.info("gateway_ready address=%s tls=%s", _name(sock), self._tls_of(sock) is not None)
+        if self._remote_socket is not None and self._remote_tls is not None:
+            self._door = RemoteDoor(self._remote_socket, self._remote_tls, self._remote, self._socket)
+            self._door.start()
+            log.info("gateway_remote_ready address=%s", _name(self._remote_socket))
 
     async def _listen(self, sock: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
@@ -86,6 +101,8 @@ class GatewayServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("gateway_draining requests=%d", len(self.server_state.tasks))
         await super().shutdown(self._sockets)
+        if self._door is not None:
+            self._door.close()
         self._daemon.close()
         if self._http.socket:
             Path(self._http.socket).unlink(missing_ok=True)
@@ -108,16 +125,20 @@ class GatewayServer(uvicorn.Server):
     def _reload(self) -> None:
         """Reads the configuration and the certificate again. A problem is logged, and all stays as it was."""
         try:
-            wanted = self._read().http
+            read = self._read()
+            wanted = read.http
             held = reloaded(self._http, wanted)
-            if self._tls is not None:
-                load_certificate(self._tls, held)
+            for context in (self._tls, self._remote_tls):
+                if context is not None:
+                    load_certificate(context, held)
         except (ConfigError, ListenError) as error:
             for problem in str(error).splitlines():
                 log.error("gateway_reload_refused problem=%s", problem)
             return
         log.info("gateway_reloaded changed=%s at_restart=%s", differing(self._http, held), differing(held, wanted))
         self._follow(held)
+        if self._door is not None:
+            self._door.follow(read.remote)
 
     def _follow(self, http: Http) -> None:
         self._http = self._connection.http = self._admission.http = http

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,9 @@ import numpy.typing as npt
 import pytest
 
 import djinn_client as djinn
+from tests.conftest import DaemonStarter
+from tests.support.daemon import Daemon
+from tests.support.remote import RemoteGateway, token_of
 
 MODEL = "djinn-tiny"
 
@@ -187,6 +190,16 @@ class Api:
 
 
 OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
+
+
+@pytest.fixture(scope="session", params=["local", pytest.param("remote", marks=pytest.mark.long)])
+def daemon_address(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[str]:
+    """The daemon's socket, and a gateway in front of it that takes sessions over TLS."""
+    if request.param == "local":
+        yield daemon.address
+        return
+    with DaemonStarter() as start, RemoteGateway(start.folder(), daemon) as gateway:
+        yield gateway.address_for(token_of(daemon, "conformance", user="root"))
 
 
 @pytest.fixture(params=["blocking", "asyncio"])

@@ -15,8 +15,15 @@ from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Done, FilesHandedOver, HandOverFiles, Ping
 from djinn_client.transport.connection import Connection, connect
 from djinn_client.transport.steps import run
+from tests.support.daemon import Daemon
 
 from .conftest import MODEL, Api
+
+
+@pytest.fixture(scope="session")
+def daemon_address(daemon: Daemon) -> str:
+    """Files pass between processes of one machine only."""
+    return daemon.address
 
 
 @pytest.fixture(scope="module")

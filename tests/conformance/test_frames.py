@@ -26,6 +26,7 @@ from djinn_client.protocol import (
     decode_reply,
     encode,
 )
+from tests.support.daemon import Daemon
 
 PATIENCE_S = 60
 
@@ -66,6 +67,12 @@ class Raw:
         assert (message.id, message.code) == (0, code)
         assert message.message
         assert self.receive() is None
+
+
+@pytest.fixture(scope="session")
+def daemon_address(daemon: Daemon) -> str:
+    """Over TLS these bytes are inside of records."""
+    return daemon.address
 
 
 @pytest.fixture

@@ -39,8 +39,12 @@ class Gateway:
     def configure(self, http: Mapping[str, Any]) -> None:
         """Writes the configuration, which a running gateway reads at SIGHUP."""
         section = {"listen": "127.0.0.1:0", "loopback_without_token": True} | dict(http)
-        told = {"socket": self.daemon, "state_dir": str(self._file.parent), "http": section}
+        told = {"socket": self.daemon, "state_dir": str(self._file.parent), "http": section} | self.sections()
         self._file.write_text(yaml.safe_dump(told))
+
+    def sections(self) -> dict[str, Any]:
+        """Further sections of the configuration."""
+        return {}
 
     def __enter__(self) -> Self:
         with self.log_path.open("ab") as log:

@@ -9,7 +9,7 @@ import ssl
 import stat
 from pathlib import Path
 
-from djinnd.config import Http
+from djinnd.config import Http, Remote
 from djinnd.gateway.http.addresses import is_loopback
 
 BACKLOG = 1024
@@ -21,8 +21,6 @@ class ListenError(Exception):
 
 def listeners(http: Http) -> list[socket.socket]:
     """The TCP socket and the Unix socket, as far as they are configured. Raises ListenError."""
-    if not http.listen and not http.socket:
-        raise ListenError("nothing to listen at: set http.listen (HOST:PORT) or http.socket (a path), or --listen")
     found = []
     if http.listen:
         host, port = host_and_port(http.listen)
@@ -31,6 +29,15 @@ def listeners(http: Http) -> list[socket.socket]:
     if http.socket:
         found.append(_unix(http.socket, 0o177 if http.loopback_without_token else 0o117))
     return found
+
+
+def remote_listener(remote: Remote, http: Http) -> socket.socket | None:
+    """The socket for sessions from other machines, if it is configured. Raises ListenError."""
+    if not remote.listen:
+        return None
+    if not http.certificate:
+        raise ListenError("remote.listen needs TLS: set http.certificate and http.key")
+    return _tcp(*host_and_port(remote.listen))
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -51,13 +58,13 @@ def expect_safe(host: str, http: Http) -> None:
         )
 
 
-def tls(http: Http) -> ssl.SSLContext | None:
-    """None without a certificate. Raises ListenError."""
+def tls(http: Http, protocol: str, least: ssl.TLSVersion) -> ssl.SSLContext | None:
+    """`protocol`: the one that ALPN announces. None without a certificate. Raises ListenError."""
     if not http.certificate:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.minimum_version = least
+    context.set_alpn_protocols([protocol])
     load_certificate(context, http)
     return context
 

@@ -29,6 +29,7 @@ from djinn_client.protocol import (
 )
 from djinn_client.transport.connection import Connection
 from djinn_client.transport.steps import run
+from djinn_client.transport.unix_channel import UnixChannel
 from tests.support.descriptors import open_descriptors
 
 
@@ -39,8 +40,8 @@ class Interrupt(BaseException):
 class Pair:
     def __init__(self, kind: type[socket.socket] = socket.socket) -> None:
         ours, self.daemon = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.client = kind(fileno=ours.detach())
-        self.connection = Connection(self.client, "/test")
+        self.socket = kind(fileno=ours.detach())
+        self.connection = Connection(UnixChannel(self.socket, "/test"))
         self.daemon.settimeout(60)
         self._decoder = FrameDecoder(MAX_REQUEST)
 
@@ -192,12 +193,12 @@ def test_giving_up_in_the_middle_of_a_request_closes(pair: Pair) -> None:
 
 def test_giving_up_where_the_cancel_finds_no_room_closes(pair: Pair) -> None:
     size = 0
-    pair.client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    pair.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     steps = pair.connection.call(Ping(id=0), Done)
     next(steps)
     try:
         while True:
-            size += pair.client.send(b"\0" * 1024)
+            size += pair.socket.send(b"\0" * 1024)
     except BlockingIOError:
         steps.close()
     assert pair.connection.closed

@@ -1,0 +1,312 @@
+"""A link from another machine, and its connection to the daemon. Bytes pass in both directions without being read.
+
+    client ◄── TLS, records ──► relay ◄── Unix socket, frames and descriptors ──► daemon
+
+Only the first frame in each direction is read: a Hello with a token, because without one the daemon would take the
+client for the gateway's own user; and the daemon's answer to it. Windows of the daemon are mapped here and sent in
+parts. Windows of the client are received into memory that the daemon then gets, sealed.
+
+    greeting ──Hello──► asking the daemon ──Welcome──► open ◄──── broken, for `grace` seconds at the most
+        └─────────────────────┴──────────────────────────┴───────────┴──► ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from djinn_client.errors import Busy, DjinnError, NotAuthenticated, ProtocolError
+from djinn_client.protocol import Failure, FrameDecoder, Hello, Welcome, decode_reply, decode_request, encode, framed
+from djinn_client.transport.exchange import close_all
+from djinn_client.transport.remote.carrier import Carrier
+from djinn_client.transport.remote.link import Link
+from djinn_client.transport.remote.records import COUNT, OPENING, Kind
+from djinn_client.transport.shm import map_window, new_window
+from djinnd.gateway.entry.auth import is_djinnd_token
+from djinnd.gateway.remote.daemon_socket import DaemonSocket
+
+log = logging.getLogger("djinnd.gateway")
+
+SECRET_BYTES = 16
+MAX_HELLO = 64 << 10  # bytes of the first frame in each direction
+HIGH_WATER = 1 << 20  # bytes on their way to one side, from which the other side is not read
+LINGER_S = 5.0  # for the last records after the daemon has hung up
+
+
+class Account(Protocol):
+    """Counts the links of a token, and the bytes of windows that its clients send."""
+
+    def open(self, token: str) -> None:
+        """Raises Busy."""
+
+    def charge(self, token: str, nbytes: int) -> None:
+        """Raises QuotaExceeded."""
+
+    def release(self, token: str, nbytes: int) -> None: ...
+
+    def close(self, token: str) -> None: ...
+
+
+class Relay:
+    """`daemon`: the path of its socket. `on_end` is called once, when the link has ended."""
+
+    def __init__(self, daemon: str, grace_s: float, account: Account, on_end: Callable[[Relay], None]) -> None:
+        self.secret = os.urandom(SECRET_BYTES)
+        self.name = ""  # of the principal, when the daemon has said it
+        self.is_introduced = False  # the client's Hello has gone to the daemon
+        self.settled = asyncio.Event()  # it is introduced, or has ended
+        self._path = daemon
+        self._grace_s = grace_s
+        self._account = account
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._link = Link(self._make_window, is_sealed=True)
+        self._carrier: Carrier | None = None
+        self._daemon: DaemonSocket | None = None
+        self._hello: FrameDecoder | None = FrameDecoder(MAX_HELLO, 0)
+        self._welcome: FrameDecoder | None = FrameDecoder(MAX_HELLO, 0)
+        self._token = ""
+        self._charged = 0  # bytes of windows that the client is sending
+        self._is_ended = False
+        self._is_last = False  # the daemon has hung up: what is queued is the last
+        self._timer: asyncio.TimerHandle | None = None
+        self._reads: set[int] = set()  # descriptors with a reader in the loop
+        self._writes: set[int] = set()  # likewise, a writer
+
+    # --- the TLS connections ------------------------------------------------------------------------------------------
+
+    def open(self, carrier: Carrier) -> None:
+        self._link.put(Kind.OPENED, OPENING.pack(self.secret, round(self._grace_s)))
+        self._carry(carrier)
+
+    def resume(self, carrier: Carrier, received: int) -> None:
+        """Continues over a new TLS connection; a former one is closed. Raises ProtocolError."""
+        self._drop_carrier()
+        self._link.resume(received)
+        self._link.put(Kind.RESUMED, COUNT.pack(self._link.received))
+        log.info("remote_resumed name=%s", self.name)
+        self._carry(carrier)
+
+    def end(self, reason: str) -> None:
+        """Hangs up on both sides."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self.settled.set()
+        log.info("remote_ended name=%s reason=%s", self.name, reason)
+        self._stop_timer()
+        if self._carrier is not None:
+            self._link.put(Kind.CLOSE)
+            with suppress(OSError):
+                self._carrier.write(self._link)
+            self._drop_carrier()
+        if self._daemon is not None:
+            self._unwatch(self._daemon.fileno())
+            self._daemon.close()
+        while (arrived := self._link.collect()) is not None:
+            close_all(arrived.fds)
+        self._link.close_windows()
+        self._account.release(self._token, self._charged)
+        if self._token:
+            self._account.close(self._token)
+        self._on_end(self)
+
+    def _carry(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._stop_timer()
+        self._read_client()
+
+    def _broken(self, error: OSError) -> None:
+        """The TLS connection is broken. Its client has `grace` seconds to come back."""
+        self._drop_carrier()
+        if self.is_introduced and not self._is_ended:
+            log.info("remote_broken name=%s error=%s", self.name, error.strerror or error)
+            self._wait(self._grace_s, "the client did not come back")
+        else:
+            self.end("the client is gone")
+
+    def _drop_carrier(self) -> None:
+        if self._carrier is not None:
+            self._unwatch(self._carrier.fileno())
+            self._carrier.close()
+            self._carrier = None
+
+    def _wait(self, seconds: float, reason: str) -> None:
+        self._stop_timer()
+        self._timer = self._loop.call_later(seconds, self.end, reason)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- from the client to the daemon --------------------------------------------------------------------------------
+
+    def _read_client(self) -> None:
+        carrier = self._carrier
+        if carrier is None:
+            return
+        try:
+            more, record = carrier.read(self._link)
+            if record is not None:
+                raise ProtocolError(f"a record {record.kind.name} came at a wrong time")
+            while (arrived := self._link.collect()) is not None:
+                self._from_client(arrived.data, arrived.fds)
+        except OSError as error:
+            return self._broken(error)
+        except DjinnError as error:
+            return self._refuse(error)
+        if self._link.is_closed_by_peer:
+            return self.end("the client has closed it")
+        self._write_daemon()
+        self._write_client()
+        if more and self._carrier is carrier:
+            self._loop.call_soon(self._read_client)
+
+    def _from_client(self, data: bytearray, fds: list[int]) -> None:
+        """Raises DjinnError."""
+        if self._hello is None:
+            assert self._daemon is not None
+            nbytes = sum(os.fstat(fd).st_size for fd in fds)
+            self._daemon.put(data, fds)
+            self._account.release(self._token, nbytes)
+            self._charged -= nbytes
+            return
+        frames = list(self._hello.feed(bytes(data)))
+        if len(frames) > 1 or (frames and self._hello.pending):
+            raise ProtocolError("a second frame came before the answer to the first one")
+        for frame in frames:
+            self._introduce(frame.payload)
+
+    def _introduce(self, payload: bytes) -> None:
+        """Connects to the daemon with the client's Hello. Raises DjinnError."""
+        hello = decode_request(payload)
+        if not isinstance(hello, Hello):
+            raise ProtocolError("the first frame must be Hello")
+        if not is_djinnd_token(hello.token):
+            raise NotAuthenticated("a connection from another machine needs a token: `djinnctl token add` makes one")
+        self._account.open(hello.token)
+        self._token = hello.token
+        try:
+            self._daemon = DaemonSocket(self._path)
+        except OSError as error:
+            raise Busy(f"the gateway cannot reach the daemon now: {error.strerror}") from error
+        self._hello = None
+        self.is_introduced = True
+        self.settled.set()
+        self._daemon.put(framed(payload), [])
+
+    def _make_window(self, nbytes: int) -> int:
+        """Raises ProtocolError, QuotaExceeded, Busy."""
+        if self._welcome is not None:
+            raise ProtocolError("a window came before the daemon had welcomed the client")
+        self._account.charge(self._token, nbytes)
+        self._charged += nbytes
+        try:
+            return new_window("djinn-remote", nbytes)
+        except OSError as error:
+            raise Busy(f"the gateway has no memory for a window of {nbytes:,} bytes now: {error}") from error
+
+    def _refuse(self, error: DjinnError) -> None:
+        """Ends the link with an error that is about all of it."""
+        self._link.put_frames(encode(Failure(id=0, code=error.code, message=error.message, data=error.data)))
+        self.end(error.message)
+
+    def _write_daemon(self) -> None:
+        if self._daemon is None:
+            return
+        try:
+            more = self._daemon.write()
+        except OSError:
+            more = False  # its last words are read before its end is noticed
+        self._watch_writing(self._daemon.fileno(), self._write_daemon, more)
+        self._watch()
+
+    # --- from the daemon to the client --------------------------------------------------------------------------------
+
+    def _read_daemon(self) -> None:
+        assert self._daemon is not None
+        try:
+            data, fds = self._daemon.read()
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            return self._hung_up()
+        if self._welcome is not None:
+            self._look_for_welcome(data)
+        for fd in fds:
+            self._link.put_window(map_window(fd, os.fstat(fd).st_size))
+            os.close(fd)
+        self._link.put_frames(data)
+        self._write_client()
+
+    def _look_for_welcome(self, data: bytes) -> None:
+        assert self._welcome is not None
+        for frame in self._welcome.feed(data):
+            reply = decode_reply(frame.payload)
+            if isinstance(reply, Welcome):
+                self.name = reply.name
+                log.info("remote_connected name=%s", self.name)
+                self._welcome = None
+            return
+
+    def _hung_up(self) -> None:
+        """The daemon has closed the connection. What it said before still goes to the client."""
+        assert self._daemon is not None
+        self._is_last = True
+        self._unwatch(self._daemon.fileno())
+        self._link.put(Kind.CLOSE)
+        self._wait(LINGER_S if self._carrier is not None else self._grace_s, "the daemon has closed it")
+        self._write_client()
+
+    def _write_client(self) -> None:
+        if self._carrier is None:
+            return self._watch()
+        try:
+            more = self._carrier.write(self._link)
+        except OSError as error:
+            return self._broken(error)
+        if self._is_last and not more:
+            return self.end("the daemon has closed it")
+        self._watch_writing(self._carrier.fileno(), self._write_client, more)
+        self._watch()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Reads each side unless too much waits for the other one."""
+        if self._carrier is not None:
+            has_room = self._daemon is None or self._daemon.queued < HIGH_WATER
+            self._watch_reading(self._carrier.fileno(), self._read_client, has_room)
+        if self._daemon is not None and not self._is_last:
+            self._watch_reading(self._daemon.fileno(), self._read_daemon, self._link.held < HIGH_WATER)
+
+    def _watch_reading(self, fd: int, act: Callable[[], None], wanted: bool) -> None:
+        if wanted and fd not in self._reads:
+            self._loop.add_reader(fd, act)
+            self._reads.add(fd)
+        elif fd in self._reads and not wanted:
+            self._loop.remove_reader(fd)
+            self._reads.discard(fd)
+
+    def _watch_writing(self, fd: int, act: Callable[[], None], wanted: bool) -> None:
+        if wanted and fd not in self._writes:
+            self._loop.add_writer(fd, act)
+            self._writes.add(fd)
+        elif fd in self._writes and not wanted:
+            self._loop.remove_writer(fd)
+            self._writes.discard(fd)
+
+    def _unwatch(self, fd: int) -> None:
+        if fd in self._reads:
+            self._loop.remove_reader(fd)
+        if fd in self._writes:
+            self._loop.remove_writer(fd)
+        self._reads.discard(fd)
+        self._writes.discard(fd)

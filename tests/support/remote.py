@@ -1,0 +1,57 @@
+"""A real gateway that takes sessions from other machines, in front of a daemon."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import trustme
+
+from djinn_client.transport.remote.tls import fingerprint
+from tests.support.daemon import Daemon
+from tests.support.gateway import Gateway
+
+
+class RemoteGateway(Gateway):
+    """`remote` is its section of the configuration. It has a certificate of its own authority, for 127.0.0.1."""
+
+    def __init__(
+        self, folder: Path, daemon: Daemon, remote: Mapping[str, Any] | None = None, errors: Collection[str] = ()
+    ) -> None:
+        self.authority = trustme.CA()
+        self.authority_file = folder / "authority.pem"
+        self.authority.cert_pem.write_to_path(self.authority_file)
+        certificate = self.authority.issue_cert("localhost", "127.0.0.1")
+        certificate.private_key_and_cert_chain_pem.write_to_path(folder / "tls.pem")
+        tls = {"certificate": str(folder / "tls.pem"), "key": str(folder / "tls.pem")}
+        self._section = {"listen": "127.0.0.1:0"} | dict(remote or {})
+        super().__init__(folder, daemon.address, tls, errors)
+
+    def sections(self) -> dict[str, Any]:
+        return {"remote": self._section}
+
+    @property
+    def port(self) -> int:
+        found = re.search(r"gateway_remote_ready address=[\d.]+:(\d+)", self.log)
+        assert found is not None
+        return int(found[1])
+
+    def address_for(self, token: str, port: int | None = None) -> str:
+        """The address for a client that trusts this gateway's certificate by its fingerprint."""
+        return f"djinns://{token}@127.0.0.1:{port or self.port}#{self.fingerprint}"
+
+    @property
+    def fingerprint(self) -> str:
+        pem = (self._file.parent / "tls.pem").read_text()
+        end = "-----END CERTIFICATE-----"
+        begin = pem.index("-----BEGIN CERTIFICATE-----")
+        return fingerprint(ssl.PEM_cert_to_DER_cert(pem[begin : pem.index(end) + len(end)]))
+
+
+def token_of(daemon: Daemon, name: str, user: str = "") -> str:
+    """A new token. `user`: the Unix user that it stands for; "": it stands for its own name."""
+    with daemon.client() as client:
+        return client.add_token(name, user=user).token
