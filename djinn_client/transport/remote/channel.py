@@ -41,7 +41,7 @@ class RemoteChannel:
         self._link = Link()
         self._carrier: Carrier | None = None
         self._secret = b""  # "" until the gateway has opened the link
-        self._grace = 0.0
+        self._grace = CONNECT_S
         self._is_closed = False
         self._heard = 0.0  # when the last byte came, by time.monotonic
 
@@ -168,14 +168,14 @@ class RemoteChannel:
         long as it keeps the link, or has not kept it."""
         if self._carrier is not None:
             self._carrier.close()
-        if self._is_closed or not self._secret:
-            raise ConnectionLost(f"the connection to {self._address} broke: {_told(broken)}") from broken
+        if self._is_closed:
+            raise ConnectionLost(f"the connection to {self._address} was closed here") from broken
         until, pause = time.monotonic() + self._grace, 0.0
         while True:
             if pause:
                 yield Wait("pause", seconds=pause)
             try:
-                self._carrier = yield from self._again()
+                self._carrier = yield from (self._continued() if self._secret else self._begun_again())
                 self._heard = time.monotonic()
                 return
             except CertificateNotTrusted:
@@ -187,7 +187,15 @@ class RemoteChannel:
                 told = f"the connection to {self._address} broke and could not be made again in {self._grace:g} s"
                 raise ConnectionLost(f"{told}: {_told(broken)}") from broken
 
-    def _again(self) -> Steps[Carrier]:
+    def _begun_again(self) -> Steps[Carrier]:
+        """For a link of which the gateway has said nothing: all that was sent is the Hello. Raises OSError,
+        CertificateNotTrusted."""
+        carrier = Carrier((yield from _connect(self._address)))
+        self._link.resume(0)
+        self._link.put(Kind.OPEN, bytes([VERSION]))
+        return carrier
+
+    def _continued(self) -> Steps[Carrier]:
         """Raises OSError, CertificateNotTrusted, ConnectionLost."""
         carrier = Carrier((yield from _connect(self._address)))
         try:

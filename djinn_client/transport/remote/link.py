@@ -157,9 +157,8 @@ class Link:
         if self._filling is not None:
             raise ProtocolError("a window was announced before the one before it was complete")
         if nbytes < 1 or len(self._windows) >= MAX_WINDOWS:
-            raise ProtocolError(
-                f"window {len(self._windows) + 1} of {nbytes:,} bytes: at most {MAX_WINDOWS}, none empty"
-            )
+            told = f"window {len(self._windows) + 1} of a frame has {nbytes:,} bytes"
+            raise ProtocolError(f"{told}: a frame may bring {MAX_WINDOWS}, and none is empty")
         self._filling = _Filling(self._make_window(nbytes), nbytes)
 
     def _window_complete(self) -> None:
@@ -196,7 +195,7 @@ class _Filling:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
-        self._memory = map_writable(fd, nbytes)
+        self._memory = map_writable(fd, nbytes).cast("B")
         self._done = 0  # bytes of parts that are complete
 
     def room(self, length: int) -> memoryview:

@@ -1,0 +1,108 @@
+"""Connections from other machines that break: each call has the result of an undisturbed one, and nothing is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import djinn_client as djinn
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.bad_proxy import HARMS, BadProxy
+from tests.support.daemon import Daemon, descriptors_of, holdings, wait_for
+from tests.support.remote import RemoteGateway, token_of
+
+PROMPTS = [f"def f{n}(a, b):\n    return a " for n in range(6)]
+TOKENS = [7, 20, 101, 300, 55]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        daemon = start()
+        with daemon.client() as client:
+            client.load(MODEL)
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteGateway]:
+    with RemoteGateway(tmp_path_factory.mktemp("gateway"), daemon, {"grace": "5s"}) as gateway:
+        yield gateway
+
+
+def generate(s: djinn.Session, n: int) -> Any:
+    return s.generate(PROMPTS[n % len(PROMPTS)], max_tokens=4, ignore_eos=True).token_ids
+
+
+def stream(s: djinn.Session, n: int) -> Any:
+    return "".join(piece.text for piece in s.stream(PROMPTS[n % len(PROMPTS)], max_tokens=8, ignore_eos=True))
+
+
+def forward(s: djinn.Session, n: int) -> Any:
+    return s.forward(TOKENS[: 1 + n % len(TOKENS)]).tolist()
+
+
+def capture(s: djinn.Session, n: int) -> Any:
+    points = ["hook_embed", "blocks.4.hook_resid_post"]
+    cache = s.capture(points).run(PROMPTS[n % len(PROMPTS)], max_tokens=1)
+    return [np.asarray(cache[point]).tolist() for point in points]
+
+
+def why(s: djinn.Session, n: int) -> Any:
+    return s.why().state if n % 5 == 0 else s.token_ids()
+
+
+CALLS: list[Callable[[djinn.Session, int], Any]] = [generate, stream, forward, capture, why]
+
+
+def results(address: str, calls: int, seed: int) -> list[Any]:
+    """Of calls at random, each on a session that has no tokens; a typed error is None."""
+    chosen = random.Random(seed)
+    found: list[Any] = []
+    with djinn.Session(MODEL, address=address) as s:
+        for n in range(calls):
+            call = chosen.choice(CALLS)
+            try:
+                found.append([call(s, n), s.token_ids()])
+                s.truncate(0)
+            except djinn.DjinnError:
+                found.append(None)
+    return found
+
+
+def are_equal(found: Any, expected: Any) -> bool:
+    """Numbers up to what depends on the shapes of a step."""
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        return all(map(are_equal, found, expected))
+    if isinstance(found, float):
+        return abs(found - expected) <= 1e-3 * (1 + abs(expected))
+    return bool(found == expected)
+
+
+@pytest.mark.parametrize(
+    ("calls", "seed"),
+    [pytest.param(60, 1, marks=pytest.mark.smoke), *[(250, seed) for seed in range(2, 10)]],
+)
+def test_calls_over_a_bad_network_have_the_results_of_undisturbed_ones(
+    daemon: Daemon, gateway: RemoteGateway, calls: int, seed: int
+) -> None:
+    expected = results(daemon.address, calls, seed)
+    assert None not in expected
+    token = token_of(daemon, f"bad-{seed}")
+    before, descriptors = holdings(daemon), len(descriptors_of(gateway.process.pid))
+    with BadProxy(gateway.port, seed, 0.03) as proxy:
+        found = results(gateway.address_for(token, proxy.port), calls, seed)
+        assert calls < 100 or set(HARMS) <= set(proxy.done), proxy.done
+    wrong = [
+        n
+        for n, (got, wanted) in enumerate(zip(found, expected, strict=True))
+        if got is not None and not are_equal(got, wanted)
+    ]
+    assert not wrong
+    assert found.count(None) <= calls // 50, "a broken connection is continued"
+    wait_for(lambda: len(descriptors_of(gateway.process.pid)) <= descriptors + 1)
+    assert holdings(daemon) == before

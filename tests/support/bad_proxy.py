@@ -1,0 +1,99 @@
+"""A TCP proxy that harms the connections through it, at random and by a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections import Counter
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+HARMS = ("cut", "truncated", "doubled", "swapped", "delayed", "bent")
+CHUNK = 16 << 10
+
+
+class BadProxy:
+    """Forwards to a port of 127.0.0.1. Each chunk of bytes is harmed with probability `harm`, which may be changed.
+
+    cut        the connection ends at once
+    truncated  a part of the chunk is forwarded, and the connection ends
+    doubled    the chunk is forwarded twice
+    swapped    the chunk is forwarded after the next one, if that comes soon
+    delayed    the chunk waits for some milliseconds
+    bent       a bit of the chunk is changed
+    """
+
+    def __init__(self, port: int, seed: int, harm: float) -> None:
+        self.harm = harm
+        self.done: Counter[str] = Counter()
+        self.port = 0
+        self._target = port
+        self._random = random.Random(seed)
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(60)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.port = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        self._loop.run_forever()
+        server.close()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        ways = [asyncio.ensure_future(self._forward(reader, back)), asyncio.ensure_future(self._forward(there, writer))]
+        with suppress(asyncio.CancelledError):  # when the proxy ends
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        for end in (writer, back):
+            end.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Returns when the connection ends."""
+        try:
+            while data := await reader.read(CHUNK):
+                harm = self._random.choice(HARMS) if self._random.random() < self.harm else ""
+                self.done[harm] += 1
+                match harm:
+                    case "cut":
+                        return
+                    case "truncated":
+                        writer.write(data[: self._random.randrange(len(data))])
+                        await writer.drain()
+                        return
+                    case "doubled":
+                        data += data
+                    case "swapped":
+                        with suppress(TimeoutError):
+                            data = await asyncio.wait_for(reader.read(CHUNK), 0.05) + data
+                    case "delayed":
+                        await asyncio.sleep(self._random.random() * 0.02)
+                    case "bent":
+                        at = self._random.randrange(len(data))
+                        data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            return
