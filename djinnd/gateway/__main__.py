@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 @click.option("--listen", metavar="ADDRESS", help="HOST:PORT, or the path of a Unix socket, instead of the file's.")
 @click.option("--parent", type=int, default=0, help="The daemon that has started this, and with which it ends.")
 def main(config: Path | None, socket: str | None, listen: str | None, parent: int) -> None:
-    """Serves HTTP: section `http` of the daemon's configuration."""
+    """Serves HTTP and sessions of other machines: sections `http` and `remote` of the daemon's configuration."""
     open_standard_streams()
     if parent:
         _end_with(parent)

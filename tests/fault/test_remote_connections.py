@@ -60,7 +60,7 @@ CALLS: list[Callable[[djinn.Session, int], Any]] = [generate, stream, forward, c
 
 
 def results(address: str, calls: int, seed: int) -> list[Any]:
-    """Of calls at random, each on a session that has no tokens; a typed error is None."""
+    """Calls at random, each on a session without tokens, and returns their results; a typed error is None."""
     chosen = random.Random(seed)
     found: list[Any] = []
     with djinn.Session(MODEL, address=address) as s:

@@ -15,14 +15,14 @@ CHUNK = 16 << 10
 
 
 class BadProxy:
-    """Forwards to a port of 127.0.0.1. Each chunk of bytes is harmed with probability `harm`, which may be changed.
+    """Forwards to a port of 127.0.0.1. Each chunk of bytes is harmed with probability `harm`:
 
-    cut        the connection ends at once
-    truncated  a part of the chunk is forwarded, and the connection ends
-    doubled    the chunk is forwarded twice
-    swapped    the chunk is forwarded after the next one, if that comes soon
-    delayed    the chunk waits for some milliseconds
-    bent       a bit of the chunk is changed
+    - cut: the connection ends at once.
+    - truncated: a part of the chunk is forwarded, and the connection ends.
+    - doubled: the chunk is forwarded twice.
+    - swapped: the chunk is forwarded after the next one, if that comes soon.
+    - delayed: the chunk waits for some milliseconds.
+    - bent: a bit of the chunk is changed.
     """
 
     def __init__(self, port: int, seed: int, harm: float) -> None:

@@ -10,7 +10,7 @@ import click
 
 from djinn_client import ConnectionLost, DjinnError, __version__
 from djinnctl.command import EXIT_CODES, FAILED, UNREACHABLE, everywhere
-from djinnctl.commands import completion, daemon, memory, models, prefixes, run, sessions, tokens
+from djinnctl.commands import completion, daemon, memory, models, prefixes, run, sessions, tokens, trust
 
 
 class Commands(click.Group):
@@ -52,6 +52,7 @@ for command in (
     *(sessions.ps, sessions.close, sessions.pause, sessions.resume, sessions.nice, sessions.why, sessions.fork),
     prefixes.prefix,
     tokens.token,
+    trust.trust,
     completion.completion,
 ):
     main.add_command(command)

@@ -73,7 +73,7 @@ class Settings:
         return after_silence(self._tell_of_silence)
 
     def _tell_of_silence(self) -> None:
-        paths = " or ".join(filter(os.path.exists, candidates(self.address)))
+        paths = " or ".join(filter(os.path.exists, candidates(self.address))) or self.address or "the default address"
         silence = f"the daemon at {paths} has not answered for {SILENCE_S:g} s"
         click.echo(f"djinnctl: {silence}: waiting; Ctrl-C, or see `djinnctl doctor`", err=True)
 
@@ -92,10 +92,11 @@ def everywhere(command: F) -> F:
         click.option("--json", is_flag=True, expose_value=False, callback=_remember, help="Print JSON, for programs."),
         click.option(
             "--address",
-            metavar="PATH",
+            metavar="ADDRESS",
             expose_value=False,
             callback=_remember,
-            help="The daemon's socket. Default: $DJINND_ADDRESS, the system's, then yours.",
+            help="The daemon's socket, or another machine's: djinns://HOST, or a name. Default: $DJINND_ADDRESS, your "
+            "hosts' default, the system's socket, then yours.",
         ),
     ):
         command = option(command)

@@ -15,14 +15,14 @@ _TOGETHER = 16 << 10  # bytes of small records that leave in one TLS record, the
 
 class Carrier:
     """A TLS socket after its handshake. Its methods raise OSError (ssl.SSLError is one) when the connection is broken.
-    Bytes that TLS has decrypted but nobody has read are in no socket: `read` until it returns False."""
+    TLS decrypts more bytes than one call reads, and the socket does not show them: `read` until it returns False."""
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._head = bytearray(HEADER.size)
         self._kind: Kind | None = None  # of the record whose payload is being read
-        self._target = memoryview(self._head)  # what is being read, and how much of it is there
+        self._target = memoryview(self._head)  # the memory that is being filled, and its bytes that are there
         self._have = 0
         self._rest = memoryview(b"")  # of the records that are being sent
         self.taken = 0  # bytes that have come

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from mmap import PROT_READ, mmap
 from threading import Thread
 from typing import Any
 
@@ -19,7 +20,6 @@ from djinn_client.transport.remote.hosts import RemoteAddress
 from djinn_client.transport.remote.link import Link
 from djinn_client.transport.remote.records import COUNT, OPENING, RESUMING, VERSION, Kind, Record
 from djinn_client.transport.remote.tls import client_context, expect_pinned, not_certified
-from djinn_client.transport.shm import map_window
 from djinn_client.transport.steps import Steps, Wait
 
 CONNECT_S = 10.0  # for one attempt, TLS included
@@ -62,7 +62,7 @@ class RemoteChannel:
         """Raises ConnectionLost. A caller that stops here has sent nothing that counts: see `offer`."""
         for fd in fds:
             nbytes = os.fstat(fd).st_size
-            self._link.put_window(map_window(fd, nbytes))
+            self._link.put_window(memoryview(mmap(fd, nbytes, prot=PROT_READ)))
         self._link.put_frames(frame)
         while True:
             try:
@@ -166,10 +166,15 @@ class RemoteChannel:
     def _resume(self, broken: OSError) -> Steps[None]:
         """Continues the link over a new TLS connection. Raises ConnectionLost when the gateway does not answer for as
         long as it keeps the link, or has not kept it."""
-        if self._carrier is not None:
-            self._carrier.close()
         if self._is_closed:
             raise ConnectionLost(f"the connection to {self._address} was closed here") from broken
+        if self._carrier is not None:
+            with suppress(OSError):
+                while self._read():  # the last words of a gateway that stops
+                    pass
+            self._carrier.close()
+        if self._link.is_closed_by_peer:
+            raise ConnectionLost(f"the gateway at {self._address} has closed the connection") from broken
         until, pause = time.monotonic() + self._grace, 0.0
         while True:
             if pause:

@@ -60,8 +60,18 @@ class RemoteAddress(NamedTuple):
 
     def __str__(self) -> str:
         """Without the token, for messages."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{SCHEME}://{host}:{self.port}"
+        return f"{SCHEME}://{self._place}"
+
+    @property
+    def url(self) -> str:
+        """With the token and the fingerprint."""
+        token = f"{self.token}@" if self.token else ""
+        pinned = f"#{self.fingerprint}" if self.fingerprint else ""
+        return f"{SCHEME}://{token}{self._place}{pinned}"
+
+    @property
+    def _place(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def read_hosts(path: Path) -> Hosts:
@@ -124,6 +134,18 @@ def _checked(fingerprint: str) -> str:
 def _shown(url: str) -> str:
     """Without what may be a token."""
     return repr(re.sub(r"//[^@/]*@", "//…@", url)[:200])
+
+
+def remember(name: str, host: Host, path: Path) -> None:
+    """Writes a host into the file, in the place of one with this name. The first host becomes the default. Only the
+    user may read the file. Raises InvalidRequest, OSError."""
+    known = read_hosts(path)
+    hosts = Hosts(known.default or name, {**known.hosts, name: host})
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(as_toml(hosts))
+    new.replace(path)
 
 
 def as_toml(hosts: Hosts) -> str:

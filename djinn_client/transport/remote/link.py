@@ -37,7 +37,7 @@ class Arrived(NamedTuple):
 
 class Link:
     """`make_window(nbytes)` makes the memory of an announced window and returns its descriptor; it may raise a
-    DjinnError. `is_sealed`: nobody may write to a window that is complete."""
+    DjinnError. `is_sealed`: a complete window is sealed against writing."""
 
     def __init__(self, make_window: MakeWindow | None = None, is_sealed: bool = False) -> None:
         self.is_closed_by_peer = False

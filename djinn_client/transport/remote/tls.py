@@ -10,6 +10,7 @@ from djinn_client.errors import CertificateNotTrusted, InvalidRequest
 from djinn_client.transport.remote.hosts import RemoteAddress
 
 ALPN = "djinn/1"
+_PATIENCE_S = 10.0
 
 
 @functools.cache
@@ -29,8 +30,14 @@ def client_context(is_pinned: bool, ca: str) -> ssl.SSLContext:
     return context
 
 
+def fingerprint_at(address: RemoteAddress) -> str:
+    """The fingerprint of the certificate with which the gateway answers now, trusted or not. Raises OSError."""
+    pem = ssl.get_server_certificate((address.host, address.port), timeout=_PATIENCE_S)
+    return fingerprint(ssl.PEM_cert_to_DER_cert(pem))
+
+
 def fingerprint(certificate: bytes) -> str:
-    """Of a certificate in DER."""
+    """`certificate` is in DER."""
     return "sha256:" + hashlib.sha256(certificate).hexdigest()
 
 

@@ -72,7 +72,7 @@ class Relay:
         self._token = ""
         self._charged = 0  # bytes of windows that the client is sending
         self._is_ended = False
-        self._is_last = False  # the daemon has hung up: what is queued is the last
+        self._is_last = False  # the daemon has hung up: no more is queued
         self._timer: asyncio.TimerHandle | None = None
         self._reads: set[int] = set()  # descriptors with a reader in the loop
         self._writes: set[int] = set()  # likewise, a writer
@@ -257,7 +257,7 @@ class Relay:
             return
 
     def _hung_up(self) -> None:
-        """The daemon has closed the connection. What it said before still goes to the client."""
+        """The daemon has closed the connection. Its last bytes still go to the client."""
         assert self._daemon is not None
         self._is_last = True
         self._unwatch(self._daemon.fileno())

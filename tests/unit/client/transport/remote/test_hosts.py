@@ -51,7 +51,7 @@ def test_urls(url: str, address: RemoteAddress) -> None:
     ["djinns://", "djinns://gpu1:0x1", "djinns://gpu1/path", "djinns://gpu1?a=b", "djinns://a:b@gpu1", "http://gpu1",
      "djinns://gpu1#sha256:12", "djinns://gpu1:99999", f"djinns://gpu1#{PRINT}0"],
 )  # fmt: skip
-def test_what_is_no_url_is_refused(url: str) -> None:
+def test_an_address_in_another_form_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest):
         parse(url)
 

@@ -118,7 +118,7 @@ def test_large_frames_and_windows_are_cut_into_records() -> None:
     assert content(arrived.fds[0]) == large
 
 
-def test_what_is_acknowledged_is_not_held_any_more() -> None:
+def test_acknowledged_frames_are_not_held_any_more() -> None:
     one, other = Link(), Link()
     for _ in range(ACK_RECORDS):
         one.put_frames(b"0123456789")

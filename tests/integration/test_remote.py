@@ -1,0 +1,159 @@
+"""Sessions of another machine beside the conformance suite: naming a daemon, trusting it, and what cannot travel."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+import trustme
+
+import djinn_client as djinn
+from djinn_client.transport.address import hosts_file
+from djinn_client.transport.remote.hosts import read_hosts
+from tests.conftest import MODEL, DaemonStarter
+from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
+from tests.support.remote import RemoteGateway, token_of
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with DaemonStarter() as start:
+        daemon = start()
+        with daemon.client() as client:
+            client.load(MODEL)
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteGateway]:
+    with RemoteGateway(tmp_path_factory.mktemp("gateway"), daemon, {"grace": "3s"}) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("DJINND_ADDRESS", raising=False)
+    return tmp_path
+
+
+def djinnctl(home: Path, *arguments: str, said: str = "", code: int = 0, address: str = "") -> str:
+    environ = clean_environ() | {"XDG_CONFIG_HOME": str(home), "NO_COLOR": "1"}
+    environ |= {"DJINND_ADDRESS": address} if address else {}
+    command = [sys.executable, "-m", "djinnctl", *arguments]
+    ended = subprocess.run(command, env=environ, cwd=ROOT, input=said, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def test_one_line_from_the_administrator_lets_a_client_in(daemon: Daemon, gateway: RemoteGateway, home: Path) -> None:
+    url = djinnctl(home, "token", "add", "ana", "--url", f"127.0.0.1:{gateway.port}", address=daemon.address).strip()
+    assert url.startswith("djinns://djn_") and url.endswith(gateway.fingerprint)
+    assert "is trusted" in djinnctl(home, "trust", url, "--name", "gpu")
+    assert hosts_file().stat().st_mode & 0o077 == 0
+    assert json.loads(djinnctl(home, "status", "--json"))["state"] == "ready"
+    with djinn.Session(MODEL) as s, djinn.Client("gpu") as client:
+        assert s.generate("def f", max_tokens=2, ignore_eos=True).token_ids
+        assert client.welcome().name == "ana"
+
+
+def test_a_certificate_is_shown_and_trusted_on_first_use(daemon: Daemon, gateway: RemoteGateway, home: Path) -> None:
+    url = f"djinns://{token_of(daemon, 'first')}@127.0.0.1:{gateway.port}"
+    assert gateway.fingerprint in djinnctl(home, "trust", url, said="n\n", code=1)
+    assert not hosts_file().exists()
+    djinnctl(home, "trust", url, said="y\n")
+    assert read_hosts(hosts_file()).hosts["127.0.0.1"].fingerprint == gateway.fingerprint
+    with djinn.Client("127.0.0.1") as client:
+        client.ping()
+    wrong = url + "#" + gateway.fingerprint[:-4] + "0000"
+    assert "and not" in djinnctl(home, "trust", wrong, code=2)
+
+
+def test_an_authority_certifies_a_host(daemon: Daemon, gateway: RemoteGateway, home: Path) -> None:
+    hosts_file().parent.mkdir()
+    told = f'[hosts.gpu]\naddress = "djinns://localhost:{gateway.port}"\nca = "{gateway.authority_file}"\n'
+    hosts_file().write_text(told)
+    with djinn.Client("gpu", token=token_of(daemon, "certified")) as client:
+        client.ping()
+    trustme.CA().cert_pem.write_to_path(home / "other.pem")
+    hosts_file().write_text(told.replace(str(gateway.authority_file), str(home / "other.pem")))
+    with pytest.raises(djinn.CertificateNotTrusted, match="no authority"):
+        djinn.Client("gpu", token="djn_x").ping()
+
+
+def test_a_folder_of_the_client_s_machine_is_refused_with_a_remedy(daemon: Daemon, gateway: RemoteGateway) -> None:
+    address = gateway.address_for(token_of(daemon, "folder"))
+    with pytest.raises(djinn.InvalidRequest, match="share_model"):
+        djinn.Session("/home/me/model", address=address)
+
+
+def test_a_model_is_shared_from_another_machine(daemon: Daemon, gateway: RemoteGateway) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    address = gateway.address_for(token_of(daemon, "sharer"))
+    with djinn.share_model(model, name="shared", kv_bytes=4 << 20, address=address) as handle:
+        with djinn.Session(handle.name, address=address) as s:
+            logits = s.forward([1, 2, 3])
+            kv = s.kv()
+        with djinn.Session.from_kv(handle.name, [1, 2, 3, 4], kv, address=address) as again:
+            assert again.forward([5]).shape == (1, 128)
+    import torch
+
+    expected = model(torch.tensor([[1, 2, 3]])).logits[0].detach().numpy()
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
+
+
+def test_a_session_outlives_its_gateway(daemon: Daemon, tmp_path: Path) -> None:
+    with RemoteGateway(tmp_path, daemon) as gateway:
+        address = gateway.address_for(token_of(daemon, "patient"))
+        port = gateway.port
+        s = djinn.Session(MODEL, address=address)
+        s.generate("def f", max_tokens=4, ignore_eos=True)
+        tokens = s.token_ids()
+    with pytest.raises(djinn.ConnectionLost):
+        s.token_ids()
+    other = tmp_path / "other"
+    other.mkdir()
+    with RemoteGateway(other, daemon, {"listen": f"127.0.0.1:{port}"}), pytest.raises(djinn.CertificateNotTrusted):
+        s.token_ids()  # the second gateway has a certificate of its own
+    with daemon.client() as client:
+        assert [info.tokens for info in client.sessions() if info.id == s.id] == [len(tokens)]
+        client.close_session(s.id)
+    s.detach()
+
+
+def test_a_link_is_kept_while_its_client_is_stopped(daemon: Daemon, gateway: RemoteGateway) -> None:
+    """A client that is stopped for longer than `grace` keeps its link, because its connection is whole."""
+    token = token_of(daemon, "stopped")
+    with djinn.Session(MODEL, address=gateway.address_for(token)) as s:
+        s.generate("def f", max_tokens=2, ignore_eos=True)
+        gateway.process.send_signal(signal.SIGSTOP)
+        gateway.process.send_signal(signal.SIGCONT)
+        assert len(s.token_ids()) >= 2
+
+
+def test_a_client_that_is_killed_frees_its_session_after_the_grace(daemon: Daemon, gateway: RemoteGateway) -> None:
+    address = gateway.address_for(token_of(daemon, "killed"))
+    code = f"import djinn_client as d; s = d.Session({MODEL!r}, address={address!r}); print(s.id, flush=True); input()"
+    client = subprocess.Popen(
+        [sys.executable, "-c", code], env=clean_environ(), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert client.stdout is not None and client.stdin is not None
+    session = client.stdout.readline().decode().strip()
+    assert session
+    client.kill()
+    client.wait()
+    client.stdout.close()
+    client.stdin.close()
+    wait_for(lambda: "the client did not come back" in gateway.log)
+    with djinn.Session.attach(session, address=address) as s:
+        assert s.token_ids() == []
