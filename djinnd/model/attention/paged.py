@@ -63,8 +63,7 @@ class TorchAttention(PagedAttention):
         singles = [row for row, count in enumerate(counts) if count == 1]
         if singles:
             rows = None if len(singles) == len(counts) else torch.tensor(singles, device=q.device)
-            longest = max(lengths[row] for row in singles)
-            _attend_singles(q, keys, values, batch, rows, longest, softmax, out)
+            _attend_singles(q, keys, values, batch, rows, softmax, out)
         for row, count in enumerate(counts):
             if count > 1:
                 tokens = slice(starts[row], starts[row + 1])
@@ -77,14 +76,7 @@ class TorchAttention(PagedAttention):
 
 
 def _attend_singles(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: PagedBatch,
-    rows: Tensor | None,
-    longest: int,
-    softmax: Softmax,
-    out: Tensor,
+    q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rows: Tensor | None, softmax: Softmax, out: Tensor
 ) -> None:
     """Computes the rows of one token in one call; `rows` None means all rows. Writes to `out`.
 
@@ -94,7 +86,7 @@ def _attend_singles(
     table, lengths, tokens = batch.page_table, batch.kv_lengths[:, None], torch.arange(len(out), device=q.device)
     if rows is not None:
         table, lengths, tokens = table[rows], lengths[rows], batch.query_starts[rows].long()
-    at = torch.arange(longest, device=q.device)
+    at = torch.arange(int(lengths.max()), device=q.device)
     seen = at < lengths
     if softmax.window:
         seen &= at >= lengths - softmax.window

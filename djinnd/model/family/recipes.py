@@ -61,8 +61,12 @@ class RecipeBook:
         """
         for first, others in tied.items():
             for other in others:
-                if other in self._sources:
-                    self._adopt(first, other)
+                if other not in self._sources:
+                    continue
+                if first in self._sources:
+                    self._twins.setdefault(first, []).append(other)
+                else:
+                    self._sources[first] = self._sources[other]
         missing = [name for name in shapes if name not in self._sources]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -89,13 +93,6 @@ class RecipeBook:
                 f"{numbers:,} numbers in all, but the model needs {list(shape)}",
                 tensor=name,
             )
-
-    def _adopt(self, first: str, other: str) -> None:
-        """Makes the tensors saved as `other` a source of `first`, or a twin to compare with if `first` has a source."""
-        if first not in self._sources:
-            self._sources[first] = self._sources[other]
-        elif first != other:
-            self._twins.setdefault(first, []).append(other)
 
     def recipe(self, name: str) -> Recipe:
         """A function that fills a view with the parameter's numbers."""

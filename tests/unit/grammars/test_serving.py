@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,25 @@ class Talk:
     def __init__(self, *messages: Any) -> None:
         self.said: list[GrammarState] = []
         self._messages = messages
-        self.serving: GrammarService
+        self._answered = threading.Event()
 
     def messages(self) -> Any:
         for message in self._messages:
             yield message, []
-            self.serving._compiling.submit(lambda: None).result()  # waits for the compiler
+            if not isinstance(message, EndGrammar):  # which has no answer
+                assert self._answered.wait(60)
+                self._answered.clear()
 
     def send(self, message: Any) -> None:
         self.said += [*map(GrammarState, message.plain), *message.others]
+        self._answered.set()
 
 
 def served(*messages: Any, vocab: int = 2048) -> tuple[list[GrammarState], Any]:
     talk = Talk(*messages)
     masks = np.full((SLOTS, words_of(vocab)), 0xFFFFFFFF, np.uint32)
     tokenizer = open_tokenizer((TINY / "tokenizer.json").read_text(), [END], WORD * masks.shape[1])
-    talk.serving = GrammarService(tokenizer, vocab, masks, 1, talk)  # type: ignore[arg-type]
-    talk.serving.serve()
+    GrammarService(tokenizer, vocab, masks, 1, talk).serve()  # type: ignore[arg-type]
     return talk.said, masks
 
 
