@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -24,23 +25,16 @@ from djinnd.engine.requests import Requests
 from djinnd.scheduler.scheduler import Scheduler
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Owns the messages that have been received and not handled. Used by the engine's thread."""
 
-    def __init__(
-        self,
-        channel: ServerChannel,
-        scheduler: Scheduler,
-        requests: Requests,
-        handlers: Mapping[type, Callable[[Any], None]],
-    ) -> None:
-        """`handlers`: by type of message."""
-        self._channel = channel
-        self._scheduler = scheduler
-        self._requests = requests
-        self._handlers = handlers
-        self._received: deque[messages.ToEngine] = deque()
-        self._calls = 0  # Runs handled since the last `take_calls`
+    _channel: ServerChannel
+    _scheduler: Scheduler
+    _requests: Requests
+    _handlers: Mapping[type, Callable[[Any], None]]  # by type of message
+    _received: deque[messages.ToEngine] = field(init=False, default_factory=deque)
+    _calls: int = field(init=False, default=0)  # Runs handled since the last `take_calls`
 
     def receive(self, patience: float) -> bool:
         """Waits up to `patience` seconds for a message, unless there is one. → True if there is one. Raises

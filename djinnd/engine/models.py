@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -37,36 +38,23 @@ from djinnd.scheduler.scheduler import Scheduler
 log = logging.getLogger("djinnd.engine")
 
 
+@dataclass(eq=False)
 class EngineModels:
-    """Used by the engine's thread, and the only writer of `runners`, by model. `limits`: most tokens and rows of a
-    step. `compiler`: None if kernels are compiled at launch or not at all."""
+    """Used by the engine's thread, and the only writer of `runners`."""
 
-    def __init__(
-        self,
-        device: Device,
-        scheduler: Scheduler,
-        loads: LoadQueue,
-        tiers: Tiers,
-        deliveries: Deliveries,
-        reporter: Reporter,
-        runners: dict[str, ModelRunner],
-        channel: ServerChannel,
-        limits: tuple[int, int],
-        compiler: KernelCompiler | None,
-    ) -> None:
-        self._device = device
-        self._scheduler = scheduler
-        self._loads = loads
-        self._tiers = tiers
-        self._deliveries = deliveries
-        self._reporter = reporter
-        self._runners = runners
-        self._channel = channel
-        self._limits = limits
-        self._compiler = compiler
-        self._preparing: dict[Preparation, Compiling] = {}  # models that wait for kernels
-        # models under check; only the first is worked on
-        self._adopting: deque[tuple[Preparation, Iterator[None]]] = deque()
+    _device: Device
+    _scheduler: Scheduler
+    _loads: LoadQueue
+    _tiers: Tiers
+    _deliveries: Deliveries
+    _reporter: Reporter
+    _runners: dict[str, ModelRunner]  # by model
+    _channel: ServerChannel
+    _limits: tuple[int, int]  # most tokens and rows of a step
+    _compiler: KernelCompiler | None  # None: kernels are compiled at launch or not at all
+    _preparing: dict[Preparation, Compiling] = field(init=False, default_factory=dict)  # models that wait for kernels
+    # models under check; only the first is worked on
+    _adopting: deque[tuple[Preparation, Iterator[None]]] = field(init=False, default_factory=deque)
 
     # --- coming -----------------------------------------------------------------------------------------------------
 

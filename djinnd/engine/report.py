@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from djinn_client.protocol import ModelInfo
@@ -20,26 +21,18 @@ class Audited(Protocol):
     def check_integrity(self) -> None: ...
 
 
+@dataclass(eq=False)
 class Reporter:
-    """`runners`, by model, and `under_way`, the numbers of running requests, are live views."""
+    """Reports on the engine, and audits it."""
 
-    def __init__(
-        self,
-        device: Device,
-        scheduler: Scheduler,
-        tiers: Tiers,
-        runners: Mapping[str, ModelRunner],
-        under_way: Collection[int],
-        guidance: Guidance,
-    ) -> None:
-        self.steps = 0
-        self.generated = 0  # tokens that steps have chosen
-        self._device = device
-        self._scheduler = scheduler
-        self._tiers = tiers
-        self._runners = runners
-        self._under_way = under_way
-        self._guidance = guidance
+    _device: Device
+    _scheduler: Scheduler
+    _tiers: Tiers
+    _runners: Mapping[str, ModelRunner]  # by model, a live view
+    _under_way: Collection[int]  # numbers of running requests, a live view
+    _guidance: Guidance
+    steps: int = field(init=False, default=0)
+    generated: int = field(init=False, default=0)  # tokens that steps have chosen
 
     def report(self, message: messages.Inquire) -> messages.Report:
         budget = self._device.budget

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from djinn_client.errors import Retry
@@ -30,6 +30,7 @@ class _UnderWay:
     until: float
 
 
+@dataclass(eq=False)
 class Tracer:
     """Used by the engine's thread. The device records from the start of a trace until its last step has run, also page
     copies between steps. Copies queued in that time are recorded even if they happen later.
@@ -38,20 +39,14 @@ class Tracer:
     shows only the time in which that stream is idle.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        send: Callable[[messages.Traced | messages.Failed], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._device = device
-        self._send = send
-        self._clock = clock
-        self._under_way: _UnderWay | None = None
-        self._since: Stamp | None = None  # end of the thread's last activity
-        # activities since the last step; dropped if no step follows in this turn
-        self._activities: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = []
-        self._has_stepped = False  # in this turn of the loop
+    _device: Device
+    _send: Callable[[messages.Traced | messages.Failed], None]
+    _clock: Callable[[], float] = time.monotonic
+    _under_way: _UnderWay | None = field(init=False, default=None)
+    _since: Stamp | None = field(init=False, default=None)  # end of the thread's last activity
+    # activities since the last step; dropped if no step follows in this turn
+    _activities: list[tuple[str, Stamp, Stamp, dict[str, Any]]] = field(init=False, default_factory=list)
+    _has_stepped: bool = field(init=False, default=False)  # in this turn of the loop
 
     def start(self, message: messages.Trace) -> None:
         now = self._clock()

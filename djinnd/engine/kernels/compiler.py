@@ -118,16 +118,12 @@ class Compiling:
     ) -> None:
         self.variants = variants
         self.failed: Mapping[Variant, str] = {}
+        self.is_over = False
         self._stopped = False
-        self._is_over = False
         self._thread = threading.Thread(
             target=self._run, args=(compiler, variants, told, wake), name="djinn-kernels", daemon=True
         )
         self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        return self._is_over
 
     def stop(self) -> None:
         """Returns when the thread and its process have ended."""
@@ -146,7 +142,7 @@ class Compiling:
             if not isinstance(error, _Stopped):
                 log.warning("compiling_failed error=%r", error)
             self.failed = dict.fromkeys(variants, f"compiling was interrupted: {error!r}")
-        self._is_over = True
+        self.is_over = True
         wake()
 
 

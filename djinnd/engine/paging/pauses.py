@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from djinn_client.errors import DjinnError, OutOfMemory, QuotaExceeded, Retry, SessionNotFound
 from djinn_client.protocol import Tier
@@ -39,15 +39,14 @@ class _Pause:
     writing: Transfer | None = None  # to disk; None: not begun
 
 
+@dataclass(eq=False)
 class Pauses:
     """Owns the pauses that have no reply yet. Used by the engine's thread."""
 
-    def __init__(self, scheduler: Scheduler, runners: Mapping[str, ModelRunner], channel: ServerChannel) -> None:
-        """`runners`: by model, a live view."""
-        self._scheduler = scheduler
-        self._runners = runners
-        self._channel = channel
-        self._unanswered: list[_Pause] = []
+    _scheduler: Scheduler
+    _runners: Mapping[str, ModelRunner]  # by model, a live view
+    _channel: ServerChannel
+    _unanswered: list[_Pause] = field(init=False, default_factory=list)
 
     def ask(self, message: messages.Pause) -> None:
         try:

@@ -10,6 +10,7 @@ indices of a probe are sent to the device in one copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
@@ -30,27 +31,18 @@ from djinnd.model.whitebox.editing import apply
 from djinnd.model.whitebox.probe import Probe
 
 
+@dataclass(eq=False)
 class StepProbe:
     """A Probe (model/whitebox/probe.py). It finds its hits when the step reaches the first block with a point. The
     device is busy with the blocks before then, so this delays nothing."""
 
-    def __init__(
-        self,
-        device: Device,
-        first: int,
-        codes: Callable[[], Iterable[int]],
-        hits: Callable[[], tuple[Hits, Hits]],
-        table: EditTable,
-        captures: Captures,
-    ) -> None:
-        """`codes`: the points; none is in a block before `first`. `hits`: of edits and of captures, at these points;
-        their tokens are rows of the tensor that `at` gets."""
-        self.first = first
-        self._device = device
-        self._codes = codes
-        self._hits = hits
-        self._table = table
-        self._captures = captures
+    first: int  # no point is in a block before this one
+    _device: Device
+    _codes: Callable[[], Iterable[int]]  # the points
+    # hits of edits and of captures, at these points; their tokens are rows of the tensor that `at` gets
+    _hits: Callable[[], tuple[Hits, Hits]]
+    _table: EditTable
+    _captures: Captures
 
     @cached_property
     def points(self) -> frozenset[Point]:
@@ -220,7 +212,7 @@ class Touched:
             place[there] = np.arange(len(there))
             return _placed(self._edits.hits, place, behind), _placed(self._seen.hits, place, behind)
 
-        return StepProbe(self._device, first, codes, hits, self._table, self._captures)
+        return StepProbe(first, self._device, codes, hits, self._table, self._captures)
 
 
 class Part:

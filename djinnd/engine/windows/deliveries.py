@@ -71,9 +71,7 @@ class _Delivery:
         or its logits were not finite."""
         reply = self.reply
         assert reply is not None
-        if reply.stopped is not None:
-            return reply.length - self.first
-        if reply.reason == "not_finite":
+        if reply.stopped is not None or reply.reason == "not_finite":
             return reply.length - self.first
         return self.request.prompt_end + max(reply.generated - 1, 0) - self.first
 
@@ -109,24 +107,18 @@ class _Delivery:
         return msgspec.structs.replace(self.reply, capture=capture)
 
 
+@dataclass(eq=False)
 class Deliveries:
-    """Used by the engine's thread. `fail` ends a request whose window cannot be made, with the error."""
+    """The deliveries that have not been sent. Used by the engine's thread."""
 
-    def __init__(
-        self,
-        device: Device,
-        channel: ServerChannel,
-        background: BackgroundWork,
-        fail: Callable[[Session, Request, DjinnError], None],
-    ) -> None:
-        self._device = device
-        self._channel = channel
-        self._background = background
-        self._fail = fail
-        self._deliveries: dict[int, _Delivery] = {}  # by request
-        self._to_make: list[_Delivery] = []
-        self._to_copy: list[_Delivery] = []  # ended requests, with pieces to copy
-        self._to_send: list[_Delivery] = []  # ended requests, with all copies queued
+    _device: Device
+    _channel: ServerChannel
+    _background: BackgroundWork
+    _fail: Callable[[Session, Request, DjinnError], None]  # ends a request if its window cannot be made
+    _deliveries: dict[int, _Delivery] = field(init=False, default_factory=dict)  # by request
+    _to_make: list[_Delivery] = field(init=False, default_factory=list)
+    _to_copy: list[_Delivery] = field(init=False, default_factory=list)  # ended requests, with pieces to copy
+    _to_send: list[_Delivery] = field(init=False, default_factory=list)  # ended requests, with all copies queued
 
     def open(self, session: Session, request: Request, runner: ModelRunner) -> None:
         """Reserves rows for the request's captures and starts its delivery. Raises OutOfMemory if the device has no

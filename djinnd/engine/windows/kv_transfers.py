@@ -19,6 +19,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,33 +35,24 @@ from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.scheduler.scheduler import Scheduler
 
 
+@dataclass(eq=False)
 class KvTransfers:
-    """Used by the engine's thread. `fill` submits a request with the passage's number that computes the session's
-    missing KV; `filled` is called when it ends."""
+    """The exports and imports under way. Used by the engine's thread."""
 
-    def __init__(
-        self,
-        device: Device,
-        scheduler: Scheduler,
-        runners: Mapping[str, ModelRunner],
-        channel: ServerChannel,
-        background: BackgroundWork,
-        fill: Callable[[int, Session], None],
-    ) -> None:
-        """`runners`: by model, a live view."""
-        self._device = device
-        self._scheduler = scheduler
-        self._runners = runners
-        self._channel = channel
-        self._background = background
-        self._fill = fill
-        self._filling: dict[int, Future[None]] = {}  # by request, while missing KV is computed
+    _device: Device
+    _scheduler: Scheduler
+    _runners: Mapping[str, ModelRunner]  # by model, a live view
+    _channel: ServerChannel
+    _background: BackgroundWork
+    # submits a request with the export's number that computes the session's missing KV; `filled` is called when it ends
+    _fill: Callable[[int, Session], None]
+    _filling: dict[int, Future[None]] = field(init=False, default_factory=dict)  # by request that computes missing KV
 
     def export(self, message: ExportKv) -> None:
         """Exports an idle session. Until KvExported or Failed is sent, the server does nothing with the session but
         close it."""
         try:
-            session = self._present(message.session)
+            session = self._scheduler.session(message.session)
         except SessionNotFound as error:
             self._channel.refuse(message.request, error)
             return
@@ -75,7 +67,7 @@ class KvTransfers:
         self._background.start(message.request, task)
 
     def filled(self, request: int, error: DjinnError | None) -> bool:
-        """Called for every request that has ended. → False if it computed no KV for a passage."""
+        """Called for every request that has ended. → False if it computed no KV for an export."""
         filling = self._filling.pop(request, None)
         if filling is None:
             return False
@@ -85,7 +77,7 @@ class KvTransfers:
             filling.set_exception(error)
         return True
 
-    # --- the two ----------------------------------------------------------------------------------------------------
+    # --- their tasks, in which Scheduler.session raises SessionNotFound if the session has been closed meanwhile ------
 
     def _export(self, request: int, session: Session, runner: ModelRunner) -> BackgroundTask:
         length = len(session.tokens)
@@ -103,7 +95,7 @@ class KvTransfers:
                 yield from self._background.on_thread(window.pin)
                 pages = memory.view(dtype).view(shape)
                 for first, count in window.pieces():
-                    while self._present(session.id).computed < length:
+                    while self._scheduler.session(session.id).computed < length:
                         yield from self._fill_up(request, session)
                     window.queue(
                         (pages[at : at + number], runner.model.pool[page : page + number])
@@ -122,10 +114,10 @@ class KvTransfers:
             os.close(fd)
         with Window(self._device, memory, runner.plan.page_bytes, self._background, read_only=True) as window:
             yield from self._background.on_thread(window.pin)
-            yield from self._reserve(self._present(session.id), runner, tokens)
+            yield from self._reserve(self._scheduler.session(session.id), runner, tokens)
             pages = memory.view(dtype).view(shape)
             for first, count in window.pieces():
-                present = self._present(session.id)
+                present = self._scheduler.session(session.id)
                 if present.computed < tokens or self._scheduler.queues[present.model].residency.is_leaving(present):
                     raise Retry("other sessions needed the pages of this one while its KV came: try again")
                 window.queue(
@@ -157,16 +149,12 @@ class KvTransfers:
         self._scheduler.queues[session.model].residency.advance(session, tokens)
         session.touched = max(other.touched for other in self._scheduler.sessions())
 
-    def _present(self, session_id: str) -> Session:
-        """Raises SessionNotFound if the session has been closed meanwhile."""
-        return self._scheduler.session(session_id)
-
     def _fill_up(self, request: int, session: Session) -> BackgroundTask:
         """Returns when the KV of all tokens is on the device, copied from a lower tier or computed. Raises the error of
         the request that computes it."""
         residency = self._scheduler.queues[session.model].residency
         self._scheduler.wake(session.id)
-        while residency.is_moving(self._present(session.id)):
+        while residency.is_moving(self._scheduler.session(session.id)):
             yield None
         if session.remaining == 0:
             return
