@@ -21,6 +21,7 @@ from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.collector import Collector
 from djinnd.engine.dispatch import Dispatcher
+from djinnd.engine.grammar.processes import GrammarProcesses
 from djinnd.engine.io.background import BackgroundWork
 from djinnd.engine.io.channel import ServerChannel, ServerGone
 from djinnd.engine.io.idle_work import IdleWork
@@ -61,7 +62,8 @@ class Engine:
         compiler: KernelCompiler | None = None,
         grammar_limits: tuple[float, int] = GRAMMAR_LIMITS,
     ) -> None:
-        """`compiler`: compiles kernels, None for a device without kernels of ours. `grammar_limits`: see Guidance."""
+        """`compiler`: compiles kernels, None for a device without kernels of ours. `grammar_limits`: see
+        GrammarProcesses."""
         self._channel = channel
         self._device = device
         self._scheduler = Scheduler(max_batch_tokens, max_rows)
@@ -73,13 +75,13 @@ class Engine:
         self._background = BackgroundWork(channel)
         self._requests = Requests(
             device,
+            self._background,
+            GrammarProcesses(channel, grammar_limits),
             self._scheduler,
             self._runners,
             self._tiers,
             channel,
-            self._background,
             lambda: self._models.spare_idle(),
-            grammar_limits,
         )
         self._guidance = self._requests.guidance
         self._reporter = Reporter(

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass, field
 
 from djinn_client.errors import Cancelled, DjinnError, OutOfMemory, SessionNotFound
 from djinnd import messages
@@ -22,6 +23,7 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.grammar.guidance import Guidance
+from djinnd.engine.grammar.processes import GrammarProcesses
 from djinnd.engine.io.background import BackgroundWork
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.paging.tiers import Tiers
@@ -32,33 +34,27 @@ from djinnd.engine.windows.stop_captures import StopCaptures
 from djinnd.scheduler.scheduler import Scheduler
 
 
+@dataclass(eq=False)
 class Requests:
     """Submits runs, reserves their memory, and sends their final replies. Used by the engine's thread."""
 
-    def __init__(
-        self,
-        device: Device,
-        scheduler: Scheduler,
-        runners: Mapping[str, ModelRunner],
-        tiers: Tiers,
-        channel: ServerChannel,
-        background: BackgroundWork,
-        spare_idle: Callable[[], object],
-        grammar_limits: tuple[float, int],
-    ) -> None:
-        """`runners`: by model, a live view. `spare_idle`: frees device memory of idle sessions. `grammar_limits`: see
-        Guidance."""
-        self.under_way: dict[int, Session] = {}  # by request
-        self.kv_transfers = KvTransfers(device, scheduler, runners, channel, background, self._compute_kv)
-        self.deliveries = Deliveries(device, channel, background, self._fail_delivery)
-        self.guidance = Guidance(scheduler, channel, grammar_limits, self.fail, self.finish)
-        self._stop_captures = StopCaptures(self.deliveries, runners)
-        self._waiting: set[int] = set()  # requests that have had no row yet
-        self._scheduler = scheduler
-        self._runners = runners
-        self._tiers = tiers
-        self._channel = channel
-        self._spare_idle = spare_idle
+    device: InitVar[Device]
+    background: InitVar[BackgroundWork]
+    grammar_processes: InitVar[GrammarProcesses]
+    _scheduler: Scheduler
+    _runners: Mapping[str, ModelRunner]  # by model, a live view
+    _tiers: Tiers
+    _channel: ServerChannel
+    _spare_idle: Callable[[], object]  # frees device memory of idle sessions
+    under_way: dict[int, Session] = field(init=False, default_factory=dict)  # by request
+    _waiting: set[int] = field(init=False, default_factory=set)  # requests that have had no row yet
+
+    def __post_init__(self, device: Device, background: BackgroundWork, grammar_processes: GrammarProcesses) -> None:
+        shared = self._scheduler, self._runners, self._channel, background
+        self.kv_transfers = KvTransfers(device, *shared, self._compute_kv)
+        self.deliveries = Deliveries(device, self._channel, background, self._fail_delivery)
+        self.guidance = Guidance(self._scheduler, self._channel, grammar_processes, self.fail, self.finish)
+        self._stop_captures = StopCaptures(self.deliveries, self._runners)
 
     # --- they begin ---------------------------------------------------------------------------------------------------
 
@@ -119,28 +115,20 @@ class Requests:
         self._scheduler.submit(session.id, request, message.tokens)
         self._tiers.called(session.id)
         try:
-            self._make_room(session, request)
-        except OutOfMemory:
-            self._spare_idle()
             try:
                 self._make_room(session, request)
             except OutOfMemory:
-                self._scheduler.rollback(request.id)
-                raise
-        if message.grammar is not None:
-            self._guide(session, request, message)
-        self._stop_captures.expect(request)
-        self.under_way[request.id] = session
-        self._waiting.add(request.id)
-
-    def _guide(self, session: Session, request: Request, message: messages.Run) -> None:
-        """Raises the errors of Guidance.begin; the session is then as it was before the Run."""
-        try:
-            self.guidance.begin(session, request, message, self._runners[session.model].model.vocab)
+                self._spare_idle()
+                self._make_room(session, request)
+            if message.grammar is not None:
+                self.guidance.begin(session, request, message, self._runners[session.model].model.vocab)
         except DjinnError:
             self._scheduler.rollback(request.id)
             self.deliveries.drop(request)
             raise
+        self._stop_captures.expect(request)
+        self.under_way[request.id] = session
+        self._waiting.add(request.id)
 
     def _make_room(self, session: Session, request: Request) -> None:
         """Reserves memory for the request's edits, captures and logits. Raises OutOfMemory."""

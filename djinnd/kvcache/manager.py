@@ -142,10 +142,6 @@ class KvManager:
             self._stranded.discard(page)
         self.pool.release([page], self._prefixes)
 
-    def mark_unfilled(self, page: int) -> None:
-        """Notes that a page of `extend` was not filled, or not whole."""
-        self.pool.mark_unfilled(page)
-
     def holders(self, page: int) -> int:
         """How many sessions hold the page."""
         return self.pool.references(page) - self._protected[page]
@@ -331,10 +327,6 @@ class KvManager:
         table[:, :width] = renamed[self._table[:, :width]]
         self._table = table
         return places
-
-    def take_stale(self) -> list[int]:
-        """The pages to zero between `reserve` and the step, because another tenant has used them."""
-        return self.pool.take_stale()
 
     def check_integrity(self) -> None:
         """Asserts that tables and pool agree. Costs O(pages + rows)."""

@@ -92,18 +92,13 @@ class Moves:
         # keys of the host's oldest pages that have been written to disk since they are among the oldest
         self.written_out: set[Key] = set()
         self.has_hurried = self.has_dropped = False  # True until the copying side has noticed
-        self._unproven: dict[Tier, set[Key]] = {}  # pages that another process has written
+        self._unproven: set[Key] = set()  # pages on the host that another process has written
         self._waiting: deque[Move] = deque()  # not taken yet
         self._under_way: set[Move] = set()  # taken and not landed
         self._unsealed: set[Move] = set()  # landed and not sealed
 
     def use_host(self, tier: Tier) -> None:
-        self.host = tier
-        self._unproven[tier] = tier.keys()
-
-    def use_disk(self, tier: Tier) -> None:
-        self.disk = tier
-        self._unproven[tier] = tier.keys()
+        self.host, self._unproven = tier, tier.keys()
 
     # --- they are asked for -----------------------------------------------------------------------------------------
 
@@ -129,7 +124,7 @@ class Moves:
     def _begin_promoting(self, found: Iterable[tuple[Key, int, int]], transfer: Transfer) -> None:
         """Queues promotions, each given as key, slot and page. Both ends are protected."""
         assert self.host is not None
-        unproven, checksum = self._unproven[self.host], self.host.checksum
+        unproven, checksum = self._unproven, self.host.checksum
         moves = [
             Move(Direction.PROMOTE, key, slot, page, checksum(slot) if key in unproven else None, on_landing=[transfer])
             for key, slot, page in found
@@ -226,7 +221,7 @@ class Moves:
             if not move.is_followed:
                 over = self.followed(move)
             self.host.unpin(move.source)
-            self._unproven[self.host].discard(move.key)
+            self._unproven.discard(move.key)
         else:
             self._unsealed.add(move)
             if move.direction is Direction.DEMOTE:
@@ -268,7 +263,7 @@ class Moves:
                 self.host.abandon(move.target)
                 del self.filling[move.key]
             case Direction.PROMOTE:
-                self.kv.mark_unfilled(move.target)
+                self.kv.pool.mark_unfilled(move.target)
                 self.kv.unprotect(move.target)
                 del self.arriving[move.key]
                 _leave(self.host, move, bad=bad)
@@ -280,7 +275,7 @@ class Moves:
                 _leave(self.host, move, bad=bad)
             case Direction.FETCH:
                 assert self.disk is not None
-                self.kv.mark_unfilled(move.page)
+                self.kv.pool.mark_unfilled(move.page)
                 self.kv.unprotect(move.page)
                 self.host.abandon(move.target)
                 del self.filling[move.key], self.arriving[move.key]

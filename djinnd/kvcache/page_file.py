@@ -36,12 +36,11 @@ import numpy as np
 import numpy.typing as npt
 
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import HOST_PAGE, Tier, whole_pages
 from djinnd.kvcache.tuning import IN_FLIGHT, KEEP_FREE, MAX_SLOTS
 
 MAGIC = b"DJPAGES1"
 VERSION = 1
-ALIGNMENT = 4096  # of addresses, offsets and sizes under O_DIRECT; enough for every disk in use
 
 _HEADER = struct.Struct("<8sIIQQ64s")
 
@@ -68,7 +67,6 @@ class PageFile:
         page_bytes: int,
         slots: int,
         fingerprint: str,
-        in_flight: int = IN_FLIGHT,
         *,
         any_size: bool = False,
     ) -> None:
@@ -81,7 +79,7 @@ class PageFile:
         assert len(fingerprint.encode()) <= 64, f"a fingerprint of {len(fingerprint.encode())} bytes"
         self.page_bytes = page_bytes
         self.slots = slots
-        self.extent = -(-page_bytes // ALIGNMENT) * ALIGNMENT
+        self.extent = whole_pages(page_bytes)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         with ExitStack() as undo:
             self._table_fd = _open_locked(Path(folder, f"{name}.table"))
@@ -91,13 +89,13 @@ class PageFile:
             self._fingerprint = fingerprint.encode()
             self.table = self._map(any_size)
             undo.pop_all()
-        self._threads = ThreadPoolExecutor(in_flight, "djinn-pages")
+        self._threads = ThreadPoolExecutor(IN_FLIGHT, "djinn-pages")
         self._closed = False
 
     def _map(self, any_size: bool) -> Bytes:
         """Maps the table of the existing files, or begins new ones. The header is written last, so that it is there
         only if both files have their full size."""
-        there = os.pread(self._table_fd, ALIGNMENT, 0)
+        there = os.pread(self._table_fd, HOST_PAGE, 0)
         sizes = (os.fstat(self._table_fd).st_size, os.fstat(self._pages_fd).st_size)
         slots = _slots_in(there) if any_size else self.slots
         slots = slots if slots <= MAX_SLOTS else self.slots
@@ -116,11 +114,11 @@ class PageFile:
 
     def _header(self, slots: int) -> bytes:
         header = _HEADER.pack(MAGIC, VERSION, 0, self.page_bytes, slots, self._fingerprint)
-        return header.ljust(ALIGNMENT, b"\0")
+        return header.ljust(HOST_PAGE, b"\0")
 
     def _sizes(self, slots: int) -> tuple[int, int]:
         """The sizes of table and pages, in bytes."""
-        return ALIGNMENT + Tier.table_bytes(slots), slots * self.extent
+        return HOST_PAGE + Tier.table_bytes(slots), slots * self.extent
 
     def write(self, slot: int, source: Bytes) -> Future[int]:
         """Writes a page; the result is its checksum. The Future raises OSError, with ENOSPC if the disk is full; the
@@ -128,9 +126,9 @@ class PageFile:
         self._check(slot, source)
         return self._threads.submit(self._write, slot, source)
 
-    def read(self, slot: int, into: Bytes, expected: int) -> Future[None]:
-        """Reads the page with the checksum `expected`. The Future raises BadPage or OSError; the buffer's contents are
-        then undefined."""
+    def read(self, slot: int, into: Bytes, expected: int) -> Future[int]:
+        """Reads the page with the checksum `expected`, which is also the result. The Future raises BadPage or OSError;
+        the buffer's contents are then undefined."""
         self._check(slot, into)
         assert into.flags.writeable
         return self._threads.submit(self._read, slot, into, expected)
@@ -148,7 +146,7 @@ class PageFile:
     def _check(self, slot: int, buffer: Bytes) -> None:
         assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
         assert buffer.dtype == np.uint8 and buffer.shape == (self.extent,), f"{buffer.dtype}{buffer.shape} for a slot"
-        assert buffer.flags.c_contiguous and buffer.ctypes.data % ALIGNMENT == 0, "the buffer is not page-aligned"
+        assert buffer.flags.c_contiguous and buffer.ctypes.data % HOST_PAGE == 0, "the buffer is not page-aligned"
 
     def _write(self, slot: int, source: Bytes) -> int:
         disk = os.fstatvfs(self._pages_fd)
@@ -157,13 +155,14 @@ class PageFile:
         _transfer(os.pwritev, self._pages_fd, source, slot * self.extent)
         return checksum(source[: self.page_bytes])
 
-    def _read(self, slot: int, into: Bytes, expected: int) -> None:
+    def _read(self, slot: int, into: Bytes, expected: int) -> int:
         read = _transfer(os.preadv, self._pages_fd, into, slot * self.extent)
         if read < self.extent:
             raise BadPage(f"slot {slot} ends after {read:,} of {self.extent:,} bytes")
         found = checksum(into[: self.page_bytes])
         if found != expected:
             raise BadPage(f"slot {slot} has the checksum {found:016x} instead of {expected:016x}")
+        return found
 
 
 def allocated_bytes(folder: str, name: str) -> int:

@@ -58,7 +58,7 @@ class Paging:
 
     def use_disk(self, tier: Tier) -> None:
         assert self.disk is None
-        self.moves.use_disk(tier)
+        self.moves.disk = tier
 
     def close(self) -> None:
         """Closes the tiers, which no longer count for tenants; their pages stay for the next engine process. No move

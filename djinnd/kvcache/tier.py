@@ -54,7 +54,7 @@ RECORD = np.dtype(
         "itemsize": 64,
     }
 )
-TABLE_ALIGNMENT = 4096
+HOST_PAGE = 4096  # bytes: alignment of tables and slots, for pinning and for direct I/O; enough for every disk in use
 
 Table = bytearray | memoryview | npt.NDArray[np.uint8]
 
@@ -66,7 +66,7 @@ class Tier:
     @staticmethod
     def table_bytes(slots: int) -> int:
         """The table's size in bytes, a multiple of 4096."""
-        return -(-slots * RECORD.itemsize // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+        return whole_pages(slots * RECORD.itemsize)
 
     def __init__(
         self,
@@ -364,6 +364,11 @@ class Tier:
         self.tenancy.check_integrity()
         touched = [*self._touched[list(self._order)].tolist(), self._clock]
         assert all(a < b for a, b in pairwise(touched)), "the table has another order of use"
+
+
+def whole_pages(nbytes: int) -> int:
+    """Rounds up to whole pages of the host."""
+    return -(-nbytes // HOST_PAGE) * HOST_PAGE
 
 
 def limit_tenant(tenancy: Tenancy[Tier], tenant: int, nbytes: int | None) -> None:

@@ -2,7 +2,7 @@
 
 It owns the sessions and the requests in progress, and a `ModelQueue` for each model. A step is
 
-    tick ──► next_batch ──► kv.take_stale, zero those pages, run the rows ──► complete
+    tick ──► next_batch ──► kv.pool.take_stale, zero those pages, run the rows ──► complete
 
 The scheduler reads no clock: `tick` sets the time of the events that follow. Any event may come between these calls.
 `complete` ignores a row whose request has ended meanwhile. A batch that is never completed has no effect on tokens or

@@ -11,8 +11,7 @@ import pytest
 
 import djinn_client as djinn
 from djinn_client.protocol import Tier
-from djinnd.kvcache.page_file import ALIGNMENT
-from djinnd.kvcache.tier import COMPLETE, RECORD
+from djinnd.kvcache.tier import COMPLETE, HOST_PAGE, RECORD
 from djinnd.server.arenas.header import HEADER_BYTES, Header
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import SHM
@@ -47,7 +46,7 @@ def nothing(table: Path, pages: Path) -> None:
 
 
 def bits_of_pages(table: Path, pages: Path) -> None:
-    (*_, slot) = slots = complete(table, ALIGNMENT, DISK_SLOTS)
+    (*_, slot) = slots = complete(table, HOST_PAGE, DISK_SLOTS)
     assert len(slots) == 3
     flip(pages, slot * PAGE + 12345)
 
@@ -58,19 +57,19 @@ def cut_pages(table: Path, pages: Path) -> None:
 
 def garbage_in_the_header(table: Path, pages: Path) -> None:
     with table.open("r+b") as there:
-        there.write(os.urandom(ALIGNMENT))
+        there.write(os.urandom(HOST_PAGE))
 
 
 def garbage_in_the_records(table: Path, pages: Path) -> None:
     with table.open("r+b") as there:
-        there.seek(ALIGNMENT)
+        there.seek(HOST_PAGE)
         there.write(b"".join(COMPLETE.to_bytes(8, "little") + os.urandom(56) for _ in range(DISK_SLOTS)))
 
 
 def the_bytes_of_other_pages(table: Path, pages: Path) -> None:
     """Exchanges the pages: each slot has a sound page that is not its own. All pages are exchanged, because full pages
     may be found on the device and are not read then."""
-    slots = complete(table, ALIGNMENT, DISK_SLOTS)
+    slots = complete(table, HOST_PAGE, DISK_SLOTS)
     with pages.open("r+b") as there:
         held = [os.pread(there.fileno(), PAGE, slot * PAGE) for slot in slots]
         for slot, page in zip(slots, held[1:] + held[:1], strict=True):

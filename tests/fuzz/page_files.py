@@ -27,7 +27,7 @@ def page(number: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def opened(folder: Path) -> PageFile:
-    return PageFile(str(folder), "m", PAGE_BYTES, SLOTS, "f", in_flight=1, any_size=True)
+    return PageFile(str(folder), "m", PAGE_BYTES, SLOTS, "f", any_size=True)
 
 
 def whole() -> Path:

@@ -167,7 +167,7 @@ class PagingMachine(RuleBasedStateMachine):
         shadow.tokens = tokens
         if shadow.computed > computed:
             self.paging.mark_returned(self.keys(shadow)[computed // self.size :])
-        for page in kv.take_stale():
+        for page in kv.pool.take_stale():
             self.device[page] = [None] * self.size
         pages = kv.pages_of(name)
         for page in pages:

@@ -606,7 +606,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The device: zeroes pages, continues waiting positions, writes each row's KV once in each block, and checks
         all KV that the row reads."""
         kv, memory = self.kv[batch.model], self.device[batch.model]
-        for page in kv.take_stale():
+        for page in kv.pool.take_stale():
             for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
                 memory.pop(slot, None)
         for row in batch.rows:

@@ -69,32 +69,24 @@ class Guided:
         return row
 
 
+@dataclass(eq=False)
 class Guidance:
-    """Used by the engine's thread. Steps without a grammar do no work here."""
+    """The requests with a grammar. Used by the engine's thread. Steps without a grammar do no work here."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        channel: ServerChannel,
-        limits: tuple[float, int],
-        fail: Callable[[Request, DjinnError], None],
-        finish: Callable[[Request | None], None],
-    ) -> None:
-        """`limits`: the time in seconds for one answer of a grammar process, and its memory in bytes. `fail` and
-        `finish` send a request's final reply."""
-        self._scheduler = scheduler
-        self._channel = channel
-        self._fail = fail
-        self._finish = finish
-        self._runs: dict[int, Guided] = {}  # by request
-        self._processes = GrammarProcesses(channel, *limits)
-        # Sets of request numbers.
-        self._due: set[int] = set()  # the process has not answered for the last token yet
-        self._slow: set[int] = set()  # the last mask was late, so the next step does not wait for this request's mask
-        self._late: set[int] = set()  # the mask of this step is late
-        self._to_act: dict[int, Guided] = {}  # requests with work for `_act`
-        self._looked = 0.0  # time of the last look at the processes
-        self.appended = 0  # number of forced tokens appended so far without a step
+    _scheduler: Scheduler
+    _channel: ServerChannel
+    _processes: GrammarProcesses
+    _fail: Callable[[Request, DjinnError], None]  # sends a request's final reply, as does `_finish`
+    _finish: Callable[[Request | None], None]
+    appended: int = field(init=False, default=0)  # number of forced tokens appended so far without a step
+    _runs: dict[int, Guided] = field(init=False, default_factory=dict)  # by request
+    # Sets of request numbers.
+    _due: set[int] = field(init=False, default_factory=set)  # the process has not answered for the last token yet
+    # the last mask was late, so the next step does not wait for this request's mask
+    _slow: set[int] = field(init=False, default_factory=set)
+    _late: set[int] = field(init=False, default_factory=set)  # the mask of this step is late
+    _to_act: dict[int, Guided] = field(init=False, default_factory=dict)  # requests with work for `_act`
+    _looked: float = field(init=False, default=0.0)  # time of the last look at the processes
 
     def __bool__(self) -> bool:
         return bool(self._runs)

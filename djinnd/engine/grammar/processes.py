@@ -17,10 +17,10 @@ Key = tuple[int, int]  # tenant, and number of the tokenizer
 class GrammarProcesses:
     """Belongs to the engine's thread, which the channel wakes when one of them has answered."""
 
-    def __init__(self, channel: ServerChannel, seconds: float, memory: int) -> None:
-        """`seconds` and bytes of `memory` that each process may take: see GrammarProcess."""
+    def __init__(self, channel: ServerChannel, limits: tuple[float, int]) -> None:
+        """`limits`: the seconds that one answer of a process may take, and the process's bytes of memory."""
         self._channel = channel
-        self._limits = (seconds, memory)
+        self._limits = limits
         self._running: dict[Key, GrammarProcess] = {}
         self._dying: list[GrammarProcess] = []
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
 from djinnd.device import Device
-from djinnd.engine.memory.memory import ModelShape, slot_bytes
+from djinnd.engine.memory.memory import ModelShape
 from djinnd.engine.tuning import PIN_PAUSE, PIN_QUIET, PIN_REST, PINNED_PIECE
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.tier import Tier, whole_pages
 
 log = logging.getLogger("djinnd.engine")
 
@@ -48,7 +48,7 @@ class HostPages:
         self.capacity = slots_in(memory.numel(), page_bytes)
         self.page_bytes = page_bytes
         self._device = device
-        start, size = Tier.table_bytes(self.capacity), slot_bytes(page_bytes)
+        start, size = Tier.table_bytes(self.capacity), whole_pages(page_bytes)
         self.table = memory[:start].numpy().data
         assert self.capacity > 0, f"{memory.numel()} bytes have no room for a page of {page_bytes}"
         self._slots = memory[start : start + self.capacity * size].view(self.capacity, size)
@@ -153,12 +153,12 @@ class HostPages:
 
 def object_bytes(slots: int, page_bytes: int) -> int:
     """Bytes of a table and its slots."""
-    return Tier.table_bytes(slots) + slots * slot_bytes(page_bytes)
+    return Tier.table_bytes(slots) + slots * whole_pages(page_bytes)
 
 
 def slots_in(nbytes: int, page_bytes: int) -> int:
     """The most slots that fit."""
-    size = slot_bytes(page_bytes)
+    size = whole_pages(page_bytes)
     slots = max(nbytes - Tier.table_bytes(nbytes // size), 0) // size
     while object_bytes(slots + 1, page_bytes) <= nbytes:
         slots += 1

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.engine.tuning import DISK_MOST, FULL_SESSIONS, KV_FLOOR, KV_SHARE, LOGIT_ROWS, MIN_TOKENS, ROWS_AT_HAND
 from djinnd.kvcache.manager import page_size_for
+from djinnd.kvcache.tier import whole_pages
 from djinnd.kvcache.tuning import MAX_SLOTS
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
 from djinnd.weights.plan import PAGES_SHARE, BlockPlace, PlacementPlan
-
-HOST_PAGE = 4096  # bytes: alignment of a slot of a lower tier, for pinning and for direct I/O
 
 # Automatic tiers: a multiple of the pool, but at most 1/_HOST_SHARE of the free memory, 1/_DISK_SHARE of the free disk.
 # The host tier is reserved whole at load, so it is also at most a multiple of the weights (chosen): a small model whose
@@ -113,11 +112,6 @@ def plan_kv(shape: ModelShape, free: int, floor: int, wanted: int, max_context: 
     return KvPlan(size, page_bytes, pages, min(context, (pages - 1) * size))
 
 
-def slot_bytes(page_bytes: int) -> int:
-    """Bytes of a page in host memory or in a file, with padding."""
-    return -(-page_bytes // HOST_PAGE) * HOST_PAGE
-
-
 def tier_pages(
     page_bytes: int, pool_bytes: int, weight_bytes: int, host: int | None, disk: int | None, room: HostRoom
 ) -> TierPages:
@@ -129,5 +123,5 @@ def tier_pages(
     if disk is None:
         disk = min(_DISK_POOLS * pool_bytes, room.disk // _DISK_SHARE)
     disk = min(disk, int(room.disk * DISK_MOST))
-    size = slot_bytes(page_bytes)
+    size = whole_pages(page_bytes)
     return TierPages(min(host // size, MAX_SLOTS), min(disk // size, MAX_SLOTS))

@@ -17,6 +17,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -40,19 +41,17 @@ class _Copy(NamedTuple):
     nbytes: int
 
 
+@dataclass(eq=False)
 class PageCopies:
     """Queues copies of pages and reports their ends. Used by the engine's thread."""
 
-    def __init__(
-        self, device: Device, moves: Moves, host: HostPages, pool: Callable[[], Tensor], half_bytes: int
-    ) -> None:
-        """`pool`: the current pool, uint8 [pages, page_bytes] on the device. `half_bytes`: beginning of a page that a
-        step needs before it may start, see Device.expect."""
-        self._device = device
-        self._moves = moves
-        self._host = host
-        self._pool = pool
-        self._half_bytes = half_bytes
+    _device: Device
+    _moves: Moves
+    _host: HostPages
+    _pool: Callable[[], Tensor]  # the current pool, uint8 [pages, page_bytes] on the device
+    _half_bytes: int  # beginning of a page that a step needs before it may start, see Device.expect
+
+    def __post_init__(self) -> None:
         self._queued = {direction: CopyQueue() for direction in _LANES}
         self._copies: dict[Direction, deque[_Copy]] = {direction: deque() for direction in _LANES}
         self._bytes = dict.fromkeys(_LANES, 0)  # in flight
@@ -69,8 +68,8 @@ class PageCopies:
     @property
     def next(self) -> Event | None:
         """The next copy to end, of the lane with the smaller one; None if no copy is in flight."""
-        first = min((copies[0] for copies in self._copies.values() if copies), key=_size, default=None)
-        return None if first is None else first.event
+        firsts = [copies[0] for copies in self._copies.values() if copies]
+        return min(firsts, key=lambda first: len(first.moves)).event if firsts else None
 
     def add(self, move: Move) -> None:
         self._queued[move.direction].add(move)
@@ -211,7 +210,3 @@ class PageCopies:
 
 def _slot(move: Move) -> int:
     return move.target if move.direction is Direction.DEMOTE else move.source
-
-
-def _size(copy: _Copy) -> int:
-    return len(copy.moves)

@@ -19,7 +19,7 @@ from djinnd.device import Device
 from djinnd.engine.load.loading import LoadQueue, PagesResult, WantFile, WantPages
 from djinnd.engine.memory.host_pages import pages_fingerprint
 from djinnd.engine.memory.host_room import host_room
-from djinnd.engine.memory.memory import slot_bytes, tier_pages
+from djinnd.engine.memory.memory import tier_pages
 from djinnd.engine.paging.pauses import NO_PAGES, Pauses
 from djinnd.engine.paging.transfers import Transfers
 from djinnd.engine.run.model_runner import ModelRunner
@@ -27,7 +27,7 @@ from djinnd.engine.tuning import SPARED_S, TEND_EVERY
 from djinnd.kvcache.page_file import allocated_bytes
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
-from djinnd.kvcache.tier import Tier, limit_tenant
+from djinnd.kvcache.tier import Tier, limit_tenant, whole_pages
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
@@ -75,7 +75,7 @@ class Tiers:
         file = None
         if pages.disk:  # the number of slots that was asked for, if there is room for them
             asked = load.disk_kv_bytes
-            any_size = asked is None or pages.disk < asked // slot_bytes(plan.page_bytes)
+            any_size = asked is None or pages.disk < asked // whole_pages(plan.page_bytes)
             file = WantFile(load.disk_folder, name, pages.disk, any_size)
         if pages.host:
             paging.is_coming = True

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,10 +32,7 @@ from djinnd.kvcache.tier import Tier
 
 log = logging.getLogger("djinnd.engine")
 
-
-class _Job(NamedTuple):
-    future: Future[int] | Future[None]  # of a checksum, or of a write to a file
-    move: Move
+_CHANGED = "its bytes on {} have another checksum than when they were written"
 
 
 class Transfers:
@@ -55,7 +51,7 @@ class Transfers:
         self._half_bytes = half_bytes
         self._copies: PageCopies | None = None  # between the device and the host's pages
         self._checksums = Checksums()  # of pages to be promoted, and of pages that have been demoted
-        self._filing: list[_Job] = []
+        self._filing: dict[Move, Future[int]] = {}  # reads and writes of the file; results are checksums
         self._fetching_since, self._fetched = 0.0, 0  # start of the current run of file reads, and bytes read since
         self._mark: StreamMark | None = None  # from the last turn, if copies may begin
         self._asked = 0  # moves that had been asked for at the last turn, and have not begun
@@ -163,9 +159,8 @@ class Transfers:
         for moves, wrong in [] if self._copies is None else self._copies.end():
             for move in moves:
                 if wrong:
-                    over += self._fail_move(
-                        move, f"{move.direction.value}: {wrong}", bad=move.direction is Direction.PROMOTE
-                    )
+                    is_bad = move.direction is Direction.PROMOTE
+                    over += self._fail_move(move, f"{move.direction.value}: {wrong}", bad=is_bad)
                     continue
                 over += self._paging.moves.landed(move)
                 if move.direction is Direction.DEMOTE:
@@ -179,15 +174,13 @@ class Transfers:
 
     def _file(self, move: Move) -> None:
         assert self.host is not None and self.disk is not None
-        future: Future[int] | Future[None]
-        if move.direction is Direction.WRITE_OUT:
-            future = self.disk.write(move.target, self.host.extent(move.source))
-        else:
-            assert move.checksum is not None
-            future = self.disk.read(move.source, self.host.extent(move.target), move.checksum)
         if not self._filing:
             self._fetching_since, self._fetched = time.monotonic(), 0
-        self._filing.append(_Job(future, move))
+        if move.direction is Direction.WRITE_OUT:
+            self._filing[move] = self.disk.write(move.target, self.host.extent(move.source))
+        else:
+            assert move.checksum is not None
+            self._filing[move] = self.disk.read(move.source, self.host.extent(move.target), move.checksum)
 
     def _end_jobs(self, over: list[Transfer]) -> None:
         for move, summed in self._checksums.take():
@@ -196,33 +189,23 @@ class Transfers:
             elif summed == move.checksum:
                 self._copy(move)
             else:
-                over += self._fail_move(
-                    move, "its bytes on the host have another checksum than when they were written", bad=True
-                )
-        self._filing, filed = _split(self._filing)
-        for job in filed:
-            over += self._end_filing(job)
+                over += self._fail_move(move, _CHANGED.format("the host"), bad=True)
+        for move in [move for move, future in self._filing.items() if future.done()]:
+            over += self._end_filing(move, self._filing.pop(move))
 
-    def _end_filing(self, job: _Job) -> list[Transfer]:
-        move = job.move
+    def _end_filing(self, move: Move, future: Future[int]) -> list[Transfer]:
+        assert self.disk is not None
         try:
-            summed = job.future.result()
+            summed = future.result()
         except BadPage:
-            return self._fail_move(
-                move, "its bytes on disk have another checksum than when they were written", bad=True
-            )
+            return self._fail_move(move, _CHANGED.format("disk"), bad=True)
         except OSError as error:
             return self._fail_move(move, f"{move.direction.value}: {error}", bad=move.direction is Direction.FETCH)
-        if move.direction is Direction.WRITE_OUT and summed != move.checksum:
-            return self._fail_move(
-                move, "its bytes on the host have another checksum than when they were written", bad=True
-            )
-        assert self.disk is not None
+        if summed != move.checksum:
+            return self._fail_move(move, _CHANGED.format("the host"), bad=True)
         if move.direction is Direction.FETCH:
             self._fetched += self.disk.page_bytes
             self.disk_rate = self._fetched / (time.monotonic() - self._fetching_since)
-            summed = move.checksum
-        assert summed is not None
         return self._paging.moves.landed(move) + self._paging.moves.sealed(move, summed)
 
     def _fail_move(self, move: Move, why: str, *, bad: bool) -> list[Transfer]:
@@ -244,12 +227,3 @@ class Transfers:
             self.disk.close()
         if self.host is not None:
             self.host.release()
-
-
-def _split(jobs: list[_Job]) -> tuple[list[_Job], list[_Job]]:
-    """Jobs that are under way, and jobs that are done. A job that ends meanwhile is in one list only."""
-    under_way: list[_Job] = []
-    done: list[_Job] = []
-    for job in jobs:
-        (done if job.future.done() else under_way).append(job)
-    return under_way, done

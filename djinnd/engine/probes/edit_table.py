@@ -5,7 +5,6 @@ Values are float32 on the device; edits are computed in float32. Sessions with e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from djinnd.core.edits import Edit
 from djinnd.device import Device
 from djinnd.engine.probes.device_rows import DeviceRows
-from djinnd.engine.probes.spans import Ints, Overlaps, PointReach, Records, SpanTable, kinds_of, sites_of
+from djinnd.engine.probes.spans import Records, SpanTable, kinds_of, sites_of
 from djinnd.model.edit_rows import CODES
 from djinnd.model.placing.loader import DTYPES
 
@@ -29,7 +28,8 @@ class EditTable:
 
     def __init__(self, device: Device, model: str, width: int, vocab: int) -> None:
         self._device = device
-        self._table = SpanTable(_FIELDS)
+        # its version counts every change, also of the banks: they grow and shrink with the table
+        self.span_table = SpanTable(_FIELDS)
         self._values = {
             False: DeviceRows(device, f"edits of {model}", width, torch.float32),
             True: DeviceRows(device, f"edits of {model}'s logits", vocab, torch.float32),
@@ -40,29 +40,16 @@ class EditTable:
 
     def __len__(self) -> int:
         """The number of sessions."""
-        return len(self._table)
+        return len(self.span_table)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the device's budget."""
         return sum(values.nbytes for values in self._values.values())
 
-    @property
-    def version(self) -> int:
-        """Counts every change, also of the banks: they grow and shrink with the table."""
-        return self._table.version
-
-    def lasts(self, sessions: Sequence[str], starts: Ints) -> int:
-        """The number of steps for which the edits touch the same rows: see SpanTable.lasts."""
-        return self._table.lasts(sessions, starts)
-
     def bank(self, *, of_logits: bool) -> Tensor:
         """float32 [rows, width or vocab]: `row` of a hit is a row of this tensor."""
         return self._values[of_logits].tensor
-
-    @property
-    def spans(self) -> Records:
-        return self._table.spans
 
     def of(self, session: str) -> tuple[Edit, ...]:
         return self._edits.get(session, ())
@@ -76,7 +63,7 @@ class EditTable:
                 self._hold(edit)
                 held.append(edit)
         except BaseException:
-            self._table.drop(session)
+            self.span_table.drop(session)
             for edit in (*held, *before):
                 self._let_go(edit)
             raise
@@ -84,16 +71,9 @@ class EditTable:
             self._let_go(edit)
         if edits:
             self._edits[session] = edits
-            self._table.set(session, *self._spans_of(edits))
+            self.span_table.set(session, *self._spans_of(edits))
         else:
-            self._table.drop(session)
-
-    def reach(self, sessions: Sequence[str]) -> PointReach | None:
-        """The blocks that these sessions' edits touch; None: they have no edits."""
-        return self._table.reach(sessions)
-
-    def join(self, sessions: Sequence[str], starts: Ints, counts: Ints) -> Overlaps:
-        return self._table.join(sessions, starts, counts)
+            self.span_table.drop(session)
 
     def _spans_of(self, edits: tuple[Edit, ...]) -> tuple[Records, Records]:
         spans, sites, first_site = [], [], 0
@@ -102,7 +82,7 @@ class EditTable:
             bounds = np.array([(each.start, each.end, each.row) for each in edit.extents], np.int64)
             for of_logits, points in kinds_of(edit.points).items():
                 bank_row = self._held[edit.mark, of_logits][0]
-                part = np.zeros(len(bounds), self._table.dtype)
+                part = np.zeros(len(bounds), self.span_table.dtype)
                 part["start"], part["end"], part["row"] = bounds[:, 0], bounds[:, 1], bank_row + stride * bounds[:, 2]
                 part["stride"], part["site"], part["sites"] = stride, first_site, len(points)
                 part["op"], part["scale"], part["low"], part["high"] = CODES[edit.op], edit.scale, edit.low, edit.high
@@ -158,6 +138,6 @@ class EditTable:
     def check_integrity(self) -> None:
         users = [(edit.mark, kind) for edit in chain(*self._edits.values()) for kind in kinds_of(edit.points)]
         assert {key: users.count(key) for key in users} == {key: held[1] for key, held in self._held.items()}
-        assert all(session in self._table for session in self._edits) and len(self._table) == len(self._edits)
+        assert all(session in self.span_table for session in self._edits) and len(self) == len(self._edits)
         for values in self._values.values():
             values.check_integrity()

@@ -56,7 +56,7 @@ class StepProbe:
         seen, seen_groups = _grouped(seen)
         arrays: list[npt.NDArray[Any]] = [seen.token, seen.row]
         if edit_groups:
-            does = self._table.spans[edits.span]
+            does = self._table.span_table.spans[edits.span]
             arrays += [edits.token, edits.row]
             arrays += [np.ascontiguousarray(does[name]) for name in ("op", "scale", "low", "high")]
         source, target, *given = upload_arrays(self._device, arrays)
@@ -94,10 +94,10 @@ class Touched:
         self._device = device
         self._table = table
         self._captures = captures
-        self._version = table.version
+        self._version = table.span_table.version
         self._probes: dict[tuple[bytes, bool], StepProbe | None] = {}
         self._requests = [row.request.id for row in rows]
-        edits, seen = table.reach(self._names) if table else None, captures.reaches(self._requests)
+        edits, seen = table.span_table.reach(self._names) if table else None, captures.reaches(self._requests)
         self._reach = together([*seen.values()] if edits is None else [edits, *seen.values()])
         self._is_behind = self._reach is not None and self._reach.is_behind
         self._single = None  # index of the only row that captures, if there are no edits
@@ -105,7 +105,7 @@ class Touched:
             self._single = self._requests.index(*seen)
         self._lasts = 1
         if not captures and batch.decode_only:
-            self._lasts = table.lasts(self._names, self._starts)
+            self._lasts = table.span_table.lasts(self._names, self._starts)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -121,7 +121,7 @@ class Touched:
 
     @cached_property
     def _edits(self) -> Overlaps:
-        return self._table.join(self._names, self._starts, self._counts)
+        return self._table.span_table.join(self._names, self._starts, self._counts)
 
     @cached_property
     def _seen(self) -> Overlaps:
@@ -129,7 +129,7 @@ class Touched:
 
     def lasts(self, batch: Batch) -> bool:
         """True if this object is valid for that batch."""
-        if self._lasts == 1 or self._version != self._table.version or len(self._captures):
+        if self._lasts == 1 or self._version != self._table.span_table.version or len(self._captures):
             return False
         if not batch.decode_only or [row.session for row in batch.rows] != [row.session for row in self._rows]:
             return False

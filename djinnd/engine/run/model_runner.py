@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -44,29 +44,22 @@ log = logging.getLogger("djinnd.engine")
 FindMasks = Callable[[Rows, Callable[[], bool]], RowMasks | None]
 
 
+@dataclass(eq=False)
 class ModelRunner:
     """Owns the device memory of one served model: weights, KV pool, CUDA graphs, sampler. Owns its block tables too."""
 
-    def __init__(
-        self,
-        load: Load,
-        weights: Weights,
-        model: PagedModel,
-        shape: ModelShape,
-        plan: KvPlan,
-        device: Device,
-        max_tokens: int,
-        max_rows: int,
-    ) -> None:
-        self.name = weights.name
-        self.load = load
-        self.weights = weights
-        self.model = model
-        self.shape = shape
-        self.plan = plan
-        self.device = device
-        self.max_tokens = max_tokens
-        self._limits = (max_tokens, max_rows)
+    load: Load
+    weights: Weights
+    model: PagedModel
+    shape: ModelShape
+    plan: KvPlan
+    device: Device
+    max_tokens: int  # of a step
+    max_rows: int
+
+    def __post_init__(self) -> None:
+        model, plan, device = self.model, self.plan, self.device
+        self.name = self.weights.name
         self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
@@ -85,9 +78,9 @@ class ModelRunner:
     def _new_graphs(self) -> StepGraphs | None:
         if self._is_eager or not isinstance(self.device, CudaDevice):
             return None
-        return StepGraphs(
-            self.model, self.device, *self._limits, self.kv.pages_for(self.plan.max_context), self.plan.max_context
-        )
+        context = self.plan.max_context
+        limits = self.max_tokens, self.max_rows, self.kv.pages_for(context), context
+        return StepGraphs(self.model, self.device, *limits)
 
     def run_without_graphs(self) -> None:
         """Drops the graphs for good: a step of this model needs code that cannot be captured."""
@@ -137,7 +130,7 @@ class ModelRunner:
     def nbytes(self) -> int:
         """Bytes of the device's budget that the model takes."""
         touched = self.edits.nbytes + self.captures.nbytes + self.parked.nbytes
-        return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self._limits[0]) + touched
+        return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self.max_tokens) + touched
 
     def move(self, places: PlacementPlan, num_pages: int) -> None:
         """Between two steps: moves blocks to their places, and pages in use into a pool of `num_pages`, which counts
@@ -199,7 +192,7 @@ class ModelRunner:
         """
         self._ran = None
         with self.device.computing(late=True):
-            stale = self.kv.take_stale()
+            stale = self.kv.pool.take_stale()
             if stale:
                 self.device.catch_up()  # a copy into a page that has changed hands must not land after the zeros
                 self.model.zero_pages(stale)
@@ -357,10 +350,9 @@ class ModelRunner:
         self.edits.release()
         self.captures.release()
         self.parked.release()
-        labels = [kv_label(self.name), workspace_label(self.name)]
         self.weights.release(self.device)
-        for label in labels:
-            self.device.release(label)
+        self.device.release(kv_label(self.name))
+        self.device.release(workspace_label(self.name))
 
     @property
     def places(self) -> PlacementPlan:
@@ -389,7 +381,7 @@ class ModelRunner:
             ring_bytes=places.ring_bytes,
             scratch_bytes=places.scratch_bytes,
             notes=[*self.weights.notes, *places.notes],
-            kv_bytes=self.plan.num_pages * self.plan.page_bytes,
+            kv_bytes=self.pool_bytes,
             fingerprint=self.weights.identity,
             kv_heads=int(self.model.pool.shape[-2]),
             head_dim=int(self.model.pool.shape[-1]),

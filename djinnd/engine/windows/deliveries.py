@@ -33,7 +33,8 @@ from djinnd.engine.io.background import BackgroundTask, BackgroundWork
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.tuning import STAGED_BYTES
-from djinnd.engine.windows.window import HOST_PAGE, StagedWindow, Window
+from djinnd.engine.windows.window import StagedWindow, Window
+from djinnd.kvcache.tier import HOST_PAGE, whole_pages
 from djinnd.messages import CaptureLayout, Finished
 
 Copies = list[tuple[Tensor, Tensor]]  # target and source
@@ -225,8 +226,7 @@ class Deliveries:
         if delivery.made is None:
             self._to_make.remove(delivery)
             *delivery.offsets, end = delivery.runner.captures.offsets(delivery.request.id)
-            nbytes = -(-end // HOST_PAGE) * HOST_PAGE
-            delivery.made = self._background.begin(lambda: delivery.memory.make(nbytes))
+            delivery.made = self._background.begin(lambda: delivery.memory.make(whole_pages(end)))
         return delivery.made
 
     def _send_reply(self, delivery: _Delivery) -> None:

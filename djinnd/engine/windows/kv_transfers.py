@@ -140,7 +140,7 @@ class KvTransfers:
         while not self._scheduler.secure(session.id):
             yield None
         kv.trim(session.id, tokens)
-        stale = kv.take_stale()
+        stale = kv.pool.take_stale()
         if stale:  # zero them before they are written: a later step would zero them afterwards
             with self._device.computing():
                 runner.model.zero_pages(stale)

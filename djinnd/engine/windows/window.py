@@ -11,8 +11,7 @@ from torch import Tensor
 from djinnd.device import CopyLane, Device, Event, StreamMark
 from djinnd.engine.io.background import BackgroundWork
 from djinnd.engine.tuning import WINDOW_PIECE_BYTES
-
-HOST_PAGE = 4096
+from djinnd.kvcache.tier import HOST_PAGE
 
 
 class Window:

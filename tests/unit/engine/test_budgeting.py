@@ -316,7 +316,7 @@ def test_a_moved_page_is_zeroed_for_another_tenant() -> None:
         runner.kv.reserve("heir", tenant=99, tokens=600)  # another tenant's pages, not zeroed yet
         resize(runner, 14)
         with torch.inference_mode():
-            runner.model.zero_pages(runner.kv.take_stale())
+            runner.model.zero_pages(runner.kv.pool.take_stale())
         assert not bool(runner.model.pool[runner.kv.pages_of("heir")].any())
         runner.kv.drop("heir")
 

@@ -143,7 +143,7 @@ def test_a_page_of_another_tenant_is_stale() -> None:
     kv.reserve("a", ALICE, 8)
     kv.drop("a")
     kv.reserve("b", BOB, 4)
-    assert kv.take_stale() == kv.pages_of("b")
+    assert kv.pool.take_stale() == kv.pages_of("b")
 
 
 def test_the_audit_finds_a_page_in_two_tables() -> None:
@@ -240,7 +240,7 @@ def test_a_copy_is_not_zeroed_afterwards() -> None:
     kv.trim("a", 3)
     (kept,) = kv.pages_of("a")
     _, copy = kv.fork("a", "b", ALICE, 3)
-    assert copy is not None and kv.take_stale() == [kept]
+    assert copy is not None and kv.pool.take_stale() == [kept]
 
 
 def test_a_session_gives_up_a_shared_page_that_it_would_write_into() -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from djinnd.kvcache import page_file
 from djinnd.kvcache.checksum import checksum
-from djinnd.kvcache.page_file import ALIGNMENT, BadPage, Bytes, PageFile, allocated_bytes
-from djinnd.kvcache.tier import Tier
+from djinnd.kvcache.page_file import BadPage, Bytes, PageFile, allocated_bytes
+from djinnd.kvcache.tier import HOST_PAGE, Tier
 from tests.support.descriptors import open_descriptors
 
 PAGE_BYTES, EXTENT, SLOTS = 10_000, 12_288, 8
@@ -108,7 +108,7 @@ def test_a_slot_that_was_never_written_is_a_bad_page(folder: Folder) -> None:
 def test_slots_behind_the_end_of_a_cut_file_are_bad_pages(folder: Folder) -> None:
     file = folder.open()
     expected = file.write(SLOTS - 1, random_page(1)).result()
-    os.truncate(folder.path / "model.pages", (SLOTS - 1) * EXTENT + ALIGNMENT)
+    os.truncate(folder.path / "model.pages", (SLOTS - 1) * EXTENT + HOST_PAGE)
     with pytest.raises(BadPage, match="slot 7 ends after 4,096 of 12,288 bytes"):
         file.read(SLOTS - 1, empty_page(), expected).result()
 
@@ -242,7 +242,7 @@ def test_a_disk_that_is_full_in_mid_page_fails_the_write(folder: Folder, monkeyp
     def first_part_only(fd: int, buffers: list[memoryview], offset: int) -> int:
         if offset % EXTENT:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return really_write(fd, [buffers[0][:ALIGNMENT]], offset)
+        return really_write(fd, [buffers[0][:HOST_PAGE]], offset)
 
     monkeypatch.setattr(os, "pwritev", first_part_only)
     error = file.write(0, random_page(1)).exception()
@@ -256,11 +256,11 @@ def test_a_page_that_the_kernel_moves_in_parts_arrives_whole(folder: Folder, mon
 
     def write_part(fd: int, buffers: list[memoryview], offset: int) -> int:
         parts.append(offset)
-        return really_write(fd, [buffers[0][:ALIGNMENT]], offset)
+        return really_write(fd, [buffers[0][:HOST_PAGE]], offset)
 
     def read_part(fd: int, buffers: list[memoryview], offset: int) -> int:
         parts.append(offset)
-        return really_read(fd, [buffers[0][:ALIGNMENT]], offset)
+        return really_read(fd, [buffers[0][:HOST_PAGE]], offset)
 
     monkeypatch.setattr(os, "pwritev", write_part)
     monkeypatch.setattr(os, "preadv", read_part)

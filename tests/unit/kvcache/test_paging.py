@@ -277,15 +277,15 @@ def test_a_page_that_could_not_be_filled_is_zeroed_before_it_is_read() -> None:
     harness, tokens = saved(4)
     harness.kv.reserve("stranger", TENANT + 1, 16 * PAGE)
     harness.kv.drop("stranger")
-    harness.kv.take_stale()
+    harness.kv.pool.take_stale()
     harness.paging.load("back", TENANT, harness.find(tokens))
     (move,) = harness.take()
     (transfer,) = harness.paging.moves.failed(move, bad=True)
     assert transfer.failed
     harness.kv.drop("back")
-    assert harness.kv.take_stale() == [], "no session holds it"
+    assert harness.kv.pool.take_stale() == [], "no session holds it"
     harness.kv.reserve("back", TENANT, PAGE)
-    assert harness.kv.pages_of("back") == harness.kv.take_stale() == [move.target]
+    assert harness.kv.pages_of("back") == harness.kv.pool.take_stale() == [move.target]
     assert harness.find(tokens).keys == (), "and what was bad is not asked for again"
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from djinnd.kvcache.tier import COMPLETE, FILLING, FREE, RECORD, Tier
+from djinnd.kvcache.tier import COMPLETE, FILLING, FREE, RECORD, Tier, whole_pages
 
 
 def key(n: int) -> bytes:
@@ -316,3 +316,7 @@ def test_the_audit_finds_a_page_that_is_spare_and_is_not() -> None:
     tier._spare[two] = None
     with pytest.raises(AssertionError, match="is spare and is not"):
         tier.check_integrity()
+
+
+def test_a_slot_begins_on_a_host_page() -> None:
+    assert [whole_pages(nbytes) for nbytes in (1, 4096, 4097, 1 << 20)] == [4096, 4096, 8192, 1 << 20]

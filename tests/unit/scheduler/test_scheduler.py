@@ -425,11 +425,11 @@ def test_pages_that_change_tenants_are_to_be_zeroed() -> None:
     harness.open("b", tenant=1001)
     harness.submit("a", prompt=6, max_tokens=1)
     harness.step()
-    assert harness.kv["m"].take_stale() == []
+    assert harness.kv["m"].pool.take_stale() == []
     harness.scheduler.close("a")
     harness.submit("b", prompt=6, max_tokens=1)
     harness.scheduler.next_batch()
-    assert harness.kv["m"].take_stale() == sorted(harness.kv["m"].pages_of("b"))
+    assert harness.kv["m"].pool.take_stale() == sorted(harness.kv["m"].pages_of("b"))
 
 
 def test_models_that_have_work_take_turns() -> None:

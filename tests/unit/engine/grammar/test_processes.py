@@ -28,7 +28,7 @@ class ServerChannel:
 
 def test_the_server_is_told_the_cpu_time_of_each_tenant() -> None:
     channel, tenant = ServerChannel(), 7
-    processes = GrammarProcesses(channel, 30.0, 1 << 30)  # type: ignore[arg-type]
+    processes = GrammarProcesses(channel, (30.0, 1 << 30))  # type: ignore[arg-type]
     grammar = grammar_text(OutputFormat("json_object"))
     with open(TINY / "tokenizer.json", "rb") as tokenizer:
         wanted = messages.Grammar(grammar, 1, False, [0], fd=os.dup(tokenizer.fileno()))

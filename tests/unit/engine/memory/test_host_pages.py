@@ -15,8 +15,8 @@ from djinn_client.errors import OutOfMemory
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.memory import host_pages
 from djinnd.engine.memory.host_pages import HostPages, object_bytes, pages_fingerprint, slots_in
-from djinnd.engine.memory.memory import HOST_PAGE, ModelShape
-from djinnd.kvcache.tier import Tier
+from djinnd.engine.memory.memory import ModelShape
+from djinnd.kvcache.tier import HOST_PAGE, Tier
 from tests.support.loaded import MEMORY
 
 PAGE = 3 * HOST_PAGE - 512  # bytes: not a multiple of a host page

@@ -10,7 +10,6 @@ from djinnd.engine.memory.memory import (
     TierPages,
     kv_floor,
     plan_kv,
-    slot_bytes,
     tier_pages,
     workspace_bytes,
 )
@@ -109,10 +108,6 @@ def test_the_workspace_has_room_for_the_widest_activations_and_all_logits() -> N
 
 WEIGHTS = 16 * GIB
 ROOM = HostRoom(memory=400 * GIB, shared=200 * GIB, disk=1000 * GIB)
-
-
-def test_a_slot_begins_on_a_host_page() -> None:
-    assert [slot_bytes(page) for page in (1, 4096, 4097, PAGE)] == [4096, 4096, 8192, PAGE]
 
 
 def test_automatic_tiers_are_multiples_of_the_pool() -> None:

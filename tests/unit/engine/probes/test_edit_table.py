@@ -36,7 +36,7 @@ def values(rows: int, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
 
 def rows_at(table: EditTable, session: str, start: int, count: int) -> dict[tuple[int, int], int]:
     """The bank's row, by the point's code and the token."""
-    hits = table.join([session], np.array([start]), np.array([count])).hits
+    hits = table.span_table.join([session], np.array([start]), np.array([count])).hits
     return dict(zip(zip(hits.point.tolist(), hits.token.tolist(), strict=True), hits.row.tolist(), strict=True))
 
 

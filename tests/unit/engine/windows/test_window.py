@@ -9,7 +9,8 @@ import torch
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.io.background import BackgroundWork
 from djinnd.engine.io.channel import ServerChannel
-from djinnd.engine.windows.window import HOST_PAGE, StagedWindow, Window
+from djinnd.engine.windows.window import StagedWindow, Window
+from djinnd.kvcache.tier import HOST_PAGE
 
 
 @pytest.fixture
