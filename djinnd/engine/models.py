@@ -11,8 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +37,15 @@ from djinnd.scheduler.scheduler import Scheduler
 log = logging.getLogger("djinnd.engine")
 
 
+@dataclass(slots=True, eq=False)
+class _Coming:
+    """A loaded model that does not serve yet."""
+
+    load: messages.Load
+    parts: Iterator[Compiling | None]  # of EngineModels._serve
+    compiling: Compiling | None = None  # the compilation that the next part waits for
+
+
 @dataclass(eq=False)
 class EngineModels:
     """Used by the engine's thread, and the only writer of `runners`."""
@@ -52,9 +60,7 @@ class EngineModels:
     _channel: ServerChannel
     _limits: tuple[int, int]  # most tokens and rows of a step
     _compiler: KernelCompiler | None  # None: kernels are compiled at launch or not at all
-    _preparing: dict[Preparation, Compiling] = field(init=False, default_factory=dict)  # models that wait for kernels
-    # models under check; only the first is worked on
-    _adopting: deque[tuple[Preparation, Iterator[None]]] = field(init=False, default_factory=deque)
+    _coming: list[_Coming] = field(init=False, default_factory=list)  # in the order in which they were loaded
 
     # --- coming -----------------------------------------------------------------------------------------------------
 
@@ -69,76 +75,67 @@ class EngineModels:
         self._loads.submit(msgspec.structs.replace(message, held_bytes=held))
 
     def turn(self) -> None:
-        """Advances all loads, and drops parked rows that no session needs."""
+        """Advances the loads, and drops parked rows that no session needs."""
         while (result := self._loads.take()) is not None:
-            load, refusal = result.load, _attempt(partial(self._prepare, result))
+            coming = _Coming(result.load, self._serve(result))
             del result
-            self._refuse(load, refusal)
-        while (preparation := self._compiled()) is not None:
-            load, compiling = preparation.load, self._preparing.pop(preparation)
-            refusal = _attempt(partial(self._finish_compiled, preparation, compiling))
-            del preparation
-            self._refuse(load, refusal)
-        if self._adopting:
-            self._adopt_some()
+            self._coming.append(coming)
+            self._advance(coming)
+        ready = self._next_ready()
+        if ready is not None:
+            self._advance(ready)
         for runner in self._runners.values():
             if runner.parked:
                 runner.parked.sweep()
 
-    def _refuse(self, load: messages.Load, refusal: DjinnError | None) -> None:
-        """Ends the load's request, if there is a refusal. The caller keeps no reference to the refused model, only
-        cycles do."""
-        if refusal is not None:
-            log.warning("model_refused model=%s error=%s", load.model, refusal.message)
-            self._device.synchronize()  # raises if the device's error is permanent, which ends the engine
-            gc.collect()  # frames of the failure are in cycles, which hold the refused model's memory
-            self._channel.refuse(load.request, refusal)
+    def _next_ready(self) -> _Coming | None:
+        """The first load that does not wait for kernels. Only this one is worked on, so requests of other models wait
+        for one part of a check, never for more."""
+        return next((each for each in self._coming if each.compiling is None or each.compiling.is_over), None)
 
-    def _prepare(self, result: LoadResult) -> None:
-        if result.error is not None:
-            raise result.error
-        assert result.weights is not None and result.shape is not None
+    @property
+    def is_adopting(self) -> bool:
+        return self._next_ready() is not None
+
+    def _serve(self, result: LoadResult) -> Iterator[Compiling | None]:
+        """Prepares a loaded model for serving, and adopts it. Yields after each part; the next part begins when the
+        compilation that was yielded is over, or in a later turn."""
         load = result.load
         with _naming(load.model):
+            if result.error is not None:
+                raise result.error
+            assert result.weights is not None and result.shape is not None
             preparation = Preparation(load, result.weights, result.shape, self._device, *self._limits)
-            missing = [] if self._compiler is None else preparation.missing_kernels()
-        if self._compiler is not None and missing:
-            told = partial(self._tell_compiling, load.model)
-            self._preparing[preparation] = Compiling(self._compiler, missing, told, self._channel.wake)
-        else:
-            self._adopting.append((preparation, preparation.finish()))
+            del result
+            if self._compiler is not None and (missing := preparation.missing_kernels()):
+                told = partial(self._tell_compiling, load.model)
+                compiling = Compiling(self._compiler, missing, told, self._channel.wake)
+                yield compiling
+                preparation.kernels_compiled(compiling.variants, compiling.failed)
+            yield None
+            for _ in preparation.finish():
+                self._channel.send(messages.Loading(load.model, "preparing"))
+                yield None
+        self._adopt(preparation.runner)
 
     def _tell_compiling(self, model: str, done: int, total: int) -> None:
         self._channel.send(messages.Loading(model, "compiling", done, total))
 
-    def _compiled(self) -> Preparation | None:
-        """A model whose compilation has ended, successfully or not."""
-        return next((p for p, compiling in self._preparing.items() if compiling.is_over), None)
-
-    def _finish_compiled(self, preparation: Preparation, compiling: Compiling) -> None:
-        preparation.kernels_compiled(compiling.variants, compiling.failed)
-        self._adopting.append((preparation, preparation.finish()))
-
-    @property
-    def is_adopting(self) -> bool:
-        return bool(self._adopting)
-
-    def _adopt_some(self) -> None:
-        """Does one part of the first model's check. Requests of other models wait for one part, never for the whole
-        check."""
-        preparation, parts = self._adopting.popleft()
-        load, refusal = preparation.load, _attempt(partial(self._do_part, preparation, parts))
-        del preparation, parts
-        self._refuse(load, refusal)
-
-    def _do_part(self, preparation: Preparation, parts: Iterator[None]) -> None:
-        load = preparation.load
-        with _naming(load.model):
-            for _ in parts:
-                self._channel.send(messages.Loading(load.model, "preparing"))
-                self._adopting.appendleft((preparation, parts))
-                return
-        self._adopt(preparation.runner)
+    def _advance(self, coming: _Coming) -> None:
+        """Does the load's next part. A failure ends the load's request."""
+        try:
+            coming.compiling = next(coming.parts)
+            return
+        except StopIteration:
+            refusal = None
+        except DjinnError as error:
+            refusal = error.with_traceback(None)
+        self._coming.remove(coming)
+        if refusal is not None:
+            log.warning("model_refused model=%s error=%s", coming.load.model, refusal.message)
+            self._device.synchronize()  # raises if the device's error is permanent, which ends the engine
+            gc.collect()  # frames of the failure are in cycles, which hold the refused model's memory
+            self._channel.refuse(coming.load.request, refusal)
 
     def _adopt(self, runner: ModelRunner) -> None:
         load = runner.load
@@ -150,8 +147,9 @@ class EngineModels:
 
     def close(self) -> None:
         """Stops all compilations."""
-        for compiling in self._preparing.values():
-            compiling.stop()
+        for coming in self._coming:
+            if coming.compiling is not None:
+                coming.compiling.stop()
 
     def _release_host(self, runner: ModelRunner) -> None:
         """Releases the model's copy on the host, if the load asks for that and no block needs it."""
@@ -186,7 +184,7 @@ class EngineModels:
     def set_budget(self, message: messages.SetBudget) -> None:
         began = time.monotonic()
         try:
-            if self._loads.is_busy or self._preparing or self._adopting:
+            if self._loads.is_busy or self._coming:
                 raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
             for session in self._scheduler.sessions():
                 self._drop_stage(session)
@@ -221,15 +219,6 @@ class EngineModels:
             self._tiers.retire(message.model, release)
         else:
             release()
-
-
-def _attempt(step: Callable[[], None]) -> DjinnError | None:
-    """Calls `step`. → the error, if it fails."""
-    try:
-        step()
-    except DjinnError as error:
-        return error.with_traceback(None)
-    return None
 
 
 @contextmanager
