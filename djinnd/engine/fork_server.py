@@ -88,7 +88,7 @@ class ForkedChild(NamedTuple):
 
 
 class ForkLoop:
-    """The loop of the fork server: forks them, reaps them, and reports their exit status."""
+    """The loop of the fork server: forks engines, reaps them, and reports their exit status."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

@@ -62,7 +62,7 @@ class EngineModels:
     _compiler: KernelCompiler | None  # None: kernels are compiled at launch or not at all
     _coming: list[_Coming] = field(init=False, default_factory=list)  # in the order in which they were loaded
 
-    # --- coming -----------------------------------------------------------------------------------------------------
+    # --- models are loaded --------------------------------------------------------------------------------------------
 
     def load(self, message: messages.Load) -> None:
         self.spare_idle()  # the model may need all memory
@@ -161,7 +161,7 @@ class EngineModels:
         runner.weights.release_host(self._device)
         self._channel.send(messages.HostReleased(runner.name))
 
-    # --- while they are there ---------------------------------------------------------------------------------------
+    # --- models serve -------------------------------------------------------------------------------------------------
 
     def prepare(self) -> bool:
         """Prepares one model for later steps. A request that comes meanwhile waits, so this runs only in a quiet
@@ -204,7 +204,7 @@ class EngineModels:
         kv = self._runners[message.model].kv
         kv.public.mark(message.tokens, kv.page_size)
 
-    # --- going ------------------------------------------------------------------------------------------------------
+    # --- models are unloaded ------------------------------------------------------------------------------------------
 
     def unload(self, message: messages.Unload) -> None:
         def release() -> None:

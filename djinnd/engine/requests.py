@@ -56,7 +56,7 @@ class Requests:
         self.guidance = Guidance(self._scheduler, self._channel, grammar_processes, self.fail, self.finish)
         self._stop_captures = StopCaptures(self.deliveries, self._runners)
 
-    # --- they begin ---------------------------------------------------------------------------------------------------
+    # --- requests begin -----------------------------------------------------------------------------------------------
 
     def run(self, message: messages.Run) -> None:
         try:
@@ -172,7 +172,7 @@ class Requests:
             self.fail(request, error)
         return bool(refused)
 
-    # --- they end -----------------------------------------------------------------------------------------------------
+    # --- requests end -------------------------------------------------------------------------------------------------
 
     def finish(self, request: Request | None) -> None:
         """Sends the final reply of a request that the scheduler has ended. None: it has had its reply."""

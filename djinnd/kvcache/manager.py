@@ -59,10 +59,10 @@ class KvManager:
         self.public = PublicPrefixes()
         self._prefixes = PrefixIndex()
         self._protected: Counter[int] = Counter()  # references to pages that no table has: pages that are being copied
-        self._read: dict[int, int] = {}  # for each of these, how many first tokens must not be written
+        self._read: dict[int, int] = {}  # for each protected page, how many of its first tokens must not be written
         self._stranded: set[int] = set()  # protected pages that no session holds
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
-        self.changes = 0  # Rises whenever a page gets one holder more or less; not when it gets its first.
+        self.changes = 0  # rises when a page gets one holder more or less, except its first holder
 
     @property
     def _width(self) -> int:
@@ -108,16 +108,17 @@ class KvManager:
         self._append(session_id, pages)
 
     def extend(self, session_id: str, tenant: int, places: Sequence[int]) -> list[int]:
-        """Gives the session one more page for each of these places, from which the pages are filled whole before they
-        are read. The pages rise as the places do. Raises OutOfPages, and has then changed nothing."""
+        """Gives the session one more page for each of these places, such as slots of the host. The caller fills each
+        page whole from its place before the page is read. The higher place gets the higher page. Raises OutOfPages, and
+        has then changed nothing."""
         pages = rising_with(places, self.pool.allocate(len(places), tenant, overwritten=True))
         self._prefixes.forget(pages)
         self._append(session_id, pages)
         return pages
 
     def arrived(self, session_id: str, keys: Sequence[Key], tokens: int) -> None:
-        """Notes that the session's last pages, which `extend` gave it, hold the KV of these keys, and all its pages
-        that of `tokens` tokens."""
+        """Notes that the session's last pages, which came from `extend`, now hold the KV of these keys. All its pages
+        together hold the KV of `tokens` tokens."""
         own = self._keys[session_id]
         first = self.pages_held(session_id) - len(keys)
         assert len(own) == first, f"session {session_id} has {len(own)} keys of the {first} pages before"
@@ -197,9 +198,9 @@ class KvManager:
     def adopt(
         self, session_id: str, tenant: int, tokens: Sequence[int], computed: int, most: int, salt: bytes = b""
     ) -> int:
-        """Shares with the session the pages that hold the KV behind its `computed` tokens, up to `most` tokens, as far
-        as its tenant has computed it. The session must hold pages for its `computed` tokens only. Returns how many
-        tokens of KV it has then."""
+        """Shares with the session the pages with the KV that follows its `computed` tokens, up to `most` tokens, as far
+        as sessions of its tenant have computed it. The session must hold pages for its `computed` tokens only. Returns
+        how many tokens of KV it has then."""
         size, origin = self.page_size, root(tenant, salt)
         keys, found = self._keys.get(session_id, [])[: computed // size], list[int]()
         own = len(keys)
@@ -222,7 +223,7 @@ class KvManager:
         return len(keys) * size
 
     def _next_key(self, origin: Key, keys: Sequence[Key], tokens: Sequence[int], end: int) -> Key:
-        """The key of the page behind those of `keys`; the page has the tokens up to `end`."""
+        """The key of the page that comes after the pages with `keys` and ends at token `end`."""
         return self.public.next_key(origin, keys[-1] if keys else None, tokens[len(keys) * self.page_size : end])
 
     def fork(
@@ -250,11 +251,11 @@ class KvManager:
         return min(tokens, len(own) * self.page_size), copy
 
     def trim(self, session_id: str, tokens: int) -> int:
-        """Takes the pages behind the first `tokens` tokens from the session, which will write from there on. Returns
-        how many of these tokens it still has pages for.
+        """Takes the pages after the first `tokens` tokens from the session, because it will write from there on.
+        Returns how many of these tokens it still has pages for.
 
-        The page that it would keep in part is taken too, if another session holds it, if it is public, or if the part
-        to be written is being copied.
+        A page of which only a part would be kept is taken too, if another session holds it, if it is public, or if the
+        part to be written is being copied.
         """
         row = self._row.get(session_id)
         if row is None:

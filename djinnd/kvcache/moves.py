@@ -100,7 +100,7 @@ class Moves:
     def use_host(self, tier: Tier) -> None:
         self.host, self._unproven = tier, tier.keys()
 
-    # --- they are asked for -----------------------------------------------------------------------------------------
+    # --- moves are asked for ------------------------------------------------------------------------------------------
 
     def demote(self, pages: Sequence[tuple[Key, int, int]], *, can_wait: bool = False) -> list[Move]:
         """Begins to copy pages to the host; each is given as key, page, and how many tokens of KV it holds. Returns
@@ -163,7 +163,7 @@ class Moves:
         self._waiting.append(move)
         return move
 
-    # --- what becomes of them ---------------------------------------------------------------------------------------
+    # --- moves begin and end ------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[Move]:
         """Takes up to `count` of the first waiting moves, so that their copies can begin. The caller reports each as

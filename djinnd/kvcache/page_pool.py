@@ -23,7 +23,7 @@ from collections.abc import Container, Sequence
 from djinnd.kvcache.tenancy import ANYBODY
 
 SCRATCH = 0
-# last tenants that match no tenant: the page is still zero, or it may hold KV of any tenant
+# Values of `_last_tenant` that are no tenant: the page is still zero, or it may hold KV of any tenant.
 _NO_TENANT, _ANY_TENANT = -2, -3
 
 
@@ -93,7 +93,7 @@ class PagePool:
         return pages
 
     def mark_unfilled(self, page: int) -> None:
-        """Notes that a held page, given to be overwritten, was not."""
+        """Notes that a held page was allocated with `overwritten`, and then was not overwritten whole."""
         self._unfilled.add(page)
 
     def share(self, pages: Sequence[int], tenant: int) -> None:

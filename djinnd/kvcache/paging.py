@@ -72,8 +72,8 @@ class Paging:
     def save(
         self, session: str, keys: Sequence[Key], tokens: int, *, sealed: bool = False, can_wait: bool = False
     ) -> Transfer:
-        """Copies to the host the pages of the session that it lacks. They hold the KV of the session's first `tokens`
-        tokens and have `keys`; the session keeps them.
+        """Copies the session's pages to the host, except pages that the host has already. The pages hold the KV of the
+        session's first `tokens` tokens and have `keys`; the session keeps them.
 
         If the host has no room for a page, that page and those after it are not copied, and the transfer has failed.
         The transfer is over when all pages have landed; with `sealed`, when all of them can be found there. `can_wait`:
@@ -122,13 +122,13 @@ class Paging:
             self.host.find(key)
 
     def saves_without_loss(self, keys: Sequence[Key], tenant: int) -> bool:
-        """True if the host could save the pages that it lacks of these without losing a page that has no other copy."""
+        """True if the host can save all these pages without losing a page that has no other copy."""
         lost = self.lost_by_saving(keys, tenant)
         return lost is not None and not lost
 
     def lost_by_saving(self, keys: Sequence[Key], tenant: int) -> list[Key] | None:
-        """The pages that would be lost, because they have no other copy and cannot be spared, if the host saved the
-        pages that it lacks of these. None if it could not save them."""
+        """The pages that would be lost if the host saved these: it would evict them, and they have no other copy and
+        are not spare. None if the host cannot save these pages."""
         if self.host is None:
             return None
         lacking = self.host.lacks(keys)
@@ -162,7 +162,7 @@ class Paging:
         """Looks up which tiers have KV of the session's first `most` tokens, beyond its `computed` ones.
 
         `origin`: see prefixes.py. `ends`: positions at which a partly filled page may end. The last page found may end
-        behind `most`, because it also holds the KV before. `left`: the session's pages when it left, if known.
+        after `most`, because it also holds KV before `most`. `left`: the session's pages when it left, if known.
         """
         size = self.kv.page_size
         start = at = computed // size * size
@@ -203,8 +203,8 @@ class Paging:
         return Found(start, tokens, tuple(keys), on_disk, any(map(self.moves.is_on_the_way, keys)), is_staged=True)
 
     def _left_on_host(self, left: Departure, start: int, most: int) -> list[Key]:
-        """The pages from token `start` on, if they hold all KV that is of use and the host has all of them; else none.
-        This is the usual case after a wait."""
+        """The pages from token `start` on, if they hold all usable KV and the host has all of them; else none. The host
+        has them in the usual case, after a wait."""
         assert self.host is not None
         size = self.kv.page_size
         keys = left.keys[start // size : self.kv.pages_for(min(left.tokens, most))]
@@ -212,7 +212,7 @@ class Paging:
         return keys if is_all and not self.host.lacks(keys) else []
 
     def _page_ends(self, start: int, length: int, ends: Sequence[int]) -> list[int]:
-        """Where a page that starts at `start` may end, the fullest first."""
+        """The positions at which a page that starts at `start` may end, the furthest first."""
         full = start + self.kv.page_size
         return sorted({end for end in (full, *ends) if start < end <= min(full, length)}, reverse=True)
 

@@ -48,7 +48,7 @@ def chain(parent: Key, tokens: Sequence[int]) -> Key:
 
 
 def unshared_keys(count: int) -> list[Key]:
-    """Random keys for `count` pages whose KV follows from more than tokens. No other session can find them."""
+    """Random keys for `count` pages, which no other session can find: their KV depends on more than tokens."""
     return [token_bytes(KEY_BYTES) for _ in range(count)]
 
 

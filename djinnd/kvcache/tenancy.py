@@ -53,7 +53,7 @@ class Tenancy(Generic[T]):
         self._order: defaultdict[int, OrderedDict[tuple[T, int], None]] = defaultdict(OrderedDict)
         self._spare: defaultdict[int, OrderedDict[tuple[T, int], None]] = defaultdict(OrderedDict)
 
-    # --- what tenants have, and may have ----------------------------------------------------------------------------
+    # --- uses and limits of tenants -----------------------------------------------------------------------------------
 
     def used_by(self, tenant: int) -> int:
         """Bytes of the tenant."""
@@ -104,7 +104,7 @@ class Tenancy(Generic[T]):
                 nbytes -= tier.page_bytes
         return going
 
-    # --- what tiers say ---------------------------------------------------------------------------------------------
+    # --- changes that tiers report ------------------------------------------------------------------------------------
 
     def join(self, tier: T) -> list[tuple[T, int]]:
         """Adds a tier. The pages in its table count as used before all others. Returns the pages above a tenant's

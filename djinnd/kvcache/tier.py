@@ -139,7 +139,7 @@ class Tier:
         return key in self._slot
 
     def lacks(self, keys: Iterable[Key]) -> list[Key]:
-        """The pages that are not `in` the tier."""
+        """The pages that are neither in the tier nor on their way into it."""
         return list(filterfalse(self._slot.__contains__, keys))
 
     def find(self, key: Key) -> int | None:

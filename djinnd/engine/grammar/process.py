@@ -83,8 +83,8 @@ class GrammarProcess:
         self._unanswered.pop(run, None)
 
     def read_answers(self) -> GrammarStates:
-        """Reads the answers that have come, without waiting. Answers about runs that it has not
-        been asked about are left out."""
+        """Reads the answers that have come, without waiting. Leaves out answers about runs that the process was not
+        asked about."""
         if self._unsent:
             self._send()
         heard = GrammarStates()

@@ -74,7 +74,7 @@ class PageCopies:
     def add(self, move: Move) -> None:
         self._queued[move.direction].add(move)
 
-    # --- they begin -------------------------------------------------------------------------------------------------
+    # --- copies begin -------------------------------------------------------------------------------------------------
 
     def begin(self, mark: StreamMark, rate: float, *, weights_stream: bool) -> None:
         """Queues copies of added moves after `mark`, up to the limit in flight. `rate`: bytes a second each way for
@@ -154,7 +154,7 @@ class PageCopies:
             events += [self._device.copy(page[half], slot[half], after, name, _LANES[direction]) for page, slot in ends]
         return _Copy(events[-1], moves, events[len(moves) - 1], len(moves) * self._half_bytes)
 
-    # --- they end ---------------------------------------------------------------------------------------------------
+    # --- copies end ---------------------------------------------------------------------------------------------------
 
     def end(self) -> list[tuple[list[Move], str]]:
         """The moves of copies that have ended, each with its error or "". Does not block."""

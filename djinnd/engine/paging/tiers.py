@@ -235,7 +235,7 @@ class Tiers:
             self.settle(name)
         log.info("pages_kept seconds=%.3f", time.monotonic() - began)
 
-    # --- what clients say -------------------------------------------------------------------------------------------
+    # --- signals of clients -------------------------------------------------------------------------------------------
 
     def signal(self, message: messages.Signal) -> None:
         try:
