@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -30,9 +31,12 @@ from djinnd.engine.load.loading import LoadQueue, LoadResult
 from djinnd.engine.paging.tiers import Tiers
 from djinnd.engine.report import Reporter
 from djinnd.engine.run.model_runner import ModelRunner
-from djinnd.engine.run.prepare_model import Preparation
+from djinnd.engine.run.prepare_model import prepare_model
 from djinnd.engine.windows.deliveries import Deliveries
 from djinnd.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
+    from djinnd.model.kernels.variants import Variant
 
 log = logging.getLogger("djinnd.engine")
 
@@ -98,33 +102,28 @@ class EngineModels:
         return self._next_ready() is not None
 
     def _serve(self, result: LoadResult) -> Iterator[Compiling | None]:
-        """Prepares a loaded model for serving, and adopts it. Yields after each part; the next part begins when the
-        compilation that was yielded is over, or in a later turn."""
+        """Prepares a loaded model for serving, and adopts it: see `prepare_model`."""
         load = result.load
         with _naming(load.model):
             if result.error is not None:
                 raise result.error
             assert result.weights is not None and result.shape is not None
-            preparation = Preparation(load, result.weights, result.shape, self._device, *self._limits)
-            del result
-            if self._compiler is not None and (missing := preparation.missing_kernels()):
-                told = partial(self._tell_compiling, load.model)
-                compiling = Compiling(self._compiler, missing, told, self._channel.wake)
-                yield compiling
-                preparation.kernels_compiled(compiling.variants, compiling.failed)
-            yield None
-            for _ in preparation.finish():
-                self._channel.send(messages.Loading(load.model, "preparing"))
-                yield None
-        self._adopt(preparation.runner)
+            compile = None if self._compiler is None else partial(self._compile, self._compiler, load.model)
+            runner = yield from prepare_model(load, result.weights, result.shape, self._device, *self._limits, compile)
+        self._adopt(runner)
 
-    def _tell_compiling(self, model: str, done: int, total: int) -> None:
-        self._channel.send(messages.Loading(model, "compiling", done, total))
+    def _compile(self, compiler: KernelCompiler, model: str, missing: list[Variant]) -> Compiling:
+        def told(done: int, total: int) -> None:
+            self._channel.send(messages.Loading(model, "compiling", done, total))
+
+        return Compiling(compiler, missing, told, self._channel.wake)
 
     def _advance(self, coming: _Coming) -> None:
         """Does the load's next part. A failure ends the load's request."""
         try:
             coming.compiling = next(coming.parts)
+            if coming.compiling is None:
+                self._channel.send(messages.Loading(coming.load.model, "preparing"))
             return
         except StopIteration:
             refusal = None

@@ -22,7 +22,7 @@ from djinnd.engine.load.loading import model_shape
 from djinnd.engine.load.planning import reserved_bytes
 from djinnd.engine.memory.memory import KvPlan, ModelShape
 from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
-from djinnd.engine.run.prepare_model import Preparation
+from djinnd.engine.run.prepare_model import prepare_model
 from djinnd.messages import Load
 from djinnd.model.check.equality import check_paging
 from djinnd.model.placing.loader import Weights
@@ -61,10 +61,13 @@ def made_runner(
     load: Load, weights: Weights, shape: ModelShape, device: Device, max_batch_tokens: int, max_rows: int
 ) -> ModelRunner:
     """The runner of a model that has passed its check. Raises OutOfMemory or ModelRejected."""
-    preparation = Preparation(load, weights, shape, device, max_batch_tokens, max_rows)
-    for _ in preparation.finish():
-        pass
-    return preparation.runner
+    parts = prepare_model(load, weights, shape, device, max_batch_tokens, max_rows)
+    try:
+        while True:
+            next(parts)
+    except StopIteration as prepared:
+        runner: ModelRunner = prepared.value
+        return runner
 
 
 def _runner_with(

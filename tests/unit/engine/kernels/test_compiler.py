@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from djinnd import messages
 from djinnd.engine.kernels.compiler import Compiling, KernelCompiler
-from djinnd.engine.run.prepare_model import Preparation
+from djinnd.engine.run import prepare_model
 from djinnd.model.kernels.gate import gated
 from djinnd.model.kernels.rms_norm import rms_norm
 from djinnd.model.kernels.tile import INTERPRETED
@@ -113,7 +113,7 @@ def wanting(engine: EngineThread, monkeypatch: pytest.MonkeyPatch, missing: list
     """From now on, the models of this engine lack these kernels."""
     held = Held()
     engine.engine._models._compiler = held
-    monkeypatch.setattr(Preparation, "missing_kernels", lambda self: missing)
+    monkeypatch.setattr(prepare_model, "_missing_kernels", lambda runner: missing)
     return held
 
 
