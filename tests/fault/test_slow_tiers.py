@@ -68,13 +68,13 @@ def engine(tmp_path: Path, disk: SlowDisk) -> Iterator[EngineThread]:
             disk.gate.set()
             engine.socket.close()
             engine.join()
-            transfers = engine.engine._tiers._models["m"].transfers  # an engine process would have ended them
+            transfers = engine.transfers()  # an engine process would have ended them
             transfers.settle()
             transfers.close()
 
 
 def runner(engine: EngineThread) -> ModelRunner:
-    return engine.engine._runners["m"]
+    return engine.runner()
 
 
 def kv_of(engine: EngineThread, page: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def greedy(tokens: list[int], count: int) -> list[int]:
 
 def fail(engine: EngineThread, device: TroubledDevice, streamed: int) -> None:
     """Makes the next copy of the streamed block of this number fail, counted from the first."""
-    runner = engine.engine._runners["m"]
+    runner = engine.runner()
     device.fail(runner.weights.store.host(runner.places.streamed[streamed]))
 
 

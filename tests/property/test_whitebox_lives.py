@@ -333,9 +333,9 @@ def near(found: Tensor, expected: Tensor, told: str) -> None:
 
 
 def close_descriptors(engine: WhiteBoxEngine) -> None:
-    for fd in engine._descriptors:
+    for fd in engine.descriptors:
         os.close(fd)
-    engine._descriptors.clear()
+    engine.descriptors.clear()
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +354,7 @@ def engines() -> Iterator[tuple[Turnwise, WhiteBoxEngine]]:
 def use_graphs(engine: WhiteBoxEngine, patch: pytest.MonkeyPatch) -> None:
     """Sets graphs that are never captured, so that each of their steps runs eagerly, in its padded shape."""
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    runner = engine.engine._runners["m"]
+    runner = engine.runner()
     graphs = StepGraphs(runner.model, engine.device, 64, 32, 8, 8 * runner.plan.page_size)  # type: ignore[arg-type]
     graphs.stop_capturing()
     patch.setattr(runner, "graphs", graphs)
@@ -376,5 +376,5 @@ def test_sessions_equal_those_of_an_engine_of_their_own(
     for each in engines:
         close_descriptors(each)
     engine.check_idle()
-    assert engine.engine._runners["m"].kv.protected == []
+    assert engine.runner().kv.protected == []
     assert open_descriptors() == before

@@ -11,19 +11,30 @@ from djinnd.engine.engine import Engine
 from djinnd.engine.io.idle_work import Part
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> Callable[[], bool]:
-    """Wraps a method of an object. → a function that returns True while the method runs."""
-    running, method = list[bool](), getattr(owner, name)
+def in_steps(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[], bool]:
+    """→ a function that returns True while the device runs a step."""
+    running, run = list[bool](), engine._idle_work.run
 
-    def wrapped(*arguments: Any) -> Any:
+    def noted() -> bool:
         running.append(True)
         try:
-            return method(*arguments)
+            return run()
         finally:
             running.pop()
 
-    monkeypatch.setattr(owner, name, wrapped)
+    monkeypatch.setattr(engine._idle_work, "run", noted)
     return lambda: bool(running)
+
+
+def on_message(monkeypatch: pytest.MonkeyPatch, engine: Engine, act: Callable[[Any], None]) -> None:
+    """Calls `act` with each message before the engine handles it."""
+    handle = engine._dispatcher._handle
+
+    def noted(message: Any) -> None:
+        act(message)
+        handle(message)
+
+    monkeypatch.setattr(engine._dispatcher, "_handle", noted)
 
 
 def add_part(monkeypatch: pytest.MonkeyPatch, engine: Engine, part: Part) -> None:

@@ -23,7 +23,11 @@ from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.engine import Engine
 from djinnd.engine.io.channel import ServerChannel
+from djinnd.engine.paging.transfers import Transfers
+from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.messages import MAX_FRAME, FromEngine, ToEngine
+from djinnd.scheduler.scheduler import Scheduler
+from djinnd.scheduler.waits import Waits
 from tests.support.loaded import MEMORY
 
 FOREVER = 60.0  # seconds until a test has failed
@@ -47,8 +51,8 @@ class EngineThread:
         self.recomputed: Counter[int] = Counter()  # tokens, by tenant
         self.started: list[int] = []  # requests, as far as received
         self._incoming: list[FromEngine] = []
-        self._descriptors: list[int] = []
-        self._arenas: list[posix_ipc.SharedMemory] = []
+        self.descriptors: list[int] = []
+        self.arenas: list[posix_ipc.SharedMemory] = []
         self._numbers = count(1)
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -78,12 +82,32 @@ class EngineThread:
         for runner in self.engine._runners.values():  # the exit of a real process would free all this
             runner.release()
         self.device.close()
-        for fd in self._descriptors:
+        for fd in self.descriptors:
             os.close(fd)
-        for arena in self._arenas:
+        for arena in self.arenas:
             arena.close_fd()
             arena.unlink()
         assert error[0] is not None or self.error is None, self.error
+
+    # --- parts of the engine ------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine._scheduler
+
+    @property
+    def waits(self) -> Waits:
+        return self.engine._tiers._waits
+
+    def runner(self, model: str = "m") -> ModelRunner:
+        return self.engine._runners[model]
+
+    def transfers(self, model: str = "m") -> Transfers:
+        return self.engine._tiers._models[model].transfers
+
+    def end_background_work(self) -> None:
+        """Returns when the work that has been given to the engine's thread for windows is done."""
+        self.engine._background.begin(lambda: None).result(FOREVER)
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +121,7 @@ class EngineThread:
         while True:
             while not self._incoming:
                 data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, 16)
-                self._descriptors += fds
+                self.descriptors += fds
                 if not data:
                     raise EOFError
                 self._incoming += [messages.decode_from_engine(f.payload) for f in self._decoder.feed(data)]
@@ -171,7 +195,7 @@ class EngineThread:
     def grant(self, need: messages.NeedArena) -> messages.ArenaReady:
         nbytes = mmap.PAGESIZE + need.nbytes
         arena = posix_ipc.SharedMemory(f"/djinnd-test-{uuid.uuid4().hex}", posix_ipc.O_CREX, size=nbytes)
-        self._arenas.append(arena)
+        self.arenas.append(arena)
         os.posix_fallocate(arena.fd, 0, nbytes)
         return messages.ArenaReady(need.request, arena.name, offset=mmap.PAGESIZE, complete=False)
 
@@ -198,5 +222,5 @@ class EngineThread:
     def logits(self, reply: FromEngine) -> npt.NDArray[np.float32]:
         """[tokens, vocab], in the last descriptor that came."""
         assert isinstance(reply, messages.LogitsReady), reply
-        with mmap.mmap(self._descriptors[-1], 0, access=mmap.ACCESS_READ) as memory:
+        with mmap.mmap(self.descriptors[-1], 0, access=mmap.ACCESS_READ) as memory:
             return np.frombuffer(memory, np.float32).reshape(reply.tokens, reply.vocab).copy()

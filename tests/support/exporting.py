@@ -29,7 +29,7 @@ class ExportingEngine(EngineThread):
         self.send(messages.ExportKv(request, session))
         exported = self.until(messages.KvExported, messages.Stepped)
         assert exported.request == request
-        memory = map_window(self._descriptors[-1], self.layout.nbytes(exported.tokens))
+        memory = map_window(self.descriptors[-1], self.layout.nbytes(exported.tokens))
         return KV(self.layout, exported.tokens, memory, None)
 
     def import_(self, session: str, tokens: list[int], window: KvWindow, salt: bytes = SALT) -> messages.FromEngine:

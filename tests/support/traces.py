@@ -24,7 +24,7 @@ def check_streaming(engine: EngineThread, placing: Placing, steps: int, rounding
         messages.Trace(99, steps, seconds=60.0), engine.run_message("s", random_prompt(PROMPT, VOCAB, 0), steps + 3)
     )
     spans = engine.until(messages.Traced, messages.Stepped, messages.Finished).spans
-    placement = engine.engine._runners["m"].model.placement
+    placement = engine.runner().model.placement
     plan = placement.plan
     assert plan is not None and plan.streamed
     tracks = ("step", "compute", "copy", "host")

@@ -61,7 +61,7 @@ class WhiteBoxEngine(EngineThread):
     def check_idle(self) -> None:
         """Closes all sessions and asserts that only their pages are left."""
         self.send(*(messages.Close(use.session) for use in self.report().sessions))
-        report, runner, device = self.report(), self.engine._runners["m"], self.engine._device
+        report, runner, device = self.report(), self.runner(), self.device
         assert runner.edits.nbytes == runner.captures.nbytes == len(runner.edits) == len(runner.captures) == 0
         assert runner.parked.nbytes == len(runner.parked) == 0
         assert not self.engine._requests._stop_captures._open
@@ -84,7 +84,7 @@ class WhiteBoxEngine(EngineThread):
         assert isinstance(reply, messages.Finished) and reply.capture is not None, reply
         told = reply.capture
         dtype, found = DTYPES[told.dtype], {}
-        with mmap.mmap(self._descriptors[-1], told.nbytes, access=mmap.ACCESS_READ) as memory:
+        with mmap.mmap(self.descriptors[-1], told.nbytes, access=mmap.ACCESS_READ) as memory:
             for point, offset in zip(points, told.offsets, strict=True):
                 width = self.points.width_at(point)
                 assert offset + told.room * width * dtype.itemsize <= told.nbytes and told.positions <= told.room

@@ -19,6 +19,7 @@ from djinnd import messages
 from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.core.stops import Stop
 from djinnd.engine.probes.device_rows import DeviceRows
+from djinnd.engine.probes.parked_states import ParkedStates
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.model.step.graphs import StepGraphs
 from tests.support import reference
@@ -54,7 +55,7 @@ def hooked(engine: Engine) -> Hooked:
 
 
 def runner_of(engine: Engine) -> ModelRunner:
-    return engine.engine._runners["m"]
+    return engine.runner()
 
 
 class At(NamedTuple):
@@ -196,7 +197,7 @@ def test_each_generated_token_stops(engine: Engine, block: int) -> None:
 
 def test_prefill_speed_is_not_learnt_from_steps_whose_end_was_not_observed(alone: Engine) -> None:
     """Such as steps of rows that have stopped, or of a call that only captures: the next step may come much later."""
-    costs = alone.engine._scheduler.queues["m"].residency.lower_tiers.costs
+    costs = alone.scheduler.queues["m"].residency.lower_tiers.costs
     alone.open("s")
     found = hit(alone, "s", prompt(LONG), 1, at(BLOCKS))
     resumed(alone, "s", found, 1, at(BLOCKS, (0, LONG)))
@@ -458,14 +459,7 @@ def test_two_stopping_sessions_that_need_more_pages_than_exist_both_finish(alone
 
 def test_a_device_without_room_for_held_rows_recomputes_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens and the captured activations are the same."""
-
-    def refuses(rows: DeviceRows, count: int) -> int:
-        if "parked" in rows._label:
-            raise OutOfMemory("no room", needed=count)
-        return take(rows, count)
-
-    take = DeviceRows.take
-    monkeypatch.setattr(DeviceRows, "take", refuses)
+    monkeypatch.setattr(ParkedStates, "give_room", lambda parked, row: False)
     engine.open("s")
     found = hit(engine, "s", prompt(LONG), NEW, at(2))
     with counted(engine) as counts:

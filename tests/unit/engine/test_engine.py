@@ -14,13 +14,14 @@ import torch
 from djinn_client.protocol import Sampling
 from djinnd import messages
 from djinnd.device.cpu import CpuDevice
+from djinnd.engine.report import Reporter
 from djinnd.engine.run import prepare_model as serving_module
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support import reference
-from tests.support.besides import add_part, watched
+from tests.support.besides import add_part, in_steps, on_message
 from tests.support.checkpoints import Tensors, altered
 from tests.support.engine_thread import FOREVER, EngineThread
 from tests.support.loaded import random_prompt
@@ -213,11 +214,14 @@ def test_a_run_sends_started_then_tokens_then_one_finished(serving: EngineThread
 def test_started_requests_are_sent_while_the_device_runs_the_step(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    untold: list[int] = []
-    add_part(monkeypatch, serving.engine, lambda: untold.append(len(serving.engine._started)))
+    sent, counts, send = list[type](), list[int](), serving.channel.send
+    monkeypatch.setattr(
+        serving.channel, "send", lambda message, *fds: (sent.append(type(message)), send(message, *fds))
+    )
+    add_part(monkeypatch, serving.engine, lambda: counts.append(sent.count(messages.Stepping)))
     request = serving.run("s", prompt(10), 2)
     serving.outcome(request)
-    assert serving.started == [request] and untold == [0, 0]
+    assert serving.started == [request] and counts == [1, 1]
 
 
 def test_a_session_continues_without_a_prompt_and_after_an_engine_s_death(serving: EngineThread) -> None:
@@ -516,14 +520,8 @@ def test_logits_that_are_no_numbers_fail_only_their_request(
 @pytest.fixture
 def heard(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The messages handled from now on, and whether during a step."""
-    engine, seen = serving.engine, list[tuple[str, bool]]()
-    is_beside, hand_over = watched(monkeypatch, engine._idle_work, "run"), engine._dispatcher._handle
-
-    def recorded(message: Any) -> None:
-        seen.append((type(message).__name__, is_beside()))
-        hand_over(message)
-
-    monkeypatch.setattr(engine._dispatcher, "_handle", recorded)
+    seen, is_beside = list[tuple[str, bool]](), in_steps(monkeypatch, serving.engine)
+    on_message(monkeypatch, serving.engine, lambda message: seen.append((type(message).__name__, is_beside())))
     return seen
 
 
@@ -670,14 +668,14 @@ def test_a_report_has_the_figures(serving: EngineThread) -> None:
 def test_a_report_is_made_during_a_step_and_an_audit_between_two(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, seen = serving.engine, list[tuple[int, bool]]()
-    is_beside, report = watched(monkeypatch, engine._idle_work, "run"), engine._reporter.report
+    seen = list[tuple[int, bool]]()
+    is_beside, report = in_steps(monkeypatch, serving.engine), Reporter.report
 
-    def reported(message: messages.Inquire) -> messages.Report:
+    def reported(reporter: Reporter, message: messages.Inquire) -> messages.Report:
         seen.append((message.request, is_beside()))
-        return report(message)
+        return report(reporter, message)
 
-    monkeypatch.setattr(engine._reporter, "report", reported)
+    monkeypatch.setattr(Reporter, "report", reported)
     run = serving.run_message("s", prompt(10), 2)
     looks = [messages.Inquire(1), messages.Inquire(2, check=True), messages.Inquire(3)]
     serving.send(run, *looks)  # received together
@@ -690,12 +688,11 @@ def test_a_report_is_made_during_a_step_and_an_audit_between_two(
 
 def test_the_audit_finds_a_wrong_state(serving: EngineThread) -> None:
     serving.outcome(serving.run("s", prompt(10), 1))
-    runner = serving.engine._runners["m"]
-    runner.kv.pool._references[5] = 1
+    (page,) = serving.runner().kv.pool.allocate(1, tenant=0)  # no session holds it
     serving.send(messages.Inquire(1, check=False), messages.Inquire(2, check=True))
     assert serving.until(messages.Report).findings == []
     (finding,) = serving.until(messages.Report).findings
-    assert finding.startswith("scheduler: page 5")
+    assert finding.startswith(f"scheduler: page {page}")
 
 
 def test_seeds_decide_the_sampled_tokens(serving: EngineThread) -> None:

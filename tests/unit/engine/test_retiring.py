@@ -26,7 +26,7 @@ def retire(engine: Tiered) -> None:
 def load_again(engine: Tiered, before: Tiered | None = None) -> None:
     """Loads the model from the arena that this engine, or the engine before it, has filled. Returns when its tiers are
     set up."""
-    weights, pages = (before or engine)._arenas[-2:]
+    weights, pages = (before or engine).arenas[-2:]
 
     def grant(need: messages.NeedArena) -> messages.ArenaReady:
         return messages.ArenaReady(need.request, weights.name, offset=4096, complete=True)
@@ -85,7 +85,7 @@ def test_other_models_run_while_the_pages_leave(engine: Tiered, monkeypatch: pyt
     engine.ran("s")
     engine.loaded(FOLDER, "other")
     engine.open("o", "other")
-    transfers, may_land = engine.engine._tiers._models["m"].transfers, threading.Event()
+    transfers, may_land = engine.transfers(), threading.Event()
     end = transfers.end
 
     def ended_late() -> list[Transfer]:

@@ -178,7 +178,7 @@ def test_rows_touched_behind_the_blocks_leave_graphs_to_the_others(
 
     with Engine() as engine:
         engine.loaded(FOLDER, placing=placing)
-        runner = engine.engine._runners["m"]
+        runner = engine.runner()
         runner.graphs = Graphs(runner.model, engine.device, 64, 32, 8, 8 * runner.plan.page_size)  # type: ignore[arg-type]
         runner.graphs.stop_capturing()
         forward = runner.model.forward
@@ -187,7 +187,7 @@ def test_rows_touched_behind_the_blocks_leave_graphs_to_the_others(
         engine.open("alone")
         engine.tokens("alone", prompt(5), NEW)
         engine.check_idle()
-    steps = engine.engine._reporter.steps
+        steps = engine.report().steps
     assert len(passes) == steps if placing.resident else len(passes) > steps, "a pass costs the bus where blocks stream"
     assert replays and any(inside) != bool(placing.resident), "who is touched within blocks is with the others"
 
@@ -265,7 +265,7 @@ def test_values_without_room_on_the_device_fail_the_run(engine: Engine) -> None:
     engine.open("s")
     engine.open("t")
     vast = Edit(1 << 30, (RESID,), "replace", (Extent(0, rows),), rows=rows, values=b"")
-    runner = engine.engine._runners["m"]
+    runner = engine.runner()
     engine.send(messages.AddEdit("s", vast))
     tokens, reply = engine.outcome(engine.run("s", prompt(10), NEW))
     assert tokens == [] and isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
@@ -433,12 +433,12 @@ def test_no_window_is_leaked(engine: Engine) -> None:
     for _ in range(3):
         _, reply = engine.outcome(engine.run("s", [7], 2, capture=EVERY))
         engine.captured(reply, EVERY)
-        os.close(engine._descriptors.pop())
+        os.close(engine.descriptors.pop())
         request = engine.run("s", [7], 1000, capture=EVERY)
         engine.send(messages.CancelRun(request))
         engine.outcome(request)
         engine.report()
-    engine.engine._background._aside.submit(lambda: None).result()
+    engine.end_background_work()
     assert open_descriptors() == before
 
 
@@ -460,7 +460,7 @@ def test_a_device_without_room_for_captures_fails_the_call(engine: Engine) -> No
     report = engine.report()
     row = 4 * engine.points.vocab
     engine.open("s")
-    runner = engine.engine._runners["m"]
+    runner = engine.runner()
     blocker = runner.device.allocate("blocker", (report.budget_bytes - report.used_bytes - 50 * row,), torch.uint8)
     _, reply = engine.outcome(engine.run("s", prompt(60), 4, capture=[LOGITS]))
     assert isinstance(reply, messages.Failed) and reply.code == "out_of_memory" and reply.data["needed"] >= 63 * row

@@ -18,6 +18,7 @@ from djinnd.engine.memory.host_pages import HostPages, object_bytes, pages_finge
 from djinnd.engine.memory.memory import ModelShape
 from djinnd.kvcache.tier import HOST_PAGE, Tier
 from tests.support.loaded import MEMORY
+from tests.support.pinned import pinned
 
 PAGE = 3 * HOST_PAGE - 512  # bytes: not a multiple of a host page
 SLOT = 3 * HOST_PAGE
@@ -52,12 +53,6 @@ def shared(slots: int) -> Tensor:
     memory = torch.zeros(nbytes + HOST_PAGE, dtype=torch.uint8)
     start = -memory.data_ptr() % HOST_PAGE
     return memory[start : start + nbytes]
-
-
-def pinned(pages: HostPages) -> HostPages:
-    """Waits until the pinning thread has ended."""
-    pages._thread.join(60)
-    return pages
 
 
 def test_table_and_slots_are_contiguous_and_aligned_to_host_pages(device: Device) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from djinnd import messages
+from djinnd.engine.io.channel import ServerChannel
+from djinnd.engine.paging.pauses import Pauses
 from tests.support import reference
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
@@ -43,7 +46,7 @@ def test_a_resumed_session_gives_the_same_tokens(engine: Tiered, tier: str) -> N
 def test_a_session_above_its_tenant_s_disk_quota_is_not_paused(engine: Tiered) -> None:
     (info,) = engine.report().models
     tokens, limit = engine.ran("s"), 2 * info.page_bytes
-    engine.engine._tiers.set_tenants([messages.TenantLimits(0, disk_kv=limit)])
+    engine.send(messages.SetTenants([messages.TenantLimits(0, disk_kv=limit)]))
     told = engine.refused("s", "disk")
     assert told.code == "quota_exceeded" and "exceed the quota disk_kv" in told.message
     assert told.data == {"quota": "disk_kv", "limit": limit, "used": limit}
@@ -142,15 +145,20 @@ def test_a_pause_gets_one_reply_with_any_message_in_between(engine: Tiered, tier
 def test_a_pause_without_copies_is_answered_in_the_same_turn(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.ran("s")
     engine.paused("s", "disk")
-    pauses, turn, left = engine.engine._pauses, engine.engine._pauses.turn, []
+    done, ask, turn, send = list[str](), Pauses.ask, Pauses.turn, ServerChannel.send
 
-    def watched() -> None:
-        turn()
-        left.append(len(pauses._unanswered))
+    def sending(channel: ServerChannel, message: messages.FromEngine, *fds: Any) -> None:
+        done.append(type(message).__name__)
+        send(channel, message, *fds)
 
-    monkeypatch.setattr(pauses, "turn", watched)
+    monkeypatch.setattr(Pauses, "ask", lambda pauses, message: (done.append("ask"), ask(pauses, message)))
+    monkeypatch.setattr(Pauses, "turn", lambda pauses: (done.append("turn"), turn(pauses)))
+    monkeypatch.setattr(ServerChannel, "send", sending)
     assert engine.paused("s", "disk").pages == 3
-    assert not any(left)
+    engine.report()
+    done = [each for each in done if each in ("ask", "turn", "Paused")]
+    asked = done.index("ask")
+    assert done[asked : asked + 3] == ["ask", "turn", "Paused"]
 
 
 def test_a_pause_to_a_missing_tier_is_refused_and_the_session_runs_on(untiered: Tiered) -> None:

@@ -23,10 +23,11 @@ from djinnd.kvcache.checksum import checksum
 from djinnd.scheduler import waits
 from djinnd.scheduler.policy import Policy
 from tests.support import reference
-from tests.support.besides import add_part, watched
+from tests.support.besides import add_part, in_steps, on_message
 from tests.support.engine_thread import FOREVER
 from tests.support.late_copies import LateDevice
 from tests.support.overwritten import overwrite_free_pages
+from tests.support.pinned import pinned
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 
@@ -47,9 +48,7 @@ def test_a_model_has_the_configured_tiers(engine: Tiered) -> None:
 
 
 def test_a_note_says_how_much_host_memory_is_pinned(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = engine.engine._tiers._models["m"].transfers.host
-    assert pages is not None
-    pages._thread.join()
+    pages = pinned(engine.transfers().host)
     (info,) = engine.report().models
     assert info.host_pages_pinned == info.host_pages and not any("pinned" in note for note in info.notes)
     monkeypatch.setattr(pages, "pinned", info.host_pages - 1)
@@ -59,8 +58,9 @@ def test_a_note_says_how_much_host_memory_is_pinned(engine: Tiered, monkeypatch:
 
 def test_only_a_pause_waits_for_host_memory_to_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool has room for one of two sessions, and they alternate."""
-    may_pin, pins = threading.Event(), HostPages._pin
-    monkeypatch.setattr(HostPages, "_pin", lambda pages: may_pin.wait(FOREVER) and pins(pages))
+    is_pinned, take, is_ready = threading.Event(), HostPages.take_ready, HostPages.is_ready
+    monkeypatch.setattr(HostPages, "take_ready", lambda pages: take(pages) if is_pinned.is_set() else iter(()))
+    monkeypatch.setattr(HostPages, "is_ready", lambda pages, slot: is_pinned.is_set() and is_ready(pages, slot))
     with Tiered(max_batch_tokens=256) as engine:
         page_bytes = engine.loaded(FOLDER, "other", host_kv_bytes=0).page_bytes
         engine.loaded(FOLDER, host_kv_bytes=TIER, kv_bytes=4 * page_bytes)
@@ -72,7 +72,7 @@ def test_only_a_pause_waits_for_host_memory_to_be_pinned(monkeypatch: pytest.Mon
         asked = engine.pause("b")
         engine.send(asked)
         assert engine.use("b").pages == 3
-        may_pin.set()
+        is_pinned.set()
         assert engine.until(messages.Paused).pages == 3
 
 
@@ -88,7 +88,7 @@ def test_pages_for_an_unloaded_model_are_released() -> None:
 
 
 def test_pages_of_an_earlier_load_do_not_change_a_later_load_of_that_name(engine: Tiered) -> None:
-    paging = engine.engine._tiers._models["m"].paging
+    paging = engine.scheduler.queues["m"].residency.paging
     paging.is_expected = True  # of the load that serves
     engine.engine._loads._pages.put(PagesResult(77, "m", None, "that one had no room"))
     (info,) = engine.report().models
@@ -124,7 +124,7 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_have_arrived(monkeypat
         told = engine.ran("s")
         engine.send(messages.Signal("s", waits=True))
         assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
-        runner = engine.engine._runners["m"]
+        runner = engine.runner()
         overwrite_free_pages(runner.kv)
         runner.page_bytes()[1:] = 0x3C  # not large as numbers of any dtype, whichever data is there meanwhile
         begin = runner.model.placement.begin
@@ -196,20 +196,20 @@ def test_a_session_that_has_left_is_fetched_earlier_by_its_copying_time(engine: 
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True))
     engine.use_when("s", "waiting", on_device=False)
-    residency = engine.engine._scheduler.queues["m"].residency
+    residency = engine.scheduler.queues["m"].residency
     residency.lower_tiers.costs.bus = 3 * residency.kv.page_bytes / 600  # copying takes ten minutes
     engine.send(messages.Signal("s", waits=True, expected_s=1800.0))
     engine.report()
-    early = time.monotonic() + 1800 - engine.engine._scheduler.session("s").wakes_at
+    early = time.monotonic() + 1800 - engine.scheduler.session("s").wakes_at
     assert early > waits.LEAD * 600
 
 
 def learned(engine: Tiered, session: str, *seconds: float, tool: str = "search") -> None:
     """Teaches the engine how long the session's tenant waits for the tool."""
-    tenant = engine.engine._scheduler.session(session).tenant
+    tenant = engine.scheduler.session(session).tenant
     for each in seconds:
-        engine.engine._tiers._waits.begin("earlier", tenant, tool, 0.0)
-        engine.engine._tiers._waits.end("earlier", each)
+        engine.waits.begin("earlier", tenant, tool, 0.0)
+        engine.waits.end("earlier", each)
 
 
 def test_a_session_waiting_for_a_known_tool_is_back_at_its_usual_time(engine: Tiered) -> None:
@@ -224,12 +224,15 @@ def test_a_session_that_left_early_is_expected_once_others_have_shown_the_tool_s
     engine.ran("s")
     engine.send(messages.Signal("s", waits=True, tool="search"))
     engine.use_when("s", "waiting", on_device=False)
-    session, tiers = engine.engine._scheduler.session("s"), engine.engine._tiers
-    left = engine.engine._scheduler.queues["m"].residency.lower_tiers.left
+    session = engine.scheduler.session("s")
+    left = engine.scheduler.queues["m"].residency.lower_tiers.left
     assert left.get("s").back_at == 0.0
     learned(engine, "s", 3000.0, 3000.0)
-    tiers._waits.begin("another", session.tenant, "search", time.monotonic() - 3000.0)
-    tiers.called("another")
+    engine.open("another")
+    engine.report()
+    engine.waits.begin("another", session.tenant, "search", time.monotonic() - 3000.0)
+    engine.send(messages.Signal("another", waits=False))
+    engine.report()
     assert 2000.0 < left.get("s").back_at - time.monotonic() <= 3000.0
     assert session.wakes_at == 0.0, "and is not fetched before it asks"
     engine.send(messages.Signal("s", waits=False))
@@ -241,7 +244,7 @@ def test_a_client_s_expectation_overrides_the_learned_time(engine: Tiered) -> No
     learned(engine, "s", 3000.0, 3000.0, 3000.0)
     engine.send(messages.Signal("s", waits=True, tool="search"))
     engine.report()
-    session = engine.engine._scheduler.session("s")
+    session = engine.scheduler.session("s")
     assert 2000.0 < session.wakes_at - time.monotonic() <= 3000.0
     engine.send(messages.Signal("s", waits=True, expected_s=500.0, tool="search"))
     engine.report()
@@ -263,7 +266,7 @@ def test_a_known_wait_too_short_to_be_worth_an_eviction_does_nothing(
 
 
 def test_waits_are_measured_from_signal_to_signal_and_from_signal_to_call(engine: Tiered) -> None:
-    tools = engine.engine._tiers._waits._tools
+    tools = engine.waits._tools
     engine.ran("s")
     for seen in range(1, 3):
         engine.send(messages.Signal("s", waits=True, tool="search"), messages.Signal("s", waits=False))
@@ -278,11 +281,12 @@ def test_waits_are_measured_from_signal_to_signal_and_from_signal_to_call(engine
     assert {tool: each.seen for (_, tool), each in tools.items()} == {"search": 2, "read": 1}
 
 
-def test_closing_a_session_ends_no_wait(engine: Tiered) -> None:
+def test_closing_a_session_ends_no_wait(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "KNOWN_AFTER", 1)
     engine.open("t")
     engine.send(messages.Signal("t", waits=True, tool="search"), messages.Close("t"), messages.Signal("t", waits=False))
     engine.report()
-    assert engine.engine._tiers._waits._tools == {}
+    assert engine.waits.expected(0, "search") is None
 
 
 def test_signals_of_an_unknown_session_do_nothing(engine: Tiered) -> None:
@@ -307,7 +311,7 @@ def test_copies_that_no_call_waits_for_get_a_share_of_the_bus_beside_decode_step
         rows = (Row(session, Request(1, 0, 1, 8), 0, count, 0, 4, False) for count in counts)
         return Batch("m", tuple(rows), 1)
 
-    rate, bus = engine.engine._tiers._rate_during_step, engine.engine._device.rates().bus
+    rate, bus = engine.engine._tiers._rate_during_step, engine.device.rates().bus
     assert rate(batch(64)) == rate(batch(1, priority="batch")) == math.inf
     assert rate(batch(1, 64)) == Policy().paging * bus < bus
     assert rate(batch(64)) == Policy().paging * bus, "where two models take turns, it is kept between two steps"
@@ -319,8 +323,8 @@ def test_copies_that_no_call_waits_for_get_a_share_of_the_bus_beside_decode_step
 
 
 def test_a_waiting_session_leaves_during_a_step_or_between_two(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, seen = engine.engine._scheduler, list[tuple[str, bool]]()
-    is_beside, depart = watched(monkeypatch, engine.engine._idle_work, "run"), scheduler.depart
+    scheduler, seen = engine.scheduler, list[tuple[str, bool]]()
+    is_beside, depart = in_steps(monkeypatch, engine.engine), scheduler.depart
 
     def departed() -> bool:
         seen.extend((session, is_beside()) for session in scheduler.queues["m"].residency.to_leave)
@@ -348,20 +352,18 @@ def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_aft
     before = [*PROMPT, *engine.ran("s")]
     assert before == [*PROMPT, *engine.ran("t")] == [*PROMPT, *engine.ran("u")]
     engine.paused("u")
-    dispatcher, heard = engine.engine._dispatcher, list[tuple[str, str, bool]]()
-    is_beside, hand_over = watched(monkeypatch, engine.engine._idle_work, "run"), dispatcher._handle
+    is_beside, heard = in_steps(monkeypatch, engine.engine), list[tuple[str, str, bool]]()
     idle, running = engine.pause("t"), engine.pause("s")
     said = [messages.Resume("u"), idle, messages.Open("v", "m", 0, "agent", []), running, messages.Resume("t")]
 
     def recorded(message: Any) -> None:
         heard.append((type(message).__name__, getattr(message, "session", ""), is_beside()))
-        hand_over(message)
 
     def speaking() -> None:
         sent, said[:] = said[:], []
         engine.send(*sent)
 
-    monkeypatch.setattr(dispatcher, "_handle", recorded)
+    on_message(monkeypatch, engine.engine, recorded)
     add_part(monkeypatch, engine.engine, speaking)
     run = engine.run_message("s", [5], NEW)
     engine.send(run)
@@ -393,19 +395,17 @@ def test_idle_sessions_are_paused_and_resumed_during_a_step_and_running_ones_aft
 def test_work_that_no_call_waits_for_is_left_for_the_next_step(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.open("t")
     engine.ran("t")
-    dispatcher, seen = engine.engine._dispatcher, list[tuple[str, bool]]()
-    scheduler, tend, hand_over = engine.engine._scheduler, engine.engine._scheduler.tend, dispatcher._handle
-    is_beside = watched(monkeypatch, engine.engine._idle_work, "run")
+    scheduler, tend, seen = engine.scheduler, engine.scheduler.tend, list[tuple[str, bool]]()
+    is_beside = in_steps(monkeypatch, engine.engine)
 
     def recorded(message: Any) -> None:
         seen.append((type(message).__name__, is_beside()))
-        hand_over(message)
 
     def tended(now: float) -> None:
         seen.append(("tend", is_beside()))
         tend(now)
 
-    monkeypatch.setattr(dispatcher, "_handle", recorded)
+    on_message(monkeypatch, engine.engine, recorded)
     monkeypatch.setattr(scheduler, "tend", tended)
     run = engine.run_message("s", PROMPT, 1000)
     engine.send(run)
@@ -444,7 +444,7 @@ def test_sessions_leave_one_after_another_without_messages_or_copies(
     for session in "st":
         engine.send(messages.Signal(session, waits=False))
         engine.use_when(session, "idle", on_device=True)
-    scheduler, channel = engine.engine._scheduler, engine.engine._channel
+    scheduler, channel = engine.scheduler, engine.channel
     depart, receive, seen = scheduler.depart, channel.receive, list[tuple[int, float]]()
     to_leave = scheduler.queues["m"].residency.to_leave
     left = 0
@@ -475,27 +475,26 @@ def test_the_report_has_each_tenant_s_bytes_in_each_tier(engine: Tiered) -> None
     engine.open("t", tenant=7)
     assert engine.ran("s") == engine.ran("t") == expected()
     (info,) = engine.report().models
-    tiers, three = engine.engine._tiers, 3 * info.page_bytes
-    assert tiers.uses_of_tenants() == [messages.TenantUse(0, three, 0, 0), messages.TenantUse(7, three, 0, 0)]
+    three = 3 * info.page_bytes
+    assert engine.report().tenants == [messages.TenantUse(0, three, 0, 0), messages.TenantUse(7, three, 0, 0)]
     engine.paused("s", "disk")
-    assert tiers.uses_of_tenants() == [messages.TenantUse(0, 0, 0, three), messages.TenantUse(7, three, 0, 0)]
+    assert engine.report().tenants == [messages.TenantUse(0, 0, 0, three), messages.TenantUse(7, three, 0, 0)]
 
 
 def test_a_tenant_keeps_its_host_quota_and_recomputes_the_rest(engine: Tiered) -> None:
     (info,) = engine.report().models
-    tiers = engine.engine._tiers
-    tiers.set_tenants([messages.TenantLimits(0, host_kv=2 * info.page_bytes)])
+    engine.send(messages.SetTenants([messages.TenantLimits(0, host_kv=2 * info.page_bytes)]))
     tokens = engine.ran("s")
     assert engine.paused("s").pages == 2
-    (use,) = tiers.uses_of_tenants()
+    (use,) = engine.report().tenants
     assert (use.device_kv, use.host_kv) == (0, 2 * info.page_bytes)
     engine.open("t", tenant=7)
     engine.ran("t")
     assert engine.paused("t").pages == 3
     engine.send(messages.Resume("s"))
     assert engine.ran("s", [5]) == expected([*PROMPT, *tokens, 5])
-    tiers.set_tenants([messages.TenantLimits(0, host_kv=0)])
-    assert [use.tenant for use in tiers.uses_of_tenants() if use.host_kv] == [7]
+    engine.send(messages.SetTenants([messages.TenantLimits(0, host_kv=0)]))
+    assert [use.tenant for use in engine.report().tenants if use.host_kv] == [7]
 
 
 # --- the next engine --------------------------------------------------------------------------------------------------
@@ -508,7 +507,7 @@ def test_kept_pages_are_found_by_the_next_engine() -> None:
         tokens = first.ran("s")
         first.send(messages.Shutdown(keep_pages=True))
         first.join()
-        pages = first._arenas[-1]
+        pages = first.arenas[-1]
         with Tiered(max_batch_tokens=256) as second:
             second.loaded(FOLDER, host_kv_bytes=TIER)
             need = second.until(messages.NeedArena)

@@ -23,6 +23,7 @@ from djinnd.device.cpu import CpuDevice, _CopyEvent
 from djinnd.engine.memory import host_pages
 from djinnd.engine.memory.host_pages import HostPages, object_bytes
 from djinnd.engine.paging import page_copies
+from djinnd.engine.paging.page_copies import PageCopies
 from djinnd.engine.paging.transfers import Transfers
 from djinnd.engine.tuning import AHEAD_S
 from djinnd.kvcache.manager import KvManager
@@ -31,6 +32,7 @@ from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.paging import Found, Paging
 from djinnd.kvcache.prefixes import root
 from tests.support.loaded import MEMORY
+from tests.support.pinned import pinned
 from tests.support.rates import RATES
 
 PAGE, BYTES = 4, 8192  # tokens and bytes of a page
@@ -57,7 +59,7 @@ class Device(CpuDevice):
         self.copies: list[str] = []
         self.fails = ""
         self.holds = False  # queued copies do not run
-        self._held: list[HeldCopy] = []
+        self.held: list[HeldCopy] = []
 
     def copy(
         self,
@@ -74,8 +76,8 @@ class Device(CpuDevice):
             event.finish(RuntimeError("the bus is on fire"))
             return event
         if self.holds:
-            self._held.append(HeldCopy())
-            return self._held[-1]
+            self.held.append(HeldCopy())
+            return self.held[-1]
         return super().copy(target, source, after, name, lane)
 
 
@@ -88,8 +90,7 @@ class Floor:
         self.pool = torch.zeros(PAGES + 1, BYTES, dtype=torch.uint8)
         self.paging = Paging(self.kv)
         self.transfers = Transfers(self.device, self.paging, lambda: self.pool, BYTES // 2)
-        host = HostPages(memory, BYTES, self.device)
-        host._thread.join()  # wait until all of it is pinned, so that copies can begin
+        host = pinned(HostPages(memory, BYTES, self.device))  # so that copies can begin
         self.transfers.attach_host(host)
         if disk:
             self.transfers.attach_disk(PageFile(str(folder), "m", BYTES, DISK, "f"))
@@ -185,7 +186,7 @@ def test_a_turn_does_not_block(floor: Floor) -> None:
     for _ in range(3):
         assert floor.turn() == []
     assert transfer.missing == 7
-    for event in floor.device._held:
+    for event in floor.device.held:
         event.finish()
     assert floor.transfers.turn() == [transfer]
 
@@ -225,14 +226,14 @@ def test_moves_that_end_during_a_step_are_reported_and_no_new_ones_begin(floor: 
     leaving = floor.paging.save("a", floor.kv.keys_of("a", root(TENANT), TOKENS, 26), 26)
     floor.turn()
     following = floor.paging.save("b", floor.kv.keys_of("b", root(TENANT), OTHERS, 26), 26)
-    for event in floor.device._held:
+    for event in floor.device.held:
         event.finish()
     assert floor.transfers.end() == [leaving]
     floor.transfers.begin_copies()
     assert floor.device.copies == ["demote 7"], "the rest is found in the next turn"
     assert floor.turn() == []
     assert floor.device.copies == ["demote 7", "demote 7"] and following.missing == 7
-    for event in floor.device._held:
+    for event in floor.device.held:
         event.finish()
 
 
@@ -282,7 +283,7 @@ def test_copies_that_no_call_waits_for_are_held_to_a_rate(floor: Floor, monkeypa
     floor.device.holds = True
     assert begun() == 1
     assert floor.device.copies == ["demote 1", "demote 1", "demote 7"], "all of b's"
-    held, floor.device.holds = floor.device._held, False
+    held, floor.device.holds = floor.device.held, False
     for event in held:
         event.finish()
     assert leaving["b"] in floor.settle() and leaving["a"].is_over
@@ -343,8 +344,8 @@ def test_the_first_piece_does_not_wait_for_the_others_bookkeeping(
     floor.session("a", TOKENS)
     floor.leave("a", TOKENS)
     monkeypatch.setattr(page_copies, "COPY_BYTES", 3 * BYTES)
-    done, begin = list[str](), floor.transfers._begin
-    monkeypatch.setattr(floor.transfers, "_begin", lambda move: (done.append("book"), begin(move)))
+    done, add = list[str](), PageCopies.add
+    monkeypatch.setattr(PageCopies, "add", lambda copies, move: (done.append("book"), add(copies, move)))
     floor.device.copies = done
     floor.come_back(TOKENS)
     assert done == ["book"] * 3 + ["promote 3"] + ["book"] * 4 + ["promote 3", "promote 1"]
@@ -365,7 +366,7 @@ def test_no_more_is_in_flight_than_the_bus_needs(
     landed = 0
     while not transfer.is_over:
         floor.turn()
-        under_way = floor.device._held[landed:]
+        under_way = floor.device.held[landed:]
         assert len(under_way) == min(most, 7 - landed)
         under_way[0].finish()
         landed += 1
@@ -383,7 +384,7 @@ def test_a_step_follows_the_last_copies_of_a_transfer_that_are_about_to_end(
     transfer = floor.paging.load("back", TENANT, floor.find(TOKENS))
     floor.device.holds = True
     floor.turn()
-    held = floor.device._held
+    held = floor.device.held
     assert len(held) == 7 and floor.transfers.follow() == [], "seven are too many"
     for event in held[:4]:
         event.finish()
@@ -449,7 +450,7 @@ def test_a_step_follows_the_first_halves(halving: Floor) -> None:
     transfer = awaited(halving)
     halving.device.holds = True
     halving.turn()
-    whole, *held = halving.device._held
+    whole, *held = halving.device.held
     assert halving.transfers.follow() == [], "four pages take longer than launching a step"
     whole.finish()
     assert halving.turn() == [] and halving.transfers.follow() == [transfer]

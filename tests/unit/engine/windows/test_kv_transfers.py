@@ -262,7 +262,7 @@ def test_no_window_is_leaked(engine: Engine) -> None:
     before = open_descriptors()
     for _ in range(3):
         kv = engine.export("s")
-        os.close(engine._descriptors.pop())
+        os.close(engine.descriptors.pop())
         with_tokens = filled(kv)
         engine.import_("t", prompt(kv.length), with_tokens)
         engine.send(messages.Close("t"))
