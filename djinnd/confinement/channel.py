@@ -13,7 +13,6 @@ from djinn_client.protocol import MAX_FDS, FrameDecoder
 _READ = 1 << 18
 _FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
-
 Heard = TypeVar("Heard")
 Said = TypeVar("Said")
 
@@ -38,14 +37,21 @@ class ConfinedChannel(Generic[Heard, Said]):
     def messages(self) -> Iterator[tuple[Heard, list[int]]]:
         """Yields messages with their descriptors, until the server closes the socket."""
         while True:
-            data, ancillary, _, _ = self._socket.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+            data = receive(self._socket, self._fds)
             if not data:
                 return
-            for level, kind, rights in ancillary:
-                assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS), (level, kind)
-                self._fds.extend(array.array("i", rights))
             for frame in self._decoder.feed(data):
                 yield self._decode(frame.payload), [self._fds.popleft() for _ in range(frame.fds)]
 
     def send(self, message: Said) -> None:
         self._socket.sendall(self._encode(message))
+
+
+def receive(sock: socket.socket, fds: deque[int]) -> bytes:
+    """Reads from the socket once, and adds the descriptors that come to `fds`. Returns b"" if the other end has been
+    closed."""
+    data, ancillary, _, _ = sock.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, rights in ancillary:
+        assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS), (level, kind)
+        fds.extend(array.array("i", rights))
+    return data

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from djinnd.confinement import sandbox
+from djinnd.confinement.lifeline import tie_to
 
 _NICE = 10  # engines and the server come first
 
@@ -44,7 +45,7 @@ def begin(purpose: str | None) -> Child:
     parser.add_argument("--user", type=int, required=True, help="The principal; where it can, it becomes that user.")
     parser.add_argument("--memory", type=int, required=True, help="Bytes that its work may take.")
     given = parser.parse_args()
-    sandbox.tie_to(given.parent)
+    tie_to(given.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the server
     os.closerange(3, given.fd)
     os.closerange(given.fd + 1, os.sysconf("SC_OPEN_MAX"))

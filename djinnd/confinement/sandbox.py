@@ -19,7 +19,6 @@ import importlib.util
 import os
 import pwd
 import resource
-import signal
 import site
 import sys
 import sysconfig
@@ -27,8 +26,9 @@ from pathlib import Path
 
 from djinnd.config.principals import is_unix_user
 from djinnd.confinement import landlock, own_root, seccomp
+from djinnd.confinement.lifeline import tie_to
 
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITIES_V3 = 0x2008_0522
 DESCRIPTORS = 64
 _NOBODY = 65534  # the kernel's default overflow uid; it owns no files
@@ -39,14 +39,6 @@ def missing() -> str:
     """The feature that this machine lacks to confine a process; "" if none."""
     threads = len(os.listdir("/proc/self/task"))
     return landlock.missing() or seccomp.missing() or (f"one thread, but has {threads}" if threads > 1 else "")
-
-
-def tie_to(parent: int) -> None:
-    """Makes the kernel kill this process when its parent dies. A change of user cancels this. Raises SystemExit if the
-    parent is gone already."""
-    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit("the server is gone already")
 
 
 def close(user: int, parent: int, memory: int, descriptors: int = DESCRIPTORS) -> None:

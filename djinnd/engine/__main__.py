@@ -9,7 +9,7 @@ import signal
 import click
 
 from djinn_client.errors import DjinnError
-from djinnd.engine.io.lifeline import tie_to
+from djinnd.confinement.lifeline import tie_to
 from djinnd.engine.tuning import STEP_LIMITS
 from djinnd.telemetry import configure_logging
 

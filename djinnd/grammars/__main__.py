@@ -16,7 +16,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from djinnd.confinement.channel import ConfinedChannel
-from djinnd.confinement.sandbox import tie_to
+from djinnd.confinement.lifeline import tie_to
 from djinnd.grammars.serving import GrammarService
 from djinnd.jobs import grammar as grammar_jobs
 from djinnd.jobs.grammar import SLOTS, WORD, words_of

@@ -149,8 +149,7 @@ class PageFile:
         assert buffer.flags.c_contiguous and buffer.ctypes.data % HOST_PAGE == 0, "the buffer is not page-aligned"
 
     def _write(self, slot: int, source: Bytes) -> int:
-        disk = os.fstatvfs(self._pages_fd)
-        if disk.f_bavail * disk.f_frsize < KEEP_FREE + self.extent:
+        if free_bytes(self._pages_fd) < KEEP_FREE + self.extent:
             raise OSError(errno.ENOSPC, f"less than {KEEP_FREE >> 20} MiB of the disk are free")
         _transfer(os.pwritev, self._pages_fd, source, slot * self.extent)
         return checksum(source[: self.page_bytes])
@@ -171,6 +170,12 @@ def allocated_bytes(folder: str, name: str) -> int:
         return Path(folder, f"{name}.pages").stat().st_blocks * 512
     except OSError:
         return 0
+
+
+def free_bytes(place: str | int) -> int:
+    """Free bytes of the file system that has this folder or open file."""
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize
 
 
 def _slots_in(header: bytes) -> int:

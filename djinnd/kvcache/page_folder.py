@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from djinnd.kvcache.page_file import allocated_bytes
+from djinnd.kvcache.page_file import allocated_bytes, free_bytes
 from djinnd.kvcache.tuning import KEPT_FILES, LEAST_FREE
 
 
@@ -28,7 +28,8 @@ def remove_abandoned(folder: str, but: str) -> list[str]:
         abandoned = sorted(_abandoned(folder, but, locks))
         nbytes = sum(each.nbytes for each in abandoned)
         for number, each in enumerate(abandoned):
-            if len(abandoned) - number <= KEPT_FILES and _free(folder) >= LEAST_FREE * (_free(folder) + nbytes):
+            free = free_bytes(folder)
+            if len(abandoned) - number <= KEPT_FILES and free >= LEAST_FREE * (free + nbytes):
                 break
             for path in (each.table.with_suffix(".pages"), each.table):
                 path.unlink(missing_ok=True)
@@ -48,8 +49,3 @@ def _abandoned(folder: str, but: str, locks: ExitStack) -> Iterator[_Abandoned]:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 used = table.with_suffix(".pages").stat().st_mtime
                 yield _Abandoned(used, allocated_bytes(folder, table.stem), table)
-
-
-def _free(folder: str) -> int:
-    disk = os.statvfs(folder)
-    return disk.f_bavail * disk.f_frsize

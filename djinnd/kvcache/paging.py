@@ -51,6 +51,10 @@ class Paging:
     def disk(self) -> Tier | None:
         return self.moves.disk
 
+    @property
+    def _tiers(self) -> list[Tier]:
+        return [tier for tier in (self.host, self.disk) if tier is not None]
+
     def use_host(self, tier: Tier) -> None:
         """Adds the host tier, with the pages that an earlier process has left in it."""
         assert self.host is None
@@ -63,9 +67,8 @@ class Paging:
     def close(self) -> None:
         """Closes the tiers, which no longer count for tenants; their pages stay for the next engine process. No move
         may be under way."""
-        for tier in (self.host, self.disk):
-            if tier is not None:
-                tier.close()
+        for tier in self._tiers:
+            tier.close()
 
     # --- pages leave the device -------------------------------------------------------------------------------------
 
@@ -271,9 +274,8 @@ class Paging:
 
     def mark_unneeded(self, keys: Sequence[Key]) -> None:
         """Notes that no session needs these pages any more. Public pages are not spared."""
-        for tier in (self.host, self.disk):
-            if tier is not None:
-                _spare(tier, [key for key in keys if key not in self.kv.public])
+        for tier in self._tiers:
+            _spare(tier, [key for key in keys if key not in self.kv.public])
 
     def _can_fetch(self, key: Key, *, can_wait: bool) -> bool:
         """True if the page is on disk and the host has a slot for it. False also if it was on the host only and was
@@ -320,8 +322,7 @@ class Paging:
 
     def are_on_their_way(self, keys: Sequence[Key]) -> bool:
         """True if a slot is being filled with one of these pages."""
-        tiers = [tier for tier in (self.host, self.disk) if tier is not None]
-        return any(key in tier and tier.peek(key) is None for tier in tiers for key in keys)
+        return any(key in tier and tier.peek(key) is None for tier in self._tiers for key in keys)
 
     def lacking_on_disk(self, keys: Sequence[Key]) -> int:
         """How many of these pages are on the host and not on disk."""
@@ -349,9 +350,8 @@ class Paging:
         return len(keys) - len(elsewhere), len(elsewhere) - len(nowhere)
 
     def check_integrity(self) -> None:
-        for tier in (self.host, self.disk):
-            if tier is not None:
-                tier.check_integrity()
+        for tier in self._tiers:
+            tier.check_integrity()
         self.moves.check_integrity()
 
 

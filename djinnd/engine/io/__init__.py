@@ -1,1 +1,1 @@
-"""The engine's socket to the server, its parent's death, and work that is done beside steps."""
+"""The engine's socket to the server, and work that is done beside steps."""

@@ -13,10 +13,8 @@ from contextlib import contextmanager, suppress
 
 from djinn_client.errors import DjinnError
 from djinn_client.protocol import FrameDecoder
+from djinnd.confinement.channel import receive
 from djinnd.messages import MAX_FDS, MAX_FRAME, Failed, FromEngine, ToEngine, decode_to_engine, encode
-
-_READ = 1 << 18
-_FDS_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
 
 class ServerGone(Exception):
@@ -62,10 +60,7 @@ class ServerChannel:
 
     def _read(self) -> bytes:
         with _gone_where_broken():
-            data, ancillary, _, _ = self._socket.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, rights in ancillary:
-            assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS), (level, kind)
-            self._fds.extend(array.array("i", rights))
+            data = receive(self._socket, self._fds)
         if not data:
             raise ServerGone
         return data

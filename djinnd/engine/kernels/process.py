@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from triton.backends.compiler import GPUTarget
 
-from djinnd.engine.io.lifeline import tie_to
+from djinnd.confinement.lifeline import tie_to
 from djinnd.engine.tuning import MOST_MEMORY, NICENESS
 from djinnd.model.kernels.variants import Variant, compile_variant, settle_keys
 

@@ -317,16 +317,16 @@ def test_wrong_slots_and_buffers_are_assertion_errors(folder: Folder) -> None:
 
 
 def test_the_last_bytes_of_the_disk_are_left_free(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, disk = folder.open(), os.fstatvfs(0)
+    file, disk = folder.open(), os.statvfs(0)
     page = random_page(1)
     left = page_file.KEEP_FREE + EXTENT
 
-    def statvfs(fd: int) -> os.statvfs_result:
+    def statvfs(place: str | int) -> os.statvfs_result:
         fields = list(disk)
         fields[0:2], fields[4] = [1, 1], left  # f_bsize, f_frsize; f_bavail
         return os.statvfs_result(fields)
 
-    monkeypatch.setattr(os, "fstatvfs", statvfs)
+    monkeypatch.setattr(os, "statvfs", statvfs)
     expected = file.write(0, page).result()
     left -= 1
     with pytest.raises(OSError, match="64 MiB of the disk") as caught:

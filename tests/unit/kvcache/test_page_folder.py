@@ -29,7 +29,7 @@ def names(folder: Path) -> set[str]:
 def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list whose only item is the number of free bytes of the disk."""
     bytes_free = [1 << 40]
-    monkeypatch.setattr(page_folder, "_free", lambda folder: bytes_free[0])
+    monkeypatch.setattr(page_folder, "free_bytes", lambda folder: bytes_free[0])
     return bytes_free
 
 
