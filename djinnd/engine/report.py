@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from djinn_client.protocol import ModelInfo
 from djinnd import messages
@@ -15,10 +14,6 @@ from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
 
 _COPIED = {CopyLane.WEIGHTS: "weights", CopyLane.UP: "pages up", CopyLane.DOWN: "pages down"}  # names in Report.copied
-
-
-class Audited(Protocol):
-    def check_integrity(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -56,12 +51,12 @@ class Reporter:
 
     def _audit(self) -> list[str]:
         findings = []
-        audited: dict[str, Audited] = {"scheduler": self._scheduler, "budget": self._device.budget}
-        audited |= {f"edits of {runner.name}": runner.edits for runner in self._runners.values()}
-        audited |= {f"parked rows of {runner.name}": runner.parked for runner in self._runners.values()}
-        for name, part in audited.items():
+        audits = {"scheduler": self._scheduler.check_integrity, "budget": self._device.budget.check_integrity}
+        audits |= {f"edits of {runner.name}": runner.edits.check_integrity for runner in self._runners.values()}
+        audits |= {f"parked rows of {runner.name}": runner.parked.check_integrity for runner in self._runners.values()}
+        for name, audit in audits.items():
             try:
-                part.check_integrity()
+                audit()
             except AssertionError as error:
                 findings.append(f"{name}: {error}")
         windows = {request for runner in self._runners.values() for request in runner.windows}

@@ -16,42 +16,27 @@ still exist. When the model of a sleeping tier wakes, they count again, and are 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
 from itertools import chain
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it imports this module
+    from djinnd.kvcache.tier import Tier
 
 ANYBODY = -1  # the tenant of public pages
 
 
-class CountedTier(Protocol):
-    """The part of a tier (tier.py) that Tenancy uses."""
-
-    page_bytes: int
-
-    @property
-    def complete_slots(self) -> list[int]: ...
-
-    @property
-    def tenants(self) -> Mapping[int, int]: ...
-
-    def is_pinned(self, slot: int) -> bool: ...
-
-
-T = TypeVar("T", bound=CountedTier)
-
-
-class Tenancy(Generic[T]):
+class Tenancy:
     """Belongs to the thread of its tiers, which report every change of their slots and evict the pages that it names.
     All calls but `join`, `leave` and `limit` cost O(1), plus the pinned pages that they skip and the pages that they
     name."""
 
     def __init__(self) -> None:
-        self._tiers: list[T] = []
+        self._tiers: list[Tier] = []
         self._used: Counter[int] = Counter()  # bytes, by tenant
         self._limits: dict[int, int] = {}
         # by tenant: tier and slot of its pages, the oldest use first; spare pages are evicted before all others
-        self._order: defaultdict[int, OrderedDict[tuple[T, int], None]] = defaultdict(OrderedDict)
-        self._spare: defaultdict[int, OrderedDict[tuple[T, int], None]] = defaultdict(OrderedDict)
+        self._order: defaultdict[int, OrderedDict[tuple[Tier, int], None]] = defaultdict(OrderedDict)
+        self._spare: defaultdict[int, OrderedDict[tuple[Tier, int], None]] = defaultdict(OrderedDict)
 
     # --- uses and limits of tenants -----------------------------------------------------------------------------------
 
@@ -67,7 +52,7 @@ class Tenancy(Generic[T]):
         """The tenant's limit in bytes; None: no limit."""
         return self._limits.get(tenant)
 
-    def limit(self, tenant: int, nbytes: int | None) -> list[tuple[T, int]]:
+    def limit(self, tenant: int, nbytes: int | None) -> list[tuple[Tier, int]]:
         """Sets the tenant's limit in bytes; None: no limit. Returns the pages above it, which must be evicted at once:
         see `limit_tenant` in tier.py."""
         assert tenant != ANYBODY, "public pages belong to no tenant and have no limit"
@@ -81,7 +66,7 @@ class Tenancy(Generic[T]):
         """True if the tenant's limit is at least `nbytes`."""
         return nbytes <= self._limits.get(tenant, nbytes)
 
-    def evictions_for(self, tenant: int, nbytes: int) -> list[tuple[T, int]] | None:
+    def evictions_for(self, tenant: int, nbytes: int) -> list[tuple[Tier, int]] | None:
         """The tenant's pages that have to be evicted for `nbytes` more; None if too few can be."""
         limit = self._limits.get(tenant)
         if limit is None or self._used[tenant] + nbytes <= limit:
@@ -90,12 +75,12 @@ class Tenancy(Generic[T]):
         going = self._first_to_evict(tenant, missing)
         return going if sum(tier.page_bytes for tier, _ in going) >= missing else None
 
-    def _above_limit(self, tenant: int) -> list[tuple[T, int]]:
+    def _above_limit(self, tenant: int) -> list[tuple[Tier, int]]:
         return self._first_to_evict(tenant, self._used[tenant] - self._limits[tenant])
 
-    def _first_to_evict(self, tenant: int, nbytes: int) -> list[tuple[T, int]]:
+    def _first_to_evict(self, tenant: int, nbytes: int) -> list[tuple[Tier, int]]:
         """The tenant's unpinned pages in the order of eviction, until they are `nbytes` together, or all of them."""
-        going: list[tuple[T, int]] = []
+        going: list[tuple[Tier, int]] = []
         for tier, slot in chain(self._spare.get(tenant, ()), self._order.get(tenant, ())):
             if nbytes <= 0:
                 break
@@ -106,7 +91,7 @@ class Tenancy(Generic[T]):
 
     # --- changes that tiers report ------------------------------------------------------------------------------------
 
-    def join(self, tier: T) -> list[tuple[T, int]]:
+    def join(self, tier: Tier) -> list[tuple[Tier, int]]:
         """Adds a tier. The pages in its table count as used before all others. Returns the pages above a tenant's
         limit, which must be evicted at once."""
         self._tiers.append(tier)
@@ -117,7 +102,7 @@ class Tenancy(Generic[T]):
             self._order[tenant].move_to_end((tier, slot), last=False)
         return [place for tenant in self._limits for place in self._above_limit(tenant)]
 
-    def leave(self, tier: T) -> None:
+    def leave(self, tier: Tier) -> None:
         self._tiers.remove(tier)
         for slot, tenant in tier.tenants.items():
             self.lost(tenant, (tier, slot))
@@ -131,18 +116,18 @@ class Tenancy(Generic[T]):
         """A slot of the tenant is free again."""
         self._used[tenant] -= nbytes
 
-    def used(self, tenant: int, place: tuple[T, int]) -> None:
+    def used(self, tenant: int, place: tuple[Tier, int]) -> None:
         """The page there is complete, and now the tenant's most recently used one."""
         self._spare[tenant].pop(place, None)
         self._order[tenant][place] = None
         self._order[tenant].move_to_end(place)
 
-    def spared(self, tenant: int, place: tuple[T, int]) -> None:
+    def spared(self, tenant: int, place: tuple[Tier, int]) -> None:
         """The page there can be spared."""
         self._order[tenant].pop(place, None)
         self._spare[tenant][place] = None
 
-    def lost(self, tenant: int, place: tuple[T, int]) -> None:
+    def lost(self, tenant: int, place: tuple[Tier, int]) -> None:
         """The page there cannot be found any more."""
         self._order[tenant].pop(place, None)
         self._spare[tenant].pop(place, None)
@@ -150,7 +135,7 @@ class Tenancy(Generic[T]):
     def check_integrity(self) -> None:
         """Asserts that the counts agree with the tiers. Costs O(slots of all tiers)."""
         counted: Counter[int] = Counter()
-        held: defaultdict[tuple[int, T], list[int]] = defaultdict(list)
+        held: defaultdict[tuple[int, Tier], list[int]] = defaultdict(list)
         for tier in self._tiers:
             for tenant in tier.tenants.values():
                 counted[tenant] += tier.page_bytes
@@ -158,7 +143,7 @@ class Tenancy(Generic[T]):
                 held[tier.tenants[slot], tier].append(slot)
         assert min(self._used.values(), default=0) >= 0, f"a tenant has a negative number of bytes: {dict(self._used)}"
         assert self.uses() == counted, f"tenants have {dict(counted)} bytes, {dict(self.uses())} are counted"
-        ordered: defaultdict[tuple[int, T], list[int]] = defaultdict(list)
+        ordered: defaultdict[tuple[int, Tier], list[int]] = defaultdict(list)
         for tenant in self._order.keys() | self._spare.keys():
             for tier, slot in chain(self._spare.get(tenant, ()), self._order.get(tenant, ())):
                 ordered[tenant, tier].append(slot)

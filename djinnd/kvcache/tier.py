@@ -72,7 +72,7 @@ class Tier:
         self,
         table: Table,
         slots: int,
-        tenancy: Tenancy[Tier] | None = None,
+        tenancy: Tenancy | None = None,
         page_bytes: int = 1,
         *,
         are_ready: bool = True,
@@ -86,7 +86,7 @@ class Tier:
         assert 0 < slots <= MAX_SLOTS and page_bytes > 0, f"a tier of {slots:,} slots"
         self.capacity = slots
         self.page_bytes = page_bytes
-        self.tenancy = Tenancy[Tier]() if tenancy is None else tenancy
+        self.tenancy = Tenancy() if tenancy is None else tenancy
         records = np.frombuffer(table, RECORD, slots)
         self._state, self._key_of = records["state"], records["key"]
         self._checksum, self._touched, self._owner = records["checksum"], records["touched"], records["owner"]
@@ -371,7 +371,7 @@ def whole_pages(nbytes: int) -> int:
     return -(-nbytes // HOST_PAGE) * HOST_PAGE
 
 
-def limit_tenant(tenancy: Tenancy[Tier], tenant: int, nbytes: int | None) -> None:
+def limit_tenant(tenancy: Tenancy, tenant: int, nbytes: int | None) -> None:
     """Sets the tenant's limit in bytes over all its tiers, None for no limit, and evicts the pages above it."""
     _evict(tenancy.limit(tenant, nbytes))
 

@@ -56,7 +56,7 @@ class Script(msgspec.Struct):
     context: int = 256
     gate: str = ""
     alive_s: float = 0.05
-    on_token: dict[str, str] = {}  # token: die, hang, garbage, fail, leave
+    on_token: dict[str, str] = {}  # token: die, hang, garbage, fail
     on_load: dict[str, str] = {}  # model: die, fail, full, big, late (after LATE_S)
     pages: int = 0  # bytes of the host tier of each model, unless its Load names them
     on_shutdown: str = ""  # hang; linger: finishes its work and does not exit
@@ -255,17 +255,10 @@ class Engine:
         room = max(positions, session.prompt_end - first + more)
         widths = [points.width_at(point) for point in seen]
         offsets = [4 * room * sum(widths[:index]) for index in range(len(widths))]
-        nbytes = 4 * room * sum(widths)
-        fd = new_window("djinnd-captured", nbytes)
-        with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as values:
-            for width, offset in zip(widths, offsets, strict=True):
-                for row in range(positions):
-                    value = float(first + row + shift(session, first + row))
-                    for column in range(width):
-                        values[offset // 4 + row * width + column] = value
-        finished.capture = messages.CaptureLayout("float32", first, positions, room, nbytes, offsets)
-        self.send(finished, (fd,))
-        os.close(fd)
+        seen_at = [first + row + shift(session, first + row) for row in range(positions)] + [0] * (room - positions)
+        data = b"".join(constant_rows(seen_at, width) for width in widths)
+        finished.capture = messages.CaptureLayout("float32", first, positions, room, len(data), offsets)
+        self.send_window(finished, data)
 
     def answer_logits(self, session: Session) -> None:
         """Logits [tokens, vocab]: all entries of a row are the row's token."""
@@ -273,14 +266,13 @@ class Engine:
         assert run is not None
         vocab = self.models[session.model].vocab
         asked = session.tokens[session.first :]
-        nbytes = len(asked) * vocab * 4
-        fd = new_window("djinnd-logits", nbytes)
-        with mmap.mmap(fd, nbytes) as memory, memoryview(memory).cast("f") as rows:
-            for index, token in enumerate(asked):
-                for column in range(vocab):
-                    rows[index * vocab + column] = token
         session.run = None
-        self.send(messages.LogitsReady(run.request, len(asked), vocab), (fd,))
+        self.send_window(messages.LogitsReady(run.request, len(asked), vocab), constant_rows(asked, vocab))
+
+    def send_window(self, message: messages.FromEngine, data: bytes) -> None:
+        fd = new_window("djinnd-scripted", len(data))
+        os.pwrite(fd, data, 0)
+        self.send(message, (fd,))
         os.close(fd)
 
     def on_exportkv(self, export: messages.ExportKv) -> None:
@@ -522,20 +514,21 @@ class Engine:
             assert all(stop.block > run.resume_block or stop.position >= session.first for stop in run.stops)
 
     def on_cancelrun(self, message: messages.CancelRun) -> None:
-        for session in self.sessions.values():
-            if session.run is not None and session.run.request == message.request:
-                self.finish(session, "cancelled")
+        for session in self.running(message.request):
+            self.finish(session, "cancelled")
 
     def on_halt(self, message: messages.Halt) -> None:
-        for session in self.sessions.values():
-            if session.run is not None and session.run.request == message.request:
-                del session.tokens[session.prompt_end + message.keep :]
-                self.finish(session, "stop")
+        for session in self.running(message.request):
+            del session.tokens[session.prompt_end + message.keep :]
+            self.finish(session, "stop")
 
     def on_hold(self, message: messages.Hold) -> None:
-        for session in self.sessions.values():
-            if session.run is not None and session.run.request == message.request:
-                session.held = message.held
+        for session in self.running(message.request):
+            session.held = message.held
+
+    def running(self, request: int) -> list[Session]:
+        """The session of this request, or none if the request has ended."""
+        return [session for session in self.sessions.values() if session.run and session.run.request == request]
 
     def on_truncate(self, message: messages.Truncate) -> None:
         session = self.sessions[message.session]
@@ -646,6 +639,11 @@ def places(resident: int) -> dict[str, int]:
         "streamed_bytes": streamed * BLOCK_BYTES,
         "ring_bytes": RING_BYTES if streamed else 0,
     }
+
+
+def constant_rows(values: list[int], width: int) -> bytes:
+    """float32 [values, width]: all entries of a row are its value."""
+    return b"".join(struct.pack("<f", value) * width for value in values)
 
 
 def shift(session: Session, position: int) -> int:

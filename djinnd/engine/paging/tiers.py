@@ -27,7 +27,7 @@ from djinnd.engine.tuning import SPARED_S, TEND_EVERY
 from djinnd.kvcache.page_file import allocated_bytes
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tenancy import ANYBODY, Tenancy
-from djinnd.kvcache.tier import Tier, limit_tenant, whole_pages
+from djinnd.kvcache.tier import limit_tenant, whole_pages
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.waits import Waits, back_at, is_worth_leaving
 
@@ -50,7 +50,7 @@ class Tiers:
         self._loads = loads
         self._pauses = pauses
         self._models: dict[str, _Model] = {}
-        self._on_host, self._on_disk = Tenancy[Tier](), Tenancy[Tier]()
+        self._on_host, self._on_disk = Tenancy(), Tenancy()
         # by model: called when its pages are on the host, see `retire`
         self._retiring: dict[str, Callable[[], None]] = {}
         self._batch: Batch | None = None  # of the current step, or the last one

@@ -57,7 +57,7 @@ class Transfers:
         self._asked = 0  # moves that had been asked for at the last turn, and have not begun
         self._failed_at = 0.0  # time of the last logged failure of a file
 
-    def attach_host(self, pages: HostPages, tenancy: Tenancy[Tier] | None = None) -> None:
+    def attach_host(self, pages: HostPages, tenancy: Tenancy | None = None) -> None:
         """`tenancy`: see Tier."""
         self.host = pages
         self._copies = PageCopies(self._device, self._paging.moves, pages, self._pool, self._half_bytes)
@@ -72,7 +72,7 @@ class Transfers:
             for slots in self.host.take_ready():
                 self._paging.host.make_ready(slots)
 
-    def attach_disk(self, file: PageFile, tenancy: Tenancy[Tier] | None = None) -> None:
+    def attach_disk(self, file: PageFile, tenancy: Tenancy | None = None) -> None:
         self.disk = file
         self._paging.use_disk(Tier(file.table, file.slots, tenancy, file.page_bytes))
 

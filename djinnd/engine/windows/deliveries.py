@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -40,13 +39,6 @@ from djinnd.messages import CaptureLayout, Finished
 Copies = list[tuple[Tensor, Tensor]]  # target and source
 
 
-class _Filled(NamedTuple):
-    """The captured bytes of each point: uint8 on the device, complete at the mark."""
-
-    rows: Iterator[Tensor]
-    after: StreamMark
-
-
 @dataclass(slots=True, eq=False)
 class _Delivery:
     session: Session
@@ -59,7 +51,9 @@ class _Delivery:
     offsets: list[int] = field(default_factory=list)
     made: Future[None] | None = None
     reply: Finished | None = None  # set when the request has ended
-    filled: _Filled | None = None  # set when the request has ended
+    # set when the request has ended: the captured bytes of each point, uint8 on the device, and when they are complete
+    rows: Iterable[Tensor] = ()
+    after: StreamMark | None = None
     pieces: deque[Copies] | None = None  # pieces to be copied; None: none has been copied yet
 
     def done(self) -> bool:
@@ -82,8 +76,7 @@ class _Delivery:
 
     def in_pieces(self) -> Iterator[Copies]:
         """The copies of each piece of the window that has any."""
-        assert self.filled is not None
-        captured = list(self.filled.rows)
+        captured = list(self.rows)
         for first, count in self.memory.window.pieces():
             begin, end = first * HOST_PAGE, (first + count) * HOST_PAGE
             copies = Copies()
@@ -164,8 +157,8 @@ class Deliveries:
         """Copies a finished request's captures, and sends the reply when they are copied."""
         delivery = self._deliveries[request.id]
         delivery.reply = reply
-        rows = delivery.runner.captures.rows_of(request.id, delivery.positions)
-        delivery.filled = _Filled(rows, self._device.mark())
+        delivery.rows = delivery.runner.captures.rows_of(request.id, delivery.positions)
+        delivery.after = self._device.mark()
         self._to_copy.append(delivery)
 
     def drop(self, request: Request) -> None:
@@ -217,8 +210,7 @@ class Deliveries:
             self._to_copy.remove(delivery)
             delivery.pieces = deque(delivery.in_pieces())
         if delivery.pieces:
-            assert delivery.filled is not None
-            delivery.memory.window.queue(delivery.pieces.popleft(), delivery.filled.after)
+            delivery.memory.window.queue(delivery.pieces.popleft(), delivery.after)
         if not delivery.pieces:
             self._to_send.append(delivery)
 
