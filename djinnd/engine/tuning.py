@@ -9,7 +9,7 @@ from dataclasses import dataclass
 # Chosen. (tokens, rows) of one step: enough to keep the device busy, and few enough that other requests do not wait
 # long.
 STEP_LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
-ALIVE_EVERY = 0.5  # chosen: seconds
+ALIVE_EVERY = 0.5  # chosen: seconds between two Alive messages
 WORTH = 10  # chosen: collections of the middle generation, after which Python would start a full one
 LONGEST = 600.0  # chosen: seconds after a full collection, after which the next one runs even between requests
 READ_AT_ONCE = 128  # chosen: spans; reading one takes a few microseconds
@@ -17,7 +17,7 @@ READ_AT_ONCE = 128  # chosen: spans; reading one takes a few microseconds
 # --- Grammars ---------------------------------------------------------------------------------------------------------
 
 PATIENCE = 0.003  # chosen: seconds that a step may wait for masks, in all
-LOOK_EVERY = 1.0  # chosen: seconds
+LOOK_EVERY = 1.0  # chosen: seconds between two looks for grammar processes that are slow or idle
 GRAMMAR_STARTS_IN = 60.0  # chosen: seconds to read a tokenizer of any size
 GRAMMAR_ENDS_IN = 0.02  # chosen: seconds, from the end of its stream
 GRAMMAR_PROCESSES = 64  # chosen: at a time
@@ -28,7 +28,7 @@ GRAMMAR_IDLE = 60.0  # chosen: seconds without a run, after which a process ends
 TELL_EVERY = 0.5  # chosen: most seconds between two calls of `told`
 COMPILER_STARTS_IN = 60.0  # chosen: seconds for the process to import its modules
 COMPILERS = 2  # chosen: most processes; further loads wait for one to end
-NICENESS = 10  # chosen
+NICENESS = 10  # chosen: how much lower than the engine's the priority of the compiling process is
 MOST_MEMORY = 8 << 30  # chosen: bytes of data of one fork; LLVM has no limit of its own
 
 # --- Forecast ---------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ LOGIT_ROWS = 256  # chosen: most rows of logits that exist at once
 ROWS_AT_HAND = 32  # chosen: rows for captures, and as many for parked states, before more memory is allocated
 DISK_MOST = 0.75  # chosen: share of the free disk, also if more was asked for
 ROOM = 1.25  # chosen: pages to keep, as a multiple of the pages in use, so that sessions can go on
-GROWTH_BYTES = 64 << 20  # chosen: the tensor doubles, but grows by no more than this
+GROWTH_BYTES = 64 << 20  # chosen: a tensor of DeviceRows doubles, but grows by no more than this
 RESIZED_AT_ONCE = 32  # chosen: pages that are copied at a time when a pool is resized; they exist twice meanwhile
 
 # --- Host pages -------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ IN_FLIGHT = 512 << 20  # chosen: most bytes in a lane, ten milliseconds of PCIe 
 IN_FLIGHT_STREAMING = 64 << 20  # chosen: the same while weights stream
 AHEAD_S = 0.004  # Measured. From a step's launch until it begins: 1.4 to 1.7 ms; with 3 ms here many copies were late.
 HALF_BYTES = 2 << 20  # chosen: least bytes of a page's half; each half is a copy by itself
-TEND_EVERY = 0.25  # chosen: seconds
+TEND_EVERY = 0.25  # chosen: seconds between two calls of Scheduler.tend
 # Chosen. Most seconds between two steps of latency-sensitive decodes that alternate with another model's steps.
 SPARED_S = 0.1
 POLL_S = 0.0005  # chosen: seconds between two polls of the threads

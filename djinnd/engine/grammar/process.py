@@ -131,7 +131,7 @@ class GrammarProcess:
 
     @property
     def is_gone(self) -> bool:
-        """Called after `kill`, until it returns True."""
+        """True if the process has ended. Called after `kill`, until it has."""
         return self._process.poll() is not None
 
     def _send(self) -> None:

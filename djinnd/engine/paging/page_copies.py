@@ -67,7 +67,8 @@ class PageCopies:
 
     @property
     def next(self) -> Event | None:
-        """The next copy to end, of the lane with the smaller one; None if no copy is in flight."""
+        """The end of the copy that is expected to end next: the smaller of the lanes' first copies. None if no copy is
+        in flight."""
         firsts = [copies[0] for copies in self._copies.values() if copies]
         return min(firsts, key=lambda first: len(first.moves)).event if firsts else None
 
@@ -77,8 +78,8 @@ class PageCopies:
     # --- copies begin -------------------------------------------------------------------------------------------------
 
     def begin(self, mark: StreamMark, rate: float, *, weights_stream: bool) -> None:
-        """Queues copies of added moves after `mark`, up to the limit in flight. `rate`: bytes a second each way for
-        moves that no call waits for. `weights_stream`: weights stream."""
+        """Queues copies of added moves after `mark`, up to the limit in flight, which is lower with `weights_stream`.
+        `rate`: bytes a second each way for moves that no call waits for."""
         most = IN_FLIGHT_STREAMING if weights_stream else IN_FLIGHT
         pool, now = self._pool(), time.monotonic()
         moves = self._moves

@@ -94,7 +94,8 @@ class EditTable:
     # --- values -----------------------------------------------------------------------------------------------------
 
     def _hold(self, edit: Edit) -> None:
-        """Raises OutOfMemory; nothing has changed then."""
+        """Counts one more user of the edit's values, and uploads them for the first. Raises OutOfMemory; nothing has
+        changed then."""
         new: list[tuple[bool, int]] = []
         try:
             for of_logits in kinds_of(edit.points):

@@ -55,8 +55,8 @@ def with_partial_rows(
 
 
 class PartialRows:
-    """The Probe of a pass with such rows. At each boundary `inner` comes second: parked states are from before edits,
-    and edits apply to rows that have joined.
+    """The Probe of a pass with rows that leave or join. At each boundary `inner` comes second: parked states are from
+    before edits, and edits apply to rows that have joined.
 
     It does as little as possible before the step is launched. Rows to park are reserved, and indices are sent, when the
     first row leaves or joins, while the device runs the blocks before. For a single row, nothing is sent.
