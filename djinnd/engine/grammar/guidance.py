@@ -131,7 +131,10 @@ class Guidance:
         """Acts on the processes' answers. Called before a step is composed."""
         if not self._processes:
             return
-        self._read_all_answers()
+        for process in self._processes:
+            self._take(process.read_answers())
+            if process.failure:
+                self._retire(process)
         if self._to_act:
             self._act([*self._to_act.values()])
         now = time.monotonic()
@@ -180,12 +183,6 @@ class Guidance:
             del self._to_act[request.id]
             if run.ended:
                 self._finish(self._scheduler.halt(request.id, len(run.session.tokens) - request.prompt_end))
-
-    def _read_all_answers(self) -> None:
-        for process in self._processes:
-            self._take(process.read_answers())
-            if process.failure:
-                self._retire(process)
 
     def _take(self, heard: GrammarStates) -> None:
         """Notes answers, which may come during a step. `_act` appends tokens and ends requests between two steps."""

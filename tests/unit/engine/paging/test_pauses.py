@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from djinnd import messages
-from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.paging.pauses import Pauses
 from tests.support import reference
+from tests.support.besides import on_message
 from tests.support.tiered import FOLDER, NEW, PROMPT, TIER, Tiered, expected, tiered
 
 
@@ -145,20 +145,18 @@ def test_a_pause_gets_one_reply_with_any_message_in_between(engine: Tiered, tier
 def test_a_pause_without_copies_is_answered_in_the_same_turn(engine: Tiered, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.ran("s")
     engine.paused("s", "disk")
-    done, ask, turn, send = list[str](), Pauses.ask, Pauses.turn, ServerChannel.send
+    done, turn, send = list[str](), Pauses.turn, engine.channel.send
 
-    def sending(channel: ServerChannel, message: messages.FromEngine, *fds: Any) -> None:
+    def note(message: Any) -> None:
         done.append(type(message).__name__)
-        send(channel, message, *fds)
 
-    monkeypatch.setattr(Pauses, "ask", lambda pauses, message: (done.append("ask"), ask(pauses, message)))
+    on_message(monkeypatch, engine.engine, note)
+    monkeypatch.setattr(engine.channel, "send", lambda message, *fds: (note(message), send(message, *fds)))
     monkeypatch.setattr(Pauses, "turn", lambda pauses: (done.append("turn"), turn(pauses)))
-    monkeypatch.setattr(ServerChannel, "send", sending)
     assert engine.paused("s", "disk").pages == 3
     engine.report()
-    done = [each for each in done if each in ("ask", "turn", "Paused")]
-    asked = done.index("ask")
-    assert done[asked : asked + 3] == ["ask", "turn", "Paused"]
+    asked = done.index("Pause")
+    assert [each for each in done[asked:] if each in ("turn", "Paused")][:2] == ["turn", "Paused"]
 
 
 def test_a_pause_to_a_missing_tier_is_refused_and_the_session_runs_on(untiered: Tiered) -> None:

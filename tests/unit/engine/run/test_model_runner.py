@@ -253,7 +253,7 @@ def test_pages_are_zeroed_after_expected_copies(
     served: Served, seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy may be on its way to one of these pages, for a session that has gone."""
-    monkeypatch.setattr(served.runner.kv, "take_stale", lambda: [7])
+    monkeypatch.setattr(served.runner.kv.pool, "take_stale", lambda: [7])
     served.submit(served.open(), prompt(3), max_tokens=2)
     served.step()
     assert seen[:3] == ["caught up", "zeroed", "block 0"]
