@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from djinn_client.errors import SessionNotFound
+from djinn_client.errors import DjinnError, SessionNotFound
 from djinnd import messages
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.requests import Requests
@@ -65,8 +65,14 @@ class Dispatcher:
         return calls
 
     def _handle(self, message: messages.ToEngine) -> None:
+        """A DjinnError of a call's handler is the call's answer."""
         self._calls += type(message) is messages.Run
-        self._handlers[type(message)](message)
+        try:
+            self._handlers[type(message)](message)
+        except DjinnError as error:
+            if not isinstance(message, messages.EngineCall | messages.Run | messages.ExportKv):
+                raise
+            self._channel.refuse(message.request, error)
 
     def _can_wait(self, message: messages.ToEngine) -> bool:
         """True for Pause and Resume of an idle session: no call waits for these pages, and the bookkeeping takes a

@@ -361,11 +361,7 @@ class Engine:
         self._tiers.set_tenants(message.tenants)
 
     def _explain(self, message: messages.Explain) -> None:
-        try:
-            told = self._scheduler.why(message.session)
-        except DjinnError as error:
-            self._channel.refuse(message.request, error)
-            return
+        told = self._scheduler.why(message.session)
         self._channel.send(messages.Explained(message.request, told.state, told.reason, told.figures, told.ahead))
 
     def _inquire(self, message: messages.Inquire) -> None:

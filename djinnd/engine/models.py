@@ -181,18 +181,13 @@ class EngineModels:
         self._runners[session.model].parked.drop(session.id)
 
     def set_budget(self, message: messages.SetBudget) -> None:
+        """Raises InvalidRequest during a load, or the errors of change_budget."""
         began = time.monotonic()
-        try:
-            if self._loads.is_busy or self._coming:
-                raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
-            for session in self._scheduler.sessions():
-                self._drop_stage(session)
-            change_budget(
-                self._device, self._runners.values(), self._scheduler, message.memory_bytes, self._tiers.settle
-            )
-        except DjinnError as error:
-            self._channel.refuse(message.request, error)
-            return
+        if self._loads.is_busy or self._coming:
+            raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
+        for session in self._scheduler.sessions():
+            self._drop_stage(session)
+        change_budget(self._device, self._runners.values(), self._scheduler, message.memory_bytes, self._tiers.settle)
         budget, models = self._device.budget, [self._reporter.info(runner) for runner in self._runners.values()]
         log.info("budget_changed bytes=%d seconds=%.3f", budget.total, time.monotonic() - began)
         self._channel.send(

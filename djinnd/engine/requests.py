@@ -59,10 +59,9 @@ class Requests:
     # --- requests begin -----------------------------------------------------------------------------------------------
 
     def run(self, message: messages.Run) -> None:
+        """Raises DjinnError if the Run is refused; the session is then as it was before."""
         try:
             self._submit(message)
-        except DjinnError as error:
-            self._channel.refuse(message.request, error)
         finally:
             if message.grammar is not None:
                 os.close(message.grammar.fd)

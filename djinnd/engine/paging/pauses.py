@@ -49,17 +49,14 @@ class Pauses:
     _unanswered: list[_Pause] = field(init=False, default_factory=list)
 
     def ask(self, message: messages.Pause) -> None:
-        try:
-            session = self._scheduler.session(message.session)
-            pause = _Pause(message, session, session.paused, time.monotonic())
-            if self._scheduler.queues[session.model].residency.paging.is_coming:
-                self._scheduler.pause(session.id)
-            else:
-                self._leave(pause)
-        except DjinnError as error:
-            self._channel.refuse(message.request, error)
+        """Raises SessionNotFound, or OutOfMemory if the model has no such tier."""
+        session = self._scheduler.session(message.session)
+        pause = _Pause(message, session, session.paused, time.monotonic())
+        if self._scheduler.queues[session.model].residency.paging.is_coming:
+            self._scheduler.pause(session.id)
         else:
-            self._unanswered.append(pause)
+            self._leave(pause)
+        self._unanswered.append(pause)
 
     def _expect_tier(self, model: str, tier: Tier) -> None:
         """Raises OutOfMemory if the model has no such tier."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from djinn_client.errors import DjinnError, OutOfMemory, Retry, SessionNotFound
+from djinn_client.errors import DjinnError, OutOfMemory, Retry
 from djinn_client.transport.shm import map_read_only, map_writable, new_window
 from djinnd.core.session import Session
 from djinnd.device import Device
@@ -50,12 +50,8 @@ class KvTransfers:
 
     def export(self, message: ExportKv) -> None:
         """Exports an idle session. Until KvExported or Failed is sent, the server does nothing with the session but
-        close it."""
-        try:
-            session = self._scheduler.session(message.session)
-        except SessionNotFound as error:
-            self._channel.refuse(message.request, error)
-            return
+        close it. Raises SessionNotFound."""
+        session = self._scheduler.session(message.session)
         self._background.start(message.request, self._export(message.request, session, self._runners[session.model]))
 
     def import_(self, message: ImportKv) -> None:
