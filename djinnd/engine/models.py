@@ -42,7 +42,7 @@ log = logging.getLogger("djinnd.engine")
 
 
 @dataclass(slots=True, eq=False)
-class _Coming:
+class _PendingModel:
     """A loaded model that does not serve yet."""
 
     load: messages.Load
@@ -64,7 +64,7 @@ class EngineModels:
     _channel: ServerChannel
     _limits: tuple[int, int]  # most tokens and rows of a step
     _compiler: KernelCompiler | None  # None: kernels are compiled at launch or not at all
-    _coming: list[_Coming] = field(init=False, default_factory=list)  # in the order in which they were loaded
+    _pending: list[_PendingModel] = field(init=False, default_factory=list)  # in the order in which they were loaded
 
     # --- models are loaded --------------------------------------------------------------------------------------------
 
@@ -80,22 +80,22 @@ class EngineModels:
 
     def turn(self) -> None:
         """Advances the loads, and drops parked rows that no session needs."""
-        while (result := self._loads.take()) is not None:
-            coming = _Coming(result.load, self._serve(result))
-            del result
-            self._coming.append(coming)
-            self._advance(coming)
         ready = self._next_ready()
+        while (result := self._loads.take()) is not None:
+            pending, ready = _PendingModel(result.load, self._serve(result)), None
+            del result
+            self._pending.append(pending)
+            self._advance(pending)
         if ready is not None:
             self._advance(ready)
         for runner in self._runners.values():
             if runner.parked:
                 runner.parked.sweep()
 
-    def _next_ready(self) -> _Coming | None:
+    def _next_ready(self) -> _PendingModel | None:
         """The first load that does not wait for kernels. Only this one is worked on, so requests of other models wait
         for one part of a check, never for more."""
-        return next((each for each in self._coming if each.compiling is None or each.compiling.is_over), None)
+        return next((each for each in self._pending if each.compiling is None or each.compiling.is_over), None)
 
     @property
     def is_adopting(self) -> bool:
@@ -118,23 +118,23 @@ class EngineModels:
 
         return Compiling(compiler, missing, told, self._channel.wake)
 
-    def _advance(self, coming: _Coming) -> None:
+    def _advance(self, pending: _PendingModel) -> None:
         """Does the load's next part. A failure ends the load's request."""
         try:
-            coming.compiling = next(coming.parts)
-            if coming.compiling is None:
-                self._channel.send(messages.Loading(coming.load.model, "preparing"))
+            pending.compiling = next(pending.parts)
+            if pending.compiling is None:
+                self._channel.send(messages.Loading(pending.load.model, "preparing"))
             return
         except StopIteration:
             refusal = None
         except DjinnError as error:
             refusal = error.with_traceback(None)
-        self._coming.remove(coming)
+        self._pending.remove(pending)
         if refusal is not None:
-            log.warning("model_refused model=%s error=%s", coming.load.model, refusal.message)
+            log.warning("model_refused model=%s error=%s", pending.load.model, refusal.message)
             self._device.synchronize()  # raises if the device's error is permanent, which ends the engine
             gc.collect()  # frames of the failure are in cycles, which hold the refused model's memory
-            self._channel.refuse(coming.load.request, refusal)
+            self._channel.refuse(pending.load.request, refusal)
 
     def _adopt(self, runner: ModelRunner) -> None:
         load = runner.load
@@ -146,9 +146,9 @@ class EngineModels:
 
     def close(self) -> None:
         """Stops all compilations."""
-        for coming in self._coming:
-            if coming.compiling is not None:
-                coming.compiling.stop()
+        for pending in self._pending:
+            if pending.compiling is not None:
+                pending.compiling.stop()
 
     def _release_host(self, runner: ModelRunner) -> None:
         """Releases the model's copy on the host, if the load asks for that and no block needs it."""
@@ -183,7 +183,7 @@ class EngineModels:
     def set_budget(self, message: messages.SetBudget) -> None:
         """Raises InvalidRequest during a load, or the errors of change_budget."""
         began = time.monotonic()
-        if self._loads.is_busy or self._coming:
+        if self._loads.is_busy or self._pending:
             raise InvalidRequest("a model is being loaded: wait for it before you change the budget")
         for session in self._scheduler.sessions():
             self._drop_stage(session)
