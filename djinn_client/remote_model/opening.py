@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from djinn_client.admin.client import Client
 from djinn_client.arguments.options import PlacingOptions
+from djinn_client.errors import InvalidRequest
 from djinn_client.handover.sharing import share_model
 from djinn_client.remote_model.rows import Served
 from djinn_client.transport.connection import OnProgress
@@ -54,6 +55,9 @@ def remote(
             info = client.load(os.fspath(model), kv_bytes=kv_bytes, on_progress=on_progress, **placing)
         config, generation_config = configs_of(info, config, generation_config)
         handle = None
+    elif not hasattr(model, "generation_config"):
+        told = f"not {type(model).__name__}: share_model takes tensors and configurations of their own"
+        raise InvalidRequest(f"a remote model is a transformers model or the name of a model, {told}", field="model")
     else:
         over: dict[str, Any] = {"kv_bytes": kv_bytes, "on_progress": on_progress, "reuse": True, **placing}
         handle = share_model(model, config, tokenizer, address=address, token=token, **over)
