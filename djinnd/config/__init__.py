@@ -1,6 +1,6 @@
 """Configuration: a YAML file, then DJINND_* variables, then flags; later ones win. Read once, and immutable."""
 
-from djinnd.config.schema import Config, Functions, Http, Limits, Log, Model, Quota, Remote, Scheduling
+from djinnd.config.schema import Config, Functions, Http, Limits, Model, Quota, Remote, Scheduling
 from djinnd.config.show import differing, show
 from djinnd.config.sources import ConfigError, Effective, Key, load
 
@@ -12,7 +12,6 @@ __all__ = [
     "Http",
     "Key",
     "Limits",
-    "Log",
     "Model",
     "Quota",
     "Remote",

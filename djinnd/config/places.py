@@ -19,7 +19,8 @@ def default_socket(environ: Mapping[str, str], system: Path = SYSTEM_SOCKET) -> 
 
 
 def default_state_dir(environ: Mapping[str, str], system: Path = SYSTEM_STATE) -> str:
-    """systemd's folder; or the system's, if this user may make it; or one in the user's home."""
+    """The first of $STATE_DIRECTORY, which systemd sets; the system's folder, if this user may make it; and a folder in
+    the user's home."""
     if given := environ.get("STATE_DIRECTORY"):
         return given.split(":")[0]
     if _may_make(system):

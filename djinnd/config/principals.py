@@ -1,7 +1,7 @@
 """Principals: each owns sessions, quotas and shares, and is known by a number.
 
     below 2^32          a Unix user: its uid
-    2^32 and more       a name that a token stands for, and that no Unix user does
+    2^32 and more       the name of a token that stands for no Unix user
 
 The second kind of number is computed from the name alone. So a name has the same number after a restart, after its
 token was revoked and added again, and after the file with the tokens was lost. It is below 2^53, so that every reader

@@ -113,8 +113,8 @@ def now(length: int) -> int:
 
 
 def ended(edits: Iterable[Edit], numbers: Collection[int], at: int) -> tuple[Edit, ...]:
-    """The edits, of which those with these numbers change nothing from position `at` on. An edit that is left with no
-    position is dropped."""
+    """Ends the edits with these numbers: from position `at` on they change nothing. Returns all edits, without those
+    that are left with no position."""
     return tuple(kept for edit in edits if (kept := _ended(edit, at) if edit.number in numbers else edit).extents)
 
 

@@ -85,7 +85,7 @@ class Request:
         self.state = _MOVES[event, self.state]
 
     @property
-    def tells(self) -> bool:
+    def wants_prompt_logits(self) -> bool:
         """True if the client wants logits of the prompt, or log probabilities of its tokens."""
         return self.logits or self.prompt_logprobs is not None
 

@@ -20,7 +20,7 @@ from djinnd.core.rates import Rates
 from djinnd.device.budget import MemoryBudget
 from djinnd.device.device import CopyLane, Device, StreamMark
 from djinnd.device.measuring import measured_rates
-from djinnd.device.tuning import CPU_RATE_BYTES, CPU_RATE_SIDE, CPU_SHARE
+from djinnd.device.tuning import CPU_RATE_BYTES, CPU_RATE_RUNS, CPU_RATE_SIDE, CPU_SHARE
 
 log = logging.getLogger("djinnd.device")
 
@@ -83,15 +83,10 @@ class _Copy:
     target: Tensor
     source: Tensor
     event: _CopyEvent
-    stamps: tuple[_Stamp, _Stamp] | None  # of its span in a trace
-
-    def begun(self) -> None:
-        if self.stamps is not None:
-            self.stamps[0].pass_now()
+    stamps: tuple[_Stamp, _Stamp]  # of its begin and its end
 
     def finish(self, error: BaseException | None = None) -> None:
-        if self.stamps is not None:
-            self.stamps[1].pass_now()
+        self.stamps[1].pass_now()
         self.event.finish(error)
 
 
@@ -112,7 +107,7 @@ class CpuDevice(Device):
     @torch.inference_mode()  # a tensor made in inference mode can only be written in inference mode
     def _copy_loop(self) -> None:
         while (job := self._queue.get()) is not None:
-            job.begun()
+            job.stamps[0].pass_now()
             try:
                 job.target.copy_(job.source)
             except BaseException as error:  # `wait` raises it
@@ -135,21 +130,12 @@ class CpuDevice(Device):
     def trim(self) -> None:
         pass  # the C library's allocator has no streams
 
-    def copy(
-        self,
-        target: Tensor,
-        source: Tensor,
-        after: StreamMark | None = None,
-        name: str = "copy",
-        lane: CopyLane = CopyLane.WEIGHTS,
-    ) -> _CopyEvent:
-        self._count(source.nbytes, lane)
-        event, trace, stamps = _CopyEvent(), self.trace, None
-        if trace is not None:
-            stamps = (_Stamp(), _Stamp())
-            trace.add(lane.value, name, *stamps, bytes=source.nbytes)
+    def _queue_copy(
+        self, target: Tensor, source: Tensor, after: StreamMark | None, lane: CopyLane, is_traced: bool
+    ) -> tuple[_CopyEvent, Sequence[_Stamp]]:
+        event, stamps = _CopyEvent(), (_Stamp(), _Stamp())
         self._queue.put(_Copy(target, source, event, stamps))
-        return event
+        return event, stamps
 
     def mark(self) -> _Passed:
         self.catch_up()
@@ -186,16 +172,13 @@ class CpuDevice(Device):
 @cache  # the machine's rates do not change while the process runs
 def _measured_rates() -> Rates:
     host = torch.zeros(CPU_RATE_BYTES, dtype=torch.uint8)
-    return measured_rates(torch.device("cpu"), host, CPU_RATE_SIDE, _least_seconds)
+    return measured_rates(torch.device("cpu"), host, CPU_RATE_SIDE, CPU_RATE_RUNS, _seconds)
 
 
-def _least_seconds(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def _default_budget() -> int:

@@ -119,31 +119,23 @@ class CudaDevice(Device):
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
-    def copy(
-        self,
-        target: Tensor,
-        source: Tensor,
-        after: StreamMark | None = None,
-        name: str = "copy",
-        lane: CopyLane = CopyLane.WEIGHTS,
-    ) -> _CopyEvent:
-        self._count(source.nbytes, lane)
-        trace, began, stream = self.trace, None, self._lanes[lane]
-        event = torch.cuda.Event(enable_timing=trace is not None)
+    def _queue_copy(
+        self, target: Tensor, source: Tensor, after: StreamMark | None, lane: CopyLane, is_traced: bool
+    ) -> tuple[_CopyEvent, Sequence[_Stamp]]:
+        stamps, stream = list[_Stamp](), self._lanes[lane]
+        event = torch.cuda.Event(enable_timing=is_traced)
         with torch.cuda.stream(stream):
             if after is not None:
                 assert isinstance(after, torch.cuda.Event)
                 stream.wait_event(after)
-            if trace is not None:
-                began = self._stamp_on(stream)
+            if is_traced:
+                stamps = [self._stamp_on(stream), _Stamp(event)]
             if target.dtype == source.dtype:
                 target.copy_(source, non_blocking=True)
             else:  # send the source's dtype over the bus; the device converts
                 target.copy_(source.to(target.device, non_blocking=True), non_blocking=True)
             event.record(stream)
-        if trace is not None and began is not None:
-            trace.add(lane.value, name, began, _Stamp(event), bytes=source.nbytes)
-        return _CopyEvent(event, self.compute_stream)
+        return _CopyEvent(event, self.compute_stream), stamps
 
     def mark(self) -> torch.cuda.Event:
         self.catch_up()
@@ -162,7 +154,7 @@ class CudaDevice(Device):
     def _measure(self) -> Rates:
         host = self.staging(tuning.CUDA_RATE_BYTES)
         with self.side_stream():
-            rates = measured_rates(self.torch_device, host, tuning.CUDA_RATE_SIDE, _least_seconds)
+            rates = measured_rates(self.torch_device, host, tuning.CUDA_RATE_SIDE, tuning.CUDA_RATE_RUNS, _seconds)
         self.trim()
         return rates
 
@@ -238,15 +230,10 @@ def _populate(piece: Tensor, advice: int) -> None:
         _libc.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(part.numel()), advice)
 
 
-def _least_seconds(work: Callable[[], object]) -> float:
-    """The shortest of tuning.CUDA_RATE_RUNS. The first runs see low clocks, and a disturbance only ever makes a run
-    slower."""
-    times: list[float] = []
-    for _ in range(tuning.CUDA_RATE_RUNS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return min(times)
+def _seconds(work: Callable[[], object]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -110,7 +110,6 @@ class Device(ABC):
         """Returns cached memory that no tensor uses to the driver. After that, any stream may get memory that another
         stream used."""
 
-    @abstractmethod
     def copy(
         self,
         target: Tensor,
@@ -121,10 +120,19 @@ class Device(ABC):
     ) -> Event:
         """Queues a copy between host and device memory; the dtypes may differ. Copies of a lane happen in the order
         queued, and this one starts after the compute stream has passed `after`. `name`: of its span in a trace."""
-
-    def _count(self, nbytes: int, lane: CopyLane) -> None:
         with self._lock:
-            self.copied[lane] += nbytes
+            self.copied[lane] += source.nbytes
+        trace = self.trace
+        event, stamps = self._queue_copy(target, source, after, lane, trace is not None)
+        if trace is not None:
+            trace.add(lane.value, name, *stamps, bytes=source.nbytes)
+        return event
+
+    @abstractmethod
+    def _queue_copy(
+        self, target: Tensor, source: Tensor, after: StreamMark | None, lane: CopyLane, is_traced: bool
+    ) -> tuple[Event, Sequence[Stamp]]:
+        """Queues a copy. If it is traced, also returns stamps of its begin and its end."""
 
     def expect(self, event: Event) -> None:
         """Registers a copy that some work may begin without. Other work queued on the compute stream runs after the

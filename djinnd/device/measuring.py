@@ -10,13 +10,17 @@ from torch import Tensor
 from djinnd.core.rates import Rates
 from djinnd.device.tuning import RATE_DTYPES, RATE_LAUNCHES, RATE_WIDTH
 
-Clock = Callable[[Callable[[], object]], float]  # → the least seconds of several runs of some work
+Clock = Callable[[Callable[[], object]], float]  # → seconds that the device takes for some work
 
 
 @torch.inference_mode()
-def measured_rates(device: torch.device, host: Tensor, side: int, least_seconds: Clock) -> Rates:
+def measured_rates(device: torch.device, host: Tensor, side: int, runs: int, seconds: Clock) -> Rates:
     """`host`: memory from which copies run at full speed; the device needs twice its bytes. `side`: of the square
-    matrices."""
+    matrices. `runs`: how often each work is done; the fastest run counts, because the first runs see low clocks and a
+    disturbance only ever makes a run slower."""
+
+    def least_seconds(work: Callable[[], object]) -> float:
+        return min([seconds(work) for _ in range(runs)])
 
     def operations(dtype: torch.dtype) -> float:
         matrix = torch.randn(side, side, device=device, dtype=dtype)  # equal numbers are multiplied faster on a GPU

@@ -21,6 +21,7 @@ RATE_WIDTH = 4096  # chosen: columns of the matrix that a product with one row r
 RATE_LAUNCHES = 64  # chosen: kernels of a chain
 CPU_RATE_BYTES = 32 << 20  # chosen
 CPU_RATE_SIDE = 256  # chosen: side of the square matrices
+CPU_RATE_RUNS = 3  # chosen
 CUDA_RATE_BYTES = 128 << 20  # chosen
 CUDA_RATE_SIDE = 4096  # chosen: side of the square matrices
 CUDA_RATE_RUNS = 25  # chosen

@@ -62,7 +62,8 @@ class StepResults:
         return "length" if length - request.prompt_end == request.max_tokens or length >= limit else None
 
     def _stopped(self, session: Session, request: Request, stage: Stage) -> FinishReason | None:
-        """Notes that the row has come to where its stage stops. The request ends when all positions have."""
+        """Notes that the row has reached the block before which its stage stops. The request ends when all positions
+        have reached it."""
         if session.remaining:
             return None
         request.stopped = Stop(stage.last, session.computed)

@@ -317,7 +317,8 @@ class Scheduler:
                 self.next_wake = min(self.next_wake, until)
 
     def expect(self, session_id: str, until: float) -> None:
-        """Sets when a waiting session is expected back, if that was unknown, so that the host keeps its pages by it.
+        """Sets when a waiting session is expected back, if that was unknown, so that the host
+        can tell which pages it will need first.
 
         The pages still come back only when the session asks: the time has been learned late, and may have passed
         already for many sessions at once. No effect on a session that does not wait or has a time.
@@ -359,7 +360,8 @@ class Scheduler:
 
     @property
     def nobody_waits(self) -> bool:
-        """True if every active session had a row in the last step, and no session waits for room to come back into."""
+        """True if every active session had a row in the last step, and no session waits for room before it can
+        come back."""
         ran = {row.session.id for row in self._ran}
         return all(queue.active.keys() <= ran and not queue.awaited for queue in self.queues.values())
 

@@ -51,7 +51,11 @@ def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Fu
         index, plain, jobs = under_way.popleft()
         for job in jobs:
             wait(job)
-        done += _finish(store, packer, index, plain)
+        form = store.forms[index]
+        if form is not None:
+            assert packer is not None
+            packer.pack(form, plain, store.host(index))
+        done += store.extents[index]
         progress(done, store.nbytes)
 
     try:
@@ -69,15 +73,6 @@ def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Fu
         readers.close()
         if packer is not None:
             packer.close()
-
-
-def _finish(store: WeightStore, packer: Packer | None, index: int, plain: Tensor) -> int:
-    """Packs the buffer if the store wants that → bytes of the store that are now filled."""
-    form = store.forms[index]
-    if form is not None:
-        assert packer is not None
-        packer.pack(form, plain, store.host(index))
-    return store.extents[index]
 
 
 def hashes(store: WeightStore) -> list[bytes]:

@@ -19,7 +19,7 @@ stay in host memory, and the experts that its router picks are fetched to scratc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from djinn_client.errors import InvalidRequest, OutOfMemory
@@ -49,18 +49,24 @@ def are_fetched(count: int, picked: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSize:
-    """Bytes of a block's stacked experts."""
+class _FormSizes:
+    """Bytes of some weights in each form."""
 
     plain: int
     packed: int | None  # None: no packed form
-    count: int  # experts of the block
-    picked: int  # experts that its router picks for each row; fewer than `count`
 
     @property
     def least(self) -> int:
         """Bytes of the smallest form."""
         return self.plain if self.packed is None else self.packed
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSize(_FormSizes):
+    """Bytes of a block's stacked experts."""
+
+    count: int  # experts of the block
+    picked: int  # experts that its router picks for each row; fewer than `count`
 
     def share(self, rows: int) -> float:
         """Expected share of the experts that `rows` rows need, if each row picks uniformly and independently."""
@@ -68,17 +74,10 @@ class ExpertsSize:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSize:
+class BlockSize(_FormSizes):
     """Bytes of a block on the device, including its stacked experts."""
 
-    plain: int
-    packed: int | None  # None: no packed form
     experts: ExpertsSize | None = None  # stacked experts that are fetched on demand, if any
-
-    @property
-    def least(self) -> int:
-        """Bytes of the smallest form."""
-        return self.plain if self.packed is None else self.packed
 
     @property
     def passing(self) -> int:
@@ -279,7 +278,7 @@ def _upgraded(plan: PlacementPlan, free: int, pages_share: float) -> PlacementPl
     places = list(plan.places)
     for k in spread(count, len(packed)) if count else []:
         places[packed[k]] = BlockPlace.PLAIN
-    return PlacementPlan(plan.sizes, tuple(places), plan.ring_bytes, plan.scratch_bytes, plan.slots)
+    return replace(plan, places=tuple(places))
 
 
 def _in_scratch(size: BlockSize, place: BlockPlace) -> int:

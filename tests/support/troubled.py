@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from djinnd.device.cpu import CpuDevice, _CopyEvent
-from djinnd.device.device import StreamMark
+from djinnd.device.cpu import CpuDevice
+from djinnd.device.device import Event, StreamMark
 
 FOREVER = 60.0  # seconds
 
@@ -42,7 +42,7 @@ class TroubledDevice(CpuDevice):
         self.fail_any = 0  # number of copies to fail, from any source
         super().__init__(memory)
 
-    def copy(self, target: Tensor, source: Tensor, after: StreamMark | None = None, name: str = "copy") -> _CopyEvent:
+    def copy(self, target: Tensor, source: Tensor, after: StreamMark | None = None, name: str = "copy") -> Event:
         with torch.inference_mode():
             watched = source.as_subclass(_Watched)
         watched.device_ = self

@@ -240,7 +240,9 @@ class ModelRunner:
         if self.graphs is None:
             return rows, self._mixed(rows, whole)
         behind = frozenset[int]() if touched is None else touched.behind
-        apart = [i for i, row in enumerate(rows) if i in behind or (row.request.tells and told_positions(row))]
+        apart = [
+            i for i, row in enumerate(rows) if i in behind or (row.request.wants_prompt_logits and told_positions(row))
+        ]
         if not apart:
             return rows, self._replay(rows, whole)
         if len(apart) == len(rows) or self.model.placement.streams:

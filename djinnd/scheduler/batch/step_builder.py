@@ -68,8 +68,7 @@ class StepBuilder:
         return first
 
     def _serve(self, sessions: list[Session], moves: Test | None) -> None:
-        """Considers the sessions of one class in order, except those whose pages moved when the first of all was
-        considered.
+        """Considers the sessions of one class in order, except those that were moving when the step was begun.
 
         In most steps, most sessions decode and need nothing: they get their rows here, and `budget` counts several at
         once. All others go through `_ask`. Measured with 1,000 sessions: if all went through `_ask`, composing a step

@@ -40,7 +40,7 @@ class StepPages:
     ) -> None:
         self.kv = residency.kv
         self.moves: Test | None = residency.is_moving if residency.sessions_move else None  # None: no session moves
-        self._is_returning = False  # some session waits for room to come back into
+        self._is_returning = False  # some session waits for room before it can come back
         self.are_refused = False  # a session was refused pages: others that hold none do not start
         self.are_taken = False  # pages were, or would be, taken from an active session
         self._residency = residency

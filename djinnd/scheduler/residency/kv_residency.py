@@ -26,7 +26,7 @@ from djinnd.kvcache.prefixes import Key
 from djinnd.scheduler.residency.arrivals import Arrivals
 from djinnd.scheduler.residency.eviction import first_that_free, wanted_at
 from djinnd.scheduler.residency.lower_tiers import LowerTiers
-from djinnd.scheduler.residency.reusable_kv import is_an_earlier_engine_s, keys_with, staged_keys, usable_tokens
+from djinnd.scheduler.residency.reusable_kv import comes_from_an_earlier_engine, keys_with, staged_keys, usable_tokens
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class KvResidency:
     def secure(self, session: Session, candidates: Iterable[Session]) -> bool:
         """Gives the session pages for all of its tokens, so that no prompt stops half-way for want of pages, and brings
         back its KV. If pages are short, evicts the first of `candidates`. Returns False if the session has to wait."""
-        if self.paging.is_expected and is_an_earlier_engine_s(session):
+        if self.paging.is_expected and comes_from_an_earlier_engine(session):
             return False
         computed, lacking = session.computed, 0
         self._adopt(session)
@@ -270,7 +270,7 @@ class KvResidency:
         return session.stage is not None or not self._leaves_freely(session)
 
     def expect(self, session: Session, back_at: float) -> None:
-        """Sets when a session is expected back that may have left already; 0: not any more."""
+        """Sets the time at which a session is expected back; it may have left already. 0: it is expected no more."""
         self.lower_tiers.left.expect(session.id, back_at)
 
     def hurry(self, session: Session) -> None:
@@ -334,7 +334,7 @@ class KvResidency:
         session.computed = self.kv.trim(session.id, computed)
 
     def advance(self, session: Session, computed: int) -> None:
-        """Notes that a step has computed the session's KV up to `computed` tokens."""
+        """Notes that the session now has KV of its first `computed` tokens."""
         filled = computed // self.kv.page_size > session.computed // self.kv.page_size
         session.computed = computed
         if filled:

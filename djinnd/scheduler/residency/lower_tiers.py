@@ -45,7 +45,8 @@ class LowerTiers:
         return LeftStage(session.stage, session.computed, len(session.tokens))
 
     def lose_stage(self, session: Session) -> None:
-        """Drops the stage that the session has left. Its pages can be spared, because no other session finds them."""
+        """Drops the stage with which the session has left the device. The host can spare the stage's pages, because no
+        other session finds them."""
         session.left_stage = None
         left = self.left.get(session.id)
         if left is not None and left.staged:
@@ -147,8 +148,8 @@ class LowerTiers:
         if found is None or inside is None:
             return None
         for part, computed in ((found, session.computed), (inside, staged.computed)):
-            as_it_seems = staged.length - spared(staged, computed)
-            if not self.costs.prefer_copy(part, as_it_seems, 0, self.kv.page_bytes):
+            equivalent = staged.length - spared(staged, computed)
+            if not self.costs.prefer_copy(part, equivalent, 0, self.kv.page_bytes):
                 return None
         return found
 

@@ -27,7 +27,7 @@ def possible_ends(session: Session) -> tuple[int, ...]:
     return (session.left_at, first, first - 1)
 
 
-def is_an_earlier_engine_s(session: Session) -> bool:
+def comes_from_an_earlier_engine(session: Session) -> bool:
     """True if an earlier engine process wrote this session's KV; its pages may still be on the host or on disk."""
     request = session.request
     return request is not None and request.first > 0 and session.computed == session.left_at == 0
@@ -45,8 +45,8 @@ def usable_tokens(session: Session) -> int:
 
 
 def usable_in_tiers(session: Session) -> int:
-    """The same for pages in lower tiers. KV that a client imported is brought back whole, although the last token is
-    run again."""
+    """The number of first tokens whose pages are brought back from lower tiers, if they are there. It is
+    `usable_tokens`, but KV that a client imported is brought back whole, although the last token is run again."""
     request = session.request
     if request is None or not session.foreign_tokens:
         return usable_tokens(session)
@@ -75,7 +75,7 @@ def keys_with(session: Session, staged: list[Key], kv: KvManager) -> list[Key]:
 
 
 def spared(left: LeftStage, computed: int) -> int:
-    """How many tokens need not be run if the pages come back to a session with `computed` tokens of KV. Tokens of the
-    stage count by the share of the blocks that they have passed."""
+    """How many tokens need not be run again if the pages of the stage that `left` come back to a session with
+    `computed` tokens of KV. A token of the stage counts as the share of the blocks that it has passed."""
     share = left.stage.first / (left.stage.last - 1)
     return left.computed - computed + round(share * (left.length - left.computed))

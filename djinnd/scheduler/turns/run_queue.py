@@ -2,7 +2,7 @@
 
     the aged one ─► interactive ─► agent ─► batch         by class, strictly
                     └─ tenants: the clock that is furthest behind, row by row
-                       └─ sessions: the deadline that must be begun first; sessions that hold pages;
+                       └─ sessions: the deadline with the earliest latest start; sessions that hold pages;
                           sessions with little to read; order of arrival
 
 While pages are short, sessions that hold pages go before others of their class. So sessions finish their requests one

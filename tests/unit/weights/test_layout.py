@@ -94,9 +94,3 @@ def test_a_buffer_of_another_size_is_an_assertion() -> None:
     layout = Layout(BLOCK)
     with pytest.raises(AssertionError):
         layout.views(torch.zeros(layout.numel - 1))
-
-
-def test_layouts_of_equal_blocks_are_equal() -> None:
-    assert Layout(BLOCK) == Layout(BLOCK)
-    assert Layout(BLOCK) != Layout(QKV)
-    assert Layout(BLOCK) != "layout"
