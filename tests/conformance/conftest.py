@@ -192,14 +192,17 @@ class Api:
 OpenSession = Callable[..., AbstractAsyncContextManager[Session]]
 
 
-@pytest.fixture(scope="session", params=["local", pytest.param("remote", marks=pytest.mark.long)])
-def daemon_address(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[str]:
-    """The daemon's socket, and a gateway in front of it that takes sessions over TLS."""
-    if request.param == "local":
-        yield daemon.address
-        return
+@pytest.fixture(scope="session")
+def remote_address(daemon: Daemon) -> Iterator[str]:
+    """A gateway that takes sessions over TLS, in front of the daemon."""
     with DaemonStarter() as start, RemoteGateway(start.folder(), daemon) as gateway:
         yield gateway.address_for(token_of(daemon, "conformance", user="root"))
+
+
+@pytest.fixture(scope="session", params=["local", pytest.param("remote", marks=pytest.mark.long)])
+def daemon_address(request: pytest.FixtureRequest, daemon: Daemon) -> str:
+    """The daemon's socket, or its address for other machines."""
+    return daemon.address if request.param == "local" else request.getfixturevalue("remote_address")
 
 
 @pytest.fixture(params=["blocking", "asyncio"])
