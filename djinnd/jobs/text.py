@@ -22,7 +22,7 @@ import msgspec
 from djinn_client.protocol import decoded, framed
 from djinn_client.protocol.fields.chat import ChatDelta, ChatInput
 from djinnd.text.encoder import TextRules
-from djinnd.text.vocabulary import Vocabulary
+from djinnd.text.vocabulary import TokensOnly, Vocabulary
 
 MAX_QUESTION = 256 << 20  # bytes; a request's text is bounded by limits.request_bytes
 MAX_ANSWER = 8 << 20  # bytes; the largest have the tokens of a prompt, or the text of READ_TOKENS tokens
@@ -208,15 +208,14 @@ class QuestionFailed(msgspec.Struct, tag="failed"):
     message: str
 
 
-def opened(vocabulary: Vocabulary) -> ModelOpened:
+def opened(vocabulary: Vocabulary | TokensOnly) -> ModelOpened:
     """The answer to Open for a vocabulary."""
-    if not vocabulary.has_text:
+    if isinstance(vocabulary, TokensOnly):
         return ModelOpened(has_text=False, eos=sorted(vocabulary.eos))
-    assert vocabulary.chats is not None
     bos, eos = vocabulary.named
-    ends, template = sorted(vocabulary.turn_ends), vocabulary.chats.default
-    joined = vocabulary.chats.joined[:MAX_TEMPLATES]
-    return ModelOpened(True, sorted(vocabulary.eos), ends, bos, eos, vocabulary.has_chat, template, joined)
+    chats, ends = vocabulary.chats, sorted(vocabulary.turn_ends)
+    joined = chats.joined[:MAX_TEMPLATES]
+    return ModelOpened(True, sorted(vocabulary.eos), ends, bos, eos, bool(chats), chats.default, joined)
 
 
 ToWorker = (

@@ -52,144 +52,119 @@ class SpecialTokens(NamedTuple):
     eos: str = ""
 
 
-_NAMELESS = SpecialTokens()
+class TokensOnly(NamedTuple):
+    """The text side of a checkpoint without a tokenizer: its model takes and gives tokens only."""
+
+    eos: frozenset[int]
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Vocabulary:
-    """`tokenizer` None: the model takes and gives tokens only."""
+    """The text side of a checkpoint with a tokenizer. `named`: its special tokens by their roles."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer,
         eos: frozenset[int],
-        chats: ChatTemplates | None = None,
-        named: SpecialTokens = _NAMELESS,
-        told: Mapping[str, Any] = MappingProxyType({}),
+        templates: Mapping[str, str] = _NOTHING,
+        told: Mapping[str, Any] = _NOTHING,
+        special_tokens: Mapping[str, Any] = _NOTHING,
     ) -> None:
-        """`told`: the content of tokenizer_config.json."""
+        """`told` and `special_tokens`: the contents of tokenizer_config.json and of special_tokens_map.json."""
+        variables = special_variables(told, special_tokens)
         self.eos = eos
-        self.chats = chats
-        self.named = named
+        self.chats = ChatTemplates(templates, variables, _added(tokenizer))
+        self.named = SpecialTokens(variables.get("bos_token", ""), variables.get("eos_token", ""))
         self._told = told
         self._tokenizer = tokenizer
-        self._encoder = None if tokenizer is None else Encoder(tokenizer)
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._encoder = Encoder(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer)
 
     @classmethod
-    def read(cls, name: str, files: ModelFiles, most: int = SMALL_FILE, template: str = "") -> Vocabulary:
-        """From those of its files that are there. `most`: bytes that tokenizer.json may have. `template`: for chats, in
-        the place of the checkpoint's. Raises ModelRejected for a file that is larger, or cannot be read."""
-        config, generation, told, tokens = (_json(name, files, file) for file in _SETTINGS)
+    def read(cls, name: str, files: ModelFiles, most: int = SMALL_FILE, template: str = "") -> Vocabulary | TokensOnly:
+        """Reads those of its files that are there. `most`: bytes that tokenizer.json may have. `template`: for chats,
+        in the place of the checkpoint's. Raises ModelRejected for a file that is larger, or cannot be read."""
+        config, generation, told, special_tokens = (_json(name, files, file) for file in _SETTINGS)
         tokenizer = _tokenizer(name, files, most)
         eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
         if len(eos) > MAX_END_TOKENS:
             raise ModelRejected(f"{name}: eos_token_id names {len(eos):,} tokens: at most {MAX_END_TOKENS}")
         if tokenizer is None:
-            return cls(None, eos)
-        variables = special_variables(told, tokens)
-        chats = ChatTemplates(chat_templates(files, told, template), variables, _added(tokenizer))
-        named = SpecialTokens(variables.get("bos_token", ""), variables.get("eos_token", ""))
-        return cls(tokenizer, eos, chats=chats, named=named, told=told)
-
-    @property
-    def has_chat(self) -> bool:
-        return bool(self.chats)
+            return TokensOnly(eos)
+        return cls(tokenizer, eos, chat_templates(files, told, template), told, special_tokens)
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """Its special tokens by their texts. Requires text."""
-        assert self._detokenizer is not None
+        """Special tokens by their texts."""
         return self._detokenizer.special_ids
 
     def reply_format(self, configured: str = AUTO) -> ReplyFormat:
-        """How answers are written. Requires text."""
-        assert self.chats is not None
+        """How answers are written."""
         return reply_format(self.chats.joined, self._told, configured)
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
         """Tokens that end an answer of a chat: the model's end tokens, and the one that its tokenizer calls so, which
         many checkpoints have for chats alone."""
-        assert self._tokenizer is not None
         token = self._tokenizer.token_to_id(self.named.eos) if self.named.eos else None
         return self.eos if token is None else self.eos | {token}
 
     def remember_chats(self) -> None:
         """For a process that serves one principal: see segments.py."""
-        if self._encoder is not None:
-            self._encoder.remember()
+        self._encoder.remember()
 
     def encode_chat(self, chat: ChatInput) -> ChatPrompt:
-        """Requires text. Raises InvalidRequest without a template, for an invalid conversation, and for an exception of
-        the template."""
-        assert self._encoder is not None and self.chats is not None
+        """Raises InvalidRequest without a template, for an invalid conversation, and for an exception of the
+        template."""
         spans = self.chats.spans(chat)
         tail = "".join(span.text for span in spans[-8:])[-MAX_TAIL:]
         return ChatPrompt(self._encoder.encode_spans(spans), tail)
 
     def texts(self, tokens: Sequence[int], spelled: bool = False) -> list[str]:
         """One text of the tokens, special ones included; or, `spelled`, each as the vocabulary has it. Ids that are no
-        token have no text. Requires text."""
-        assert self._tokenizer is not None and self._detokenizer is not None
+        token have no text."""
         if spelled:
             return [self._tokenizer.id_to_token(token) or "" for token in tokens]
         has_text = self._detokenizer.has_text
         return [self._detokenizer.decode([token for token in tokens if has_text(token)])]
 
-    @property
-    def has_text(self) -> bool:
-        return self._encoder is not None
-
     @cached_property
     def characters_per_token(self) -> int | None:
         """The most characters of a text that one token stands for; None if nothing bounds them."""
-        assert self._tokenizer is not None
         return characters_per_token(self._tokenizer)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """Requires text."""
-        assert self._tokenizer is not None
         return TokenBytes(self._tokenizer)
 
     @cached_property
     def grammar_tokenizer(self) -> LLTokenizer:
-        """The tokenizer as grammars need it. Requires text. Takes a second for 100,000 tokens."""
-        assert self._tokenizer is not None
+        """The tokenizer as grammars need it. Takes a second for 100,000 tokens."""
         return open_tokenizer(self._tokenizer.to_str(), sorted(self.eos))
 
     def encode(self, text: str, rules: TextRules) -> list[int]:
-        """Requires text."""
-        assert self._encoder is not None
         return self._encoder.encode(text, rules)
 
-    def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader | None:
-        """Opens a reader of tokens that follow `context`; None without text."""
-        if self._detokenizer is None:
-            return None
+    def reader(self, context: Sequence[int], rules: ReadingRules) -> TextReader:
+        """Opens a reader of tokens that follow `context`."""
         return TextReader(self._detokenizer.stream(context, rules.skip_special, rules.shown), rules.stops, rules.least)
 
     def stop_tokens(self, stops: Sequence[str], skip_special: bool) -> frozenset[int]:
-        """Special tokens among the stop strings, by their ids: these have no text in an output that could match. Where
-        there is text. Raises InvalidRequest for a stop string that could never match, as it has a special token in the
-        midst of other text."""
-        assert self._detokenizer is not None
-        found = {self._detokenizer.special_ids.get(stop) for stop in stops}
-        if skip_special:
-            for stop in stops:
-                self._expect_text(stop)
-        return frozenset(token for token in found if token is not None)
-
-    def _expect_text(self, stop: str) -> None:
-        assert self._detokenizer is not None
+        """The ids of stop strings that are special tokens: these have no text in an output that could match. Raises
+        InvalidRequest for a stop string that could never match, as it has a special token in the midst of other
+        text."""
         special = self._detokenizer.special_ids
-        inside = [] if stop in special else [text for text in special if text and text in stop]
-        if inside:
-            raise InvalidRequest(
-                f"the stop string {stop!r} holds the special token {inside[0]!r}, whose text is left out of outputs: "
-                "pass skip_special_tokens=False, or stop at the token alone",
-                field="stop",
-            )
+        for stop in stops:
+            inside = [] if stop in special else [text for text in special if text and text in stop]
+            if skip_special and inside:
+                raise InvalidRequest(
+                    f"the stop string {stop!r} holds the special token {inside[0]!r}, whose text is left out of "
+                    "outputs: pass skip_special_tokens=False, or stop at the token alone",
+                    field="stop",
+                )
+        return frozenset(special[stop] for stop in stops if stop in special)
 
 
 def _added(tokenizer: Tokenizer) -> AddedTokens:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from djinn_client.errors import TextFailed
 from djinnd.jobs.text import BeginReading, ChatReading, ReadText, ReadTokens
 from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.reply import ChatReply
@@ -19,10 +18,7 @@ class Reading:
         self._vocabulary = vocabulary
         self._reply = None if begin.chat is None else _reply(vocabulary, begin.chat)
         rules = ReadingRules(begin.stops, begin.skip_special, begin.least)
-        reader = vocabulary.reader(begin.context, rules if self._reply is None else self._reply.rules)
-        if reader is None:
-            raise TextFailed("the model has no text")
-        self._reader = reader
+        self._reader = vocabulary.reader(begin.context, rules if self._reply is None else self._reply.rules)
         self._least = begin.least
 
     def read(self, message: ReadTokens) -> ReadText:

@@ -96,8 +96,9 @@ class TextService:
             case OpenModel():
                 with ModelFiles.handed_over(message.name, message.files, fds) as files:
                     vocabulary = Vocabulary.read(message.name, files, message.most, message.template)
-                vocabulary.remember_chats()
-                self._vocabularies[message.model] = vocabulary
+                if isinstance(vocabulary, Vocabulary):
+                    vocabulary.remember_chats()
+                    self._vocabularies[message.model] = vocabulary
                 return opened(vocabulary)
             case Encode() | EncodeChat():
                 return _encoded(self._vocabulary(message.model), message)
@@ -171,7 +172,6 @@ def rehearse() -> None:
     vocabulary = Vocabulary(Tokenizer.from_str(tokenizer.to_str()), frozenset())
     tokens = vocabulary.encode("text", TextRules(starts=True))
     reader = vocabulary.reader([], ReadingRules(["stop"]))
-    assert reader is not None
     reader.read(tokens)
     reader.finish()
     vocabulary.token_bytes.of(tokens)

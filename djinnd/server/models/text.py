@@ -18,7 +18,7 @@ from djinnd.text.replies.detection import AUTO, reply_format
 from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.replies.tools import Tools
 from djinnd.text.token_bytes import TokenBytes
-from djinnd.text.vocabulary import Vocabulary, lacking
+from djinnd.text.vocabulary import TokensOnly, Vocabulary, lacking
 
 _numbers = itertools.count(1)
 
@@ -37,7 +37,7 @@ class ModelText:
     """The text side of one loaded model.
 
     - `files`: the model's open files; the model closes them.
-    - `vocabulary`: the tokenizer of a configured model. None: only text workers read the files.
+    - `vocabulary`: of a configured model. None if it has no tokenizer, and where only text workers read the files.
     - `template`: a chat template that replaces the checkpoint's.
     - `told`: the description of the files, from the vocabulary or from a text worker.
     """
@@ -46,14 +46,14 @@ class ModelText:
         self,
         name: str,
         files: ModelFiles,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: Vocabulary | TokensOnly | None = None,
         template: str = "",
         configured_format: str = AUTO,
     ) -> None:
         self.number = next(_numbers)
         self.name = name
         self.files = files
-        self.vocabulary = vocabulary
+        self.vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else None
         self.template = template
         self._configured_format = configured_format
         self.told = ModelOpened(False, []) if vocabulary is None else opened(vocabulary)
@@ -96,7 +96,7 @@ class ModelText:
     @property
     def token_bytes(self) -> TokenBytes | None:
         """Maps tokens to their bytes; None if a text worker does that."""
-        return None if self.vocabulary is None or self.lacking else self.vocabulary.token_bytes
+        return None if self.vocabulary is None else self.vocabulary.token_bytes
 
     @property
     def is_read_by_workers(self) -> bool:

@@ -37,7 +37,7 @@ from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.templates import read_template
 from djinnd.text.encoder import TextRules
 from djinnd.text.end_tokens import MAX_END_TOKENS
-from djinnd.text.vocabulary import MAX_TAIL, Vocabulary, text_files
+from djinnd.text.vocabulary import MAX_TAIL, TokensOnly, Vocabulary, text_files
 
 SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
 SHORT_CHAT = 1 << 10  # bytes of messages and tools: half a millisecond, with the template
@@ -266,12 +266,11 @@ class Texts:
             self._sweep_later()
 
 
-def _read(name: str, files: ModelFiles, template: str) -> Vocabulary:
+def _read(name: str, files: ModelFiles, template: str) -> Vocabulary | TokensOnly:
     """Reads a vocabulary, and computes the properties that take a look at all of its tokens. Blocks."""
     vocabulary = Vocabulary.read(name, files, template=template)
-    if vocabulary.has_text:
+    if isinstance(vocabulary, Vocabulary):
         vocabulary.characters_per_token  # noqa: B018
-    if vocabulary.chats:
         with suppress(InvalidRequest):  # which the first chat is told
             vocabulary.chats.compile()
     return vocabulary

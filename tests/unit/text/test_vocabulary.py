@@ -9,7 +9,7 @@ from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.files.model_files import ModelFiles
 from djinnd.text.encoder import TextRules
 from djinnd.text.reader import ReadingRules
-from djinnd.text.vocabulary import Vocabulary, lacking
+from djinnd.text.vocabulary import TokensOnly, Vocabulary, lacking
 from tests.support.serving import TINY
 
 
@@ -68,9 +68,7 @@ def test_the_tokens_that_end_an_output(checkpoint, files, eos):
 
 
 def test_a_checkpoint_without_a_tokenizer(checkpoint):
-    vocabulary = read("m", checkpoint(tokenizer=False, config={}))
-    assert not vocabulary.has_text
-    assert vocabulary.reader([1, 2], ReadingRules([])) is None
+    assert read("m", checkpoint(tokenizer=False, config={"eos_token_id": 5})) == TokensOnly(frozenset({5}))
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "config", "generation_config"])

@@ -13,7 +13,6 @@ from djinnd.jobs.text import READ_TOKENS, BeginReading, ChatReading, EndReading,
 from djinnd.server.text.generation import Generation
 from djinnd.server.text.worker_reading import MOST_BEHIND, WorkerReading
 from djinnd.text.chat.answer import ChatAnswer
-from djinnd.text.chat.rendering import AddedTokens, ChatTemplates
 from djinnd.text.reader import ReadingRules
 from djinnd.text.vocabulary import Vocabulary
 from djinnd.text_worker.serving import TextService
@@ -32,8 +31,7 @@ class Worker:
         self.told: list[BeginReading | EndReading] = []
         self._then: list[Any] = []
         self._serving = TextService()
-        chats = ChatTemplates({"default": TEMPLATE}, {}, AddedTokens(frozenset(), frozenset()))
-        self._serving._vocabularies[1] = Vocabulary(tiny, frozenset({0}), chats=chats)
+        self._serving._vocabularies[1] = Vocabulary(tiny, frozenset({0}), {"default": TEMPLATE})
 
     def ask(self, question: ReadTokens, then: Any) -> None:
         self.asked.append(question)

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.chat import ChatInput
-from djinnd.text.chat.rendering import AddedTokens, ChatTemplates, special_variables
 from djinnd.text.vocabulary import Vocabulary
 from tests.support.chat_families import FAMILIES
 from tests.support.parameters import long_except
@@ -68,11 +67,8 @@ def tokenizer_of(family: str, kind: str) -> Tokenizer:
 def vocabulary_of(family: str, kind: str, remembers: bool = False) -> Vocabulary:
     told = FAMILIES[family]
     tokenizer = tokenizer_of(family, kind)
-    variables = special_variables({"bos_token": told.bos or None, "eos_token": {"content": told.eos}})
-    added = tokenizer.get_added_tokens_decoder().values()
-    special = frozenset(token.content for token in added if token.special)
-    tokens = AddedTokens(special, frozenset(token.content for token in added) - special)
-    made = Vocabulary(tokenizer, frozenset(), chats=ChatTemplates({"default": told.template}, variables, tokens))
+    named = {"bos_token": told.bos or None, "eos_token": {"content": told.eos}}
+    made = Vocabulary(tokenizer, frozenset(), {"default": told.template}, named)
     if remembers:
         made.remember_chats()
     return made
