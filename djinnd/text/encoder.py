@@ -22,6 +22,7 @@ from djinn_client.errors import InvalidRequest
 from djinnd.text.chat.control import ControlSpan
 from djinnd.text.segments import Segments
 from djinnd.text.steps import steps_in
+from djinnd.text.strings import any_of
 
 
 class TextRules(NamedTuple):
@@ -116,8 +117,8 @@ class Encoder:
 
     def _cut(self, text: str) -> list[str]:
         """Behind the first character of each control string."""
-        strings = sorted((re.escape(each) for each in self._special.values() if len(each) > 1), key=len, reverse=True)
-        cuts = [match.start() + 1 for match in re.finditer(f"(?={'|'.join(strings)})", text)] if strings else []
+        strings = any_of(each for each in self._special.values() if len(each) > 1)
+        cuts = [match.start() + 1 for match in re.finditer(f"(?={strings})", text)]
         return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
 
     def _for(self, parse_special: bool, has_prefix: bool) -> Tokenizer:

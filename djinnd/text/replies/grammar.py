@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from djinnd.text.replies.tools import Schema, quoted
+from djinnd.text.strings import any_of
 
 # Whitespace between two parts of a JSON text: a space, or a line break with an indentation. llguidance's default has no
 # bound, and a small model that begins with blanks writes blanks to its last token.
@@ -96,8 +97,7 @@ class _Writer:
     def __init__(self, special: Mapping[str, int]) -> None:
         self.rules: list[str] = []
         self._special = special
-        ordered = sorted(filter(None, special), key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
+        self._split = re.compile(f"({any_of(filter(None, special))})")
 
     def write(self, pieces: Pieces) -> str:
         return " ".join(filter(None, map(self._piece, pieces)))
@@ -118,10 +118,8 @@ class _Writer:
                 return "(" + " | ".join(map(self._literal, choices)) + ")"
 
     def _literal(self, text: str) -> str:
-        parts = self._split.split(text) if self._split else [text]
-        return " ".join(
-            f"<[{self._special[part]}]>" if part in self._special else quoted(part) for part in parts if part
-        )
+        parts = filter(None, self._split.split(text))
+        return " ".join(f"<[{self._special[part]}]>" if part in self._special else quoted(part) for part in parts)
 
     def _until(self, end: str) -> str:
         if end in self._special:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from djinnd.text.strings import any_of
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 Tell = Callable[[str], None]
@@ -154,23 +156,21 @@ class Markers:
 
     def __init__(self, texts: Sequence[str]) -> None:
         assert all(texts)
-        self.texts = tuple(texts)
-        ordered = sorted(texts, key=len, reverse=True)
+        self._texts = texts
         self._first_characters = {text[0] for text in texts}
-        first = "".join(map(re.escape, sorted(self._first_characters)))
-        self._pattern = re.compile(f"(?=[{first}])(?:{'|'.join(map(re.escape, ordered))})") if ordered else None
+        self._pattern = re.compile(any_of(texts))
         self._longest = max(map(len, texts), default=0)
 
     def find(self, text: str, at: int, ended: bool) -> tuple[int, int]:
         """Where the first marker lies. Without one: an empty range at the first character that may begin one, or at the
         end of the text."""
-        found = self._pattern.search(text, at) if self._pattern else None
+        found = self._pattern.search(text, at)
         if not ended:
             for start in range(max(at, len(text) - self._longest + 1), found.start() + 1 if found else len(text)):
                 if text[start] not in self._first_characters:
                     continue
                 tail = text[start:]
-                if any(len(marker) > len(tail) and marker.startswith(tail) for marker in self.texts):
+                if any(len(marker) > len(tail) and marker.startswith(tail) for marker in self._texts):
                     return start, start
         return found.span() if found else (len(text), len(text))
 

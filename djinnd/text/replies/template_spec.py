@@ -13,6 +13,8 @@ from typing import Any
 
 import regex
 
+from djinnd.text.strings import any_of
+
 _TEMPLATE_KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 _MAX_FIELDS = 32
 
@@ -91,9 +93,8 @@ def _delimiter(spec: Mapping[str, Any], key: str) -> Delimiter | None:
         texts = [literal] if isinstance(literal, str) else literal
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError(f"{key}: a text, or a list of texts")
-        ordered = sorted(texts, key=len, reverse=True)
         extends = any(one != other and one.startswith(other) for one in texts for other in texts)
-        return Delimiter(regex.compile("|".join(map(regex.escape, ordered))), literal=not extends)
+        return Delimiter(regex.compile(any_of(texts)), literal=not extends)
     if pattern is None:
         return None
     try:
