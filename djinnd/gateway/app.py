@@ -78,8 +78,8 @@ async def _not_allowed(request: Request, error: HTTPException) -> Response:
 
 
 def _refusal(request: Request, problem: Problem, headers: dict[str, str] | None = None) -> Response:
-    """In the shape of the API that the path belongs to. Starlette's `request.url` is not asked: it parses the Host
-    header, which may be anything."""
+    """Refuses in the shape of the path's API. Starlette's `request.url` is not asked: it parses the Host header, which
+    may be anything."""
     path = request.scope["path"]
     api = OLLAMA if path.startswith("/api/") else ANTHROPIC if path.startswith("/v1/messages") else OPENAI
     return Response(api.error(problem), problem.status, headers, "application/json")

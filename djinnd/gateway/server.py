@@ -28,7 +28,7 @@ from djinnd.gateway.remote.door import RemoteDoor
 
 log = logging.getLogger("djinnd.gateway")
 
-KEEP_ALIVE_S = 60  # that a connection may rest between two requests
+KEEP_ALIVE_S = 60  # between two requests of a connection
 
 
 class GatewayServer(uvicorn.Server):
@@ -118,7 +118,7 @@ class GatewayServer(uvicorn.Server):
             yield
 
     def _stop(self) -> None:
-        """The second time without waiting for requests."""
+        """Lets requests finish; the second signal ends them."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -147,7 +147,7 @@ class GatewayServer(uvicorn.Server):
 
 
 def reloaded(held: Http, wanted: Http) -> Http:
-    """The settings that hold after a reload: the wanted ones, but for the sockets, their rights, and TLS at all."""
+    """The settings after a reload: the wanted ones, except the sockets, their rights, and whether there is TLS."""
     fixed = {"listen": held.listen, "socket": held.socket, "loopback_without_token": held.loopback_without_token}
     if bool(held.certificate) != bool(wanted.certificate):
         fixed |= {"certificate": held.certificate, "key": held.key}

@@ -22,9 +22,9 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # decoders write it for bytes that are no character, or not yet
-MAX_UNFINISHED = 3  # tokens: a character has at most four bytes, and lacks one
-CONTEXT_TOKENS = 8  # of the session's: an unfinished character, and whole ones before it
-MAX_PENDING = 16  # tokens, which bounds the work for a token; longer runs are of broken characters
+MAX_UNFINISHED = 3  # tokens of an unfinished character: it has at most four bytes, and one is missing
+CONTEXT_TOKENS = 8  # the session's last ones: an unfinished character, and whole characters before it
+MAX_PENDING = 16  # tokens, so that the work for a token is bounded; a longer run has broken characters only
 
 P = TypeVar("P")
 
@@ -52,12 +52,12 @@ class Detokenizer:
         return self._tokenizer.id_to_token(token) is not None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)  # has_text has chosen them
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)  # the caller has left tokens without text out
 
 
 class TextStream:
-    """The pieces of one request's text. Joined, they equal the text that decoding the request's tokens after the
-    context adds to the context's text. A character that the context left unfinished is sent whole."""
+    """The pieces of one request's text. Joined, they are the text that the request's tokens add to the text of the
+    context. A character that the context left unfinished is sent whole."""
 
     def __init__(self, detokenizer: Detokenizer, context: Sequence[int], skipped: Collection[int]) -> None:
         self._has_text = partial(detokenizer.has_text, skipped=skipped)
@@ -67,7 +67,7 @@ class TextStream:
         self._context = last[first:end]
         self._told = detokenizer.decode(self._context)
         self._pending = last[end:]
-        self._told_of_pending, _ = self._text_of(len(self._pending))  # was told with the context's text
+        self._told_of_pending, _ = self._text_of(len(self._pending))  # it was told with the context's text
 
     def feed(self, token: int) -> str:
         """The text that is certain after this token: none while a character is unfinished."""
@@ -102,8 +102,8 @@ class TextStream:
         return self._tell(count, *self._text_of(count))
 
     def _tell(self, count: int, added: str, alone: str) -> str:
-        """The text of the first `count` pending tokens, as `_text_of` has it; they become the context of the rest,
-        unless they have none."""
+        """Takes the first `count` pending tokens, and returns the text that is new. Unless there is none, they become
+        the context of the rest. `added` and `alone`: from `_text_of`."""
         tokens = self._pending[:count]
         del self._pending[:count]
         if not added:
@@ -115,8 +115,8 @@ class TextStream:
     def _text_of(self, count: int) -> tuple[str, str]:
         """Returns the text that the first `count` pending tokens add to the text told, and their text alone.
 
-        Without the context where they break that: byte fallback takes a run of bytes for broken from its start if one
-        of them is.
+        The context is left out where the tokens break its text: byte fallback takes a whole run of bytes for broken if
+        one of them is.
         """
         pending = self._pending[:count]
         text, alone = self._detokenizer.decode(self._context + pending), self._detokenizer.decode(pending)
@@ -126,8 +126,8 @@ class TextStream:
         return (added if added.count(BROKEN) <= alone.count(BROKEN) else alone), alone
 
     def _cleanest_cut(self) -> int:
-        """Where to cut a run of broken characters, or of genuine replacement characters: not through one of the
-        latter, which would count as broken on both sides."""
+        """Where to cut a run of broken characters. The run may have genuine replacement characters, too: one that is
+        cut in two would count as broken on both sides."""
         end = len(self._pending)
         cuts = range(end, max(0, end - MAX_UNFINISHED) - 1, -1)
         return _least_broken(cuts, lambda count: self._text_of(count)[0])
@@ -143,8 +143,8 @@ def _without_start(text: str, told: str) -> str:
 
 
 def _whole(detokenizer: Detokenizer, tokens: list[int]) -> tuple[int, int]:
-    """The tokens[first:end] that is whole characters, as far as any is: they may have been cut from the session in the
-    middle of a character, and the session may end in the middle of one."""
+    """Finds first and end, so that tokens[first:end] has as few broken characters as possible. The tokens may have been
+    cut from the session in the middle of a character, and the session may end in the middle of one."""
     cut = MAX_UNFINISHED if len(tokens) == CONTEXT_TOKENS else 0
     ends = range(len(tokens), max(0, len(tokens) - MAX_UNFINISHED) - 1, -1)
     candidates = ((first, end) for end in ends for first in range(cut + 1))
@@ -152,7 +152,7 @@ def _whole(detokenizer: Detokenizer, tokens: list[int]) -> tuple[int, int]:
 
 
 def _least_broken(places: Iterable[P], text_at: Callable[[P], str]) -> P:
-    """The first of those with the fewest broken characters: as a rule the very first, which has none."""
+    """The first place with the fewest broken characters in its text. Usually the very first place has none."""
     found: dict[P, int] = {}
     for place in places:
         found[place] = text_at(place).count(BROKEN)

@@ -80,7 +80,7 @@ class Encoder:
         return ids
 
     def remember(self) -> None:
-        """The texts of chats, so that they are not tokenised again."""
+        """From now on, remembers the tokens of chats' texts, if the tokenizer allows it."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         if self._plain is None and not any(token.single_word for token in added):
             self._segments = Segments(self._tokenizer)
@@ -108,7 +108,7 @@ class Encoder:
         raise InvalidRequest(f"this tokenizer cannot write the control string {text!r} as text: leave it out")
 
     def _bare(self) -> Tokenizer:
-        """It knows no control strings, and puts no space before a text."""
+        """A tokenizer that knows no control strings, and puts no space before a text."""
         if self._without_added is None:
             bare = Tokenizer(self._tokenizer.model)
             _take_steps(bare, self._plain or self._tokenizer)
@@ -116,7 +116,7 @@ class Encoder:
         return self._without_added
 
     def _cut(self, text: str) -> list[str]:
-        """Behind the first character of each control string."""
+        """Cuts the text behind the first character of each control string."""
         strings = any_of(each for each in self._special.values() if len(each) > 1)
         cuts = [match.start() + 1 for match in re.finditer(f"(?={strings})", text)]
         return [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
@@ -162,7 +162,7 @@ def _take_steps(made: Tokenizer, tokenizer: Tokenizer) -> None:
 
 
 def _drop_prefix(whole: dict[str, Any]) -> bool:
-    """Takes from a tokenizer's file, as parsed, what puts a space before every text. → whether there was anything."""
+    """Removes the steps that put a space before every text from a parsed tokenizer.json. True if there were any."""
     changed = False
     for part in ("normalizer", "pre_tokenizer"):
         steps = steps_in(whole.get(part))

@@ -14,9 +14,9 @@ MAX_END_TOKENS = 256  # of a model: each call sends them to the engine
 def end_tokens(
     generation_config: Settings, config: Settings, tokenizer_config: Settings, id_of: Callable[[str], int | None]
 ) -> frozenset[int]:
-    """The ids that the first of these names: `eos_token_id` of the generation configuration, then of the model's, then
-    the text `eos_token` of the tokenizer's, which `id_of` looks up. A place that names no usable id is passed over, so
-    that an empty list, a null or a misspelt value never hides what the next place says."""
+    """The ids from the first of these places that names any: `eos_token_id` of the generation configuration, then of
+    the model's, then the text `eos_token` of the tokenizer's, which `id_of` looks up. So an empty list, a null or a
+    misspelt value never hides what the next place says."""
     for settings in (generation_config, config):
         ids = _ids(settings.get("eos_token_id"))
         if ids:

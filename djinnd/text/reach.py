@@ -12,13 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from djinnd.text.steps import steps_of
 
-_COMPOSED = 4  # characters, at most, that Unicode's composition makes one of
+_COMPOSED = 4  # characters at the most, which Unicode composes to one
 _KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that remove nothing
-_SPLITTING = {"Split", "Punctuation"}  # these may, as their `behavior` says
+_SPLITTING = {"Split", "Punctuation"}  # pre-tokenizers that remove characters if their `behavior` says so
 
 
 def characters_per_token(tokenizer: Tokenizer) -> int | None:
-    """None: nothing bounds them."""
+    """The bound; None if there is none."""
     vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     pre_tokenizer = steps_of(tokenizer.pre_tokenizer)
     if not all(map(_keeps, pre_tokenizer)) or not _covers_all(tokenizer, pre_tokenizer, vocab):
@@ -40,7 +40,7 @@ def _keeps(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _covers_all(tokenizer: Tokenizer, pre_tokenizer: list[dict[str, Any]], vocab: dict[str, int]) -> bool:
-    """Every byte has a token, so that no character is dropped or becomes part of an unknown-token."""
+    """True if every byte has a token: then no character is dropped, or becomes part of an unknown-token."""
     if not isinstance(tokenizer.model, models.BPE):
         return False
     if any(part["type"] == "ByteLevel" for part in pre_tokenizer):
@@ -49,7 +49,7 @@ def _covers_all(tokenizer: Tokenizer, pre_tokenizer: list[dict[str, Any]], vocab
 
 
 def _joined(normalizer: dict[str, Any]) -> int | None:
-    """Characters that it may make one of; None: any number."""
+    """How many characters the normalizer may make one character of; None: any number."""
     match normalizer:
         case {"type": "Prepend" | "NFD" | "NFKD"}:
             return 1

@@ -67,5 +67,5 @@ class Segments:
 
 
 def _always_cuts(token: AddedToken) -> bool:
-    """Wherever its text stands, it is the token, and takes no white space around it."""
+    """True if the token is found wherever its text stands, and takes no white space around it."""
     return not (token.normalized or token.lstrip or token.rstrip)

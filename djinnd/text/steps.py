@@ -9,7 +9,7 @@ Step = dict[str, Any]  # as in tokenizer.json
 
 
 def steps_of(component: Any) -> list[Step]:
-    """`component`: of a Tokenizer; None has no steps."""
+    """The steps of a Tokenizer's component, such as its decoder. None has no steps."""
     return [] if component is None else steps_in(json.loads(component.__getstate__()))
 
 

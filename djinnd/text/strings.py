@@ -10,8 +10,8 @@ _NOTHING = "(?!)"
 
 
 def any_of(strings: Iterable[str]) -> str:
-    """An expression for the longest of them at a place. Shared beginnings are looked at once: tokenizers have
-    thousands of control strings that begin alike."""
+    """An expression that matches the longest of these strings at a place. It has a common beginning of several strings
+    once: tokenizers have thousands of control strings that begin alike."""
     ends: dict[str, Any] = {}
     for string in strings:
         node = ends

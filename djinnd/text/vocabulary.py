@@ -106,13 +106,13 @@ class Vocabulary:
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
-        """Tokens that end an answer of a chat: the model's end tokens, and the one that its tokenizer calls so, which
-        many checkpoints have for chats alone."""
+        """Tokens that end an answer of a chat: the model's end tokens, and the end token of the tokenizer's settings,
+        which many checkpoints have for chats alone."""
         token = self._tokenizer.token_to_id(self.named.eos) if self.named.eos else None
         return self.eos if token is None else self.eos | {token}
 
     def remember_chats(self) -> None:
-        """For a process that serves one principal: see segments.py."""
+        """Remembers the tokens of chats' texts, in a process that serves one principal: see segments.py."""
         self._encoder.remember()
 
     def encode_chat(self, chat: ChatInput) -> ChatPrompt:

@@ -40,7 +40,8 @@ async def generate(request: HttpRequest, model: str, wanted: Generate) -> Genera
 
 
 async def stream(request: HttpRequest, model: str, wanted: Generate) -> AsyncGenerator[Piece | Generated]:
-    """Each Piece, and last the Generated. Closing the generator ends the work in the daemon. Where: see generate."""
+    """Yields each Piece, and last the Generated, of an output that runs where `generate` runs it. Closing the generator
+    ends the work in the daemon."""
     async with (
         request.link() as link,
         _placed(link, model, wanted) as placed,

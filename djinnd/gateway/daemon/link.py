@@ -16,7 +16,7 @@ from djinn_client.transport.exchange import close_all
 
 R = TypeVar("R", bound=protocol.Reply)
 
-CLOSING_S = 10.0  # that the daemon has to end a run and close its session
+CLOSING_S = 10.0  # in which the daemon has to end a run and close its session
 
 
 class Link:
@@ -32,7 +32,7 @@ class Link:
         return message
 
     async def stream(self, request: Generate) -> AsyncGenerator[Piece | Generated]:
-        """Each Piece, and last the Generated. Closing the generator ends the work in the daemon."""
+        """Yields each Piece, and last the Generated. Closing the generator ends the work in the daemon."""
         try:
             await run(self.connection.start(request))
             while True:

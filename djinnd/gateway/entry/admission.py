@@ -13,7 +13,7 @@ from djinnd.gateway.entry.peer_user import is_own
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.http.errors import HttpError, unauthorised
 
-PUBLIC_REQUESTS = 64  # at once; they need no token, so they take no place of those that do
+PUBLIC_REQUESTS = 64  # without a token, at once; they take no place of requests with one
 _SOON = 1.0  # seconds, after which a refused client may try again
 
 
@@ -45,7 +45,7 @@ class Admission:
                 yield
 
     def _token(self, request: HttpRequest) -> str:
-        """ "" for a request that needs none. Raises HttpError."""
+        """The request's token; "" if it needs none. Raises HttpError."""
         token = auth.token_of(request.headers)
         if auth.is_djinnd_token(token):
             return token

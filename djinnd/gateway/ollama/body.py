@@ -17,7 +17,7 @@ from djinnd.gateway.calls.arguments import arguments_text
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import encode
 
-TAG = ":latest"  # which clients put behind each name
+TAG = ":latest"  # clients put it behind each name
 _EFFORTS = ("low", "medium", "high")
 
 
@@ -51,10 +51,6 @@ class Options(msgspec.Struct):
     def most_tokens(self) -> int | None:
         """None, as Ollama's -1 and -2: to the end of the context."""
         return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 _OPTIONS = frozenset(Options.__struct_fields__)
@@ -119,7 +115,7 @@ class CommonFields(msgspec.Struct, kw_only=True):
             id=0,
             max_tokens=options.most_tokens,
             sampling=options.sampling(),
-            stop=options.stops,
+            stop=[options.stop] if isinstance(options.stop, str) else options.stop or [],
             format=_output_format(self.format),
             **prompt,
         )

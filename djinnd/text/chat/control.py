@@ -4,7 +4,7 @@ The texts of messages, tools and arguments are marked before they are rendered, 
 reserves for a program's own use:
 
     a special token, "<|im_end|>"       its characters are parted by PARTS: no slice of it spells the token
-    an added token, "</think>"          it stands between two EDGES: templates look for such a one in a content
+    an added token, "</think>"          it stands between two EDGES: templates look for such tokens in a content
 
 The rendered text is cut at the marks. Marked strings are tokenised as text, without the marks. The text between them is
 the template's own, and its control strings become control tokens. If a template parts two edges, as

@@ -14,7 +14,7 @@ from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.text.replies.tools import Tools, tools_by_name
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_MESSAGES = 10_000  # and of tools likewise
+MAX_MESSAGES = 10_000  # of a chat; also the most tools
 MAX_DEPTH = 64  # lists and objects inside one another
 # Variables that the daemon itself gives to the template.
 _OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"})
@@ -96,7 +96,7 @@ def _value(what: str, text: bytes) -> Any:
 
 
 def _expect_shallow(what: str, value: object) -> None:
-    """Templates and filters recurse into nested values."""
+    """Raises InvalidRequest for values that are nested too deeply: templates and filters recurse into them."""
     layer, depth = [value], 0
     while layer := [inner for each in layer for inner in _inside(each)]:
         depth += 1
@@ -174,7 +174,7 @@ def _tool_call(where: str, call: Any, text_arguments: bool) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """An object; the text itself where the model did not write one."""
+    """The arguments as an object, or the text itself if the model did not write an object."""
     try:
         value = _decode(text)
         _expect_shallow("tool_calls", value)

@@ -104,4 +104,4 @@ def _key(source: Source) -> Reading[str]:
 
 
 def _ignore(text: str) -> None:
-    """Members other than name, arguments and id say nothing that a caller gets."""
+    """Drops a member other than name, arguments and id."""

@@ -66,7 +66,7 @@ class _Reader:
         self._output = output
         self._tools = tools
         self._silent = silent  # characters that the prompt has written, and that are not read yet
-        self._crossed = False  # an empty delimiter here, which must not be crossed again
+        self._crossed = False  # an empty delimiter stands here, and must not be crossed again
         self._enter(template.implicit, {})
 
     def read(self) -> Reading[None]:
@@ -112,7 +112,7 @@ class _Reader:
         return None, sure if len(text) - sure <= _MAX_DELIMITER else len(text)
 
     def _watched(self) -> list[tuple[bool, TemplateRegion, Delimiter]]:
-        """Delimiters that matter now. True: it opens its region."""
+        """The delimiters that may come next, with their regions. The bool says that a delimiter opens its region."""
         implicit = self._template.implicit
         if self._region is not None and self._region is not implicit:
             return [(False, self._region, self._region.closing)] if self._region.closing else []
@@ -136,7 +136,7 @@ class _Reader:
             self._advance(len(found.match[0]))
 
     def _pass(self, text: str, sure: int, at_border: bool) -> None:
-        """Text of the region. White space at both ends of a text does not belong to it."""
+        """Reads the first `sure` characters, which belong to the region. It has no white space at its ends."""
         if self._region is None:
             for begin in range(0, sure, CHUNK):
                 self._advance(min(CHUNK, sure - begin))

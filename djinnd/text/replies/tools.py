@@ -13,7 +13,7 @@ Tools = Mapping[str, Schema]  # name → JSON schema of the parameters
 MAX_NAME = 256
 _NAME = re.compile(rf"[^\s<>{{}}()\[\]\"'`]{{1,{MAX_NAME}}}")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_MAX_SCHEMAS = 64  # that anyOf and oneOf name, and that are looked at
+_MAX_SCHEMAS = 64  # choices of anyOf and oneOf that are looked at
 
 
 def tools_by_name(tools: Sequence[Any]) -> dict[str, Schema]:
@@ -36,11 +36,9 @@ def parameter(tools: Tools, function: str, name: str) -> Schema:
 
 def members_of(parameters: Schema) -> list[tuple[str, Schema, bool]]:
     """Name, schema, and whether it is required, for each parameter."""
-    properties = parameters.get("properties")
     required = parameters.get("required")
-    names = properties if isinstance(properties, dict) else {}
     needed = required if isinstance(required, list) else []
-    return [(key, schema if isinstance(schema, dict) else {}, key in needed) for key, schema in names.items()]
+    return [(key, _mapping(schema), key in needed) for key, schema in _mapping(parameters.get("properties")).items()]
 
 
 def types(schema: Schema) -> frozenset[str]:
