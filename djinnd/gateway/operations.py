@@ -14,7 +14,7 @@ from djinnd.gateway.openai.errors import OPENAI
 
 async def health(request: HttpRequest) -> Whole:
     """Answers load balancers: 200 while an engine is ready, else 503. Raises HttpError."""
-    async with request.link() as link:
+    async with request.pool.link() as link:
         status = await link.call(GetStatus(id=0), StatusReply)
     if status.state != "ready" or not any(device.state == "ready" for device in status.devices):
         raise HttpError(503, f"no engine is ready: the daemon is {status.state}", code="not_ready", retry_s=1)
@@ -29,7 +29,7 @@ async def metrics(request: HttpRequest) -> Whole:
     """Only administrators may read them: the daemon's part names its users. Raises HttpError."""
     if not request.pool.is_admin:
         raise HttpError(403, "metrics are for administrators: docs/reference/http.md")
-    async with request.link() as link:
+    async with request.pool.link() as link:
         request.metrics.daemon(await link.call(GetStatus(id=0), StatusReply))
     return Whole(await request.metrics.text(), content_type=CONTENT_TYPE)
 

@@ -212,10 +212,17 @@ def opened(vocabulary: Vocabulary | TokensOnly) -> ModelOpened:
     """The answer to Open for a vocabulary."""
     if isinstance(vocabulary, TokensOnly):
         return ModelOpened(has_text=False, eos=sorted(vocabulary.eos))
-    bos, eos = vocabulary.named
-    chats, ends = vocabulary.chats, sorted(vocabulary.turn_ends)
-    joined = chats.joined[:MAX_TEMPLATES]
-    return ModelOpened(True, sorted(vocabulary.eos), ends, bos, eos, bool(chats), chats.default, joined)
+    chats = vocabulary.chats
+    return ModelOpened(
+        has_text=True,
+        eos=sorted(vocabulary.eos),
+        turn_ends=sorted(vocabulary.turn_ends),
+        bos_token=vocabulary.bos_token,
+        eos_token=vocabulary.eos_token,
+        has_chat=bool(chats),
+        template=chats.default,
+        templates=chats.joined[:MAX_TEMPLATES],
+    )
 
 
 ToWorker = (

@@ -45,13 +45,6 @@ class ChatPrompt(NamedTuple):
     tail: str
 
 
-class SpecialTokens(NamedTuple):
-    """Special tokens that the tokenizer's settings name; "": none."""
-
-    bos: str = ""
-    eos: str = ""
-
-
 class TokensOnly(NamedTuple):
     """The text side of a checkpoint without a tokenizer: its model takes and gives tokens only."""
 
@@ -62,7 +55,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Vocabulary:
-    """The text side of a checkpoint with a tokenizer. `named`: its special tokens by their roles."""
+    """The text side of a checkpoint with a tokenizer. `bos_token` and `eos_token`: of its settings; "": none."""
 
     def __init__(
         self,
@@ -76,7 +69,8 @@ class Vocabulary:
         variables = special_variables(told, special_tokens)
         self.eos = eos
         self.chats = ChatTemplates(templates, variables, _added(tokenizer))
-        self.named = SpecialTokens(variables.get("bos_token", ""), variables.get("eos_token", ""))
+        self.bos_token = variables.get("bos_token", "")
+        self.eos_token = variables.get("eos_token", "")
         self._told = told
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
@@ -108,7 +102,7 @@ class Vocabulary:
     def turn_ends(self) -> frozenset[int]:
         """Tokens that end an answer of a chat: the model's end tokens, and the end token of the tokenizer's settings,
         which many checkpoints have for chats alone."""
-        token = self._tokenizer.token_to_id(self.named.eos) if self.named.eos else None
+        token = self._tokenizer.token_to_id(self.eos_token) if self.eos_token else None
         return self.eos if token is None else self.eos | {token}
 
     def remember_chats(self) -> None:

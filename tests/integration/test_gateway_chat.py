@@ -164,6 +164,15 @@ def test_an_echo_has_the_prompt_and_its_log_probabilities(gateway):
     assert text["logprobs"]["tokens"] == logprobs["tokens"]
 
 
+def test_an_echo_keeps_the_tokens_of_its_prompt(gateway):
+    """Token by token, a text has other tokens than as a whole."""
+    parts = [gateway.post("/tokenize", {"model": MODEL, "prompt": each}).json["tokens"] for each in "return"]
+    prompt = [token for part in parts for token in part]
+    body = GREEDY | {"prompt": prompt, "max_tokens": 1, "logprobs": 0, "echo": True}
+    (choice,) = gateway.post("/v1/completions", body).json["choices"]
+    assert choice["logprobs"]["tokens"][:-1] == list("return")
+
+
 def test_an_echo_of_nothing_else(gateway):
     body = GREEDY | {"prompt": "def add(a, b):", "max_tokens": 0, "echo": True}
     (choice,) = gateway.post("/v1/completions", body).json["choices"]

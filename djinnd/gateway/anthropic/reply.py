@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from djinn_client.protocol import Generated, Piece
@@ -24,15 +24,7 @@ _KINDS = {
 
 def message(name: str, model: str, most: int, reply: Generated) -> dict[str, Any]:
     """`most`: the request's max_tokens."""
-    return {
-        "id": name,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": list(_blocks(reply)),
-        **_ending(reply, most),
-        "usage": usage(reply),
-    }
+    return _message(name, model, list(_blocks(reply)), _ending(reply, most), usage(reply))
 
 
 def error(problem: Problem) -> bytes:
@@ -69,16 +61,8 @@ class Events:
 
     def begin(self) -> bytes:
         """The count of the prompt's tokens is not known yet: message_delta has it."""
-        told: dict[str, Any] = {
-            "id": self._name,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
-        }
+        ending, usage = {"stop_reason": None, "stop_sequence": None}, {"input_tokens": 0, "output_tokens": 0}
+        told = _message(self._name, self._model, [], ending, usage)
         return named_event("message_start", {"type": "message_start", "message": told})
 
     def take(self, reply: Piece | Generated) -> Iterator[bytes]:
@@ -128,6 +112,13 @@ class Events:
             "message_delta", {"type": "message_delta", "delta": _ending(reply, self._most), "usage": usage(reply)}
         )
         yield named_event("message_stop", {"type": "message_stop"})
+
+
+def _message(
+    name: str, model: str, content: list[dict[str, Any]], ending: Mapping[str, str | None], usage: dict[str, int]
+) -> dict[str, Any]:
+    head = {"id": name, "type": "message", "role": "assistant", "model": model}
+    return {**head, "content": content, **ending, "usage": usage}
 
 
 def _blocks(reply: Generated) -> Iterator[dict[str, Any]]:

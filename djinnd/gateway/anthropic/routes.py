@@ -30,7 +30,7 @@ async def create(request: HttpRequest) -> Reply:
 async def count_tokens(request: HttpRequest) -> Whole:
     body = request.body(ChatFields)
     request.ignore(body.ignored())
-    async with request.link() as link:
+    async with request.pool.link() as link:
         tokenized = await link.call(Tokenize(id=0, model=body.model, chat=body.chat()), Tokenized)
     return json({"input_tokens": len(tokenized.token_ids)})
 

@@ -33,7 +33,7 @@ class Output(NamedTuple):
 
 async def generate(request: HttpRequest, model: str, wanted: Generate) -> Generated:
     """Runs in the call's conversation; without one, in a session that is closed after it."""
-    async with request.link() as link, _placed(link, model, wanted) as placed:
+    async with request.pool.link() as link, _placed(link, model, wanted) as placed:
         reply = await link.call(placed, Generated)
     _ended(request, model, reply)
     return reply
@@ -43,7 +43,7 @@ async def stream(request: HttpRequest, model: str, wanted: Generate) -> AsyncGen
     """Yields each Piece, and last the Generated, of an output that runs where `generate` runs it. Closing the generator
     ends the work in the daemon."""
     async with (
-        request.link() as link,
+        request.pool.link() as link,
         _placed(link, model, wanted) as placed,
         aclosing(link.stream(replace(placed, stream=True))) as replies,
     ):

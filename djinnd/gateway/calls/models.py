@@ -7,7 +7,7 @@ from djinnd.gateway.entry.request import HttpRequest
 
 
 async def models(request: HttpRequest) -> list[ModelInfo]:
-    async with request.link() as link:
+    async with request.pool.link() as link:
         return (await link.call(ListModels(id=0), Models)).models
 
 
@@ -17,5 +17,5 @@ async def model_called(request: HttpRequest, name: str) -> ModelInfo | None:
 
 async def tokenizer_of(request: HttpRequest, model: str) -> TokenizerInfo:
     """Loads the model if need be: only then is its chat template known."""
-    async with request.link() as link:
+    async with request.pool.link() as link:
         return await link.call(DescribeTokenizer(id=0, model=model), TokenizerInfo)

@@ -49,6 +49,7 @@ class Pool:
 
     @asynccontextmanager
     async def link(self) -> AsyncIterator[Link]:
+        """A connection to the daemon, for as long as the context lasts."""
         connection = self._idle.pop()[0] if self._has_idle() else await self._connect()
         try:
             yield Link(connection)

@@ -6,14 +6,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
 
-from djinnd.gateway.daemon.link import Link
 from djinnd.gateway.daemon.pools import Pool
 from djinnd.gateway.entry.metrics import Metrics
 from djinnd.gateway.entry.unknown_fields import unknown_fields
@@ -67,10 +65,6 @@ class HttpRequest:
     @property
     def query(self) -> QueryParams:
         return QueryParams(self.scope.get("query_string", b""))
-
-    def link(self) -> AbstractAsyncContextManager[Link]:
-        """A connection to the daemon, for as long as the context lasts."""
-        return self.pool.link()
 
     def body(self, kind: type[T]) -> T:
         """The body as a struct. Fields that the struct lacks are noted as ignored. Raises HttpError."""

@@ -62,7 +62,7 @@ async def complete(request: HttpRequest) -> Reply:
 async def embed(request: HttpRequest) -> Whole:
     body = request.body(EmbedBody)
     request.ignore(body.ignored())
-    async with request.link() as link:
+    async with request.pool.link() as link:
         reply = await link.call(body.wanted(), protocol.Embedded)
     request.prompt_tokens += sum(reply.tokens)
     rows = await json_rows(reply)
@@ -119,7 +119,7 @@ async def _events(
 
 async def _without_prompt(request: HttpRequest, body: CommonFields, lines: ollama_reply.Lines) -> Whole:
     """Loads the model, or unloads it if its lifetime is 0."""
-    async with request.link() as link:
+    async with request.pool.link() as link:
         if body.unloads:
             await link.call(protocol.UnloadModel(id=0, model=body.model_name), protocol.Done)
             return json(lines.done("unload"))

@@ -47,7 +47,7 @@ async def embed(request: HttpRequest) -> Whole:
     body = request.body(Body)
     if body.dimensions is not None:
         raise HttpError(400, "dimensions is not supported: a vector has the model's width", param="dimensions")
-    async with request.link() as link:
+    async with request.pool.link() as link:
         reply = await link.call(_wanted(body), Embedded)
     is_base64 = body.encoding_format == "base64"
     rows = await json_rows(reply) if not is_base64 else [_base64(row) for row in rows_of(reply)]

@@ -38,7 +38,7 @@ def prompts_of(given: Given, field: str = "prompt") -> list[Prompt]:
 async def for_echo(request: HttpRequest, model: str, prompts: list[Prompt], logprobs: bool) -> list[Prompt]:
     """Adds to each prompt what an echo of it needs: its text and, with log probabilities, its tokens."""
     made = []
-    async with request.link() as link:
+    async with request.pool.link() as link:
         for text, tokens in prompts:
             if text is None:
                 text = (await link.call(Detokenize(id=0, model=model, token_ids=tokens or []), Detokenized)).text

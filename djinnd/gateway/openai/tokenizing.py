@@ -47,7 +47,7 @@ async def tokenize(request: HttpRequest) -> Whole:
         add_special=body.add_special_tokens is not False,
         token_texts=bool(body.return_token_strs),
     )
-    async with request.link() as link:
+    async with request.pool.link() as link:
         reply = await link.call(wanted, Tokenized)
     told = {"tokens": reply.token_ids, "count": len(reply.token_ids), "max_model_len": await _context(request, model)}
     return json(told | {"token_strs": reply.token_texts if body.return_token_strs else None})
@@ -56,7 +56,7 @@ async def tokenize(request: HttpRequest) -> Whole:
 async def detokenize(request: HttpRequest) -> Whole:
     body = request.body(DetokenizeBody)
     wanted = Detokenize(id=0, model=body.model or await _only_model(request), token_ids=body.tokens)
-    async with request.link() as link:
+    async with request.pool.link() as link:
         reply = await link.call(wanted, Detokenized)
     return json({"prompt": reply.text})
 

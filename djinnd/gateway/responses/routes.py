@@ -23,7 +23,7 @@ from djinnd.gateway.responses.body import Body
 from djinnd.gateway.responses.items import Item, Messages, items_of, messages_of
 from djinnd.gateway.responses.reply import Answer, failed
 from djinnd.gateway.responses.running import Running
-from djinnd.gateway.responses.store import Stored, conversation_record, find, find_conversation
+from djinnd.gateway.responses.store import Stored, conversation_record, find
 
 RESPONSES = Api(error, failed)
 _running = Running()
@@ -57,13 +57,13 @@ async def create(request: HttpRequest) -> Reply:
 async def retrieve(request: HttpRequest) -> Whole:
     if request.query.get("stream") == "true":
         raise HttpError(400, "a response that is stored is not streamed again", param="stream")
-    async with request.link() as link:
+    async with request.pool.link() as link:
         return json((await find(link, request.parameters["response"])).response)
 
 
 async def delete(request: HttpRequest) -> Whole:
     name = request.parameters["response"]
-    async with request.link() as link:
+    async with request.pool.link() as link:
         await responses_store.drop(link, name)
     return json({"id": name, "object": "response", "deleted": True})
 
@@ -73,7 +73,7 @@ async def cancel(request: HttpRequest) -> Whole:
     name = request.parameters["response"]
     answer = await _running.cancel(request.principal, name)
     if answer is None:
-        async with request.link() as link:
+        async with request.pool.link() as link:
             await find(link, name)
         raise HttpError(400, "only a response that is in progress can be cancelled", code="not_in_progress")
     return json(answer.response)
@@ -81,7 +81,7 @@ async def cancel(request: HttpRequest) -> Whole:
 
 async def input_items(request: HttpRequest) -> Whole:
     """A page of them: `limit`, `order` and `after` as OpenAI has them."""
-    async with request.link() as link:
+    async with request.pool.link() as link:
         items = (await find(link, request.parameters["response"])).input
     limit, after = _limit(request.query.get("limit", "20")), request.query.get("after")
     if request.query.get("order", "desc") != "asc":
@@ -123,12 +123,12 @@ async def _earlier(request: HttpRequest, body: Body) -> tuple[Stored | None, str
     name = body.previous_response_id or ""
     if not name and not body.conversation_id:
         return None, ""
-    async with request.link() as link:
+    async with request.pool.link() as link:
         if name:
             earlier: Stored | None = await find(link, name)
         else:
             name = conversation_record(body.conversation_id)
-            earlier = await find_conversation(link, body.conversation_id)
+            earlier = await responses_store.read(link, name)
     is_alike = earlier is not None and earlier.response.get("model") == body.model
     return earlier, name if is_alike else ""
 
@@ -160,7 +160,7 @@ async def _store(request: HttpRequest, turn: Turn, answer: Answer, session: str)
     if not names:
         return
     stored = Stored(answer.response, turn.input, [*turn.messages, answer.message])
-    async with request.link() as link:
+    async with request.pool.link() as link:
         for name in names:
             await responses_store.keep(link, name, turn.body.model, session, stored)
 

@@ -35,15 +35,10 @@ async def find(link: Link, response: str) -> Stored:
     """Raises HttpError where the caller has none of this id."""
     if not _ID.fullmatch(response):
         raise _unknown(response)
-    stored = await _read(link, response)
+    stored = await read(link, response)
     if stored is None:
         raise _unknown(response)
     return stored
-
-
-async def find_conversation(link: Link, conversation: str) -> Stored | None:
-    """The last response of the conversation; None: it begins. Raises HttpError."""
-    return await _read(link, conversation_record(conversation))
 
 
 def conversation_record(conversation: str) -> str:
@@ -69,7 +64,7 @@ async def drop(link: Link, response: str) -> None:
     await link.call(DropRecord(id=0, record=response), Done)
 
 
-async def _read(link: Link, name: str) -> Stored | None:
+async def read(link: Link, name: str) -> Stored | None:
     """None: there is no such record, or it is not the gateway's."""
     try:
         return _decoder.decode((await link.call(GetRecord(id=0, record=name), Record)).body)
