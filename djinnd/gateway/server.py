@@ -22,7 +22,7 @@ from djinnd.gateway.app import application
 from djinnd.gateway.daemon.pools import Daemon
 from djinnd.gateway.entry.admission import Admission
 from djinnd.gateway.entry.metrics import Metrics
-from djinnd.gateway.http.connections import bounded
+from djinnd.gateway.http.connections import HttpConnection
 from djinnd.gateway.http.listening import BACKLOG, ListenError, listeners, load_certificate, remote_listener, tls
 from djinnd.gateway.remote.door import RemoteDoor
 
@@ -49,7 +49,6 @@ class GatewayServer(uvicorn.Server):
         self._tls = tls(config.http, "http/1.1", ssl.TLSVersion.TLSv1_2)
         self._remote_tls = tls(config.http, ALPN, ssl.TLSVersion.TLSv1_3)
         self._door: RemoteDoor | None = None
-        self._connection = bounded(config.http)
         self._daemon = Daemon(config.socket)
         self._admission = Admission(config.http, self._daemon, Metrics(config.metrics))
         self._application = application(self._admission)
@@ -57,7 +56,6 @@ class GatewayServer(uvicorn.Server):
             uvicorn.Config(
                 self._answer,
                 interface="asgi3",
-                http=self._connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -86,7 +84,7 @@ class GatewayServer(uvicorn.Server):
 
     async def _listen(self, sock: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
-        protocol = partial(self._connection, self.config, self.server_state, {}, loop)
+        protocol = partial(HttpConnection, lambda: self._http, self.config, self.server_state, {}, loop)
         if sock.family == socket.AF_UNIX:
             return await loop.create_unix_server(protocol, sock=sock, backlog=BACKLOG)
         context = self._tls_of(sock)
@@ -141,7 +139,7 @@ class GatewayServer(uvicorn.Server):
             self._door.follow(read.remote)
 
     def _follow(self, http: Http) -> None:
-        self._http = self._connection.http = self._admission.http = http
+        self._http = self._admission.http = http
         self._application = application(self._admission)
         self.config.timeout_graceful_shutdown = _drain(http)
 

@@ -29,12 +29,10 @@ async def stream_fitting(request: HttpRequest, model: str, wanted: Generate) -> 
         async with aclosing(stream(request, model, wanted)) as replies:
             async for reply in replies:
                 yield reply
-        return
     except InvalidRequest as error:
-        wanted = _to_the_end(wanted, error)
-    async with aclosing(stream(request, model, wanted)) as replies:
-        async for reply in replies:
-            yield reply
+        async with aclosing(stream(request, model, _to_the_end(wanted, error))) as replies:
+            async for reply in replies:
+                yield reply
 
 
 def _to_the_end(wanted: Generate, error: InvalidRequest) -> Generate:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,12 +26,11 @@ PIPELINED = 16  # requests of one connection that wait for the first one's answe
 
 
 class HttpConnection(HttpToolsProtocol):
-    """`http` is set on a subclass, as uvicorn makes the instances: see `bounded`."""
+    """`settings` returns the settings of the moment; `args` are uvicorn's."""
 
-    http: Http
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, settings: Callable[[], Http], *args: Any) -> None:
+        super().__init__(*args)
+        self._settings = settings
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -38,11 +38,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.http.connections and not self._close_an_idle_one():
+        if len(self.connections) > self._settings().connections and not self._close_an_idle_one():
             log.warning("http_connection_refused connections=%d", len(self.connections) - 1)
             transport.abort()
             return
-        self._await("headers", self.http.header_seconds)
+        self._await("headers", self._settings().header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._settle()
@@ -52,7 +52,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._in_head and self._timer is None:
-            self._await("headers", self.http.header_seconds)
+            self._await("headers", self._settings().header_seconds)
         super().data_received(data)
         is_unfinished = self._in_head and self._timer is not None
         self._head_bytes = self._head_bytes + len(data) if is_unfinished else 0
@@ -66,7 +66,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._await("body", self.http.body_seconds)
+        self._await("body", self._settings().body_seconds)
         super().on_headers_complete()
         if len(self.pipeline) > PIPELINED:
             self._abort("pipelined")
@@ -78,7 +78,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(self.http.write_seconds, self._abort, "write_seconds")
+        self._stalled = self.loop.call_later(self._settings().write_seconds, self._abort, "write_seconds")
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -110,7 +110,3 @@ class HttpConnection(HttpToolsProtocol):
         self._settle()
         log.info("http_connection_aborted reason=%s", why)
         self.transport.abort()
-
-
-def bounded(http: Http) -> type[HttpConnection]:
-    return type("BoundedHttpConnection", (HttpConnection,), {"http": http})
