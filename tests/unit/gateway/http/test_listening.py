@@ -34,11 +34,11 @@ def test_a_certificate_without_its_key_leaves_the_one_that_is_there(tmp_path: Pa
         each.cert_chain_pems[0].write_to_path(tmp_path / f"chain{number}")
         each.private_key_pem.write_to_path(tmp_path / f"key{number}")
     first = Http(certificate=str(tmp_path / "chain0"), key=str(tmp_path / "key0"))
-    context = tls(first)
+    context = tls(first, "http/1.1", ssl.TLSVersion.TLSv1_2)
     assert context is not None
     with pytest.raises(ListenError, match="mismatch"):
         load_certificate(context, Http(certificate=str(tmp_path / "chain1"), key=str(tmp_path / "key0")))
-    assert served_by(context) == served_by(tls(first))
+    assert served_by(context) == served_by(tls(first, "http/1.1", ssl.TLSVersion.TLSv1_2))
 
 
 def served_by(context: ssl.SSLContext | None) -> bytes | None:
