@@ -6,9 +6,9 @@ from djinnd.kvcache.manager import KvManager
 
 
 def overwrite_free_pages(kv: KvManager) -> None:
-    """Other sessions take every free page and give it up again, as in a busy pool."""
+    """Other sessions get every free page, filled by copies, and give it up again."""
     others = [f"passing-{number}" for number in range(kv.pool.free)]
     for other in others:
-        kv.reserve(other, tenant=4_000_000_000, tokens=1)
+        kv.extend(other, tenant=4_000_000_000, places=[0])
     for other in others:
         kv.drop(other)
