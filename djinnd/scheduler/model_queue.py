@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from djinn_client.errors import OutOfMemory, PromptTooLong, QuotaExceeded
 from djinn_client.protocol import Class
 from djinnd.core.session import Session
-from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.moves import Transfer
 from djinnd.kvcache.paging import Paging
 from djinnd.scheduler.batch.batch_builder import BatchBuilder
-from djinnd.scheduler.policy import DEFAULT, Policy, eviction_order, has_gone_quiet
+from djinnd.scheduler.policy import Policy, eviction_order, has_gone_quiet
 from djinnd.scheduler.residency.kv_residency import KvResidency
 from djinnd.scheduler.session_audit import check_session
 from djinnd.scheduler.tuning import EVICTION
@@ -36,27 +35,23 @@ class ModelQueue:
     def __init__(
         self,
         name: str,
-        kv: KvManager,
+        paging: Paging,
         max_context: int,
         num_blocks: int,
-        paging: Paging | None = None,
-        shares: Shares | None = None,
-        quotas: DeviceQuotas | None = None,
-        policy: Policy = DEFAULT,
+        shares: Shares,
+        quotas: DeviceQuotas,
+        policy: Policy,
     ) -> None:
-        """`paging`: given if the model has lower tiers or may get them. `shares` and `quotas` are shared by all models
-        of the device."""
-        assert max_context <= kv.max_context
+        """`shares` and `quotas` are shared by all models of the device."""
+        assert max_context <= paging.kv.max_context
         self.name = name
-        self.kv = kv
-        self.residency = KvResidency(paging or Paging(kv))
+        self.kv = paging.kv
+        self.residency = KvResidency(paging)
         self.max_context = max_context
         self.num_blocks = num_blocks
         self.sessions: dict[str, Session] = {}
-        self._quotas = quotas or DeviceQuotas()
-        self.batch_builder = BatchBuilder(
-            self.residency, num_blocks, shares or Shares(), self._quotas, policy, self._evictable
-        )
+        self._quotas = quotas
+        self.batch_builder = BatchBuilder(self.residency, num_blocks, shares, quotas, policy, self._evictable)
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
         self.awaited: dict[str, Session] = {}  # sessions that wait for room before their pages can be fetched

@@ -64,7 +64,8 @@ class Scheduler:
         """`max_context` is in tokens, and at most the KV manager's. `paging` moves the manager's pages to lower tiers,
         if there are any."""
         assert name not in self.queues
-        queue = ModelQueue(name, kv, max_context, num_blocks, paging, self.shares, self._quotas, self.policy)
+        paging = paging or Paging(kv)
+        queue = ModelQueue(name, paging, max_context, num_blocks, self.shares, self._quotas, self.policy)
         self.queues[name] = queue
         self._quotas.add(queue)
 

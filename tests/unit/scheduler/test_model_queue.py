@@ -12,7 +12,10 @@ from djinnd.kvcache.manager import KvManager
 from djinnd.kvcache.paging import Paging
 from djinnd.kvcache.tier import Tier
 from djinnd.scheduler.model_queue import ModelQueue
+from djinnd.scheduler.policy import DEFAULT
 from djinnd.scheduler.tuning import EVICTION
+from djinnd.scheduler.turns.device_quotas import DeviceQuotas
+from djinnd.scheduler.turns.shares import Shares
 from tests.support.copies import copies
 from tests.support.departures import all_leave
 from tests.support.overwritten import overwrite_free_pages
@@ -20,8 +23,12 @@ from tests.support.overwritten import overwrite_free_pages
 PAGE = 4  # tokens
 
 
+def queue_over(paging: Paging) -> ModelQueue:
+    return ModelQueue("m", paging, paging.kv.max_context, 6, Shares(), DeviceQuotas(), DEFAULT)
+
+
 def queue_of(pages: int, max_context: int = 64) -> ModelQueue:
-    return ModelQueue("m", KvManager(pages + 1, PAGE, 5 << 19, max_context), max_context, num_blocks=6)
+    return queue_over(Paging(KvManager(pages + 1, PAGE, 5 << 19, max_context)))
 
 
 def add(queue: ModelQueue, name: str, tokens: int, computed: int = 0, active: bool = True) -> Session:
@@ -307,7 +314,7 @@ def test_a_session_woken_while_its_pages_are_being_sealed_comes_back_after_that(
     kv = KvManager(9, PAGE, 5 << 19, 64)
     paging = Paging(kv)
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
-    queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+    queue = queue_over(paging)
     session = add(queue, "s", PAGE + 1, computed=PAGE + 1, active=False)
     queue.wait(session)
     all_leave(queue.residency)
@@ -330,7 +337,7 @@ def test_a_session_gets_pages_that_were_on_their_way_for_a_closed_session() -> N
     kv = KvManager(9, PAGE, 5 << 19, 64)
     paging = Paging(kv)
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
-    queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+    queue = queue_over(paging)
     first, second = (add(queue, name, PAGE + 1, computed=PAGE + 1, active=False) for name in ("first", "second"))
     for session in (first, second):
         queue.pause(session)
@@ -351,7 +358,7 @@ def test_a_session_that_waits_leaves_when_its_request_ends() -> None:
     kv = KvManager(9, PAGE, 5 << 19, 64)
     paging = Paging(kv)
     paging.use_host(Tier(bytearray(Tier.table_bytes(8)), 8))
-    queue = ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+    queue = queue_over(paging)
     session = add(queue, "s", PAGE + 1, computed=PAGE)
     queue.wait(session)
     all_leave(queue.residency)
@@ -417,7 +424,7 @@ def with_host(pages: int, host: int) -> ModelQueue:
     kv = KvManager(pages + 1, PAGE, 5 << 19, 64)
     paging = Paging(kv)
     paging.use_host(Tier(bytearray(Tier.table_bytes(host)), host))
-    return ModelQueue("m", kv, 64, num_blocks=6, paging=paging)
+    return queue_over(paging)
 
 
 def idle(queue: ModelQueue, name: str, pages: int) -> Session:
