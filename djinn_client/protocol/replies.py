@@ -234,6 +234,8 @@ class TokenizerInfo(Reply, tag="tokenizer_info"):
     eos_token: str = ""
     eos_ids: list[int] = []  # tokens that end an output
     chat_template: str = ""  # for chats without tools
+    config: bytes = b""  # the checkpoint's config.json; empty if it is large, like the next
+    generation_config: bytes = b""  # empty also if the checkpoint has none
 
 
 class SessionExported(Reply, tag="exported"):

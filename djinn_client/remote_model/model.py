@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from djinn_client.errors import DjinnError, InvalidRequest
 from djinn_client.handover.sharing import ModelHandle
-from djinn_client.protocol import ModelInfo
+from djinn_client.protocol import ModelInfo, TokenizerInfo
 from djinn_client.remote_model.arguments import check_call, check_generate
 from djinn_client.remote_model.generation import prepared
 from djinn_client.remote_model.padding import batch_of, spread
@@ -187,19 +188,22 @@ def remote_model(
     return made
 
 
-def configs_of(
-    info: ModelInfo, config: PretrainedConfig | str | None, generation_config: GenerationConfig | None
-) -> tuple[PretrainedConfig, GenerationConfig]:
-    """The configurations of a model that is given by name. Raises InvalidRequest."""
-    source = config if isinstance(config, str) else info.path if os.path.isdir(info.path) else info.name
-    try:
-        found = config if isinstance(config, PretrainedConfig) else AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        told = f"transformers finds no configuration at {source}: give config=, an object or a folder"
-        raise InvalidRequest(told, field="config") from error
-    if generation_config is None:
+def configs_of(info: ModelInfo, told: TokenizerInfo, given: Any) -> tuple[PretrainedConfig, GenerationConfig]:
+    """The configurations of a model that is given by name: the daemon's files, or `given`, a PretrainedConfig or what
+    AutoConfig.from_pretrained takes. Raises InvalidRequest."""
+    with TemporaryDirectory() as folder:
+        source = folder if given is None else given
+        Path(folder, "config.json").write_bytes(told.config)
+        if told.generation_config:
+            Path(folder, "generation_config.json").write_bytes(told.generation_config)
         try:
-            generation_config = GenerationConfig.from_pretrained(source)
+            is_config = isinstance(given, PretrainedConfig)
+            config = given if is_config else AutoConfig.from_pretrained(source, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            wanted = f"transformers cannot read the configuration of {info.name}: give config=, an object or a folder"
+            raise InvalidRequest(f"{wanted} ({error})", field="config") from error
+        config.name_or_path = info.name
+        try:
+            return config, GenerationConfig.from_pretrained(folder)
         except OSError:
-            generation_config = GenerationConfig.from_model_config(found)
-    return found, generation_config
+            return config, GenerationConfig.from_model_config(config)

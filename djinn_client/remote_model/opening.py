@@ -41,7 +41,7 @@ def remote(
                        weights of this user already; or the name of a model that the daemon serves
     tokenizer          goes to the daemon with a transformers model's weights; `generate` takes it for `stop_strings`
     config             of a model given by name: its PretrainedConfig, or what AutoConfig.from_pretrained takes; None:
-                       the model's folder or name
+                       the daemon's
     generation_config  the defaults of `generate`; None: the model's own
 
     `address` and `token` are as for `Session`; `kv_bytes`, `on_progress` and `placing` are as for `load`.
@@ -53,8 +53,8 @@ def remote(
     if isinstance(model, str | os.PathLike):
         with Client(address, token=token) as client:
             info = client.load(os.fspath(model), kv_bytes=kv_bytes, on_progress=on_progress, **placing)
-        config, generation_config = configs_of(info, config, generation_config)
-        handle = None
+            config, defaults = configs_of(info, client.tokenizer(info.name), config)
+        generation_config, handle = generation_config or defaults, None
     elif not hasattr(model, "generation_config"):
         told = f"not {type(model).__name__}: share_model takes tensors and configurations of their own"
         raise InvalidRequest(f"a remote model is a transformers model or the name of a model, {told}", field="model")

@@ -149,6 +149,8 @@ class ModelOpened(msgspec.Struct, tag="opened"):
     has_chat: bool = False
     template: str = ""  # template of chats without tools
     templates: str = ""  # all templates, up to MAX_TEMPLATES characters
+    config: bytes = b""  # the file as it is; empty if it is large, like the next
+    generation_config: bytes = b""
 
 
 class Encoded(msgspec.Struct, tag="encoded"):
@@ -210,8 +212,9 @@ class QuestionFailed(msgspec.Struct, tag="failed"):
 
 def opened(vocabulary: Vocabulary | TokensOnly) -> ModelOpened:
     """The answer to Open for a vocabulary."""
+    settings = vocabulary.settings._asdict()
     if isinstance(vocabulary, TokensOnly):
-        return ModelOpened(has_text=False, eos=sorted(vocabulary.eos))
+        return ModelOpened(has_text=False, eos=sorted(vocabulary.eos), **settings)
     chats = vocabulary.chats
     return ModelOpened(
         has_text=True,
@@ -222,6 +225,7 @@ def opened(vocabulary: Vocabulary | TokensOnly) -> ModelOpened:
         has_chat=bool(chats),
         template=chats.default,
         templates=chats.joined[:MAX_TEMPLATES],
+        **settings,
     )
 
 

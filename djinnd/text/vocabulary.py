@@ -31,6 +31,7 @@ _SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "
 _FILES = frozenset({*_SETTINGS, TOKENIZER, TEMPLATE_FILE, PROCESSOR_FILE})
 _JSON_BYTES = 8 << 20  # of each of the settings
 MAX_TAIL = 1024  # characters
+MAX_SETTINGS = 64 << 10  # bytes of one file
 
 
 def text_files(files: ModelFiles) -> list[str]:
@@ -45,10 +46,21 @@ class ChatPrompt(NamedTuple):
     tail: str
 
 
+class ModelSettings(NamedTuple):
+    """Two files of the checkpoint as they are, for clients; empty if they are missing, or larger than MAX_SETTINGS."""
+
+    config: bytes = b""
+    generation_config: bytes = b""
+
+
+_NO_SETTINGS = ModelSettings()
+
+
 class TokensOnly(NamedTuple):
     """The text side of a checkpoint without a tokenizer: its model takes and gives tokens only."""
 
     eos: frozenset[int]
+    settings: ModelSettings = _NO_SETTINGS
 
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -64,6 +76,7 @@ class Vocabulary:
         templates: Mapping[str, str] = _NOTHING,
         told: Mapping[str, Any] = _NOTHING,
         special_tokens: Mapping[str, Any] = _NOTHING,
+        settings: ModelSettings = _NO_SETTINGS,
     ) -> None:
         """`told` and `special_tokens`: the contents of tokenizer_config.json and of special_tokens_map.json."""
         variables = special_variables(told, special_tokens)
@@ -71,6 +84,7 @@ class Vocabulary:
         self.chats = ChatTemplates(templates, variables, _added(tokenizer))
         self.bos_token = variables.get("bos_token", "")
         self.eos_token = variables.get("eos_token", "")
+        self.settings = settings
         self._told = told
         self._tokenizer = tokenizer
         self._encoder = Encoder(tokenizer)
@@ -85,9 +99,10 @@ class Vocabulary:
         eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
         if len(eos) > MAX_END_TOKENS:
             raise ModelRejected(f"{name}: eos_token_id names {len(eos):,} tokens: at most {MAX_END_TOKENS}")
+        settings = ModelSettings(_raw(files, "config.json"), _raw(files, "generation_config.json"))
         if tokenizer is None:
-            return TokensOnly(eos)
-        return cls(tokenizer, eos, chat_templates(files, told, template), told, special_tokens)
+            return TokensOnly(eos, settings)
+        return cls(tokenizer, eos, chat_templates(files, told, template), told, special_tokens, settings)
 
     @property
     def special_ids(self) -> dict[str, int]:
@@ -189,6 +204,10 @@ def _tokenizer(name: str, files: ModelFiles, most: int) -> Tokenizer | None:
     tokenizer.no_truncation()  # settings that some files carry, and that would change prompts
     tokenizer.no_padding()
     return tokenizer
+
+
+def _raw(files: ModelFiles, file: str) -> bytes:
+    return files.read(file) if file in files and files.size(file) <= MAX_SETTINGS else b""
 
 
 def _json(name: str, files: ModelFiles, file: str) -> dict[str, Any]:

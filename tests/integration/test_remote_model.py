@@ -221,8 +221,17 @@ def test_a_model_goes_to_devices_and_keeps_its_dtype(remote: RemoteModel) -> Non
         remote.to(dtype=torch.float16)
 
 
+@pytest.mark.long
+def test_the_configuration_of_a_folder_comes_from_the_daemon(roomy_daemon: Daemon) -> None:
+    """A confined process has read it: no administrator has named this model."""
+    folder = reduced_model("gpt2")
+    with djinn.remote(str(folder), address=roomy_daemon.address) as remote:
+        assert (remote.config.model_type, remote.config.name_or_path) == ("gpt2", str(folder))
+        assert type(remote).__name__ == "GPT2LMHeadModel"
+
+
 def test_a_name_without_a_configuration_asks_for_one(roomy_daemon: Daemon, tmp_path: Path) -> None:
-    with pytest.raises(djinn.InvalidRequest, match=r"finds no configuration at .*: give config="):
+    with pytest.raises(djinn.InvalidRequest, match="cannot read the configuration of djinn-tiny: give config="):
         djinn.remote("djinn-tiny", config=str(tmp_path), address=roomy_daemon.address)
 
 

@@ -51,6 +51,8 @@ class TokenizerRequests:
                 eos_token=told.eos_token,
                 eos_ids=told.eos,
                 chat_template=told.template,
+                config=told.config,
+                generation_config=told.generation_config,
             )
         )
 

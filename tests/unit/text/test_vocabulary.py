@@ -9,7 +9,7 @@ from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.files.model_files import ModelFiles
 from djinnd.text.encoder import TextRules
 from djinnd.text.reader import ReadingRules
-from djinnd.text.vocabulary import TokensOnly, Vocabulary, lacking
+from djinnd.text.vocabulary import MAX_SETTINGS, TokensOnly, Vocabulary, lacking
 from tests.support.serving import TINY
 
 
@@ -45,6 +45,13 @@ def test_only_the_first_text_of_a_session_gets_the_special_tokens(checkpoint):
     assert vocabulary.encode("hello world", TextRules(starts=False)) == [3, 4]
 
 
+def test_its_settings_are_kept_as_they_are_unless_they_are_large(checkpoint):
+    made = checkpoint(tokenizer=False, config='{"rope_theta": Infinity}')
+    assert read("m", made).settings == (b'{"rope_theta": Infinity}', b"")
+    checkpoint(config={"id2label": "x" * MAX_SETTINGS}, generation_config={"top_k": 3})
+    assert read("m", made).settings == (b"", b'{"top_k": 3}')
+
+
 def test_no_setting_of_the_file_cuts_or_pads_a_prompt(checkpoint):
     assert len(read("m", checkpoint()).encode("hello " * 50, TextRules(starts=False))) == 50
 
@@ -68,7 +75,8 @@ def test_the_tokens_that_end_an_output(checkpoint, files, eos):
 
 
 def test_a_checkpoint_without_a_tokenizer(checkpoint):
-    assert read("m", checkpoint(tokenizer=False, config={"eos_token_id": 5})) == TokensOnly(frozenset({5}))
+    found = read("m", checkpoint(tokenizer=False, config={"eos_token_id": 5}))
+    assert isinstance(found, TokensOnly) and found.eos == {5}
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "config", "generation_config"])
