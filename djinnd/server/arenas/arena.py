@@ -128,8 +128,7 @@ class Arena:
                 there.write_header(there.header._replace(state=FillState.ASLEEP))
 
     def complete(self, model: str, identity: str = "") -> None:
-        """Marks the model's weights as complete, after the engine has filled them. `identity` is that of the
-        weights."""
+        """Marks the model's weights as complete, after the engine has filled them. `identity`: see Header."""
         there = self._objects[model, "weights"]
         there.write_header(there.header._replace(state=FillState.COMPLETE, identity=identity))
 

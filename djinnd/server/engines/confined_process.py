@@ -23,7 +23,7 @@ from djinnd.server.wire.connection import FrameConnection
 
 log = logging.getLogger("djinnd.server")
 
-_HUNG_UP = 1.0  # seconds that it gets to end after it has closed its connection
+_HUNG_UP = 1.0  # seconds that a process gets to end after it has closed its connection
 # The variables that the child gets of the daemon's environment. A tenant can read all of the child's environment.
 _VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

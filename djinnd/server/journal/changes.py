@@ -28,7 +28,7 @@ class SessionAdded(msgspec.Struct, array_like=True, tag="opened", frozen=True):
 
 
 class Extended(msgspec.Struct, array_like=True, tag="extended", frozen=True):
-    """The session's tokens from `start` on are replaced by these. None of them: it was cut at `start`."""
+    """The session's tokens from `start` on are replaced by `tokens`. If these are empty, it was cut at `start`."""
 
     session: str
     start: int

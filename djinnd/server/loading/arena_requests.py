@@ -14,7 +14,7 @@ from typing import Any
 
 from djinn_client.errors import OutOfMemory, QuotaExceeded
 from djinnd.messages import ArenaFilled, ArenaReady, ArenaRefused, Holding, HostReleased, NeedArena
-from djinnd.server.arenas.arena import Arena, Grant
+from djinnd.server.arenas.arena import Arena
 from djinnd.server.arenas.charges import ArenaCharges
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.models.model import ServedModel
@@ -59,26 +59,23 @@ class ArenaRequests:
         task.add_done_callback(self._changes.discard)
 
     async def _grant(self, engine: EngineClient, message: NeedArena, any_size: bool, payer: Ledger | None) -> None:
+        """Charges the payer and grants the object."""
+        model, holds = message.model, message.holds
+        wanted = (model, message.nbytes, message.fingerprint, holds)
         try:
-            granted = await self._charged_grant(message, any_size, payer)
+            async with self._lock:
+                self._charges.reserve((model, holds), payer, self._arena.bytes_to_grant(*wanted, any_size=any_size))
+                try:
+                    granted = await asyncio.to_thread(partial(self._arena.grant, *wanted, any_size=any_size))
+                finally:
+                    self._charges.settle(model)
         except (OutOfMemory, QuotaExceeded) as error:
             engine.send(ArenaRefused(message.request, error.message, error.data, error.code))
         except OSError as error:
-            engine.send(ArenaRefused(message.request, f"no shared memory for {message.model}: {error}"))
+            engine.send(ArenaRefused(message.request, f"no shared memory for {model}: {error}"))
         else:
             name, offset, complete, identity = granted
             engine.send(ArenaReady(message.request, name, offset, complete, identity=identity))
-
-    async def _charged_grant(self, message: NeedArena, any_size: bool, payer: Ledger | None) -> Grant:
-        """Charges the payer and grants the object. Raises QuotaExceeded, OutOfMemory, OSError."""
-        model, holds = message.model, message.holds
-        wanted = (model, message.nbytes, message.fingerprint, holds)
-        async with self._lock:
-            self._charges.reserve((model, holds), payer, self._arena.bytes_to_grant(*wanted, any_size=any_size))
-            try:
-                return await asyncio.to_thread(partial(self._arena.grant, *wanted, any_size=any_size))
-            finally:
-                self._charges.settle(model)
 
     # --- requests of the server ---------------------------------------------------------------------------------------
 

@@ -59,8 +59,8 @@ class ShareTable:
     # --- beginning of a share -----------------------------------------------------------------------------------------
 
     async def describe(self, client: ConnectedClient, request: ShareModel, fd: int) -> tuple[Share, Image]:
-        """Creates a share, and returns it with the layout that its weights must have. Owns the descriptor. `check` has
-        passed. Raises InvalidRequest, OutOfMemory, QuotaExceeded, and the engine's refusals."""
+        """Creates a share, and returns it with the layout that its weights must have. Called after `check`. Owns the
+        descriptor. Raises InvalidRequest, OutOfMemory, QuotaExceeded, and the engine's refusals."""
         share = self._new(client, request)
         try:
             share.writing = asyncio.create_task(asyncio.to_thread(share.write_files, fd, request.files))

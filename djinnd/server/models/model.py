@@ -84,20 +84,16 @@ class ServedModel:
     def is_open_to(self, client: ConnectedClient) -> bool:
         """True if this client may use the model, and know that it exists."""
         if self.share is not None:
-            return self.share.is_open_to(client)
+            return self.share.public or self.is_of(client)
         return self.users is None or client.user in self.users or client.is_admin
 
     def is_of(self, client: ConnectedClient) -> bool:
         """True if this client may load and unload the model."""
-        if self.share is not None:
-            return self.share.is_of(client)
         return client.is_admin or client.user == self.owner
 
     @property
     def opener(self) -> int:
         """The user for whom its files are read."""
-        if self.share is not None:
-            return self.share.user
         return os.geteuid() if self.owner is None else self.owner
 
     @property

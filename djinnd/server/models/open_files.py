@@ -85,6 +85,7 @@ def are_same(one: Marks, other: Marks) -> bool:
 
 
 def digest(marks: Marks) -> str:
+    """A short text that tells these files from others with the same path."""
     return hashlib.sha256(repr(sorted(marks.items())).encode()).hexdigest()[:8]
 
 

@@ -65,12 +65,6 @@ class Share:
         is_same = all(getattr(self, name) == getattr(request, name) for name in names)
         return bool(self.content) and is_same and request.model in ("", self.model)
 
-    def is_open_to(self, client: ConnectedClient) -> bool:
-        return self.public or self.is_of(client)
-
-    def is_of(self, client: ConnectedClient) -> bool:
-        return client.user == self.user or client.is_admin
-
     def write_files(self, fd: int, sizes: Mapping[str, int]) -> None:
         """Copies the files from a memfd and closes it; for a thread. Raises InvalidRequest, OutOfMemory."""
         try:

@@ -79,7 +79,7 @@ class Histogram:
 
 @dataclass(slots=True, eq=False)
 class Latencies:
-    """The histograms of a session, or of all sessions while they had a class."""
+    """The histograms of one session, or of one class: of all sessions, for the times at which they had it."""
 
     queued: Histogram = field(default_factory=Histogram)
     first_token: Histogram = field(default_factory=Histogram)

@@ -113,7 +113,7 @@ def test_a_model_is_visible_to_its_owner_unless_it_is_public(tmp_path):
     assert hidden.value.message.replace("mine", "none") == unknown.value.message
     made.public = True
     assert models.find_open("mine", OTHER).share is made
-    assert [made.is_of(client) for client in (OWNER, OTHER, ADMIN)] == [True, False, True]
+    assert [models.find("mine").is_of(client) for client in (OWNER, OTHER, ADMIN)] == [True, False, True]
 
 
 def test_no_client_opens_a_withdrawn_model(tmp_path):
