@@ -44,9 +44,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(BreakpointList)
 
 
-def read_breakpoints(db: sqlite3.Connection, session: str | None = None) -> dict[str, BreakpointList]:
-    """Reads breakpoints by session: of one session, or of all that ever had any. Raises DamagedRow."""
-    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", Row())
+def read_breakpoints(db: sqlite3.Connection, where: str = "", values: Row = ()) -> dict[str, BreakpointList]:
+    """Reads breakpoints by session, of all sessions that ever had any. `where` selects sessions. Raises DamagedRow."""
     return {name: _decoder.decode(encoded) for name, encoded in BREAKPOINT.read(db, where, values)}
 
 

@@ -52,9 +52,8 @@ _edit = msgspec.msgpack.Decoder(Edit)
 _names = msgspec.msgpack.Decoder(list[str])
 
 
-def read_edits(db: sqlite3.Connection, session: str | None = None) -> dict[str, EditList]:
-    """Reads edits by session: of one session, or of all that ever had any. Raises DamagedRow."""
-    where, values = ("WHERE session = ?", (session,)) if session is not None else ("", Row())
+def read_edits(db: sqlite3.Connection, where: str = "", values: Row = ()) -> dict[str, EditList]:
+    """Reads edits by session, of all sessions that ever had any. `where` selects sessions. Raises DamagedRow."""
     lists: dict[str, EditList] = defaultdict(EditList)
     for name, _, names, edit in EDIT.read(db, f"{where} ORDER BY session, number", values):
         lists[name].add(_edit.decode(edit), _names.decode(names))

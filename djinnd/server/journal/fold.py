@@ -25,6 +25,8 @@ from djinnd.server.journal.sessions import TOKEN, JournalSession, read_sessions
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList
 from djinnd.server.probe_lists.edit_list import EditList
 
+_SESSION = "WHERE session = ?"
+
 
 class Fold:
     """Applies changes to copies in memory of the values that they concern. `write` then writes the copies. None stands
@@ -113,15 +115,16 @@ class Fold:
 
     def _edits_of(self, session: str) -> EditList:
         if session not in self._edits:
-            edits = self._edits[session] = read_edits(self._db, session).get(session, EditList())
+            edits = self._edits[session] = read_edits(self._db, _SESSION, (session,)).get(session, EditList())
             self._stored_edits[session] = edits.edits
         return self._edits[session]
 
     def _breakpoints_of(self, session: str) -> BreakpointList:
         if session not in self._breakpoints:
-            self._breakpoints[session] = read_breakpoints(self._db, session).get(session, BreakpointList())
+            stored = read_breakpoints(self._db, _SESSION, (session,))
+            self._breakpoints[session] = stored.get(session, BreakpointList())
         return self._breakpoints[session]
 
     def _count_parts(self, session: str) -> int:
-        counts = (f"SELECT count(*) FROM {part.name} WHERE session = ?" for part in PARTS)
+        counts = (f"SELECT count(*) FROM {part.name} {_SESSION}" for part in PARTS)
         return sum(self._db.execute(count, (session,)).fetchone()[0] for count in counts)

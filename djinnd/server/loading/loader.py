@@ -59,7 +59,7 @@ class ModelLifecycle:
 
     def __post_init__(self, next_engine: Callable[[], Awaitable[EngineClient]]) -> None:
         self.keep_alive = KeepAlive(self._sessions, self.sleep)
-        self._deaths = LoadDeaths(self._models, next_engine)
+        self.deaths = LoadDeaths(self._models, next_engine)
 
     async def plan(self, model: ServedModel, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
         """Computes what loading the model would take. 0 and None stand for the configured values and the device's own
@@ -76,11 +76,6 @@ class ModelLifecycle:
         finally:
             if model.state == "available" and model.changing is None:
                 self._gone(model)
-
-    @property
-    def trials(self) -> set[ServedModel]:
-        """Models that are loaded one at a time after an engine's death. See LoadDeaths."""
-        return self._deaths.trials
 
     def load(self, model: ServedModel) -> None:
         wakes = model.state == "asleep"
@@ -134,7 +129,7 @@ class ModelLifecycle:
             await self._wait_for_leaving()
             if model.kv.host == 0:
                 await self._arena_requests.remove(model.name, "pages")
-            engine, loaded = await self._deaths.on_an_engine(
+            engine, loaded = await self.deaths.on_an_engine(
                 model, partial(self._check, model, files), partial(self._load_on, model, files)
             )
         except Exception as error:

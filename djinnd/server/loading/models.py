@@ -224,12 +224,12 @@ class ModelTable:
         was not known before belongs to `user`. Raises ModelNotFound, the errors of a load, and EngineLost if there is
         no engine for limits.engine_wait.
 
-        After an engine's death, requests wait while configured models are loaded again one by one (`trials`). If a
-        request had killed the new engine during such a load, the model would be blamed and set aside.
+        After an engine's death, requests wait while configured models are loaded again one by one (LoadDeaths.trials).
+        If a request had killed the new engine during such a load, the model would be blamed and set aside.
 
         The engine is alive and has the model until the caller next awaits.
         """
-        while (model := self.find(name)).engine is None or self.lifecycle.trials:
+        while (model := self.find(name)).engine is None or self.lifecycle.deaths.trials:
             if model.engine is not None:
                 await self._trials_ended()
                 continue
@@ -255,11 +255,11 @@ class ModelTable:
     async def _trials_ended(self) -> None:
         """Waits until no configured model is on trial. Raises EngineLost if there was no engine for
         limits.engine_wait."""
-        for model in list(self.lifecycle.trials):
+        for model in list(self.lifecycle.deaths.trials):
             try:
                 await self._join(model, lambda _: None)
             except DjinnError:
-                if model in self.lifecycle.trials:  # the load has not failed: there is no engine
+                if model in self.lifecycle.deaths.trials:  # the load has not failed: there is no engine
                     raise
 
     async def _join(self, model: ServedModel, on_loading: OnLoading) -> None:
