@@ -98,15 +98,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(fd)
         os.replace(beside, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(beside)
         raise
 
 
-def _sync_folder(folder: Path) -> None:
-    """A rename is in the folder, and so on the disk when the folder is."""
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in the folder are on disk, also of files that were renamed. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

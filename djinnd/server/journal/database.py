@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from djinn_client.handover.saved_session import sync_folder
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import breakpoints as journal_breakpoints
 from djinnd.server.journal import conversations as journal_conversations
@@ -35,7 +36,6 @@ from djinnd.server.journal.rows import (
     Row,
     register,
 )
-from djinnd.server.system.whole_file import sync_folder
 
 log = logging.getLogger("djinnd.server")
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
+from djinn_client.handover.saved_session import sync_folder
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.principals.book import TokenFileContent
-from djinnd.server.system.whole_file import replace_file, sync_folder
+from djinnd.server.system.whole_file import replace_file
 
 log = logging.getLogger("djinnd.server")
 

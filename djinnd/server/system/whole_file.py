@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from djinn_client.handover.saved_session import sync_folder
+
 
 def replace_file(path: Path, content: bytes) -> None:
     """Writes the file; returns when the content is on disk. Only the daemon's user may read it. Raises OSError."""
@@ -16,12 +18,3 @@ def replace_file(path: Path, content: bytes) -> None:
         os.fsync(fd)
     os.replace(beside, path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Returns when the names in the folder are on disk. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
