@@ -16,11 +16,11 @@ from djinnd.gateway.entry.request import ABSENT, HttpRequest, given
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import DONE, Reply, Stream, event, json
-from djinnd.gateway.openai.answers import Answer, Delta, answer_of, deltas_of, finish_reason
+from djinnd.gateway.openai.answers import Fields, answer_of, deltas_of, finish_reason
 from djinnd.gateway.openai.errors import OPENAI
 from djinnd.gateway.openai.logprobs import ChatLogprobs, TokenTexts
 from djinnd.gateway.openai.sampling import SamplingFields
-from djinnd.gateway.openai.usage import UsageFields, usage_of
+from djinnd.gateway.openai.usage import usage_of
 
 
 class NamedFunction(msgspec.Struct):
@@ -53,31 +53,6 @@ class Body(SamplingFields, kw_only=True):
     web_search_options: msgspec.Raw = ABSENT
 
 
-class Choice(msgspec.Struct, kw_only=True):
-    index: int
-    message: Answer
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str
-
-
-class ChunkChoice(msgspec.Struct, kw_only=True):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class Chat(msgspec.Struct, kw_only=True):
-    """A whole one, and a part of a streamed one."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Choice] | list[ChunkChoice]
-    usage: UsageFields | msgspec.UnsetType = msgspec.UNSET
-
-
 async def chat(request: HttpRequest) -> Reply:
     body = request.body(Body)
     request.ignore(body.ignored())
@@ -87,9 +62,8 @@ async def chat(request: HttpRequest) -> Reply:
         return Stream(_events(request, body, outputs))
     results = await generate_all(request, body.model, outputs)
     choices = [_choice(output.choice, result, body) for output, result in zip(outputs, results, strict=True)]
-    whole = _chat(request, body, "chat.completion", choices)
-    whole.usage = usage_of([result.usage for result in results], body.outputs)
-    return json(whole)
+    usage = usage_of([result.usage for result in results], body.outputs)
+    return json(_chat(request, body, "chat.completion", choices) | {"usage": usage})
 
 
 async def _events(request: HttpRequest, body: Body, outputs: Sequence[Output]) -> AsyncGenerator[bytes]:
@@ -97,38 +71,43 @@ async def _events(request: HttpRequest, body: Body, outputs: Sequence[Output]) -
     texts = {output.choice: TokenTexts() for output in outputs}
     begun: set[int] = set()
 
-    def chunk(*choices: ChunkChoice) -> Chat:
-        return _chat(request, body, "chat.completion.chunk", list(choices))
+    def chunk(choice: int, delta: Fields, logprobs: ChatLogprobs | None = None, reason: str | None = None) -> bytes:
+        choices = [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
+        return event(_chat(request, body, "chat.completion.chunk", choices))
 
     async with aclosing(stream_all(request, body.model, outputs)) as replies:
         async for choice, reply in replies:
             if choice not in begun:
                 begun.add(choice)
-                yield event(chunk(ChunkChoice(index=choice, delta=Delta(role="assistant", content=""))))
+                yield chunk(choice, {"role": "assistant", "content": ""})
             logprobs = texts[choice].of_chat(reply) if body.logprobs else None
             for delta in deltas_of(reply):
-                yield event(chunk(ChunkChoice(index=choice, delta=delta, logprobs=logprobs)))
+                yield chunk(choice, delta, logprobs)
                 logprobs = None  # they are of the whole piece
             if isinstance(reply, Generated):
                 usages.append(reply.usage)
-                yield event(
-                    chunk(ChunkChoice(index=choice, delta=Delta(), logprobs=logprobs, finish_reason=_reason(reply)))
-                )
+                yield chunk(choice, {}, logprobs, _reason(reply))
     if body.includes_usage:
-        end = chunk()
-        end.usage = usage_of(usages, body.outputs)
-        yield event(end)
+        end = _chat(request, body, "chat.completion.chunk", [])
+        yield event(end | {"usage": usage_of(usages, body.outputs)})
     yield DONE
 
 
-def _chat(request: HttpRequest, body: Body, kind: str, choices: list[Choice] | list[ChunkChoice]) -> Chat:
-    return Chat(id=f"chatcmpl-{request.id}", object=kind, created=request.created, model=body.model, choices=choices)
+def _chat(request: HttpRequest, body: Body, kind: str, choices: list[Fields]) -> Fields:
+    """A whole answer, or a part of a streamed one."""
+    return {
+        "id": f"chatcmpl-{request.id}",
+        "object": kind,
+        "created": request.created,
+        "model": body.model,
+        "choices": choices,
+    }
 
 
-def _choice(index: int, result: Generated, body: Body) -> Choice:
+def _choice(index: int, result: Generated, body: Body) -> Fields:
     logprobs = TokenTexts().of_chat(result) if body.logprobs else None
     answer = answer_of(result.message or ChatMessage(result.text))
-    return Choice(index=index, message=answer, logprobs=logprobs, finish_reason=_reason(result))
+    return {"index": index, "message": answer, "logprobs": logprobs, "finish_reason": _reason(result)}
 
 
 def _reason(reply: Generated) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-import msgspec
-
 from djinn_client.protocol import Generated, Logprobs, Usage
 from djinn_client.protocol.fields.conversations import Conversation
 from djinnd.gateway.calls.generating import Output, expect_few, generate_all, stream_all
@@ -14,12 +12,12 @@ from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import DONE, Reply, Stream, event, json
-from djinnd.gateway.openai.answers import finish_reason
+from djinnd.gateway.openai.answers import Fields, finish_reason
 from djinnd.gateway.openai.errors import OPENAI
 from djinnd.gateway.openai.logprobs import CompletionLogprobs, TokenTexts
 from djinnd.gateway.openai.prompts import Given, Prompt, for_echo, prompts_of
 from djinnd.gateway.openai.sampling import SamplingFields
-from djinnd.gateway.openai.usage import UsageFields, usage_of
+from djinnd.gateway.openai.usage import usage_of
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -42,24 +40,6 @@ class Body(SamplingFields, kw_only=True):
         return bool(self.echo) and self.logprobs is not None
 
 
-class Choice(msgspec.Struct, kw_only=True):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-
-
-class Completion(msgspec.Struct):
-    """A whole one, and a part of a streamed one."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[Choice]
-    object: str = "text_completion"
-    usage: UsageFields | msgspec.UnsetType = msgspec.UNSET
-
-
 async def complete(request: HttpRequest) -> Reply:
     body = request.body(Body)
     request.ignore(body.ignored())
@@ -73,8 +53,7 @@ async def complete(request: HttpRequest) -> Reply:
         return Stream(_events(request, body, prompts, outputs))
     results = await generate_all(request, body.model, outputs)
     completion = _completion(request, body, await _choices(body, prompts, results))
-    completion.usage = usage_of([result.usage for result in results], body.tried)
-    return json(completion)
+    return json(completion | {"usage": usage_of([result.usage for result in results], body.tried)})
 
 
 async def _events(
@@ -85,17 +64,14 @@ async def _events(
     to_echo = {output.choice: prompts[output.prompt].text or "" for output in outputs} if body.echo else {}
     async with aclosing(stream_all(request, body.model, outputs)) as replies:
         async for index, reply in replies:
-            choice = Choice(index=index, text=to_echo.pop(index, "") + reply.text)
-            if body.logprobs is not None:
-                choice.logprobs = texts[index].of_completion(reply)
+            logprobs = texts[index].of_completion(reply) if body.logprobs is not None else None
+            reason = finish_reason(reply.finish_reason) if isinstance(reply, Generated) else None
+            text = to_echo.pop(index, "") + reply.text
+            yield event(_completion(request, body, [_choice(index, text, logprobs, reason)]))
             if isinstance(reply, Generated):
-                choice.finish_reason = finish_reason(reply.finish_reason)
                 usages.append(reply.usage)
-            yield event(_completion(request, body, [choice]))
     if body.includes_usage:
-        last = _completion(request, body, [])
-        last.usage = usage_of(usages, body.tried)
-        yield event(last)
+        yield event(_completion(request, body, []) | {"usage": usage_of(usages, body.tried)})
     yield DONE
 
 
@@ -129,28 +105,30 @@ def _outputs(body: Body, prompts: Sequence[Prompt], conversation: Conversation |
     ]
 
 
-async def _choices(body: Body, prompts: Sequence[Prompt], results: Sequence[Generated]) -> list[Choice]:
+async def _choices(body: Body, prompts: Sequence[Prompt], results: Sequence[Generated]) -> list[Fields]:
     """For each prompt the n best of its outputs, or all in their order if there are only n."""
-    choices: list[Choice] = []
+    choices: list[Fields] = []
     for at, prompt in enumerate(prompts):
         tried = list(results[at * body.tried : (at + 1) * body.tried])
         if body.tried > body.outputs:
             tried.sort(key=_mean_logprob, reverse=True)
         for result in tried[: body.outputs]:
-            choices.append(await _choice(body, prompt, result, len(choices)))
+            choices.append(await _whole(body, prompt, result, len(choices)))
     return choices
 
 
-async def _choice(body: Body, prompt: Prompt, result: Generated, index: int) -> Choice:
-    choice = Choice(index=index, text=result.text, finish_reason=finish_reason(result.finish_reason))
-    if body.echo:
-        choice.text = (prompt.text or "") + choice.text
+async def _whole(body: Body, prompt: Prompt, result: Generated, index: int) -> Fields:
+    text, logprobs = (prompt.text or "" if body.echo else "") + result.text, None
     if body.logprobs is not None:
         texts = TokenTexts()
         texts.learn(result.token_bytes)
         rows = _echoed(prompt, result) + list(zip(result.token_ids, result.logprobs, strict=True))
-        choice.logprobs = await texts.rows_in_turns(rows)
-    return choice
+        logprobs = await texts.rows_in_turns(rows)
+    return _choice(index, text, logprobs, finish_reason(result.finish_reason))
+
+
+def _choice(index: int, text: str, logprobs: CompletionLogprobs | None, reason: str | None) -> Fields:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _echoed(prompt: Prompt, result: Generated) -> list[tuple[int, Logprobs | None]]:
@@ -163,8 +141,15 @@ def _mean_logprob(result: Generated) -> float:
     return sum(each.token for each in result.logprobs) / max(1, len(result.logprobs))
 
 
-def _completion(request: HttpRequest, body: Body, choices: list[Choice]) -> Completion:
-    return Completion(f"cmpl-{request.id}", request.created, body.model, choices)
+def _completion(request: HttpRequest, body: Body, choices: list[Fields]) -> Fields:
+    """A whole completion, or a part of a streamed one."""
+    return {
+        "id": f"cmpl-{request.id}",
+        "object": "text_completion",
+        "created": request.created,
+        "model": body.model,
+        "choices": choices,
+    }
 
 
 def _expect_supported(body: Body) -> None:

@@ -25,24 +25,6 @@ class Body(msgspec.Struct, kw_only=True):
     dimensions: int | None = None
 
 
-class Embedding(msgspec.Struct, kw_only=True):
-    object: str = "embedding"
-    index: int
-    embedding: msgspec.Raw
-
-
-class EmbeddingUsage(msgspec.Struct):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embeddings(msgspec.Struct, kw_only=True):
-    object: str = "list"
-    model: str
-    data: list[Embedding]
-    usage: EmbeddingUsage
-
-
 async def embed(request: HttpRequest) -> Whole:
     body = request.body(Body)
     if body.dimensions is not None:
@@ -51,10 +33,11 @@ async def embed(request: HttpRequest) -> Whole:
         reply = await link.call(_wanted(body), Embedded)
     is_base64 = body.encoding_format == "base64"
     rows = await json_rows(reply) if not is_base64 else [_base64(row) for row in rows_of(reply)]
-    data = [Embedding(index=index, embedding=row) for index, row in enumerate(rows)]
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
     total = sum(reply.tokens)
     request.prompt_tokens += total
-    return json(Embeddings(model=body.model, data=data, usage=EmbeddingUsage(total, total)))
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return json({"object": "list", "model": body.model, "data": data, "usage": usage})
 
 
 def _wanted(body: Body) -> Embed:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-
-import msgspec
+from typing import Any
 
 from djinn_client.protocol import ModelInfo
 from djinnd.gateway.calls.models import model_called, models
@@ -14,24 +13,11 @@ from djinnd.gateway.http.errors import HttpError
 from djinnd.gateway.http.replies import Whole, json
 from djinnd.gateway.openai.errors import OPENAI
 
-_STARTED = int(time.time())
-
-
-class Model(msgspec.Struct):
-    id: str
-    object: str = "model"
-    created: int = _STARTED  # OpenAI has a model's birth here; the daemon knows none
-    owned_by: str = "djinnd"
-    max_model_len: int | None = None  # tokens of its context, as vLLM tells it; None: not loaded yet
-
-
-class ModelList(msgspec.Struct):
-    data: list[Model]
-    object: str = "list"
+_STARTED = int(time.time())  # OpenAI has a model's birth here; the daemon knows none
 
 
 async def list_models(request: HttpRequest) -> Whole:
-    return json(ModelList([_model(info) for info in await models(request)]))
+    return json({"object": "list", "data": [_model(info) for info in await models(request)]})
 
 
 async def get_model(request: HttpRequest) -> Whole:
@@ -42,8 +28,10 @@ async def get_model(request: HttpRequest) -> Whole:
     return json(_model(found))
 
 
-def _model(info: ModelInfo) -> Model:
-    return Model(info.name, max_model_len=info.max_context or None)
+def _model(info: ModelInfo) -> dict[str, Any]:
+    """`max_model_len`: tokens of its context, as vLLM tells it; None before it is loaded."""
+    told = {"id": info.name, "object": "model", "created": _STARTED, "owned_by": "djinnd"}
+    return told | {"max_model_len": info.max_context or None}
 
 
 ROUTES = [

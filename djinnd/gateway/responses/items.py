@@ -86,7 +86,7 @@ def _add(messages: Messages, item: Item) -> None:
         function = Function(_str(item["name"]), _str(item["arguments"]))
         if not messages or messages[-1].role != "assistant":
             messages.append(Message(role="assistant"))
-        messages[-1].tool_calls.append(Call(id=_str(item["call_id"]), function=function))
+        messages[-1].tool_calls.append(Call(_str(item["call_id"]), function))
     elif kind == "function_call_output":
         messages.append(Message(role="tool", tool_call_id=_str(item["call_id"]), content=_text(item["output"])))
     else:

@@ -41,7 +41,7 @@ class Answer:
                 message.content = (message.content or "") + item["content"][0]["text"]
             else:
                 function = Function(item["name"], item["arguments"])
-                message.tool_calls.append(Call(id=item["call_id"], function=function))
+                message.tool_calls.append(Call(item["call_id"], function))
         return message
 
     def begin(self) -> bytes:
