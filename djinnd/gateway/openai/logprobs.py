@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 
@@ -14,19 +15,7 @@ ROWS_AT_ONCE = 128  # with 20 likeliest each some 5 ms
 LOWEST = -9999.0  # OpenAI's for a token that cannot come
 
 
-class Top(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class Token(Top):
-    top_logprobs: list[Top]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[Token]
-    refusal: None = None
+ChatLogprobs = dict[str, Any]
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -50,7 +39,8 @@ class TokenTexts:
         self._bytes.update(reply.token_bytes)
         if not reply.logprobs:
             return None
-        return ChatLogprobs([self._token(*each) for each in zip(reply.token_ids, reply.logprobs, strict=True)])
+        rows = zip(reply.token_ids, reply.logprobs, strict=True)
+        return {"content": [self._entry(*row) for row in rows], "refusal": None}
 
     def of_completion(self, reply: Piece | Generated) -> CompletionLogprobs | None:
         """None where the reply has no tokens."""
@@ -91,9 +81,13 @@ class TokenTexts:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in stands_for)
 
-    def _token(self, token: int, logprobs: Logprobs) -> Token:
-        tops = [Top(self.text(t), _bounded(p), list(self._bytes.get(t, b""))) for t, p in logprobs.top.items()]
-        return Token(self.text(token), _bounded(logprobs.token), list(self._bytes.get(token, b"")), tops)
+    def _entry(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
+        tops = [self._told(*each) for each in logprobs.top.items()]
+        return self._told(token, logprobs.token) | {"top_logprobs": tops}
+
+    def _told(self, token: int, logprob: float) -> dict[str, Any]:
+        stands_for = list(self._bytes.get(token, b""))
+        return {"token": self.text(token), "logprob": _bounded(logprob), "bytes": stands_for}
 
     def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
         """The likeliest tokens, and the chosen one. Of tokens with the same text the likeliest counts."""
