@@ -82,18 +82,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
     def sampling(self, choice: int = 0) -> Sampling:
         """`choice`: the index of the output. With a seed, each output has a seed of its own."""
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),  # -1: all, for vLLM
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias or {},
-            min_tokens=self.min_tokens or 0,
-            seed=None if self.seed is None else (self.seed + choice) % (1 << 63),  # vLLM takes negative ones
-        )
+        given = {name: value for name in Sampling.__struct_fields__ if (value := getattr(self, name)) is not None}
+        given |= {"top_k": max(self.top_k or 0, 0)}  # -1: all, for vLLM
+        if self.seed is not None:
+            given["seed"] = (self.seed + choice) % (1 << 63)  # vLLM takes negative ones
+        return Sampling(**{"temperature": 1.0} | given)
 
     def generation(self, choice: int = 0, **fields: Any) -> Generate:
         """A Generate without a session. Raises HttpError."""
