@@ -1,4 +1,4 @@
-"""Records: whatever bytes come inside TLS, the link takes them or names what is wrong, and no window stays open."""
+"""Records: the link takes any bytes that come inside TLS, or raises a documented error, and no window stays open."""
 
 from __future__ import annotations
 
