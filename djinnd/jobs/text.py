@@ -1,38 +1,134 @@
 """Messages between the server and a text worker, in the frames of djinn_client.protocol.
 
-    server ──Open, with the open files──► worker ──Opened | Failed──► server
-           ──Encode─────────────────────►        ──Encoded | TooMany | Failed──►
-           ──EncodeChat─────────────────►        ──Encoded | TooMany | Failed──►
-           ──Decode─────────────────────►        ──Decoded | Failed──►
-           ──CheckGrammar───────────────►        ──GrammarChecked | Failed──►
-           ──Begin, then Read as tokens come──►  ──for each Read: ReadText | Failed──►
-           ──Name───────────────────────►        ──Named | Failed──►
-           ──End, Forget──►
+    server ──a Question──────────────────────────────► worker ──its answer | QuestionFailed──► server
+           ──BeginReading, EndReading, ForgetModel──►
 
-The first message of the worker is Ready. It answers in the order of the questions. A malicious file may have taken the
-worker over, so the server trusts its messages no more than messages of clients.
+The first message of the worker is WorkerReady. It answers in the order of the questions. A malicious file may have
+taken the worker over, so the server trusts its messages no more than messages of clients.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
-from djinn_client.protocol import decoded, framed
+from djinn_client.protocol import decoded, framed, union_of
 from djinn_client.protocol.fields.chat import ChatDelta, ChatInput
 from djinnd.text.encoder import TextRules
+from djinnd.text.reader import ReadingRules
 from djinnd.text.vocabulary import TokensOnly, Vocabulary
 
 MAX_QUESTION = 256 << 20  # bytes; a request's text is bounded by limits.request_bytes
 MAX_ANSWER = 8 << 20  # bytes; the largest have the tokens of a prompt, or the text of READ_TOKENS tokens
 MAX_TEMPLATES = 64 << 10  # characters of chat templates that are searched for the format of answers
-READ_TOKENS = 1024  # most tokens of one Read
+READ_TOKENS = 1024  # most tokens of one ReadTokens
+
+A = TypeVar("A")
+
+
+class ToWorker(msgspec.Struct):
+    """A message to the worker: a question, or one without an answer."""
+
+
+class Question(ToWorker, Generic[A]):
+    """A message that the worker answers with an `A`, or with QuestionFailed."""
+
+    @property
+    def answers(self) -> Any:
+        """`A`: the type of an answer, or the union of several."""
+        return get_args(type(self).__orig_bases__[0])[0]  # type: ignore[attr-defined]
+
+
+class FromWorker(msgspec.Struct):
+    """A message from the worker."""
+
+
+# --- worker to server -----------------------------------------------------------------------------------------------
+
+
+class WorkerReady(FromWorker, tag="ready"):
+    """The worker has confined itself as far as the machine permits."""
+
+    lacking: str = ""  # the feature of the sandbox that this machine lacks; "" if none
+
+
+class ModelOpened(FromWorker, tag="opened"):
+    """The model's vocabulary and chat templates."""
+
+    has_text: bool  # False: the model has no tokenizer
+    eos: list[int]
+    turn_ends: list[int] = []  # tokens that end an answer of a chat
+    bos_token: str = ""
+    eos_token: str = ""
+    has_chat: bool = False
+    template: str = ""  # template of chats without tools
+    templates: str = ""  # all templates, up to MAX_TEMPLATES characters
+    config: bytes = b""  # the file as it is; empty if it is large, like the next
+    generation_config: bytes = b""
+
+
+class Encoded(FromWorker, tag="encoded"):
+    """The tokens of a prompt."""
+
+    tokens: list[int]
+    stop_tokens: list[int]  # special tokens among the stop strings
+    tail: str = ""  # end of a chat's text
+
+
+class Decoded(FromWorker, tag="decoded"):
+    """One text, or one for each token."""
+
+    texts: list[str]
+
+
+class TooMany(FromWorker, tag="too_many"):
+    """The prompt has `tokens` tokens, which are too many."""
+
+    tokens: int
+
+
+class GrammarChecked(FromWorker, tag="grammar_checked"):
+    """The model's tokens can produce the grammar."""
+
+    table: bytes = b""  # djinnd.text.grammar.TokenTable as msgpack, if it was asked for
+
+
+class ReadText(FromWorker, tag="read_text"):
+    """The text of the tokens of a ReadTokens."""
+
+    text: str  # for an answer of a chat: its content
+    stopped_after: int | None = None  # tokens of the question up to the one that ended the output, and the reading
+    token_bytes: dict[int, bytes] = {}
+    delta: ChatDelta | None = None  # reasoning and tool calls of an answer of a chat
+    stopped_by: str = ""  # the stop string that ended the output
+
+    @property
+    def characters(self) -> int:
+        """Number of characters in text, reasoning and tool calls."""
+        if self.delta is None:
+            return len(self.text)
+        calls = sum(1 + len(call.id) + len(call.name) + len(call.arguments) for call in self.delta.tool_calls)
+        return len(self.text) + len(self.delta.reasoning) + calls
+
+
+class TokensSpelled(FromWorker, tag="named"):
+    """The bytes of each token."""
+
+    token_bytes: dict[int, bytes]
+
+
+class QuestionFailed(FromWorker, tag="failed"):
+    """The question failed. The worker goes on."""
+
+    code: Literal["model_rejected", "text_failed", "invalid_request", "grammar_rejected"]
+    message: str
+
 
 # --- server to worker -----------------------------------------------------------------------------------------------
 
 
-class OpenModel(msgspec.Struct, tag="open"):
+class OpenModel(Question[ModelOpened], tag="open"):
     """Opens a model. Descriptors of its files come with this message; the worker reads and closes them."""
 
     model: int
@@ -42,34 +138,24 @@ class OpenModel(msgspec.Struct, tag="open"):
     template: str = ""  # chat template that replaces the checkpoint's
 
 
-class ForgetModel(msgspec.Struct, tag="forget"):
-    """Drops a model. Its readings go on. Has no answer."""
+class ForgetModel(ToWorker, tag="forget"):
+    """Drops a model. Its readings go on."""
 
     model: int
 
 
-class Encode(msgspec.Struct, tag="encode"):
+class Encode(Question[Encoded | TooMany], tag="encode"):
     """Encodes a request's prompt and stop strings."""
 
     model: int
-    text: str | None  # None: the prompt came as tokens
-    rules: TextRules
+    prompt: str | ChatInput | None  # None: the prompt came as tokens
     most: int  # most tokens of the prompt
     stops: list[str]
-    skip_special: bool
+    skip_special: bool = False
+    rules: TextRules = TextRules(starts=True)  # of a text
 
 
-class EncodeChat(msgspec.Struct, tag="encode_chat"):
-    """Encodes a chat request's messages and stop strings."""
-
-    model: int
-    chat: ChatInput
-    most: int  # most tokens of the prompt
-    stops: list[str]
-    skip_special: bool
-
-
-class Decode(msgspec.Struct, tag="decode"):
+class Decode(Question[Decoded], tag="decode"):
     """Decodes tokens to one text or, if `spelled`, to the vocabulary's spelling of each token."""
 
     model: int
@@ -77,7 +163,7 @@ class Decode(msgspec.Struct, tag="decode"):
     spelled: bool = False
 
 
-class CheckGrammar(msgspec.Struct, tag="check_grammar"):
+class CheckGrammar(Question[GrammarChecked], tag="check_grammar"):
     """Asks if the model's tokens can produce the grammar. `wants_table`: the answer includes the token table."""
 
     model: int
@@ -94,20 +180,17 @@ class ChatReading(msgspec.Struct):
     parallel: bool  # False: the answer ends with its first call
 
 
-class BeginReading(msgspec.Struct, tag="begin"):
-    """Begins a reading: the text of tokens that follow `context`. With `chat`, it is the answer of a chat. `stops`,
-    `skip_special` and `least` are fields of ReadingRules."""
+class BeginReading(ToWorker, tag="begin"):
+    """Begins a reading: the text of tokens that follow `context`. With `chat`, it is the answer of a chat."""
 
     reading: int
     model: int
     context: list[int]
-    stops: list[str]
-    skip_special: bool
-    least: int = 0
+    rules: ReadingRules
     chat: ChatReading | None = None
 
 
-class ReadTokens(msgspec.Struct, tag="read"):
+class ReadTokens(Question[ReadText], tag="read"):
     """Reads the next tokens."""
 
     reading: int
@@ -116,102 +199,21 @@ class ReadTokens(msgspec.Struct, tag="read"):
     named: list[int] = []  # tokens for which the answer has the bytes
 
 
-class SpellTokens(msgspec.Struct, tag="name"):
+class SpellTokens(Question[TokensSpelled], tag="name"):
     """Asks for the bytes of tokens."""
 
     model: int
     tokens: bytes  # 32 bits each, little-endian; a token may occur many times
 
 
-class EndReading(msgspec.Struct, tag="end"):
-    """Ends a reading early. Has no answer."""
+class EndReading(ToWorker, tag="end"):
+    """Ends a reading early."""
 
     reading: int
 
 
-# --- worker to server -----------------------------------------------------------------------------------------------
-
-
-class WorkerReady(msgspec.Struct, tag="ready"):
-    """The worker has confined itself as far as the machine permits."""
-
-    lacking: str = ""  # the feature of the sandbox that this machine lacks; "" if none
-
-
-class ModelOpened(msgspec.Struct, tag="opened"):
-    """The model's vocabulary and chat templates."""
-
-    has_text: bool  # False: the model has no tokenizer
-    eos: list[int]
-    turn_ends: list[int] = []  # tokens that end an answer of a chat
-    bos_token: str = ""
-    eos_token: str = ""
-    has_chat: bool = False
-    template: str = ""  # template of chats without tools
-    templates: str = ""  # all templates, up to MAX_TEMPLATES characters
-    config: bytes = b""  # the file as it is; empty if it is large, like the next
-    generation_config: bytes = b""
-
-
-class Encoded(msgspec.Struct, tag="encoded"):
-    """Answers Encode and EncodeChat."""
-
-    tokens: list[int]
-    stop_tokens: list[int]  # special tokens among the stop strings
-    tail: str = ""  # end of a chat's text
-
-
-class Decoded(msgspec.Struct, tag="decoded"):
-    """One text, or one for each token."""
-
-    texts: list[str]
-
-
-class TooMany(msgspec.Struct, tag="too_many"):
-    """The prompt has `tokens` tokens, which are too many."""
-
-    tokens: int
-
-
-class GrammarChecked(msgspec.Struct, tag="grammar_checked"):
-    """The model's tokens can produce the grammar."""
-
-    table: bytes = b""  # djinnd.text.grammar.TokenTable as msgpack, if it was asked for
-
-
-class ReadText(msgspec.Struct, tag="read_text"):
-    """The text of a Read's tokens."""
-
-    text: str  # for an answer of a chat: its content
-    stopped_after: int | None = None  # tokens of this Read up to the one that ended the output, and the reading
-    token_bytes: dict[int, bytes] = {}
-    delta: ChatDelta | None = None  # reasoning and tool calls of an answer of a chat
-    stopped_by: str = ""  # the stop string that ended the output
-
-    @property
-    def characters(self) -> int:
-        """Number of characters in text, reasoning and tool calls."""
-        if self.delta is None:
-            return len(self.text)
-        calls = sum(1 + len(call.id) + len(call.name) + len(call.arguments) for call in self.delta.tool_calls)
-        return len(self.text) + len(self.delta.reasoning) + calls
-
-
-class TokensSpelled(msgspec.Struct, tag="named"):
-    """The bytes of the tokens of a Name."""
-
-    token_bytes: dict[int, bytes]
-
-
-class QuestionFailed(msgspec.Struct, tag="failed"):
-    """The question failed. The worker goes on."""
-
-    code: Literal["model_rejected", "text_failed", "invalid_request", "grammar_rejected"]
-    message: str
-
-
 def opened(vocabulary: Vocabulary | TokensOnly) -> ModelOpened:
-    """The answer to Open for a vocabulary."""
+    """The answer to OpenModel for a vocabulary."""
     settings = vocabulary.settings._asdict()
     if isinstance(vocabulary, TokensOnly):
         return ModelOpened(has_text=False, eos=sorted(vocabulary.eos), **settings)
@@ -229,24 +231,9 @@ def opened(vocabulary: Vocabulary | TokensOnly) -> ModelOpened:
     )
 
 
-ToWorker = (
-    OpenModel
-    | ForgetModel
-    | Encode
-    | EncodeChat
-    | CheckGrammar
-    | Decode
-    | BeginReading
-    | ReadTokens
-    | EndReading
-    | SpellTokens
-)
-Answer = ModelOpened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | TokensSpelled | QuestionFailed
-FromWorker = WorkerReady | Answer
-
 _encode = msgspec.msgpack.Encoder().encode
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(union_of(ToWorker))
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(union_of(FromWorker))
 
 
 def encode(message: ToWorker | FromWorker, fds: int = 0) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from djinnd.jobs.text import BeginReading, ChatReading, ReadText, ReadTokens
 from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.reply import ChatReply
-from djinnd.text.reader import ReadingRules
 from djinnd.text.vocabulary import Vocabulary
 
 
@@ -17,9 +16,9 @@ class Reading:
         self.is_over = False
         self._vocabulary = vocabulary
         self._reply = None if begin.chat is None else _reply(vocabulary, begin.chat)
-        rules = ReadingRules(begin.stops, begin.skip_special, begin.least)
-        self._reader = vocabulary.reader(begin.context, rules if self._reply is None else self._reply.rules)
-        self._least = begin.least
+        rules = begin.rules if self._reply is None else self._reply.rules
+        self._reader = vocabulary.reader(begin.context, rules)
+        self._least = begin.rules.least
 
     def read(self, message: ReadTokens) -> ReadText:
         """Raises TextFailed."""

@@ -19,16 +19,15 @@ from djinn_client.protocol.fields.chat import ChatInput
 from djinnd.confinement.channel import ConfinedChannel
 from djinnd.jobs.text import (
     MAX_ANSWER,
-    Answer,
     BeginReading,
     CheckGrammar,
     Decode,
     Decoded,
     Encode,
-    EncodeChat,
     Encoded,
     EndReading,
     ForgetModel,
+    FromWorker,
     GrammarChecked,
     OpenModel,
     QuestionFailed,
@@ -65,33 +64,18 @@ class TextService:
             if answer is not None:
                 channel.send(answer)
 
-    def answer(self, message: ToWorker, fds: list[int]) -> Answer | None:
+    def answer(self, message: ToWorker, fds: list[int]) -> FromWorker | None:
         """Answers one message; None if it needs no answer."""
-        match message:
-            case ForgetModel(model=model):
-                self._vocabularies.pop(model, None)
-                return None
-            case EndReading(reading=reading):
-                self._readings.pop(reading, None)
-                return None
         try:
             return self._answer(message, fds)
-        except GrammarRejected as error:
-            return QuestionFailed("grammar_rejected", error.message[:_MOST_TOLD])
-        except ModelRejected as error:
-            return QuestionFailed("model_rejected", error.message[:_MOST_TOLD])
-        except TextFailed as error:
-            return QuestionFailed("text_failed", error.message[:_MOST_TOLD])
+        except (GrammarRejected, ModelRejected, TextFailed) as error:
+            return QuestionFailed(error.code, error.message[:_MOST_TOLD])  # type: ignore[arg-type]
         except InvalidRequest as error:
             return QuestionFailed("invalid_request", error.message[:_MOST_TOLD])
         except BaseException as error:  # a panic in Rust code is no Exception
             return QuestionFailed("text_failed", f"the tokenizer failed: {type(error).__name__}: {error}"[:_MOST_TOLD])
 
-    def _answer(
-        self,
-        message: OpenModel | Encode | EncodeChat | CheckGrammar | Decode | BeginReading | ReadTokens | SpellTokens,
-        fds: list[int],
-    ) -> Answer | None:
+    def _answer(self, message: ToWorker, fds: list[int]) -> FromWorker | None:
         match message:
             case OpenModel():
                 with ModelFiles.handed_over(message.name, message.files, fds) as files:
@@ -100,20 +84,24 @@ class TextService:
                     vocabulary.remember_chats()
                     self._vocabularies[message.model] = vocabulary
                 return opened(vocabulary)
-            case Encode() | EncodeChat():
+            case Encode():
                 return _encoded(self._vocabulary(message.model), message)
             case Decode():
                 return _decoded(self._vocabulary(message.model), message)
             case CheckGrammar():
                 return _checked(self._vocabulary(message.model), message)
-            case BeginReading():
-                self._begin(message)
-                return None
             case ReadTokens():
                 return self._read(message)
             case SpellTokens():
                 tokens = {*memoryview(message.tokens).cast("i")}
                 return TokensSpelled(self._vocabulary(message.model).token_bytes.of(tokens))
+            case BeginReading():
+                self._begin(message)
+            case EndReading():
+                self._readings.pop(message.reading, None)
+            case ForgetModel():
+                self._vocabularies.pop(message.model, None)
+        return None
 
     def _begin(self, message: BeginReading) -> None:
         """Begins a reading. After a failure the first Read finds no reading, and says so."""
@@ -135,13 +123,13 @@ class TextService:
         return self._vocabularies[model]
 
 
-def _encoded(vocabulary: Vocabulary, message: Encode | EncodeChat) -> Encoded | TooMany:
+def _encoded(vocabulary: Vocabulary, message: Encode) -> Encoded | TooMany:
     tokens: list[int] = []
     tail = ""
-    if isinstance(message, EncodeChat):
-        tokens, tail = vocabulary.encode_chat(message.chat)
-    elif message.text is not None:
-        tokens = vocabulary.encode(message.text, message.rules)
+    if isinstance(message.prompt, ChatInput):
+        tokens, tail = vocabulary.encode_chat(message.prompt)
+    elif message.prompt is not None:
+        tokens = vocabulary.encode(message.prompt, message.rules)
     if len(tokens) > min(message.most, _MOST_TOKENS):
         return TooMany(len(tokens))
     return Encoded(tokens, sorted(vocabulary.stop_tokens(message.stops, message.skip_special)), tail)
@@ -164,8 +152,8 @@ def _checked(vocabulary: Vocabulary, message: CheckGrammar) -> GrammarChecked:
 
 
 def rehearse() -> None:
-    """Does everything once before the sandbox is closed, as libraries import modules and ask the machine at first
-    use."""
+    """Runs everything once before the sandbox is closed, because libraries import modules and query the machine at
+    first use."""
     tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()

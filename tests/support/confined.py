@@ -1,4 +1,4 @@
-"""Intervention processes: the machine's abilities that their tests need, and the processes of a daemon."""
+"""Confined processes: the machine's abilities that their tests need, and the children of a daemon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ confined = pytest.mark.skipif(bool(_LACKING), reason=f"this machine lacks {_LACK
 
 
 def intervention_processes(daemon: Daemon) -> list[int]:
-    return [pid for pid in descendants_of(daemon.pid) if is_alive(pid) and "djinnd.functions" in _command(pid)]
+    return _running("djinnd.functions", daemon.pid)
+
+
+def text_workers(parent: int) -> list[int]:
+    return _running("djinnd.text_worker", parent)
+
+
+def _running(module: str, parent: int) -> list[int]:
+    return [pid for pid in descendants_of(parent) if is_alive(pid) and module in _command(pid)]
 
 
 def _command(pid: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -37,11 +38,11 @@ class ChosenSession(NamedTuple):
     kept: int
 
 
+@dataclass(eq=False)
 class ConversationRequests:
-    def __init__(self, sessions: SessionTable, models: ModelTable, records: RecordTable) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._records = records
+    _sessions: SessionTable
+    _models: ModelTable
+    _records: RecordTable
 
     async def model(self, call: ClientCall, conversation: Conversation) -> ServedModel:
         """Finds the conversation's model, and loads it if need be. Raises as for a session that is opened."""

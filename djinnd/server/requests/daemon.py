@@ -18,13 +18,13 @@ from djinnd.server.loading.models import ModelTable
 from djinnd.server.sessions.prefixes import Prefix, PrefixTable
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.request_handler import handles
 
 
 @dataclass(eq=False)
 class DaemonRequests:
-    """`restart` begins a restart. It raises InvalidRequest if the next daemon could not start."""
+    """`_begin_restart` begins a restart. It raises InvalidRequest if the next daemon could not start."""
 
     _sessions: SessionTable
     _models: ModelTable
@@ -39,45 +39,43 @@ class DaemonRequests:
         """Answers, and does nothing else."""
 
     @handles(protocol.GetStatus)
-    async def get_status(self, call: ClientCall, request: protocol.GetStatus) -> FinalReply:
+    async def get_status(self, call: ClientCall, request: protocol.GetStatus) -> protocol.StatusReply:
         if request.check:
             expect_admin(call, "have the daemon check itself")
         reply = await self._status.reply(call.id, request.check, call.client)
         reply.notes = self._notes() if call.client.is_admin else []
-        return FinalReply(reply)
+        return reply
 
     @handles(protocol.GetQuotas)
-    async def get_quotas(self, call: ClientCall, request: protocol.GetQuotas) -> FinalReply:
+    async def get_quotas(self, call: ClientCall, request: protocol.GetQuotas) -> protocol.Quotas:
         if request.all:
             expect_admin(call, "see the quotas of all users")
         users = {call.client.user, *(session.user for session in self._sessions if request.all)}
         uses = await self._status.quota_uses(sorted(users))
         if not request.all:  # for this connection: its token may allow less than the user's quota
             uses = [replace(use, highest_class=call.client.class_for(None)) for use in uses]
-        return FinalReply(protocol.Quotas(id=call.id, quotas=uses))
+        return protocol.Quotas(id=call.id, quotas=uses)
 
     @handles(protocol.SetBudget, is_new_work=True)
-    async def set_budget(self, call: ClientCall, request: protocol.SetBudget) -> FinalReply:
+    async def set_budget(self, call: ClientCall, request: protocol.SetBudget) -> BudgetReply:
         expect_admin(call, "change the budget of device memory")
         admission.check_budget(request.memory_bytes)
         changed = await self._supervisor.set_budget(request.memory_bytes)
-        return FinalReply(
-            BudgetReply(
-                id=call.id,
-                budget_bytes=changed.budget_bytes,
-                used_bytes=changed.used_bytes,
-                seconds=changed.seconds,
-                models=[self._status.model_info(model) for model in self._models if model.engine is not None],
-            )
+        return BudgetReply(
+            id=call.id,
+            budget_bytes=changed.budget_bytes,
+            used_bytes=changed.used_bytes,
+            seconds=changed.seconds,
+            models=[self._status.model_info(model) for model in self._models if model.engine is not None],
         )
 
     @handles(protocol.GetTrace, is_new_work=True)
-    async def trace(self, call: ClientCall, request: protocol.GetTrace) -> FinalReply:
+    async def trace(self, call: ClientCall, request: protocol.GetTrace) -> TraceReply:
         expect_admin(call, "trace the device: it shows what all users do")
         admission.check_trace(request)
         engine = await self._supervisor.engine()
         traced = await engine.call(Trace, steps=request.steps, seconds=request.seconds)
-        return FinalReply(TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans))
+        return TraceReply(id=call.id, device=engine.ready.result().device, spans=traced.spans)
 
     @handles(protocol.Restart, is_new_work=True)
     async def restart(self, call: ClientCall, request: protocol.Restart) -> None:
@@ -88,7 +86,7 @@ class DaemonRequests:
     # --- public prefixes ----------------------------------------------------------------------------------------------
 
     @handles(protocol.PublishPrefix, is_new_work=True, journal="changes")
-    async def publish_prefix(self, call: ClientCall, request: protocol.PublishPrefix) -> FinalReply:
+    async def publish_prefix(self, call: ClientCall, request: protocol.PublishPrefix) -> PrefixPublished:
         """Publishes a prefix and tells the engine. Nothing is awaited between the two: an engine that has the model is
         told here, and an engine that loads it later is told by the loader."""
         expect_admin(call, "make a prefix public: other users' sessions share its pages")
@@ -100,22 +98,22 @@ class DaemonRequests:
         prefix = self._prefixes.publish(model.name, call.client.user, session.tokens[:count], shared)
         if model.engine is not None:  # else the loader tells the next engine
             model.engine.send(PublicPrefix(model.name, prefix.tokens))
-        return FinalReply(PrefixPublished(id=call.id, prefix=self._info(prefix)))
+        return PrefixPublished(id=call.id, prefix=self._info(prefix))
 
     @handles(protocol.ListPrefixes)
-    async def list_prefixes(self, call: ClientCall, request: protocol.ListPrefixes) -> FinalReply:
+    async def list_prefixes(self, call: ClientCall, request: protocol.ListPrefixes) -> protocol.Prefixes:
         expect_admin(call, "list the public prefixes")
-        return FinalReply(protocol.Prefixes(id=call.id, prefixes=list(map(self._info, self._prefixes))))
+        return protocol.Prefixes(id=call.id, prefixes=list(map(self._info, self._prefixes)))
 
     def _info(self, prefix: Prefix) -> PrefixInfo:
         return replace(prefix.info, user_name=self._status.name_of(prefix.user))
 
     @handles(protocol.WithdrawPrefix, journal="changes")
-    async def withdraw_prefix(self, call: ClientCall, request: protocol.WithdrawPrefix) -> FinalReply:
+    async def withdraw_prefix(self, call: ClientCall, request: protocol.WithdrawPrefix) -> PrefixWithdrawn:
         expect_admin(call, "withdraw a public prefix")
         prefix = self._prefixes.withdraw(request.prefix)
         in_force = any(model.name == prefix.model and model.engine is not None for model in self._models)
-        return FinalReply(PrefixWithdrawn(id=call.id, in_force=in_force))
+        return PrefixWithdrawn(id=call.id, in_force=in_force)
 
 
 def expect_admin(call: ClientCall, what: str) -> None:

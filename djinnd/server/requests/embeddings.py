@@ -47,7 +47,7 @@ class EmbedRequests:
     _generate: Callable[[ClientCall, Generate], Awaitable[FinalReply]]
 
     @handles(Embed, is_new_work=True, journal="grows")
-    async def embed(self, call: ClientCall, request: Embed) -> FinalReply:
+    async def embed(self, call: ClientCall, request: Embed) -> Embedded:
         inputs = _inputs(request)
         model = await self._models.once_loaded(request.model, call)
         if model.info is None or model.info.points is None or not model.info.points.norm:
@@ -57,7 +57,7 @@ class EmbedRequests:
         found = await self._all(call, model, inputs, pooling)
         vectors, width = await asyncio.to_thread(_joined, [each.vector for each in found], request.normalize)
         tokens = [each.tokens for each in found]
-        return FinalReply(Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling))
+        return Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling)
 
     async def _all(
         self, call: ClientCall, model: ServedModel, inputs: Sequence[Prompt], pooling: Pooling

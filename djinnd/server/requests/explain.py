@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -15,24 +16,22 @@ from djinnd.server.loading.models import ModelTable, ServedModel
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.request_handler import handles
 
 Figures = dict[str, int | float | str]
 
 
+@dataclass(eq=False)
 class ExplainRequests:
-    """The handler of ExplainSession."""
-
-    def __init__(self, sessions: SessionTable, models: ModelTable, supervisor: Supervisor, status: Status) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._supervisor = supervisor
-        self._status = status
+    _sessions: SessionTable
+    _models: ModelTable
+    _supervisor: Supervisor
+    _status: Status
 
     @handles(ExplainSession)
-    async def explain(self, call: ClientCall, request: ExplainSession) -> FinalReply:
+    async def explain(self, call: ClientCall, request: ExplainSession) -> WhyReply:
         session = self._sessions.lookup(request.session, call.client)
         while (why := self._own_answer(session)) is None:
             engine = self._models.engine_of(session)
@@ -42,7 +41,7 @@ class ExplainRequests:
                 break
             except EngineLost:
                 continue  # the model now has no engine
-        return FinalReply(WhyReply(id=call.id, why=replace(why, user_name=self._status.name_of(session.user))))
+        return WhyReply(id=call.id, why=replace(why, user_name=self._status.name_of(session.user)))
 
     def _visible_to(self, client: ConnectedClient, told: Explained) -> Why:
         """Adapts the engine's answer to the client: sessions of other users are only counted, except for

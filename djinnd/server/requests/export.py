@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import dataclass
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ModelMismatch
 from djinn_client.protocol import ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
@@ -28,25 +29,25 @@ from djinnd.server.wire.request_handler import handles
 SALT_BYTES = 16
 
 
+@dataclass(eq=False)
 class ExportRequests:
     """The requests about export and import. Nothing is awaited between finding the engine and sending to it: see
     handlers.py."""
 
-    def __init__(self, sessions: SessionTable, models: ModelTable, status: Status, failover: RunFailover) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._status = status
-        self._failover = failover
+    _sessions: SessionTable
+    _models: ModelTable
+    _status: Status
+    _failover: RunFailover
 
     @handles(ExportSession, is_new_work=True)
-    async def export(self, call: ClientCall, request: ExportSession) -> FinalReply:
+    async def export(self, call: ClientCall, request: ExportSession) -> SessionExported | FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         call.client.expect_class(session.priority)
         with session.in_use(call):
             info, _ = (await self._models.once_ready(session)).described
             reply = SessionExported(id=call.id, token_ids=list(session.tokens), fingerprint=info.fingerprint)
             if not request.kv:
-                return FinalReply(reply)
+                return reply
             if not session.tokens:
                 raise InvalidRequest("the session is empty: it has no KV")
             session.tenant.expect_tokens(call.received)
@@ -57,7 +58,7 @@ class ExportRequests:
             return await self._failover.answer(call, ExportRun(call, session, engine, reply))
 
     @handles(ImportSession, is_new_work=True, journal="grows")
-    async def import_(self, call: ClientCall, request: ImportSession) -> FinalReply:
+    async def import_(self, call: ClientCall, request: ImportSession) -> SessionOpened:
         window = call.descriptor if request.kv is not None or call.fds else None
         if (request.kv is not None) != (window is not None):
             raise InvalidRequest("KV comes with the descriptor of a window, and a window only with KV", field="kv")
@@ -89,13 +90,13 @@ class ExportRequests:
         session.charge_journal()
         if ours < 0:
             open_in(engine, session)
-            return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
+            return SessionOpened(id=call.id, session=self._status.session_info(session))
         with session.in_use(call):
             engine.set_tenants([tenant.limits])
             run = ImportRun(call, session, engine, self._sessions, request.kv_tokens, ours)
             call.client.started(call, run)
             await run.done
-        return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
+        return SessionOpened(id=call.id, session=self._status.session_info(session))
 
 
 class ExportRun(SessionRun):

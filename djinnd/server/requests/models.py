@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -20,7 +21,7 @@ from djinnd.server.loading.sharing import ShareTable
 from djinnd.server.models.kv_sizes import KvSizes
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.request_handler import handles
 
@@ -28,23 +29,19 @@ _WISHES = ("kv_bytes", "host_kv_bytes", "disk_kv_bytes", "placing", "keep_alive_
 _SECOND_CHANCE = 600.0  # seconds until a user that is no administrator may load a model again that was set aside
 
 
+@dataclass(eq=False)
 class ModelRequests:
-    """The requests about models."""
-
-    def __init__(self, sessions: SessionTable, models: ModelTable, sharing: ShareTable, status: Status) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._sharing = sharing
-        self._status = status
+    _sessions: SessionTable
+    _models: ModelTable
+    _sharing: ShareTable
+    _status: Status
 
     @handles(protocol.ListModels)
-    async def list_models(self, call: ClientCall, request: protocol.ListModels) -> FinalReply:
-        return FinalReply(
-            protocol.Models(id=call.id, models=await self._status.model_infos(self._models.visible(call.client)))
-        )
+    async def list_models(self, call: ClientCall, request: protocol.ListModels) -> protocol.Models:
+        return protocol.Models(id=call.id, models=await self._status.model_infos(self._models.visible(call.client)))
 
     @handles(protocol.LoadModel, is_new_work=True)
-    async def load(self, call: ClientCall, request: protocol.LoadModel) -> FinalReply:
+    async def load(self, call: ClientCall, request: protocol.LoadModel) -> ModelReply:
         admission.check_load(request)
         kv = KvSizes(request.kv_bytes, request.host_kv_bytes, request.disk_kv_bytes)
         model = await self._models.named(request.model, call.client)
@@ -70,26 +67,26 @@ class ModelRequests:
         wishes = (kv, request.placing, request.keep_alive_s, user, request.chat_template)
         await self._models.ready(model.name, call.tell_loading, *wishes)
         model = self._models.find(model.name)
-        return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
+        return ModelReply(id=call.id, model=self._status.model_info(model))
 
-    async def _load_as_it_is(self, call: ClientCall, request: protocol.LoadModel, model: ServedModel) -> FinalReply:
+    async def _load_as_it_is(self, call: ClientCall, request: protocol.LoadModel, model: ServedModel) -> ModelReply:
         """Loads the model as configured, for a client that may use it but not choose its settings. The reply says which
         settings were ignored."""
         await self._models.ready(model.name, call.tell_loading)
         model = self._models.find(model.name, call.client)
         wishes = [name for name in _WISHES if getattr(request, name) not in (0, None, "")]
         if not wishes:
-            return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
+            return ModelReply(id=call.id, model=self._status.model_info(model))
         info = await self._status.complete_info(model)
         note = f"{', '.join(wishes)}: ignored, as only {_deciders(model)} may set that"
-        return FinalReply(ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note])))
+        return ModelReply(id=call.id, model=replace(info, notes=[*info.notes, note]))
 
     @handles(protocol.PlanModel, is_new_work=True)
-    async def plan(self, call: ClientCall, request: protocol.PlanModel) -> FinalReply:
+    async def plan(self, call: ClientCall, request: protocol.PlanModel) -> PlanReply:
         admission.check_plan(request)
         model = await self._models.named(request.model, call.client)
         plan = await self._models.lifecycle.plan(model, request.memory_bytes, request.kv_bytes, request.placing)
-        return FinalReply(PlanReply(id=call.id, plan=plan))
+        return PlanReply(id=call.id, plan=plan)
 
     @handles(protocol.UnloadModel)
     async def unload(self, call: ClientCall, request: protocol.UnloadModel) -> None:
@@ -114,9 +111,9 @@ class ModelRequests:
             raise NotPermitted(f"other users have sessions of {model.name}: only an administrator may do that")
 
     @handles(protocol.HandOverFiles, is_new_work=True)
-    async def hand_over_files(self, call: ClientCall, request: protocol.HandOverFiles) -> FinalReply:
+    async def hand_over_files(self, call: ClientCall, request: protocol.HandOverFiles) -> FilesHandedOver:
         model = await self._models.folders.take(call.client, request, call.take_descriptors())
-        return FinalReply(FilesHandedOver(id=call.id, model=model.name))
+        return FilesHandedOver(id=call.id, model=model.name)
 
     def _expect_second_chance(self, model: ServedModel, client: ConnectedClient) -> None:
         """Checks that the client may load a model that is set aside. Raises NotPermitted, and Retry if its user has
@@ -134,22 +131,20 @@ class ModelRequests:
     # --- shares -------------------------------------------------------------------------------------------------------
 
     @handles(protocol.ShareModel, is_new_work=True)
-    async def share_model(self, call: ClientCall, request: protocol.ShareModel) -> FinalReply:
+    async def share_model(self, call: ClientCall, request: protocol.ShareModel) -> ShareDescribed:
         admission.check_share(request)
         if (joined := await self._sharing.join(call.client, request, call.tell_loading)) is not None:
             assert joined.image is not None, "a share with weights is described"
             ready = self._status.model_info(self._models.find(joined.model))
-            return FinalReply(
-                ShareDescribed(id=call.id, share=joined.id, model=joined.model, image=joined.image, ready=ready)
-            )
+            return ShareDescribed(id=call.id, share=joined.id, model=joined.model, image=joined.image, ready=ready)
         self._sharing.check(call.client, request)
         share, image = await self._sharing.describe(call.client, request, os.dup(call.descriptor))
-        return FinalReply(ShareDescribed(id=call.id, share=share.id, model=share.model, image=image))
+        return ShareDescribed(id=call.id, share=share.id, model=share.model, image=image)
 
     @handles(protocol.ShareWeights, is_new_work=True)
-    async def share_weights(self, call: ClientCall, request: protocol.ShareWeights) -> FinalReply:
+    async def share_weights(self, call: ClientCall, request: protocol.ShareWeights) -> ModelReply:
         model = await self._sharing.accept(call.client, request.share, call.descriptor, call.tell_loading)
-        return FinalReply(ModelReply(id=call.id, model=self._status.model_info(model)))
+        return ModelReply(id=call.id, model=self._status.model_info(model))
 
     @handles(protocol.EndShare)
     async def end_share(self, call: ClientCall, request: protocol.EndShare) -> None:

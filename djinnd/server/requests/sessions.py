@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from djinn_client import protocol
 from djinn_client.errors import DjinnError, EngineLost
@@ -18,22 +19,20 @@ from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable, expect_open
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
 
 
+@dataclass(eq=False)
 class SessionRequests:
-    """The requests about sessions."""
-
-    def __init__(self, sessions: SessionTable, models: ModelTable, status: Status) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._status = status
+    _sessions: SessionTable
+    _models: ModelTable
+    _status: Status
 
     @handles(protocol.OpenSession, is_new_work=True, journal="grows")
-    async def open(self, call: ClientCall, request: protocol.OpenSession) -> FinalReply:
+    async def open(self, call: ClientCall, request: protocol.OpenSession) -> SessionOpened:
         model = await self._models.named(request.model, call.client)
         expect_open(model)
         priority = call.client.class_for(request.priority)
@@ -42,16 +41,16 @@ class SessionRequests:
         self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
         session = self._sessions.open(call.client, model.name, priority, shared=model.share is not None)
         open_in(engine, session)
-        return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
+        return SessionOpened(id=call.id, session=self._status.session_info(session))
 
     @handles(protocol.AttachSession)
-    async def attach(self, call: ClientCall, request: protocol.AttachSession) -> FinalReply:
+    async def attach(self, call: ClientCall, request: protocol.AttachSession) -> SessionOpened:
         session = self._sessions.lookup(request.session, call.client)
         self._sessions.attach(session, call.client)
-        return FinalReply(SessionOpened(id=call.id, session=(await self._status.session_infos([session]))[0]))
+        return SessionOpened(id=call.id, session=(await self._status.session_infos([session]))[0])
 
     @handles(protocol.ForkSession, is_new_work=True, journal="grows")
-    async def fork(self, call: ClientCall, request: protocol.ForkSession) -> FinalReply:
+    async def fork(self, call: ClientCall, request: protocol.ForkSession) -> SessionOpened:
         parent = self._sessions.lookup(request.session, call.client)
         parent.expect_model()
         engine = self._models.find_open(parent.model, call.client).engine
@@ -60,7 +59,7 @@ class SessionRequests:
         session = self._sessions.fork(parent, call.client, priority)
         if engine is not None:
             engine.send(Fork(session.id, parent.id, session.priority))
-        return FinalReply(SessionOpened(id=call.id, session=self._status.session_info(session)))
+        return SessionOpened(id=call.id, session=self._status.session_info(session))
 
     @handles(protocol.CloseSession)
     async def close(self, call: ClientCall, request: protocol.CloseSession) -> None:
@@ -76,7 +75,7 @@ class SessionRequests:
             self._models.tell(session, Truncate(session.id, request.length))
 
     @handles(protocol.PauseSession, is_new_work=True)
-    async def pause(self, call: ClientCall, request: protocol.PauseSession) -> FinalReply:
+    async def pause(self, call: ClientCall, request: protocol.PauseSession) -> PauseReply:
         """Pauses a session, also during a call. Without an engine, or if it is lost meanwhile, the next engine opens
         the session as paused."""
         admission.check_pause(request)
@@ -93,8 +92,8 @@ class SessionRequests:
             session.is_paused = was_paused and session.is_paused  # it may have been resumed meanwhile
             raise
         log.info("session_paused session=%s tier=%s pages=%d", session.id, request.tier, paused.pages)
-        return FinalReply(
-            PauseReply(id=call.id, tier=request.tier, pages=paused.pages, nbytes=paused.nbytes, seconds=paused.seconds)
+        return PauseReply(
+            id=call.id, tier=request.tier, pages=paused.pages, nbytes=paused.nbytes, seconds=paused.seconds
         )
 
     @handles(protocol.ResumeSession)
@@ -113,11 +112,11 @@ class SessionRequests:
         self._models.tell(session, SetClass(session.id, session.priority))
 
     @handles(protocol.GetTokens)
-    async def get_tokens(self, call: ClientCall, request: protocol.GetTokens) -> FinalReply:
+    async def get_tokens(self, call: ClientCall, request: protocol.GetTokens) -> TokenIds:
         session = self._sessions.lookup(request.session, call.client)
-        return FinalReply(TokenIds(id=call.id, token_ids=session.tokens))
+        return TokenIds(id=call.id, token_ids=session.tokens)
 
     @handles(protocol.ListSessions)
-    async def list_sessions(self, call: ClientCall, request: protocol.ListSessions) -> FinalReply:
+    async def list_sessions(self, call: ClientCall, request: protocol.ListSessions) -> Sessions:
         visible = self._sessions.visible(call.client)
-        return FinalReply(Sessions(id=call.id, sessions=await self._status.session_infos(visible)))
+        return Sessions(id=call.id, sessions=await self._status.session_infos(visible))

@@ -6,7 +6,7 @@ from djinn_client import protocol
 from djinn_client.protocol import TokenAdded, TokensListed
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.requests.daemon import expect_admin
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.request_handler import handles
 
 
@@ -15,15 +15,15 @@ class TokenRequests:
         self._tokens = tokens
 
     @handles(protocol.AddToken)
-    async def add(self, call: ClientCall, request: protocol.AddToken) -> FinalReply:
+    async def add(self, call: ClientCall, request: protocol.AddToken) -> TokenAdded:
         expect_admin(call, "add tokens")
         token, info = await self._tokens.add(request)
-        return FinalReply(TokenAdded(id=call.id, token=token, info=info))
+        return TokenAdded(id=call.id, token=token, info=info)
 
     @handles(protocol.ListTokens)
-    async def list_tokens(self, call: ClientCall, request: protocol.ListTokens) -> FinalReply:
+    async def list_tokens(self, call: ClientCall, request: protocol.ListTokens) -> TokensListed:
         expect_admin(call, "list the tokens")
-        return FinalReply(TokensListed(id=call.id, tokens=self._tokens.infos()))
+        return TokensListed(id=call.id, tokens=self._tokens.infos())
 
     @handles(protocol.RevokeToken)
     async def revoke(self, call: ClientCall, request: protocol.RevokeToken) -> None:

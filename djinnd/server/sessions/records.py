@@ -22,7 +22,7 @@ from djinnd.server.journal.records import Recorded, Unrecorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES, Ledger
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
@@ -69,7 +69,7 @@ class RecordTable:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     @handles(protocol.KeepRecord, is_new_work=True, journal="changes")
-    async def keep(self, call: ClientCall, request: protocol.KeepRecord) -> FinalReply:
+    async def keep(self, call: ClientCall, request: protocol.KeepRecord) -> protocol.RecordKept:
         user, model, tokens = call.client.user, request.model, b""
         if request.session:
             session = self._sessions.lookup(request.session, call.client)
@@ -87,21 +87,19 @@ class RecordTable:
         self._of.setdefault(record.user, {})[name] = record
         self._ledger(user).add(JOURNAL_BYTES, _nbytes(record))
         self._journal.note(record, len(tokens) + len(request.body))
-        return FinalReply(protocol.RecordKept(id=call.id, record=name))
+        return protocol.RecordKept(id=call.id, record=name)
 
     @handles(protocol.GetRecord)
-    async def get(self, call: ClientCall, request: protocol.GetRecord) -> FinalReply:
+    async def get(self, call: ClientCall, request: protocol.GetRecord) -> protocol.Record:
         found = self.find(call.client.user, request.record)
-        return FinalReply(
-            protocol.Record(
-                id=call.id,
-                record=found.record,
-                model=found.model,
-                session=found.origin,
-                length=_length(found),
-                created=found.created,
-                body=found.body,
-            )
+        return protocol.Record(
+            id=call.id,
+            record=found.record,
+            model=found.model,
+            session=found.origin,
+            length=_length(found),
+            created=found.created,
+            body=found.body,
         )
 
     @handles(protocol.DropRecord, journal="changes")
@@ -109,10 +107,8 @@ class RecordTable:
         self._drop(self.find(call.client.user, request.record))
 
     @handles(protocol.ListRecords)
-    async def list_records(self, call: ClientCall, request: protocol.ListRecords) -> FinalReply:
-        return FinalReply(
-            protocol.Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)])
-        )
+    async def list_records(self, call: ClientCall, request: protocol.ListRecords) -> protocol.Records:
+        return protocol.Records(id=call.id, records=[_info(record) for record in self._own(call.client.user)])
 
     # --- room -------------------------------------------------------------------------------------------------------
 

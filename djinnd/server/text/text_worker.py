@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from djinn_client.errors import DjinnError, ProtocolError, TextFailed, from_code
 from djinnd.confinement.cpu import cpu_seconds
@@ -19,24 +20,12 @@ from djinnd.jobs import text as text_jobs
 from djinnd.jobs.text import (
     MAX_ANSWER,
     MAX_QUESTION,
+    A,
     BeginReading,
-    CheckGrammar,
-    Decode,
-    Decoded,
-    Encode,
-    EncodeChat,
-    Encoded,
     EndReading,
     ForgetModel,
-    GrammarChecked,
-    ModelOpened,
-    OpenModel,
+    Question,
     QuestionFailed,
-    ReadText,
-    ReadTokens,
-    SpellTokens,
-    TokensSpelled,
-    TooMany,
     WorkerReady,
 )
 from djinnd.server.engines.confined_process import ConfinedProcess
@@ -46,20 +35,6 @@ log = logging.getLogger("djinnd.server")
 WALL = 6  # times its CPU seconds, that a job may take by the clock: the machine may have others to run
 MOST_MODELS = 8  # tokenizers that a worker holds; the longest unused one goes first
 _MOST_TOLD = 2000  # characters
-
-Question = OpenModel | Encode | EncodeChat | CheckGrammar | Decode | ReadTokens | SpellTokens
-Reply = ModelOpened | Encoded | TooMany | GrammarChecked | Decoded | ReadText | TokensSpelled
-Then = Callable[[Reply | DjinnError], None]
-
-_ANSWERS: dict[type[Question], tuple[type[Reply], ...]] = {
-    OpenModel: (ModelOpened,),
-    Encode: (Encoded, TooMany),
-    EncodeChat: (Encoded, TooMany),
-    Decode: (Decoded,),
-    CheckGrammar: (GrammarChecked,),
-    ReadTokens: (ReadText,),
-    SpellTokens: (TokensSpelled,),
-}
 
 
 class TextWorker(ConfinedProcess):
@@ -90,26 +65,22 @@ class TextWorker(ConfinedProcess):
         self._seconds = seconds
         self._charge = charge
         self._on_end = on_end
-        self._jobs: deque[tuple[type[Question], Then]] = deque()
+        self._jobs: deque[tuple[Question[Any], Callable[[Any], None]]] = deque()
         self._began = self._cpu_began = 0.0  # of the first of them
         self._cpu = 0.0  # seconds that are charged
         self._watch: asyncio.TimerHandle | None = None
 
     @property
-    def is_alive(self) -> bool:
-        """Takes questions."""
-        return self._end is None
-
-    @property
     def is_idle(self) -> bool:
         return not self._jobs and not self.readings
 
-    def ask(self, question: Question, then: Then, fds: Sequence[int] = ()) -> None:
-        """`then` is called once, in a later turn of the loop. The descriptors are the connection's from now on."""
+    def ask(self, question: Question[A], then: Callable[[A | DjinnError], None], fds: Sequence[int] = ()) -> None:
+        """Sends a question. `then` is called once with the answer or the error, in a later turn of the loop. The
+        descriptors are the connection's from now on."""
         if self._end is not None:
             asyncio.get_running_loop().call_soon(then, self._end)
             return
-        self._jobs.append((type(question), then))
+        self._jobs.append((question, then))
         self._connection.send(text_jobs.encode(question, len(fds)), fds)
         if len(self._jobs) == 1 and self._is_ready:
             self._begin_job()
@@ -135,7 +106,7 @@ class TextWorker(ConfinedProcess):
             return self.broken(error)
         if isinstance(message, WorkerReady):
             return self._started(message)
-        if not self._jobs or not isinstance(message, (QuestionFailed, *_ANSWERS[self._jobs[0][0]])):
+        if not self._jobs or not isinstance(message, QuestionFailed | self._jobs[0][0].answers):
             return self._fail("the text worker has said to the daemon what nobody had asked")
         _, then = self._jobs.popleft()
         self._meter()
@@ -161,7 +132,7 @@ class TextWorker(ConfinedProcess):
             self._watch = asyncio.get_running_loop().call_later(self._seconds, self._look)
 
     def _look(self) -> None:
-        """Whether the job, which may be another than when this was called for, has taken too long."""
+        """Ends the worker if its present job has taken too long. It may be a later job than when this was scheduled."""
         self._watch = None
         if not self._jobs or self._end is not None:
             return
@@ -181,7 +152,7 @@ class TextWorker(ConfinedProcess):
         self._watch = asyncio.get_running_loop().call_later(max(rest, 0.05), self._look)
 
     def _meter(self) -> None:
-        """Charges the process's CPU time since the last call of this."""
+        """Charges the CPU time that the process has used since the last charge."""
         cpu = cpu_seconds(self._pid)
         if cpu is not None:
             self._charge(max(0.0, cpu - self._cpu))

@@ -32,7 +32,7 @@ from djinnd.server.handover.python import python_module
 from djinnd.server.handover.stopping import leave_signals_to_the_loop
 from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.quotas.cpu_time import CpuTime
-from djinnd.server.text.text_worker import MOST_MODELS, Question, Reply, TextWorker
+from djinnd.server.text.text_worker import MOST_MODELS, TextWorker
 from djinnd.text.chat.conversation import read_tools
 from djinnd.text.chat.templates import read_template
 from djinnd.text.encoder import TextRules
@@ -85,7 +85,6 @@ class Texts:
             self.time.expect(user)
             worker = self.worker(user)
             told = await self._ask(worker, *_opening(text, self.limits))
-        assert isinstance(told, jobs.ModelOpened)
         if len({*told.eos, *told.turn_ends}) > MAX_END_TOKENS + 1:
             raise TextFailed("the text worker has named more end tokens than any model has")
         text.told = told
@@ -104,14 +103,13 @@ class Texts:
             stop_tokens = vocabulary.stop_tokens(request.stop, request.skip_special_tokens)
             if request.text is None:
                 return TokenizedPrompt(given, stop_tokens)
-            _expect_fits(text.name, vocabulary, prompt, room)
             if len(prompt) <= SHORT_TEXT:
                 return TokenizedPrompt(vocabulary.encode(prompt, rules), stop_tokens)
+            _expect_fits(text.name, vocabulary, prompt, room)
             if len(prompt) <= LONG_TEXT:
-                return TokenizedPrompt(
-                    await self.in_thread(user, partial(vocabulary.encode, prompt, rules)), stop_tokens
-                )
-        question = jobs.Encode(text.number, request.text, rules, room, request.stop, request.skip_special_tokens)
+                tokens = await self.in_thread(user, partial(vocabulary.encode, prompt, rules))
+                return TokenizedPrompt(tokens, stop_tokens)
+        question = jobs.Encode(text.number, request.text, room, request.stop, request.skip_special_tokens, rules)
         prepared = await self._encoded(text, user, question)
         return prepared._replace(tokens=given) if request.text is None else prepared
 
@@ -122,8 +120,7 @@ class Texts:
         own words."""
         vocabulary, size = text.vocabulary, len(chat.messages) + len(chat.tools) + len(chat.arguments)
         if vocabulary is None or size > LONG_CHAT:
-            question = jobs.EncodeChat(text.number, chat, room, list(stops), False)
-            prompt = await self._encoded(text, user, question)
+            prompt = await self._encoded(text, user, jobs.Encode(text.number, chat, room, list(stops)))
         else:
             encode = partial(vocabulary.encode_chat, chat)
             encoded = encode() if size <= SHORT_CHAT else await self.in_thread(user, encode)
@@ -137,9 +134,7 @@ class Texts:
         """One text of the tokens, or, `spelled`, each as the vocabulary has it. Raises TextFailed, QuotaExceeded."""
         vocabulary = text.vocabulary
         if vocabulary is None or len(tokens) > LONG_TOKENS:
-            answer = await self._ask_one(text, user, jobs.Decode(text.number, tokens, spelled))
-            assert isinstance(answer, jobs.Decoded)
-            return answer.texts
+            return (await self._ask_one(text, user, jobs.Decode(text.number, tokens, spelled))).texts
         decode = partial(vocabulary.texts, tokens, spelled)
         return decode() if len(tokens) <= SHORT_TOKENS else await self.in_thread(user, decode)
 
@@ -147,14 +142,13 @@ class Texts:
         async with self._turn(user, "thread"):
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
 
-    async def _encoded(self, text: ModelText, user: int, question: jobs.Encode | jobs.EncodeChat) -> TokenizedPrompt:
+    async def _encoded(self, text: ModelText, user: int, question: jobs.Encode) -> TokenizedPrompt:
         answer = await self._ask_one(text, user, question)
         if isinstance(answer, jobs.TooMany):
             raise _too_long(text.name, f"has {answer.tokens:,} tokens", question.most)
-        assert isinstance(answer, jobs.Encoded)
         return TokenizedPrompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
 
-    async def _ask_one(self, text: ModelText, user: int, question: Question) -> Reply:
+    async def _ask_one(self, text: ModelText, user: int, question: jobs.Question[T]) -> T:
         """Asks the user's worker, when it is the user's turn."""
         async with self._turn(user, "worker"):
             self.time.expect(user)
@@ -165,16 +159,12 @@ class Texts:
         QuotaExceeded."""
         if (naming := text.token_bytes) is not None:
             return await self.in_thread(user, lambda: naming.of({*memoryview(tokens).cast("i")}))
-        answer = await self._ask_one(text, user, jobs.SpellTokens(text.number, tokens))
-        assert isinstance(answer, jobs.TokensSpelled)
-        return answer.token_bytes
+        return (await self._ask_one(text, user, jobs.SpellTokens(text.number, tokens))).token_bytes
 
     async def check(self, text: ModelText, user: int, question: jobs.CheckGrammar) -> jobs.GrammarChecked:
         """Checks a grammar in the user's text worker, for configured models, too. Raises GrammarRejected, TextFailed,
         QuotaExceeded."""
-        answer = await self._ask_one(text, user, question)
-        assert isinstance(answer, jobs.GrammarChecked)
-        return answer
+        return await self._ask_one(text, user, question)
 
     def follow(self, limits: Limits) -> None:
         """Applies limits to workers that start from now on, and to CPU time."""
@@ -203,7 +193,7 @@ class Texts:
         return worker
 
     def worker_with(self, text: ModelText, user: int) -> TextWorker:
-        """The user's, which has the model's tokenizer, or is about to have it. Raises QuotaExceeded."""
+        """The user's text worker, which has the model's tokenizer or is about to open it. Raises QuotaExceeded."""
         worker = self.worker(user)
         if text.number not in worker.models:
             while len(worker.models) >= MOST_MODELS:
@@ -226,12 +216,12 @@ class Texts:
         for worker in self._workers.values():
             worker.forget(model)
 
-    async def _ask(self, worker: TextWorker, question: Question, fds: Sequence[int] = ()) -> Reply:
+    async def _ask(self, worker: TextWorker, question: jobs.Question[T], fds: Sequence[int] = ()) -> T:
         """Asks a worker. Raises the error in its answer. If the caller stops waiting, the job continues within its
         limits."""
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def then(answer: Reply | DjinnError) -> None:
+        def then(answer: T | DjinnError) -> None:
             if future.done():  # cancelled
                 return
             if isinstance(answer, DjinnError):
@@ -278,8 +268,6 @@ def _read(name: str, files: ModelFiles, template: str) -> Vocabulary | TokensOnl
 
 def _expect_fits(name: str, vocabulary: Vocabulary, prompt: str, room: int) -> None:
     """Raises PromptTooLong for a text that has too many tokens by its length alone."""
-    if len(prompt) <= SHORT_TEXT:
-        return
     characters = vocabulary.characters_per_token
     if characters is not None and len(prompt) > room * characters:
         raise _too_long(name, f"has {len(prompt):,} characters, and no token stands for more than {characters}", room)
@@ -301,7 +289,8 @@ def _opening(text: ModelText, limits: Limits) -> tuple[jobs.OpenModel, list[int]
     return jobs.OpenModel(text.number, text.name, names, limits.tokenizer_bytes, text.template), fds
 
 
-def _opened(worker: TextWorker, model: int, answer: Reply | DjinnError) -> None:
-    """If opening failed, the following question finds no tokenizer, and the one after that opens it again."""
+def _opened(worker: TextWorker, model: int, answer: jobs.ModelOpened | DjinnError) -> None:
+    """Forgets a model that the worker could not open. The question that was sent behind it fails, and the next one
+    opens the model again."""
     if isinstance(answer, DjinnError):
         worker.models.pop(model, None)

@@ -17,7 +17,7 @@ from typing import Protocol
 from djinn_client.errors import DjinnError, TextFailed
 from djinnd.jobs.text import READ_TOKENS, BeginReading, ChatReading, EndReading, ReadText, ReadTokens
 from djinnd.server.text.generation import Generation
-from djinnd.server.text.text_worker import Reply, TextWorker
+from djinnd.server.text.text_worker import TextWorker
 from djinnd.text.reader import ReadingRules, expect_bounded
 
 MOST_BEHIND = 1024  # tokens
@@ -56,9 +56,7 @@ class WorkerReading:
         self._then: Callable[[], None] | None = None  # when all has been read
         self._tokens = self._characters = 0  # so far
         worker.readings += 1
-        worker.tell(
-            BeginReading(self._number, model, list(context), rules.stops, rules.skip_special, rules.least, chat)
-        )
+        worker.tell(BeginReading(self._number, model, list(context), rules, chat))
 
     def go_on(self, generation: Generation) -> None:
         """Asks for the next text: tokens came, or a Read was answered."""
@@ -91,7 +89,7 @@ class WorkerReading:
         question = ReadTokens(self._number, tokens, is_last, generation.unnamed())
         self._worker.ask(question, lambda answer: self._answered(generation, question, answer))
 
-    def _answered(self, generation: Generation, question: ReadTokens, answer: Reply | DjinnError) -> None:
+    def _answered(self, generation: Generation, question: ReadTokens, answer: ReadText | DjinnError) -> None:
         self._is_asked = False
         if self._is_over:
             return
@@ -110,12 +108,11 @@ class WorkerReading:
         else:
             self.go_on(generation)
 
-    def _expect_text(self, answer: Reply | DjinnError, question: ReadTokens) -> ReadText:
+    def _expect_text(self, answer: ReadText | DjinnError, question: ReadTokens) -> ReadText:
         """Checks the worker's answer. Raises the worker's error, or TextFailed for more text than an honest worker
         sends."""
         if isinstance(answer, DjinnError):
             raise answer
-        assert isinstance(answer, ReadText), answer
         if answer.stopped_after is not None and not 0 <= answer.stopped_after <= self._asked:
             raise TextFailed("the text worker has counted tokens that it was not asked for")
         self._characters += answer.characters

@@ -4,6 +4,7 @@ engine the breakpoints that it may reach: see breakpoint_list.py."""
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from djinn_client import protocol
 from djinn_client.protocol import BreakpointAdded, Breakpoints
@@ -13,22 +14,20 @@ from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import PART_BYTES
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.whitebox.functions import FunctionRequests
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
 
 
+@dataclass(eq=False)
 class BreakpointRequests:
-    """The requests about breakpoints."""
-
-    def __init__(self, sessions: SessionTable, models: ModelTable, functions: FunctionRequests) -> None:
-        self._sessions = sessions
-        self._models = models
-        self._functions = functions
+    _sessions: SessionTable
+    _models: ModelTable
+    _functions: FunctionRequests
 
     @handles(protocol.AddBreakpoint, is_new_work=True, journal="grows")
-    async def add(self, call: ClientCall, request: protocol.AddBreakpoint) -> FinalReply:
+    async def add(self, call: ClientCall, request: protocol.AddBreakpoint) -> BreakpointAdded:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
             info, _ = (await self._models.once_ready(session)).described
@@ -38,7 +37,7 @@ class BreakpointRequests:
                 self._sessions.expect_journal(session.tenant, PART_BYTES * added.count)
             session.add_breakpoint(added)
         log.debug("breakpoint_added session=%s breakpoint=%d block=%d", session.id, added.number, added.block)
-        return FinalReply(BreakpointAdded(id=call.id, breakpoint=added.number))
+        return BreakpointAdded(id=call.id, breakpoint=added.number)
 
     @handles(protocol.EndBreakpoints, journal="changes")
     async def end(self, call: ClientCall, request: protocol.EndBreakpoints) -> None:
@@ -51,7 +50,7 @@ class BreakpointRequests:
             self._functions.breakpoints_ended(session, numbers)
 
     @handles(protocol.ListBreakpoints)
-    async def list_breakpoints(self, call: ClientCall, request: protocol.ListBreakpoints) -> FinalReply:
+    async def list_breakpoints(self, call: ClientCall, request: protocol.ListBreakpoints) -> Breakpoints:
         session = self._sessions.lookup(request.session, call.client)
         infos = [each.info for each in session.breakpoints.breakpoints]
-        return FinalReply(Breakpoints(id=call.id, breakpoints=infos))
+        return Breakpoints(id=call.id, breakpoints=infos)

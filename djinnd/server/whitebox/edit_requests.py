@@ -7,6 +7,7 @@ no engine has the model, the next engine receives the edits when it opens the se
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from djinn_client import protocol
 from djinn_client.protocol import EditAdded, Edits
@@ -18,24 +19,24 @@ from djinnd.server.loading.models import ModelTable
 from djinnd.server.probe_lists.edit_list import nbytes_of
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
-from djinnd.server.wire.call import ClientCall, FinalReply
+from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.request_handler import handles
 
 log = logging.getLogger("djinnd.server")
 
 
+@dataclass(eq=False)
 class EditRequests:
     """The requests about edits. Nothing is awaited between finding the engine and sending to it: see handlers.py."""
 
-    def __init__(self, sessions: SessionTable, models: ModelTable) -> None:
-        self._sessions = sessions
-        self._models = models
+    _sessions: SessionTable
+    _models: ModelTable
 
     @handles(protocol.AddEdit, is_new_work=True, journal="grows")
-    async def add(self, call: ClientCall, request: protocol.AddEdit) -> FinalReply:
+    async def add(self, call: ClientCall, request: protocol.AddEdit) -> EditAdded:
         session = self._sessions.lookup(request.session, call.client)
         with session.in_use(call):
-            return FinalReply(EditAdded(id=call.id, edit=await self.admit(session, request)))
+            return EditAdded(id=call.id, edit=await self.admit(session, request))
 
     async def admit(self, session: SessionRecord, request: protocol.AddEdit) -> int:
         """Adds an edit to a session that the caller has in use, and returns its number. Ignores the session that the
@@ -68,6 +69,6 @@ class EditRequests:
             log.debug("edits_ended session=%s edits=%d at=%d", session.id, len(numbers), at)
 
     @handles(protocol.ListEdits)
-    async def list_edits(self, call: ClientCall, request: protocol.ListEdits) -> FinalReply:
+    async def list_edits(self, call: ClientCall, request: protocol.ListEdits) -> Edits:
         session = self._sessions.lookup(request.session, call.client)
-        return FinalReply(Edits(id=call.id, edits=session.edits.infos()))
+        return Edits(id=call.id, edits=session.edits.infos())

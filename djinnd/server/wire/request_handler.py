@@ -1,7 +1,7 @@
 """Handlers of requests: a method says with `@handles(protocol.AddEdit)` which requests it answers.
 
-A handler is a coroutine. It returns the final reply, or None if it has nothing to say: then the client receives Done.
-Or it raises an error, which the client receives.
+A handler is a coroutine. It returns the final reply, in a FinalReply if descriptors go with it. It returns None if it
+has nothing to say; then the client receives Done. Or it raises an error, which the client receives.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from djinn_client.protocol import Request
+from djinn_client.protocol import Reply, Request
 from djinnd.server.wire.call import ClientCall, FinalReply
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Request)
-A = TypeVar("A", bound=FinalReply | None)
+A = TypeVar("A", bound=Reply | FinalReply | None)
 Method: TypeAlias = Callable[[T, ClientCall, R], Coroutine[Any, Any, A]]
-Handler = Callable[[ClientCall, Any], Coroutine[Any, Any, FinalReply | None]]
+Handler = Callable[[ClientCall, Any], Coroutine[Any, Any, Reply | FinalReply | None]]
 
 
 class Handling(NamedTuple):

@@ -20,8 +20,10 @@ from djinnd.config import Limits, Model
 from djinnd.jobs.text import BeginReading, ChatReading, ReadText, ReadTokens
 from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.text.texts import LONG_TEXT, SHORT_TEXT, Texts
+from djinnd.text.reader import ReadingRules
 from tests.support.checkpoint_files import slow_to_encode, tiny_with
-from tests.support.served import is_running
+from tests.support.confined import text_workers
+from tests.support.daemon import is_alive
 from tests.support.serving import TINY
 
 ME = os.geteuid()
@@ -112,7 +114,6 @@ def test_a_job_that_takes_too_long_ends_the_worker_and_the_next_one_starts_anoth
         worker = texts.worker(ME)
         with pytest.raises(TextFailed, match=r"limits\.text_seconds"):
             await prompt(texts, text, "a" * 3000 + "b")
-        assert not worker.is_alive
         assert await prompt(texts, text, "def f") and texts.worker(ME) is not worker
 
     played(play, text_seconds=0.3)
@@ -191,13 +192,11 @@ def test_workers_forget_a_text_that_nobody_refers_to_and_one_of_closed_files_fai
 def test_no_worker_outlives_its_owner() -> None:
     async def play(texts: Texts) -> None:
         text = await opened(texts)
-        worker = texts.worker(ME)
         waiting = asyncio.ensure_future(prompt(texts, text, "x = 1"))
         await asyncio.sleep(0)
-        pid = worker._pid
-        assert is_running(pid)
+        (pid,) = text_workers(os.getpid())
         await texts.close()
-        assert not is_running(pid)
+        assert not is_alive(pid)
         with pytest.raises(TextFailed, match="was ended"):
             await waiting
 
@@ -223,7 +222,7 @@ def test_an_answer_is_read_by_the_worker_with_the_checkpoint_s_own_response_temp
         text = await opened(texts, answering(folder, template))
         worker = texts.reading_worker(text, ME)
         assert worker is not None
-        worker.tell(BeginReading(1, text.number, [], [], True, 0, ChatReading("#", b"", ["stop"], True)))
+        worker.tell(BeginReading(1, text.number, [], ReadingRules([]), ChatReading("#", b"", ["stop"], True)))
         tokens = await prompt(texts, text, "[Hm.] Well, stop it")
         said: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         worker.ask(ReadTokens(1, tokens, last=True), said.set_result)
