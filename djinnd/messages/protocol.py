@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 
-from djinn_client.errors import ProtocolError
 from djinn_client.files.model_files import MAX_FILES
-from djinn_client.protocol import framed, union_of
+from djinn_client.protocol import decoded, framed, union_of
 from djinnd.messages import (  # all modules with messages: the decoders know the classes that exist by then
     arenas,
     engine,  # noqa: F401
@@ -21,8 +19,6 @@ from djinnd.messages import (  # all modules with messages: the decoders know th
     sessions,
 )
 from djinnd.messages.directions import FromEngine, ToEngine
-
-T = TypeVar("T")
 
 MAX_FRAME = 256 << 20
 MAX_FDS = MAX_FILES  # most descriptors with a frame to the engine: the files of a checkpoint
@@ -38,7 +34,7 @@ def encode(message: ToEngine | FromEngine, fds: int = 0) -> bytes:
 
 def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
     """`fds`: the descriptors that came with the frame. The message owns them."""
-    message = _decode(_to_engine, payload)
+    message = decoded(_to_engine, payload)
     if isinstance(message, arenas.ArenaReady | sessions.ImportKv):
         (message.fd,) = fds or (-1,)
     elif isinstance(message, models.CheckpointCall):
@@ -50,11 +46,5 @@ def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
 
 
 def decode_from_engine(payload: bytes) -> FromEngine:
-    return _decode(_from_engine, payload)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
-    try:
-        return decoder.decode(payload)
-    except msgspec.DecodeError as error:  # the two processes run different versions
-        raise ProtocolError(f"server and engine disagree: {error}") from error
+    """Raises ProtocolError if the two processes run different versions."""
+    return decoded(_from_engine, payload)

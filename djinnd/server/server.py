@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ from djinnd.config import Config, ConfigError, differing
 from djinnd.messages import Close
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.inspection import Inspector
+from djinnd.server.engines.commands import engine_command, fork_server_command, gateway_command, inspect_command
 from djinnd.server.engines.engine_process import STOPPING
 from djinnd.server.engines.fork_server import FORK_SERVER_FDS, ForkServer
 from djinnd.server.engines.previous_engine import ENGINE_FD, PreviousEngine
 from djinnd.server.engines.supervisor import Supervisor
 from djinnd.server.gateway_process import GatewayProcess
 from djinnd.server.handover.notify import Notifier
-from djinnd.server.handover.python import python_module
 from djinnd.server.handover.socket_path import StartError, listen
 from djinnd.server.handover.stopping import Restart, Stopping
 from djinnd.server.handover.succession import Inherited, inherited
@@ -45,7 +45,17 @@ from djinnd.server.principals.names import groups_of, unix_name
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.quotas.queueing import Queue
 from djinnd.server.quotas.quotas import QuotaTable
+from djinnd.server.requests.daemon import DaemonRequests
+from djinnd.server.requests.embeddings import EmbedRequests
+from djinnd.server.requests.explain import ExplainRequests
+from djinnd.server.requests.export import ExportRequests
 from djinnd.server.requests.handlers import Handlers
+from djinnd.server.requests.models import ModelRequests
+from djinnd.server.requests.sessions import SessionRequests
+from djinnd.server.requests.tokenizer import TokenizerRequests
+from djinnd.server.requests.tokens import TokenRequests
+from djinnd.server.requests.work import WorkRequests
+from djinnd.server.runs.failover import RunFailover
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.records import RecordTable
 from djinnd.server.sessions.session import SessionRecord
@@ -54,6 +64,8 @@ from djinnd.server.status.metrics import DaemonMetrics
 from djinnd.server.status.metrics_socket import MetricsSocket
 from djinnd.server.status.status import Status
 from djinnd.server.text.texts import Texts
+from djinnd.server.whitebox.breakpoint_requests import BreakpointRequests
+from djinnd.server.whitebox.edit_requests import EditRequests
 from djinnd.server.whitebox.functions import FunctionRequests
 from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.clients import ClientTable
@@ -182,21 +194,28 @@ class Server:
             self.address,
             self._tokens.name_of,
         )
-        self._handlers = Handlers(
-            self._sessions,
-            self._models,
-            self._texts,
-            self._sharing,
-            self._prefixes,
-            self._records,
-            self._queue,
-            self._status,
-            self._supervisor,
-            self._functions,
-            self._journal,
-            self._tokens,
-            self._restart,
-        )
+        self._handlers = Handlers(self._sessions, self._models, self._status, self._journal, self._request_parts())
+
+    def _request_parts(self) -> Iterator[object]:
+        """Makes the objects that handle requests, one for each theme."""
+        sessions, models, status, supervisor = self._sessions, self._models, self._status, self._supervisor
+        failover = RunFailover(models)
+        work = WorkRequests(sessions, models, self._texts, self._queue, failover, self._records)
+        yield from (work, self._functions, self._records)
+        yield EmbedRequests(sessions, models, work.generate)
+        yield TokenizerRequests(models, self._texts)
+        yield SessionRequests(sessions, models, status)
+        yield ExportRequests(sessions, models, status, failover)
+        yield ExplainRequests(sessions, models, supervisor, status)
+        yield EditRequests(sessions, models)
+        yield BreakpointRequests(sessions, models, self._functions)
+        yield ModelRequests(sessions, models, self._sharing, status)
+        yield TokenRequests(self._tokens)
+        yield DaemonRequests(sessions, models, self._prefixes, supervisor, status, self._restart, self._notes)
+
+    def _notes(self) -> list[str]:
+        """Messages for administrators."""
+        return [*self._journal.notes, *self._tokens.notes]
 
     async def serve(self) -> list[Inherited]:
         """Runs until the server is asked to stop. Returns the descriptors for the successor; an empty list if there is
@@ -272,9 +291,10 @@ class Server:
             self._records,
             self._sharing,
             self._supervisor,
+            self._inspector,
+            self._tokens,
         ):
             part.limits = held.limits
-        self._inspector.limits = self._tokens.limits = held.limits
         self._models.follow(held.limits)
         self._texts.follow(held.limits)
         self._queue.places = held.limits.queue
@@ -412,30 +432,6 @@ async def run(
         commands = (engine_command(config), fork_server_command(config), inspect_command())
         gateway = GatewayProcess(gateway_command(config, http, file) if http else [])
         return await Server(config, *commands, stopping, read_config, gateway).serve()
-
-
-def engine_command(config: Config) -> list[str]:
-    limits = config.limits
-    bounds = ["--kernel-seconds", str(limits.kernel_compile)]
-    bounds += ["--grammar-seconds", str(limits.text_seconds), "--grammar-memory", str(limits.text_memory)]
-    return python_module("djinnd.engine", "--device", config.device, *bounds, *_log_options(config))
-
-
-def gateway_command(config: Config, http: str, file: Path | None) -> list[str]:
-    options = ["--socket", config.socket, "--listen", http, "--parent", str(os.getpid())]
-    return python_module("djinnd.gateway", *options, *(["--config", str(file)] if file else []))
-
-
-def fork_server_command(config: Config) -> list[str]:
-    return python_module("djinnd.engine.fork_server", *_log_options(config))
-
-
-def inspect_command() -> list[str]:
-    return python_module("djinnd.engine.load.inspection")
-
-
-def _log_options(config: Config) -> list[str]:
-    return ["--log-level", config.log.level, "--log-format", config.log.format]
 
 
 def _engine_environ(config: Config) -> dict[str, str]:

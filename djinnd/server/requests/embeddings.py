@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from djinn_client.errors import Cancelled, InvalidRequest, ProtocolError
 from djinn_client.protocol import Embed, Embedded, Generate, Generated
@@ -19,12 +19,10 @@ from djinn_client.protocol.fields.edits import Captured
 from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.models.model import ServedModel
+from djinnd.server.requests.vectors import Pooling, Vector, joined, pooled
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.request_handler import handles
-
-if TYPE_CHECKING:
-    from djinnd.server.requests.vectors import Pooling, Vector
 
 AT_ONCE = 16  # inputs of one request that run together
 MOST_BYTES = 32 << 20  # of the vectors of one reply: half the default of limits.connection_bytes_per_user
@@ -55,7 +53,7 @@ class EmbedRequests:
         call.reserve_window(_nbytes(len(inputs), model.info.points.width))
         pooling = request.pooling or model.source.pooling
         found = await self._all(call, model, inputs, pooling)
-        vectors, width = await asyncio.to_thread(_joined, [each.vector for each in found], request.normalize)
+        vectors, width = await asyncio.to_thread(joined, [each.vector for each in found], request.normalize)
         tokens = [each.tokens for each in found]
         return Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling)
 
@@ -131,17 +129,4 @@ def _nbytes(inputs: int, width: int) -> int:
 async def _vector(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
     """Made in a thread, which closes the window. A caller that is cancelled before the thread begins does not stop
     it."""
-    return await asyncio.shield(asyncio.to_thread(_pooled, fds, captured, pooling))
-
-
-def _pooled(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
-    """The first call imports numpy, which takes a tenth of a second."""
-    from djinnd.server.requests.vectors import pooled
-
-    return pooled(fds, captured, pooling)
-
-
-def _joined(vectors: Sequence[Vector], normalize: bool) -> tuple[bytes, int]:
-    from djinnd.server.requests.vectors import joined
-
-    return joined(vectors, normalize)
+    return await asyncio.shield(asyncio.to_thread(pooled, fds, captured, pooling))

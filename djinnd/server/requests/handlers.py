@@ -8,39 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from typing import get_args
 
 from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, SessionNotFound, ShuttingDown
 from djinnd.messages import Signal
-from djinnd.server.engines.supervisor import Supervisor
-from djinnd.server.handover.stopping import Restart
 from djinnd.server.journal.journal import Journal
 from djinnd.server.loading.models import ModelTable
-from djinnd.server.loading.sharing import ShareTable
-from djinnd.server.principals.tokens import Tokens
-from djinnd.server.quotas.queueing import Queue
-from djinnd.server.requests.daemon import DaemonRequests
-from djinnd.server.requests.embeddings import EmbedRequests
-from djinnd.server.requests.explain import ExplainRequests
-from djinnd.server.requests.export import ExportRequests
-from djinnd.server.requests.models import ModelRequests
-from djinnd.server.requests.sessions import SessionRequests
-from djinnd.server.requests.tokenizer import TokenizerRequests
-from djinnd.server.requests.tokens import TokenRequests
-from djinnd.server.requests.work import WorkRequests
-from djinnd.server.runs.failover import RunFailover
-from djinnd.server.sessions.prefixes import PrefixTable
-from djinnd.server.sessions.records import RecordTable
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.sessions.signals import Signals
 from djinnd.server.status.status import Status
-from djinnd.server.text.texts import Texts
-from djinnd.server.whitebox.breakpoint_requests import BreakpointRequests
-from djinnd.server.whitebox.edit_requests import EditRequests
-from djinnd.server.whitebox.functions import FunctionRequests
 from djinnd.server.wire.call import ClientCall, FinalReply
 from djinnd.server.wire.client import ConnectedClient
 from djinnd.server.wire.request_handler import Handler, Handling, handlers_of
@@ -49,48 +28,16 @@ log = logging.getLogger("djinnd.server")
 
 
 class Handlers:
-    """The handlers by type of request."""
+    """The handlers by type of request. `parts` declare them."""
 
     def __init__(
-        self,
-        sessions: SessionTable,
-        models: ModelTable,
-        texts: Texts,
-        sharing: ShareTable,
-        prefixes: PrefixTable,
-        records: RecordTable,
-        queue: Queue,
-        status: Status,
-        supervisor: Supervisor,
-        functions: FunctionRequests,
-        journal: Journal,
-        tokens: Tokens,
-        restart: Callable[[Restart], Awaitable[None]],
+        self, sessions: SessionTable, models: ModelTable, status: Status, journal: Journal, parts: Iterable[object]
     ) -> None:
         self._sessions = sessions
         self._models = models
         self._status = status
         self._journal = journal
         self._signals = Signals(self._tell_signal)
-        failover = RunFailover(models)
-        of_work = WorkRequests(sessions, models, texts, queue, failover, records)
-        parts = (
-            SessionRequests(sessions, models, status),
-            of_work,
-            EmbedRequests(sessions, models, of_work.generate),
-            TokenizerRequests(models, texts),
-            ExportRequests(sessions, models, status, failover),
-            ExplainRequests(sessions, models, supervisor, status),
-            EditRequests(sessions, models),
-            BreakpointRequests(sessions, models, functions),
-            functions,
-            records,
-            ModelRequests(sessions, models, sharing, status),
-            DaemonRequests(
-                sessions, models, prefixes, supervisor, status, restart, lambda: [*journal.notes, *tokens.notes]
-            ),
-            TokenRequests(tokens),
-        )
         handled = [each for part in parts for each in handlers_of(part)]
         self._handlers: dict[type, tuple[Handling, Handler]] = {each[0].kind: each for each in handled}
         assert self._handlers.keys() == {*get_args(protocol.union_of(protocol.Request))} - {protocol.Hello}

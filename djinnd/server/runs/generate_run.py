@@ -146,7 +146,8 @@ class GenerateRun(SessionRun):
 
     def token(self, token: int, logprobs: Logprobs | None, at: float) -> None:
         if not self._is_proven:
-            self._prove()
+            self._is_proven = True
+            self.proven.set_result(None)
         if self._fault is not None:
             return
         self._session.latency.token(at, self._session.priority)
@@ -191,8 +192,7 @@ class GenerateRun(SessionRun):
         if bool(self._held_by) != was and not self._is_over:
             super().hold(not was)
 
-    # --- events of the text worker: see WorkerReading
-    # ----------------------------------------------------------------------
+    # --- events of the text worker: see WorkerReading -----------------------------------------------------------------
 
     def text_came(self, read: ReadText) -> None:
         piece = self._generation.heard(read)
@@ -216,17 +216,11 @@ class GenerateRun(SessionRun):
         else:
             self._late.finish(self._generation, then)
 
-    # --- events of the engine-----------------------------------------------------------------------------------------
+    # --- events of the engine -----------------------------------------------------------------------------------------
 
     def failed(self, error: DjinnError) -> None:
-        self._is_over = True
-        if self._late is not None:
-            self._late.end()
+        self._end_reading()
         super().failed(error)
-
-    def _prove(self) -> None:
-        self._is_proven = True
-        self.proven.set_result(None)
 
     def finished(self, message: Finished) -> None:
         self._when_read(lambda: self._finish(message))

@@ -70,32 +70,13 @@ class FunctionProcess(ConfinedProcess):
         self._edits: list[AddEdit] = []
         self._room = 0  # bytes that the edits of the answer may still take
 
-    async def load(self, function: Key, point: str, code: bytes, seconds: float) -> None:
-        """Sends it a function. Raises FunctionFailed, InvalidRequest; NotPermitted if this machine cannot confine
-        it."""
-        await self._ask(LoadFunction(function, point, code), None, seconds, 0)
-
-    async def run(self, run: CallFunctions, window: int, seconds: float, room: int) -> list[AddEdit]:
-        """Runs functions that it has, and returns the edits that they make. `window` stays the caller's. `room`: bytes
-        that the edits may take. Raises FunctionFailed, InvalidRequest; FunctionNotFound if it has ended meanwhile."""
-        return await self._ask(run, window, seconds, room)
-
-    def forget(self, functions: set[Key]) -> None:
-        gone = self.functions & functions
-        self.functions -= gone
-        if gone and self._is_ready:
-            self._connection.send(interventions.encode(ForgetFunctions(sorted(gone))))
-
-    def kill(self) -> None:
-        self._kill(FunctionNotFound("the intervention process was ended: intervene again"))
-
-    # --- one exchange -------------------------------------------------------------------------------------------------
-
-    async def _ask(
-        self, message: LoadFunction | CallFunctions, window: int | None, seconds: float, room: int
+    async def ask(
+        self, message: LoadFunction | CallFunctions, seconds: float, window: int | None = None, room: int = 0
     ) -> list[AddEdit]:
-        """Sends a request and waits for the answer. A caller that is cancelled during its turn kills the process,
-        because a running function cannot be stopped otherwise."""
+        """Sends a request, waits for the answer, and returns the edits that the functions make, which may take `room`
+        bytes. `window` stays the caller's. A caller that is cancelled during its turn kills the process, because a
+        running function cannot be stopped otherwise. Raises FunctionFailed, InvalidRequest; NotPermitted if this
+        machine cannot confine the process; FunctionNotFound if it has ended meanwhile."""
         async with self._turn:
             await asyncio.shield(self._ready)
             if self._end is not None:
@@ -119,6 +100,15 @@ class FunctionProcess(ConfinedProcess):
             finally:
                 self._answer.cancel()
                 self._answer, self._edits = None, []
+
+    def forget(self, functions: set[Key]) -> None:
+        gone = self.functions & functions
+        self.functions -= gone
+        if gone and self._is_ready:
+            self._connection.send(interventions.encode(ForgetFunctions(sorted(gone))))
+
+    def kill(self) -> None:
+        self._kill(FunctionNotFound("the intervention process was ended: intervene again"))
 
     def frame(self, payload: bytes, fds: list[int]) -> None:
         try:

@@ -14,7 +14,7 @@ from djinn_client.errors import FunctionNotFound, InvalidRequest, NotPermitted
 from djinn_client.transport.shm import SEALS
 from djinn_client.whitebox.functions import MAX_CODE, PYTHON
 from djinnd import config
-from djinnd.jobs.sandbox import CallFunctions, Key
+from djinnd.jobs.sandbox import CallFunctions, Key, LoadFunction
 from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.handover.python import python_module
 from djinnd.server.loading.models import ModelTable
@@ -55,7 +55,7 @@ class FunctionRequests:
             function = (session.id, request.breakpoint)
             process.functions.add(function)
             try:
-                await process.load(function, point, request.code, self._rules.seconds)
+                await process.ask(LoadFunction(function, point, request.code), self._rules.seconds)
             except BaseException:
                 self._forget({function})
                 raise
@@ -72,7 +72,7 @@ class FunctionRequests:
             functions = [(session.id, number) for number in request.breakpoints]
             process = self._process_that_has(functions, session)
             run, room = CallFunctions(functions, hit, request.captured), self._sessions.limits.edit_bytes_per_session
-            for edit in await process.run(run, call.fds[0], self._rules.seconds, room):
+            for edit in await process.ask(run, self._rules.seconds, call.fds[0], room):
                 await self._editing.admit(session, edit)
 
     def follow(self, rules: config.Functions) -> None:

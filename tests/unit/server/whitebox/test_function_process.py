@@ -24,7 +24,7 @@ from djinn_client.protocol import AddEdit
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.edits import Captured
 from djinn_client.transport.shm import new_window
-from djinnd.jobs.sandbox import CallFunctions
+from djinnd.jobs.sandbox import CallFunctions, LoadFunction
 from djinnd.server.whitebox.function_process import FunctionProcess
 from tests.support.daemon import ROOT
 
@@ -80,14 +80,14 @@ def played(*acts: str, test: Callable[[FunctionProcess], Awaitable[object]]) -> 
     asyncio.run(play())
 
 
-def load(process: FunctionProcess, seconds: float = LONG) -> Awaitable[None]:
-    return process.load(KEY, "blocks.1", b"code", seconds)
+def load(process: FunctionProcess, seconds: float = LONG) -> Awaitable[object]:
+    return process.ask(LoadFunction(KEY, "blocks.1", b"code"), seconds)
 
 
 async def run(process: FunctionProcess, seconds: float = LONG, room: int = 1 << 20) -> list[AddEdit]:
     window = new_window("hit", 64)
     try:
-        return await process.run(RUN, window, seconds, room)
+        return await process.ask(RUN, seconds, window, room)
     finally:
         os.close(window)
 
