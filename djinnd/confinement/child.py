@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from djinnd.confinement import sandbox
-from djinnd.confinement.lifeline import tie_to
+from djinnd.lifeline import tie_to
 
 _NICE = 10  # engines and the server come first
 

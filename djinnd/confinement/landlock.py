@@ -7,6 +7,8 @@ import os
 import struct
 from collections.abc import Iterable
 
+from djinnd.confinement.libc import checked, libc
+
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 _VERSION, _PATH_BENEATH = 1, 1
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
@@ -56,10 +58,4 @@ def _version() -> int:
 
 
 def _call(number: int, *arguments: object) -> int:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    result: int = libc.syscall(ctypes.c_long(number), *arguments)
-    if result < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"Landlock: {os.strerror(error)}")
-    return result
+    return checked(libc.syscall(ctypes.c_long(number), *arguments), "Landlock")

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from djinnd.confinement.libc import checked, libc
+
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x2_0000, 0x1000_0000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x4_0000
 _MS_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
@@ -80,18 +82,8 @@ def _bind(path: str, source: int) -> None:
 
 
 def _unshare_into(kinds: int) -> None:
-    _checked(_libc().unshare(kinds), "unshare")
+    checked(libc.unshare(kinds), "unshare")
 
 
 def _mount(source: bytes, target: str, kind: bytes | None, flags: int, options: bytes | None = None) -> None:
-    _checked(_libc().mount(source, target.encode(), kind, ctypes.c_ulong(flags), options), f"mount {target}")
-
-
-def _checked(result: int, what: str) -> None:
-    if result != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{what}: {os.strerror(error)}")
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    checked(libc.mount(source, target.encode(), kind, ctypes.c_ulong(flags), options), f"mount {target}")

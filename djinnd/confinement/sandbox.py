@@ -26,7 +26,8 @@ from pathlib import Path
 
 from djinnd.config.principals import is_unix_user
 from djinnd.confinement import landlock, own_root, seccomp
-from djinnd.confinement.lifeline import tie_to
+from djinnd.confinement.libc import checked, libc
+from djinnd.lifeline import tie_to
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITIES_V3 = 0x2008_0522
@@ -56,8 +57,7 @@ def close(user: int, parent: int, memory: int, descriptors: int = DESCRIPTORS) -
         _become(uid)
     _drop_capabilities()
     tie_to(parent)
-    if _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "no_new_privs cannot be set")
+    checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs cannot be set")
     landlock.restrict(paths)
     _limit(room, descriptors)
     for fd in range(3):  # output of a function does not belong in the daemon's log
@@ -101,12 +101,7 @@ def _become(user: int) -> None:
 
 def _drop_capabilities() -> None:
     header, none = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
-    if _libc().capset(header, none) != 0:
-        raise OSError(ctypes.get_errno(), "capabilities cannot be given up")
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    checked(libc.capset(header, none), "capabilities cannot be given up")
 
 
 def _readable() -> list[str]:

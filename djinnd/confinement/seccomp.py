@@ -15,6 +15,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from djinnd.confinement.libc import checked, libc
+
 _PR_GET_SECCOMP, _PR_SET_SECCOMP, _MODE_FILTER = 21, 22, 2
 
 KILL, ALLOW, NO_SUCH_CALL = 0x8000_0000, 0x7FFF_0000, 0x0005_0000 | errno.ENOSYS
@@ -224,7 +226,7 @@ def missing() -> str:
     """The feature that this machine lacks for a filter; "" if none."""
     if platform.machine() not in MACHINES:
         return f"a filter of system calls for {platform.machine()}"
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_GET_SECCOMP, 0, 0, 0, 0) < 0:
+    if libc.prctl(_PR_GET_SECCOMP, 0, 0, 0, 0) < 0:
         return "seccomp filters (CONFIG_SECCOMP_FILTER)"
     return ""
 
@@ -235,9 +237,7 @@ def install() -> None:
     code = b"".join(struct.pack("=HBBI", *each) for each in instructions)
     memory = ctypes.create_string_buffer(code)
     filter = _Program(len(instructions), ctypes.cast(memory, ctypes.c_void_p))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter), 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "the kernel refused the seccomp filter")
+    checked(libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter), 0, 0), "the seccomp filter was refused")
 
 
 class _Program(ctypes.Structure):

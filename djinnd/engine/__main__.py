@@ -9,8 +9,8 @@ import signal
 import click
 
 from djinn_client.errors import DjinnError
-from djinnd.confinement.lifeline import tie_to
 from djinnd.engine.tuning import STEP_LIMITS
+from djinnd.lifeline import tie_to
 from djinnd.telemetry import configure_logging
 
 

@@ -27,9 +27,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from djinnd.confinement.lifeline import tie_to
 from djinnd.jobs import fork_server as messages
 from djinnd.jobs.fork_server import MAX_PACKET, ForkProcess, ForkRefused, FromForkServer, ProcessEnded, ProcessForked
+from djinnd.lifeline import tie_to
 from djinnd.telemetry import configure_logging
 
 log = logging.getLogger("djinnd.engine")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -19,10 +18,9 @@ from djinnd import descriptors
 from djinnd.config import Config, ConfigError, Effective, Key, load
 from djinnd.gateway.http.listening import ListenError
 from djinnd.gateway.server import GatewayServer
+from djinnd.lifeline import tie_to
 from djinnd.standard_streams import open_standard_streams
 from djinnd.telemetry import configure_logging
-
-_PR_SET_PDEATHSIG = 1
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -34,7 +32,7 @@ def main(config: Path | None, socket: str | None, listen: str | None, parent: in
     """Serves HTTP and sessions of other machines: sections `http` and `remote` of the daemon's configuration."""
     open_standard_streams()
     if parent:
-        _end_with(parent)
+        tie_to(parent, signal.SIGTERM)
     read = partial(_read, config, socket, listen)
     try:
         settings = read()
@@ -72,13 +70,6 @@ def with_address(effective: Effective, address: str) -> Config:
         loopback_without_token=http.loopback_without_token if key in effective.origins else True,
     )
     return msgspec.structs.replace(effective.config, http=changed)
-
-
-def _end_with(parent: int) -> None:
-    """The kernel ends this process when the daemon is gone. Raises SystemExit if it is gone already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        raise SystemExit("the daemon is gone already")
 
 
 if __name__ == "__main__":

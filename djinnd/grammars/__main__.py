@@ -16,10 +16,10 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from djinnd.confinement.channel import ConfinedChannel
-from djinnd.confinement.lifeline import tie_to
 from djinnd.grammars.serving import GrammarService
 from djinnd.jobs import grammar as grammar_jobs
 from djinnd.jobs.grammar import SLOTS, WORD, words_of
+from djinnd.lifeline import tie_to
 from djinnd.text.grammar import TokenTable, open_tokenizer, tokenizer_of
 
 

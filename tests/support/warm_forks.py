@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from djinnd.confinement.lifeline import tie_to
 from djinnd.engine import fork_server
+from djinnd.lifeline import tie_to
 from tests.support import warm_command
 from tests.support.warm_python import FORK_SERVER, ask_for_fork_server
 

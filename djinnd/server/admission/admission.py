@@ -25,23 +25,33 @@ MAX_TRACE_STEPS = 100
 MAX_TRACE_SECONDS = 60.0
 
 
+def expect(is_valid: bool, field: str, value: float | None, wanted: str) -> None:
+    """Raises InvalidRequest for a field's value that is not valid. No comparison with NaN is true, so NaN is invalid
+    where a range is required."""
+    if not is_valid:
+        told = f"{value:g}" if isinstance(value, float) else value
+        raise InvalidRequest(f"{field} is {told}; it must be {wanted}", field=field)
+
+
 def check_generate(request: protocol.Generate, model: protocol.ModelInfo, lacking: str) -> None:
     """Checks everything that is known before the prompt is tokenised. `lacking`: why the model takes no text; empty if
     it takes text. Raises InvalidRequest, TokenOutOfRange, NoTokenizer."""
     request.sampling.validate()
     if [request.text, request.token_ids, request.chat].count(None) < 2:
         raise InvalidRequest("give the prompt as text, as token ids or as a chat, not as two of them")
-    if isinstance(request.max_tokens, int) and not 0 <= request.max_tokens <= MAX_NEW_TOKENS:
-        wanted = f"it must be from 0 to {MAX_NEW_TOKENS}, or None: to the end of the context"
-        raise InvalidRequest(f"max_tokens is {request.max_tokens}; {wanted}", field="max_tokens")
+    if isinstance(most := request.max_tokens, int):
+        wanted = f"from 0 to {MAX_NEW_TOKENS}, or None: to the end of the context"
+        expect(0 <= most <= MAX_NEW_TOKENS, "max_tokens", most, wanted)
     if request.chat is not None and (request.prefix_space is not None or not request.skip_special_tokens):
         told = "prefix_space and skip_special_tokens=False are for text prompts: a chat's template and format decide"
         raise InvalidRequest(told, field="chat")
     check_tokens([*request.sampling.logit_bias], model)
     _check_hints(request)
-    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-        raise InvalidRequest(f"logprobs is {request.logprobs}; it must be from 0 to {MAX_LOGPROBS}", field="logprobs")
-    _check_prompt_logprobs(request)
+    for field, likeliest in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+        expect(likeliest is None or 0 <= likeliest <= MAX_LOGPROBS, field, likeliest, f"from 0 to {MAX_LOGPROBS}")
+    if request.prompt_logprobs is not None and request.capture:
+        told = "a call with prompt_logprobs cannot capture: capture the point `logits`, or make two calls"
+        raise InvalidRequest(told, field="prompt_logprobs")
     if len(request.stop_token_ids) > MAX_STOP_TOKENS:
         count = len(request.stop_token_ids)
         raise InvalidRequest(f"{count} stop tokens are too many: at most {MAX_STOP_TOKENS}", field="stop_token_ids")
@@ -184,25 +194,22 @@ def public_tokens(request: protocol.PublishPrefix, session_tokens: int, page_siz
 
 def check_load(request: protocol.LoadModel | protocol.PlanModel | protocol.ShareModel) -> None:
     """Checks the sizes and times of a load. Raises InvalidRequest."""
-    if request.kv_bytes < 0:
-        raise InvalidRequest(f"kv_bytes is {request.kv_bytes}; it must be a size, or 0: the daemon decides")
+    expect(request.kv_bytes >= 0, "kv_bytes", request.kv_bytes, "a size, or 0: the daemon decides")
     for name in ("host_kv_bytes", "disk_kv_bytes"):
         nbytes = getattr(request, name, None)
-        if nbytes is not None and nbytes < 0:
-            raise InvalidRequest(f"{name} is {nbytes}; it must be a size, or None: the daemon decides")
+        expect(nbytes is None or nbytes >= 0, name, nbytes, "a size, or None: the daemon decides")
     if request.placing is not None:
         request.placing.validate()
     keep_alive = getattr(request, "keep_alive_s", None)
-    if keep_alive is not None and not 0 <= keep_alive <= MAX_KEEP_ALIVE_S:  # NaN is neither
-        limit = f"it must be 0 (never) or up to {MAX_KEEP_ALIVE_S:g} seconds, a year"
-        raise InvalidRequest(f"keep_alive_s is {keep_alive:g}; {limit}", field="keep_alive_s")
+    wanted = f"0 (never) or up to {MAX_KEEP_ALIVE_S:g} seconds, a year"
+    expect(keep_alive is None or 0 <= keep_alive <= MAX_KEEP_ALIVE_S, "keep_alive_s", keep_alive, wanted)
 
 
 def check_plan(request: protocol.PlanModel) -> None:
     """Checks the memory sizes of a plan. Raises InvalidRequest."""
     check_load(request)
-    if request.memory_bytes < 0:
-        raise InvalidRequest(f"memory_bytes is {request.memory_bytes}; it must be 0 (the device's budget) or a size")
+    wanted = "0 (the device's budget) or a size"
+    expect(request.memory_bytes >= 0, "memory_bytes", request.memory_bytes, wanted)
 
 
 def check_share(request: protocol.ShareModel) -> None:
@@ -214,17 +221,14 @@ def check_share(request: protocol.ShareModel) -> None:
 
 def check_budget(memory_bytes: int) -> None:
     """Checks a budget of device memory. Raises InvalidRequest."""
-    if memory_bytes < 1:
-        raise InvalidRequest(f"memory_bytes is {memory_bytes}; a budget must be 1 byte or more", field="memory_bytes")
+    expect(memory_bytes >= 1, "memory_bytes", memory_bytes, "1 byte or more")
 
 
 def check_trace(request: protocol.GetTrace) -> None:
     """Checks the length of a trace. Raises InvalidRequest."""
-    if not 1 <= request.steps <= MAX_TRACE_STEPS:
-        raise InvalidRequest(f"steps is {request.steps}; it must be from 1 to {MAX_TRACE_STEPS}", field="steps")
-    if not 0 < request.seconds <= MAX_TRACE_SECONDS:  # NaN is neither
-        limit = f"it must be more than 0 and at most {MAX_TRACE_SECONDS:g}"
-        raise InvalidRequest(f"seconds is {request.seconds:g}; {limit}", field="seconds")
+    expect(1 <= request.steps <= MAX_TRACE_STEPS, "steps", request.steps, f"from 1 to {MAX_TRACE_STEPS}")
+    wanted = f"more than 0 and at most {MAX_TRACE_SECONDS:g}"
+    expect(0 < request.seconds <= MAX_TRACE_SECONDS, "seconds", request.seconds, wanted)
 
 
 def check_scored(likeliest: int, prompt_tokens: int, may_stop: bool) -> None:
@@ -245,29 +249,13 @@ def check_scored(likeliest: int, prompt_tokens: int, may_stop: bool) -> None:
         )
 
 
-def _check_prompt_logprobs(request: protocol.Generate) -> None:
-    likeliest = request.prompt_logprobs
-    if likeliest is None:
-        return
-    if not 0 <= likeliest <= MAX_LOGPROBS:
-        told = f"prompt_logprobs is {likeliest}; it must be from 0 to {MAX_LOGPROBS}"
-        raise InvalidRequest(told, field="prompt_logprobs")
-    if request.capture:
-        told = "a call with prompt_logprobs cannot capture: capture the point `logits`, or make two calls"
-        raise InvalidRequest(told, field="prompt_logprobs")
-
-
 def _check_hints(request: protocol.Generate) -> None:
-    if request.expected_tokens < 0:
-        wanted = "it must be 0 (not known) or a count"
-        raise InvalidRequest(f"expected_tokens is {request.expected_tokens}; {wanted}", field="expected_tokens")
-    if not 0.0 <= request.deadline_s <= MAX_DEADLINE_S:  # NaN is neither
-        wanted = f"it must be from 0 (none) to {MAX_DEADLINE_S:g} seconds, a day"
-        raise InvalidRequest(f"deadline_s is {request.deadline_s:g}; {wanted}", field="deadline_s")
+    expect(request.expected_tokens >= 0, "expected_tokens", request.expected_tokens, "0 (not known) or a count")
+    wanted = f"from 0 (none) to {MAX_DEADLINE_S:g} seconds, a day"
+    expect(0.0 <= request.deadline_s <= MAX_DEADLINE_S, "deadline_s", request.deadline_s, wanted)
+    wanted = f"0 (no target), or from {LEAST_TARGET_S:g} to {MAX_DEADLINE_S:g} seconds"
     for field, target in (("between_tokens_s", request.between_tokens_s), ("first_token_s", request.first_token_s)):
-        if target and not LEAST_TARGET_S <= target <= MAX_DEADLINE_S:  # NaN is neither
-            wanted = f"it must be 0 (no target), or from {LEAST_TARGET_S:g} to {MAX_DEADLINE_S:g} seconds"
-            raise InvalidRequest(f"{field} is {target:g}; {wanted}", field=field)
+        expect(not target or LEAST_TARGET_S <= target <= MAX_DEADLINE_S, field, target, wanted)
 
 
 def _check_stops(stops: Sequence[str]) -> None:

@@ -19,8 +19,7 @@ from djinnd.server.sessions.session import SessionRecord
 
 def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: ModelInfo) -> SessionBreakpoint:
     """Returns the session's next breakpoint, as requested. Raises InvalidRequest."""
-    if request.every < 1:
-        raise InvalidRequest(f"every is {request.every}; it must be 1 or more", field="every")
+    admission.expect(request.every >= 1, "every", request.every, "1 or more")
     if request.every > 1 and request.when == "prefill":
         raise InvalidRequest('every counts generated positions, and when="prefill" has none', field="every")
     extents = None

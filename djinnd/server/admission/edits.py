@@ -125,8 +125,8 @@ def _check_figures(request: AddEdit) -> None:
     op = request.op
     for name in ("scale", "low", "high"):
         figure = getattr(request, name)
-        if figure is not None and not abs(figure) <= _MAX_FLOAT32:  # false for NaN too
-            raise InvalidRequest(f"{name} is {figure:g}; it must be a finite number of float32", field=name)
+        is_valid = figure is None or abs(figure) <= _MAX_FLOAT32
+        admission.expect(is_valid, name, figure, "a finite number of float32")
     if request.scale != 1.0 and op not in _SCALED:
         raise InvalidRequest(f"scale is {request.scale:g}, and {op} has none: {', '.join(_SCALED)} do", field="scale")
     low, high = request.low, request.high

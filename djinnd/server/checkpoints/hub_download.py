@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from djinnd.confinement.lifeline import tie_to
+from djinnd.lifeline import tie_to
 
 FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja"]  # no pickles, no code
 _MOST_TOLD = 2000  # characters of the library's message
