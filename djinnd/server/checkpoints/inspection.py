@@ -9,9 +9,8 @@ So a checkpoint that takes too much time or memory takes it from the child of th
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,17 +25,14 @@ from djinnd.config import Limits
 from djinnd.confinement.cpu import cpu_seconds
 from djinnd.messages import DescribeDevice, DescribeImage, DeviceDescribed, Failed, ImageDescribed, Plan, Planned
 from djinnd.messages.inspections import Confined, Inspect, Passed
-from djinnd.server.engines.confined_process import ConfinedProcess, sparse_environ
+from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.engines.engine_process import Process
 from djinnd.server.engines.fork_server import ForkServer
+from djinnd.server.engines.metered_process import MeteredProcess
 from djinnd.server.models.open_files import duplicates
 
-log = logging.getLogger("djinnd.server")
-
 PLACES = 4  # inspections at once, each of another user
-WALL = 6  # an inspection may take so many times its CPU seconds by the clock: other processes may have the CPU
-_MAX_FRAME = 16 << 20  # bytes, both ways: the layout of a large model's image
 _MOST_TOLD = 4000  # characters of an error's text
 
 Answer = Planned | ImageDescribed | Passed | Failed
@@ -110,7 +106,7 @@ class Inspector:
         return answer
 
 
-class InspectionProcess(ConfinedProcess):
+class InspectionProcess(MeteredProcess):
     """The child process of one inspection: one question, one answer."""
 
     _event = "inspection"
@@ -118,6 +114,9 @@ class InspectionProcess(ConfinedProcess):
     _doer = "the inspection"
     _error = ModelRejected
     _start = 120.0  # without the fork server it imports torch
+    _max_frame = _max_output = 16 << 20  # the layout of a large model's image
+    _job = "inspecting the checkpoint"
+    _limit = "limits.inspection"
 
     def __init__(
         self,
@@ -128,14 +127,9 @@ class InspectionProcess(ConfinedProcess):
         charge: Callable[[float], None],
         on_end: Callable[[InspectionProcess], None],
     ) -> None:
+        super().__init__(command, user, limits.inspection_memory, limits.inspection_seconds, charge, on_end)
         self._fork_server = fork_server
-        self._limits = limits
-        self._charge = charge
-        self._on_end = on_end
-        self._began = self._cpu_began = 0.0
-        self._watch: asyncio.TimerHandle | None = None
         self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        super().__init__(command, sparse_environ(), user, limits.inspection_memory, _MAX_FRAME, _MAX_FRAME)
 
     async def ask(self, question: Inspect, fds: Sequence[int]) -> Answer:
         """Sends the question and returns the answer. The descriptors belong to the connection, which closes them.
@@ -152,49 +146,22 @@ class InspectionProcess(ConfinedProcess):
         except ProtocolError as error:
             return self.broken(error)
         if isinstance(message, Confined):
-            self._started(message)
+            self._started(message.lacking)
+            self._cpu = cpu_seconds(self._pid) or 0.0  # the user does not pay for the start
+            self._begin_job()
         elif not self._answer.done():
             self._answer.set_result(message)
 
-    async def _spawn(self, command: Sequence[str], environ: Mapping[str, str], theirs: Any) -> Process:
-        forked = await self._fork_server.fork(command, theirs, self._start, environ)
-        return forked or await super()._spawn(command, environ, theirs)
+    @property
+    def _is_busy(self) -> bool:
+        return not self._answer.done()
 
-    def _started(self, message: Confined) -> None:
-        self._is_ready = True
-        if message.lacking:
-            log.warning("inspection_not_confined user=%d lacking=%s", self.user, message.lacking)
-        self._began, self._cpu_began = time.monotonic(), cpu_seconds(self._pid) or 0.0
-        self._watch = asyncio.get_running_loop().call_later(self._limits.inspection_seconds, self._check_time)
-
-    def _check_time(self) -> None:
-        """Kills the process if it has taken too long, else looks again when that can be the case."""
-        seconds = self._limits.inspection_seconds
-        used, wall = self._used(), time.monotonic() - self._began
-        if used >= seconds or wall >= seconds * WALL:
-            told = f"inspecting the checkpoint took {used:.1f} s of CPU time, {wall:.1f} s by the clock: at most"
-            limit = f"{seconds:g} s (limits.inspection_seconds), and {WALL} times that by the clock"
-            self._kill(ModelRejected(f"{told} {limit}", limit=seconds))
-            return
-        rest = min(seconds - used, seconds * WALL - wall)
-        self._watch = asyncio.get_running_loop().call_later(max(rest, 0.05), self._check_time)
-
-    def _used(self) -> float:
-        """CPU seconds since it was ready."""
-        now = cpu_seconds(self._pid) if self._is_ready else None
-        return 0.0 if now is None else now - self._cpu_began
+    async def _spawn(self, command: Sequence[str], theirs: socket.socket) -> Process:
+        forked = await self._fork_server.fork(command, theirs, self._start, sparse_environ())
+        return forked or await super()._spawn(command, theirs)
 
     def _over(self, error: DjinnError) -> None:
-        self._charge(self._used())
-        if self._watch is not None:
-            self._watch.cancel()
-        self._on_end(self)
+        super()._over(error)
         if not self._answer.done():
             self._answer.set_exception(error)
             self._answer.exception()  # a future without a waiter: marks the error as seen
-
-    def _account(self, status: int) -> str:
-        told = super()._account(status)
-        if self._is_ready and status < 0:
-            told += f". It may take {self._limits.inspection_memory:,} bytes (limits.inspection_memory)"
-        return told

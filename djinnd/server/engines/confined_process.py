@@ -13,9 +13,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from djinn_client.errors import DjinnError, ProtocolError
 from djinnd.server.engines.engine_process import Process, execute
@@ -31,32 +31,28 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 class ConfinedProcess:
     """Starts, watches and kills a confined process. `command` is a `python -m …`. Appended are its user, its memory
-    limit, this process's pid and the number of its socket. `gone` is done when the process has ended."""
+    limit, this process's pid and the number of its socket. `on_end` is called when the process accepts no more
+    requests. `gone` is done when it has ended."""
 
     _event: ClassVar[str]  # in log events
     _name: ClassVar[str]  # in errors: the process
     _doer: ClassVar[str]  # in errors: the program that is to blame for its end
     _error: ClassVar[type[DjinnError]]
     _start: ClassVar[float]  # seconds from its start to its first message
+    _max_frame: ClassVar[int]  # bytes of a message that it sends
+    _max_output: ClassVar[int]  # bytes that may wait to be sent to it
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        user: int,
-        memory: int,
-        max_frame: int,
-        max_output: int,
-    ) -> None:
+    def __init__(self, command: Sequence[str], user: int, memory: int, on_end: Callable[[Any], None]) -> None:
         self.user = user
+        self._on_end = on_end
         self._end: DjinnError | None = None  # why it accepts no more requests
         self._is_ready = False
         self._pid = 0
         self._hung_up: asyncio.TimerHandle | None = None
         ours, theirs = socket.socketpair()
-        self._connection = FrameConnection(ours, self, max_frame, max_output)
+        self._connection = FrameConnection(ours, self, self._max_frame, self._max_output)
         command = [*command, "--user", str(user), "--memory", str(memory)]
-        self.gone = asyncio.create_task(self._live(command, environ, theirs))
+        self.gone = asyncio.create_task(self._live(command, theirs))
 
     async def end(self) -> None:
         """Kills the process, and returns when it is gone."""
@@ -72,7 +68,7 @@ class ConfinedProcess:
         raise NotImplementedError
 
     def _over(self, error: DjinnError) -> None:
-        """Called once, when it accepts no more requests."""
+        """Called once, when it accepts no more requests, with the error for the waiting ones."""
         raise NotImplementedError
 
     def _kill(self, error: DjinnError) -> None:
@@ -84,9 +80,9 @@ class ConfinedProcess:
     def _fail(self, reason: str) -> None:
         self._kill(self._error(f"{reason}; its process was ended"))
 
-    async def _spawn(self, command: Sequence[str], environ: Mapping[str, str], theirs: socket.socket) -> Process:
+    async def _spawn(self, command: Sequence[str], theirs: socket.socket) -> Process:
         """Starts the process. Raises OSError."""
-        return await execute(command, environ, theirs.fileno())
+        return await execute(command, sparse_environ(), theirs.fileno())
 
     # --- events of the connection -------------------------------------------------------------------------------------
 
@@ -103,10 +99,10 @@ class ConfinedProcess:
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
-    async def _live(self, command: Sequence[str], environ: Mapping[str, str], theirs: socket.socket) -> None:
+    async def _live(self, command: Sequence[str], theirs: socket.socket) -> None:
         try:
             with theirs:
-                process = await self._spawn(command, environ, theirs)
+                process = await self._spawn(command, theirs)
         except OSError as error:
             self._end_with(self._error(f"{self._name} could not be started: {error}"))
             return self._connection.close()
@@ -131,6 +127,7 @@ class ConfinedProcess:
     def _end_with(self, error: DjinnError) -> None:
         if self._end is None:
             self._end = error
+            self._on_end(self)
             self._over(error)
 
     def _account(self, status: int) -> str:

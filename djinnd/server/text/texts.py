@@ -27,8 +27,6 @@ from djinn_client.protocol.fields.chat import ChatInput
 from djinnd import config
 from djinnd.config import Limits
 from djinnd.jobs import text as jobs
-from djinnd.server.engines.confined_process import sparse_environ
-from djinnd.server.handover.python import python_module
 from djinnd.server.handover.stopping import leave_signals_to_the_loop
 from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.quotas.cpu_time import CpuTime
@@ -47,7 +45,6 @@ LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
 LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which cannot be stopped
 _THREADS = 2
 _IDLE = 60.0  # seconds without a question, after which a worker ends
-_COMMAND = python_module("djinnd.text_worker")
 
 T = TypeVar("T")
 
@@ -186,9 +183,8 @@ class Texts:
             if len(self._workers) >= self.limits.text_workers:
                 told = f"the daemon has {len(self._workers)} text workers, its limit (limits.text_workers): try again"
                 raise QuotaExceeded(told, quota="text_workers", limit=self.limits.text_workers)
-            limits, charge = self.limits, partial(self.time.charge, user)
-            fields = (user, limits.text_memory, limits.text_seconds, charge, self._ended)
-            worker = self._workers[user] = TextWorker(_COMMAND, sparse_environ(), *fields)
+            charge = partial(self.time.charge, user)
+            worker = self._workers[user] = TextWorker(user, self.limits, charge, self._ended)
             self._sweep_later()
         return worker
 

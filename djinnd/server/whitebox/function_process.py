@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from djinn_client.errors import (
     DjinnError,
@@ -40,30 +40,25 @@ from djinnd.jobs.sandbox import (
 )
 from djinnd.server.engines.confined_process import ConfinedProcess
 
-_OUTPUT = 4 * MAX_FRAME  # bytes that wait to be sent: at most one Load, and Forget messages
 _MOST_TOLD = 4000  # characters of an error's text
 
 
 class FunctionProcess(ConfinedProcess):
-    """`functions`: the functions that it has, or is about to have. `on_end` is called when it accepts no more."""
+    """`functions`: the functions that it has, or is about to have."""
 
     _event = "functions"
     _name = "the intervention process"
     _doer = "the function"
     _error = FunctionFailed
     _start = 120.0  # it imports torch
+    _max_frame = MAX_FRAME
+    _max_output = 4 * MAX_FRAME  # one LoadFunction, and ForgetFunctions
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        user: int,
-        memory: int,
-        on_end: Callable[[FunctionProcess], None],
+        self, command: Sequence[str], user: int, memory: int, on_end: Callable[[FunctionProcess], None]
     ) -> None:
-        super().__init__(command, environ, user, memory, MAX_FRAME, _OUTPUT)
+        super().__init__(command, user, memory, on_end)
         self.functions: set[Key] = set()
-        self._on_end = on_end
         self._turn = asyncio.Lock()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answer: asyncio.Future[list[AddEdit]] | None = None
@@ -152,4 +147,3 @@ class FunctionProcess(ConfinedProcess):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
                 waiting.exception()  # a future without a waiter: marks the error as seen
-        self._on_end(self)

@@ -15,7 +15,6 @@ from djinn_client.transport.shm import SEALS
 from djinn_client.whitebox.functions import MAX_CODE, PYTHON
 from djinnd import config
 from djinnd.jobs.sandbox import CallFunctions, Key, LoadFunction
-from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.handover.python import python_module
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.sessions.session import SessionRecord
@@ -117,7 +116,7 @@ class FunctionRequests:
     def _process_of(self, user: int) -> FunctionProcess:
         process = self._processes.get(user)
         if process is None:
-            process = FunctionProcess(_COMMAND, sparse_environ(), user, self._rules.memory, self._ended)
+            process = FunctionProcess(_COMMAND, user, self._rules.memory, self._ended)
             self._processes[user] = process
         return process
 

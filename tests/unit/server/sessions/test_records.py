@@ -143,7 +143,7 @@ def test_records_of_an_earlier_daemon_are_charged_and_expire():
         for name, age in (("old", 101), ("young", 0)):
             records.restore([Recorded(1, name, "m", "s", time.time() - age, pack([1, 2]), b"body")])
         records.close()
-        own = [info.record for info in (await records.list_records(Call(), ListRecords(id=1))).message.records]
+        own = [info.record for info in (await records.list_records(Call(), ListRecords(id=1))).records]
         return own, sessions.tenant(1).ledger.used(JOURNAL_BYTES) // (RECORD_BYTES + 12)
 
     assert asyncio.run(play(100)) == (["young"], 1)

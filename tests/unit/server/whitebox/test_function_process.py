@@ -26,7 +26,6 @@ from djinn_client.protocol.fields.edits import Captured
 from djinn_client.transport.shm import new_window
 from djinnd.jobs.sandbox import CallFunctions, LoadFunction
 from djinnd.server.whitebox.function_process import FunctionProcess
-from tests.support.daemon import ROOT
 
 CHILD = """
 import os, socket, sys, time
@@ -70,7 +69,7 @@ def played(*acts: str, test: Callable[[FunctionProcess], Awaitable[object]]) -> 
     async def play() -> None:
         ended: list[FunctionProcess] = []
         command = [sys.executable, "-c", CHILD, "|".join(acts)]
-        process = FunctionProcess(command, {"PYTHONPATH": str(ROOT)}, 0, 0, ended.append)
+        process = FunctionProcess(command, 0, 0, ended.append)
         try:
             await test(process)
         finally:
@@ -196,7 +195,7 @@ def test_a_process_that_is_ended_before_it_has_started() -> None:
 def test_no_such_command() -> None:
     async def play() -> None:
         ended: list[FunctionProcess] = []
-        process = FunctionProcess(["/nonexistent/python"], {}, 0, 0, ended.append)
+        process = FunctionProcess(["/nonexistent/python"], 0, 0, ended.append)
         await refused(load(process), FunctionFailed, "could not be started")
         await process.end()
         assert ended == [process]
