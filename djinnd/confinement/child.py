@@ -28,7 +28,8 @@ class Child(NamedTuple):
     memory: int  # bytes that the child may take
 
     def close_sandbox(self, descriptors: int = sandbox.DESCRIPTORS) -> str:
-        """Confines this process. If the kernel lacks a feature, only sets limits. → the missing feature; "" if none."""
+        """Confines this process, or only sets limits if the kernel lacks a feature. Returns that feature; "" if
+        none."""
         lacking = sandbox.missing()
         if lacking:
             sandbox.limit(self.memory, descriptors)

@@ -90,7 +90,8 @@ class FunctionService:
         return []
 
     def run(self, message: CallFunctions, fds: list[int]) -> list[AddEdit]:
-        """Calls the functions → edits that make their changes to the activation. Closes the descriptors."""
+        """Calls the functions, and returns edits that make the same changes to the activation. Closes the
+        descriptors."""
         with _telling("the activation cannot be mapped"):
             hit = _hit_of(message, fds)
         for key in message.functions:

@@ -45,7 +45,8 @@ class Resume(ToEngine, tag="resume"):
 
 
 class TenantLimits(msgspec.Struct, frozen=True):
-    """`weight`: of the tenant's share of device time. `*_kv`: most bytes of its pages in each tier; None: no limit."""
+    """`weight`: its share of device time, relative to the shares of other tenants. `*_kv`: most bytes of its pages in
+    each tier; None: no limit."""
 
     tenant: int
     weight: float = 1.0

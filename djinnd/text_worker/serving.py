@@ -168,8 +168,8 @@ def rehearse() -> None:
 
 
 def _rehearse_chat() -> None:
-    """A template with a loop, a filter, the clock, and an error, whose account jinja2 rewrites; and an answer that
-    calls a function."""
+    """Renders a template with a loop, a filter, the clock, and an error, because jinja2 loads what it needs for the
+    traceback of an error. Then parses an answer that calls a function."""
     text = (
         "{% for m in messages %}{{ m.content | tojson }}{{ strftime_now('%Y') }}{% endfor %}{{ raise_exception('no') }}"
     )

@@ -21,7 +21,7 @@ class MeteredProcess(ConfinedProcess):
     """Kills a process that takes too long for a job. `seconds`: most CPU time of one job. `charge` is called with CPU
     seconds that the process has used."""
 
-    _job: ClassVar[str]  # in errors: what took too long
+    _job: ClassVar[str]  # in errors: the work that took too long
     _limit: ClassVar[str]  # in errors: the setting's name without _seconds or _memory
 
     def __init__(
@@ -47,7 +47,8 @@ class MeteredProcess(ConfinedProcess):
         raise NotImplementedError
 
     def _started(self, lacking: str) -> None:
-        """Called with its first message. `lacking`: what its sandbox lacks on this machine; "" if nothing."""
+        """Called with its first message. `lacking`: the part of the sandbox that this
+        machine lacks; "" if none."""
         self._is_ready = True
         if lacking:
             log.warning("%s_not_confined user=%d lacking=%s", self._event, self.user, lacking)

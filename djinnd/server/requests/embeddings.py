@@ -127,6 +127,5 @@ def _nbytes(inputs: int, width: int) -> int:
 
 
 async def _vector(fds: Sequence[int], captured: Captured, pooling: Pooling) -> Vector:
-    """Made in a thread, which closes the window. A caller that is cancelled before the thread begins does not stop
-    it."""
+    """Pools the rows in a thread, which closes the window also if the caller is cancelled before the thread begins."""
     return await asyncio.shield(asyncio.to_thread(pooled, fds, captured, pooling))

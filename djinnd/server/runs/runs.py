@@ -170,7 +170,7 @@ class SessionRun(EngineRun):
         self._session.tenant.charge(len(tokens), time.monotonic())
 
     def _ended_at(self, hit: HitInfo | None) -> None:
-        """Before the session is `changed`."""
+        """Records the hit at which the run has ended, or that it ended at none. Called before `session.changed`."""
         if hit is not None or self._was_at is not None:
             self._session.stopped(hit)
 

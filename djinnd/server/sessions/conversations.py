@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from djinnd.server.sessions.session import SessionRecord
 
 # A template may end a prompt with tokens that the transcript does not have later, such as Qwen's empty block of
-# thoughts, which is 4 tokens long. A short prompt has nothing that it could do without.
+# thoughts, which is 4 tokens long. A prompt of fewer than _LEAST tokens must come back whole.
 TAIL = 4
 _LEAST = 16
 COMPARED = 8  # candidates, at most, whose tokens are compared with the prompt
@@ -49,12 +49,13 @@ class SessionChoice(NamedTuple):
 
 
 def settled(prompt: int) -> int:
-    """Counts the first tokens of such a prompt that the conversation's next prompt has, too."""
+    """Returns how many tokens of a prompt of this length must stand again at the beginning of the conversation's next
+    prompt."""
     return prompt if prompt < _LEAST else prompt - TAIL
 
 
 def digests(tokens: Sequence[int], lengths: Iterable[int]) -> dict[int, bytes]:
-    """The hash of the first `length` tokens, for each of these lengths that there are tokens for."""
+    """Maps each of these lengths to the hash of that many first tokens. Lengths beyond the tokens are left out."""
     hashed, found, at = xxh3_128(), {}, 0
     data = memoryview(array("I", tokens))
     for length in sorted(set(lengths)):

@@ -70,7 +70,8 @@ class Formats:
         self._tables: weakref.WeakKeyDictionary[ModelText, _Table] = weakref.WeakKeyDictionary()
 
     async def guide(self, text: ModelText, user: int, request: Generate, prompt: TokenizedPrompt) -> Guide | None:
-        """None: the output is free. Raises GrammarRejected, InvalidRequest, NoTokenizer, TextFailed, QuotaExceeded."""
+        """Returns the grammar of the request's output; None if the output is free. Raises GrammarRejected,
+        InvalidRequest, NoTokenizer, TextFailed, QuotaExceeded."""
         is_call = request.chat is not None and request.chat.tool_choice not in ("auto", "none")
         if request.format is None and not is_call:
             return None

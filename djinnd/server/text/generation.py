@@ -55,7 +55,7 @@ class Generation:
         self._request = request
         self._tokens = tokens
         self._prompt_tokens = prompt_tokens
-        self._prompt_end = len(tokens)
+        self.prompt_end = len(tokens)  # tokens of the session before the first generated one
         self._stop_tokens = stop_tokens
         self._reader = reader
         self._is_late = is_late
@@ -64,20 +64,20 @@ class Generation:
         self._is_streamed = request.stream
         self._is_textless = reader is None and not is_late
         self._is_stopped = False  # a stop string is complete
-        self._heard_stop = ""  # that the text worker has found
-        self._read = self._prompt_end  # the text of tokens before this has been read
-        self._asked = self._prompt_end  # and before this, a text worker is reading it
+        self._heard_stop = ""  # the stop string that the text worker has found
+        self._read = self.prompt_end  # the text of tokens before this has been read
+        self._asked = self.prompt_end  # tokens before this have been sent to a text worker
         may_end = bool(request.stop) or (request.chat is not None and not request.chat.parallel_tools)  # at any token
         self._read_at_once = 1 if request.stream or may_end else READ_AT_ONCE
-        self._next_read = self._read + next(_turns) % self._read_at_once  # when there are more tokens than that
+        self._next_read = self._read + next(_turns) % self._read_at_once  # read when more tokens have come
         self._received = received
         self._started = self._first_token = 0.0
-        self._told = self._prompt_end  # tokens before this have been in a piece
+        self._told = self.prompt_end  # tokens before this have been in a piece
         self._untold: list[str] = []
         self._logprobs: list[Logprobs] = []
         self._naming = token_bytes
         self._names_tokens = request.token_bytes
-        self._token_bytes: dict[int, bytes] = {}  # of tokens that have been named, in a piece or before one
+        self._token_bytes: dict[int, bytes] = {}  # the bytes that a text worker has named
         self._named: set[int] = set()  # tokens that a piece has named
 
     def started(self, at: float) -> None:
@@ -88,12 +88,12 @@ class Generation:
         """Takes the next token. With `stream`, returns the piece that it completes, if any."""
         if self.keep is not None:
             return None  # the engine went on until it heard of the stop string
-        if len(self._tokens) == self._prompt_end:
+        if len(self._tokens) == self.prompt_end:
             self._first_token = at
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        self.is_full = len(self._tokens) - self._prompt_end == self._request.most_tokens or token in self._stop_tokens
+        self.is_full = len(self._tokens) - self.prompt_end == self._request.most_tokens or token in self._stop_tokens
         if self._is_late:
             return None
         if len(self._tokens) > self._next_read or self.is_full:
@@ -107,7 +107,7 @@ class Generation:
 
     @property
     def is_due(self) -> bool:
-        """The caller waits for the text of the unread tokens, or there are enough of them."""
+        """True if a text worker is to be asked now: the caller waits for the text, or enough tokens have come."""
         return len(self._tokens) > self._next_read or (self.is_full and self.unread > 0)
 
     def take_unread(self, most: int) -> list[int]:
@@ -127,7 +127,7 @@ class Generation:
             self._asked = min(self._asked, self._read + read.stopped_after)
             del self._tokens[self._asked :]
             del self._logprobs[self._asked - self._told :]
-            self.keep = self._asked - self._prompt_end
+            self.keep = self._asked - self.prompt_end
         self._note_read(self._asked, read.text)
         return self._piece() if self._is_streamed else None
 
@@ -147,10 +147,10 @@ class Generation:
             finish_reason="stop" if self._is_stopped else reason,
             usage=Usage(
                 prompt_tokens=self._prompt_tokens,
-                generated_tokens=len(self._tokens) - self._prompt_end,
+                generated_tokens=len(self._tokens) - self.prompt_end,
                 session_tokens=len(self._tokens),
                 computed_tokens=computed,
-                cached_tokens=max(0, self._prompt_end - computed),
+                cached_tokens=max(0, self.prompt_end - computed),
             ),
             timings=Timings(
                 queued=max(0.0, self._started - self._received) if self._started else 0.0,
@@ -172,7 +172,7 @@ class Generation:
         """The reason why the run has no further token, with this room in the session. None: it has one."""
         if self.keep is not None:
             return "stop"
-        if len(self._tokens) == self._prompt_end:
+        if len(self._tokens) == self.prompt_end:
             return None
         if self._tokens[-1] in self._stop_tokens:
             return "stop"
@@ -181,18 +181,13 @@ class Generation:
     @property
     def told(self) -> int:
         """Generated tokens that pieces have brought."""
-        return self._told - self._prompt_end
+        return self._told - self.prompt_end
 
     @property
     def read(self) -> int:
         """Tokens of the session whose text has been read. Without a worker all count, as the server can read any
         time."""
         return self._read if self._is_late else len(self._tokens)
-
-    @property
-    def prompt_end(self) -> int:
-        """Tokens that were in the session before the first generated one."""
-        return self._prompt_end
 
     @property
     def length(self) -> int:
@@ -208,11 +203,11 @@ class Generation:
         if (reader is not None and reader.stopped_after is not None) or (
             self._reply is not None and self._reply.is_stopped
         ):
-            self.keep = end - self._prompt_end
+            self.keep = end - self.prompt_end
 
     def _may_stop(self, end: int) -> bool:
         """True if a stop string that the token before `end` completes ends the output."""
-        return end - self._prompt_end > self._request.sampling.min_tokens
+        return end - self.prompt_end > self._request.sampling.min_tokens
 
     def _with_text(self, tokens: list[int]) -> list[int]:
         """Leaves out stop tokens, which belong to the session but have no text."""
@@ -245,7 +240,7 @@ class Generation:
         self._untold, self._told = [], self._read
         return taken
 
-    # --- what tokens stand for, where that is wanted ----------------------------------------------------------------
+    # --- the bytes of tokens, for requests that want them -----------------------------------------------------------
 
     def unnamed(self) -> list[int]:
         """Tokens that a text worker is to name with those that it is asked to read now."""
@@ -255,7 +250,7 @@ class Generation:
         return [*(_ids(self._tokens[self._read : self._asked], entries) - self._token_bytes.keys())]
 
     def name(self, token_bytes: dict[int, bytes]) -> None:
-        """The worker's answer."""
+        """Takes the bytes of the tokens that a text worker was asked to name."""
         self._token_bytes |= token_bytes
 
     def _bytes_of(self, tokens: set[int]) -> dict[int, bytes]:

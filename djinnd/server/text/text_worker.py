@@ -99,7 +99,7 @@ class TextWorker(MeteredProcess):
                 self._begin_job()
             return
         if not self._jobs or not isinstance(message, QuestionFailed | self._jobs[0][0].answers):
-            return self._fail("the text worker has said to the daemon what nobody had asked")
+            return self._fail("the text worker has sent the daemon an answer to no question")
         _, then = self._jobs.popleft()
         self._meter()
         if self._jobs:

@@ -40,8 +40,8 @@ from djinnd.text.vocabulary import MAX_TAIL, TokensOnly, Vocabulary, text_files
 SHORT_TEXT = 2 << 10  # characters: a millisecond on the loop
 SHORT_CHAT = 1 << 10  # bytes of messages and tools: half a millisecond, with the template
 LONG_CHAT = 32 << 10  # bytes: a template and its filters hold the interpreter's lock for some milliseconds
-SHORT_TOKENS = 512  # to be made text: a millisecond on the loop
-LONG_TOKENS = 8 << 10  # to be made text: some milliseconds in a thread
+SHORT_TOKENS = 512  # tokens to decode: a millisecond on the loop
+LONG_TOKENS = 8 << 10  # tokens to decode: some milliseconds in a thread
 LONG_TEXT = 128 << 10  # characters: a tenth of a second in a thread, which cannot be stopped
 _THREADS = 2
 _IDLE = 60.0  # seconds without a question, after which a worker ends
@@ -128,7 +128,8 @@ class Texts:
         return prompt._replace(tools=read() if len(chat.tools) <= SHORT_CHAT else await self.in_thread(user, read))
 
     async def texts_of(self, text: ModelText, user: int, tokens: list[int], spelled: bool) -> list[str]:
-        """One text of the tokens, or, `spelled`, each as the vocabulary has it. Raises TextFailed, QuotaExceeded."""
+        """Returns the text of the tokens in one piece or, if `spelled`, the vocabulary's spelling of each token. Raises
+        TextFailed, QuotaExceeded."""
         vocabulary = text.vocabulary
         if vocabulary is None or len(tokens) > LONG_TOKENS:
             return (await self._ask_one(text, user, jobs.Decode(text.number, tokens, spelled))).texts
@@ -170,7 +171,8 @@ class Texts:
         self.grammar_time.follow(limits.grammar_seconds_per_minute)
 
     def reading_worker(self, text: ModelText, user: int) -> TextWorker | None:
-        """The user's worker for the text of a run; None where the server reads it. Raises QuotaExceeded."""
+        """Returns the text worker that decodes a run's tokens; None if the server decodes them. Raises
+        QuotaExceeded."""
         if not text.is_read_by_workers:
             return None
         self.time.expect(user)
@@ -229,7 +231,7 @@ class Texts:
         return await future
 
     def _turn(self, user: int, where: str) -> asyncio.Lock:
-        """One text of a user at a time, in a thread and in its worker: the next one waits here."""
+        """Returns the lock by which a user has one text at a time in the threads, and one in its worker."""
         return self._turns.setdefault((user, where), asyncio.Lock())
 
     def _ended(self, worker: TextWorker) -> None:
@@ -257,7 +259,7 @@ def _read(name: str, files: ModelFiles, template: str) -> Vocabulary | TokensOnl
     vocabulary = Vocabulary.read(name, files, template=template)
     if isinstance(vocabulary, Vocabulary):
         vocabulary.characters_per_token  # noqa: B018
-        with suppress(InvalidRequest):  # which the first chat is told
+        with suppress(InvalidRequest):  # the first chat gets this error
             vocabulary.chats.compile()
     return vocabulary
 
@@ -277,7 +279,8 @@ def _too_long(name: str, what: str, room: int) -> PromptTooLong:
 
 
 def _opening(text: ModelText, limits: Limits) -> tuple[jobs.OpenModel, list[int]]:
-    """Raises TextFailed where the model has been unloaded meanwhile."""
+    """Returns the question that opens a model, and its descriptors. Raises TextFailed if the model has been unloaded
+    meanwhile."""
     names = text_files(text.files)
     if not names:
         raise TextFailed(f"{text.name} has been unloaded: load it again")

@@ -12,7 +12,8 @@ from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import Embed
 from djinn_client.protocol.fields.bounds import pack
 from djinn_client.protocol.fields.edits import Captured, CapturedPoint
-from djinnd.server.requests.embeddings import MOST_BYTES, POINT, _inputs, _nbytes, _pooled, _vector
+from djinnd.server.requests.embeddings import MOST_BYTES, POINT, _inputs, _nbytes, _vector
+from djinnd.server.requests.vectors import pooled
 
 ROWS = np.array([[1.0, -2.0], [3.0, 0.5], [9.0, 9.0]], np.float32)  # the last is not the session's
 
@@ -31,7 +32,7 @@ def test_rows_are_pooled_in_float32(dtype, pooling, expected):
         dtype=dtype, first=0, positions=2, room=3, nbytes=rows.nbytes, points=[CapturedPoint(POINT, 2, 0)]
     )
     fd = window(rows)
-    vector = _pooled([fd], captured, pooling)
+    vector = pooled([fd], captured, pooling)
     assert (vector.dtype, vector.tolist()) == (np.float32, expected)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
