@@ -52,7 +52,7 @@ class Served:
         self.script.marks = str(folder / "marks")
         self.environ = {"HF_HUB_OFFLINE": "1"}
         self._gate = -1
-        self._config = {"socket": self.address, "state_dir": str(folder / "state"), "log": {"level": "debug"}} | config
+        self.config = {"socket": self.address, "state_dir": str(folder / "state"), "log": {"level": "debug"}} | config
         self.process: Forked | subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
@@ -85,7 +85,7 @@ class Served:
 
     def write_files(self) -> tuple[Path, Path]:
         config, script = self.folder / "djinnd.yaml", self.folder / "script.json"
-        config.write_text(yaml.safe_dump(self._config, sort_keys=False))
+        config.write_text(yaml.safe_dump(self.config, sort_keys=False))
         script.write_bytes(msgspec.json.encode(self.script))
         return config, script
 
@@ -98,7 +98,7 @@ class Served:
 
     def reload(self, **config: Any) -> None:
         """Changes these values in the configuration file, and waits until the daemon has read it."""
-        self._config |= config
+        self.config |= config
         self.write_files()
         seen = self.log.count(RELOADED)
         self.signal(signal.SIGHUP)

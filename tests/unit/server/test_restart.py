@@ -392,7 +392,7 @@ def test_weights_of_a_missing_checkpoint_are_removed_and_the_reason_is_logged(se
 def test_weights_of_a_model_that_is_no_longer_configured_are_removed(serve, checkpoint):
     daemon = serve(models={"mine": {"path": str(checkpoint)}})
     djinn.load("mine", address=daemon.address)
-    daemon._config["models"] = {}
+    daemon.config["models"] = {}
     daemon.write_files()
     restart(daemon)
     wait_for(lambda: "no model is called 'mine'" in daemon.log)

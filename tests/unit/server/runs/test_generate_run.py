@@ -132,14 +132,20 @@ def test_tokens_are_journalled_when_the_client_is_told_of_them(tiny: Any) -> Non
 def test_the_last_token_is_journalled_and_read_before_the_engine_has_ended_the_run(tiny: Any) -> None:
     async def main() -> None:
         tokens = tiny.encode("def greet(name)").ids
-        stage = Stage(Detokenizer(tiny).stream, max_tokens=len(tokens))
+        streams: list[Any] = []
+
+        def text(session: list[int]) -> Any:
+            streams.append(Detokenizer(tiny).stream(session))
+            return streams[0]
+
+        stage = Stage(text, max_tokens=len(tokens))
         for token in tokens[:-1]:
             stage.run.token(token, None, 0.0)
         assert stage.journal.heard == []
         stage.run.token(tokens[-1], None, 0.0)
         assert stage.journal.heard == [len(stage.session.tokens)]
         stage.session.journalled = len(stage.session.tokens)  # as at the end of this turn of the loop
-        stage.run._generation._reader._stream.feed_all = None  # type: ignore[union-attr, method-assign, assignment]
+        streams[0].feed_all = None
         stage.end()
         assert len(stage.journal.heard) == 1, "nothing is new"
         assert stage.run.done.result().message.text == "def greet(name)"  # type: ignore[attr-defined]

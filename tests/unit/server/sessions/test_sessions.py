@@ -48,9 +48,9 @@ class FakeCall:
 def table():
     """Makes a table with these limits, and a list of the sessions that it has closed."""
 
-    def make(quotas=UNLIMITED, **limits):
+    def make(quotas=UNLIMITED, journal=None, **limits):
         closed = []
-        return SessionTable(Limits(**limits), quotas, closed.append, Journal("")), closed
+        return SessionTable(Limits(**limits), quotas, closed.append, journal or Journal("")), closed
 
     return make
 
@@ -386,8 +386,8 @@ def edit(number, first):
 
 
 def test_changes_of_edits_are_journalled_and_set_the_first_position_that_is_due(table):
-    sessions, _ = table()
-    journal = sessions._journal = Noting()
+    journal = Noting()
+    sessions, _ = table(journal=journal)
     session = sessions.open(FakeClient(), "m", "agent")
     session.tokens += [1, 2, 3, 4, 5, 6]
     session.journalled = 6
@@ -412,8 +412,8 @@ def test_changes_of_edits_are_journalled_and_set_the_first_position_that_is_due(
 
 
 def test_a_session_with_kv_of_a_client_is_not_in_the_journal_and_may_be_lost(table):
-    sessions, closed = table()
-    journal = sessions._journal = Noting()
+    journal = Noting()
+    sessions, closed = table(journal=journal)
     client = FakeClient()
     session = sessions.open(client, "m", "agent", salt=b"salt")
     session.tokens += [1, 2, 3]

@@ -255,7 +255,7 @@ def test_a_stale_socket_is_replaced_and_no_file_is_left(serve, path):
 def test_a_path_of_another_daemon_is_refused_before_anything_is_served(served, path, tmp_path):
     (tmp_path / "late").mkdir()
     late = Served(tmp_path / "late", metrics=str(path))
-    late.address = late._config["socket"] = f"{path}-late"
+    late.address = late.config["socket"] = f"{path}-late"
     late.start()
     assert late.process.wait(30) != 0
     pid = served.process.pid

@@ -18,6 +18,20 @@ PROMPT = [5, 6]
 EOS = 0
 
 
+class Recording:
+    """A stream of text that records its tokens."""
+
+    def __init__(self, stream):
+        self.stream, self.asked = stream, []
+
+    def feed_all(self, tokens):
+        self.asked += tokens
+        return self.stream.feed_all(tokens)
+
+    def finish(self):
+        return self.stream.finish()
+
+
 class Play:
     """A generation that is given the tokens of a text, one by one."""
 
@@ -25,7 +39,8 @@ class Play:
         self.session = [*before, *PROMPT]
         self.clock = itertools.count(101)
         stops = request.get("stop", []) if chat is None else []
-        text = TextReader(Detokenizer(tokenizer).stream(self.session), stops) if has_text else None
+        self.stream = Recording(Detokenizer(tokenizer).stream(self.session))
+        text = TextReader(self.stream, stops) if has_text else None
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
         naming = TokenBytes(tokenizer) if message.token_bytes else None
         fields = (message, self.session, len(PROMPT), frozenset(stop_tokens), text)
@@ -69,33 +84,20 @@ def test_it_is_full_with_the_last_token_that_was_asked_for_or_a_stop_token(tiny,
             play.feed([token])
             found.append(play.generation.is_full)
         assert found == [False] * (len(tokens) - 1) + [True]
-        assert play.generation._read == len(play.session)
+        assert play.stream.asked == story
         assert play.finish().text == STORY
 
 
 def test_text_that_nobody_waits_for_is_read_many_tokens_at_a_time(tiny, story):
-    class Counting:
-        def __init__(self, stream):
-            self.stream, self.asked = stream, []
-
-        def feed_all(self, tokens):
-            self.asked += tokens
-            return self.stream.feed_all(tokens)
-
-        def finish(self):
-            return self.stream.finish()
-
     def reads(**request):
         play = Play(tiny, **request)
-        reader = play.generation._reader
-        text = reader._stream = Counting(reader._stream)
         found = []
         for token in tokens:
-            before = len(text.asked)
+            before = len(play.stream.asked)
             play.feed([token])
-            found.append(len(text.asked) - before)
+            found.append(len(play.stream.asked) - before)
         reply = play.finish()
-        assert text.asked == tokens
+        assert play.stream.asked == tokens
         assert "".join(piece.text for piece in [*play.pieces, reply]) == tiny.decode(tokens)
         return found
 
