@@ -24,7 +24,7 @@ def main() -> None:
     channel = channel_to_server(child.server)
     lacking = sandbox.missing()
     if lacking:
-        channel.send(interventions.ConfinementFailed(lacking))
+        channel.send(interventions.FunctionsReady(lacking))
         return
     sandbox.close(child.user, child.parent, child.memory)
     channel.send(interventions.FunctionsReady())

@@ -1,10 +1,10 @@
 """Messages between the server and an intervention process, in the frames of djinn_client.protocol.
 
-    server ──Load──► process ──Done | Failed──► server
-           ──Run, with the window──► ──Changed, as often as needed, then Done | Failed──►
-           ──Forget──►
+    server ──LoadFunction──────────────────► process ──FunctionsDone | FunctionsFailed──► server
+           ──CallFunctions, with the window──►        ──FunctionEdits, then FunctionsDone | FunctionsFailed──►
+           ──ForgetFunctions──►
 
-The first message of the process is Ready or ConfinementFailed. Later messages may have been forged by a tenant's
+The first message of the process is FunctionsReady. Later messages may have been forged by a tenant's
 function, so the server trusts them no more than messages of clients.
 """
 
@@ -41,19 +41,15 @@ class CallFunctions(msgspec.Struct, tag="run"):
 
 
 class ForgetFunctions(msgspec.Struct, tag="forget"):
-    """Drops functions. Has no answer."""
+    """Drops functions. This message has no answer."""
 
     functions: list[Key]
 
 
 class FunctionsReady(msgspec.Struct, tag="ready"):
-    """The process has confined itself."""
+    """The process has confined itself. With `lacking` it could not, and ends."""
 
-
-class ConfinementFailed(msgspec.Struct, tag="unfit"):
-    """The process cannot confine itself, and ends."""
-
-    lacking: str  # the missing feature of the machine
+    lacking: str = ""  # the feature of the sandbox that this machine lacks; "" if none
 
 
 class FunctionEdit(msgspec.Struct, tag="changed"):
@@ -63,18 +59,18 @@ class FunctionEdit(msgspec.Struct, tag="changed"):
 
 
 class FunctionsDone(msgspec.Struct, tag="done"):
-    """The Load or Run is complete."""
+    """The functions are loaded, or have all been called."""
 
 
 class FunctionsFailed(msgspec.Struct, tag="failed"):
-    """The Load or Run failed. The process goes on."""
+    """Loading a function or calling the functions failed. The process goes on."""
 
     code: Literal["function_failed", "invalid_request"]
     message: str
 
 
 ToProcess = LoadFunction | CallFunctions | ForgetFunctions
-FromProcess = FunctionsReady | ConfinementFailed | FunctionEdit | FunctionsDone | FunctionsFailed
+FromProcess = FunctionsReady | FunctionEdit | FunctionsDone | FunctionsFailed
 
 _encode = msgspec.msgpack.Encoder().encode
 _to_process: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)

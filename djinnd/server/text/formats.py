@@ -102,7 +102,7 @@ class Formats:
     async def _check(self, text: ModelText, user: int, grammar: str) -> None:
         checked, key = self._checked.setdefault(text, OrderedDict()), _hash(grammar)
         if key not in checked:
-            await self._texts.check(text, user, CheckGrammar(text.number, grammar, wants_table=False))
+            await self._texts.ask(text, user, CheckGrammar(text.number, grammar, wants_table=False))
             checked[key] = None
         checked.move_to_end(key)
         if len(checked) > _REMEMBERED:
@@ -112,7 +112,7 @@ class Formats:
         """The table of the model's tokens. A stranger may have made up the worker's answer, so an engine only takes
         bytes from it."""
         if text not in self._tables:
-            answer = await self._texts.check(text, user, CheckGrammar(text.number, _ANYTHING, wants_table=True))
+            answer = await self._texts.ask(text, user, CheckGrammar(text.number, _ANYTHING, wants_table=True))
             special = await self._texts.in_thread(user, lambda: _special_in(answer.table))
             if text not in self._tables:
                 fd = new_window("djinn-tokens", max(1, len(answer.table)))

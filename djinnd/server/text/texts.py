@@ -132,7 +132,7 @@ class Texts:
         TextFailed, QuotaExceeded."""
         vocabulary = text.vocabulary
         if vocabulary is None or len(tokens) > LONG_TOKENS:
-            return (await self._ask_one(text, user, jobs.Decode(text.number, tokens, spelled))).texts
+            return (await self.ask(text, user, jobs.Decode(text.number, tokens, spelled))).texts
         decode = partial(vocabulary.texts, tokens, spelled)
         return decode() if len(tokens) <= SHORT_TOKENS else await self.in_thread(user, decode)
 
@@ -141,13 +141,14 @@ class Texts:
             return await asyncio.get_running_loop().run_in_executor(self._threads, act)
 
     async def _encoded(self, text: ModelText, user: int, question: jobs.Encode) -> TokenizedPrompt:
-        answer = await self._ask_one(text, user, question)
+        answer = await self.ask(text, user, question)
         if isinstance(answer, jobs.TooMany):
             raise _too_long(text.name, f"has {answer.tokens:,} tokens", question.most)
         return TokenizedPrompt(answer.tokens, frozenset(answer.stop_tokens), answer.tail[-MAX_TAIL:])
 
-    async def _ask_one(self, text: ModelText, user: int, question: jobs.Question[T]) -> T:
-        """Asks the user's worker, when it is the user's turn."""
+    async def ask(self, text: ModelText, user: int, question: jobs.Question[T]) -> T:
+        """Asks the user's text worker when it is the user's turn, for configured models, too. Raises the error in the
+        answer, TextFailed, QuotaExceeded."""
         async with self._turn(user, "worker"):
             self.time.expect(user)
             return await self._ask(self.worker_with(text, user), question)
@@ -157,12 +158,7 @@ class Texts:
         QuotaExceeded."""
         if (naming := text.token_bytes) is not None:
             return await self.in_thread(user, lambda: naming.of({*memoryview(tokens).cast("i")}))
-        return (await self._ask_one(text, user, jobs.SpellTokens(text.number, tokens))).token_bytes
-
-    async def check(self, text: ModelText, user: int, question: jobs.CheckGrammar) -> jobs.GrammarChecked:
-        """Checks a grammar in the user's text worker, for configured models, too. Raises GrammarRejected, TextFailed,
-        QuotaExceeded."""
-        return await self._ask_one(text, user, question)
+        return (await self.ask(text, user, jobs.SpellTokens(text.number, tokens))).token_bytes
 
     def follow(self, limits: Limits) -> None:
         """Applies limits to workers that start from now on, and to CPU time."""

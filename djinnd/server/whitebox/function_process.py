@@ -1,9 +1,9 @@
 """The server's end of one user's intervention process, which runs the user's functions, one request at a time.
 
-    starting ──Ready──► idle ──Load, Run──► asked ──Done, Failed──► idle
-        │                 │                   │
-        └── ConfinementFailed         │                   └── too long, too much, garbage, a signal ──► killed
-                          └── a message without a request ────────────────────────────────────┘
+    starting ──its first message──► idle ──a request──► asked ──its answer──► idle
+        │                             │                   │
+        └── it cannot be confined     │                   └── too long, too much, garbage, a signal ──► killed
+                                      └── a message without a request ────────────────────────────────────┘
 
 However it ends, a waiting request gets the reason. Its functions are gone then.
 """
@@ -28,7 +28,6 @@ from djinnd.jobs import sandbox as interventions
 from djinnd.jobs.sandbox import (
     MAX_FRAME,
     CallFunctions,
-    ConfinementFailed,
     ForgetFunctions,
     FunctionEdit,
     FunctionsDone,
@@ -110,8 +109,8 @@ class FunctionProcess(ConfinedProcess):
             message = decode_from_process(payload)
         except ProtocolError as error:
             return self.broken(error)
-        if isinstance(message, FunctionsReady | ConfinementFailed) and not self._ready.done():
-            return self._started(message)
+        if isinstance(message, FunctionsReady) and not self._ready.done():
+            return self._started(message.lacking)
         if self._answer is None or self._answer.done():
             return self._fail("the function has sent the daemon a message without a request")
         self._room -= len(payload)
@@ -130,17 +129,13 @@ class FunctionProcess(ConfinedProcess):
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
-    def _started(self, message: FunctionsReady | ConfinementFailed) -> None:
-        if isinstance(message, FunctionsReady):
+    def _started(self, lacking: str) -> None:
+        if lacking:
+            told = f"the daemon runs no functions where it cannot confine them, and this machine lacks {lacking}"
+            self._kill(NotPermitted(f"{told}: intervene(point, function, local=True) runs them in your process"))
+        else:
             self._is_ready = True
             self._ready.set_result(None)
-        else:
-            self._kill(
-                NotPermitted(
-                    f"the daemon runs no functions where it cannot confine them, and this machine lacks "
-                    f"{message.lacking}: intervene(point, function, local=True) runs them in your process"
-                )
-            )
 
     def _over(self, error: DjinnError) -> None:
         for waiting in (self._ready, self._answer):

@@ -239,9 +239,7 @@ class ConnectedClient:
 
     def _count_for(self, user: int) -> None:
         self.user = user
-        self.tenant = self._services.tenant_of(user)
-        self.traffic = self._services.traffic_of(user)
-        self.windows = self._services.windows_of(user)
+        self.tenant, self.traffic, self.windows = self._services.accounts_of(user)
 
     def _too_late(self) -> None:
         self._hang_up(ProtocolError(f"no Hello came within {self._services.limits.handshake:g} s"))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from djinn_client.errors import NotPermitted, QuotaExceeded
 from djinn_client.protocol import Failure, Request, Signal, encode
@@ -29,6 +29,14 @@ log = logging.getLogger("djinnd.server")
 Handle = Callable[[ClientCall, Request], Coroutine[Any, Any, FinalReply]]
 
 
+class Accounts(NamedTuple):
+    """The accounts of one user's connections."""
+
+    tenant: Tenant
+    traffic: Traffic
+    windows: Windows
+
+
 @dataclass(eq=False)
 class ClientTable:
     """The table of connected clients, with the accounts of their users. `limits` may be replaced. `after`: see
@@ -40,13 +48,12 @@ class ClientTable:
     signal: Callable[[ConnectedClient, Signal], None]
     _on_gone: Callable[[ConnectedClient], None]
     after: Callable[..., None]
-    tenant_of: Callable[[int], Tenant]
+    _tenant_of: Callable[[int], Tenant]
     _tokens: Tokens
     unfinished: int = field(init=False, default=0)
     idle: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # set while no request is unfinished
     # By user; never removed, as messages may outlive the connections.
-    _traffic: dict[int, Traffic] = field(init=False, default_factory=dict)
-    _windows: dict[int, Windows] = field(init=False, default_factory=dict)
+    _accounts: dict[int, Accounts] = field(init=False, default_factory=dict)
     _clients: set[ConnectedClient] = field(init=False, default_factory=set)
     _connections: Counter[int] = field(init=False, default_factory=Counter)  # by user
     _fewer: asyncio.Event = field(init=False, default_factory=asyncio.Event)  # set when a client disconnects
@@ -78,7 +85,7 @@ class ClientTable:
             self._refuse(sock, user)
         elif self._connections[user] >= self.limits.connections_per_user:
             log.warning("too_many_connections user=%d limit=%d", user, self.limits.connections_per_user)
-            self.traffic_of(user).hang_up(sock)
+            self.accounts_of(user).traffic.hang_up(sock)
         else:
             self._connections[user] += 1
             self._clients.add(ConnectedClient(sock, self))
@@ -103,19 +110,15 @@ class ClientTable:
         with suppress(OSError):
             sock.setblocking(False)
             sock.send(encode(Failure(id=0, code=NotPermitted.code, message=UNKNOWN)), socket.MSG_NOSIGNAL)
-        self.traffic_of(user).hang_up(sock)
+        self.accounts_of(user).traffic.hang_up(sock)
 
-    def traffic_of(self, user: int) -> Traffic:
-        traffic = self._traffic.get(user)
-        if traffic is None:
-            traffic = self._traffic[user] = Traffic(self.tenant_of(user).ledger, self._closer.lane())
-        return traffic
-
-    def windows_of(self, user: int) -> Windows:
-        windows = self._windows.get(user)
-        if windows is None:
-            windows = self._windows[user] = Windows(self.tenant_of(user).ledger, self._closer.lane())
-        return windows
+    def accounts_of(self, user: int) -> Accounts:
+        accounts = self._accounts.get(user)
+        if accounts is None:
+            tenant, lane = self._tenant_of(user), self._closer.lane
+            accounts = Accounts(tenant, Traffic(tenant.ledger, lane()), Windows(tenant.ledger, lane()))
+            self._accounts[user] = accounts
+        return accounts
 
     @property
     def counted(self) -> dict[int, int]:
@@ -125,7 +128,7 @@ class ClientTable:
     @property
     def windows(self) -> int:
         """Number of windows that clients keep, as far as the server knows."""
-        return sum(map(len, self._windows.values()))
+        return sum(len(accounts.windows) for accounts in self._accounts.values())
 
     def begun(self) -> None:
         self.unfinished += 1
@@ -150,5 +153,5 @@ class ClientTable:
         while self._clients:
             self._fewer.clear()
             await self._fewer.wait()
-        for windows in self._windows.values():
-            windows.close()
+        for accounts in self._accounts.values():
+            accounts.windows.close()

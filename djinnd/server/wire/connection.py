@@ -349,12 +349,10 @@ class FrameConnection:
         count, ancillary, _, _ = self._socket.recvmsg_into([_read_buffer], _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._received(array.array("i", data[: len(data) // 4 * 4]))
+                fds = array.array("i", data[: len(data) // 4 * 4])
+                self._received_fds.extend(fds)
+                self._count_received(len(fds))
         return count
-
-    def _received(self, fds: Sequence[int]) -> None:
-        self._received_fds.extend(fds)
-        self._count_received(len(fds))
 
     def _count_received(self, count: int) -> None:
         if self._traffic is not None and not self._traffic.came(count):

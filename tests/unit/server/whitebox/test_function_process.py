@@ -178,7 +178,7 @@ def test_a_process_that_cannot_be_confined_or_does_not_start() -> None:
     async def broken(process: FunctionProcess) -> None:
         await refused(load(process), FunctionFailed, "before it was ready")
 
-    played("send(ConfinementFailed('Landlock'))", test=unfit)
+    played("send(FunctionsReady('Landlock'))", test=unfit)
     played("sys.exit(1)", test=broken)
 
 
