@@ -127,14 +127,14 @@ class SessionRecord:
 
     def add_edit(self, edit: Edit, names: Sequence[str]) -> None:
         self.edits.add(edit, names)
-        self._add_part_bytes(nbytes_of(edit, names))
+        self.recount()
         self.due_from = min(self.due_from, edit.first)
         self._note_edit(edit, names)
 
     def inherit(self, parent: SessionRecord) -> None:
         """Copies the parent's edits and breakpoints to this session, a new fork."""
         self.edits, self.breakpoints, self.due_from = parent.edits.copy(), parent.breakpoints.copy(), parent.due_from
-        self._add_part_bytes(parent.part_bytes)
+        self.recount()
         for edit in self.edits.edits:
             self._note_edit(edit, self.edits.names[edit.number])
         for breakpoint in self.breakpoints.breakpoints:
@@ -147,17 +147,13 @@ class SessionRecord:
         self._note(EditsEnded(self.id, list(numbers), at))
 
     def recount(self) -> None:
-        """Updates the size in the journal after edits or breakpoints were restored or removed."""
+        """Updates the size in the journal after edits or breakpoints have changed."""
         self.part_bytes = self.edits.nbytes + PART_BYTES * self.breakpoints.count
-        self.charge_journal()
-
-    def _add_part_bytes(self, nbytes: int) -> None:
-        self.part_bytes += nbytes
         self.charge_journal()
 
     def add_breakpoint(self, breakpoint: SessionBreakpoint) -> None:
         self.breakpoints.add(breakpoint)
-        self._add_part_bytes(PART_BYTES * breakpoint.count)
+        self.recount()
         self._note(BreakpointSet(self.id, breakpoint), PART_BYTES * breakpoint.count)
 
     def end_breakpoints(self, numbers: Collection[int]) -> None:
