@@ -24,19 +24,19 @@ MAX_ANSWER = 8 << 20  # bytes; the largest have the tokens of a prompt, or the t
 MAX_TEMPLATES = 64 << 10  # characters of chat templates that are searched for the format of answers
 READ_TOKENS = 1024  # most tokens of one ReadTokens
 
-A = TypeVar("A")
+Answer = TypeVar("Answer")
 
 
 class ToWorker(msgspec.Struct):
     """A message to the worker: a question, or one without an answer."""
 
 
-class Question(ToWorker, Generic[A]):
-    """A message that the worker answers with an `A`, or with QuestionFailed."""
+class Question(ToWorker, Generic[Answer]):
+    """A message that the worker answers with an `Answer`, or with QuestionFailed."""
 
     @property
     def answers(self) -> Any:
-        """`A`: the type of an answer, or the union of several."""
+        """`Answer`: the type of an answer, or the union of several."""
         return get_args(type(self).__orig_bases__[0])[0]  # type: ignore[attr-defined]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import msgspec
+
+Answer = TypeVar("Answer", bound="CallAnswer")
 
 
 class ToEngine(msgspec.Struct):
     """A message that the server sends. Its handler is in the table of the engine (engine.py)."""
 
 
-class EngineCall(ToEngine):
-    """A message with a number, which EngineClient.call gives it. Answered by a CallAnswer, or by Failed."""
+class EngineCall(ToEngine, Generic[Answer]):
+    """A message with a number, which EngineClient.call gives it. Answered by an `Answer`, or by Failed."""
 
     request: int
 

@@ -10,7 +10,7 @@ from djinnd.messages.directions import CallAnswer, EngineCall, FromEngine, ToEng
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class SetBudget(EngineCall, tag="set_budget"):
+class SetBudget(EngineCall["BudgetSet"], tag="set_budget"):
     """Answered by BudgetSet when blocks and pages have been moved to fit the new budget. Answered by Failed when they
     cannot: nothing has changed then, and `out_of_memory` carries the least budget that would work."""
 

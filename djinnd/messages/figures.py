@@ -10,11 +10,11 @@ from djinnd.messages.directions import CallAnswer, EngineCall
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class Inquire(EngineCall, tag="inquire"):
+class Inquire(EngineCall["Report"], tag="inquire"):
     check: bool = False
 
 
-class Trace(EngineCall, tag="trace"):
+class Trace(EngineCall["Traced"], tag="trace"):
     """Answered by Traced when the next `steps` steps have been recorded, or after `seconds` with the steps recorded
     until then. Answered by Failed(retry) while another trace is being recorded."""
 

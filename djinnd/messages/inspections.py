@@ -25,7 +25,7 @@ class DeviceFigures(msgspec.Struct, frozen=True):
     max_batch_tokens: int
 
 
-class DescribeDevice(EngineCall, tag="describe_device"):
+class DescribeDevice(EngineCall["DeviceDescribed"], tag="describe_device"):
     """Asks an engine for the figures of its device, for an inspection of `model`. Answered by DeviceDescribed."""
 
     model: str

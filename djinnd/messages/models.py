@@ -5,12 +5,12 @@ from __future__ import annotations
 from djinn_client.protocol import ModelInfo
 from djinn_client.protocol.fields.image import Dtype, Image
 from djinn_client.protocol.fields.placing import ModelPlan, Placing
-from djinnd.messages.directions import CallAnswer, EngineCall, FromEngine, ToEngine
+from djinnd.messages.directions import Answer, CallAnswer, EngineCall, FromEngine, ToEngine
 
 # --- server to engine -----------------------------------------------------------------------------------------------
 
 
-class CheckpointCall(EngineCall):
+class CheckpointCall(EngineCall[Answer]):
     """The common fields of calls about a checkpoint."""
 
     model: str
@@ -23,7 +23,7 @@ class CheckpointCall(EngineCall):
     others: list[str] = []  # names of further files in the checkpoint's folder, which help to explain a refusal
 
 
-class Load(CheckpointCall, tag="load"):
+class Load(CheckpointCall["Loaded"], tag="load"):
     kv_bytes: int = 0  # 0: the engine decides
     host_kv_bytes: int | None = None  # bytes of pages in host memory; None: the engine decides
     disk_kv_bytes: int | None = None  # bytes of pages in files; None: the engine decides
@@ -31,7 +31,7 @@ class Load(CheckpointCall, tag="load"):
     max_context: int = 0  # 0: the model's own
 
 
-class Unload(EngineCall, tag="unload"):
+class Unload(EngineCall["Unloaded"], tag="unload"):
     """Answered by Unloaded. Unless `keep_pages`, the server has closed the model's sessions before.
 
     `keep_pages`: the model goes to sleep. The engine closes its sessions, which are idle, and writes their pages to the
@@ -42,7 +42,7 @@ class Unload(EngineCall, tag="unload"):
     keep_pages: bool = False
 
 
-class Plan(CheckpointCall, tag="plan"):
+class Plan(CheckpointCall["Planned"], tag="plan"):
     """Asks for the placement that a Load with these fields would get: in a budget of `memory_bytes` without other
     models, or now, beside those that are loaded. Answered by Planned or Failed."""
 
@@ -52,7 +52,7 @@ class Plan(CheckpointCall, tag="plan"):
     held_bytes: int = 0  # of device memory that the model has itself and gives back first; the engine sets it
 
 
-class DescribeImage(CheckpointCall, tag="describe_image"):
+class DescribeImage(CheckpointCall["ImageDescribed"], tag="describe_image"):
     """Asks for the layout that an image must have so that a Load with these fields finds it complete. Its weights are
     shared. Answered by ImageDescribed or Failed."""
 

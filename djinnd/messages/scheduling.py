@@ -30,7 +30,7 @@ class Signal(ToEngine, tag="signal"):
     tool: str = ""  # the tool that it waits for
 
 
-class Pause(EngineCall, tag="pause"):
+class Pause(EngineCall["Paused"], tag="pause"):
     """The session gets no row until Resume, and its pages move to `tier`. Answered by Paused when they are there.
     Answered by Failed when they cannot move, and then the session is not paused."""
 
@@ -71,7 +71,7 @@ class SetPolicy(ToEngine, tag="set_policy"):
     paging: float
 
 
-class Explain(EngineCall, tag="explain"):
+class Explain(EngineCall["Explained"], tag="explain"):
     """Answered by Explained, or by Failed(session_not_found)."""
 
     session: str

@@ -59,7 +59,7 @@ def test_a_message_from_the_client_to_the_engine_and_back_changes_four_files(cop
     )
     copy.add(
         "djinnd/messages/figures.py",
-        '\n\nclass Greet(EngineCall, tag="greet"):\n    name: str\n\n\n'
+        '\n\nclass Greet(EngineCall["Greeted"], tag="greet"):\n    name: str\n\n\n'
         'class Greeted(CallAnswer, tag="greeted"):\n    greeting: str\n',
     )
     copy.add(

@@ -23,7 +23,7 @@ from djinn_client.protocol.fields.image import Image
 from djinn_client.protocol.fields.placing import ModelPlan
 from djinnd.config import Limits
 from djinnd.confinement.cpu import cpu_seconds
-from djinnd.messages import DescribeDevice, DescribeImage, DeviceDescribed, Failed, ImageDescribed, Plan, Planned
+from djinnd.messages import DescribeDevice, DescribeImage, Failed, ImageDescribed, Plan, Planned
 from djinnd.messages.inspections import Confined, Inspect, Passed
 from djinnd.server.engines.confined_process import sparse_environ
 from djinnd.server.engines.engine_client import EngineClient
@@ -83,7 +83,7 @@ class Inspector:
     ) -> A:
         async with self._turns.setdefault(user, asyncio.Lock()), self._places:
             self._expect_time(user)
-            described: DeviceDescribed = await engine.call(DescribeDevice, model=job.model)
+            described = await engine.call(DescribeDevice, model=job.model)
             process = InspectionProcess(
                 self._command,
                 self._fork_server,

@@ -19,6 +19,7 @@ from djinn_client.errors import DjinnError, EngineLost, ProtocolError, from_code
 from djinn_client.protocol import Logprobs
 from djinnd import messages
 from djinnd.messages import MAX_FRAME, ToEngine
+from djinnd.messages.directions import Answer
 from djinnd.server.engines.blame import RunProgress, Suspect, blamed_progress
 from djinnd.server.system.closer import close_fds
 from djinnd.server.wire.connection import FrameConnection
@@ -129,7 +130,7 @@ class EngineClient:
         self.send(kind(number, **fields), fds)
         return number
 
-    async def call(self, kind: type[messages.EngineCall], fds: Sequence[int] = (), **fields: Any) -> Any:
+    async def call(self, kind: type[messages.EngineCall[Answer]], fds: Sequence[int] = (), **fields: Any) -> Answer:
         """Sends a request and returns the engine's answer. The engine is alive when this returns. The descriptors
         belong to the connection, which closes them. Raises the engine's error, or EngineLost."""
         number = next(_numbers)
@@ -141,7 +142,8 @@ class EngineClient:
             await asyncio.wait([future, self.lost], return_when=asyncio.FIRST_COMPLETED)
             if self.lost.done():
                 raise self.lost.result()
-            return future.result()
+            answer: Answer = future.result()
+            return answer
         finally:
             del self._calls[number]
             self._loads.pop(number, None)

@@ -178,7 +178,7 @@ class Supervisor:
         await self._settled.wait()
 
     async def _set_budget(self, engine: EngineClient, memory_bytes: int) -> BudgetSet:
-        changed: BudgetSet = await engine.call(SetBudget, memory_bytes=memory_bytes)
+        changed = await engine.call(SetBudget, memory_bytes=memory_bytes)
         assert self.told is not None
         self.told = msgspec.structs.replace(self.told, budget_bytes=changed.budget_bytes)
         self._memory = memory_bytes

@@ -18,7 +18,7 @@ from pathlib import Path
 from djinn_client.errors import DjinnError, EngineLost, InvalidRequest, OutOfMemory, QuotaExceeded, Retry
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol.fields.placing import ModelPlan, Placing
-from djinnd.messages import Load, Loaded, Open, Plan, Planned, PublicPrefix, Unload
+from djinnd.messages import Load, Loaded, Open, Plan, PublicPrefix, Unload
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.folders import Folders
 from djinnd.server.checkpoints.inspection import Inspector
@@ -71,7 +71,7 @@ class ModelLifecycle:
             fields |= {"kv_bytes": kv_bytes or model.kv.device, "memory_bytes": memory_bytes}
             if self._is_inspected(model):
                 return await self._inspector.plan(model.opener, engine, files, **fields)
-            planned: Planned = await engine.call(Plan, duplicates(files), **fields)
+            planned = await engine.call(Plan, duplicates(files), **fields)
             return planned.plan
         finally:
             if model.state == "available" and model.changing is None:
@@ -163,7 +163,7 @@ class ModelLifecycle:
     async def _load_on(self, model: ServedModel, files: ModelFiles, engine: EngineClient) -> Loaded:
         fields = model.load_fields(files, model.placing) | model.kv.fields
         try:
-            loaded: Loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
+            loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
         except EngineLost:
             await self._arena_requests.remove_incomplete(model.name)
             raise

@@ -21,7 +21,7 @@ from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import ShareModel
 from djinn_client.protocol.fields.image import Image
 from djinnd.config import Limits
-from djinnd.messages import DescribeImage, ImageDescribed
+from djinnd.messages import DescribeImage
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.models import ModelTable, OnLoading, ServedModel
@@ -86,7 +86,7 @@ class ShareTable:
             "shared": share.stored,
         }
         if not self._inspector.is_there:
-            described: ImageDescribed = await engine.call(DescribeImage, **fields)
+            described = await engine.call(DescribeImage, **fields)
             return described.image
         with await asyncio.to_thread(ModelFiles.open, str(share.folder)) as files:
             return await self._inspector.describe(share.user, engine, files, **fields)

@@ -231,8 +231,7 @@ class Status:
         engine = await self._supervisor.engine()
         try:
             async with asyncio.timeout(PATIENCE):
-                report: Report = await engine.call(Inquire, check=check)
-                return report
+                return await engine.call(Inquire, check=check)
         except (TimeoutError, EngineLost, ShuttingDown):
             return None
 

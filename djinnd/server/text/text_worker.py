@@ -19,7 +19,7 @@ from djinnd.jobs import text as text_jobs
 from djinnd.jobs.text import (
     MAX_ANSWER,
     MAX_QUESTION,
-    A,
+    Answer,
     BeginReading,
     EndReading,
     ForgetModel,
@@ -63,7 +63,9 @@ class TextWorker(MeteredProcess):
     def _is_busy(self) -> bool:
         return bool(self._jobs)
 
-    def ask(self, question: Question[A], then: Callable[[A | DjinnError], None], fds: Sequence[int] = ()) -> None:
+    def ask(
+        self, question: Question[Answer], then: Callable[[Answer | DjinnError], None], fds: Sequence[int] = ()
+    ) -> None:
         """Sends a question. `then` is called once with the answer or the error, in a later turn of the loop. The
         descriptors are the connection's from now on."""
         if self._end is not None:
