@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, NoTokenizer, PromptTooLong, TokenOutOfRange
-from djinn_client.protocol.fields.points import Point
+from djinn_client.protocol.fields.points import Point, PointMap
 from djinn_client.protocol.requests import DEFAULT_TOKENS
 from djinnd.config.schema import MAX_KEEP_ALIVE_S
 
@@ -125,6 +125,11 @@ def check_tokens(tokens: Sequence[int], model: protocol.ModelInfo, *, is_text: b
         )
 
 
+def points_of(model: protocol.ModelInfo) -> PointMap:
+    assert model.points is not None, "a model that is loaded knows its points"
+    return model.points
+
+
 def points_named(names: Sequence[str], model: protocol.ModelInfo, field: str) -> dict[str, Point]:
     """Maps each name to its point; a name with * maps to one point for each block. `field` is the request's field, for
     errors. Raises InvalidRequest."""
@@ -135,8 +140,7 @@ def points_named(names: Sequence[str], model: protocol.ModelInfo, field: str) ->
     longest = max(map(len, wanted), default=0)
     if longest > MAX_POINT_LENGTH:
         raise InvalidRequest(f"a point's name has {longest:,} characters: at most {MAX_POINT_LENGTH}", field=field)
-    assert model.points is not None, "a model that is loaded knows its points"
-    return model.points.resolve_all(wanted)
+    return points_of(model).resolve_all(wanted)
 
 
 def numbers_to_end(wanted: Sequence[int] | None, there: Sequence[int], given: int, kind: str) -> list[int]:

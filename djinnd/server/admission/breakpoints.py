@@ -32,8 +32,7 @@ def breakpoint_of(request: AddBreakpoint, breakpoints: BreakpointList, model: Mo
     if request.point not in points:
         raise InvalidRequest(f"a breakpoint is at one point: {request.point!r} names several", field="point")
     point = points[request.point]
-    assert model.points is not None
-    _check_between_blocks(request.point, point, model.points)
+    _check_between_blocks(request.point, point, admission.points_of(model))
     return SessionBreakpoint(breakpoints.given + 1, request.point, point.block, request.when, request.every, extents)
 
 
@@ -77,14 +76,14 @@ def hit_of(request: Generate, session: SessionRecord, model: ModelInfo) -> HitIn
             "changed since; resume_from(hit) goes back to one",
             field="resume",
         )
-    assert model.points is not None
     if hit.end != len(session.tokens):
         raise InvalidRequest(
             f"the hit is at positions {hit.first:,} to {hit.end - 1:,} and the session has {len(session.tokens):,} "
             f"tokens: truncate it to {hit.end:,}",
             field="hit",
         )
-    if not (0 <= hit.first < hit.end and 0 <= hit.prompt_end <= hit.end and 0 <= hit.block <= model.points.blocks):
+    blocks = admission.points_of(model).blocks
+    if not (0 <= hit.first < hit.end and 0 <= hit.prompt_end <= hit.end and 0 <= hit.block <= blocks):
         raise InvalidRequest(f"no call of this session has stopped there: {hit}", field="hit")
     return hit
 
@@ -105,14 +104,14 @@ def stops_of(request: Generate, reach: CallSpan, breakpoints: BreakpointList, mo
     stops = breakpoints.stops(reach)
     if not stops:
         return []
-    assert model.points is not None
-    if stops[-1].block > model.points.blocks:
+    points = admission.points_of(model)
+    if stops[-1].block > points.blocks:
         raise InvalidRequest(
             f"the session has breakpoints behind block {stops[-1].block - 1}, and {model.name} has "
-            f"{model.points.blocks} blocks now: remove them"
+            f"{points.blocks} blocks now: remove them"
         )
     positions = max(1, reach.length - reach.first)
-    nbytes = positions * model.points.width * ITEM_BYTES[model.dtype]  # type: ignore[index]
+    nbytes = positions * points.width * ITEM_BYTES[model.dtype]  # type: ignore[index]
     if nbytes > MAX_CAPTURE_BYTES:
         raise InvalidRequest(
             f"{positions:,} positions that stop at a breakpoint are {nbytes:,} bytes of {model.dtype}; the limit is "

@@ -53,8 +53,7 @@ def capture_of(
     if not request.capture:
         return None
     names = admission.points_named(request.capture, model, "capture")
-    assert model.points is not None
-    capture = CallCapture(names, model.points)
+    capture = CallCapture(names, admission.points_of(model))
     first, end = computed(request, prompt_tokens, session, model, kept)
     rows = end - first
     row_bytes = capture.width * ITEM_BYTES[model.dtype]  # type: ignore[index]

@@ -43,8 +43,7 @@ def edit_of(request: AddEdit, edits: EditList, tokens: int, fixed: int, model: M
     """Returns the next edit of a session with `tokens` tokens, of which the first `fixed` cannot be computed again. The
     request has passed `check_form`. Raises InvalidRequest."""
     points = admission.points_named(request.points, model, "points")
-    assert model.points is not None
-    widths = {model.points.width_at(point) for point in points.values()}
+    widths = {admission.points_of(model).width_at(point) for point in points.values()}
     if len(widths) > 1:
         told = " and ".join(f"{width:,}" for width in sorted(widths))
         raise InvalidRequest(f"the points are {told} wide: an edit has points of one width", field="points")
@@ -107,15 +106,15 @@ def _crowd(edit: Edit, edits: EditList) -> int:
 
 def check_fit(edits: EditList, model: ModelInfo) -> None:
     """Checks that the edits still fit the model, which may have changed since they were made. Raises InvalidRequest."""
-    assert model.points is not None
+    points = admission.points_of(model)
     for edit in edits.edits:
         for point in edit.points:
-            blocks = model.points.blocks + (point.where == "resid")
-            needed = edit.rows * model.points.width_at(point) * ITEM_BYTES[edit.dtype]
+            blocks = points.blocks + (point.where == "resid")
+            needed = edit.rows * points.width_at(point) * ITEM_BYTES[edit.dtype]
             if point.block >= blocks or needed != len(edit.values):
                 raise InvalidRequest(
                     f"edit {edit.number} of the session no longer fits {model.name}, which has "
-                    f"{model.points.blocks} blocks of width {model.points.width:,}: continue with its tokens in a new "
+                    f"{points.blocks} blocks of width {points.width:,}: continue with its tokens in a new "
                     "session",
                     edit=edit.number,
                 )

@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ModelMismatch
-from djinn_client.protocol import ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
+from djinn_client.protocol import Done, ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
 from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.server.admission import admission
 from djinnd.server.engines.engine_client import EngineClient
@@ -76,19 +76,19 @@ class ExportRequests:
         info, _ = model.described
         _check(request, info)
         salt = b"" if window is None else secrets.token_bytes(SALT_BYTES)
-        ours = -1
+        ours: int | None = None
         if window is not None and request.kv is not None:
             ours = open_window(window, request.kv.nbytes(request.kv_tokens), "the KV", for_good=False)
         try:
             session = self._sessions.open(call.client, model.name, priority, model.share is not None, salt)
         except BaseException:
-            if ours >= 0:
+            if ours is not None:
                 os.close(ours)
             raise
         session.tokens = request.token_ids
         session.changed()
         session.charge_journal()
-        if ours < 0:
+        if ours is None:
             open_in(engine, session)
             return SessionOpened(id=call.id, session=self._status.session_info(session))
         with session.in_use(call):
@@ -133,7 +133,6 @@ class ImportRun(SessionRun):
         self._sessions = sessions
         self._kv_tokens = kv_tokens
         self._window = window
-        self._cancelled = False
         self.submit(engine)
         self._started = True
 
@@ -154,16 +153,16 @@ class ImportRun(SessionRun):
 
     def cancel(self) -> None:
         """Remembers the cancellation. The copy is completed, which takes little time."""
-        self._cancelled = True
+        self.is_cancelled = True
 
     def hold(self, held: bool) -> None:
         self._held = held
 
     def finished(self, message: Finished) -> None:
-        if self._cancelled:
+        if self.is_cancelled:
             self.failed(Cancelled("the request was cancelled"))
         else:
-            self.done.set_result(FinalReply(SessionExported(id=0, token_ids=[], fingerprint="")))
+            self.done.set_result(FinalReply(Done(id=0)))
 
     def failed(self, error: DjinnError) -> None:
         self.done.set_exception(error)

@@ -85,7 +85,7 @@ class SessionTable:
     def expect_room(self, user: int, priority: Class) -> Tenant:
         """Checks that the user may open one more session of this class. Raises NotPermitted at the daemon's limits, and
         QuotaExceeded at the user's quota."""
-        own, tenant = self.count(user), self._quotas.tenant(user, time.monotonic())
+        own, tenant = self.count(user), self.tenant(user)
         tenant.expect_session(own, priority)
         if own >= self.limits.sessions_per_user:
             raise NotPermitted(f"you have {own:,} sessions, the limit of one user: close some", sessions=own)
@@ -111,7 +111,7 @@ class SessionTable:
 
     def _has_room(self, user: int, nbytes: int, sessions: int) -> bool:
         """True if the limits allow these further journal bytes and sessions of the user."""
-        tenant = self._quotas.tenant(user, time.monotonic())
+        tenant = self.tenant(user)
         if not tenant.ledger.has_room(JOURNAL_BYTES, nbytes):
             return False
         most = tenant.most_sessions(self.limits.sessions_per_user)

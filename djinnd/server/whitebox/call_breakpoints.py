@@ -10,6 +10,7 @@ from djinn_client.protocol.fields.edits import Captured, CapturedPoint
 from djinnd.core.stops import Stop
 from djinnd.messages import CaptureLayout, Finished
 from djinnd.server.admission import breakpoints as breakpoint_admission
+from djinnd.server.admission.admission import points_of
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, CallSpan
 from djinnd.server.sessions.session import SessionRecord
 
@@ -56,6 +57,5 @@ def breakpoints_of(
     continue from a hit, or could stop at a place where stops are refused."""
     reach = breakpoint_admission.call_span(request, prompt_tokens, session, model, kept)
     stops = breakpoint_admission.stops_of(request, reach, session.breakpoints, model)
-    assert model.points is not None
     resume_block = None if reach.hit is None else reach.hit.block
-    return CallBreakpoints(stops, resume_block, reach, session.breakpoints, model.points.width)
+    return CallBreakpoints(stops, resume_block, reach, session.breakpoints, points_of(model).width)
