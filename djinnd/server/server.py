@@ -53,7 +53,6 @@ from djinnd.server.requests.handlers import Handlers
 from djinnd.server.requests.models import ModelRequests
 from djinnd.server.requests.sessions import SessionRequests
 from djinnd.server.requests.tokenizer import TokenizerRequests
-from djinnd.server.requests.tokens import TokenRequests
 from djinnd.server.requests.work import WorkRequests
 from djinnd.server.runs.failover import RunFailover
 from djinnd.server.sessions.prefixes import PrefixTable
@@ -210,8 +209,9 @@ class Server:
         yield EditRequests(sessions, models)
         yield BreakpointRequests(sessions, models, self._functions)
         yield ModelRequests(sessions, models, self._sharing, status)
-        yield TokenRequests(self._tokens)
-        yield DaemonRequests(sessions, models, self._prefixes, supervisor, status, self._restart, self._notes)
+        yield DaemonRequests(
+            sessions, models, self._prefixes, supervisor, status, self._tokens, self._restart, self._notes
+        )
 
     def _notes(self) -> list[str]:
         """Messages for administrators."""

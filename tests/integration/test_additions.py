@@ -99,7 +99,7 @@ async def main(ours):
         await engine.ready
         return engine
 
-    part = DaemonRequests(None, None, None, SimpleNamespace(engine=ready), None, None, None)
+    part = DaemonRequests(None, None, None, SimpleNamespace(engine=ready), None, None, None, None)
     request = decode_request(encode(Greet(id=1, name="reader"))[8:])
     handler = {handling.kind: handler for handling, handler in handlers_of(part)}[type(request)]
     assert await handler(SimpleNamespace(id=1), request) is None, "Handlers answers with Done"
