@@ -15,7 +15,7 @@ from subprocess import DEVNULL, PIPE
 
 from djinn_client.errors import Busy, ModelNotFound
 from djinnd.config import Limits
-from djinnd.server.handover.python import python_module
+from djinnd.server.engines.commands import python_module
 
 log = logging.getLogger("djinnd.server")
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from djinnd.config import Config
-from djinnd.server.handover.python import python_module
+
+
+def python_module(name: str, *options: str) -> list[str]:
+    """The command that runs `name`, an installed module.
+
+    With `-m` alone, Python imports from the working directory first: a file there with the name of a library would run
+    with the daemon's rights. `-P` leaves the working directory out.
+    """
+    return [sys.executable, "-P", "-m", name, *options]
 
 
 def engine_command(config: Config) -> list[str]:

@@ -27,8 +27,8 @@ from djinnd.jobs.text import (
     QuestionFailed,
     WorkerReady,
 )
+from djinnd.server.engines.commands import python_module
 from djinnd.server.engines.metered_process import MeteredProcess
-from djinnd.server.handover.python import python_module
 
 MOST_MODELS = 8  # tokenizers that a worker holds; the longest unused one goes first
 _MOST_TOLD = 2000  # characters

@@ -15,7 +15,7 @@ from djinn_client.transport.shm import SEALS
 from djinn_client.whitebox.functions import MAX_CODE, PYTHON
 from djinnd import config
 from djinnd.jobs.sandbox import CallFunctions, Key, LoadFunction
-from djinnd.server.handover.python import python_module
+from djinnd.server.engines.commands import python_module
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable

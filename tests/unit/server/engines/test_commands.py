@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from djinnd.server.handover.python import python_module
+from djinnd.server.engines.commands import python_module
 
 
 @pytest.mark.parametrize("name", ["djinnd.engine", "djinnd.engine.fork_server"])
