@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest
-from djinn_client.protocol import Piece, Progress, Reply, Request
+from djinn_client.protocol import Piece, Progress, Reply
 from djinnd.messages import Loading
 from djinnd.server.wire.memfds import expect_memfd
 
@@ -35,6 +35,7 @@ class CallRun(Protocol):
 class ClientCall:
     """A request under way.
 
+    - `id`: of the request, as the client has numbered it.
     - `run`: set while an engine works on it.
     - `fds`: the descriptors that came with it. The call closes the rest of them at its end.
     - `is_ordinary`: it counts towards the limits on unfinished requests of its connection and its user.
@@ -42,11 +43,10 @@ class ClientCall:
     """
 
     def __init__(
-        self, client: ConnectedClient, request: Request, fds: list[int], is_ordinary: bool = True, nbytes: int = 0
+        self, client: ConnectedClient, number: int, fds: list[int], is_ordinary: bool = True, nbytes: int = 0
     ) -> None:
         self.client = client
-        self.request = request
-        self.id = request.id
+        self.id = number
         self.fds = fds
         self.is_ordinary = is_ordinary
         self.nbytes = nbytes
@@ -83,7 +83,7 @@ class ClientCall:
     def part(self) -> ClientCall:
         """Creates a call for a part of this call's work that has an engine run of its own. The current task works on
         the part, and ends with it."""
-        part = ClientCall(self.client, self.request, [], is_ordinary=False)
+        part = ClientCall(self.client, self.id, [], is_ordinary=False)
         task = asyncio.current_task()
         assert task is not None
         part.whole, part.task = self.whole, task

@@ -261,7 +261,7 @@ class ConnectedClient:
         except DjinnError as error:
             self._fail(request.id, error)
             return False
-        call = self.calls[request.id] = ClientCall(self, request, fds, is_ordinary, self._connection.take_charge())
+        call = self.calls[request.id] = ClientCall(self, request.id, fds, is_ordinary, self._connection.take_charge())
         self._services.begun()
         call.task = asyncio.create_task(self._services.handle(call, request))
         call.task.add_done_callback(lambda task: self._finish(call, task))
