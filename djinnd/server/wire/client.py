@@ -224,7 +224,7 @@ class ConnectedClient:
                 self._leave()
                 return
         self._introduced = True
-        self._connection.frame_limit = self._services.limits.request_bytes
+        self._connection.limit_frames(self._services.limits.request_bytes)
         self._handshake.cancel()
         told = (self.fd, self.peer.pid, self.user, self.name, hello.client[:80])
         log.debug("client_connected fd=%d pid=%d user=%d name=%s client=%s", *told)

@@ -118,13 +118,9 @@ class FrameConnection:
     def fd(self) -> int:
         return self._socket.fileno()
 
-    @property
-    def frame_limit(self) -> int:
-        return self._decoder.limit
-
-    @frame_limit.setter
-    def frame_limit(self, limit: int) -> None:
-        self._decoder.limit = limit
+    def limit_frames(self, nbytes: int) -> None:
+        """Sets the size that a received frame may have from now on."""
+        self._decoder.limit = nbytes
 
     @property
     def queued_bytes(self) -> int:
