@@ -11,6 +11,8 @@ next message about that run.
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from djinn_client.protocol import decoded, framed
@@ -72,18 +74,12 @@ class GrammarStates(msgspec.Struct, tag="states", array_like=True):
 ToProcess = BeginGrammar | AdvanceGrammars | EndGrammar
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_process: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
-_to_engine: msgspec.msgpack.Decoder[GrammarStates] = msgspec.msgpack.Decoder(GrammarStates)
 
 
 def encode(message: ToProcess | GrammarStates) -> bytes:
     return framed(_encode(message), 0)
 
 
-def decode_to_process(payload: bytes) -> ToProcess:
-    return decoded(_to_process, payload)
-
-
-def decode_to_engine(payload: bytes) -> GrammarStates:
-    """Raises ProtocolError."""
-    return decoded(_to_engine, payload)
+# These raise ProtocolError for a message that is not of the protocol.
+decode_to_process = partial(decoded, msgspec.msgpack.Decoder[ToProcess](ToProcess))
+decode_to_engine = partial(decoded, msgspec.msgpack.Decoder[GrammarStates](GrammarStates))

@@ -10,6 +10,7 @@ function, so the server trusts them no more than messages of clients.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -73,18 +74,12 @@ ToProcess = LoadFunction | CallFunctions | ForgetFunctions
 FromProcess = FunctionsReady | FunctionEdit | FunctionsDone | FunctionsFailed
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_process: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
-_from_process: msgspec.msgpack.Decoder[FromProcess] = msgspec.msgpack.Decoder(FromProcess)
 
 
 def encode(message: ToProcess | FromProcess, fds: int = 0) -> bytes:
     return framed(_encode(message), fds)
 
 
-def decode_to_process(payload: bytes) -> ToProcess:
-    return decoded(_to_process, payload)
-
-
-def decode_from_process(payload: bytes) -> FromProcess:
-    """Raises ProtocolError."""
-    return decoded(_from_process, payload)
+# These raise ProtocolError for a message that is not of the protocol.
+decode_to_process = partial(decoded, msgspec.msgpack.Decoder[ToProcess](ToProcess))
+decode_from_process = partial(decoded, msgspec.msgpack.Decoder[FromProcess](FromProcess))

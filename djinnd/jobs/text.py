@@ -9,6 +9,7 @@ taken the worker over, so the server trusts its messages no more than messages o
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
@@ -232,18 +233,12 @@ def opened(vocabulary: Vocabulary | TokensOnly) -> ModelOpened:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(union_of(ToWorker))
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(union_of(FromWorker))
 
 
 def encode(message: ToWorker | FromWorker, fds: int = 0) -> bytes:
     return framed(_encode(message), fds)
 
 
-def decode_to_worker(payload: bytes) -> ToWorker:
-    return decoded(_to_worker, payload)
-
-
-def decode_from_worker(payload: bytes) -> FromWorker:
-    """Raises ProtocolError."""
-    return decoded(_from_worker, payload)
+# These raise ProtocolError for a message that is not of the protocol.
+decode_to_worker = partial(decoded, msgspec.msgpack.Decoder[ToWorker](union_of(ToWorker)))
+decode_from_worker = partial(decoded, msgspec.msgpack.Decoder[FromWorker](union_of(FromWorker)))
