@@ -87,6 +87,7 @@ def test_a_warm_restart_while_a_model_is_asleep(lives: Lives) -> None:
     assert (sleeper.goes_on(), lives.log.count("checkpoint_read")) == (1, 1)
 
 
+@pytest.mark.smoke
 def test_the_daemon_is_killed_while_a_model_is_asleep(lives: Lives) -> None:
     sleeper = Sleeper(lives)
     sleeper.wait_until_asleep()

@@ -87,7 +87,13 @@ def test_damage_and_jumping_clocks_cost_damaged_sessions_only(start_daemon: Daem
     with daemon.client() as client:
         assert client.status(check=True).notes == client.status(check=True).integrity == []
 
+
+@pytest.mark.smoke
+def test_a_journal_that_is_no_database_costs_its_sessions_only(start_daemon: DaemonStarter) -> None:
+    daemon = start_daemon()
+    filled(daemon)
     stop(daemon)
+    journal = daemon.folder / "state" / NAME
     journal.write_bytes(b"\x93" * 10_000)
     daemon = successor(journal, start_daemon)
     assert djinn.sessions(address=daemon.address) == []

@@ -101,7 +101,9 @@ def all_of_it(attack: Callable[[Attacker, int], None], attacker: Attacker) -> No
 
 
 @only_root
-@pytest.mark.parametrize("attack", [by_edits, by_forks, by_breakpoints, by_prompts])
+@pytest.mark.parametrize(
+    "attack", [pytest.param(by_edits, marks=pytest.mark.smoke), by_forks, by_breakpoints, by_prompts]
+)
 def test_a_user_is_refused_at_its_limit(
     daemon: Daemon, attacker: Attacker, attack: Callable[[Attacker, int], None]
 ) -> None:
