@@ -6,6 +6,7 @@ import errno
 import getpass
 import grp
 import os
+import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,11 @@ def candidates(address: str | None = None, environ: Mapping[str, str] = os.envir
         return (given,)
     runtime = environ.get("XDG_RUNTIME_DIR")
     return (SYSTEM_SOCKET, f"{runtime}/djinnd/djinnd.sock") if runtime else (SYSTEM_SOCKET,)
+
+
+def without_token(address: str) -> str:
+    """The address for people to read: a URL may have a token in it."""
+    return re.sub(r"//[^@/]*@", "//", address)
 
 
 def may_be_remote(address: str | None) -> bool:

@@ -45,11 +45,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def djinnctl(home: Path, *arguments: str, said: str = "", code: int = 0, address: str = "") -> str:
+    """Returns its output. `code` -1: any exit status."""
     environ = clean_environ() | {"XDG_CONFIG_HOME": str(home), "NO_COLOR": "1"}
     environ |= {"DJINND_ADDRESS": address} if address else {}
     command = [sys.executable, "-m", "djinnctl", *arguments]
     ended = subprocess.run(command, env=environ, cwd=ROOT, input=said, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == code and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
+    assert (code < 0 or ended.returncode == code) and "Traceback" not in ended.stderr, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
 
 
@@ -62,6 +63,14 @@ def test_one_line_from_the_administrator_lets_a_client_in(daemon: Daemon, gatewa
     with djinn.Session(MODEL) as s, djinn.Client("gpu") as client:
         assert s.generate("def f", max_tokens=2, ignore_eos=True).token_ids
         assert client.welcome().name == "ana"
+
+
+def test_doctor_looks_at_another_machine_and_keeps_the_token_to_itself(
+    daemon: Daemon, gateway: RemoteGateway, home: Path
+) -> None:
+    token = token_of(daemon, "doctor")
+    told = djinnctl(home, "--address", gateway.address_for(token), "doctor", code=-1)
+    assert "answers at djinns://127.0.0.1" in told and token not in told
 
 
 def test_a_certificate_is_shown_and_trusted_on_first_use(daemon: Daemon, gateway: RemoteGateway, home: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from djinn_client import Client
-from djinn_client.transport.address import candidates
+from djinn_client.transport.address import ENVIRONMENT, candidates, without_token
 from djinnctl import screen
 from djinnctl.layout import Renderable
 
@@ -73,7 +73,8 @@ class Settings:
         return after_silence(self._tell_of_silence)
 
     def _tell_of_silence(self) -> None:
-        paths = " or ".join(filter(os.path.exists, candidates(self.address))) or self.address or "the default address"
+        given = without_token(self.address or os.environ.get(ENVIRONMENT, "") or "the default address")
+        paths = " or ".join(filter(os.path.exists, candidates(self.address))) or given
         silence = f"the daemon at {paths} has not answered for {SILENCE_S:g} s"
         click.echo(f"djinnctl: {silence}: waiting; Ctrl-C, or see `djinnctl doctor`", err=True)
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from djinn_client.errors import InvalidRequest
-from djinn_client.transport.address import hosts_file
+from djinn_client.transport.address import hosts_file, without_token
 
 SCHEME = "djinns"
 PORT = 5556
@@ -117,9 +117,11 @@ def parse(url: str) -> RemoteAddress:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or PORT
     except ValueError as error:
-        raise InvalidRequest(f"{_shown(url)} is no address: {error}") from error
+        raise InvalidRequest(f"{without_token(url)[:200]} is no address: {error}") from error
     if parts.scheme != SCHEME or not host or parts.path.strip("/") or parts.query or parts.password:
-        raise InvalidRequest(f"{_shown(url)} is no address: write {SCHEME}://HOST:PORT, as in {SCHEME}://gpu1:{PORT}")
+        raise InvalidRequest(
+            f"{without_token(url)[:200]} is no address: write {SCHEME}://HOST:PORT, as in {SCHEME}://gpu1:{PORT}"
+        )
     return RemoteAddress(host, port, parts.username or "", _checked(parts.fragment))
 
 
@@ -129,11 +131,6 @@ def _checked(fingerprint: str) -> str:
     if wanted and not _FINGERPRINT.fullmatch(wanted):
         raise InvalidRequest(f"{fingerprint[:100]!r} is no fingerprint: it is sha256: and 64 hexadecimal digits")
     return wanted
-
-
-def _shown(url: str) -> str:
-    """Without what may be a token."""
-    return repr(re.sub(r"//[^@/]*@", "//…@", url)[:200])
 
 
 def remember(name: str, host: Host, path: Path) -> None:

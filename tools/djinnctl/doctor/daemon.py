@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from djinn_client.arguments.options import build
 from djinn_client.errors import ConnectionLost, DjinnError
 from djinn_client.protocol import GetStatus, StatusReply
-from djinn_client.transport.address import candidates
+from djinn_client.transport.address import candidates, without_token
 from djinn_client.transport.connection import connect
 from djinn_client.transport.steps import run
 from djinnctl.doctor.result import Result, fail, ok, warn
@@ -41,7 +41,7 @@ def examine(path: str) -> Result:
     except TimeoutError:
         return fail(
             "socket",
-            f"{path} takes connections, but nobody answers within {PATIENCE_S:g} s",
+            f"{without_token(path)} takes connections, but nobody answers within {PATIENCE_S:g} s",
             "see its log: journalctl -u djinnd",
         )
     except ConnectionLost as error:
@@ -49,6 +49,8 @@ def examine(path: str) -> Result:
         finding = error.data.get("finding", error.message)
         return judge("socket", finding, error.data.get("remedy") or "see its log: journalctl -u djinnd")
     except DjinnError as error:
-        return fail("socket", f"{path}: {error.message}", "update djinnd and djinn_client to the same version")
+        return fail(
+            "socket", f"{without_token(path)}: {error.message}", "update djinnd and djinn_client to the same version"
+        )
     connection.close()
-    return ok("socket", f"djinnd {connection.welcome.version} answers at {path}")
+    return ok("socket", f"djinnd {connection.welcome.version} answers at {connection.address}")
