@@ -48,7 +48,8 @@ def new_of(whole: Tensor) -> Tensor:
     return whole[:, max(LENGTHS) :]
 
 
-@pytest.mark.parametrize("family", long_except(("gpt2",), FAMILIES))
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_of_a_padded_batch_equal_the_local_models(family: str, roomy_daemon: Daemon) -> None:
     """transformers computes the first token of a row that is padded on the right from its padding, and warns of that.
     Here such a row has the tokens that transformers gives with the padding on the left."""
@@ -104,19 +105,25 @@ class Ends:
         return ids[:, -1] == self.token
 
 
+QUICK: list[dict[str, Any]] = [
+    {},
+    {"max_new_tokens": 8, "do_sample": True, "top_k": 1, "num_return_sequences": 2},
+    {"max_new_tokens": 20, "stop_strings": ["\n", "self"]},
+]
+OPTIONS: list[dict[str, Any]] = [
+    *QUICK,
+    {"max_length": 26},
+    {"max_new_tokens": 12, "repetition_penalty": 1.3, "use_cache": False},
+    {"max_new_tokens": 16, "min_new_tokens": 8},
+    {"max_new_tokens": 12, "stopping_criteria": [Ends(199)]},
+    {"max_new_tokens": 12, "stopping_criteria": [Ends(199)], "eos_token_id": None},
+]
+
+
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"max_length": 26},
-        {"max_new_tokens": 12, "repetition_penalty": 1.3, "use_cache": False},
-        {"max_new_tokens": 16, "min_new_tokens": 8},
-        {"max_new_tokens": 8, "do_sample": True, "top_k": 1, "num_return_sequences": 2},
-        {"max_new_tokens": 20, "stop_strings": ["\n", "self"]},
-        {"max_new_tokens": 12, "stopping_criteria": [Ends(199)]},
-        {"max_new_tokens": 12, "stopping_criteria": [Ends(199)], "eos_token_id": None},
-    ],
+    long_except(QUICK, OPTIONS),
     ids=lambda options: "-".join(options) or "default",
 )
 def test_arguments_mean_what_they_mean_locally(

@@ -288,6 +288,7 @@ def test_names_and_the_number_of_shares_are_checked(address: str) -> None:
                 djinn.share_model(source, keep_host=False, address=address)
 
 
+@pytest.mark.long
 def test_the_same_weights_go_over_once(daemon: Daemon, address: str) -> None:
     """The share lives as long as one of its handles; other weights, and another way of serving them, are another."""
     source, told = model(), list[djinn.Progress]()

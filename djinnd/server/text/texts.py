@@ -77,7 +77,7 @@ class Texts:
             vocabulary = await loop.run_in_executor(self._threads, _read, name, files, template)
             return ModelText(name, files, vocabulary, template, configured.reply_format)
         text = ModelText(name, files, template=template)
-        weakref.finalize(text, self._forget, text.number)
+        weakref.finalize(text, self._forget_soon, asyncio.get_running_loop(), text.number)
         async with self._turn(user, "worker"):
             self.time.expect(user)
             worker = self.worker(user)
@@ -205,6 +205,11 @@ class Texts:
         for worker in [*self._workers.values(), *self._ending]:
             await worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _forget_soon(self, loop: asyncio.AbstractEventLoop, model: int) -> None:
+        """Makes the workers forget a model. The garbage collector may call this in any thread."""
+        with suppress(RuntimeError):  # the loop is closed: the daemon has ended
+            loop.call_soon_threadsafe(self._forget, model)
 
     def _forget(self, model: int) -> None:
         for worker in self._workers.values():
