@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import djinn_client as djinn
+from djinn_client.transport.remote import channel
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bad_proxy import HARMS, BadProxy
 from tests.support.daemon import Daemon, descriptors_of, holdings, wait_for
@@ -83,13 +84,15 @@ def are_equal(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("calls", "seed"),
     [pytest.param(25, 1, marks=pytest.mark.smoke), *[(250, seed) for seed in range(2, 10)]],
 )
 def test_calls_over_a_bad_network_have_the_results_of_undisturbed_ones(
-    daemon: Daemon, gateway: RemoteGateway, calls: int, seed: int
+    daemon: Daemon, gateway: RemoteGateway, calls: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(channel, "PING_S", 0.5)  # a bent length makes TLS wait for bytes that come with a ping only
     expected = results(daemon.address, calls, seed)
     assert None not in expected
     token = token_of(daemon, f"bad-{seed}")

@@ -31,9 +31,10 @@ class BadProxy:
         self.port = 0
         self._target = port
         self._random = random.Random(seed)
-        self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self._is_over: asyncio.Event
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -41,20 +42,22 @@ class BadProxy:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._is_over.set)
         self._thread.join(60)
+        assert not self._thread.is_alive()
 
-    def _run(self) -> None:
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+    async def _run(self) -> None:
+        self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
-        self._loop.run_forever()
+        await self._is_over.wait()
         server.close()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.close()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0.05)  # for transports that were aborted
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
