@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import trustme
 
 import djinn_client as djinn
 from djinn_client.transport.address import hosts_file
+from djinn_client.transport.remote import channel
 from djinn_client.transport.remote.hosts import read_hosts
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
@@ -96,6 +99,19 @@ def test_an_authority_certifies_a_host(daemon: Daemon, gateway: RemoteGateway, h
     hosts_file().write_text(told.replace(str(gateway.authority_file), str(home / "other.pem")))
     with pytest.raises(djinn.CertificateNotTrusted, match="no authority"):
         djinn.Client("gpu", token="djn_x").ping()
+
+
+def test_a_connection_that_was_idle_is_used_again(
+    daemon: Daemon, gateway: RemoteGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = [0.0]
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    with djinn.Client(gateway.address_for(token_of(daemon, "idle"))) as client:
+        client.ping()
+        before = gateway.log.count("remote_resumed")
+        passed[0] = 10 * channel.DEAD_S
+        client.ping()
+        assert gateway.log.count("remote_resumed") == before
 
 
 def test_a_folder_of_the_client_s_machine_is_refused_with_a_remedy(daemon: Daemon, gateway: RemoteGateway) -> None:

@@ -43,7 +43,7 @@ class RemoteChannel:
         self._secret = b""  # "" until the gateway has opened the link
         self._grace = CONNECT_S
         self._is_closed = False
-        self._heard = 0.0  # when the last byte came, by time.monotonic
+        self._heard = 0.0  # when the last byte came, or the last call began; by time.monotonic
 
     def __str__(self) -> str:
         return str(self._address)
@@ -59,7 +59,8 @@ class RemoteChannel:
         self._link.put(Kind.OPEN, bytes([VERSION]))
 
     def send(self, frame: bytes, fds: Sequence[int]) -> Steps[None]:
-        """Raises ConnectionLost. A caller that stops here has sent nothing that counts: see `offer`."""
+        """Sends a frame and its windows. Raises ConnectionLost."""
+        self._heard = time.monotonic()  # between calls the gateway has nothing to say
         for fd in fds:
             nbytes = os.fstat(fd).st_size
             self._link.put_window(memoryview(mmap(fd, nbytes, prot=PROT_READ)))
