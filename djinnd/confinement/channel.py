@@ -6,6 +6,7 @@ import array
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from djinn_client.protocol import MAX_FDS, FrameDecoder
@@ -44,13 +45,18 @@ class ConfinedChannel(Generic[Heard, Said]):
                 yield self._decode(frame.payload), [self._fds.popleft() for _ in range(frame.fds)]
 
     def send(self, message: Said) -> None:
-        self._socket.sendall(self._encode(message))
+        """If the server is gone, does nothing, and `messages` ends."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(self._encode(message))
 
 
 def receive(sock: socket.socket, fds: deque[int]) -> bytes:
     """Reads from the socket once, and adds the descriptors that come to `fds`. Returns b"" if the other end has been
     closed."""
-    data, ancillary, _, _ = sock.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+    try:
+        data, ancillary, _, _ = sock.recvmsg(_READ, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:  # the other process was killed before it had read everything
+        return b""
     for level, kind, rights in ancillary:
         assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS), (level, kind)
         fds.extend(array.array("i", rights))

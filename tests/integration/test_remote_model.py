@@ -78,7 +78,7 @@ def local() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def remote(roomy_daemon: Daemon) -> Iterator[RemoteModel]:
-    with djinn.remote("djinn-tiny", address=roomy_daemon.address) as opened:
+    with djinn.remote("djinn-tiny", kv_bytes=64 << 20, address=roomy_daemon.address) as opened:
         yield opened
     assert djinn.sessions(address=roomy_daemon.address) == []
 
@@ -232,7 +232,7 @@ def test_a_model_goes_to_devices_and_keeps_its_dtype(remote: RemoteModel) -> Non
 def test_the_configuration_of_a_folder_comes_from_the_daemon(roomy_daemon: Daemon) -> None:
     """A confined process has read it: no administrator has named this model."""
     folder = reduced_model("gpt2")
-    with djinn.remote(str(folder), address=roomy_daemon.address) as remote:
+    with djinn.remote(str(folder), kv_bytes=64 << 20, address=roomy_daemon.address) as remote:
         assert (remote.config.model_type, remote.config.name_or_path) == ("gpt2", str(folder))
         assert type(remote).__name__ == "GPT2LMHeadModel"
 
