@@ -1,1 +1,1 @@
-"""A transformers model whose work is done by the daemon."""
+"""A stand-in for a transformers model: it has the same calls, and the daemon does the work."""

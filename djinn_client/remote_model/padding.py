@@ -1,4 +1,4 @@
-"""A batch as transformers hands it over: one tensor of token ids, whose padding an attention mask tells."""
+"""Batches as transformers hands them over: one tensor of token ids, and an attention mask that marks the padding."""
 
 from __future__ import annotations
 

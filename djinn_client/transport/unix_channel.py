@@ -63,7 +63,7 @@ class UnixChannel:
                 data, passed, flags, _ = self._socket.recvmsg(CHUNK, FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 continue
-            fds = _descriptors(passed) if passed else []
+            fds = descriptors_in(passed) if passed else []
             if flags & socket.MSG_CTRUNC:
                 close_all(fds)
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -82,7 +82,7 @@ class UnixChannel:
         self._socket.close()
 
 
-def _descriptors(passed: list[tuple[int, int, bytes]]) -> list[int]:
+def descriptors_in(passed: list[tuple[int, int, bytes]]) -> list[int]:
     """The descriptors in the ancillary data of recvmsg. (socket.recv_fds takes no flags, and so no close-on-exec.)"""
     size = struct.calcsize("i")
     return [

@@ -21,7 +21,7 @@ class Carrier:
         sock.setblocking(False)
         self._socket = sock
         self._head = bytearray(HEADER.size)
-        self._kind: Kind | None = None  # of the record whose payload is being read
+        self._kind: Kind | None = None  # of the record that is being read, once its header has come
         self._target = memoryview(self._head)  # the memory that is being filled, and its bytes that are there
         self._have = 0
         self._rest = memoryview(b"")  # of the records that are being sent

@@ -194,8 +194,8 @@ class RemoteChannel:
                 raise ConnectionLost(f"{told}: {_told(broken)}") from broken
 
     def _begun_again(self) -> Steps[Carrier]:
-        """For a link of which the gateway has said nothing: all that was sent is the Hello. Raises OSError,
-        CertificateNotTrusted."""
+        """Opens the link anew if the gateway has not answered yet. Only the Hello was sent, so it is sent again.
+        Raises OSError, CertificateNotTrusted."""
         carrier = Carrier((yield from _connect(self._address)))
         self._link.resume(0)
         self._link.put(Kind.OPEN, bytes([VERSION]))

@@ -90,7 +90,7 @@ class Link:
         return bool(self._control or self._queue)
 
     def resume(self, received: int) -> None:
-        """Begins a new TLS connection whose other end has received so many numbered records: the rest is sent again.
+        """Begins a new TLS connection. The other end has received `received` numbered records; the rest is sent again.
         Raises ProtocolError."""
         self._acknowledged(received)
         self._queue.extendleft(reversed(self._sent))

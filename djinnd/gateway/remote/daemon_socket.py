@@ -8,9 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from djinn_client.transport.exchange import close_all
-
-CHUNK = 64 << 10
-_FDS_SPACE = socket.CMSG_SPACE(253 * array.array("i").itemsize)  # the most in one message
+from djinn_client.transport.unix_channel import CHUNK, FDS_SPACE, descriptors_in
 
 
 class DaemonSocket:
@@ -54,12 +52,8 @@ class DaemonSocket:
 
     def read(self) -> tuple[bytes, list[int]]:
         """Bytes, and the descriptors that came with them; b"" at the end. Raises BlockingIOError."""
-        data, passed, _, _ = self._socket.recvmsg(CHUNK, _FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
-        fds: list[int] = []
-        for level, kind, rights in passed:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds += array.array("i", rights[: len(rights) // 4 * 4])
-        return data, fds
+        data, passed, _, _ = self._socket.recvmsg(CHUNK, FDS_SPACE, socket.MSG_CMSG_CLOEXEC)
+        return data, descriptors_in(passed)
 
     def close(self) -> None:
         for _, fds in self._queue:

@@ -17,7 +17,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from djinn_client.errors import Busy, DjinnError, NotAuthenticated, ProtocolError
 from djinn_client.protocol import Failure, FrameDecoder, Hello, Welcome, decode_reply, decode_request, encode, framed
@@ -27,6 +26,7 @@ from djinn_client.transport.remote.link import Link
 from djinn_client.transport.remote.records import COUNT, OPENING, Kind
 from djinn_client.transport.shm import map_window, new_window
 from djinnd.gateway.entry.auth import is_djinnd_token
+from djinnd.gateway.remote.accounts import Accounts
 from djinnd.gateway.remote.daemon_socket import DaemonSocket
 
 log = logging.getLogger("djinnd.gateway")
@@ -37,31 +37,17 @@ HIGH_WATER = 1 << 20  # bytes on their way to one side, from which the other sid
 LINGER_S = 5.0  # for the last records after the daemon has hung up
 
 
-class Account(Protocol):
-    """Counts the links of a token, and the bytes of windows that its clients send."""
-
-    def open(self, token: str) -> None:
-        """Raises Busy."""
-
-    def charge(self, token: str, nbytes: int) -> None:
-        """Raises QuotaExceeded."""
-
-    def release(self, token: str, nbytes: int) -> None: ...
-
-    def close(self, token: str) -> None: ...
-
-
 class Relay:
     """`daemon`: the path of its socket. `on_end` is called once, when the link has ended."""
 
-    def __init__(self, daemon: str, grace_s: float, account: Account, on_end: Callable[[Relay], None]) -> None:
+    def __init__(self, daemon: str, grace_s: float, accounts: Accounts, on_end: Callable[[Relay], None]) -> None:
         self.secret = os.urandom(SECRET_BYTES)
         self.name = ""  # of the principal, when the daemon has said it
         self.is_introduced = False  # the client's Hello has gone to the daemon
         self.settled = asyncio.Event()  # it is introduced, or has ended
         self._path = daemon
         self._grace_s = grace_s
-        self._account = account
+        self._accounts = accounts
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._link = Link(self._make_window, is_sealed=True)
@@ -110,9 +96,9 @@ class Relay:
         while (arrived := self._link.collect()) is not None:
             close_all(arrived.fds)
         self._link.close_windows()
-        self._account.release(self._token, self._charged)
+        self._accounts.release(self._token, self._charged)
         if self._token:
-            self._account.close(self._token)
+            self._accounts.close(self._token)
         self._on_end(self)
 
     def _carry(self, carrier: Carrier) -> None:
@@ -173,7 +159,7 @@ class Relay:
             assert self._daemon is not None
             nbytes = sum(os.fstat(fd).st_size for fd in fds)
             self._daemon.put(data, fds)
-            self._account.release(self._token, nbytes)
+            self._accounts.release(self._token, nbytes)
             self._charged -= nbytes
             return
         frames = list(self._hello.feed(bytes(data)))
@@ -189,7 +175,7 @@ class Relay:
             raise ProtocolError("the first frame must be Hello")
         if not is_djinnd_token(hello.token):
             raise NotAuthenticated("a connection from another machine needs a token: `djinnctl token add` makes one")
-        self._account.open(hello.token)
+        self._accounts.open(hello.token)
         self._token = hello.token
         try:
             self._daemon = DaemonSocket(self._path)
@@ -204,7 +190,7 @@ class Relay:
         """Raises ProtocolError, QuotaExceeded, Busy."""
         if self._welcome is not None:
             raise ProtocolError("a window came before the daemon had welcomed the client")
-        self._account.charge(self._token, nbytes)
+        self._accounts.charge(self._token, nbytes)
         self._charged += nbytes
         try:
             return new_window("djinn-remote", nbytes)

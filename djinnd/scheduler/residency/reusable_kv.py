@@ -45,8 +45,8 @@ def usable_tokens(session: Session) -> int:
 
 
 def usable_in_tiers(session: Session) -> int:
-    """The number of first tokens whose pages are brought back from lower tiers, if they are there. It is
-    `usable_tokens`, but KV that a client imported is brought back whole, although the last token is run again."""
+    """How much of the session's KV is brought back from lower tiers, in tokens from its beginning. It is
+    `usable_tokens`; but KV that a client imported is brought back whole, although the last token is run again."""
     request = session.request
     if request is None or not session.foreign_tokens:
         return usable_tokens(session)

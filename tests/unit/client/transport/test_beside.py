@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -76,3 +77,15 @@ def test_a_failure_gives_up_the_others(pipes: Pipes) -> None:
 
 def test_no_call_at_all() -> None:
     assert run_beside([]) == []
+
+
+def test_a_wait_with_a_time_ends_without_its_event() -> None:
+    silent, other = socket.socketpair()
+
+    def patient() -> Steps[str]:
+        yield Wait("read", silent.fileno(), 0.01)
+        yield Wait("pause", seconds=0.01)
+        return "went on"
+
+    with silent, other:
+        assert run_beside([patient(), patient()]) == ["went on", "went on"]

@@ -340,7 +340,7 @@ class Residency(KvResidency):
 
 
 class Holder:
-    """A model whose foremost session has this claim."""
+    """A model; its foremost session has this claim."""
 
     def __init__(self, claim: Claim) -> None:
         self.kv = KvManager(17, PAGE, PAGE_BYTES, max_context=64)
