@@ -191,7 +191,7 @@ def test_a_call_gives_logits_and_a_loss(remote: RemoteModel, local: PreTrainedMo
     torch.testing.assert_close(found[mask], expected[mask], rtol=0, atol=1e-4)
     assert found.shape == expected.shape and not found[~mask].any()
     (row,) = remote(**inputs, logits_to_keep=1, return_dict=False)
-    assert row.equal(found[:, -1:])
+    torch.testing.assert_close(row, found[:, -1:], rtol=0, atol=1e-4)  # the rows may run in other steps
     torch.testing.assert_close(remote(ids[1:2], labels=ids[1:2]).loss, loss, rtol=0, atol=1e-4)
     with pytest.raises(djinn.InvalidRequest, match="labels behind padding: pad on the right"):
         remote(**inputs, labels=ids)
