@@ -63,9 +63,9 @@ def events(folder: Path) -> list[Event]:
 
 def prompt_walk(folder: Path) -> Route:
     """A prompt's token ids to the sampled token, and the token back."""
-    with traced_daemon(folder) as address:
-        with djinn.Session("djinn-tiny", address=address) as session:
-            token = session.generate(PROMPT, max_tokens=1, temperature=0).token_ids[0]
+    with traced_daemon(folder) as address, djinn.Session("djinn-tiny", address=address) as earlier:
+        token = earlier.generate(PROMPT, max_tokens=1, temperature=0).token_ids[0]
+        # `earlier` stays open: the engine names the pages of a session that closes, and its pages hold the same prompt.
         with djinn.Session("djinn-tiny", address=address) as session:
             tracer.switch_on(folder, 1, [numbers("prompt", PROMPT), numbers("token", [token])])
             session.generate(PROMPT, max_tokens=1, temperature=0)

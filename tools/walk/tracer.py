@@ -64,6 +64,8 @@ class Value(NamedTuple):
 
     def _is_in_numbers(self, elements: list[Any]) -> bool:
         first, length = self.numbers[:1], len(self.numbers)
+        if length == 1 and len(elements) > MOST:
+            return False  # a list of all free places has each small number
         return bool(first) and any(
             type(element) is int and element == first[0] and elements[start : start + length] == self.numbers
             for start, element in enumerate(elements)
