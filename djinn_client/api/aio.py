@@ -132,11 +132,14 @@ class AsyncSession(OwnState):
         *,
         priority: Class | None = None,
         address: str | None = None,
+        token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Self:
         """See Session.from_kv. A copy is made in a thread."""
-        handed = await asyncio.to_thread(session_import.import_of_kv, model, tokens, kv, priority, address, on_progress)
-        return await cls._imported(handed, address, on_progress)
+        handed = await asyncio.to_thread(
+            session_import.import_of_kv, model, tokens, kv, priority, address, token, on_progress
+        )
+        return await cls._imported(handed, address, token, on_progress)
 
     @classmethod
     async def load(
@@ -147,15 +150,18 @@ class AsyncSession(OwnState):
         model: str | None = None,
         priority: Class | None = None,
         address: str | None = None,
+        token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Self:
         """See Session.load. The file is read in a thread."""
         handed = await asyncio.to_thread(session_import.import_of_file, path, model, priority, kv)
-        return await cls._imported(handed, address, on_progress)
+        return await cls._imported(handed, address, token, on_progress)
 
     @classmethod
-    async def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
-        calls = SessionCalls(address)
+    async def _imported(
+        cls, handed: SessionImport, address: str | None, token: str | None, on_progress: OnProgress | None
+    ) -> Self:
+        calls = SessionCalls(address, token)
         await aio_steps.run(calls.enter(handed.request, on_progress, handed.fds))
         return cls._over(calls, calls.info.id)
 

@@ -141,6 +141,7 @@ class Session(OwnState):
         *,
         priority: Class | None = None,
         address: str | None = None,
+        token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Self:
         """A new session with these tokens, and the KV of the first of them from this process: computed here, or edited.
@@ -157,8 +158,8 @@ class Session(OwnState):
 
         Raises InvalidRequest if the KV does not fit model or tokens, PromptTooLong, TokenOutOfRange, OutOfMemory,
         Retry."""
-        handed = session_import.import_of_kv(model, tokens, kv, priority, address, on_progress)
-        return cls._imported(handed, address, on_progress)
+        handed = session_import.import_of_kv(model, tokens, kv, priority, address, token, on_progress)
+        return cls._imported(handed, address, token, on_progress)
 
     @classmethod
     def load(
@@ -169,6 +170,7 @@ class Session(OwnState):
         model: str | None = None,
         priority: Class | None = None,
         address: str | None = None,
+        token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Self:
         """A new session from a file that `save` has written. `model` and `priority` None: as when it was saved; a model
@@ -177,11 +179,13 @@ class Session(OwnState):
 
         Raises FileDamaged, ModelMismatch, InvalidRequest for KV of another form than the daemon's, OSError, and what
         `Session` raises."""
-        return cls._imported(session_import.import_of_file(path, model, priority, kv), address, on_progress)
+        return cls._imported(session_import.import_of_file(path, model, priority, kv), address, token, on_progress)
 
     @classmethod
-    def _imported(cls, handed: SessionImport, address: str | None, on_progress: OnProgress | None) -> Self:
-        calls = SessionCalls(address)
+    def _imported(
+        cls, handed: SessionImport, address: str | None, token: str | None, on_progress: OnProgress | None
+    ) -> Self:
+        calls = SessionCalls(address, token)
         with loading_line(on_progress) as told:
             steps.run(calls.enter(handed.request, told, handed.fds))
         return cls._over(calls)

@@ -114,14 +114,19 @@ def exported_kv(reply: SessionExported, fds: list[int]) -> KV:
 
 
 def kv_window(
-    model: str, tokens: int, *, address: str | None = None, on_progress: OnProgress | None = None
+    model: str,
+    tokens: int,
+    *,
+    address: str | None = None,
+    token: str | None = None,
+    on_progress: OnProgress | None = None,
 ) -> KvWindow:
     """An empty window for the KV of `tokens` tokens of a model, which is loaded first if necessary. Raises
     InvalidRequest for 0 tokens, PromptTooLong for more than the model's context, OutOfMemory, and what loading
     raises."""
     if tokens < 1:
         raise InvalidRequest(f"a window for {tokens} tokens; it must be for 1 or more", field="tokens")
-    with Client(address) as client:
+    with Client(address, token=token) as client:
         loaded = client.load(model, on_progress=on_progress)
     if tokens > loaded.max_context:
         raise PromptTooLong(
@@ -133,7 +138,7 @@ def kv_window(
 
 
 def window_with(
-    model: str, tokens: list[int], kv: Any, address: str | None, on_progress: OnProgress | None
+    model: str, tokens: list[int], kv: Any, address: str | None, token: str | None, on_progress: OnProgress | None
 ) -> KvWindow:
     """`kv` itself if it is a window, or else copied into one. Raises InvalidRequest if it does not fit the tokens."""
     if isinstance(kv, KvWindow):
@@ -148,7 +153,7 @@ def window_with(
         window = KvWindow(kv.layout, kv.length)
         window.pages[:] = kv.pages
     else:
-        window = kv_window(model, max(1, len(tokens)), address=address, on_progress=on_progress)
+        window = kv_window(model, max(1, len(tokens)), address=address, token=token, on_progress=on_progress)
         _copy_pages(window, kv)
     if not 0 < window.length <= len(tokens):
         raise InvalidRequest(

@@ -83,11 +83,12 @@ def import_of_kv(
     kv: Any,
     priority: Class | None,
     address: str | None,
+    token: str | None,
     on_progress: OnProgress | None,
 ) -> SessionImport:
     """Raises InvalidRequest, TokenOutOfRange, OutOfMemory, and what loading raises."""
     ids = token_ids(tokens)
-    window = window_with(model, ids, kv, address, on_progress)
+    window = window_with(model, ids, kv, address, token, on_progress)
     return _with(build(ImportSession, model=model_name(model), token_ids=ids, priority=priority), window)
 
 

@@ -131,8 +131,8 @@ def loading(line: Line) -> None:
 
 
 def test_a_window_is_taken_as_it_is(window: KvWindow) -> None:
-    assert window_with("m", list(range(TOKENS)), window, None, None) is window
-    assert window_with("m", list(range(TOKENS + 5)), window, None, None) is window
+    assert window_with("m", list(range(TOKENS)), window, None, None, None) is window
+    assert window_with("m", list(range(TOKENS + 5)), window, None, None, None) is window
 
 
 def test_a_window_that_was_closed_is_refused_and_its_pages_are_not(
@@ -141,28 +141,28 @@ def test_a_window_that_was_closed_is_refused_and_its_pages_are_not(
     window.put(0, rows(0), rows(1))
     window.close()
     with pytest.raises(InvalidRequest, match="the window of 37 tokens was closed"):
-        window_with("m", list(range(TOKENS)), window, None, None)
+        window_with("m", list(range(TOKENS)), window, None, None, None)
     monkeypatch.setattr(kv_module, "kv_window", lambda model, tokens, **more: KvWindow(LAYOUT, tokens))
-    assert torch.equal(window_with("m", list(range(TOKENS)), window.pages, None, None).key(0), rows(0))
+    assert torch.equal(window_with("m", list(range(TOKENS)), window.pages, None, None, None).key(0), rows(0))
 
 
 def test_other_kv_is_copied(window: KvWindow) -> None:
     window.put(0, rows(0), rows(1))
     kv = KV(LAYOUT, TOKENS, memoryview(bytearray(LAYOUT.nbytes(TOKENS))), list(range(TOKENS)))
     kv.pages[:] = window.pages
-    copy = window_with("m", list(range(TOKENS)), kv, None, None)
+    copy = window_with("m", list(range(TOKENS)), kv, None, None, None)
     assert copy.fd != window.fd and torch.equal(copy.key(0), rows(0))
 
 
 def test_tokens_that_are_fewer_than_the_kv(window: KvWindow) -> None:
     with pytest.raises(InvalidRequest, match="KV of 37 tokens, and 36 tokens came with it"):
-        window_with("m", list(range(36)), window, None, None)
+        window_with("m", list(range(36)), window, None, None, None)
 
 
 @pytest.mark.parametrize("pages", [np.zeros((3, 3, 2, 16, 2, 4), np.float32), torch.zeros(3, 3, 2, 16, 2, 4)])
 def test_plain_pages_are_copied(monkeypatch: pytest.MonkeyPatch, pages: object) -> None:
     monkeypatch.setattr(kv_module, "kv_window", lambda model, tokens, **more: KvWindow(LAYOUT, tokens))
-    window = window_with("m", list(range(TOKENS)), pages, None, None)
+    window = window_with("m", list(range(TOKENS)), pages, None, None, None)
     assert (window.pages == 0).all()
 
 
@@ -180,7 +180,7 @@ def test_plain_pages_are_copied(monkeypatch: pytest.MonkeyPatch, pages: object) 
 def test_pages_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, pages: object, words: str) -> None:
     monkeypatch.setattr(kv_module, "kv_window", lambda model, tokens, **more: KvWindow(LAYOUT, tokens))
     with pytest.raises(InvalidRequest, match=words):
-        window_with("m", list(range(TOKENS)), pages, None, None)
+        window_with("m", list(range(TOKENS)), pages, None, None, None)
 
 
 # --- what kv() gives ------------------------------------------------------------------------------------------------
