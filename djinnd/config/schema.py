@@ -265,7 +265,7 @@ class Http(Struct, frozen=True):
 
 class Remote(Struct, frozen=True):
     """Sessions from other machines: the gateway takes them at a port of its own, with the certificate and key of
-    `http`. See docs/guide/remote.md."""
+    `http`. See docs/guide/another-machine.md."""
 
     listen: PathText = ""  # HOST:PORT; "": none
     connections: Count = 1024
