@@ -1,6 +1,7 @@
-"""A progress line on the terminal while a model loads, for calls without an `on_progress` of their own.
+"""A progress line on the terminal while a model loads or its weights or KV travel, for calls without an `on_progress`
+of their own.
 
-The line appears when loading takes longer than PATIENCE_S, and is erased when the model is there."""
+The line appears when that takes longer than PATIENCE_S, and is erased at the end of the call."""
 
 from __future__ import annotations
 
@@ -75,11 +76,12 @@ def loading_line(on_progress: OnProgress | None) -> Iterator[OnProgress | None]:
 
 def line_of(told: Progress, columns: int) -> str:
     """The progress as one line that fits `columns`: `llama: reading ━━━━━━──────  6.2 of 25.0 GiB`."""
-    head = f"{told.model}: {told.stage}"
+    head = f"{told.model}: {told.stage}" if told.model else told.stage
     if told.total:
         done = min(told.done, told.total)
         full = BAR * done // told.total
-        head += f" {'━' * full}{'─' * (BAR - full)} {done / 2**30:.1f} of {told.total / 2**30:.1f} GiB"
+        unit, name = (2**30, "GiB") if told.total >= 2**30 else (2**20, "MiB")
+        head += f" {'━' * full}{'─' * (BAR - full)} {done / unit:.1f} of {told.total / unit:.1f} {name}"
     return head[: columns - 1]
 
 

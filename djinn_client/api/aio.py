@@ -113,9 +113,11 @@ class AsyncSession(OwnState):
 
     kv = awaited(session_import.kv)
 
-    async def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
+    async def save(
+        self, path: str | os.PathLike[str], *, kv: bool | None = None, on_progress: OnProgress | None = None
+    ) -> None:
         """See Session.save. The file is written in a thread."""
-        answer = await aio_steps.run(self._calls.export(kv))
+        answer = await aio_steps.run(self._calls.export(kv, on_progress))
         await asyncio.to_thread(session_import.save, path, self._calls.info, answer)
 
     @classmethod

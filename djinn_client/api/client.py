@@ -118,12 +118,16 @@ class Session(OwnState):
 
     kv = blocking(session_import.kv)
 
-    def save(self, path: str | os.PathLike[str], *, kv: bool | None = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], *, kv: bool | None = None, on_progress: OnProgress | None = None
+    ) -> None:
         """Writes the session to a file, which only its owner may read, for `load`; an existing file is replaced. `kv`
         None: the KV is saved only if it cannot be recomputed from the tokens (`info.foreign_kv`, or edits). Otherwise
-        the file has only tokens, a few kilobytes, and the KV is computed again after `load`. Raises OSError, and what
-        `kv()` raises."""
-        session_import.save(path, self._calls.info, steps.run(self._calls.export(kv)))
+        the file has only tokens, a few kilobytes, and the KV is computed again after `load`. `on_progress` is told how
+        many bytes of KV have come. Raises OSError, and what `kv()` raises."""
+        with loading_line(on_progress) as told:
+            answer = steps.run(self._calls.export(kv, told))
+        session_import.save(path, self._calls.info, answer)
 
     @classmethod
     def attach(cls, session: str, *, address: str | None = None, token: str | None = None) -> Self:

@@ -31,10 +31,10 @@ class SessionImport(NamedTuple):
         return [] if self.window is None else [self.window.fd]
 
 
-def kv(session: SessionCalls) -> Steps[KV]:
+def kv(session: SessionCalls, *, on_progress: OnProgress | None = None) -> Steps[KV]:
     """The KV of all tokens, in memory that is mapped into this process: see KV. The daemon computes missing KV first,
-    and one copy over the bus brings it. Raises OutOfMemory, Retry."""
-    answer = yield from session.export(kv=True)
+    and one copy over the bus brings it. `on_progress` is told how many bytes have come. Raises OutOfMemory, Retry."""
+    answer = yield from session.export(kv=True, on_progress=on_progress)
     return exported_kv(answer.message, answer.fds)
 
 

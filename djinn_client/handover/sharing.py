@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from djinn_client.admin.loading_line import loading_line
 from djinn_client.arguments.options import PlacingOptions, build, placing_fields
 from djinn_client.errors import DjinnError, InvalidRequest
 from djinn_client.handover.content import digest
@@ -33,7 +34,7 @@ from djinn_client.protocol import (
     ShareModel,
     ShareWeights,
 )
-from djinn_client.transport.connection import Connection, OnProgress, connect
+from djinn_client.transport.connection import Connection, OnProgress, about, connect
 from djinn_client.transport.steps import run
 
 if TYPE_CHECKING:
@@ -102,8 +103,9 @@ def share_model(
     reuse       True: weights that this user shares in the same way already, from this process or another, are not
                 sent again. The daemon compares a digest of all tensors, so a model or a dict of them is needed
 
-    `kv_bytes`, `on_progress` and `placing` are as for `load`, and `token` is as for `Session`. The tensors are not
-    needed any more when this returns.
+    `kv_bytes`, `on_progress` and `placing` are as for `load`, and `token` is as for `Session`. `on_progress` is also
+    told of the weights that are filled in ("sharing") and sent ("sending"); without it, a terminal shows a progress
+    line. The tensors are not needed any more when this returns.
 
     Raises InvalidRequest for wrong arguments, ModelRejected with the tensor at fault, OutOfMemory with the
     figure, ConnectionLost.
@@ -125,7 +127,8 @@ def share_model(
     )
     connection = run(connect(address, token))
     try:
-        return _share(connection, wanted, b"".join(files.values()), tensors, on_progress)
+        with loading_line(on_progress) as told:
+            return _share(connection, wanted, b"".join(files.values()), tensors, told)
     except BaseException:
         connection.close()
         raise
@@ -157,7 +160,8 @@ def _share(
                 continue
             seal(fd)
             request = build(ShareWeights, share=described.share)
-            info = run(connection.call(request, ModelReply, on_progress, [fd])).message.model
+            on_sharing = about(described.model, on_progress)
+            info = run(connection.call(request, ModelReply, on_sharing, [fd])).message.model
         return ModelHandle(connection, described.share, info)
 
 

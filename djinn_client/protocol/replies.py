@@ -43,7 +43,8 @@ class Failure(Reply, tag="failure"):
 
 
 class Progress(Reply, tag="progress"):
-    """Not final: how far a model's loading has come, in bytes. `total` is 0 if the stage has no measure."""
+    """Not final: how far a model's loading has come, in bytes. `total` is 0 if the stage has no measure. The client
+    makes such messages itself while memory travels: `stage` is then "sending" or "receiving"."""
 
     model: str
     stage: str

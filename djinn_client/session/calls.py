@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from djinn_client.transport.connection import OnProgress
+
 
 class SessionCalls(ConnectedSession):
     """These calls as steps. A `Session` runs them to their end, and an `AsyncSession` is awaited."""
@@ -108,12 +110,15 @@ class SessionCalls(ConnectedSession):
         said = as_message(result.message)
         self.messages = continued(messages, said) if options.get("continue_final") else [*messages, said]
 
-    def forward(self, token_ids: Iterable[int]) -> Steps[npt.NDArray[np.float32]]:
-        """Extends the session by these n tokens and returns their logits, float32 [n, vocab], mapped and not copied."""
+    def forward(
+        self, token_ids: Iterable[int], *, on_progress: OnProgress | None = None
+    ) -> Steps[npt.NDArray[np.float32]]:
+        """Extends the session by these n tokens and returns their logits, float32 [n, vocab], mapped and not copied.
+        `on_progress` is told how many bytes of them have come."""
         self._expect_no_interventions("forward")
         expect_arrays("forward")
         request = build(requests.Forward, session=self.info.id, token_ids=listed_ids(token_ids))
-        return logits_array(*(yield from self.call(request, replies.Logits)))
+        return logits_array(*(yield from self.call(request, replies.Logits, on_progress)))
 
     def token_ids(self) -> Steps[list[int]]:
         """All tokens that the session has now, of prompts and outputs."""
@@ -132,13 +137,15 @@ class SessionCalls(ConnectedSession):
         request = build(requests.KeepRecord, session=self.info.id, body=body, record=name)
         return (yield from self.call(request, replies.RecordKept)).message.record
 
-    def export(self, kv: bool | None) -> Steps[Delivery[replies.SessionExported]]:
+    def export(
+        self, kv: bool | None, on_progress: OnProgress | None = None
+    ) -> Steps[Delivery[replies.SessionExported]]:
         """`kv` None: with the KV only if the tokens do not determine it."""
         if kv is None:
             listed = yield from self.call(build(requests.ListEdits, session=self.info.id), replies.Edits)
             kv = self.info.foreign_kv or bool(listed.message.edits)
         request = build(requests.ExportSession, session=self.info.id, kv=kv)
-        return (yield from self.call(request, replies.SessionExported))
+        return (yield from self.call(request, replies.SessionExported, on_progress))
 
     def points(self) -> Steps[PointMap | None]:
         """The points of the model; None if it is not loaded."""

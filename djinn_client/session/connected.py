@@ -31,7 +31,7 @@ from djinn_client.protocol import (
 )
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.session.streaming import StreamSteps
-from djinn_client.transport.connection import Connection, OnProgress, connect
+from djinn_client.transport.connection import Connection, OnProgress, about, connect
 from djinn_client.transport.exchange import Delivery, close_all
 from djinn_client.transport.steps import Steps
 
@@ -95,20 +95,21 @@ class ConnectedSession:
     def attach(self, session: str) -> Steps[None]:
         yield from self.enter(build(AttachSession, session=session))
 
-    def call(self, request: Request, expected: type[R]) -> Steps[Delivery[R]]:
+    def call(self, request: Request, expected: type[R], on_progress: OnProgress | None = None) -> Steps[Delivery[R]]:
         """Sends a request over the session's connection and returns its final reply. The caller owns its
         descriptors."""
         self._expect_idle()
+        told = on_progress and about(self.info.model, on_progress)
         with self._turn:
             self._expect_no_stream()
             connection = yield from self._connected()
             if not isinstance(request, Generate | Forward):
-                return (yield from connection.call(request, expected))
+                return (yield from connection.call(request, expected, told))
             if self.interventions and isinstance(request, Generate):
                 answer = yield from self.interventions.run(self, connection, request)
                 assert isinstance(answer.message, expected)
                 return Delivery(answer.message, answer.fds)
-            return (yield from self.run_over(connection, request, expected))
+            return (yield from self.run_over(connection, request, expected, told))
 
     def call_generate(self, request: Generate) -> Steps[Generated]:
         answer = yield from self.call(request, Generated)
@@ -157,13 +158,15 @@ class ConnectedSession:
                 self.stopped_at(delivery.message.hit)
             return delivery
 
-    def run_over(self, connection: Connection, request: Request, expected: type[R]) -> Steps[Delivery[R]]:
+    def run_over(
+        self, connection: Connection, request: Request, expected: type[R], on_progress: OnProgress | None = None
+    ) -> Steps[Delivery[R]]:
         """Runs a call that resumes from a hit or may stop at one. A call that fails leaves the hit as it was. The
         caller holds the turn."""
         at, hit = self.at, self.hit
         self.stopped_at(None)
         try:
-            answer = yield from connection.call(request, expected, on_sent=self._forget_left)
+            answer = yield from connection.call(request, expected, on_progress, on_sent=self._forget_left)
         except BaseException:
             self.at, self.hit = at, hit
             raise

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from djinn_client.errors import ConnectionLost, FrameTooLarge, InvalidRequest, ProtocolError, from_code
 from djinn_client.protocol import Failure, Hello, Progress, Reply, Request, Signal, Welcome
 from djinn_client.transport.address import ENVIRONMENT, PATH_LIMIT, candidates, may_be_remote, unreachable
 from djinn_client.transport.exchange import Delivery, Exchange, close_all, frame_of
 from djinn_client.transport.steps import Steps, Wait
+from djinn_client.transport.transfer import Direction, OnMoved
 from djinn_client.transport.unix_channel import UnixChannel
 from djinn_client.version import __version__
 
@@ -32,6 +35,9 @@ class Channel(Protocol):
 
     @property
     def closed(self) -> bool: ...
+
+    def watch(self, on_moved: OnMoved | None) -> None:
+        """From now on `on_moved` is called as windows pass; None: nothing is called."""
 
     def send(self, frame: bytes, fds: Sequence[int]) -> Steps[None]: ...
 
@@ -91,11 +97,14 @@ class Connection:
         on_sent: Callable[[], None] | None = None,
     ) -> Steps[Delivery[R]]:
         """Sends the request and returns its final reply. The request is given up when the caller stops or `on_progress`
-        raises. The daemon gets duplicates of `fds`, which stay the caller's. `on_sent` is called while the daemon
-        works, so its work costs the caller no time if the daemon has more to do.
+        raises. The daemon gets duplicates of `fds`, which stay the caller's. `on_progress` is told of the daemon's
+        loading, and of windows that pass. `on_sent` is called while the daemon works, so its work costs the caller no
+        time if the daemon has more to do.
 
         Raises the error of a Failure; ConnectionLost; ProtocolError for a reply of another kind than `expected`.
         """
+        if on_progress is not None:
+            self._channel.watch(_moved(request, on_progress))
         try:
             yield from self.start(request, fds)
             if on_sent is not None:
@@ -104,6 +113,9 @@ class Connection:
         except BaseException:
             self.give_up()
             raise
+        finally:
+            if on_progress is not None:
+                self._channel.watch(None)
 
     def rest(self, expected: type[R], on_progress: OnProgress | None = None) -> Steps[Delivery[R]]:
         """The final reply of a request that has been sent. Raises as `call` does."""
@@ -206,6 +218,22 @@ class Connection:
         except BaseException:
             self.close()
             raise
+
+
+def _moved(request: Request, on_progress: OnProgress) -> OnMoved:
+    model = str(getattr(request, "model", ""))
+
+    def told(direction: Direction, done: int, total: int) -> None:
+        on_progress(Progress(id=request.id, model=model, stage=direction, done=done, total=total))
+
+    return told
+
+
+def about(model: str, on_progress: OnProgress | None) -> OnProgress | None:
+    """The same `on_progress`, for requests that do not name this model, such as those of a session."""
+    if on_progress is None:
+        return None
+    return lambda progress: on_progress(msgspec.structs.replace(progress, model=model))
 
 
 _all: weakref.WeakSet[Connection] = weakref.WeakSet()

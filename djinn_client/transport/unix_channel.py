@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import array
+import fcntl
+import os
 import resource
 import socket
 import struct
@@ -12,6 +14,7 @@ from djinn_client.errors import ConnectionLost
 from djinn_client.protocol import MAX_FDS
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.steps import Steps, Wait
+from djinn_client.transport.transfer import Direction, OnMoved
 
 CHUNK = 64 << 10  # bytes asked of the socket at once
 FDS_SPACE = socket.CMSG_LEN(MAX_FDS * struct.calcsize("i"))
@@ -24,6 +27,7 @@ class UnixChannel:
         sock.setblocking(False)
         self._socket = sock
         self._path = path
+        self._on_moved: OnMoved | None = None
 
     def __str__(self) -> str:
         return self._path
@@ -32,6 +36,10 @@ class UnixChannel:
     def closed(self) -> bool:
         return self._socket.fileno() < 0
 
+    def watch(self, on_moved: OnMoved | None) -> None:
+        """See Channel. It is called once for a request and once for a reply: all bytes of a window pass at once."""
+        self._on_moved = on_moved
+
     def send(self, frame: bytes, fds: Sequence[int]) -> Steps[None]:
         """Raises OSError, and not if the daemon has hung up: its reason may be waiting to be read."""
         rest: bytes | memoryview = frame
@@ -39,6 +47,8 @@ class UnixChannel:
         while True:
             try:
                 count = self._socket.sendmsg([rest], rights, socket.MSG_NOSIGNAL)
+                if rights and self._on_moved is not None:
+                    _tell_moved(self._on_moved, "sending", fds)
                 if count == len(rest):
                     return
                 rest = memoryview(rest)[count:]
@@ -68,6 +78,12 @@ class UnixChannel:
                 close_all(fds)
                 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
                 raise ConnectionLost(f"no room for a file descriptor: this process may open {limit}; `ulimit -n` more")
+            if fds and self._on_moved is not None:
+                try:
+                    _tell_moved(self._on_moved, "receiving", fds)
+                except BaseException:
+                    close_all(fds)
+                    raise
             return data, fds
 
     def has_input(self) -> bool:
@@ -91,3 +107,16 @@ def descriptors_in(passed: list[tuple[int, int, bytes]]) -> list[int]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
         for (fd,) in struct.iter_unpack("i", data[: len(data) - len(data) % size])
     ]
+
+
+def _tell_moved(on_moved: OnMoved, direction: Direction, fds: Sequence[int]) -> None:
+    if nbytes := sum(os.fstat(fd).st_size for fd in fds if _is_memory(fd)):
+        on_moved(direction, nbytes, nbytes)
+
+
+def _is_memory(fd: int) -> bool:
+    """True for a memfd, False for a file or a folder."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) >= 0
+    except OSError:
+        return False

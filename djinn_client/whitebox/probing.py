@@ -22,6 +22,8 @@ from djinn_client.whitebox.handles import Handle
 if TYPE_CHECKING:
     from typing import Unpack
 
+    from djinn_client.transport.connection import OnProgress
+
 T = TypeVar("T")
 
 
@@ -44,16 +46,23 @@ class Capture(Generic[T]):
         self._session = session
         self._run = run
 
-    def run(self, prompt: str | Iterable[int] | None = None, **options: Unpack[GenerateOptions]) -> T:
+    def run(
+        self,
+        prompt: str | Iterable[int] | None = None,
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> T:
         """Extends the session by the prompt, as `generate` does and with its options; `max_tokens` is 0 if it is not
         given: nothing is generated. The Cache has all positions that the call computes: the prompt's and those of all
         generated tokens but the last; without a prompt it has the session's last one, at which the next token is
         chosen. Positions that new edits change are computed again, and are in it too. The call does not stop at
         breakpoints: to go back to a boundary between two blocks that it has captured, see Cache.resume_point.
+        `on_progress` is told how many bytes of the activations have come.
 
         Raises what `generate` raises, SessionStateError while the session has functions (`intervene`), and
         InvalidRequest for points that the model does not have, and for more than a call may capture (1 GiB)."""
-        return self._run(capture(self._session, self.points, prompt, options))
+        return self._run(capture(self._session, self.points, prompt, options, on_progress))
 
 
 def named(points: str | Iterable[str]) -> list[str]:
@@ -148,7 +157,11 @@ def edits(session: SessionCalls) -> Steps[list[EditInfo]]:
 
 
 def capture(
-    session: SessionCalls, points: Sequence[str], prompt: str | Iterable[int] | None, options: GenerateOptions
+    session: SessionCalls,
+    points: Sequence[str],
+    prompt: str | Iterable[int] | None,
+    options: GenerateOptions,
+    on_progress: OnProgress | None = None,
 ) -> Steps[Cache]:
     if session.interventions:
         raise SessionStateError(
@@ -159,7 +172,7 @@ def capture(
     expect_arrays("capture")
     request = generate_request(session.info.id, prompt, {"max_tokens": 0, **options}, stream=False)
     request.capture = list(points)
-    answer = yield from session.call(request, Generated)
+    answer = yield from session.call(request, Generated, on_progress)
     if answer.message.captured is None and answer.message.finish_reason == "cancelled":
         raise Cancelled("the call was ended, or the session closed, by another client: nothing was captured")
     captured, memory = mapped(answer.message, answer.fds)

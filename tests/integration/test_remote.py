@@ -9,13 +9,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 import trustme
 
 import djinn_client as djinn
+from djinn_client.protocol import Progress
 from djinn_client.transport.address import hosts_file
 from djinn_client.transport.remote import channel
 from djinn_client.transport.remote.hosts import read_hosts
@@ -120,6 +123,27 @@ def test_a_folder_of_the_client_s_machine_is_refused_with_a_remedy(daemon: Daemo
         djinn.Session("/home/me/model", address=address)
 
 
+def test_a_download_tells_how_far_it_is(daemon: Daemon, gateway: RemoteGateway, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    address = gateway.address_for(token_of(daemon, "downloader"))
+    with djinn.Session(MODEL, address=address) as s:
+        s.generate("def f", max_tokens=4, ignore_eos=True)
+        nbytes = len(s.kv(on_progress=told.append).memory)
+        assert (told[-1].model, told[-1].stage) == (MODEL, "receiving")
+        assert told[-1].done == told[-1].total == nbytes
+        told.clear()
+        s.save(tmp_path / "session", kv=True, on_progress=told.append)
+        assert told[-1].done == told[-1].total == nbytes
+        told.clear()
+        s.capture("blocks.0.hook_resid_post").run(" g", on_progress=told.append)
+        s.forward([1, 2], on_progress=told.append)
+    assert {now.stage for now in told} == {"receiving"}
+    told.clear()
+    with djinn.Session.load(tmp_path / "session", address=address, on_progress=told.append):
+        sent = [now for now in told if now.stage == "sending"]
+        assert sent[-1].done == sent[-1].total == nbytes
+
+
 @pytest.mark.long
 def test_a_model_is_shared_from_another_machine(daemon: Daemon, gateway: RemoteGateway) -> None:
     config = transformers.LlamaConfig(
@@ -127,14 +151,16 @@ def test_a_model_is_shared_from_another_machine(daemon: Daemon, gateway: RemoteG
     )
     model = transformers.LlamaForCausalLM(config).eval()
     address = gateway.address_for(token_of(daemon, "sharer"))
-    with djinn.share_model(model, name="shared", kv_bytes=4 << 20, address=address) as handle:
+    told: list[Progress] = []
+    options: dict[str, Any] = {"name": "shared", "kv_bytes": 4 << 20, "address": address}
+    with djinn.share_model(model, **options, on_progress=told.append) as handle:
+        sent = [now for now in told if now.stage == "sending" and now.total > sum(map(torch.numel, model.parameters()))]
+        assert sent[-1].done == sent[-1].total and sent[-1].model == "shared"
         with djinn.Session(handle.name, address=address) as s:
             logits = s.forward([1, 2, 3])
             kv = s.kv()
         with djinn.Session.from_kv(handle.name, [1, 2, 3, 4], kv, address=address) as again:
             assert again.forward([5]).shape == (1, 128)
-    import torch
-
     expected = model(torch.tensor([[1, 2, 3]])).logits[0].detach().numpy()
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
 

@@ -250,7 +250,8 @@ def test_weights_stay_for_the_next_program_when_a_connection_breaks(
     assert first._handle is not None
     first._handle._connection.close()  # as when its process ends
     with djinn.remote(local, kv_bytes=32 << 20, address=roomy_daemon.address, on_progress=told.append) as second:
-        assert (second.name_or_path, told) == (first.name_or_path, [])
+        assert second.name_or_path == first.name_or_path
+        assert not any(progress.stage == "sharing" for progress in told)
         ids = torch.tensor([[300, 20, 101]])
         assert second.generate(ids, max_new_tokens=4).tolist() == local.generate(ids, max_new_tokens=4).tolist()
     with pytest.raises(djinn.ModelNotFound):

@@ -21,6 +21,7 @@ from djinn_client.transport.remote.link import Link
 from djinn_client.transport.remote.records import COUNT, OPENING, RESUMING, VERSION, Kind, Record
 from djinn_client.transport.remote.tls import client_context, expect_pinned, not_certified
 from djinn_client.transport.steps import Steps, Wait
+from djinn_client.transport.transfer import OnMoved
 
 CONNECT_S = 10.0  # for one attempt, TLS included
 PING_S = 10.0  # without a byte from the gateway, while a call waits
@@ -43,6 +44,7 @@ class RemoteChannel:
         self._secret = b""  # "" until the gateway has opened the link
         self._grace = CONNECT_S
         self._is_closed = False
+        self._on_moved: OnMoved | None = None
         self._heard = 0.0  # when the last byte came, or the last call began; by time.monotonic
 
     def __str__(self) -> str:
@@ -57,6 +59,12 @@ class RemoteChannel:
         self._carrier = Carrier((yield from _connect(self._address)))
         self._heard = time.monotonic()
         self._link.put(Kind.OPEN, bytes([VERSION]))
+
+    def watch(self, on_moved: OnMoved | None) -> None:
+        """See Channel. It is called after each mebibyte, or more often."""
+        self._on_moved = on_moved
+        self._link.sending.begin()
+        self._link.receiving.begin()
 
     def send(self, frame: bytes, fds: Sequence[int]) -> Steps[None]:
         """Sends a frame and its windows. Raises ConnectionLost."""
@@ -73,6 +81,7 @@ class RemoteChannel:
             except OSError as error:
                 yield from self._resume(error)
                 continue
+            self._tell_moved()
             yield Wait("write", self._open_carrier().fileno(), DEAD_S)
 
     def offer(self, frame: bytes) -> bool:
@@ -90,6 +99,7 @@ class RemoteChannel:
         """Waits for bytes of frames; with them come the descriptors of windows that came before. b"" at the link's end.
         Raises ConnectionLost, ProtocolError."""
         while True:
+            self._tell_moved()
             if (arrived := self._link.collect()) is not None:
                 return bytes(arrived.data), arrived.fds
             if self._link.is_closed_by_peer:
@@ -149,6 +159,11 @@ class RemoteChannel:
             return False
         self._heard = time.monotonic()
         return True
+
+    def _tell_moved(self) -> None:
+        if self._on_moved is not None:
+            self._link.sending.tell("sending", self._on_moved)
+            self._link.receiving.tell("receiving", self._on_moved)
 
     def _opened(self, record: Record) -> None:
         if record.kind is not Kind.OPENED or len(record.payload) != OPENING.size:

@@ -20,6 +20,7 @@ from djinn_client.errors import ProtocolError
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.remote.records import COUNT, MAX_PAYLOAD, NUMBERED, Kind, Record
 from djinn_client.transport.shm import map_writable, new_window
+from djinn_client.transport.transfer import Transfer
 
 ACK_BYTES = 256 << 10  # received bytes, after which they are acknowledged
 ACK_RECORDS = 64  # received records, after which they are acknowledged
@@ -43,6 +44,7 @@ class Link:
         self.is_closed_by_peer = False
         self.received = 0  # numbered records that have come
         self.held = 0  # bytes of frames that are kept
+        self.sending, self.receiving = Transfer(), Transfer()
         self._make_window = make_window or (lambda nbytes: new_window("djinn-remote", nbytes))
         self._is_sealed = is_sealed
         self._sent: deque[Record] = deque()  # numbered, sent on this TLS connection or an earlier one
@@ -64,6 +66,7 @@ class Link:
 
     def put_window(self, memory: memoryview) -> None:
         """The memory is read until its last byte is acknowledged, and must not change before."""
+        self.sending.total += len(memory)
         self._queue.append(Record(Kind.WINDOW, COUNT.pack(len(memory))))
         for start in range(0, len(memory), MAX_PAYLOAD):
             self._queue.append(Record(Kind.PART, memory[start : start + MAX_PAYLOAD]))
@@ -121,6 +124,7 @@ class Link:
                 self._begin_window(payload)
             case Kind.PART:
                 assert self._filling is not None
+                self.receiving.done += length
                 if self._filling.filled(length):
                     self._window_complete()
             case Kind.CLOSE:
@@ -160,6 +164,7 @@ class Link:
             told = f"window {len(self._windows) + 1} of a frame has {nbytes:,} bytes"
             raise ProtocolError(f"{told}: a frame may bring {MAX_WINDOWS}, and none is empty")
         self._filling = _Filling(self._make_window(nbytes), nbytes)
+        self.receiving.total += nbytes
 
     def _window_complete(self) -> None:
         assert self._filling is not None
@@ -188,6 +193,8 @@ class Link:
             self._acked += 1
             if record.kind is Kind.FRAMES:
                 self.held -= len(record.payload)
+            elif record.kind is Kind.PART:
+                self.sending.done += len(record.payload)
 
 
 class _Filling:

@@ -34,6 +34,8 @@ class Terminal(io.StringIO):
 def test_the_progress_line_fits_its_columns() -> None:
     assert line_of(READING, 80) == f"llama: reading {'━' * 6}{'─' * 18} 6.0 of 24.0 GiB"
     assert line_of(CHECKING, 80) == "llama: checking"
+    sending = Progress(id=1, model="", stage="sending", done=3 << 20, total=4 << 20)
+    assert line_of(sending, 80) == f"sending {'━' * 18}{'─' * 6} 3.0 of 4.0 MiB"
     assert len(line_of(READING, 20)) == 19
 
 

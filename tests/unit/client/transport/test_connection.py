@@ -28,6 +28,8 @@ from djinn_client.protocol import (
     encode,
 )
 from djinn_client.transport.connection import Connection
+from djinn_client.transport.exchange import close_all
+from djinn_client.transport.shm import new_window
 from djinn_client.transport.steps import run
 from djinn_client.transport.unix_channel import UnixChannel
 from tests.support.descriptors import open_descriptors
@@ -115,6 +117,25 @@ def test_progress_is_told(pair: Pair) -> None:
     assert told == [Progress(id=1, model="m", stage="read", done=1, total=2)]
 
 
+def test_memory_that_passes_as_a_descriptor_is_told_of_once(pair: Pair) -> None:
+    told: list[tuple[str, int, int]] = []
+    sent, came = new_window("sent", 8192), new_window("came", 4096)
+    socket.send_fds(pair.daemon, [encode(Logits(id=1, tokens=1, vocab=1, timings=Timings()), fds=1)], [came])
+    folder = os.open("/", os.O_RDONLY)
+    answer = run(
+        pair.connection.call(
+            Ping(id=0), Logits, lambda now: told.append((now.stage, now.done, now.total)), [sent, folder]
+        )
+    )
+    close_all([sent, came, folder, *answer.fds])
+    assert told == [("sending", 8192, 8192), ("receiving", 4096, 4096)]
+    again = new_window("later", 4096)
+    pair.reply(Done(id=2))
+    run(pair.connection.call(Ping(id=0), Done, fds=[again]))
+    os.close(again)
+    assert len(told) == 2, "a call without on_progress tells nothing"
+
+
 def test_an_error_in_the_callback_gives_the_call_up(pair: Pair) -> None:
     def fail(progress: Progress) -> None:
         raise ZeroDivisionError
@@ -124,6 +145,20 @@ def test_an_error_in_the_callback_gives_the_call_up(pair: Pair) -> None:
         run(pair.connection.call(Ping(id=0), Done, fail))
     assert pair.arrived() == [Ping(id=1), Cancel(target=1)]
     assert not pair.connection.closed
+
+
+def test_memory_that_comes_is_not_kept_open_when_the_callback_raises(pair: Pair) -> None:
+    def fail(progress: Progress) -> None:
+        raise ZeroDivisionError
+
+    came = new_window("came", 4096)
+    socket.send_fds(pair.daemon, [encode(Logits(id=1, tokens=1, vocab=1, timings=Timings()), fds=1)], [came])
+    os.close(came)
+    before = open_descriptors()
+    with pytest.raises(ZeroDivisionError):
+        run(pair.connection.call(Ping(id=0), Logits, fail))
+    assert pair.connection.closed
+    assert open_descriptors() == before - 1  # the connection's
 
 
 def test_stopping_to_wait_gives_the_call_up_and_the_next_one_awaits_its_end(pair: Pair) -> None:

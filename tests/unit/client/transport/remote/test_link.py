@@ -137,6 +137,37 @@ def test_a_window_is_acknowledged_when_it_is_complete() -> None:
     other.close_windows()
 
 
+def test_sent_bytes_of_windows_count_once_they_are_acknowledged() -> None:
+    one, other = Link(), Link()
+    one.put_window(memoryview(bytes(2 * MAX_PAYLOAD)))
+    one.put_frames(b"frame")
+    carry(one, other, 2)  # the window's announcement, and its first half
+    assert (other.receiving.done, other.receiving.total) == (MAX_PAYLOAD, 2 * MAX_PAYLOAD)
+    assert (one.sending.done, one.sending.total) == (0, 2 * MAX_PAYLOAD)
+    reconnect(one, other)
+    assert one.sending.done == MAX_PAYLOAD
+    carry(one, other)
+    carry(other, one)
+    assert (one.sending.done, other.receiving.done) == (2 * MAX_PAYLOAD, 2 * MAX_PAYLOAD)
+    other.close_windows()
+
+
+def test_bytes_on_their_way_stay_counted_when_counting_begins_again() -> None:
+    one, other = Link(), Link()
+    one.put_window(memoryview(bytes(2 * MAX_PAYLOAD)))
+    carry(one, other, 2)
+    reconnect(one, other)
+    one.sending.begin()
+    told: list[tuple[str, int, int]] = []
+    one.sending.tell("sending", lambda *moved: told.append(moved))
+    carry(one, other)
+    carry(other, one)
+    for _ in range(2):
+        one.sending.tell("sending", lambda *moved: told.append(moved))
+    assert told == [("sending", MAX_PAYLOAD, MAX_PAYLOAD)]
+    other.close_windows()
+
+
 def test_a_ping_is_answered() -> None:
     one, other = Link(), Link()
     one.put(Kind.PING)
