@@ -5,11 +5,15 @@ The fixtures at the end are imported by conftest files.
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import shutil
 import socket
 import tempfile
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -95,7 +99,8 @@ class Line:
         """Sends the frame with its descriptors, which the script keeps."""
         frame = encode(message, len(fds))
         sent = socket.send_fds(self._socket, [frame], fds)
-        self._socket.sendall(frame[sent:])
+        if sent < len(frame):
+            self._socket.sendall(frame[sent:])
 
     def welcome(self) -> None:
         hello = self.expect(Hello)
@@ -105,6 +110,13 @@ class Line:
         self.welcome()
         request = self.expect(OpenSession)
         self.send(SessionOpened(id=request.id, session=session_info(**fields)))
+
+    def await_read(self) -> None:
+        """Waits until the other side has read all that was sent."""
+        waiting = array.array("i", [1])
+        while waiting[0]:
+            fcntl.ioctl(self._socket, termios.TIOCOUTQ, waiting)
+            time.sleep(0.001)
 
     def close(self) -> None:
         self._socket.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 from contextlib import suppress
 
@@ -71,6 +72,16 @@ class Carrier:
             if self._have == len(self._target) and (record := self._complete(link)) is not None:
                 return True, record
         return True, None
+
+    def finish(self) -> None:
+        """Tells the other end that no more comes. Its bytes can only be skipped from now on."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def skip(self) -> None:
+        """Throws away bytes that have come. A socket that is closed with unread bytes takes back what it has sent."""
+        with suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+            if not self._socket.recv(AT_ONCE):
+                raise ConnectionResetError("the other end has closed the TLS connection")
 
     def _fill(self, link: Link) -> bool:
         """Takes the next records to send. Returns False if there are none."""

@@ -14,7 +14,7 @@ from mmap import PROT_READ, mmap
 from threading import Thread
 from typing import Any
 
-from djinn_client.errors import CertificateNotTrusted, ConnectionLost, ProtocolError
+from djinn_client.errors import CertificateNotTrusted, ConnectionLost, DjinnError, ProtocolError
 from djinn_client.transport.remote.carrier import Carrier
 from djinn_client.transport.remote.hosts import RemoteAddress
 from djinn_client.transport.remote.link import Link
@@ -67,13 +67,14 @@ class RemoteChannel:
         self._link.receiving.begin()
 
     def send(self, frame: bytes, fds: Sequence[int]) -> Steps[None]:
-        """Sends a frame and its windows. Raises ConnectionLost."""
+        """Sends a frame and its windows. Raises ConnectionLost, but not if the gateway has closed the link: its reason
+        is waiting to be read."""
         self._heard = time.monotonic()  # between calls the gateway has nothing to say
         for fd in fds:
             nbytes = os.fstat(fd).st_size
             self._link.put_window(memoryview(mmap(fd, nbytes, prot=PROT_READ)))
         self._link.put_frames(frame)
-        while True:
+        while not self._link.is_closed_by_peer:
             try:
                 if not self._open_carrier().write(self._link):
                     return
@@ -97,7 +98,7 @@ class RemoteChannel:
 
     def receive(self) -> Steps[tuple[bytes, list[int]]]:
         """Waits for bytes of frames; with them come the descriptors of windows that came before. b"" at the link's end.
-        Raises ConnectionLost, ProtocolError."""
+        Raises ConnectionLost, ProtocolError, OutOfMemory."""
         while True:
             self._tell_moved()
             if (arrived := self._link.collect()) is not None:
@@ -118,7 +119,7 @@ class RemoteChannel:
         """Looks without waiting whether the gateway has sent anything, or is gone."""
         try:
             self._read()
-        except (OSError, ProtocolError):
+        except (OSError, DjinnError):
             return False  # the next call connects again
         return self._link.has_arrived or self._link.is_closed_by_peer
 
@@ -180,8 +181,8 @@ class RemoteChannel:
             self._open_carrier().write(self._link)
 
     def _resume(self, broken: OSError) -> Steps[None]:
-        """Continues the link over a new TLS connection. Raises ConnectionLost when the gateway does not answer for as
-        long as it keeps the link, or has not kept it."""
+        """Continues the link over a new TLS connection, unless the gateway has closed it. Raises ConnectionLost when
+        the gateway does not answer for as long as it keeps the link, or has not kept it."""
         if self._is_closed:
             raise ConnectionLost(f"the connection to {self._address} was closed here") from broken
         if self._carrier is not None:
@@ -190,7 +191,7 @@ class RemoteChannel:
                     pass
             self._carrier.close()
         if self._link.is_closed_by_peer:
-            raise ConnectionLost(f"the gateway at {self._address} has closed the connection") from broken
+            return
         until, pause = time.monotonic() + self._grace, 0.0
         while True:
             if pause:

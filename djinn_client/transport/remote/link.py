@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from djinn_client.errors import ProtocolError
+from djinn_client.errors import OutOfMemory, ProtocolError
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.remote.records import COUNT, MAX_PAYLOAD, NUMBERED, Kind, Record
 from djinn_client.transport.shm import map_writable, new_window
@@ -45,7 +45,7 @@ class Link:
         self.received = 0  # numbered records that have come
         self.held = 0  # bytes of frames that are kept
         self.sending, self.receiving = Transfer(), Transfer()
-        self._make_window = make_window or (lambda nbytes: new_window("djinn-remote", nbytes))
+        self._make_window = make_window or _own_window
         self._is_sealed = is_sealed
         self._sent: deque[Record] = deque()  # numbered, sent on this TLS connection or an earlier one
         self._acked = 0  # number of the first record of _sent
@@ -149,7 +149,9 @@ class Link:
         return self._arrived.popleft() if self._arrived else None
 
     def close_windows(self) -> None:
-        """Frees the windows that no frame has taken."""
+        """Frees the windows that no frame has taken, and those that are not sent. The link has ended."""
+        self._queue.clear()
+        self._sent.clear()
         close_all(self._windows)
         self._windows = []
         if self._filling is not None:
@@ -214,6 +216,16 @@ class _Filling:
         """Returns True if the window is complete."""
         self._done += length
         return self._done == len(self._memory)
+
+
+def _own_window(nbytes: int) -> int:
+    """Raises OutOfMemory: an OSError would mean that the TLS connection is broken."""
+    try:
+        return new_window("djinn-remote", nbytes)
+    except OSError as error:
+        raise OutOfMemory(
+            f"this machine has no memory for {nbytes:,} bytes that the daemon sends: {error.strerror}", bytes=nbytes
+        ) from error
 
 
 def _count_in(payload: bytes) -> int:

@@ -7,7 +7,9 @@ client for the gateway's own user; and the daemon's answer to it. Windows of the
 parts. Windows of the client are received into memory that the daemon then gets, sealed.
 
     greeting ──Hello──► asking the daemon ──Welcome──► open ◄──── broken, for `grace` seconds at the most
-        └─────────────────────┴──────────────────────────┴───────────┴──► ended
+        └─────────────────────┴──────────────────────────┴───────────┴──► leaving ──► ended
+
+A relay that leaves has hung up on the daemon. The client still gets all that waits for it, and then the reason.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from threading import Thread
+from typing import Any
 
 from djinn_client.errors import Busy, DjinnError, NotAuthenticated, ProtocolError
 from djinn_client.protocol import Failure, FrameDecoder, Hello, Welcome, decode_reply, decode_request, encode, framed
@@ -28,13 +32,15 @@ from djinn_client.transport.shm import map_window, new_window
 from djinnd.gateway.entry.auth import is_djinnd_token
 from djinnd.gateway.remote.accounts import Accounts
 from djinnd.gateway.remote.daemon_socket import DaemonSocket
+from djinnd.gateway.remote.readiness import Readiness
 
 log = logging.getLogger("djinnd.gateway")
 
 SECRET_BYTES = 16
 MAX_HELLO = 64 << 10  # bytes of the first frame in each direction
 HIGH_WATER = 1 << 20  # bytes on their way to one side, from which the other side is not read
-LINGER_S = 5.0  # for the last records after the daemon has hung up
+LINGER_S = 5.0  # in which a client must take more of the last records, and then hang up
+LARGE_WINDOW = 4 << 20  # bytes, for which the kernel takes a third of a millisecond; more are freed on a thread
 
 
 class Relay:
@@ -50,6 +56,7 @@ class Relay:
         self._accounts = accounts
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
+        self._ready = Readiness(self._loop)
         self._link = Link(self._make_window, is_sealed=True)
         self._carrier: Carrier | None = None
         self._daemon: DaemonSocket | None = None
@@ -57,11 +64,10 @@ class Relay:
         self._welcome: FrameDecoder | None = FrameDecoder(MAX_HELLO, 0)
         self._token = ""
         self._charged = 0  # bytes of windows that the client is sending
+        self._reason = ""  # why it leaves or has ended
+        self._is_told = False  # the last record has gone out
         self._is_ended = False
-        self._is_last = False  # the daemon has hung up: no more is queued
         self._timer: asyncio.TimerHandle | None = None
-        self._reads: set[int] = set()  # descriptors with a reader in the loop
-        self._writes: set[int] = set()  # likewise, a writer
 
     # --- the TLS connections ------------------------------------------------------------------------------------------
 
@@ -71,31 +77,44 @@ class Relay:
 
     def resume(self, carrier: Carrier, received: int) -> None:
         """Continues over a new TLS connection; a former one is closed. Raises ProtocolError."""
-        self._drop_carrier()
         self._link.resume(received)
+        self._drop_carrier()
         self._link.put(Kind.RESUMED, COUNT.pack(self._link.received))
         log.info("remote_resumed name=%s", self.name)
         self._carry(carrier)
 
+    def leave(self, reason: str) -> None:
+        """Hangs up on the daemon at once, and on the client when it has what waits for it."""
+        if self._reason:
+            return
+        self._reason = reason
+        self._drop_daemon()
+        self._link.put(Kind.CLOSE)
+        self._wait(self._grace_s)
+        self._write_client()
+
     def end(self, reason: str) -> None:
-        """Hangs up on both sides."""
+        """Hangs up on both sides at once."""
         if self._is_ended:
             return
         self._is_ended = True
         self.settled.set()
-        log.info("remote_ended name=%s reason=%s", self.name, reason)
-        self._stop_timer()
-        if self._carrier is not None:
+        if not self._reason:
+            self._reason = reason
             self._link.put(Kind.CLOSE)
             with suppress(OSError):
-                self._carrier.write(self._link)
-            self._drop_carrier()
-        if self._daemon is not None:
-            self._unwatch(self._daemon.fileno())
-            self._daemon.close()
+                if self._carrier is not None:
+                    self._carrier.write(self._link)
+        log.info("remote_ended name=%s reason=%s", self.name, self._reason)
+        self._stop_timer()
+        self._drop_daemon()
+        self._drop_carrier()
         while (arrived := self._link.collect()) is not None:
             close_all(arrived.fds)
-        self._link.close_windows()
+        if self._charged < LARGE_WINDOW:
+            self._link.close_windows()
+        else:
+            _aside(self._link.close_windows)
         self._accounts.release(self._token, self._charged)
         if self._token:
             self._accounts.close(self._token)
@@ -104,26 +123,36 @@ class Relay:
     def _carry(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._stop_timer()
-        self._read_client()
+        if self._reason:
+            self._write_client()
+        else:
+            self._read_client()
 
     def _broken(self, error: OSError) -> None:
-        """The TLS connection is broken. Its client has `grace` seconds to come back."""
+        """The TLS connection is broken. Its client has `grace` seconds to come back, unless it has all."""
         self._drop_carrier()
-        if self.is_introduced and not self._is_ended:
+        if self.is_introduced and not self._is_told and not self._is_ended:
             log.info("remote_broken name=%s error=%s", self.name, error.strerror or error)
-            self._wait(self._grace_s, "the client did not come back")
+            self._wait(self._grace_s)
         else:
             self.end("the client is gone")
 
     def _drop_carrier(self) -> None:
         if self._carrier is not None:
-            self._unwatch(self._carrier.fileno())
+            self._ready.forget(self._carrier.fileno())
             self._carrier.close()
             self._carrier = None
 
-    def _wait(self, seconds: float, reason: str) -> None:
+    def _drop_daemon(self) -> None:
+        if self._daemon is not None:
+            self._ready.forget(self._daemon.fileno())
+            self._daemon.close()
+            self._daemon = None
+
+    def _wait(self, seconds: float) -> None:
+        """Ends the link unless something happens before."""
         self._stop_timer()
-        self._timer = self._loop.call_later(seconds, self.end, reason)
+        self._timer = self._loop.call_later(seconds, self.end, "the client did not come back")
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -136,6 +165,8 @@ class Relay:
         carrier = self._carrier
         if carrier is None:
             return
+        if self._reason:
+            return self._skip(carrier)
         try:
             more, record = carrier.read(self._link)
             if record is not None:
@@ -152,6 +183,13 @@ class Relay:
         self._write_client()
         if more and self._carrier is carrier:
             self._loop.call_soon(self._read_client)
+
+    def _skip(self, carrier: Carrier) -> None:
+        """A relay that leaves takes nothing more."""
+        try:
+            carrier.skip()
+        except OSError as error:
+            self._broken(error)
 
     def _from_client(self, data: bytearray, fds: list[int]) -> None:
         """Raises DjinnError."""
@@ -198,9 +236,9 @@ class Relay:
             raise Busy(f"the gateway has no memory for a window of {nbytes:,} bytes now: {error}") from error
 
     def _refuse(self, error: DjinnError) -> None:
-        """Ends the link with an error that is about all of it."""
+        """Leaves with an error that is about the whole link."""
         self._link.put_frames(encode(Failure(id=0, code=error.code, message=error.message, data=error.data)))
-        self.end(error.message)
+        self.leave(error.message)
 
     def _write_daemon(self) -> None:
         if self._daemon is None:
@@ -209,7 +247,7 @@ class Relay:
             more = self._daemon.write()
         except OSError:
             more = False  # its last words are read before its end is noticed
-        self._watch_writing(self._daemon.fileno(), self._write_daemon, more)
+        self._ready.writing(self._daemon.fileno(), self._write_daemon, more)
         self._watch()
 
     # --- from the daemon to the client --------------------------------------------------------------------------------
@@ -223,14 +261,23 @@ class Relay:
         except OSError:
             data, fds = b"", []
         if not data:
-            return self._hung_up()
-        if self._welcome is not None:
-            self._look_for_welcome(data)
-        for fd in fds:
-            self._link.put_window(map_window(fd, os.fstat(fd).st_size))
-            os.close(fd)
+            return self.leave("the daemon has closed it")
+        try:
+            if self._welcome is not None:
+                self._look_for_welcome(data)
+            for fd in fds:
+                self._link.put_window(self._mapped(fd))
+        except DjinnError as error:
+            return self._refuse(error)
+        finally:
+            close_all(fds)
         self._link.put_frames(data)
         self._write_client()
+
+    def _mapped(self, fd: int) -> memoryview:
+        """A window of the daemon. Raises ProtocolError, OutOfMemory."""
+        nbytes = os.fstat(fd).st_size
+        return map_window(fd, nbytes, _aside if nbytes >= LARGE_WINDOW else None)
 
     def _look_for_welcome(self, data: bytes) -> None:
         assert self._welcome is not None
@@ -242,25 +289,19 @@ class Relay:
                 self._welcome = None
             return
 
-    def _hung_up(self) -> None:
-        """The daemon has closed the connection. Its last bytes still go to the client."""
-        assert self._daemon is not None
-        self._is_last = True
-        self._unwatch(self._daemon.fileno())
-        self._link.put(Kind.CLOSE)
-        self._wait(LINGER_S if self._carrier is not None else self._grace_s, "the daemon has closed it")
-        self._write_client()
-
     def _write_client(self) -> None:
         if self._carrier is None:
             return self._watch()
         try:
             more = self._carrier.write(self._link)
+            if self._reason and not more:
+                self._carrier.finish()
+                self._is_told = True
         except OSError as error:
             return self._broken(error)
-        if self._is_last and not more:
-            return self.end("the daemon has closed it")
-        self._watch_writing(self._carrier.fileno(), self._write_client, more)
+        if self._reason:
+            self._wait(LINGER_S)
+        self._ready.writing(self._carrier.fileno(), self._write_client, more)
         self._watch()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -269,30 +310,11 @@ class Relay:
         """Reads each side unless too much waits for the other one."""
         if self._carrier is not None:
             has_room = self._daemon is None or self._daemon.queued < HIGH_WATER
-            self._watch_reading(self._carrier.fileno(), self._read_client, has_room)
-        if self._daemon is not None and not self._is_last:
-            self._watch_reading(self._daemon.fileno(), self._read_daemon, self._link.held < HIGH_WATER)
+            self._ready.reading(self._carrier.fileno(), self._read_client, has_room)
+        if self._daemon is not None:
+            self._ready.reading(self._daemon.fileno(), self._read_daemon, self._link.held < HIGH_WATER)
 
-    def _watch_reading(self, fd: int, act: Callable[[], None], wanted: bool) -> None:
-        if wanted and fd not in self._reads:
-            self._loop.add_reader(fd, act)
-            self._reads.add(fd)
-        elif fd in self._reads and not wanted:
-            self._loop.remove_reader(fd)
-            self._reads.discard(fd)
 
-    def _watch_writing(self, fd: int, act: Callable[[], None], wanted: bool) -> None:
-        if wanted and fd not in self._writes:
-            self._loop.add_writer(fd, act)
-            self._writes.add(fd)
-        elif fd in self._writes and not wanted:
-            self._loop.remove_writer(fd)
-            self._writes.discard(fd)
-
-    def _unwatch(self, fd: int) -> None:
-        if fd in self._reads:
-            self._loop.remove_reader(fd)
-        if fd in self._writes:
-            self._loop.remove_writer(fd)
-        self._reads.discard(fd)
-        self._writes.discard(fd)
+def _aside(act: Callable[..., Any], *args: Any) -> None:
+    """Calls the function on a thread of its own."""
+    Thread(target=act, args=args, name="djinn-free", daemon=True).start()

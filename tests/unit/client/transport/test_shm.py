@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,21 @@ def test_the_mapping_outlives_the_descriptor_and_dies_with_its_last_view() -> No
     assert mappings() == 1
     del part
     gc.collect()
+    assert mappings() == 0
+
+
+def test_a_mapping_is_unmapped_by_its_runner() -> None:
+    fd = os.memfd_create("outlives", os.MFD_ALLOW_SEALING)
+    os.write(fd, b"abcdef")
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    later: list[tuple[Any, ...]] = []
+    window = map_window(fd, 6, lambda *call: later.append(call))
+    os.close(fd)
+    del window
+    gc.collect()
+    assert mappings() == 1
+    for act, *args in later:
+        act(*args)
     assert mappings() == 0
 
 

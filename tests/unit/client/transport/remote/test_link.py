@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from djinn_client.errors import ProtocolError
+from djinn_client.errors import OutOfMemory, ProtocolError
 from djinn_client.transport.remote.link import ACK_RECORDS, MAX_WINDOWS, Arrived, Link
 from djinn_client.transport.remote.records import COUNT, MAX_PAYLOAD, Kind, Record
 from djinn_client.transport.shm import map_window
@@ -213,3 +214,21 @@ def test_a_count_that_cannot_be_is_refused_when_a_link_continues(received: int) 
     link.next()
     with pytest.raises(ProtocolError):
         link.resume(received)
+
+
+def test_a_window_that_finds_no_memory_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str, nbytes: int, **options: bool) -> int:
+        raise OSError(errno.ENOMEM, "no memory is left")
+
+    monkeypatch.setattr("djinn_client.transport.remote.link.new_window", none)
+    with pytest.raises(OutOfMemory, match="no memory for 1,024 bytes that the daemon sends: no memory is left"):
+        hand(Link(), Record(Kind.WINDOW, COUNT.pack(1024)))
+
+
+def test_a_link_that_has_ended_keeps_no_memory_of_windows_that_were_to_be_sent() -> None:
+    ended, memory = Link(), bytearray(3 * MAX_PAYLOAD)
+    ended.put_window(memoryview(memory))
+    ended.next()
+    ended.next()
+    ended.close_windows()
+    memory.clear()  # raises BufferError while a view of it exists
