@@ -20,6 +20,7 @@ from djinn_client.transport.remote.tls import ALPN
 from djinnd.config import Config, ConfigError, Http, differing
 from djinnd.gateway.app import application
 from djinnd.gateway.daemon.pools import Daemon
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.entry.admission import Admission
 from djinnd.gateway.entry.metrics import Metrics
 from djinnd.gateway.http.connections import HttpConnection
@@ -49,7 +50,8 @@ class GatewayServer(uvicorn.Server):
         self._tls = tls(config.http, "http/1.1", ssl.TLSVersion.TLSv1_2)
         self._remote_tls = tls(config.http, ALPN, ssl.TLSVersion.TLSv1_3)
         self._door: RemoteDoor | None = None
-        self._daemon = Daemon(config.socket)
+        self._refused = RefusedTokens()
+        self._daemon = Daemon(config.socket, self._refused)
         self._admission = Admission(config.http, self._daemon, Metrics(config.metrics))
         self._application = application(self._admission)
         super().__init__(
@@ -78,7 +80,7 @@ class GatewayServer(uvicorn.Server):
         for sock in self._sockets:
             log.info("gateway_ready address=%s tls=%s", _name(sock), self._tls_of(sock) is not None)
         if self._remote_socket is not None and self._remote_tls is not None:
-            self._door = RemoteDoor(self._remote_socket, self._remote_tls, self._remote, self._socket)
+            self._door = RemoteDoor(self._remote_socket, self._remote_tls, self._remote, self._socket, self._refused)
             self._door.start()
             log.info("gateway_remote_ready address=%s", _name(self._remote_socket))
 

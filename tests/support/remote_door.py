@@ -25,6 +25,7 @@ from djinn_client.transport.remote.records import VERSION, Kind
 from djinn_client.transport.remote.tls import ALPN, fingerprint
 from djinn_client.transport.steps import run
 from djinnd.config import Remote
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.remote.door import RemoteDoor
 from tests.support.scripted_daemon import ScriptedDaemon
 
@@ -94,7 +95,7 @@ class RunningDoor:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self.door = self.do(lambda: RemoteDoor(listening, context, limits, daemon))
+        self.door = self.do(lambda: RemoteDoor(listening, context, limits, daemon, RefusedTokens()))
         self.do(self.door.start)
 
     def do(self, act: Callable[[], T]) -> T:

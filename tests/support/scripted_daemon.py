@@ -19,9 +19,11 @@ from typing import Any, TypeVar
 
 import pytest
 
+from djinn_client.errors import NotAuthenticated
 from djinn_client.protocol import (
     MAX_REQUEST,
     ClientMessage,
+    Failure,
     FrameDecoder,
     Hello,
     OpenSession,
@@ -105,6 +107,10 @@ class Line:
     def welcome(self) -> None:
         hello = self.expect(Hello)
         self.send(Welcome(id=hello.id, version="0.1.0", user=1000, admin=False))
+
+    def refuse(self) -> None:
+        hello = self.expect(Hello)
+        self.send(Failure(id=hello.id, code=NotAuthenticated.code, message="this token is not known"))
 
     def open_session(self, **fields: Any) -> None:
         self.welcome()

@@ -17,13 +17,11 @@ from djinn_client.errors import NotAuthenticated
 from djinn_client.transport.aio_steps import run
 from djinn_client.transport.connection import Connection, connect
 from djinnd.gateway.daemon.link import Link
-from djinnd.gateway.http.errors import unauthorised
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 
 IDLE_KEPT = 32  # connections of a pool
 IDLE_S = 60.0  # that a connection is kept unused
 IDLE_POOLS = 256  # pools without a request; the longest unused one closes first
-UNKNOWN_KEPT = 4096  # tokens that were refused
-UNKNOWN_S = 2.0  # for which a refused token is not asked for again
 
 
 class Pool:
@@ -96,24 +94,23 @@ class Pool:
 class Daemon:
     """All pools. `address`: of the daemon's socket. `own`: the pool of the gateway's own Unix user."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, refused: RefusedTokens) -> None:
         self.own = Pool(address, "")
         self._address = address
         self._pools: OrderedDict[str, Pool] = OrderedDict()  # by token, the longest unused first
-        self._unknown: OrderedDict[str, float] = OrderedDict()  # token → until when it is refused unasked
+        self._refused = refused
 
     async def pool(self, token: str) -> Pool:
-        """Raises HttpError for a token that was refused lately; NotAuthenticated, ConnectionLost."""
+        """Raises NotAuthenticated, ConnectionLost."""
         if not token:
             await self.own.prove()
             return self.own
-        if (until := self._unknown.get(token)) is not None and time.monotonic() < until:
-            raise unauthorised("this token is not known, or holds no longer")
+        self._refused.check(token)
         pool = self._pools.get(token) or Pool(self._address, token)
         try:
             await pool.prove()
         except NotAuthenticated:
-            self._refuse(token)
+            self._refused.add(token)
             raise
         if (other := self._pools.setdefault(token, pool)) is not pool:  # another request was faster
             pool.close()
@@ -124,12 +121,6 @@ class Daemon:
     def close(self) -> None:
         for pool in (self.own, *self._pools.values()):
             pool.close()
-
-    def _refuse(self, token: str) -> None:
-        self._unknown[token] = time.monotonic() + UNKNOWN_S
-        self._unknown.move_to_end(token)
-        if len(self._unknown) > UNKNOWN_KEPT:
-            self._unknown.popitem(last=False)
 
     def _forget_unused(self) -> None:
         """The pool that was just asked for is the last one, and stays."""

@@ -1,4 +1,4 @@
-"""Counts what the links of each token hold in the gateway."""
+"""Admits tokens, and counts what the links of each hold in the gateway."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from collections import Counter
 
 from djinn_client.errors import Busy, QuotaExceeded
 from djinnd.config import Remote
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 
 
 class Accounts:
-    def __init__(self, limits: Remote) -> None:
+    def __init__(self, limits: Remote, refused: RefusedTokens) -> None:
         self.limits = limits  # a reload sets it anew
+        self._refused = refused
         self._links: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
     def open(self, token: str) -> None:
-        """Raises Busy."""
+        """Raises NotAuthenticated for a token that the daemon has refused lately; Busy."""
+        self._refused.check(token)
         if self._links[token] >= (most := self.limits.connections_per_token):
             raise Busy(f"this token has {most:,} connections from other machines, its limit", retry_s=1.0)
         self._links[token] += 1
@@ -24,6 +27,10 @@ class Accounts:
         self._links[token] -= 1
         if not self._links[token]:
             del self._links[token]
+
+    def refused(self, token: str) -> None:
+        """The daemon does not know the token."""
+        self._refused.add(token)
 
     def charge(self, token: str, nbytes: int) -> None:
         """Raises QuotaExceeded for a token that sends too much at once, Busy if all of them do."""

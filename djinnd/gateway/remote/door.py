@@ -16,6 +16,7 @@ from djinn_client.transport.remote.link import Link
 from djinn_client.transport.remote.records import RESUMING, VERSION, Kind, Record
 from djinn_client.transport.steps import Steps, Wait
 from djinnd.config import Remote
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.remote.accounts import Accounts
 from djinnd.gateway.remote.relay import Relay
 
@@ -30,13 +31,15 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class RemoteDoor:
     """Owns the listening socket and the links. `daemon`: the path of its socket."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, limits: Remote, daemon: str) -> None:
+    def __init__(
+        self, sock: socket.socket, context: ssl.SSLContext, limits: Remote, daemon: str, refused: RefusedTokens
+    ) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._context = context
         self._limits = limits
         self._daemon = daemon
-        self._accounts = Accounts(limits)
+        self._accounts = Accounts(limits, refused)
         self._relays: dict[bytes, Relay] = {}  # by their secret
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._accepting: asyncio.Task[None] | None = None

@@ -283,6 +283,8 @@ class Relay:
         assert self._welcome is not None
         for frame in self._welcome.feed(data):
             reply = decode_reply(frame.payload)
+            if isinstance(reply, Failure) and reply.code == NotAuthenticated.code:
+                self._accounts.refused(self._token)
             if isinstance(reply, Welcome):
                 self.name = reply.name
                 log.info("remote_connected name=%s", self.name)

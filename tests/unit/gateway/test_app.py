@@ -11,6 +11,7 @@ import pytest
 from djinnd.config import Http
 from djinnd.gateway.app import application
 from djinnd.gateway.daemon.pools import Daemon
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.entry.admission import Admission
 from djinnd.gateway.entry.metrics import Metrics
 
@@ -21,7 +22,8 @@ def ask(method: str, path: str, body: bytes = b"", headers: dict[str, str] | Non
     """→ status, headers, body. The request comes through a Unix socket."""
 
     async def main() -> Any:
-        app = application(Admission(Http(loopback_without_token=True, **http), Daemon(NOWHERE), Metrics("")))
+        daemon = Daemon(NOWHERE, RefusedTokens())
+        app = application(Admission(Http(loopback_without_token=True, **http), daemon, Metrics("")))
         path_, _, query = path.partition("?")
         scope = {"type": "http", "method": method, "path": path_, "query_string": query.encode(), "root_path": ""}
         scope["headers"] = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]

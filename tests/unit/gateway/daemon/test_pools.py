@@ -5,9 +5,11 @@ import threading
 
 import pytest
 
+from djinn_client.errors import NotAuthenticated
 from djinn_client.protocol import Cancel, CloseSession, Done, OpenSession
 from djinnd.gateway.daemon import pools
 from djinnd.gateway.daemon.pools import Daemon
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 TOKEN = "djn_a"
@@ -22,7 +24,7 @@ def test_two_first_requests_of_a_token_share_one_pool(daemon: ScriptedDaemon) ->
     address = daemon.play(idle)
 
     async def main() -> None:
-        known = Daemon(address)
+        known = Daemon(address, RefusedTokens())
         first, second = await asyncio.gather(known.pool(TOKEN), known.pool(TOKEN))
         assert first is second
         known.close()
@@ -41,11 +43,27 @@ def test_a_connection_is_closed_when_it_has_been_unused_for_long(
         ended.set()
 
     async def main() -> None:
-        await Daemon(address).pool(TOKEN)
+        await Daemon(address, RefusedTokens()).pool(TOKEN)
         assert await asyncio.to_thread(ended.wait, 60)
 
     address = daemon.play(script)
     asyncio.run(main())
+
+
+def test_the_daemon_is_not_asked_again_for_a_token_that_it_has_just_refused(daemon: ScriptedDaemon) -> None:
+    address = daemon.play(Line.refuse, never)
+
+    async def main() -> None:
+        known = Daemon(address, RefusedTokens())
+        for _ in range(3):
+            with pytest.raises(NotAuthenticated):
+                await known.pool(TOKEN)
+
+    asyncio.run(main())
+
+
+def never(line: Line) -> None:
+    pytest.fail("the daemon was asked again")
 
 
 def test_a_client_that_goes_while_its_session_opens_leaves_none_behind(daemon: ScriptedDaemon) -> None:
@@ -63,7 +81,7 @@ def test_a_client_that_goes_while_its_session_opens_leaves_none_behind(daemon: S
             pass
 
     async def main() -> None:
-        known = Daemon(address)
+        known = Daemon(address, RefusedTokens())
         task = asyncio.create_task(use(known))
         await asyncio.to_thread(asked.wait)
         task.cancel()
@@ -87,7 +105,7 @@ def test_a_session_is_closed_when_its_task_is_cancelled(daemon: ScriptedDaemon) 
             await asyncio.Event().wait()
 
     async def main() -> None:
-        known, begun = Daemon(address), asyncio.Event()
+        known, begun = Daemon(address, RefusedTokens()), asyncio.Event()
         task = asyncio.create_task(use(known, begun))
         await begun.wait()
         task.cancel()

@@ -8,6 +8,7 @@ import pytest
 
 from djinnd.config import Http
 from djinnd.gateway.daemon.pools import Daemon, Pool
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.entry.admission import PUBLIC_REQUESTS, Admission
 from djinnd.gateway.entry.metrics import Metrics
 from djinnd.gateway.entry.request import HttpRequest
@@ -20,7 +21,7 @@ class ProvenDaemon(Daemon):
     """Knows every token without asking."""
 
     def __init__(self) -> None:
-        super().__init__("/nowhere")
+        super().__init__("/nowhere", RefusedTokens())
         self.proven: dict[str, Pool] = {}
 
     async def pool(self, token: str) -> Pool:

@@ -6,12 +6,13 @@ import pytest
 
 from djinn_client.errors import Busy, QuotaExceeded
 from djinnd.config import Remote
+from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.remote.accounts import Accounts
 
 
 @pytest.fixture
 def accounts() -> Accounts:
-    return Accounts(Remote(connections_per_token=2, window_bytes=100, window_bytes_per_token=60))
+    return Accounts(Remote(connections_per_token=2, window_bytes=100, window_bytes_per_token=60), RefusedTokens())
 
 
 def test_a_token_has_so_many_connections(accounts: Accounts) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from djinn_client.errors import ProtocolError, QuotaExceeded
+from djinn_client.errors import NotAuthenticated, ProtocolError, QuotaExceeded
 from djinn_client.protocol import ExportSession, Failure, ImportSession, Piece, SessionExported, SessionOpened, Welcome
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.remote.records import Kind
@@ -130,3 +130,15 @@ def test_a_window_that_cannot_be_mapped_ends_the_link_with_the_reason(
     daemon.play(script)
     with pytest.raises(ProtocolError, match=r"cannot be sealed|not sealed"):
         run(door.client().call(ExportSession(id=0, session="s"), SessionExported), PATIENCE_S)
+
+
+def test_the_daemon_is_not_asked_again_for_a_token_that_it_has_just_refused(
+    daemon: ScriptedDaemon, door: RunningDoor
+) -> None:
+    def never(line: Line) -> None:
+        pytest.fail("the daemon was asked again")
+
+    daemon.play(Line.refuse, never)
+    for _ in range(3):
+        with pytest.raises(NotAuthenticated, match="is not known"):
+            door.client()
