@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
 import djinn_client as djinn
 from djinn_client.transport.remote import channel
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.bad_proxy import HARMS, BadProxy
+from tests.support.bad_proxy import HARMS, BadProxy, CuttingProxy
 from tests.support.daemon import Daemon, descriptors_of, holdings, wait_for
 from tests.support.remote import RemoteGateway, token_of
 
@@ -109,3 +112,33 @@ def test_calls_over_a_bad_network_have_the_results_of_undisturbed_ones(
     assert found.count(None) <= calls // 50, "a broken connection is continued"
     wait_for(lambda: len(descriptors_of(gateway.process.pid)) <= descriptors + 1)
     assert holdings(daemon) == before
+
+
+def test_uploads_and_downloads_that_are_cut_go_on_from_the_last_acknowledged_part(
+    daemon: Daemon, gateway: RemoteGateway, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    tokens = [n % 128 for n in range(1024)]
+    moved = 0
+
+    def count(now: djinn.Progress) -> None:
+        nonlocal moved
+        if now.stage in ("sending", "receiving") and now.done == now.total:
+            moved += now.total
+
+    with CuttingProxy(gateway.port, every=4 << 20) as proxy:
+        address = gateway.address_for(token_of(daemon, "cut"), proxy.port)
+        with djinn.share_model(model, kv_bytes=64 << 20, address=address, on_progress=count) as handle:
+            assert proxy.cuts >= 4, "the weights have 16 MiB"
+            with djinn.Session(handle.name, address=address) as s:
+                logits = s.forward(tokens, on_progress=count)
+                kv = s.kv(on_progress=count)
+                s.save(tmp_path / "session", kv=True, on_progress=count)
+            with djinn.Session.load(tmp_path / "session", address=address, on_progress=count) as s:
+                np.testing.assert_array_equal(s.kv(on_progress=count).pages, kv.pages)
+    assert proxy.cuts >= 10 and moved < proxy.passed < 1.3 * moved
+    expected = model(torch.tensor([tokens])).logits[0].detach().numpy()
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)

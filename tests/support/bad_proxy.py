@@ -1,9 +1,10 @@
-"""A TCP proxy that harms the connections through it, at random and by a seed."""
+"""TCP proxies that harm the connections through them: at random and by a seed, or after a number of bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -12,29 +13,23 @@ from typing import Self
 
 HARMS = ("cut", "truncated", "doubled", "swapped", "delayed", "bent")
 CHUNK = 16 << 10
+BUFFER = 64 << 10  # bytes of the kernel's buffer; they are lost when a connection is cut
 
 
-class BadProxy:
-    """Forwards to a port of 127.0.0.1. Each chunk of bytes is harmed with probability `harm`:
+class Proxy:
+    """Forwards to a port of 127.0.0.1. `forward` is one direction of a connection: when it returns, both ends of the
+    connection are closed."""
 
-    - cut: the connection ends at once.
-    - truncated: a part of the chunk is forwarded, and the connection ends.
-    - doubled: the chunk is forwarded twice.
-    - swapped: the chunk is forwarded after the next one, if that comes soon.
-    - delayed: the chunk waits for some milliseconds.
-    - bent: a bit of the chunk is changed.
-    """
-
-    def __init__(self, port: int, seed: int, harm: float) -> None:
-        self.harm = harm
-        self.done: Counter[str] = Counter()
+    def __init__(self, port: int) -> None:
         self.port = 0
         self._target = port
-        self._random = random.Random(seed)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._loop: asyncio.AbstractEventLoop
         self._is_over: asyncio.Event
+
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -65,7 +60,7 @@ class BadProxy:
         except OSError:
             writer.transport.abort()
             return
-        ways = [asyncio.ensure_future(self._forward(reader, back)), asyncio.ensure_future(self._forward(there, writer))]
+        ways = [asyncio.ensure_future(self._forwarded(*way)) for way in ((reader, back), (there, writer))]
         with suppress(asyncio.CancelledError):  # when the proxy ends
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in ways:
@@ -73,30 +68,70 @@ class BadProxy:
         for end in (writer, back):
             end.transport.abort()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Returns when the connection ends."""
-        try:
-            while data := await reader.read(CHUNK):
-                harm = self._random.choice(HARMS) if self._random.random() < self.harm else ""
-                self.done[harm] += 1
-                match harm:
-                    case "cut":
-                        return
-                    case "truncated":
-                        writer.write(data[: self._random.randrange(len(data))])
-                        await writer.drain()
-                        return
-                    case "doubled":
-                        data += data
-                    case "swapped":
-                        with suppress(TimeoutError):
-                            data = await asyncio.wait_for(reader.read(CHUNK), 0.05) + data
-                    case "delayed":
-                        await asyncio.sleep(self._random.random() * 0.02)
-                    case "bent":
-                        at = self._random.randrange(len(data))
-                        data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-                writer.write(data)
-                await writer.drain()
-        except OSError:
-            return
+    async def _forwarded(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            await self.forward(reader, writer)
+
+
+class BadProxy(Proxy):
+    """Each chunk of bytes is harmed with probability `harm`:
+
+    - cut: the connection ends at once.
+    - truncated: a part of the chunk is forwarded, and the connection ends.
+    - doubled: the chunk is forwarded twice.
+    - swapped: the chunk is forwarded after the next one, if that comes soon.
+    - delayed: the chunk waits for some milliseconds.
+    - bent: a bit of the chunk is changed.
+    """
+
+    def __init__(self, port: int, seed: int, harm: float) -> None:
+        super().__init__(port)
+        self.harm = harm
+        self.done: Counter[str] = Counter()
+        self._random = random.Random(seed)
+
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(CHUNK):
+            harm = self._random.choice(HARMS) if self._random.random() < self.harm else ""
+            self.done[harm] += 1
+            match harm:
+                case "cut":
+                    return
+                case "truncated":
+                    writer.write(data[: self._random.randrange(len(data))])
+                    await writer.drain()
+                    return
+                case "doubled":
+                    data += data
+                case "swapped":
+                    with suppress(TimeoutError):
+                        data = await asyncio.wait_for(reader.read(CHUNK), 0.05) + data
+                case "delayed":
+                    await asyncio.sleep(self._random.random() * 0.02)
+                case "bent":
+                    at = self._random.randrange(len(data))
+                    data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+            writer.write(data)
+            await writer.drain()
+
+
+class CuttingProxy(Proxy):
+    """Ends each connection after `every` bytes in one direction."""
+
+    def __init__(self, port: int, every: int) -> None:
+        super().__init__(port)
+        self.every = every
+        self.cuts = 0
+        self.passed = 0  # bytes, of all connections in both directions
+
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        passed = 0  # on this way
+        while data := await reader.read(CHUNK):
+            self.passed += len(data)
+            passed += len(data)
+            if passed >= self.every:
+                self.cuts += 1
+                return
+            writer.write(data)
+            await writer.drain()
