@@ -43,14 +43,13 @@ _TRIES = 3  # another client may unload the model between two requests
 
 def model_name(model: Any) -> Any:
     """The name that the daemon is told. A folder is named by its absolute path. A folder is what begins with `/`, `~`
-    or `.`, an existing path with a slash, even if it could be a hub id, and a hub id that `djinnctl pull` has fetched.
-    Everything else is sent as it is. Raises ModelNotFound for a hub id whose download broke off."""
+    or `.`, and an existing path with a slash, even if it could be a hub id. Everything else is named as it is."""
     if not isinstance(model, str | os.PathLike):
         return model
     name = os.fspath(model)
     if name in (".", "..") or name.startswith(("/", "~", "./", "../")) or ("/" in name and os.path.exists(name)):
         return "/" + os.path.abspath(os.path.expanduser(name)).lstrip("/")
-    return pulled_folder(name) or name
+    return name
 
 
 def call(
@@ -61,8 +60,12 @@ def call(
     fds: Sequence[int] = (),
 ) -> Steps[Delivery[R]]:
     """Does what `connection.call` does, and hands over the files of the request's model if the daemon asks for them.
-    The request names the model as `model_name` says. Also raises ModelNotFound, ModelRejected or InvalidRequest for a
-    folder that this process cannot open."""
+    The request names the model as `model_name` says. A hub id that `djinnctl pull` has fetched stands for its folder if
+    the daemon is on this machine; another machine has models of its own. Also raises ModelNotFound for a hub id whose
+    download broke off, and ModelNotFound, ModelRejected or InvalidRequest for a folder that this process cannot
+    open."""
+    if connection.passes_files and (pulled := pulled_folder(_model_of(request))) is not None:
+        request = _with_model(request, pulled)
     folder = _model_of(request)
     for _ in range(_TRIES):
         try:

@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
+import djinn_client as djinn
 from djinn_client.arguments.folders import model_name
 from djinn_client.errors import ModelNotFound
 from djinn_client.files.pulled import UNFINISHED, models_folder, pulled_folder
+from djinn_client.protocol import LoadModel, ModelInfo, ModelReply
+from djinn_client.transport.unix_channel import UnixChannel
+from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 
 @pytest.fixture
@@ -25,8 +29,20 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_pulled_model_is_named_by_its_hub_id(models: Path) -> None:
-    assert pulled_folder("org/name") == model_name("org/name") == str(models / "org" / "name")
+def test_a_pulled_model_is_named_by_its_hub_id(
+    models: Path, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def script(line: Line) -> None:
+        line.welcome()
+        asked = line.expect(LoadModel)
+        line.send(ModelReply(id=asked.id, model=ModelInfo(name=asked.model, path=asked.model)))
+
+    folder = str(models / "org" / "name")
+    assert pulled_folder("org/name") == folder
+    assert djinn.load("org/name", address=daemon.play(script)).name == folder
+    monkeypatch.setattr(UnixChannel, "passes_files", False)  # as of a daemon on another machine
+    for name in ("org/name", "org/half"):
+        assert djinn.load(name, address=daemon.play(script)).name == name
 
 
 @pytest.mark.parametrize("name", ["org/other", "org/begun", "llama", "", "../org/name", "org/name/x"])
