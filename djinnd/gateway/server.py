@@ -25,7 +25,9 @@ from djinnd.gateway.entry.admission import Admission
 from djinnd.gateway.entry.metrics import Metrics
 from djinnd.gateway.http.connections import HttpConnection
 from djinnd.gateway.http.listening import BACKLOG, ListenError, listeners, load_certificate, remote_listener, tls
+from djinnd.gateway.remote.accounts import Accounts
 from djinnd.gateway.remote.door import RemoteDoor
+from djinnd.gateway.remote.figures import Figures
 
 log = logging.getLogger("djinnd.gateway")
 
@@ -40,7 +42,6 @@ class GatewayServer(uvicorn.Server):
         self._http = config.http
         self._read = read
         self._socket = config.socket
-        self._remote = config.remote
         self._sockets = listeners(config.http)
         self._remote_socket = remote_listener(config.remote, config.http)
         if not self._sockets and self._remote_socket is None:
@@ -50,9 +51,11 @@ class GatewayServer(uvicorn.Server):
         self._tls = tls(config.http, "http/1.1", ssl.TLSVersion.TLSv1_2)
         self._remote_tls = tls(config.http, ALPN, ssl.TLSVersion.TLSv1_3)
         self._door: RemoteDoor | None = None
-        self._refused = RefusedTokens()
-        self._daemon = Daemon(config.socket, self._refused)
-        self._admission = Admission(config.http, self._daemon, Metrics(config.metrics))
+        refused = RefusedTokens()
+        figures = Figures(refused)
+        self._accounts = Accounts(config.remote, refused, figures)
+        self._daemon = Daemon(config.socket, refused)
+        self._admission = Admission(config.http, self._daemon, Metrics(config.metrics, figures))
         self._application = application(self._admission)
         super().__init__(
             uvicorn.Config(
@@ -80,7 +83,7 @@ class GatewayServer(uvicorn.Server):
         for sock in self._sockets:
             log.info("gateway_ready address=%s tls=%s", _name(sock), self._tls_of(sock) is not None)
         if self._remote_socket is not None and self._remote_tls is not None:
-            self._door = RemoteDoor(self._remote_socket, self._remote_tls, self._remote, self._socket, self._refused)
+            self._door = RemoteDoor(self._remote_socket, self._remote_tls, self._socket, self._accounts)
             self._door.start()
             log.info("gateway_remote_ready address=%s", _name(self._remote_socket))
 

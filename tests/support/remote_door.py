@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from math import inf
 from typing import TypeVar
 
 import pytest
@@ -26,7 +27,9 @@ from djinn_client.transport.remote.tls import ALPN, fingerprint
 from djinn_client.transport.steps import run
 from djinnd.config import Remote
 from djinnd.gateway.daemon.refused_tokens import RefusedTokens
+from djinnd.gateway.remote.accounts import Accounts
 from djinnd.gateway.remote.door import RemoteDoor
+from djinnd.gateway.remote.figures import Figures
 from tests.support.scripted_daemon import ScriptedDaemon
 
 T = TypeVar("T")
@@ -63,14 +66,14 @@ class Stranger:
         while self._carrier.write(self._link):
             select.select([], [self._carrier.fileno()], [], PATIENCE_S)
 
-    def read(self) -> list[ServerMessage]:
-        """All messages that come until the gateway closes the link."""
+    def read(self, most: float = inf) -> list[ServerMessage]:
+        """All messages that come until the gateway closes the link, or so many."""
         decoder, messages = FrameDecoder(MAX_REPLY), list[ServerMessage]()
-        while not self._link.is_closed_by_peer:
+        while not self._link.is_closed_by_peer and len(messages) < most:
             more, _ = self._carrier.read(self._link)
             while (arrived := self._link.collect()) is not None:
                 messages += [decode_reply(frame.payload) for frame in decoder.feed(bytes(arrived.data))]
-            if not more:
+            if not more and len(messages) < most:
                 assert select.select([self._carrier.fileno()], [], [], PATIENCE_S)[0], "the gateway is silent"
         return messages
 
@@ -91,11 +94,13 @@ class RunningDoor:
         self._fingerprint = fingerprint(ssl.PEM_cert_to_DER_cert(pem))
         listening = socket.create_server(("127.0.0.1", 0))
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        self._port = listening.getsockname()[1]
+        self.port = listening.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        self.door = self.do(lambda: RemoteDoor(listening, context, limits, daemon, RefusedTokens()))
+        refused = RefusedTokens()
+        self.figures = Figures(refused)
+        self.door = self.do(lambda: RemoteDoor(listening, context, daemon, Accounts(limits, refused, self.figures)))
         self.do(self.door.start)
 
     def do(self, act: Callable[[], T]) -> T:
@@ -113,10 +118,10 @@ class RunningDoor:
 
     def client(self, token: str = TOKEN) -> Connection:
         """djinn_client's own connection, after its Hello."""
-        return run(connect(f"djinns://{token}@127.0.0.1:{self._port}#{self._fingerprint}"), PATIENCE_S)
+        return run(connect(f"djinns://{token}@127.0.0.1:{self.port}#{self._fingerprint}"), PATIENCE_S)
 
     def stranger(self) -> Stranger:
-        return Stranger(self._port)
+        return Stranger(self.port)
 
     def stop(self) -> None:
         self.do(self.door.close)

@@ -27,6 +27,7 @@ class Carrier:
         self._have = 0
         self._rest = memoryview(b"")  # of the records that are being sent
         self.taken = 0  # bytes that have come
+        self.given = 0  # bytes that have gone
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -48,6 +49,7 @@ class Carrier:
                 count = self._socket.send(self._rest)
                 self._rest = self._rest[count:]
                 sent += count
+                self.given += count
         return bool(self._rest) or link.has_output
 
     def read(self, link: Link) -> tuple[bool, Record | None]:

@@ -10,6 +10,7 @@ import asyncio
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from djinn_client.protocol import Generated, StatusReply
 
@@ -22,12 +23,14 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1
 
 
 class Metrics:
-    """`socket`: the path of the daemon's metrics; "": there is none."""
+    """`socket`: the path of the daemon's metrics; "": there is none. `others`: further figures of the gateway."""
 
-    def __init__(self, socket: str) -> None:
+    def __init__(self, socket: str, *others: Collector) -> None:
         self._socket = socket
         self._models: set[str] = set()
         self._registry = own = CollectorRegistry()
+        for each in others:
+            own.register(each)
         model = ["model_name"]
         self.requests = Gauge("djinnd_http_requests_running", "HTTP requests that are being answered.", registry=own)
         self._ended = Counter("djinnd_http_requests", "HTTP requests that ended.", ["path", "status"], registry=own)

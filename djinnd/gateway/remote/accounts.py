@@ -7,11 +7,13 @@ from collections import Counter
 from djinn_client.errors import Busy, QuotaExceeded
 from djinnd.config import Remote
 from djinnd.gateway.daemon.refused_tokens import RefusedTokens
+from djinnd.gateway.remote.figures import Figures
 
 
 class Accounts:
-    def __init__(self, limits: Remote, refused: RefusedTokens) -> None:
+    def __init__(self, limits: Remote, refused: RefusedTokens, figures: Figures) -> None:
         self.limits = limits  # a reload sets it anew
+        self.figures = figures
         self._refused = refused
         self._links: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -46,8 +48,10 @@ class Accounts:
         if self._bytes.total() + nbytes > self.limits.window_bytes:
             raise Busy("the gateway is receiving as much as it may (remote.window_bytes): try again", retry_s=1.0)
         self._bytes[token] = mine
+        self.figures.window_bytes += nbytes
 
     def release(self, token: str, nbytes: int) -> None:
         self._bytes[token] -= nbytes
+        self.figures.window_bytes -= nbytes
         if not self._bytes[token]:
             del self._bytes[token]

@@ -16,8 +16,8 @@ from djinn_client.transport.remote.link import Link
 from djinn_client.transport.remote.records import RESUMING, VERSION, Kind, Record
 from djinn_client.transport.steps import Steps, Wait
 from djinnd.config import Remote
-from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.remote.accounts import Accounts
+from djinnd.gateway.remote.figures import NO_HELLO
 from djinnd.gateway.remote.relay import Relay
 
 log = logging.getLogger("djinnd.gateway")
@@ -31,15 +31,12 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class RemoteDoor:
     """Owns the listening socket and the links. `daemon`: the path of its socket."""
 
-    def __init__(
-        self, sock: socket.socket, context: ssl.SSLContext, limits: Remote, daemon: str, refused: RefusedTokens
-    ) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, daemon: str, accounts: Accounts) -> None:
         sock.setblocking(False)
         self._socket = sock
         self._context = context
-        self._limits = limits
         self._daemon = daemon
-        self._accounts = Accounts(limits, refused)
+        self._accounts = accounts
         self._relays: dict[bytes, Relay] = {}  # by their secret
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._accepting: asyncio.Task[None] | None = None
@@ -49,7 +46,7 @@ class RemoteDoor:
 
     def follow(self, limits: Remote) -> None:
         """Applies limits of a new configuration."""
-        self._limits = self._accounts.limits = limits
+        self._accounts.limits = limits
 
     def close(self) -> None:
         """Ends all links."""
@@ -83,18 +80,28 @@ class RemoteDoor:
         secured = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         carrier = Carrier(secured)
         relay: Relay | None = None
+        is_secured = False
         try:
             async with asyncio.timeout(HELLO_S):
                 await run(shake_hands(secured))
+                is_secured = True
                 relay = self._link_for(carrier, await run(_first_record(carrier)))
                 if relay is not None:
                     await relay.settled.wait()
         except (OSError, TimeoutError, ProtocolError) as error:
             log.info("remote_refused reason=%s", error or "it was too slow")
             self._refuse(carrier, relay)
+            self._count(is_secured, error.code if isinstance(error, ProtocolError) else NO_HELLO)
         except asyncio.CancelledError:
             self._refuse(carrier, relay)
+            self._count(is_secured, NO_HELLO)
             raise
+
+    def _count(self, is_secured: bool, reason: str) -> None:
+        if is_secured:
+            self._accounts.figures.refused_links[reason] += 1
+        else:
+            self._accounts.figures.failed_handshakes += 1
 
     def _refuse(self, carrier: Carrier, relay: Relay | None) -> None:
         if relay is not None and not relay.is_introduced:
@@ -106,9 +113,9 @@ class RemoteDoor:
         """The link that a connection begins or continues; None if it continues one that is gone. Raises
         ProtocolError."""
         if record.kind is Kind.OPEN and record.payload[:1] == bytes([VERSION]):
-            if len(self._relays) >= self._limits.connections:
+            if len(self._relays) >= self._accounts.limits.connections:
                 raise ProtocolError(f"the gateway has {len(self._relays):,} connections, its limit")
-            relay = Relay(self._daemon, self._limits.grace, self._accounts, self._ended)
+            relay = Relay(self._daemon, self._accounts.limits.grace, self._accounts, self._ended)
             self._relays[relay.secret] = relay
             relay.open(carrier)
             return relay

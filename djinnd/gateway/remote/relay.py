@@ -54,6 +54,7 @@ class Relay:
         self._path = daemon
         self._grace_s = grace_s
         self._accounts = accounts
+        self._figures = accounts.figures
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._ready = Readiness(self._loop)
@@ -68,6 +69,7 @@ class Relay:
         self._is_told = False  # the last record has gone out
         self._is_ended = False
         self._timer: asyncio.TimerHandle | None = None
+        self._figures.links += 1
 
     # --- the TLS connections ------------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class Relay:
         if self._is_ended:
             return
         self._is_ended = True
+        self._figures.links -= 1
         self.settled.set()
         if not self._reason:
             self._reason = reason
@@ -122,6 +125,7 @@ class Relay:
 
     def _carry(self, carrier: Carrier) -> None:
         self._carrier = carrier
+        self._figures.connected(carrier)
         self._stop_timer()
         if self._reason:
             self._write_client()
@@ -140,6 +144,7 @@ class Relay:
     def _drop_carrier(self) -> None:
         if self._carrier is not None:
             self._ready.forget(self._carrier.fileno())
+            self._figures.disconnected(self._carrier)
             self._carrier.close()
             self._carrier = None
 
@@ -237,6 +242,7 @@ class Relay:
 
     def _refuse(self, error: DjinnError) -> None:
         """Leaves with an error that is about the whole link."""
+        self._figures.refused_links[error.code] += 1
         self._link.put_frames(encode(Failure(id=0, code=error.code, message=error.message, data=error.data)))
         self.leave(error.message)
 
@@ -283,8 +289,10 @@ class Relay:
         assert self._welcome is not None
         for frame in self._welcome.feed(data):
             reply = decode_reply(frame.payload)
-            if isinstance(reply, Failure) and reply.code == NotAuthenticated.code:
-                self._accounts.refused(self._token)
+            if isinstance(reply, Failure):
+                self._figures.refused_links[reply.code] += 1
+                if reply.code == NotAuthenticated.code:
+                    self._accounts.refused(self._token)
             if isinstance(reply, Welcome):
                 self.name = reply.name
                 log.info("remote_connected name=%s", self.name)

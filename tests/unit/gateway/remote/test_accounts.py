@@ -8,11 +8,14 @@ from djinn_client.errors import Busy, QuotaExceeded
 from djinnd.config import Remote
 from djinnd.gateway.daemon.refused_tokens import RefusedTokens
 from djinnd.gateway.remote.accounts import Accounts
+from djinnd.gateway.remote.figures import Figures
 
 
 @pytest.fixture
 def accounts() -> Accounts:
-    return Accounts(Remote(connections_per_token=2, window_bytes=100, window_bytes_per_token=60), RefusedTokens())
+    refused = RefusedTokens()
+    limits = Remote(connections_per_token=2, window_bytes=100, window_bytes_per_token=60)
+    return Accounts(limits, refused, Figures(refused))
 
 
 def test_a_token_has_so_many_connections(accounts: Accounts) -> None:
