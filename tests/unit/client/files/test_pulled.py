@@ -37,12 +37,12 @@ def test_a_pulled_model_is_named_by_its_hub_id(
         asked = line.expect(LoadModel)
         line.send(ModelReply(id=asked.id, model=ModelInfo(name=asked.model, path=asked.model)))
 
-    folder = str(models / "org" / "name")
+    folder, address = str(models / "org" / "name"), daemon.play(script)
     assert pulled_folder("org/name") == folder
-    assert djinn.load("org/name", address=daemon.play(script)).name == folder
+    assert djinn.load("org/name", address=address).name == folder
     monkeypatch.setattr(UnixChannel, "passes_files", False)  # as of a daemon on another machine
     for name in ("org/name", "org/half"):
-        assert djinn.load(name, address=daemon.play(script)).name == name
+        assert djinn.load(name, address=address).name == name
 
 
 @pytest.mark.parametrize("name", ["org/other", "org/begun", "llama", "", "../org/name", "org/name/x"])
