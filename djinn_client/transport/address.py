@@ -14,6 +14,7 @@ from pathlib import Path
 from djinn_client.errors import ConnectionLost
 
 ENVIRONMENT = "DJINND_ADDRESS"
+TOKEN_VARIABLE = "DJINND_TOKEN"
 SYSTEM_SOCKET = "/run/djinnd/djinnd.sock"
 _START = "start it with `djinnd`"
 _GIVE_SOCKET = "give the path of djinnd's socket"

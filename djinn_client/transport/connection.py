@@ -14,14 +14,19 @@ import msgspec
 
 from djinn_client.errors import ConnectionLost, FrameTooLarge, InvalidRequest, ProtocolError, from_code
 from djinn_client.protocol import Failure, Hello, Progress, Reply, Request, Signal, Welcome
-from djinn_client.transport.address import ENVIRONMENT, PATH_LIMIT, candidates, may_be_remote, unreachable
+from djinn_client.transport.address import (
+    ENVIRONMENT,
+    PATH_LIMIT,
+    TOKEN_VARIABLE,
+    candidates,
+    may_be_remote,
+    unreachable,
+)
 from djinn_client.transport.exchange import Delivery, Exchange, close_all, frame_of
 from djinn_client.transport.steps import Steps, Wait
 from djinn_client.transport.transfer import Direction, OnMoved
 from djinn_client.transport.unix_channel import UnixChannel
 from djinn_client.version import __version__
-
-TOKEN_VARIABLE = "DJINND_TOKEN"
 
 OnProgress = Callable[[Progress], None]
 R = TypeVar("R", bound=Reply)
@@ -252,16 +257,16 @@ os.register_at_fork(after_in_child=_close_copies)
 def connect(address: str | None = None, token: str | None = None) -> Steps[Connection]:
     """Connects and introduces itself. `address` is a socket's path, or a daemon of another machine: see
     transport/remote/hosts.py. None: $DJINND_ADDRESS, or the hosts file's default, or a socket: see `candidates`.
-    `token` None: the one that comes with the address, or $DJINND_TOKEN; "": none.
+    `token` None: the one that comes with the address, or $DJINND_TOKEN; "": none. If $DJINND_ADDRESS is set, its daemon
+    is the only one of another machine that gets $DJINND_TOKEN.
 
     Raises ConnectionLost with the remedy if no daemon answers; VersionMismatch; NotAuthenticated.
     """
     channel, of_address = yield from _reach(address or os.environ.get(ENVIRONMENT) or None)
-    if token is None:
-        token = of_address or os.environ.get(TOKEN_VARIABLE, "")
     connection = Connection(channel)
     try:
-        hello = Hello(id=0, client=f"djinn_client {__version__}", token=token.strip())
+        token = (of_address if token is None else token).strip()
+        hello = Hello(id=0, client=f"djinn_client {__version__}", token=token)
         connection.welcome = (yield from connection.call(hello, Welcome)).message
     except BaseException:
         connection.close()
@@ -270,16 +275,17 @@ def connect(address: str | None = None, token: str | None = None) -> Steps[Conne
 
 
 def _reach(address: str | None) -> Steps[tuple[Channel, str]]:
-    """A channel to the daemon, and the token that comes with the address, or ""."""
+    """A channel to the daemon, and the token for it, or ""."""
     if may_be_remote(address):
         from djinn_client.transport.remote import channel, hosts  # and with them ssl, which takes 20 ms
 
         if (remote := hosts.remote_address(address)) is not None:
-            return (yield from channel.reach(remote)), remote.token
+            token = hosts.token_for(remote)
+            return (yield from channel.reach(remote)), token
     failures: list[tuple[str, OSError]] = []
     for path in candidates(address):
         try:
-            return UnixChannel((yield from _connected(path)), path), ""
+            return UnixChannel((yield from _connected(path)), path), os.environ.get(TOKEN_VARIABLE, "")
         except OSError as error:
             failures.append((path, error))
     raise unreachable(failures)

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from djinn_client.errors import InvalidRequest
-from djinn_client.transport.address import hosts_file, without_token
+from djinn_client.transport.address import ENVIRONMENT, TOKEN_VARIABLE, hosts_file, without_token
 
 SCHEME = "djinns"
 PORT = 5556
@@ -109,6 +109,18 @@ def remote_address(address: str | None, environ: Mapping[str, str] = os.environ)
     return given._replace(
         token=host.token or given.token, fingerprint=_checked(host.fingerprint or given.fingerprint), ca=host.ca
     )
+
+
+def token_for(remote: RemoteAddress, environ: Mapping[str, str] = os.environ) -> str:
+    """The token that comes with the address, or $DJINND_TOKEN; "" if there is none. A machine that is sent a token can
+    use it, so $DJINND_TOKEN goes only to the daemon of $DJINND_ADDRESS, if that is set. Raises InvalidRequest."""
+    if remote.token:
+        return remote.token
+    if named := environ.get(ENVIRONMENT):
+        meant = remote_address(named, environ)
+        if meant is None or (meant.host, meant.port) != (remote.host, remote.port):
+            return ""
+    return environ.get(TOKEN_VARIABLE, "")
 
 
 def parse(url: str) -> RemoteAddress:

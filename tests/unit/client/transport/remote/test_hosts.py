@@ -17,6 +17,7 @@ from djinn_client.transport.remote.hosts import (
     parse,
     read_hosts,
     remote_address,
+    token_for,
 )
 
 PRINT = "sha256:" + "ab" * 32
@@ -79,6 +80,19 @@ def test_an_unknown_name_and_a_path_are_addresses_of_sockets(file: Path) -> None
     file.write_text(as_toml(Hosts("", {"gpu1": Host("djinns://10.0.0.1")})))
     for address in ("gpu2", "/run/djinnd.sock", "./gpu1", None):
         assert remote_address(address) is None
+
+
+def test_the_environment_s_token_goes_to_the_environment_s_daemon_only(file: Path) -> None:
+    gpu1, gpu2 = RemoteAddress("gpu1", PORT), RemoteAddress("gpu2", PORT)
+    file.write_text(as_toml(Hosts("", {"first": Host("djinns://gpu1")})))
+    environ = {"XDG_CONFIG_HOME": str(file.parent.parent), "DJINND_TOKEN": "djn_environ"}
+    assert token_for(gpu2, environ) == "djn_environ"
+    assert token_for(gpu2._replace(token="djn_own"), environ) == "djn_own"
+    for named in ("djinns://gpu1", "djinns://djn_x@gpu1:5556", "first"):
+        assert token_for(gpu1, environ | {"DJINND_ADDRESS": named}) == "djn_environ"
+        assert token_for(gpu2, environ | {"DJINND_ADDRESS": named}) == ""
+    assert token_for(gpu1, environ | {"DJINND_ADDRESS": "/run/djinnd/djinnd.sock"}) == ""
+    assert token_for(gpu1, {}) == ""
 
 
 def test_without_a_file_only_urls_and_names_may_be_remote(file: Path) -> None:
