@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,11 @@ from djinn_client.transport.address import hosts_file
 from djinn_client.transport.remote import channel
 from djinn_client.transport.remote.hosts import read_hosts
 from tests.conftest import MODEL, DaemonStarter
+from tests.support.bad_proxy import CuttingProxy
 from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
 from tests.support.remote import RemoteGateway, token_of
+
+SMALL = 4000  # bytes of frames without windows, acknowledgements included
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +145,38 @@ def test_a_download_tells_how_far_it_is(daemon: Daemon, gateway: RemoteGateway, 
     with djinn.Session.load(tmp_path / "session", address=address, on_progress=told.append):
         sent = [now for now in told if now.stage == "sending"]
         assert sent[-1].done == sent[-1].total == nbytes
+
+
+def test_a_hit_crosses_the_network_once_and_then_only_rows_that_were_changed(
+    daemon: Daemon, gateway: RemoteGateway
+) -> None:
+    token = token_of(daemon, "stopper")
+    prompt = [n % 200 + 50 for n in range(1000)]
+    with CuttingProxy(gateway.port) as proxy:
+
+        def passed_in(call: Callable[..., Any], *given: Any) -> int:
+            before = proxy.passed
+            call(*given, max_tokens=1)
+            return proxy.passed - before
+
+        with djinn.Session(MODEL, address=gateway.address_for(token, proxy.port)) as s:
+            stop = s.breakpoint(layer=2)
+            s.run(prompt, max_tokens=1)
+            assert passed_in(s.resume) < SMALL
+            s.truncate(0)
+            before = proxy.passed
+            hit = s.run(prompt, max_tokens=1)
+            assert isinstance(hit, djinn.Hit)
+            window, row = hit.activation.nbytes, hit.activation[:, -1].nbytes
+            assert 500_000 < window < proxy.passed - before < 1.1 * window
+            hit.activation[:, -1] *= 2
+            assert row < passed_in(s.resume) < row + SMALL
+            stop.remove()
+            s.truncate(0)
+            seen: list[int] = []
+            s.intervene("blocks.4.hook_resid_post", lambda activation, _: seen.append(activation.nbytes), local=True)
+            assert window < passed_in(s.generate, prompt) < 1.1 * window
+            assert seen == [window]
 
 
 @pytest.mark.long

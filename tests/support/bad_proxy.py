@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import Counter
 from contextlib import suppress
+from math import inf
 from types import TracebackType
 from typing import Self
 
@@ -116,9 +117,9 @@ class BadProxy(Proxy):
 
 
 class CuttingProxy(Proxy):
-    """Ends each connection after `every` bytes in one direction."""
+    """Counts bytes, and ends each connection after `every` bytes in one direction."""
 
-    def __init__(self, port: int, every: int) -> None:
+    def __init__(self, port: int, every: float = inf) -> None:
         super().__init__(port)
         self.every = every
         self.cuts = 0
