@@ -9,11 +9,12 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo test test-long test-foreign fuzz cubins lint types layers docs man check clean
+.PHONY: help demo demo-remote test test-long test-foreign fuzz cubins lint types layers docs man check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo     install what is needed, start djinnd, talk to a small real model, stop it"
+	@echo "make demo-remote  the same from another machine: two network namespaces and a cable; ARGS=--toy fetches no model"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-long  soaks, runs of many examples, hostile input and killed processes, which make test leaves out"
 	@echo "make test-foreign  the clients of other people's, against the HTTP gateway"
@@ -27,6 +28,10 @@ help:
 demo: $(VENV)/demo.stamp
 	@echo "==> djinnd's demo"
 	@$(RUN) -m tools.demo
+
+demo-remote: $(VENV)/demo.stamp
+	@echo "==> djinnd's demo, from another machine"
+	@$(RUN) -m tools.demo.remote $(ARGS)
 
 # With bytecode, even where an image does without: the tests start hundreds of processes. With one thread each for
 # torch, as threads that wait for each other keep other workers from the cores. Three workers for two cores: what tests

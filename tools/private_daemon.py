@@ -22,7 +22,7 @@ class DaemonFailed(Exception):
     """It did not start, or did not stop as it should."""
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In the child: the kernel sends it SIGTERM when the parent is gone, however that ended."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
@@ -53,7 +53,7 @@ class PrivateDaemon:
                 env=environment | {"NOTIFY_SOCKET": str(folder / "notify")},
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the parent, which then stops the daemon
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
 
     def wait_until_ready(self, on_status: Callable[[str], None] = lambda status: None) -> None:

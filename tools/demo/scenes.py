@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import djinn_client as djinn
 from djinn_client import Generated, Session
 from tools.demo import page
 
+GATEWAY_PATIENCE_S = 60.0
 TOKENS = 40  # of an answer: a small machine takes some seconds for them
 PAUSE_AFTER = 5  # pieces of a stream
 STEERED_AT = 3  # steers after a third of the blocks; of SmolLM2's 30, blocks 10, 14 and 18 were tried
@@ -22,6 +26,20 @@ TOWN = ("the office, desks, papers and clerks in the town", "people walk the qui
 
 class DemoFailed(Exception):
     pass
+
+
+def wait_for(gateway: str) -> None:
+    """Waits for the gateway, a process of its own that is started when the daemon is ready."""
+    host, _, port = gateway.partition(":")
+    deadline = time.monotonic() + GATEWAY_PATIENCE_S
+    while True:
+        try:
+            socket.create_connection((host, int(port))).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise DemoFailed(f"nobody listens at {gateway}") from None
+            time.sleep(0.1)
 
 
 def over_http(model: str, address: str) -> None:
@@ -40,7 +58,7 @@ def in_a_session(session: Session) -> None:
     page.title("In a session: what was said stays in the daemon, and no prompt is sent again")
     for question in ("Name three fruits.", "Which of them is yellow?"):
         page.code(f"s.chat({question!r})")
-        result = _ask(session, question)
+        result = ask(session, question)
     usage = result.usage
     before = usage.session_tokens - usage.generated_tokens
     page.note(f"For the second answer {usage.computed_tokens} of {before} tokens were computed; the rest was there.")
@@ -66,28 +84,27 @@ def paused(session: Session) -> None:
     said.end()
 
 
-def forked(session: Session, address: str) -> None:
+def forked(session: Session, address: str | None = None) -> None:
     page.title("Forked: two sessions that share what they have in common")
     with session.fork() as fork:
         page.code("t = s.fork()")
         for name, one, question in (("s", session, "Say it shorter."), ("t", fork, "Say it as a pirate.")):
             page.code(f"{name}.chat({question!r})")
-            _ask(one, question)
+            ask(one, question)
         djinnctl("ps", address=address)
-        page.note("`kept` is the conversation over HTTP: it is ready for the program's next call.")
 
 
-def steered(model: str, address: str) -> None:
+def steered(model: str, address: str | None = None) -> None:
     page.title("Steered: a direction is added to the activations inside the model")
     question = "Write two sentences about my day."
-    point = _point(model, address)
+    point = middle_point(model, address)
     with Session(model, address=address) as plain:
         page.code(f"s.chat({question!r})")
-        _ask(plain, question)
+        ask(plain, question)
     with Session(model, address=address) as steered:
         page.code(f's.steer("{point}", mean("the sea …") - mean("the town …"))')
         steered.steer(point, _mean(model, address, point, SEA) - _mean(model, address, point, TOWN))
-        _ask(steered, question)
+        ask(steered, question)
 
 
 def what_next(model: str) -> None:
@@ -106,17 +123,25 @@ djinnctl ps"""
     )
 
 
-def djinnctl(*arguments: str, address: str) -> None:
+def djinnctl(*arguments: str, address: str | None = None) -> None:
     """Shows the command and what it prints."""
     page.code(f"djinnctl {shlex.join(arguments)}")
-    environ = os.environ | {"DJINND_ADDRESS": address, "COLUMNS": str(page.COLUMNS)}
-    done = subprocess.run([sys.executable, "-m", "djinnctl", *arguments], env=environ, capture_output=True, text=True)
+    print(output_of_djinnctl(*arguments, address=address), end="", flush=True)
+
+
+def output_of_djinnctl(*arguments: str, address: str | None = None) -> str:
+    environ = os.environ | {"COLUMNS": str(page.COLUMNS)} | ({"DJINND_ADDRESS": address} if address else {})
+    return output_of(sys.executable, "-m", "djinnctl", *arguments, environ=environ)
+
+
+def output_of(*command: str, environ: Mapping[str, str] = os.environ) -> str:
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
     if done.returncode != 0:
-        raise DemoFailed(f"djinnctl {shlex.join(arguments)} failed: {done.stderr.strip()}")
-    print(done.stdout, end="", flush=True)
+        raise DemoFailed(f"{shlex.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout
 
 
-def _ask(session: Session, question: str) -> Generated:
+def ask(session: Session, question: str) -> Generated:
     said = page.Said()
     with session.chat_stream(question, max_tokens=TOKENS) as stream:
         for piece in stream:
@@ -125,12 +150,13 @@ def _ask(session: Session, question: str) -> Generated:
     return stream.result
 
 
-def _point(model: str, address: str) -> str:
+def middle_point(model: str, address: str | None = None) -> str:
+    """The output of a block after a third of them."""
     (info,) = [info for info in djinn.models(address=address) if info.name == model]
     return f"blocks.{info.blocks // STEERED_AT}"
 
 
-def _mean(model: str, address: str, point: str, texts: tuple[str, ...]) -> Any:
+def _mean(model: str, address: str | None, point: str, texts: tuple[str, ...]) -> Any:
     """The mean activation over these texts, [width]."""
     means = []
     for text in texts:
@@ -140,13 +166,11 @@ def _mean(model: str, address: str, point: str, texts: tuple[str, ...]) -> Any:
 
 
 def _curl(url: str, body: str) -> Any:
-    done = subprocess.run(["curl", "-sS", url, "-d", body], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise DemoFailed(f"curl failed: {done.stderr.strip()}")
+    answer = output_of("curl", "-sS", url, "-d", body)
     try:
-        reply = json.loads(done.stdout)
+        reply = json.loads(answer)
     except ValueError as error:
-        raise DemoFailed(f"{url} answered no JSON: {done.stdout!r}") from error
+        raise DemoFailed(f"{url} answered no JSON: {answer!r}") from error
     if "error" in reply:
         raise DemoFailed(f"{url} answered: {reply['error']['message']}")
     return reply
