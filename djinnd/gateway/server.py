@@ -103,9 +103,10 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("gateway_draining requests=%d", len(self.server_state.tasks))
-        await super().shutdown(self._sockets)
-        if self._door is not None:
-            self._door.close()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(super().shutdown(self._sockets))
+            if self._door is not None:
+                group.create_task(self._door.drain(self._http.drain_seconds))
         self._daemon.close()
         if self._http.socket:
             Path(self._http.socket).unlink(missing_ok=True)
@@ -124,6 +125,8 @@ class GatewayServer(uvicorn.Server):
         """Lets requests finish; the second signal ends them."""
         self.force_exit = self.should_exit
         self.should_exit = True
+        if self.force_exit and self._door is not None:
+            self._door.close()
 
     def _reload(self) -> None:
         """Reads the configuration and the certificate again. A problem is logged, and all stays as it was."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from djinn_client.transport.remote import channel
 from djinn_client.transport.remote.hosts import read_hosts
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bad_proxy import CuttingProxy
-from tests.support.daemon import ROOT, Daemon, clean_environ, wait_for
+from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, wait_for
 from tests.support.remote import RemoteGateway, token_of
 
 SMALL = 4000  # bytes of frames without windows, acknowledgements included
@@ -237,3 +238,37 @@ def test_a_client_that_is_killed_frees_its_session_after_the_grace(daemon: Daemo
     wait_for(lambda: "the client did not come back" in gateway.log)
     with djinn.Session.attach(session, address=address) as s:
         assert s.token_ids() == []
+
+
+def test_a_gateway_that_stops_lets_a_stream_finish(daemon: Daemon, tmp_path: Path) -> None:
+    with RemoteGateway(tmp_path, daemon) as stopping:
+        idle = djinn.Client(stopping.address_for(token_of(daemon, "beside")))
+        idle.ping()
+        with djinn.Session(MODEL, address=stopping.address_for(token_of(daemon, "finishing"))) as s:
+            pieces = s.stream("def f", max_tokens=100, ignore_eos=True)
+            tokens = list(next(pieces).token_ids)
+            stopping.process.terminate()
+            wait_for(lambda: "gateway_draining" in stopping.log)
+            tokens += [token for piece in pieces for token in piece.token_ids]
+            assert len(tokens) == 100
+            assert stopping.process.wait(PATIENCE) == 0
+        idle.close()
+
+
+def test_a_second_signal_stops_a_gateway_at_once(daemon: Daemon, tmp_path: Path) -> None:
+    token = token_of(daemon, "stopped")
+    with (
+        RemoteGateway(tmp_path, daemon, http={"drain_seconds": "10min"}) as stopping,
+        djinn.Session(MODEL, address=stopping.address_for(token)) as s,
+        ThreadPoolExecutor() as threads,
+    ):
+        s.pause()
+        call = threads.submit(s.generate, "def f", max_tokens=1)
+        with daemon.client() as client:
+            wait_for(lambda: client.status().requests_queued == 1)
+        stopping.process.terminate()
+        wait_for(lambda: "gateway_draining" in stopping.log)
+        stopping.process.terminate()
+        assert stopping.process.wait(PATIENCE) == 0
+        with pytest.raises(djinn.ConnectionLost):
+            call.result(PATIENCE)

@@ -16,10 +16,15 @@ from tests.support.gateway import Gateway
 
 
 class RemoteGateway(Gateway):
-    """`remote` is its section of the configuration. It has a certificate of its own authority, for 127.0.0.1."""
+    """`remote` and `http` are sections of its configuration. Its certificate is of its own authority, for 127.0.0.1."""
 
     def __init__(
-        self, folder: Path, daemon: Daemon, remote: Mapping[str, Any] | None = None, errors: Collection[str] = ()
+        self,
+        folder: Path,
+        daemon: Daemon,
+        remote: Mapping[str, Any] | None = None,
+        errors: Collection[str] = (),
+        http: Mapping[str, Any] | None = None,
     ) -> None:
         self.authority = trustme.CA()
         self.authority_file = folder / "authority.pem"
@@ -28,7 +33,7 @@ class RemoteGateway(Gateway):
         certificate.private_key_and_cert_chain_pem.write_to_path(folder / "tls.pem")
         tls = {"certificate": str(folder / "tls.pem"), "key": str(folder / "tls.pem")}
         self._section = {"listen": "127.0.0.1:0"} | dict(remote or {})
-        super().__init__(folder, daemon.address, tls, errors)
+        super().__init__(folder, daemon.address, tls | dict(http or {}), errors)
 
     def sections(self) -> dict[str, Any]:
         return {"remote": self._section}

@@ -116,6 +116,10 @@ class RunningDoor:
         self._loop.call_soon_threadsafe(call)
         return done.result(PATIENCE_S)
 
+    def drain(self, seconds: float) -> Future[None]:
+        """Begins in the loop's thread: the links have been told when this returns."""
+        return self.do(lambda: asyncio.run_coroutine_threadsafe(self.door.drain(seconds), self._loop))
+
     def client(self, token: str = TOKEN) -> Connection:
         """djinn_client's own connection, after its Hello."""
         return run(connect(f"djinns://{token}@127.0.0.1:{self.port}#{self._fingerprint}"), PATIENCE_S)

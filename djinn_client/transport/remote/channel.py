@@ -117,10 +117,8 @@ class RemoteChannel:
 
     def has_input(self) -> bool:
         """Looks without waiting whether the gateway has sent anything, or is gone."""
-        try:
+        with suppress(OSError, DjinnError):  # if it is broken, the next call connects again
             self._read()
-        except (OSError, DjinnError):
-            return False  # the next call connects again
         return self._link.has_arrived or self._link.is_closed_by_peer
 
     def close(self, *, silently: bool = False) -> None:

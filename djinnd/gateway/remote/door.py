@@ -7,6 +7,7 @@ import errno
 import logging
 import socket
 import ssl
+from contextlib import suppress
 
 from djinn_client.errors import ProtocolError
 from djinn_client.transport.aio_steps import run
@@ -18,7 +19,7 @@ from djinn_client.transport.steps import Steps, Wait
 from djinnd.config import Remote
 from djinnd.gateway.remote.accounts import Accounts
 from djinnd.gateway.remote.figures import NO_HELLO
-from djinnd.gateway.remote.relay import Relay
+from djinnd.gateway.remote.relay import STOPS, Relay
 
 log = logging.getLogger("djinnd.gateway")
 
@@ -40,6 +41,7 @@ class RemoteDoor:
         self._relays: dict[bytes, Relay] = {}  # by their secret
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._accepting: asyncio.Task[None] | None = None
+        self._drained = asyncio.Event()  # no link is left
 
     def start(self) -> None:
         self._accepting = asyncio.create_task(self._accept())
@@ -48,15 +50,30 @@ class RemoteDoor:
         """Applies limits of a new configuration."""
         self._accounts.limits = limits
 
-    def close(self) -> None:
-        """Ends all links."""
+    async def drain(self, seconds: float) -> None:
+        """Takes no more connections, lets requests finish, and ends all links."""
+        self._stop_accepting()
+        for relay in list(self._relays.values()):
+            relay.drain()
+        self._drained.clear()
+        if self._relays:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._drained.wait()
+        self.close()
+
+    def _stop_accepting(self) -> None:
         if self._accepting is not None:
             self._accepting.cancel()
         self._socket.close()
         for task in list(self._strangers):
             task.cancel()
+
+    def close(self) -> None:
+        """Ends all links at once."""
+        self._stop_accepting()
         for relay in list(self._relays.values()):
-            relay.end("the gateway stops")
+            relay.end(STOPS)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -133,6 +150,8 @@ class RemoteDoor:
 
     def _ended(self, relay: Relay) -> None:
         del self._relays[relay.secret]
+        if not self._relays:
+            self._drained.set()
 
 
 def _first_record(carrier: Carrier) -> Steps[Record]:

@@ -32,6 +32,7 @@ from djinn_client.transport.shm import map_window, new_window
 from djinnd.gateway.entry.auth import is_djinnd_token
 from djinnd.gateway.remote.accounts import Accounts
 from djinnd.gateway.remote.daemon_socket import DaemonSocket
+from djinnd.gateway.remote.open_requests import OpenRequests
 from djinnd.gateway.remote.readiness import Readiness
 
 log = logging.getLogger("djinnd.gateway")
@@ -39,6 +40,7 @@ log = logging.getLogger("djinnd.gateway")
 SECRET_BYTES = 16
 MAX_HELLO = 64 << 10  # bytes of the first frame in each direction
 HIGH_WATER = 1 << 20  # bytes on their way to one side, from which the other side is not read
+STOPS = "the gateway stops"  # as a reason
 LINGER_S = 5.0  # in which a client must take more of the last records, and then hang up
 LARGE_WINDOW = 4 << 20  # bytes, for which the kernel takes a third of a millisecond; more are freed on a thread
 
@@ -65,6 +67,8 @@ class Relay:
         self._welcome: FrameDecoder | None = FrameDecoder(MAX_HELLO, 0)
         self._token = ""
         self._charged = 0  # bytes of windows that the client is sending
+        self._open_requests = OpenRequests()
+        self._is_draining = False  # the gateway stops
         self._reason = ""  # why it leaves or has ended
         self._is_told = False  # the last record has gone out
         self._is_ended = False
@@ -84,6 +88,18 @@ class Relay:
         self._link.put(Kind.RESUMED, COUNT.pack(self._link.received))
         log.info("remote_resumed name=%s", self.name)
         self._carry(carrier)
+
+    def drain(self) -> None:
+        """Leaves as soon as the client waits for no reply."""
+        self._is_draining = True
+        if self._carrier is None or self._is_told:
+            self.end(STOPS)  # no client can come back
+        else:
+            self._leave_if_idle()
+
+    def _leave_if_idle(self) -> None:
+        if not self._open_requests and not self._charged:
+            self.leave(STOPS)
 
     def leave(self, reason: str) -> None:
         """Hangs up on the daemon at once, and on the client when it has what waits for it."""
@@ -135,7 +151,7 @@ class Relay:
     def _broken(self, error: OSError) -> None:
         """The TLS connection is broken. Its client has `grace` seconds to come back, unless it has all."""
         self._drop_carrier()
-        if self.is_introduced and not self._is_told and not self._is_ended:
+        if self.is_introduced and not (self._is_told or self._is_draining or self._is_ended):
             log.info("remote_broken name=%s error=%s", self.name, error.strerror or error)
             self._wait(self._grace_s)
         else:
@@ -201,6 +217,7 @@ class Relay:
         if self._hello is None:
             assert self._daemon is not None
             nbytes = sum(os.fstat(fd).st_size for fd in fds)
+            self._open_requests.sent(data)
             self._daemon.put(data, fds)
             self._accounts.release(self._token, nbytes)
             self._charged -= nbytes
@@ -227,7 +244,9 @@ class Relay:
         self._hello = None
         self.is_introduced = True
         self.settled.set()
-        self._daemon.put(framed(payload), [])
+        frame = framed(payload)
+        self._open_requests.sent(frame)
+        self._daemon.put(frame, [])
 
     def _make_window(self, nbytes: int) -> int:
         """Raises ProtocolError, QuotaExceeded, Busy."""
@@ -277,6 +296,7 @@ class Relay:
             return self._refuse(error)
         finally:
             close_all(fds)
+        self._open_requests.answered(data)
         self._link.put_frames(data)
         self._write_client()
 
@@ -300,6 +320,8 @@ class Relay:
             return
 
     def _write_client(self) -> None:
+        if self._is_draining:
+            self._leave_if_idle()
         if self._carrier is None:
             return self._watch()
         try:
@@ -309,6 +331,8 @@ class Relay:
                 self._is_told = True
         except OSError as error:
             return self._broken(error)
+        if self._is_told and self._is_draining:
+            return self.end(STOPS)
         if self._reason:
             self._wait(LINGER_S)
         self._ready.writing(self._carrier.fileno(), self._write_client, more)
