@@ -7,7 +7,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ class Captures:
 
     def __init__(self, device: Device, model: str, width: int, vocab: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._table = SpanTable()  # only requests that share a step with other captures or edits
+        self._table = SpanTable()
         self._rows = {
             False: DeviceRows(device, f"captures of {model}", width, dtype, ROWS_AT_HAND),
             True: DeviceRows(device, f"captures of {model}'s logits", vocab, dtype),
@@ -114,18 +114,6 @@ class Captures:
             raise
         shifts = {point: index * room for some in of_kind.values() for index, point in enumerate(some)}
         self._captured[request] = _Captured(points, first, room, rows, shifts, reach)
-
-    def single_probe(self, request: int, start: int, end: int, first_token: int) -> SingleCapture | None:
-        """A probe for the only capturing request of a pass. Its row brings positions [start, end) to the pass, from
-        `first_token` on, and none of its points is after the last block. → None if it captures none of them."""
-        captured = self._captured[request]
-        first = max(start, captured.first)
-        count = min(end, captured.first + captured.room) - first
-        if count <= 0:
-            return None
-        row = captured.rows[False] + first - captured.first
-        into, token = self.into(of_logits=False), first_token + first - start
-        return SingleCapture(into, row, captured.shifts, captured.reach.first, token, count)
 
     def reaches(self, requests: Sequence[int]) -> dict[int, PointReach]:
         """The reach of each of these requests that captures."""
@@ -166,33 +154,3 @@ class Captures:
         for rows in self._rows.values():
             rows.release()
         self._captured.clear()
-
-
-class SingleCapture:
-    """The probe (model/whitebox/probe.py) of a pass in which one row captures and nothing is edited: the usual case at
-    a breakpoint, so it is fast.
-
-    The row's tokens are contiguous in the pass, and so are its captured rows. Nothing is looked up and nothing is sent
-    to the device, as it must be if several sessions capture or edit (step_probe.py). Each point is one copy.
-    """
-
-    def __init__(
-        self, into: Tensor, row: int, shifts: Mapping[Point, int], first_block: int, first_token: int, count: int
-    ) -> None:
-        """Copies `count` tokens of the pass, from `first_token` on, to `into`, from row `row` plus the point's shift
-        on. No point is after the last block or in a block before `first_block`."""
-        self.first = first_block
-        self._into = into
-        self._row = row
-        self._shifts = shifts
-        self._tokens = slice(first_token, first_token + count)
-
-    @cached_property
-    def points(self) -> frozenset[Point]:
-        return frozenset(self._shifts)
-
-    def at(self, point: Point, value: Tensor) -> None:
-        """Copies the point's rows out of `value` [1, tokens, width]."""
-        row = self._row + self._shifts[point]
-        tokens = value[0, self._tokens]
-        self._into[row : row + len(tokens)].copy_(tokens)

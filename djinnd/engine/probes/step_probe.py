@@ -22,7 +22,7 @@ from torch import Tensor
 from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import Batch
 from djinnd.device import Device
-from djinnd.engine.probes.captures import Captures, SingleCapture
+from djinnd.engine.probes.captures import Captures
 from djinnd.engine.probes.edit_table import EditTable
 from djinnd.engine.probes.spans import Hits, Ints, Overlaps, is_behind, point_of, spread, together
 from djinnd.model.copies.upload import upload_arrays
@@ -100,9 +100,6 @@ class Touched:
         edits, seen = table.span_table.reach(self._names) if table else None, captures.reaches(self._requests)
         self._reach = together([*seen.values()] if edits is None else [edits, *seen.values()])
         self._is_behind = self._reach is not None and self._reach.is_behind
-        self._single = None  # index of the only row that captures, if there are no edits
-        if edits is None and len(seen) == 1 and not self._is_behind:
-            self._single = self._requests.index(*seen)
         self._lasts = 1
         if not captures and batch.decode_only:
             self._lasts = table.span_table.lasts(self._names, self._starts)
@@ -167,21 +164,12 @@ class Touched:
         and no captures."""
         if self._reach is None:
             return None
-        if self._single is not None:
-            return self._single_probe(self._single, which)
         rows = np.array(which)
         key = rows.tobytes(), False
         if key not in self._probes:
             codes, tokens = partial(self._codes, rows), partial(self.tokens, rows)
             self._probes[key] = self._new_probe(self._reach.first, codes, tokens, False)
         return self._probes[key]
-
-    def _single_probe(self, single: int, rows: Sequence[int]) -> SingleCapture | None:
-        """None if the pass does not have that row, or captures none of its positions."""
-        if single not in rows:
-            return None
-        row, before = self._rows[single], sum([self._rows[index].count for index in rows[: rows.index(single)]])
-        return self._captures.single_probe(row.request.id, row.start, row.end, before)
 
     def _codes(self, rows: Ints) -> set[int]:
         """Codes of the points, before the end of the last block, that touch these rows."""

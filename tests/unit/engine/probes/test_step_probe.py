@@ -16,7 +16,7 @@ from djinnd.core.edits import Edit, Extent
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
-from djinnd.engine.probes.captures import Captures, SingleCapture
+from djinnd.engine.probes.captures import Captures
 from djinnd.engine.probes.edit_table import EditTable
 from djinnd.engine.probes.spans import SpanTable
 from djinnd.engine.probes.step_probe import StepProbe, Touched
@@ -200,8 +200,7 @@ def test_captures_come_after_edits_into_their_request_s_rows() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_single_capture_finds_the_same_tokens_as_one_of_many(data: st.DataObject) -> None:
-    """In any pass of the batch that has its row, and without a lookup."""
+def test_a_capture_finds_its_tokens_in_any_pass_with_its_row(data: st.DataObject) -> None:
     touching = Touching([(), (), ()], [[], [OTHER, RESID, ATTN], []])
     order = data.draw(st.permutations(range(3)))
     batch = touching.batch(*[(s, data.draw(st.integers(0, 34)), data.draw(st.integers(1, 5))) for s in order])
@@ -210,9 +209,9 @@ def test_a_single_capture_finds_the_same_tokens_as_one_of_many(data: st.DataObje
     start, end = next((row.start, row.end) for row in batch.rows if row.session.id == "s1")
     positions = range(max(start, 2), min(end, 32))
     if order.index(1) not in rows or not positions:
-        assert probe is None
+        assert probe is None or not probe.points
     else:
-        assert isinstance(probe, SingleCapture) and probe.points == {RESID, OTHER, ATTN} and probe.first == 2
+        assert probe is not None and probe.points == {RESID, OTHER, ATTN} and probe.first == 2
         before = sum(batch.rows[row].count for row in rows[: rows.index(order.index(1))]) - start
         for seed, point in enumerate((RESID, OTHER, ATTN)):
             value = activations(sum(batch.rows[row].count for row in rows) + 3, seed=seed)  # some rows are padding
