@@ -29,16 +29,13 @@ from tests.support.chat_families import TOOLS
 from tests.support.daemon import Daemon
 from tests.support.gateway import Gateway
 from tests.support.parameters import long_except
+from tests.support.snippets import ROOT, snippets
 from tools.reference_pages import PAGES as PAGES_MADE
 from tools.reference_pages import filled, metric_table
 
-ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "client/README.md", *(str(page.relative_to(ROOT)) for page in sorted(ROOT.glob("docs/*/*.md")))]
 WITH_SNIPPETS = [page for page in PAGES if "```python" in (ROOT / page).read_text()]
 QUICK_PAGES = ("README.md", "client/README.md", "docs/guide/first-steps.md", "docs/guide/conversations.md")
-MODELS = re.compile(r'"(Qwen/Qwen3-0.6B|qwen3-8b|llama|llama-2-13b)"')
-BLOCK = re.compile(r"(blocks\.|layers\.|layer=)(\d+)")
-PART = re.compile(r"<!-- (?P<mark>test|compiled only):\s(?P<told>.*?)\s-->|^```python\n(?P<code>.*?)^```", re.S | re.M)
 COMMAND = re.compile(r"^(?:\$ )?(?:/opt/djinnd/bin/)?((?:djinnctl|djinnd) .*?)(?: *[|>#&].*)?$", re.M)
 
 
@@ -50,20 +47,6 @@ def reader() -> Iterator[Daemon]:
         with running.client() as client:
             client.load(MODEL, chat_template=TOOLS)
         yield running
-
-
-def steps(page: str) -> Iterator[tuple[str, bool]]:
-    """Pieces of code at the lines that they have in the page, and whether a test runs them."""
-    text = (ROOT / page).read_text()
-    is_run = True
-    for part in PART.finditer(text):
-        if part["mark"] == "compiled only":
-            is_run = False
-            continue
-        group = "told" if part["mark"] else "code"
-        code = BLOCK.sub(lambda found: f"{found[1]}{int(found[2]) % 8}", MODELS.sub(f'"{MODEL}"', part[group]))
-        yield "\n" * text.count("\n", 0, part.start(group)) + code, is_run
-        is_run = True
 
 
 def brief(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,9 +63,9 @@ def test_the_snippets_of_a_page_run(page: str, reader: Daemon, tmp_path: Path, m
         if hasattr(owner, name):
             monkeypatch.setattr(owner, name, brief(getattr(owner, name)))
     names: dict[str, object] = {"djinn": djinn}
-    for code, is_run in steps(page):
-        compiled = compile(code, page, "exec")
-        if is_run:
+    for snippet in snippets(page):
+        compiled = compile(snippet.code, page, "exec")
+        if snippet.elsewhere is None:
             exec(compiled, names)
     names.clear()
     gc.collect()  # snippets leave sessions open: the warnings about these come here
