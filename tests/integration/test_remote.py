@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,11 +204,20 @@ def test_a_model_is_shared_from_another_machine(daemon: Daemon, gateway: RemoteG
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
 
 
+def lasting_port() -> int:
+    """An unused port below the kernel's range for connections, so that no other process gets it when it is free."""
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, int(first))))
+            return int(probe.getsockname()[1])
+
+
 @pytest.mark.long
 def test_a_session_outlives_its_gateway(daemon: Daemon, tmp_path: Path) -> None:
-    with RemoteGateway(tmp_path, daemon) as gateway:
+    port = lasting_port()
+    with RemoteGateway(tmp_path, daemon, {"listen": f"127.0.0.1:{port}"}) as gateway:
         address = gateway.address_for(token_of(daemon, "patient"))
-        port = gateway.port
         s = djinn.Session(MODEL, address=address)
         s.generate("def f", max_tokens=4, ignore_eos=True)
         tokens = s.token_ids()
