@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    pipeline,
+)
 
 import djinn_client as djinn
 from djinn_client.remote_model.model import RemoteModel
@@ -135,6 +142,18 @@ def test_arguments_mean_what_they_mean_locally(
 ) -> None:
     given = inputs | options | ({"tokenizer": tokenizer} if "stop_strings" in options else {})
     assert remote.generate(**given).tolist() == local.generate(**given).tolist()
+
+
+def test_a_generation_config_means_what_it_means_locally_and_arguments_come_before_it(
+    remote: RemoteModel, local: PreTrainedModel, inputs: dict[str, Tensor]
+) -> None:
+    config = GenerationConfig(max_new_tokens=12, repetition_penalty=1.3, eos_token_id=0, pad_token_id=0)
+    changes: list[dict[str, Any]] = [{}, {"max_new_tokens": 5}, {"repetition_penalty": 1.0}]
+    for options in changes:
+        given = inputs | {"generation_config": config} | options
+        assert remote.generate(**given).tolist() == local.generate(**given).tolist()
+    with pytest.raises(djinn.InvalidRequest, match="num_beams"):
+        remote.generate(**inputs, generation_config=GenerationConfig(num_beams=3))
 
 
 def test_a_prompt_of_nothing_begins_with_the_bos_token(remote: RemoteModel, local: PreTrainedModel) -> None:
