@@ -21,6 +21,7 @@ import djinn_client as djinn
 from djinn_client.transport.remote.tls import fingerprint
 
 CHUNK = 128 << 10
+LOOPBACK = "127.0.0.1"
 
 
 class Door(NamedTuple):
@@ -30,17 +31,17 @@ class Door(NamedTuple):
     token: str
     fingerprint: str
 
-    def address(self, port: int | None = None) -> str:
-        return f"djinns://{self.token}@127.0.0.1:{port or self.port}#{self.fingerprint}"
+    def address(self, port: int | None = None, host: str = LOOPBACK) -> str:
+        return f"djinns://{self.token}@{host}:{port or self.port}#{self.fingerprint}"
 
 
 @contextmanager
-def remote_gateway(folder: Path, daemon: str) -> Iterator[Door]:
+def remote_gateway(folder: Path, daemon: str, host: str = LOOPBACK) -> Iterator[Door]:
     certificate = trustme.CA().issue_cert("localhost", "127.0.0.1")
     pem, file, log = folder / "tls.pem", folder / "remote.yaml", folder / "remote.log"
     certificate.private_key_and_cert_chain_pem.write_to_path(pem)
     tls = f"{{certificate: {pem}, key: {pem}}}"
-    file.write_text(f"state_dir: {folder}\nhttp: {tls}\nremote: {{listen: '127.0.0.1:0'}}\n")
+    file.write_text(f"state_dir: {folder}\nhttp: {tls}\nremote: {{listen: '{host}:0'}}\n")
     with djinn.Client(daemon) as client:
         token = client.add_token("bench").token
     command = [sys.executable, "-m", "djinnd.gateway", f"--config={file}", f"--socket={daemon}"]
@@ -86,17 +87,17 @@ def send_over_tls(nbytes: int) -> None:
 
 
 @contextmanager
-def slow_link(port: int, delay_s: float) -> Iterator[int]:
-    """A port from which bytes reach `port` of 127.0.0.1, and come back, `delay_s` seconds later."""
+def slow_link(port: int, delay_s: float, host: str = LOOPBACK) -> Iterator[int]:
+    """A port of `host` from which bytes reach `port` of 127.0.0.1, and come back, `delay_s` seconds later."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
     found: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", port)
+        there, back = await asyncio.open_connection(LOOPBACK, port)
         await asyncio.gather(_delayed(reader, back, delay_s), _delayed(there, writer, delay_s))
 
     def run() -> None:
-        server = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24))
+        server = loop.run_until_complete(asyncio.start_server(serve, host, 0, limit=1 << 24))
         found.append(server.sockets[0].getsockname()[1])
         ready.set()
         loop.run_forever()

@@ -2,8 +2,9 @@
 
     python -m tools.bench.serving.remote [--device DEVICE] [--streams 16] [--delay 50] [--record]
 
-Local and remote runs alternate, and medians count. Windows are compared with a plain TLS stream of Python between two
-processes, measured in the same run. The long way is a proxy that delays bytes: no kernel module is needed.
+Local and remote runs alternate, and medians count. The streams' shares are of two runs that follow each other. Windows
+are compared with a plain TLS stream of Python between two processes, measured in the same run. The long way
+is a proxy that delays bytes: no kernel module is needed. `remote_links` measures shaped links.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,13 @@ def empty_call(address: str) -> float:
     """Seconds of an empty call, the median."""
     with djinn.Client(address) as client:
         client.ping()
-        return statistics.median(_timed(client.ping) for _ in range(PINGS))
+        return statistics.median(timed(client.ping) for _ in range(PINGS))
 
 
 def forward(address: str) -> float:
     """Seconds of a forward with LOGITS tokens, until its logits are here."""
     with djinn.Session(MODEL, address=address) as s:
-        return _timed(lambda: s.forward([7] * LOGITS))
+        return timed(lambda: s.forward([7] * LOGITS))
 
 
 def kv(address: str) -> float:
@@ -52,7 +53,7 @@ def kv(address: str) -> float:
     with djinn.Session(MODEL, address=address) as s:
         s.generate([7] * LOGITS, max_tokens=1)
         nbytes = int(s.kv().pages.nbytes)
-        return nbytes / statistics.median(_timed(s.kv) for _ in range(5))
+        return nbytes / statistics.median(timed(s.kv) for _ in range(5))
 
 
 def long_way(door: Door, delay_s: float) -> dict[str, float]:
@@ -61,15 +62,15 @@ def long_way(door: Door, delay_s: float) -> dict[str, float]:
         began = time.perf_counter()
         with djinn.Session(MODEL, address=door.address(port)) as s:
             opened = time.perf_counter() - began
-            calls = statistics.median(_timed(s.token_ids) for _ in range(5))
+            calls = statistics.median(timed(s.token_ids) for _ in range(5))
             pieces = [time.perf_counter() for _ in s.stream("x = ", max_tokens=LONG_TOKENS, ignore_eos=True)]
             s.breakpoint("blocks.4.hook_resid_post")
-            stop = _timed(lambda: s.generate("y", max_tokens=1))
+            stop = timed(lambda: s.generate("y", max_tokens=1))
         rate = (len(pieces) - 1) / (pieces[-1] - pieces[0])
         return {"open_s": opened, "call_s": calls, "breakpoint_s": stop, "tokens_per_s": rate}
 
 
-def _timed(act: Callable[[], object]) -> float:
+def timed(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
@@ -100,8 +101,15 @@ def _streams(addresses: dict[str, str], count: int, rounds: int) -> dict[str, An
     ways: dict[str, Callable[[], Run]] = {
         way: partial(_run_streams, address, count) for way, address in addresses.items()
     }
-    runs = in_turns(ways, 1 + rounds)
-    return {way: Run(*map(statistics.median, zip(*each[1:], strict=True)))._asdict() for way, each in runs.items()}
+    runs = {way: each[1:] for way, each in in_turns(ways, 1 + rounds).items()}
+    medians = {way: Run(*map(statistics.median, zip(*each, strict=True)))._asdict() for way, each in runs.items()}
+    return {**medians, "shares": shares(runs["local"], runs["remote"])}
+
+
+def shares(local: Sequence[Run], remote: Sequence[Run]) -> list[float]:
+    """The remote client's tokens a second in parts of the local one's, round by round, from the lowest. Both runs of a
+    round follow each other, so a change of the machine's speed falls on both."""
+    return sorted(there.tokens_per_s / here.tokens_per_s for here, there in zip(local, remote, strict=True))
 
 
 def _run_streams(address: str, count: int) -> Run:
@@ -117,12 +125,17 @@ def table(found: dict[str, Any]) -> Table:
     for count, ways in found["streams"].items():
         rates = [f"{ways[way]['tokens_per_s']:,.1f}" for way in ("local", "remote")]
         shown.add_row(f"{count} streams, tokens/s", *rates)
+        shown.add_row("  of the local client", "", _share(ways["shares"]))
     return shown
+
+
+def _share(found: Sequence[float]) -> str:
+    return f"{statistics.median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
 
 def summary(found: dict[str, Any], delay_s: float) -> str:
     streams, far = found["streams"], found["long_way"]
-    rates = [f"{ways['remote']['tokens_per_s'] / ways['local']['tokens_per_s']:.2f}" for ways in streams.values()]
+    rates = [_share(ways["shares"]) for ways in streams.values()]
     local, remote = (found["call_s"][way] * 1e6 for way in ("local", "remote"))
     share = found["kv_bytes_per_s"]["remote"] / found["tls_bytes_per_s"]
     return (
