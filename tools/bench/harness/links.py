@@ -7,6 +7,7 @@ import subprocess
 from typing import NamedTuple
 
 QUEUE = 100_000  # packets that wait in netem: more than 10 Gbit/s has on the way in 100 ms
+RELAYED_MS = 1.0  # a relay waits for whole milliseconds
 TBF = ("burst", "1mb", "latency", "50ms")
 
 
@@ -17,7 +18,7 @@ class Link(NamedTuple):
 
 
 class Shaping(NamedTuple):
-    """What makes a link of the cable."""
+    """How a cable is made a link."""
 
     qdisc: list[str]  # arguments of `tc qdisc replace dev DEVICE root`, for both ends
     relay_s: float  # how long a relay before the gateway keeps each byte; 0: there is no relay
@@ -41,8 +42,10 @@ def shaping(link: Link, *, netem: bool) -> Shaping | None:
         return Shaping(qdisc, 0.0, "netem")
     if link.loss_percent:
         return None
-    means = "tbf; a relay keeps each byte for the delay, so TCP's own acknowledgements are early"
-    return Shaping(["tbf", "rate", rate, *TBF], each_way_ms / 1e3, means)
+    qdisc = ["tbf", "rate", rate, *TBF]
+    if each_way_ms < RELAYED_MS:
+        return Shaping(qdisc, 0.0, "tbf; the delay is the cable's own, below 0.1 ms")
+    return Shaping(qdisc, each_way_ms / 1e3, "tbf; a relay keeps each byte, so TCP's own acknowledgements are early")
 
 
 def has_netem() -> bool:

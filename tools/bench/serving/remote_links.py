@@ -3,8 +3,8 @@
     python -m tools.bench.serving.remote_links [--link 1gbit,20ms]… [--rounds 3]
 
 Each way is measured by a client process of its own: over the Unix socket, over TLS on loopback, and over a cable that
-`tc` shapes. With netem, the kernel makes rate, delay and loss. Without it, tbf makes the rate, a relay the delay, and a
-link that loses packets is not measured. Each row says how its link was made.
+`tc` shapes. With netem, the kernel makes rate, delay and loss. Without it, tbf makes the rate, a relay a delay of
+milliseconds, and a link that loses packets is not measured. The result says of each link how it was made.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _over(name: str, door: Door, client: Client, sizes: list[str], *, netem: boo
 
 
 def _figures(way: str, there: list[str], address: str, sizes: list[str]) -> dict[str, Any]:
-    """What the client's part finds. `there` runs it in a network namespace."""
+    """Runs the client's part and returns its figures. `there` runs a command in a network namespace."""
     say(way)
     part = [*there, sys.executable, "-m", "tools.bench.serving.remote_client", address, *sizes]
     figures: dict[str, Any] = json.loads(subprocess.run(part, check=True, stdout=subprocess.PIPE).stdout)
