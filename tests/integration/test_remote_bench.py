@@ -4,12 +4,13 @@ measured, and it says so."""
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.support.daemon import ROOT, clean_environ, warm_python
+from tests.support.daemon import ROOT, clean_environ
 from tools.bench.harness.report import Report
 from tools.two_machines import NamespacesRefused, expect_allowed
 
@@ -19,7 +20,7 @@ SIZES = ("--rounds=1", "--tokens=64", "--vocabulary=3000", f"--link={LINK}")
 
 @pytest.mark.long
 def test_a_local_client_loopback_and_a_shaped_link(tmp_path: Path) -> None:
-    command = [warm_python(), "-m", "tools.bench.serving.remote_links", "--device=cpu", *SIZES]
+    command = [sys.executable, "-m", "tools.bench.serving.remote_links", "--device=cpu", *SIZES]
     command.append(f"--json={tmp_path / 'found.json'}")
     ran = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
