@@ -1,1 +1,1 @@
-"""Benches of calls: overhead of daemon and gateway, decoding, formats, fairness, forecasts."""
+"""Benches of calls: overhead of daemon and gateway, other machines, decoding, formats, fairness, forecasts."""
