@@ -23,14 +23,18 @@ LARGE = 64 << 20  # bytes: for smaller objects the free memory of the host is no
 Runner = Callable[..., Any]  # runs a function with its arguments, now or later
 
 
-def new_window(name: str, nbytes: int) -> int:
+def new_window(name: str, nbytes: int, *, is_reserved: bool = True) -> int:
     """The descriptor of a new memfd of `nbytes` bytes, all reserved, sealed against shrinking and growing. Raises
-    OSError if the host has no memory for it."""
+    OSError if the host has no memory for it. Without `is_reserved` all of it must be written by os.pwrite, which raises
+    that, before it is mapped: a mapping of memory that the host does not have kills its process."""
     if nbytes >= LARGE and (left := available()) is not None and nbytes > left:
         raise OSError(errno.ENOMEM, f"{left:,} bytes of the host's memory are available")
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, nbytes)
+        if is_reserved:
+            os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)

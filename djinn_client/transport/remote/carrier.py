@@ -25,6 +25,7 @@ class Carrier:
         self._kind: Kind | None = None  # of the record that is being read, once its header has come
         self._target = memoryview(self._head)  # the memory that is being filled, and its bytes that are there
         self._have = 0
+        self._payload = bytearray()  # of the record that is being read; parts of a window share it
         self._rest = memoryview(b"")  # of the records that are being sent
         self.taken = 0  # bytes that have come
         self.given = 0  # bytes that have gone
@@ -96,22 +97,22 @@ class Carrier:
 
     def _complete(self, link: Link) -> Record | None:
         if self._kind is None:
-            self._begin(link, *HEADER.unpack(self._head))
+            self._begin(*HEADER.unpack(self._head))
             if self._have < len(self._target):
                 return None
         assert self._kind is not None
         kind, self._kind = self._kind, None
-        length = len(self._target)
-        payload = b"" if kind is Kind.PART else bytes(self._target)
+        payload = self._target if kind is Kind.PART else bytes(self._target)
         self._target, self._have = memoryview(self._head), 0
-        return link.take(kind, payload, length)
+        return link.take(kind, payload)
 
-    def _begin(self, link: Link, number: int, length: int) -> None:
+    def _begin(self, number: int, length: int) -> None:
         try:
             self._kind = Kind(number)
         except ValueError:
             raise ProtocolError(f"a record of the unknown kind {number}") from None
         if length > MAX_PAYLOAD:
             raise ProtocolError(f"a record of {length:,} bytes; at most {MAX_PAYLOAD:,}")
-        self._target = link.room(length) if self._kind is Kind.PART else memoryview(bytearray(length))
-        self._have = 0
+        if self._kind is not Kind.PART or len(self._payload) < length:
+            self._payload = bytearray(length)
+        self._target, self._have = memoryview(self._payload)[:length], 0

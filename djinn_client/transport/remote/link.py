@@ -19,7 +19,7 @@ from typing import NamedTuple
 from djinn_client.errors import OutOfMemory, ProtocolError
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.remote.records import COUNT, MAX_PAYLOAD, NUMBERED, Kind, Record
-from djinn_client.transport.shm import map_writable, new_window
+from djinn_client.transport.shm import new_window
 from djinn_client.transport.transfer import Transfer
 
 ACK_BYTES = 256 << 10  # received bytes, after which they are acknowledged
@@ -37,8 +37,8 @@ class Arrived(NamedTuple):
 
 
 class Link:
-    """`make_window(nbytes)` makes the memory of an announced window and returns its descriptor; it may raise a
-    DjinnError. `is_sealed`: a complete window is sealed against writing."""
+    """`make_window(nbytes)` makes the memory of an announced window, which need not be reserved, and returns its
+    descriptor; it may raise a DjinnError. `is_sealed`: a complete window is sealed against writing."""
 
     def __init__(self, make_window: MakeWindow | None = None, is_sealed: bool = False) -> None:
         self.is_closed_by_peer = False
@@ -102,18 +102,12 @@ class Link:
 
     # --- input --------------------------------------------------------------------------------------------------------
 
-    def room(self, length: int) -> memoryview:
-        """The memory for the next part of the window that is being received. Raises ProtocolError."""
-        if self._filling is None:
-            raise ProtocolError("a part of a window came, but no window was announced")
-        return self._filling.room(length)
-
-    def take(self, kind: Kind, payload: bytes, length: int) -> Record | None:
-        """Takes a record that has come; `payload` is b"" for a PART, which is in its window already. Returns a record
-        that is about the TLS connection, for the owner. Raises ProtocolError, and the error of `make_window`."""
+    def take(self, kind: Kind, payload: bytes | memoryview) -> Record | None:
+        """Takes a record that has come. The caller may change its `payload` afterwards. Returns a record that is about
+        the TLS connection, for the owner. Raises ProtocolError, OutOfMemory, and the error of `make_window`."""
         if kind in NUMBERED:
             self.received += 1
-            self._count(length)
+            self._count(len(payload))
         match kind:
             case Kind.FRAMES:
                 if self._windows or not self._arrived:
@@ -123,10 +117,7 @@ class Link:
             case Kind.WINDOW:
                 self._begin_window(payload)
             case Kind.PART:
-                assert self._filling is not None
-                self.receiving.done += length
-                if self._filling.filled(length):
-                    self._window_complete()
+                self._fill(payload)
             case Kind.CLOSE:
                 self.is_closed_by_peer = True
             case Kind.ACK:
@@ -158,7 +149,7 @@ class Link:
             os.close(self._filling.fd)
             self._filling = None
 
-    def _begin_window(self, payload: bytes) -> None:
+    def _begin_window(self, payload: bytes | memoryview) -> None:
         nbytes = _count_in(payload)
         if self._filling is not None:
             raise ProtocolError("a window was announced before the one before it was complete")
@@ -168,10 +159,23 @@ class Link:
         self._filling = _Filling(self._make_window(nbytes), nbytes)
         self.receiving.total += nbytes
 
+    def _fill(self, part: bytes | memoryview) -> None:
+        if self._filling is None:
+            raise ProtocolError("a part of a window came, but no window was announced")
+        try:
+            is_complete = self._filling.write(part)
+        except OutOfMemory:
+            os.close(self._filling.fd)
+            self._filling = None
+            raise
+        self.receiving.done += len(part)
+        if is_complete:
+            self._window_complete()
+
     def _window_complete(self) -> None:
         assert self._filling is not None
         fd = self._filling.fd
-        self._filling = None  # and with it the mapping: the kernel seals no memory that a process may write to
+        self._filling = None
         self._windows.append(fd)
         if self._is_sealed:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
@@ -200,35 +204,41 @@ class Link:
 
 
 class _Filling:
-    """A window that is being received."""
+    """A window that is being received. Its parts are written with pwrite: the copy costs less than the faults of a new
+    mapping, whose pages are also cleared first."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
-        self._memory = map_writable(fd, nbytes).cast("B")
-        self._done = 0  # bytes of parts that are complete
+        self._nbytes = nbytes
+        self._done = 0  # bytes of parts that have come
 
-    def room(self, length: int) -> memoryview:
-        if length > len(self._memory) - self._done:
-            raise ProtocolError(f"the parts of a window have more than its {len(self._memory):,} bytes")
-        return self._memory[self._done : self._done + length]
-
-    def filled(self, length: int) -> bool:
-        """Returns True if the window is complete."""
-        self._done += length
-        return self._done == len(self._memory)
+    def write(self, part: bytes | memoryview) -> bool:
+        """Returns True if the window is complete. Raises ProtocolError, OutOfMemory."""
+        if len(part) > self._nbytes - self._done:
+            raise ProtocolError(f"the parts of a window have more than its {self._nbytes:,} bytes")
+        rest = memoryview(part)
+        while rest:
+            try:
+                count = os.pwrite(self.fd, rest, self._done)
+            except OSError as error:
+                told = f"no memory is left for a window of {self._nbytes:,} bytes, {self._done:,} of which have come"
+                raise OutOfMemory(f"{told}: {error.strerror}", bytes=self._nbytes) from error
+            rest = rest[count:]
+            self._done += count
+        return self._done == self._nbytes
 
 
 def _own_window(nbytes: int) -> int:
     """Raises OutOfMemory: an OSError would mean that the TLS connection is broken."""
     try:
-        return new_window("djinn-remote", nbytes)
+        return new_window("djinn-remote", nbytes, is_reserved=False)
     except OSError as error:
         raise OutOfMemory(
             f"this machine has no memory for {nbytes:,} bytes that the daemon sends: {error.strerror}", bytes=nbytes
         ) from error
 
 
-def _count_in(payload: bytes) -> int:
+def _count_in(payload: bytes | memoryview) -> int:
     if len(payload) != COUNT.size:
         raise ProtocolError(f"a count of {len(payload)} bytes; it has {COUNT.size}")
     count: int = COUNT.unpack(payload)[0]

@@ -255,7 +255,7 @@ class Relay:
         self._accounts.charge(self._token, nbytes)
         self._charged += nbytes
         try:
-            return new_window("djinn-remote", nbytes)
+            return new_window("djinn-remote", nbytes, is_reserved=False)
         except OSError as error:
             raise Busy(f"the gateway has no memory for a window of {nbytes:,} bytes now: {error}") from error
 

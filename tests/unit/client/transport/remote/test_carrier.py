@@ -11,9 +11,9 @@ import pytest
 import trustme
 
 from djinn_client.errors import ProtocolError
-from djinn_client.transport.remote.carrier import Carrier
+from djinn_client.transport.remote.carrier import AT_ONCE, Carrier
 from djinn_client.transport.remote.link import Link
-from djinn_client.transport.remote.records import HEADER, MAX_PAYLOAD, Kind
+from djinn_client.transport.remote.records import COUNT, HEADER, MAX_PAYLOAD, Kind
 from djinn_client.transport.shm import map_window
 
 
@@ -77,6 +77,37 @@ def test_frames_and_windows_go_both_ways(ends: Ends) -> None:
     assert (bytes(there.data), bytes(back.data)) == (large, b"back")
     assert bytes(map_window(there.fds[0], len(large))) == large
     os.close(there.fds[0])
+
+
+def test_a_large_window_leaves_other_links_their_turns(ends: Ends) -> None:
+    large, beside, turns = bytes(16 * AT_ONCE), Ends(), 0
+    ends.link.put_window(memoryview(large))
+    ends.link.put_frames(b"all")
+    while (arrived := ends.other.collect()) is None:
+        ends.here.write(ends.link)
+        ends.there.read(ends.other)
+        beside.link.put_frames(b"token")
+        beside.carry()
+        token = beside.other.collect()
+        assert token is not None and token.data == b"token"
+        turns += 1
+    assert turns >= len(large) // (AT_ONCE + MAX_PAYLOAD)
+    os.close(arrived.fds[0])
+    beside.here.close()
+    beside.there.close()
+
+
+def test_parts_of_all_sizes_fill_a_window(ends: Ends) -> None:
+    parts = [os.urandom(size) for size in (1, 3 * MAX_PAYLOAD // 4, 5, MAX_PAYLOAD, 100)]
+    ends.link.put(Kind.WINDOW, COUNT.pack(sum(map(len, parts))))
+    for part in parts:
+        ends.link.put(Kind.PART, part)
+    ends.link.put_frames(b"all")
+    ends.carry()
+    arrived = ends.other.collect()
+    assert arrived is not None and arrived.data == b"all"
+    with open(arrived.fds[0], "rb") as window:
+        assert window.read() == b"".join(parts)
 
 
 def test_records_before_the_end_are_read(ends: Ends) -> None:

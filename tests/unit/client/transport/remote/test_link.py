@@ -19,11 +19,7 @@ from djinn_client.transport.shm import map_window
 
 def hand(link: Link, record: Record) -> Record | None:
     """Gives the link a record, as a carrier does."""
-    payload = bytes(record.payload)
-    if record.kind is Kind.PART:
-        link.room(len(payload))[:] = payload
-        return link.take(record.kind, b"", len(payload))
-    return link.take(record.kind, payload, len(payload))
+    return link.take(record.kind, bytes(record.payload))
 
 
 def carry(sender: Link, receiver: Link, most: int = 1 << 30) -> int:
@@ -223,6 +219,21 @@ def test_a_window_that_finds_no_memory_is_a_typed_error(monkeypatch: pytest.Monk
     monkeypatch.setattr("djinn_client.transport.remote.link.new_window", none)
     with pytest.raises(OutOfMemory, match="no memory for 1,024 bytes that the daemon sends: no memory is left"):
         hand(Link(), Record(Kind.WINDOW, COUNT.pack(1024)))
+
+
+def test_a_window_that_outgrows_the_memory_is_a_typed_error_and_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.ENOMEM, "no memory is left")
+
+    link = Link()
+    hand(link, Record(Kind.WINDOW, COUNT.pack(1024)))
+    monkeypatch.setattr(os, "pwrite", none)
+    with pytest.raises(OutOfMemory, match="a window of 1,024 bytes, 0 of which have come: no memory is left"):
+        hand(link, Record(Kind.PART, bytes(512)))
+    with pytest.raises(ProtocolError, match="no window was announced"):
+        hand(link, Record(Kind.PART, bytes(512)))
 
 
 def test_a_link_that_has_ended_keeps_no_memory_of_windows_that_were_to_be_sent() -> None:
