@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,17 @@ import transformers
 
 import djinn_client as djinn
 from djinn_client.transport.remote import channel
-from tests.conftest import MODEL, DaemonStarter
+from tests.conftest import MODEL
 from tests.support.bad_proxy import HARMS, BadProxy, CuttingProxy
 from tests.support.daemon import Daemon, descriptors_of, holdings, wait_for
-from tests.support.remote import RemoteGateway, token_of
+from tests.support.remote import RemoteGateway, daemon_fixture, gateway_fixture, token_of
 
 PROMPTS = [f"def f{n}(a, b):\n    return a " for n in range(6)]
 TOKENS = [7, 20, 101, 300, 55]
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with DaemonStarter() as start:
-        daemon = start()
-        with daemon.client() as client:
-            client.load(MODEL)
-        yield daemon
-
-
-@pytest.fixture(scope="module")
-def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteGateway]:
-    with RemoteGateway(tmp_path_factory.mktemp("gateway"), daemon, {"grace": "5s"}) as gateway:
-        yield gateway
+daemon = daemon_fixture()
+gateway = gateway_fixture({"grace": "5s"})
 
 
 def generate(s: djinn.Session, n: int) -> Any:

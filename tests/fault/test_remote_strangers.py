@@ -7,7 +7,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -17,28 +17,16 @@ from djinn_client.protocol import VERSION, Hello, Ping, encode
 from djinn_client.transport.remote.records import COUNT, HEADER, RESUMING, Kind, Record
 from djinn_client.transport.remote.records import VERSION as LINKS
 from djinn_client.transport.remote.tls import ALPN
-from tests.conftest import MODEL, DaemonStarter
+from tests.conftest import MODEL
 from tests.support.daemon import Daemon, descriptors_of, holdings, wait_for
-from tests.support.remote import RemoteGateway, token_of
+from tests.support.remote import RemoteGateway, daemon_fixture, gateway_fixture, token_of
 
 MEMORY = 150 << 20  # bytes that the gateway may grow by
 BEGIN = Record(Kind.OPEN, bytes([LINKS]))
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with DaemonStarter() as start:
-        daemon = start()
-        with daemon.client() as client:
-            client.load(MODEL)
-        yield daemon
-
-
-@pytest.fixture(scope="module")
-def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteGateway]:
-    limits = {"grace": "2s", "window_bytes_per_token": "16MiB", "window_bytes": "64MiB"}
-    with RemoteGateway(tmp_path_factory.mktemp("gateway"), daemon, limits) as gateway:
-        yield gateway
+daemon = daemon_fixture()
+gateway = gateway_fixture({"grace": "2s", "window_bytes_per_token": "16MiB", "window_bytes": "64MiB"})
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -26,27 +26,15 @@ from djinn_client.protocol import Progress
 from djinn_client.transport.address import hosts_file
 from djinn_client.transport.remote import channel
 from djinn_client.transport.remote.hosts import read_hosts
-from tests.conftest import MODEL, DaemonStarter
+from tests.conftest import MODEL
 from tests.support.bad_proxy import CuttingProxy
 from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, wait_for
-from tests.support.remote import RemoteGateway, token_of
+from tests.support.remote import RemoteGateway, daemon_fixture, gateway_fixture, token_of
 
 SMALL = 4000  # bytes of frames without windows, acknowledgements included
 
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
-    with DaemonStarter() as start:
-        daemon = start()
-        with daemon.client() as client:
-            client.load(MODEL)
-        yield daemon
-
-
-@pytest.fixture(scope="module")
-def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteGateway]:
-    with RemoteGateway(tmp_path_factory.mktemp("gateway"), daemon, {"grace": "3s"}) as gateway:
-        yield gateway
+daemon = daemon_fixture()
+gateway = gateway_fixture({"grace": "3s"})
 
 
 @pytest.fixture
@@ -75,15 +63,6 @@ def test_one_line_from_the_administrator_lets_a_client_in(daemon: Daemon, gatewa
     with djinn.Session(MODEL) as s, djinn.Client("gpu") as client:
         assert s.generate("def f", max_tokens=2, ignore_eos=True).token_ids
         assert client.welcome().name == "ana"
-
-
-@pytest.mark.long
-def test_doctor_looks_at_another_machine_and_keeps_the_token_to_itself(
-    daemon: Daemon, gateway: RemoteGateway, home: Path
-) -> None:
-    token = token_of(daemon, "doctor")
-    told = djinnctl(home, "--address", gateway.address_for(token), "doctor", code=-1)
-    assert "answers at djinns://127.0.0.1" in told and token not in told
 
 
 def test_a_certificate_is_shown_and_trusted_on_first_use(daemon: Daemon, gateway: RemoteGateway, home: Path) -> None:

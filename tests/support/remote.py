@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trustme
 
 from djinn_client.transport.remote.tls import fingerprint
+from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon
 from tests.support.gateway import Gateway
 
@@ -54,6 +56,31 @@ class RemoteGateway(Gateway):
         end = "-----END CERTIFICATE-----"
         begin = pem.index("-----BEGIN CERTIFICATE-----")
         return fingerprint(ssl.PEM_cert_to_DER_cert(pem[begin : pem.index(end) + len(end)]))
+
+
+def daemon_fixture() -> Callable[..., Any]:
+    """A fixture for the tests of one file: a daemon that has loaded the model."""
+
+    @pytest.fixture(scope="module")
+    def daemon() -> Iterator[Daemon]:
+        with DaemonStarter() as start:
+            daemon = start()
+            with daemon.client() as client:
+                client.load(MODEL)
+            yield daemon
+
+    return daemon
+
+
+def gateway_fixture(remote: Mapping[str, Any]) -> Callable[..., Any]:
+    """A fixture for the tests of one file: a gateway in front of the fixture `daemon`."""
+
+    @pytest.fixture(scope="module")
+    def gateway(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteGateway]:
+        with RemoteGateway(tmp_path_factory.mktemp("gateway"), daemon, remote) as gateway:
+            yield gateway
+
+    return gateway
 
 
 def token_of(daemon: Daemon, name: str, user: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The common part of all commands: two options, before the name or after it, and the exit codes."""
+"""The common part of all commands: three options, before the name or after it, and the exit codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -47,12 +48,13 @@ class Settings:
     """The options that every command takes, before its name or after it."""
 
     address: str | None = None
+    token: str | None = None
     json: bool = False
 
     @contextmanager
     def client(self) -> Iterator[Client]:
         """A client that the daemon has answered. Raises ConnectionLost."""
-        with Client(self.address) as client:
+        with Client(self.address, token=self.token) as client:
             with self.patience():
                 client.welcome()
             yield client
@@ -99,9 +101,30 @@ def everywhere(command: F) -> F:
             help="The daemon's socket, or another machine's: djinns://HOST, or a name. Default: $DJINND_ADDRESS, your "
             "hosts' default, the system's socket, then yours.",
         ),
+        click.option(
+            "--token-file",
+            "token",
+            metavar="FILE",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            expose_value=False,
+            callback=_remember_token,
+            help="A file with your token, which only you may read. Default: the token of the address, $DJINND_TOKEN.",
+        ),
     ):
         command = option(command)
     return command
+
+
+def _remember_token(ctx: click.Context, param: click.Parameter, file: Path | None) -> None:
+    """There is no option for the token itself: all users of a machine can read the arguments of its processes."""
+    if file is None:
+        return
+    try:
+        if file.stat().st_mode & 0o077:
+            raise click.BadParameter(f"others may read {file}: chmod 600 {file}", ctx, param)
+        _remember(ctx, param, file.read_text().strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{file} cannot be read: {error}", ctx, param) from error
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:

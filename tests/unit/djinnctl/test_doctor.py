@@ -11,18 +11,31 @@ import socket
 import struct
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from djinn_client import (
+    CertificateNotTrusted,
+    ConnectionLost,
+    DjinnError,
+    InvalidRequest,
+    NotAuthenticated,
+    VersionMismatch,
+)
+from djinn_client.protocol import Failure, Hello, StatusReply, Welcome
+from djinn_client.transport.address import hosts_file
+from djinn_client.transport.remote.hosts import Host, RemoteAddress, remember
 from djinnctl import doctor
 from djinnctl.cli import main
-from djinnctl.doctor import arena, daemon, gpu, memory, software
+from djinnctl.doctor import arena, daemon, gpu, memory, remote, software
 from djinnctl.doctor.gpu import Cuda, Gpu
 from djinnctl.doctor.result import Result
 from djinnd.server.arenas.header import VERSION, FillState, Header
+from tests.support.daemon import ROOT
 from tests.support.scripted_daemon import Line, ScriptedDaemon
 
 GIB = 1 << 30
@@ -65,17 +78,26 @@ def test_the_remedy_for_an_old_package_is_a_command() -> None:
 
 
 def test_this_python_has_what_the_project_asks_for() -> None:
-    results = [*software.check_python(), *software.check_packages()]
+    results = [*software.check_python(), *software.check_packages(of_daemon=True)]
     assert [result for result in results if result.state != "ok"] == []
     assert {result.subject for result in results} == {"Python", *software.PACKAGES}
 
 
+@pytest.mark.parametrize(
+    ("project", "listed"), [("client", software.CLIENT_PACKAGES), (".", software.PACKAGES)], ids=["client", "daemon"]
+)
+def test_doctor_asks_for_the_packages_of_the_project_file(project: str, listed: dict[str, software.Version]) -> None:
+    wanted = tomllib.loads((ROOT / project / "pyproject.toml").read_text())["project"]["dependencies"]
+    oldest = dict(entry.split(",")[0].split(">=") for entry in wanted if ">=" in entry)
+    assert {name: software.dotted(version) for name, version in listed.items()} == oldest
+
+
 def test_a_machine_with_the_client_alone_is_not_told_to_install_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "has_daemon", lambda: False)
-    results = [*software.check_packages()]
+    results = [*software.check_packages(of_daemon=False)]
     assert results[0].finding.startswith("not installed here: this is its client")
     assert {result.subject for result in results[1:]} == {*software.CLIENT_PACKAGES}
-    assert [subject for subject, _ in doctor.checks(None, False)] == ["Python", "packages", "socket", "daemon"]
+    assert [subject for subject, _ in doctor.checks(None, None, False)] == ["Python", "packages", "socket", "daemon"]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -268,6 +290,81 @@ def test_something_else_that_answers(directory: str) -> None:
     assert "not djinnd's protocol" in result.finding
 
 
+def test_a_token_that_the_daemon_does_not_know(daemon: ScriptedDaemon) -> None:
+    def refuse(line: Line) -> None:
+        line.send(Failure(id=line.expect(Hello).id, code="not_authenticated", message="not valid"))
+
+    result = doctor.daemon.examine(daemon.play(refuse), "djn_x")
+    assert result.state == "fail" and "not valid" in result.finding and "another token" in result.remedy
+
+
+# --- another machine ------------------------------------------------------------------------------------------------
+
+MACHINE = RemoteAddress("gpu1", 5556)
+
+
+def judged(error: DjinnError | TimeoutError) -> tuple[list[str], Result]:
+    *before, last = remote.judge_failure(MACHINE, error)
+    assert all(result.state == "ok" for result in before)
+    return [result.subject for result in before], last
+
+
+@pytest.mark.parametrize(
+    ("error", "before", "subject"),
+    [
+        (TimeoutError(), [], "connection"),
+        (ConnectionLost("no gateway answers: does a firewall let the port through?"), [], "connection"),
+        (CertificateNotTrusted("no authority certifies it: `djinnctl trust`"), ["connection"], "certificate"),
+        (NotAuthenticated("not valid: have another one"), ["connection", "certificate"], "token"),
+        (VersionMismatch("version 1, this side speaks 2: update the older one"), [], "connection"),
+    ],
+)
+def test_the_first_thing_that_is_wrong_with_another_machine_ends_the_list(
+    error: DjinnError | TimeoutError, before: list[str], subject: str
+) -> None:
+    passed, failed = judged(error)
+    assert (passed, failed.state, failed.subject) == (before, "fail", subject)
+    if isinstance(error, DjinnError):
+        assert error.message == f"{failed.finding}: {failed.remedy}"
+
+
+def test_an_error_without_a_remedy_points_to_the_log() -> None:
+    assert judged(DjinnError("it failed"))[1] == Result("fail", "connection", "it failed", remote.SEE_LOG)
+
+
+@pytest.mark.parametrize(("state", "judgement"), [("ready", "ok"), ("starting", "warn"), ("draining", "warn")])
+def test_the_answer_of_another_machine_is_told(state: str, judgement: str) -> None:
+    notes = ["damaged: remove it"]
+    status = StatusReply("0.1.0", 1, 1.0, "/s", state, [], [], {}, 0, 0, 1, 0, notes=notes, id=2)
+    results = list(remote.judge_answer(MACHINE, Welcome("0.1.0", 1, True, "ana", id=1), status))
+    assert [result.subject for result in results] == ["connection", "certificate", "token", "daemon", "daemon"]
+    assert results[2].finding.endswith("takes you for ana, an administrator")
+    assert results[3].state == judgement and results[4].state == "warn"
+
+
+@pytest.mark.parametrize(
+    ("machine", "told"),
+    [
+        (MACHINE, "an authority that this machine trusts"),
+        (MACHINE._replace(ca="/ca.pem"), "by /ca.pem"),
+        (MACHINE._replace(ca="/ca.pem", fingerprint="sha256:0"), "the one that was trusted"),
+    ],
+)
+def test_a_certificate_s_ground_is_told(machine: RemoteAddress, told: str) -> None:
+    assert told in remote.certified_by(machine)
+
+
+def test_another_machine_s_list_leaves_this_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subjects = ["Python", "packages", "connection"]
+    assert [subject for subject, _ in doctor.checks("djinns://gpu1", None, False)] == subjects
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("DJINND_ADDRESS", raising=False)
+    remember("gpu1", Host("djinns://gpu1"), hosts_file())
+    assert [subject for subject, _ in doctor.checks(None, None, False)] == subjects, "gpu1 is the default"
+    with pytest.raises(InvalidRequest, match="machine, gpu1"):
+        doctor.checks("gpu1", None, True)
+
+
 # --- arena ----------------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +541,9 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     def broken() -> list[Result]:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(doctor, "checks", lambda address, fix: [("odd", broken), ("Python", software.check_python)])
+    monkeypatch.setattr(
+        doctor, "checks", lambda address, token, fix: [("odd", broken), ("Python", software.check_python)]
+    )
     first, second = doctor.examine()
     assert (first.state, first.finding) == ("fail", "the check broke: ZeroDivisionError: by zero")
     assert second.state == "ok"
@@ -453,7 +552,7 @@ def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
 def test_the_exit_code_follows_the_worst(monkeypatch: pytest.MonkeyPatch, state: str, code: int) -> None:
     result = Result(state, "subject", "finding", "" if state == "ok" else "remedy")  # type: ignore[arg-type]
-    monkeypatch.setattr(doctor, "checks", lambda address, fix: [("subject", lambda: [result])])
+    monkeypatch.setattr(doctor, "checks", lambda address, token, fix: [("subject", lambda: [result])])
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == code
     assert ("→ remedy" in done.stdout) == (state != "ok")

@@ -24,10 +24,12 @@ class Branch:
 class Dialog:
     """Owns the sessions. The user talks to one of them, `branch`."""
 
-    def __init__(self, model: str, settings: Settings, *, priority: Class | None, address: str | None) -> None:
+    def __init__(
+        self, model: str, settings: Settings, *, priority: Class | None, address: str | None, token: str | None = None
+    ) -> None:
         """Loads the model if it is not loaded. Raises what `Session` raises."""
         self.settings = settings
-        self.branches = [Branch(Session(model, priority=priority, address=address))]
+        self.branches = [Branch(Session(model, priority=priority, address=address, token=token))]
         self.branch = self.branches[0]
 
     @property

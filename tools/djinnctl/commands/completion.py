@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from djinn_client import Client, DjinnError
-from djinnctl.command import EXIT_CODES, everywhere
+from djinnctl.command import EXIT_CODES, Settings, everywhere
 
 
 @click.command(epilog=EXIT_CODES)
@@ -39,7 +39,8 @@ def complete_session(ctx: click.Context, param: click.Parameter, typed: str) -> 
 def _known(ctx: click.Context, ask: Callable[[Client], dict[str, Any]], typed: str) -> list[CompletionItem]:
     """The names that begin with what was typed, with their explanations; none if no daemon answers."""
     try:
-        with Client(ctx.obj and ctx.obj.address) as client:
+        settings = ctx.ensure_object(Settings)
+        with Client(settings.address, token=settings.token) as client:
             return [CompletionItem(name, help=told) for name, told in ask(client).items() if name.startswith(typed)]
     except DjinnError:
         return []

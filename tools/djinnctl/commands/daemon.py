@@ -111,10 +111,12 @@ def doctor(settings: Settings, fix: bool) -> None:
 
     It looks at software, GPU, memory, socket, and what a dead daemon has left. Run it as the user and in the container
     that djinnd runs in; it needs no daemon.
+
+    With the address of another machine it looks at the connection, the certificate, the token and the daemon's answer.
     """
     from djinnctl import doctor as examination
 
-    results = examination.examine(address=settings.address, fix=fix)
+    results = examination.examine(address=settings.address, token=settings.token, fix=fix)
     settings.tell(results, examination.render(results))
     if any(result.state == "fail" for result in results):
         sys.exit(FAILED)

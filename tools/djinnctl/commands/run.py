@@ -60,7 +60,7 @@ def run(
         raise click.UsageError("--json prints one answer: give a prompt, or text on stdin")
     with settings.client():
         pass  # a daemon answers; from here on loading the model takes time, and shows its progress
-    dialog = Dialog(model, chat_settings, priority=priority, address=settings.address)
+    dialog = Dialog(model, chat_settings, priority=priority, address=settings.address, token=settings.token)
     try:
         if not text:
             loop.talk(dialog)

@@ -93,7 +93,7 @@ def fork(settings: Settings, session: str) -> None:
     `djinn_client.Session.attach` takes the new session up, within limits.session_grace.
     """
     with settings.patience():
-        parent = Session.attach(session, address=settings.address)
+        parent = Session.attach(session, address=settings.address, token=settings.token)
     forked = parent.fork()
     for each in (forked, parent):
         each.detach()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from djinnctl.doctor import arena, daemon, gpu, memory, software
+from djinn_client.errors import InvalidRequest
+from djinnctl.doctor import arena, daemon, gpu, memory, remote, software
 from djinnctl.doctor.result import Result, fail
 from djinnctl.layout import Group, Renderable, Span, line
 from djinnctl.render import state
@@ -13,25 +14,41 @@ from djinnctl.render import state
 Check = Callable[[], Iterable[Result]]
 
 
-def checks(address: str | None, fix: bool) -> list[tuple[str, Check]]:
-    """The checks in the order in which a person would look. Without djinnd in this Python, the machine is left out."""
-    here: list[tuple[str, Check]] = [("Python", software.check_python), ("packages", software.check_packages)]
-    if not software.has_daemon():
-        return [*here, ("socket", partial(daemon.check, address)), ("daemon", partial(daemon.check_notes, address))]
+def checks(address: str | None, token: str | None, fix: bool) -> list[tuple[str, Check]]:
+    """The checks in the order in which a person would look. This machine's GPU, memory and arena are left out if the
+    daemon is another machine's, or djinnd is not in this Python. Raises InvalidRequest."""
+    machine = remote.machine_at(address)
+    serves_here = machine is None and software.has_daemon()
+    here: list[tuple[str, Check]] = [
+        ("Python", software.check_python),
+        ("packages", partial(software.check_packages, of_daemon=serves_here)),
+    ]
+    if machine is not None:
+        if fix:
+            raise InvalidRequest(
+                f"--fix removes shared memory of this machine: run it on the daemon's machine, {machine.host}"
+            )
+        return [*here, ("connection", partial(remote.check, address, machine, token))]
+    socket: list[tuple[str, Check]] = [
+        ("socket", partial(daemon.check, address, token)),
+        ("daemon", partial(daemon.check_notes, address, token)),
+    ]
+    if not serves_here:
+        return [*here, *socket]
     return [
         *here,
         ("GPU", gpu.check),
         ("memory", memory.check_memory),
         ("memlock", memory.check_memlock),
         ("/dev/shm", memory.check_shm),
-        ("socket", partial(daemon.check, address)),
-        ("daemon", partial(daemon.check_notes, address)),
+        *socket,
         ("arena", partial(arena.check, fix=fix)),
     ]
 
 
-def examine(*, address: str | None = None, fix: bool = False) -> list[Result]:
-    return [result for subject, check in checks(address, fix) for result in _sheltered(subject, check)]
+def examine(*, address: str | None = None, token: str | None = None, fix: bool = False) -> list[Result]:
+    """Raises InvalidRequest for an address that is none, and for `fix` with another machine's."""
+    return [result for subject, check in checks(address, token, fix) for result in _sheltered(subject, check)]
 
 
 def _sheltered(subject: str, check: Check) -> Iterator[Result]:

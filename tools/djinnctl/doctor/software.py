@@ -1,4 +1,8 @@
-"""Python and the packages that djinnd needs, by their metadata: nothing is imported."""
+"""Python and the packages that djinnd needs, by their metadata: nothing is imported.
+
+The packages are listed here, because djinnd's own metadata tell what a checkout needed when it was installed. After an
+update of the checkout they are old, and what is missing since then would not be found.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,30 @@ from djinnctl.doctor.result import Result, fail, ok
 Version = tuple[int, ...]
 
 PYTHON: Version = (3, 11)
-CLIENT_PACKAGES: dict[str, Version] = {"msgspec": (), "xxhash": (), "cloudpickle": (), "click": ()}
-PACKAGES: dict[str, Version] = {  # the oldest that will do; () is any
+CLIENT_PACKAGES: dict[str, Version] = {  # the oldest that will do, as in client/pyproject.toml
+    "click": (8, 1),
+    "cloudpickle": (3, 0),
+    "msgspec": (0, 19),
+    "xxhash": (3, 4),
+}
+PACKAGES: dict[str, Version] = {  # as in pyproject.toml
     **CLIENT_PACKAGES,
+    "httptools": (0, 6, 4),
+    "huggingface_hub": (1, 0),
+    "jinja2": (3, 1, 6),
+    "llguidance": (1, 9),
+    "numpy": (2, 0),
+    "posix_ipc": (1, 2),
+    "prometheus_client": (0, 22),
+    "pyyaml": (6, 0),
+    "regex": (2025, 9),
+    "safetensors": (0, 6),
+    "starlette": (0, 46),
+    "tokenizers": (0, 22),
     "torch": (2, 11),
     "transformers": (5, 17),
-    "safetensors": (),
-    "tokenizers": (),
-    "numpy": (),
-    "uvloop": (),
-    "posix_ipc": (),
-    "PyYAML": (),
+    "uvicorn": (0, 34),
+    "uvloop": (0, 21),
 }
 
 
@@ -36,11 +53,11 @@ def has_daemon() -> bool:
     return importlib.util.find_spec("djinnd") is not None
 
 
-def check_packages() -> Iterator[Result]:
-    """The packages that the daemon needs, or, if only its client is installed, those that the client needs."""
+def check_packages(*, of_daemon: bool) -> Iterator[Result]:
+    """The packages that the daemon needs, or those that its client needs."""
     if not has_daemon():
         yield ok("djinnd", "not installed here: this is its client, for a daemon that runs elsewhere")
-    for name, oldest in (PACKAGES if has_daemon() else CLIENT_PACKAGES).items():
+    for name, oldest in (PACKAGES if of_daemon else CLIENT_PACKAGES).items():
         try:
             yield judge_package(name, version(name), oldest)
         except PackageNotFoundError:
