@@ -183,6 +183,33 @@ def test_a_model_is_shared_from_another_machine(daemon: Daemon, gateway: RemoteG
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
 
 
+def test_calls_without_a_session_records_and_resume_points_serve_another_machine(
+    daemon: Daemon, gateway: RemoteGateway
+) -> None:
+    address = gateway.address_for(token_of(daemon, "all"))
+    with djinn.Client(address) as client, djinn.Session(MODEL, address=address) as s:
+        assert client.detokenize(MODEL, client.tokenize(MODEL, "def f", add_special=False)) == "def f"
+        texts = ["A river.", "A stream."]
+        here = [list(vector) for vector in djinn.embed(MODEL, texts, address=daemon.address)]
+        np.testing.assert_allclose([list(vector) for vector in client.embed(MODEL, texts)], here, atol=1e-5)
+        s.breakpoint("blocks.4.hook_resid_post")
+        hit = s.run("def f", max_tokens=4)
+        assert isinstance(hit, djinn.Hit) and len(s.breakpoints()) == 1
+        first = s.resume(max_tokens=4, ignore_eos=True)
+        again = s.resume_from(hit, max_tokens=4, ignore_eos=True)
+        assert isinstance(first, djinn.Generated) and isinstance(again, djinn.Generated)
+        assert again.token_ids == first.token_ids
+        with djinn.Session(MODEL, address=address) as kept:
+            before = kept.generate("import", max_tokens=2, ignore_eos=True)
+            name = kept.keep_record(b"mine")
+        assert client.record(name).body == b"mine"
+        after = client.generate(MODEL, [], after=name, max_tokens=2, ignore_eos=True)
+        assert len(before.token_ids) == len(after.token_ids) == 2
+        client.drop_record(name)
+        with pytest.raises(djinn.DjinnError):
+            client.record(name)
+
+
 def lasting_port() -> int:
     """An unused port below the kernel's range for connections, so that no other process gets it when it is free."""
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
