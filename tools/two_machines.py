@@ -44,7 +44,7 @@ def enter(*arguments: str) -> NoReturn:
     """Replaces this process by Python with these arguments, in a namespace of its own. Raises NamespacesRefused."""
     expect_allowed()
     command = [*_apart(), sys.executable, *arguments]
-    os.execvpe(command[0], command, os.environ | {ENTERED: "1"})
+    os.execvpe(command[0], command, _environ() | {ENTERED: "1"})
 
 
 def expect_allowed() -> None:
@@ -53,6 +53,11 @@ def expect_allowed() -> None:
         _run(*_apart(), "ip", "link", "add", "one", "type", "veth", "peer", "name", "other")
     except NamespacesRefused as refused:
         raise NamespacesRefused(f"network namespaces cannot be used here: {refused}. {REMEDY}.") from None
+
+
+def _environ() -> dict[str, str]:
+    """`ip` and `tc` are in folders that a plain user's PATH may lack."""
+    return os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
 
 
 def _apart() -> list[str]:
@@ -111,7 +116,7 @@ def crossed(device: str) -> int:
 def _run(*command: str) -> None:
     """Raises NamespacesRefused with the command and its last words."""
     try:
-        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=_environ())
     except FileNotFoundError as error:
         raise NamespacesRefused(f"there is no {error.filename} (of util-linux and iproute2)") from error
     except subprocess.CalledProcessError as error:

@@ -321,7 +321,8 @@ def holdings(daemon: Daemon) -> dict[str, object]:
     audit.
 
     Waits for that, and for the end of work beside the steps: lower tiers of all models set up, no page being copied, no
-    window being closed. Ends text workers, which the daemon keeps until they had no question for a minute.
+    window being closed, no checkpoint being inspected. Ends text workers, which the daemon keeps until they had no
+    question for a minute.
     """
     end_text_workers(daemon)
     engine = daemon.device().pid
@@ -331,6 +332,7 @@ def holdings(daemon: Daemon) -> dict[str, object]:
         wait_for(lambda: not any(map(lacks_tiers, client.models())))
         wait_for(lambda: not any(model.pages_used for model in client.models()))
         wait_for(lambda: "/memfd" not in descriptors_of(engine) + descriptors_of(daemon.pid))
+        wait_for(lambda: daemon.log.count("inspection_started") == daemon.log.count("inspection_ended"))
         status = client.status(check=True)
         return {
             "findings": status.integrity,
