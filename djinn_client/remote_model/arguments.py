@@ -32,7 +32,6 @@ WITHOUT_EFFECT = frozenset(
 _OWN_LOOP = "choose the tokens in a loop of your own, from `remote(input_ids).logits`"
 _BIAS = "`djinn.Session.generate(logit_bias=…)` adds numbers to the logits of tokens"
 _SAMPLING = "sample with temperature, top_k, top_p and min_p"
-_CAPTURE = "`djinn.Session.capture` reads the activations at any point"
 _LEAVE_OUT = "leave it out: the daemon decodes without a second model"
 
 # Argument → the values that switch it off, beside None, and the remedy for all others.
@@ -68,8 +67,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "custom_generate": ((), _OWN_LOOP),
     "trust_remote_code": ((False,), _OWN_LOOP),
     "output_scores": ((False,), "output_logits gives the logits before penalties and sampling limits"),
-    "output_attentions": ((False,), _CAPTURE),
-    "output_hidden_states": ((False,), _CAPTURE),
+    "output_attentions": ((False,), "run the model in your own process: no point has attention patterns"),
+    "output_hidden_states": ((False,), "`djinn.Session.capture` reads the activations at any point"),
     "assistant_model": ((), _LEAVE_OUT),
     "assistant_tokenizer": ((), _LEAVE_OUT),
     "assistant_early_exit": ((), _LEAVE_OUT),
