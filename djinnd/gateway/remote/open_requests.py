@@ -48,8 +48,8 @@ class _Frames:
 
     def __init__(self, others: tuple[bytes, ...]) -> None:
         self._others = others
-        self._rest: bytes | bytearray = b""  # of a frame whose tag has not come yet
-        self._missing = 0  # bytes of a frame whose tag has come
+        self._rest: bytes | bytearray = b""  # the beginning of a frame, up to an incomplete tag
+        self._missing = 0  # bytes still to come of the frame that was counted last
 
     @property
     def is_amid(self) -> bool:
