@@ -16,6 +16,7 @@
     │   └── FileDamaged         a saved session's file is cut short or changed
     ├── NotFound                no such thing, or not yours: the answer is the same
     │   ├── SessionNotFound     unknown, closed, or another user's: the answer is the same
+    │   ├── AdapterNotFound     no adapter of this name for the model, or its files have changed: name its folder again
     │   ├── FunctionNotFound    the intervention process has lost the function: intervene again
     │   └── ModelNotFound       no model of this name, or not for this user
     │       └── FilesWanted     the daemon asks for the folder's open files; the client sends them by itself
@@ -116,6 +117,10 @@ class SessionNotFound(NotFound):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class AdapterNotFound(NotFound):
+    code = "adapter_not_found"
 
 
 class FilesWanted(ModelNotFound):

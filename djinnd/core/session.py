@@ -27,6 +27,7 @@ class Session:
     stage: Stage | None = None  # progress, block by block, of the positions from `computed` on
     left_stage: LeftStage | None = None  # the stage that it gets back with its pages, while these are off the device
     salt: bytes = b""  # makes the keys of its pages its own: see `foreign_tokens`; its forks have the same salt
+    adapter: bytes = b""  # identity of its LoRA adapter; its KV is the adapter's, and so are the keys of its pages
     foreign_tokens: int = 0  # the KV of this many first tokens was imported by a client: the tokens do not determine it
     touched: int = 0  # number of the last step that had a row of this session; orders eviction
     given: int = 0  # `touched` when it last got a new token; less than `touched` while its prompt is being read
@@ -53,6 +54,11 @@ class Session:
         """Tokens that the model has to run before it can sample the next one, or before all have stopped at a
         breakpoint."""
         return len(self.tokens) - (self.computed if self.stage is None else self.stage.done)
+
+    @property
+    def page_salt(self) -> bytes:
+        """What the keys of its pages depend on beside tenant, tokens and edits."""
+        return self.salt + self.adapter
 
     @property
     def names(self) -> Sequence[int]:

@@ -19,6 +19,7 @@ from djinnd.core.batch import LATE, Batch, Row, recomputed
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
+from djinnd.engine.adapter_loads import AdapterLoads
 from djinnd.engine.collector import Collector
 from djinnd.engine.dispatch import Dispatcher
 from djinnd.engine.grammar.processes import GrammarProcesses
@@ -99,6 +100,7 @@ class Engine:
             (max_batch_tokens, max_rows),
             compiler,
         )
+        self._adapters = AdapterLoads(device, self._runners, channel, self._background)
         if compiler is not None:
             from djinnd.model.kernels.launches import launches  # needs Triton, which only CUDA builds of torch bring
 
@@ -154,6 +156,8 @@ class Engine:
             messages.SetPolicy: self._set_policy,
             messages.Explain: self._explain,
             messages.PublicPrefix: self._models.mark_public,
+            messages.LoadAdapter: self._adapters.load,
+            messages.DropAdapter: self._adapters.drop,
             messages.Inquire: self._inquire,
             messages.Shutdown: self._shutdown,
         }
@@ -323,6 +327,7 @@ class Engine:
     def _open(self, message: messages.Open) -> None:
         session = Session(message.session, message.model, message.tenant, message.priority, list(message.tokens))
         session.paused, session.edits, session.due_from = message.paused, message.edits, message.due_from
+        session.adapter = message.adapter
         self._scheduler.open(session)
 
     def _fork(self, message: messages.Fork) -> None:

@@ -53,6 +53,7 @@ class Reporter:
         findings = []
         audits = {"scheduler": self._scheduler.check_integrity, "budget": self._device.budget.check_integrity}
         audits |= {f"edits of {runner.name}": runner.edits.check_integrity for runner in self._runners.values()}
+        audits |= {f"adapters of {runner.name}": runner.adapters.check_integrity for runner in self._runners.values()}
         audits |= {f"parked rows of {runner.name}": runner.parked.check_integrity for runner in self._runners.values()}
         for name, audit in audits.items():
             try:

@@ -76,7 +76,8 @@ class Requests:
             session = self._scheduler.session(message.session)
         except SessionNotFound:
             return False
-        return self._runners[session.model].edits.of(session.id) == session.edits
+        runner = self._runners[session.model]
+        return runner.edits.of(session.id) == session.edits and runner.adapters.is_ready(session.adapter)
 
     def _submit(self, message: messages.Run) -> None:
         session = self._scheduler.session(message.session)
@@ -124,14 +125,17 @@ class Requests:
         except DjinnError:
             self._scheduler.rollback(request.id)
             self.deliveries.drop(request)
+            self._runners[session.model].adapters.let_go(request.id)
             raise
         self._stop_captures.expect(request)
         self.under_way[request.id] = session
         self._waiting.add(request.id)
 
     def _make_room(self, session: Session, request: Request) -> None:
-        """Reserves memory for the request's edits, captures and logits. Raises OutOfMemory."""
+        """Reserves memory for the session's adapter and edits, and the request's captures and logits. Raises
+        AdapterNotFound, OutOfMemory."""
         runner = self._runners[session.model]
+        runner.adapters.use(request.id, session.adapter)
         runner.use_edits(session.id, session.edits)
         if request.capture:
             self.deliveries.open(session, request, runner)
@@ -144,7 +148,9 @@ class Requests:
     def _compute_kv(self, number: int, session: Session) -> None:
         """Submits a request that computes the session's missing KV and generates no token."""
         length = len(session.tokens)
-        self._runners[session.model].use_edits(session.id, session.edits)
+        runner = self._runners[session.model]
+        runner.use_edits(session.id, session.edits)
+        runner.adapters.use(number, session.adapter)
         self._scheduler.submit(session.id, Request(number, first=length, prompt_end=length, max_tokens=0), [])
         self.under_way[number] = session
 
@@ -231,7 +237,9 @@ class Requests:
         self._waiting.discard(request.id)
         self._stop_captures.forget(request)
         self.guidance.forget(request)
-        return self.under_way.pop(request.id)
+        session = self.under_way.pop(request.id)
+        self._runners[session.model].adapters.let_go(request.id)
+        return session
 
 
 def _cancelled(request: Request) -> DjinnError | None:

@@ -17,6 +17,7 @@ such a model carries a descriptor of the client's image.
 |---|---|
 | `engine` | the engine's start and exit, its memory budget, refusals |
 | `models` | plan, load and unload a model |
+| `adapters` | load and drop the LoRA adapters of a model |
 | `inspections` | checks of a checkpoint in a confined child process, before the engine reads it |
 | `arenas` | shared memory for weights and pages |
 | `sessions` | open, fork, close and edit a session; export and import its KV |
@@ -27,6 +28,7 @@ such a model carries a descriptor of the client's image.
 | `protocol` | their encoding |
 """
 
+from djinnd.messages.adapters import *  # noqa: F403
 from djinnd.messages.arenas import *  # noqa: F403
 from djinnd.messages.directions import *  # noqa: F403
 from djinnd.messages.engine import *  # noqa: F403

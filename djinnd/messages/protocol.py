@@ -9,6 +9,7 @@ import msgspec
 from djinn_client.files.model_files import MAX_FILES
 from djinn_client.protocol import decoded, framed, union_of
 from djinnd.messages import (  # all modules with messages: the decoders know the classes that exist by then
+    adapters,
     arenas,
     engine,  # noqa: F401
     figures,  # noqa: F401
@@ -37,7 +38,7 @@ def decode_to_engine(payload: bytes, fds: Sequence[int] = ()) -> ToEngine:
     message = decoded(_to_engine, payload)
     if isinstance(message, arenas.ArenaReady | sessions.ImportKv):
         (message.fd,) = fds or (-1,)
-    elif isinstance(message, models.CheckpointCall):
+    elif isinstance(message, models.CheckpointCall | adapters.LoadAdapter):
         message.fds = list(fds)
     elif fds:
         assert type(message) is runs.Run and message.grammar is not None, message

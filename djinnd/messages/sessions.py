@@ -21,6 +21,7 @@ class Open(ToEngine, tag="open"):
     paused: bool = False
     edits: tuple[Edit, ...] = ()
     due_from: int = FOREVER  # see Session
+    adapter: bytes = b""  # identity; the engine needs the adapter when the session runs
 
 
 class Fork(ToEngine, tag="fork"):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from djinnd.model.adapter_rows import AdapterRows
+
 
 @dataclass(slots=True)
 class PagedBatch:
@@ -25,6 +27,7 @@ class PagedBatch:
     max_query: int  # tokens of the longest row
     max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
     fresh: bool  # every row starts at position 0, so that there is no history to read
+    adapters: AdapterRows | None = None  # None: no token has an adapter
 
 
 @dataclass(frozen=True, slots=True)

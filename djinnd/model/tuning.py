@@ -32,6 +32,12 @@ IDLE_SHARE = 0.8
 
 GROUP_LOGITS = 1 << 22  # Chosen. Most logits of rows that are not greedy at once; bounds the device memory of a call.
 
+# --- Adapters ---------------------------------------------------------------------------------------------------------
+
+MAX_RANK = 128  # chosen: the largest rank of an adapter
+SLOTS = 64  # chosen: the most adapters of a model that are on the device at once
+TILE_TOKENS = 16  # given by the hardware: tokens of the smallest tile that tensor cores multiply
+
 # --- The check at load ------------------------------------------------------------------------------------------------
 
 CHUNKS = (13, 16)  # chosen: tokens of a chunk without history, and of one with history

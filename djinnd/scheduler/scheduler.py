@@ -95,6 +95,7 @@ class Scheduler:
         child = Session(child_id, parent.model, parent.tenant, priority, list(parent.tokens))
         child.touched, child.given = parent.touched, parent.given
         child.salt, child.foreign_tokens = parent.salt, parent.foreign_tokens
+        child.adapter = parent.adapter
         child.edits, child.due_from = parent.edits, parent.due_from
         self.open(child)
         residency = self.queues[parent.model].residency

@@ -114,17 +114,7 @@ class CheckpointFiles:
     def _tensors_of(self, file: str) -> Iterator[TensorInfo]:
         stat = self.files.stat(file)  # taken before the first read: see `fingerprint`
         self._stats.append((file, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
-        head = self.files.read_at(file, 0, max(HEAD, PREFIX))
-        if other := what_it_is(head):
-            raise ModelRejected(f"{file} is {other}", file=file)
-        try:
-            header = self.files.read_at(file, PREFIX, header_bytes(head, stat.st_size))
-            tensors = parse_header(header, stat.st_size)
-        except BadHeader as error:
-            at_fault = {"tensor": error.tensor} if error.tensor else {}
-            raise ModelRejected(f"{file} is damaged or cut short: {error}", file=file, **at_fault) from error
-        for name, (dtype, shape, start, nbytes) in tensors.items():
-            yield TensorInfo(name, file, shape, dtype, start, nbytes)
+        return tensors_of(self.files, file)
 
     def _commonest_dtype(self) -> torch.dtype:
         """The dtype that most of the weights have, among those that djinnd reads."""
@@ -207,6 +197,22 @@ class CheckpointFiles:
         for name, info in sorted(self.tensors.items()):
             digest.update(f"{name} {info.shape} {info.stored} {self._digests.get(name, b'').hex()}\n".encode())
         return digest.hexdigest()
+
+
+def tensors_of(files: ModelFiles, file: str) -> Iterator[TensorInfo]:
+    """The tensors of one safetensors file, from its header. Raises ModelRejected."""
+    size = files.size(file)
+    head = files.read_at(file, 0, max(HEAD, PREFIX))
+    if other := what_it_is(head):
+        raise ModelRejected(f"{file} is {other}", file=file)
+    try:
+        header = files.read_at(file, PREFIX, header_bytes(head, size))
+        tensors = parse_header(header, size)
+    except BadHeader as error:
+        at_fault = {"tensor": error.tensor} if error.tensor else {}
+        raise ModelRejected(f"{file} is damaged or cut short: {error}", file=file, **at_fault) from error
+    for name, (dtype, shape, start, nbytes) in tensors.items():
+        yield TensorInfo(name, file, shape, dtype, start, nbytes)
 
 
 def wrong_shape(name: str, has: tuple[int, ...], wanted: tuple[int, ...]) -> ModelRejected:

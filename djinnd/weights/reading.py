@@ -69,6 +69,20 @@ class Readers:
             del job, future, act  # drop references to memory and files before waiting for the next job
 
 
+def alone(act: Callable[[], T], name: str) -> Future[T]:
+    """Runs `act` on a daemon thread of its own. A thread that hangs in a read is abandoned."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # the future passes it to the waiting thread
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return future
+
+
 class Patience:
     """Waits for the reads of one load, in one thread, and gives up if too few bytes arrive.
 

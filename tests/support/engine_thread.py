@@ -8,7 +8,7 @@ import socket
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,9 +111,14 @@ class EngineThread:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def send(self, *sent: ToEngine) -> None:
-        """Sends the messages in one piece, so that the engine has all of them before it composes the next step."""
-        self.socket.sendall(b"".join(messages.encode(message) for message in sent))
+    def send(self, *sent: ToEngine, fds: Sequence[int] = ()) -> None:
+        """Sends the messages in one piece, so that the engine has all of them before it composes the next step. `fds`:
+        descriptors of the only message; they stay the caller's."""
+        data = b"".join(messages.encode(message, len(fds)) for message in sent)
+        if fds:
+            sent_bytes = socket.send_fds(self.socket, [data], [*fds])
+            data = data[sent_bytes:]
+        self.socket.sendall(data)
 
     def receive(self) -> FromEngine:
         """The next message, except Alive, GrammarTime, Stepping and Recomputed. Raises TimeoutError, or EOFError if the

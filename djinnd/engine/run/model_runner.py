@@ -17,6 +17,7 @@ from djinnd.core.edits import Edit
 from djinnd.core.request import Request
 from djinnd.device import Device
 from djinnd.device.cuda import CudaDevice
+from djinnd.engine.adapters.residency import AdapterResidency
 from djinnd.engine.memory.memory import KvPlan, ModelShape, workspace_bytes
 from djinnd.engine.probes.captures import Captures
 from djinnd.engine.probes.edit_table import EditTable
@@ -30,12 +31,14 @@ from djinnd.engine.run.prompt_scores import PromptScorer
 from djinnd.engine.tuning import RESIZED_AT_ONCE
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
+from djinnd.model.adapter_rows import most_tiles
 from djinnd.model.placing.loader import Weights
 from djinnd.model.sampling.sampler import Sampled, Sampler
 from djinnd.model.sampling.token_masks import RowMasks
 from djinnd.model.step.graphs import Shape, StepGraphs
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.tuning import TILE_TOKENS
 from djinnd.model.whitebox.probe import Probe
 from djinnd.weights.plan import BlockPlace, PlacementPlan
 
@@ -68,9 +71,11 @@ class ModelRunner:
         points = model.skeleton.points
         self.edits = EditTable(device, self.name, points.width, points.vocab)
         self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
+        self.adapters = AdapterResidency(device, self.name, model)
         self.parked = ParkedStates(device, self.name, points.width, model.dtype)
         self._touched: Touched | None = None  # the last batch that edits or captures may have touched
         self._is_eager = False
+        self._tile_tokens = TILE_TOKENS if device.torch_device.type == "cuda" else self.max_tokens
         self.graphs = self._new_graphs()
         self._ran: Shape | None = None  # shape of the last step, until `settle`
         self._inputs: StepInputs | None = None  # inputs of the last pass; the device may still read them
@@ -130,6 +135,7 @@ class ModelRunner:
     def nbytes(self) -> int:
         """Bytes of the device's budget that the model takes."""
         touched = self.edits.nbytes + self.captures.nbytes + self.parked.nbytes
+        touched += self.adapters.nbytes
         return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self.max_tokens) + touched
 
     def move(self, places: PlacementPlan, num_pages: int) -> None:
@@ -237,7 +243,7 @@ class ModelRunner:
         the graph. If weights stream, all rows run eagerly together, because each pass over the blocks costs the bus.
         """
         whole = None if touched is None else touched.part(range(len(rows)))
-        if self.graphs is None:
+        if self.graphs is None or any(row.session.adapter for row in rows):
             return rows, self._mixed(rows, whole)
         behind = frozenset[int]() if touched is None else touched.behind
         apart = [
@@ -283,7 +289,10 @@ class ModelRunner:
     def _mixed(self, rows: Rows, part: Part | None) -> Tensor | None:
         """Runs these rows eagerly. → the logits of rows that sample, or None."""
         counts = [row.count for row in rows]
-        inputs = StepInputs(self.device, sum(counts), len(rows), max(self.kv.pages_held(r.session.id) for r in rows))
+        width, tiles = max(self.kv.pages_held(row.session.id) for row in rows), 0
+        if any(row.session.adapter for row in rows):
+            tiles = most_tiles(sum(counts), len(rows), self._tile_tokens)
+        inputs = StepInputs(self.device, sum(counts), len(rows), width, tiles)
         self._compose(inputs, rows)
         ends = list(accumulate(counts))
         sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
@@ -333,6 +342,8 @@ class ModelRunner:
             self._inputs.wait()
         self._inputs = inputs
         compose(inputs, rows, self.kv.page_table([row.session.id for row in rows]), self.plan.page_size)
+        if inputs.tiles:
+            inputs.fill_adapters(self.adapters.slots_of(rows), [row.count for row in rows], self._tile_tokens)
 
     def open_window(self, request: Request) -> None:
         """Raises OSError or OutOfMemory if the host has no memory for the logits."""
@@ -352,6 +363,7 @@ class ModelRunner:
         self.edits.release()
         self.captures.release()
         self.parked.release()
+        self.adapters.release()
         self.weights.release(self.device)
         self.device.release(kv_label(self.name))
         self.device.release(workspace_label(self.name))

@@ -40,6 +40,7 @@ class Product:
         self.biases = biases
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
+        self.added: Callable[[Tensor, Tensor], None] | None = None  # (x, y): adds to y the products of adapters
         self._packed: PackedWeight | None = None
 
     def bind(self, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> None:
@@ -48,6 +49,12 @@ class Product:
         self.weight, self.bias, self._packed = weight, bias, packed
 
     def __call__(self, x: Tensor) -> Tensor:
+        y = self._multiply(x)
+        if self.added is not None:
+            self.added(x, y)
+        return y
+
+    def _multiply(self, x: Tensor) -> Tensor:
         assert self.weight is not None
         packed = self._packed
         if packed is not None and x.numel() // x.shape[-1] <= PACKED_ROWS:

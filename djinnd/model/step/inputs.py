@@ -5,17 +5,22 @@ are compiled for:
 
     │ words i64 [1] │ ids i64 [T] │ positions i64 [T] │ slots i64 [T] │ logit_rows i64 [max(T, R)] │ …
 
-    … │ starts i32 [R+1] │ lengths i32 [R] │ worklist i32 [R, 4] │ extent i32 [3] │ table i32 [R, W] │
+    … │ starts i32 [R+1] │ lengths i32 [R] │ worklist i32 [R, 4] │ extent i32 [3] │ …
 
-T: tokens, R: rows, W: pages of the widest row. A captured graph keeps the addresses, so its inputs are allocated once
-and padded. The page table is by far the largest array, and only its used rows are sent: `words` is the number of 64-bit
-words to send. Because the count is in the data, a captured graph can send too, and the host launches one kernel less
-while the device waits for it.
+    … │ order i32 [T] │ tiles i32 [A, 3] │ table i32 [R, W] │
+
+T: tokens, R: rows, W: pages of the widest row, A: tiles of tokens with adapters (adapter_rows.py). If A is 0, `order`
+is empty, too.
+
+A captured graph keeps the addresses, so its inputs are allocated once and padded. The page table is by far the largest
+array, and only its used rows are sent: `words` is the number of 64-bit words to send. Because the count is in the data,
+a captured graph can send too, and the host launches one kernel less while the device waits for it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 
 from djinnd.device import Device
+from djinnd.model.adapter_rows import NO_SLOT, TILE_FIELDS, AdapterRows, fill_tiles
 from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
 from djinnd.model.copies.pinned_io import send_counted
 from djinnd.model.paged_batch import PagedBatch
@@ -33,14 +39,15 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 class StepInputs:
-    """Owns the host and device memory of a step's inputs, for up to `tokens` tokens, `rows` rows, `width` pages a row.
+    """Owns the host and device memory of a step's inputs, for up to `tokens` tokens, `rows` rows, `width` pages a row,
+    and `tiles` tiles of tokens with adapters; 0: no token has an adapter.
 
     The caller fills `host`, then calls `send`, or `seal` and `send_sealed` apart, and `wait` before it fills `host`
     again.
     """
 
-    def __init__(self, device: Device, tokens: int, rows: int, width: int) -> None:
-        self.tokens, self.rows, self.width = tokens, rows, width
+    def __init__(self, device: Device, tokens: int, rows: int, width: int, tiles: int = 0) -> None:
+        self.tokens, self.rows, self.width, self.tiles = tokens, rows, width, tiles
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "words": ((1,), np.int64),
             "ids": ((tokens,), np.int64),
@@ -51,6 +58,8 @@ class StepInputs:
             "lengths": ((rows,), np.int32),
             "worklist": ((rows, FIELDS), np.int32),
             "extent": ((EXTENT,), np.int32),
+            "order": ((tokens if tiles else 0,), np.int32),
+            "tiles": ((tiles, TILE_FIELDS), np.int32),
             "table": ((rows, width), np.int32),
         }
         sizes = [math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values()]
@@ -121,6 +130,10 @@ class StepInputs:
         """int64 [count]: indices of the tokens that need logits."""
         return self._views["logit_rows"][:count]
 
+    def fill_adapters(self, slots: Sequence[int], counts: Sequence[int], size: int) -> None:
+        """Fills the host side for rows with these slots and counts of tokens; see fill_tiles."""
+        fill_tiles(slots, counts, size, self.host["order"], self.host["tiles"])
+
     def paged_batch(self, *, max_query: int, max_kv: int, fresh: bool) -> PagedBatch:
         """Where the tokens are in the pages, within these bounds (see PagedBatch). Kernels read it as they run."""
         return PagedBatch(
@@ -133,6 +146,7 @@ class StepInputs:
             max_query=max_query,
             max_kv=max_kv,
             fresh=fresh,
+            adapters=AdapterRows(self._views["order"], self._views["tiles"]) if self.tiles else None,
         )
 
     def pad(self, tokens: int, rows: int, logit_rows: int) -> None:
@@ -146,6 +160,8 @@ class StepInputs:
             host["logit_rows"][logit_rows:] = 0
         host["starts"][rows:] = tokens
         host["lengths"][rows:] = 0
+        if not rows:
+            host["tiles"][:, 0] = NO_SLOT
 
 
 def _aligned(nbytes: int) -> int:

@@ -12,9 +12,12 @@ from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
 from djinnd.model.attention.paged import attention_for
 from djinnd.model.copies.upload import upload
 from djinnd.model.family.skeleton import Skeleton
+from djinnd.model.lora.products import LoraProducts
+from djinnd.model.lora.targets import find_targets
 from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.step.inputs import StepInputs
+from djinnd.model.tuning import SLOTS
 from djinnd.model.whitebox.probe import Probe, look, looks_inside, watching
 
 
@@ -32,6 +35,7 @@ class PagedModel:
         self.device = placement.device
         self.dtype = dtype
         self.context = AttentionContext(attention_for(pool.device))
+        self.adapters: LoraProducts | None = None  # once one was loaded
         self.use_pool(pool)
 
     def use_pool(self, pool: Tensor) -> None:
@@ -85,10 +89,19 @@ class PagedModel:
         return hidden
 
     def attend(self, batch: PagedBatch) -> None:
-        """Sets the batch for the blocks that run next: attention reads its pages, and experts are fetched only for its
-        real tokens. Tokens behind them are padding."""
+        """Sets the batch for the blocks that run next: attention reads its pages, experts are fetched only for its real
+        tokens, and adapters add to the results of their rows. Tokens behind the real ones are padding."""
         self.placement.tokens.real = batch.query_starts[-1:]
         self.context.batch = batch
+        if self.adapters is not None:
+            self.adapters.rows = batch.adapters
+
+    def install_adapters(self) -> LoraProducts:
+        """The adapters' products, which are installed at the first call."""
+        if self.adapters is None:
+            targets = find_targets(self.adapter.blocks, self.skeleton.prefixes)
+            self.adapters = LoraProducts(targets, SLOTS)
+        return self.adapters
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:
         """Unpacks the block if its form needs that, and computes it. A captured graph holds exactly this call.

@@ -164,7 +164,7 @@ class KvResidency:
         most, size = usable_tokens(session), self.kv.page_size
         if most // size > session.computed // size and self.lower_tiers.holds_kv_only(session):
             session.computed = self.kv.adopt(
-                session.id, session.tenant, session.names, session.computed, most, session.salt
+                session.id, session.tenant, session.names, session.computed, most, session.page_salt
             )
             if session.left_stage is not None and session.computed > session.left_stage.computed:
                 self.lower_tiers.lose_stage(session)
@@ -338,7 +338,7 @@ class KvResidency:
         filled = computed // self.kv.page_size > session.computed // self.kv.page_size
         session.computed = computed
         if filled:
-            self.kv.publish(session.id, session.tenant, session.names, computed, session.salt)
+            self.kv.publish(session.id, session.tenant, session.names, computed, session.page_salt)
 
     def revise(self, session: Session, first: int) -> None:
         """Takes back the session's KV from position `first` on, because it will follow from other tokens or edits. KV

@@ -17,7 +17,7 @@ from djinnd.kvcache.prefixes import Key, root, unshared_keys
 
 def origin(session: Session) -> Key:
     """The key at which the chain of its pages' keys begins."""
-    return root(session.tenant, session.salt)
+    return root(session.tenant, session.page_salt)
 
 
 def possible_ends(session: Session) -> tuple[int, ...]:
