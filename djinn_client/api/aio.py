@@ -52,13 +52,14 @@ class AsyncSession(OwnState):
         self,
         model: str,
         *,
+        adapter: str | os.PathLike[str] | None = None,
         priority: Class | None = None,
         address: str | None = None,
         token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
         self._calls = SessionCalls(address, token)
-        self._opening = partial(self._calls.open, model, priority, on_progress)
+        self._opening = partial(self._calls.open, model, priority, on_progress, adapter)
 
     @classmethod
     def _over(cls, calls: SessionCalls, session: str) -> Self:

@@ -44,6 +44,9 @@ class Session(OwnState):
     caller may have. `token` is one of the daemon's tokens (docs/guide/tokens.md); None: $DJINND_TOKEN. The `with` block
     closes the session.
 
+    `adapter` is a LoRA adapter that the session has for its whole life: a PEFT folder, or a name from the model's
+    configuration (docs/guide/adapters.md). Sessions with different adapters share the model and its steps.
+
     Ctrl-C in any call stops the work in the daemon within one step, and the session stays usable. Threads may share a
     session, but not call it at once: the second call raises SessionBusy. A process that is forked from this one calls
     the session over a connection of its own. Only the process that has opened the session closes it.
@@ -53,15 +56,16 @@ class Session(OwnState):
         self,
         model: str,
         *,
+        adapter: str | os.PathLike[str] | None = None,
         priority: Class | None = None,
         address: str | None = None,
         token: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        """Raises ConnectionLost, ModelNotFound, ModelRejected, OutOfMemory, InvalidRequest."""
+        """Raises ConnectionLost, ModelNotFound, AdapterNotFound, ModelRejected, OutOfMemory, InvalidRequest."""
         self._calls = SessionCalls(address, token)
         with loading_line(on_progress) as told:
-            steps.run(self._calls.open(model, priority, told))
+            steps.run(self._calls.open(model, priority, told, adapter))
 
     @classmethod
     def _over(cls, calls: SessionCalls) -> Self:

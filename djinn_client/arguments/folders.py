@@ -38,6 +38,7 @@ HasModel = (
 )
 NamesModel = HasModel | requests.Generate  # a Generate names its model in its conversation
 N = TypeVar("N", bound=NamesModel)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _TRIES = 3  # another client may unload the model between two requests
 
 
@@ -67,19 +68,27 @@ def call(
     if connection.passes_files and (pulled := pulled_folder(_model_of(request))) is not None:
         request = _with_model(request, pulled)
     folder = _model_of(request)
-    for _ in range(_TRIES):
+    adapter = _adapter_of(request)
+    for _ in range(_TRIES * (1 + bool(adapter))):
         try:
             return (yield from connection.call(request, expected, on_progress, fds))
-        except FilesWanted:
-            if not folder.startswith("/"):
+        except FilesWanted as wanted:
+            is_adapter = bool(adapter) and wanted.data.get("folder") in (adapter, _adapter_of(request))
+            named = adapter if is_adapter else folder
+            if not named.startswith("/"):
                 raise
             if not connection.passes_files:
+                remedy = "name an adapter" if is_adapter else "name a model"
                 raise InvalidRequest(
-                    f"{folder} is a folder of this machine, and the daemon at {connection.address} cannot read it: "
-                    "name a model that it serves, or hand the weights over with share_model",
-                    model=folder,
+                    f"{named} is a folder of this machine, and the daemon at {connection.address} cannot read it: "
+                    f"{remedy} that it serves, or hand the weights over with share_model",
+                    model=named,
                 ) from None
-        request = _with_model(request, (yield from _hand_over(connection, folder)))
+        if is_adapter:
+            assert isinstance(request, requests.OpenSession)
+            request.adapter = yield from _hand_over(connection, adapter, request.model)
+        else:
+            request = _with_model(request, (yield from _hand_over(connection, folder)))
     return (yield from connection.call(request, expected, on_progress, fds))
 
 
@@ -88,6 +97,10 @@ def _model_of(request: NamesModel) -> str:
         assert request.conversation is not None, "a Generate on a session names no model"
         return request.conversation.model
     return request.model
+
+
+def _adapter_of(request: NamesModel) -> str:
+    return request.adapter if isinstance(request, requests.OpenSession) else ""
 
 
 def _with_model(request: N, model: str) -> N:
@@ -100,8 +113,13 @@ def _with_model(request: N, model: str) -> N:
     return request
 
 
-def _hand_over(connection: Connection, folder: str) -> Steps[str]:
+def _hand_over(connection: Connection, folder: str, adapter_of: str = "") -> Steps[str]:
+    """Hands over a checkpoint's files, or those of an adapter of the model `adapter_of`. Returns the daemon's name for
+    it."""
     with ModelFiles.open(folder) as files:
-        request = build(requests.HandOverFiles, folder=folder, names=list(files), others=files.others)
+        if adapter_of:
+            files.keep(ADAPTER_FILES)
+        request = build(requests.HandOverFiles, folder=folder, names=list(files), adapter_of=adapter_of)
+        request.others = [] if adapter_of else files.others
         descriptors = [files.descriptor(name) for name in files]
         return (yield from connection.call(request, replies.FilesHandedOver, fds=descriptors)).message.model

@@ -169,6 +169,12 @@ class ModelFiles:
             raise ModelRejected(f"{name} cannot be read: {error.strerror}", file=name) from error
         return done
 
+    def keep(self, names: Iterable[str]) -> None:
+        """Closes all other files. They are no longer here then."""
+        names = set(names)
+        _close(descriptor for name, descriptor in self._descriptors.items() if name not in names)
+        self._descriptors = {name: fd for name, fd in self._descriptors.items() if name in names}
+
     def close(self) -> None:
         """Does nothing the second time."""
         descriptors, self._descriptors = self._descriptors, {}

@@ -33,6 +33,7 @@ class SessionInfo(msgspec.Struct, kw_only=True):
     hit: HitInfo | None = None  # the breakpoint at which the last call has stopped
     foreign_kv: bool = False  # a client has brought the KV of its beginning: see ImportSession
     latency: Latency = Latency()  # of the calls so far
+    adapter: str = ""  # its LoRA adapter; "": none
     user_name: str = ""
 
 

@@ -258,7 +258,8 @@ class ModelReply(Reply, tag="model"):
 
 
 class FilesHandedOver(Reply, tag="files_handed_over"):
-    """`model` is the name of the model that has these files; requests use it instead of the folder's."""
+    """`model` is the name of the model, or of the adapter, that has these files; requests use it instead of the
+    folder's."""
 
     model: str
 

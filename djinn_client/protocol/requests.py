@@ -53,6 +53,7 @@ class Ping(Request, tag="ping"):
 class OpenSession(Request, tag="open"):
     model: Name
     priority: Class | None = None  # None: the highest that the caller may have
+    adapter: Name = ""  # a LoRA adapter of the model, by its name or its PEFT folder; "": none
 
 
 class AttachSession(Request, tag="attach"):
@@ -427,7 +428,8 @@ class PlanModel(Request, tag="plan"):
 
 class HandOverFiles(Request, tag="hand_over_files"):
     """Hands over the open files of a checkpoint's folder, which prove that the caller may read them: the daemon opens
-    no folder with more rights than the caller has. Answered by FilesHandedOver.
+    no folder with more rights than the caller has. Answered by FilesHandedOver. With `adapter_of` the folder is a LoRA
+    adapter's.
 
     A descriptor comes with it for each of the `names`: a regular file, open for reading. `folder` becomes the model's
     name and is not opened. `others` are the names of further files there; they help to explain a refusal."""
@@ -437,6 +439,7 @@ class HandOverFiles(Request, tag="hand_over_files"):
     folder: Annotated[str, msgspec.Meta(max_length=4096)]
     names: Annotated[list[FileName], msgspec.Meta(max_length=MAX_FILES)]
     others: Annotated[list[FileName], msgspec.Meta(max_length=MAX_OTHERS)] = []
+    adapter_of: Name = ""  # the adapter's model
 
 
 class UnloadModel(Request, tag="unload"):

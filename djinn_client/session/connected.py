@@ -89,8 +89,16 @@ class ConnectedSession:
         """True after close() or detach()."""
         return bool(self._ended)
 
-    def open(self, model: str, priority: Class | None, on_progress: OnProgress | None) -> Steps[None]:
-        yield from self.enter(build(OpenSession, model=folders.model_name(model), priority=priority), on_progress)
+    def open(
+        self,
+        model: str,
+        priority: Class | None,
+        on_progress: OnProgress | None,
+        adapter: str | os.PathLike[str] | None = None,
+    ) -> Steps[None]:
+        name = "" if adapter is None else folders.model_name(adapter)
+        request = build(OpenSession, model=folders.model_name(model), priority=priority, adapter=name)
+        yield from self.enter(request, on_progress)
 
     def attach(self, session: str) -> Steps[None]:
         yield from self.enter(build(AttachSession, session=session))

@@ -97,6 +97,8 @@ class Limits(Struct, frozen=True):
     descriptors_per_user: Count = 1024  # sent by a user's clients and not closed yet
     model_files_per_user: Count = 1024  # open files of models that the user has brought
     models_per_user: Count = 16  # loaded or asleep models that the user has brought
+    adapter_bytes: Size = 2 << 30  # matrices of one LoRA adapter
+    adapter_bytes_per_user: Size = 8 << 30  # matrices of adapters that a user has brought, in host memory
     arena_bytes_per_user: AutoSize = None  # shared memory of their weights and host pages; None: half of /dev/shm
     journal_bytes_per_user: Size = 256 << 20  # tokens and edits of sessions
     journal_reserve: Size = 32 << 20  # free space of the journal's disk below which large users are refused
@@ -169,6 +171,7 @@ class Model(Struct, frozen=True):
     pooling: Literal["mean", "last"] = "mean"  # of the final norm's rows, for embeddings
     reply_format: ReplyFormatName = "auto"  # of reasoning and tool calls; auto: by the chat template
     chat_template: PathText = ""  # a file; "": the checkpoint's
+    adapters: dict[str, PathText] = {}  # name → PEFT folder of a LoRA adapter that sessions may name
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that contradict each other or have no effect."""
@@ -213,6 +216,7 @@ class Quota(Struct, frozen=True):
     model_files: LimitCount = None
     models: LimitCount = None
     arena_bytes: LimitSize = None
+    adapter_bytes: LimitSize = None
 
 
 class Functions(Struct, frozen=True):

@@ -57,7 +57,7 @@ class Session:
 
     @property
     def page_salt(self) -> bytes:
-        """What the keys of its pages depend on beside tenant, tokens and edits."""
+        """A part of the keys of its pages, beside tenant, tokens and edits."""
         return self.salt + self.adapter
 
     @property

@@ -26,6 +26,7 @@ from djinn_client.errors import InvalidRequest, ShuttingDown
 from djinnd import __version__
 from djinnd.config import Config, ConfigError, differing
 from djinnd.messages import Close
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.arenas.arena import Arena
 from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.commands import engine_command, fork_server_command, gateway_command, inspect_command
@@ -158,6 +159,14 @@ class Server:
             lambda user: self._clients.is_admin(user),
             lambda user: self._quotas.tenant(user, time.monotonic()).ledger,
         )
+        self._adapters = AdapterTable(
+            self._models,
+            self._sessions,
+            config.limits,
+            lambda user: self._clients.is_admin(user),
+            lambda user: self._quotas.tenant(user, time.monotonic()).ledger,
+        )
+        self._models.on_forgotten = self._adapters.model_gone
         self._sharing = ShareTable(
             Path(config.state_dir, "shared"),
             config.limits,
@@ -198,17 +207,18 @@ class Server:
     def _request_parts(self) -> Iterator[object]:
         """Makes the objects that handle requests, one for each theme."""
         sessions, models, status, supervisor = self._sessions, self._models, self._status, self._supervisor
-        failover = RunFailover(models)
-        work = WorkRequests(sessions, models, self._texts, self._queue, failover, self._records)
+        adapters = self._adapters
+        failover = RunFailover(models, adapters)
+        work = WorkRequests(sessions, models, adapters, self._texts, self._queue, failover, self._records)
         yield from (work, self._functions, self._records)
         yield EmbedRequests(sessions, models, work.generate)
         yield TokenizerRequests(models, self._texts)
-        yield SessionRequests(sessions, models, status)
-        yield ExportRequests(sessions, models, status, failover)
+        yield SessionRequests(sessions, models, adapters, status)
+        yield ExportRequests(sessions, models, adapters, status, failover)
         yield ExplainRequests(sessions, models, supervisor, status)
         yield EditRequests(sessions, models)
         yield BreakpointRequests(sessions, models, self._functions)
-        yield ModelRequests(sessions, models, self._sharing, status)
+        yield ModelRequests(sessions, models, adapters, self._sharing, status)
         yield DaemonRequests(
             sessions, models, self._prefixes, supervisor, status, self._tokens, self._restart, self._notes
         )
@@ -293,6 +303,7 @@ class Server:
             self._supervisor,
             self._inspector,
             self._tokens,
+            self._adapters,
         ):
             part.limits = held.limits
         self._models.follow(held.limits)

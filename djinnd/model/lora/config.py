@@ -1,4 +1,4 @@
-"""adapter_config.json: what djinnd serves of PEFT's settings, and the factor of each module.
+"""adapter_config.json: PEFT's settings as far as djinnd serves them, and the factor of each module.
 
 An adapter adds factor · B A x to a module's W x. `r` and `rank_pattern` are not read, because the tensors' shapes tell
 the ranks. `fan_in_fan_out` is not read either: it says how W is stored, and A and B are stored alike for every module.
@@ -78,8 +78,6 @@ def read_config(data: bytes) -> LoraConfig:
     for key in patterns:
         if not key.removeprefix("^").replace(".", "").replace("_", "").replace("-", "").isalnum():
             raise _refused("alpha_pattern", f"has {key[:80]!r}: only names of modules are read, no regular expressions")
-    if not all(map(math.isfinite, (config.lora_alpha, *patterns.values()))):
-        raise _refused("lora_alpha", "is not finite")
     return config
 
 

@@ -1,4 +1,4 @@
-"""Targets: the linear modules of a model's blocks to whose results adapters may add.
+"""Targets: the linear modules of a model's blocks. Adapters may add to their results.
 
 A product computes q, k and v at once, or gate and up (placing/projections.py), so it is one target with several parts.
 A linear module that is no product is a target with one part.

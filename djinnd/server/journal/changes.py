@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from djinn_client.protocol import Class
+from djinnd.server.journal.adapters import AdapterChosen
 from djinnd.server.journal.breakpoints import BreakpointChange
 from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.edits import EditChange
@@ -53,6 +54,7 @@ Change = (
     | Extended
     | Reclassified
     | ConversationKept
+    | AdapterChosen
     | Closed
     | EditChange
     | BreakpointChange

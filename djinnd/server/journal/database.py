@@ -18,6 +18,7 @@ import msgspec
 
 from djinn_client.handover.saved_session import sync_folder
 from djinnd.server.handover.socket_path import StartError
+from djinnd.server.journal import adapters as journal_adapters
 from djinnd.server.journal import breakpoints as journal_breakpoints
 from djinnd.server.journal import conversations as journal_conversations
 from djinnd.server.journal import edits as journal_edits
@@ -58,6 +59,7 @@ _UPGRADES = (  # steps of the schema from each version to the next; a new file h
     CHECKSUMS,
     journal_conversations.TABLES,
     journal_records.TABLES,
+    journal_adapters.TABLES,
 )
 VERSION = len(_UPGRADES)
 

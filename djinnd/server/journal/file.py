@@ -4,6 +4,7 @@
     session      the sessions as of the last fold
     conversation   sessions that the daemon keeps for conversations: see conversations.py
     edit, edit_count   edits of sessions: see edits.py
+    adapter      adapters of sessions: see adapters.py
     breakpoint   breakpoints of sessions: see breakpoints.py
     prefix       public prefixes
     record       records: see records.py
@@ -33,6 +34,7 @@ from typing import NamedTuple
 import msgspec
 
 from djinnd.server.handover.socket_path import StartError
+from djinnd.server.journal.adapters import AdapterChosen, read_adapters
 from djinnd.server.journal.breakpoints import read_breakpoints
 from djinnd.server.journal.changes import Change, Unfolded
 from djinnd.server.journal.clock import JournalClock, resumed
@@ -64,6 +66,7 @@ class JournalContent(NamedTuple):
     edits: dict[str, EditList]  # by session
     breakpoints: dict[str, BreakpointList]  # by session
     conversations: dict[str, ConversationKept]  # by session
+    adapters: dict[str, AdapterChosen]  # by session
     records: list[Recorded]
     now: float  # the journal's time, the clock of the times in `sessions`
 
@@ -117,6 +120,7 @@ class JournalFile:
             read_edits(self._db),
             read_breakpoints(self._db),
             read_conversations(self._db),
+            read_adapters(self._db),
             list(read_records(self._db)),
             self.clock.now(),
         )

@@ -8,6 +8,7 @@ from array import array
 from msgspec.structs import astuple
 
 from djinnd.core.edits import Edit
+from djinnd.server.journal.adapters import AdapterChosen
 from djinnd.server.journal.breakpoints import (
     BreakpointsEnded,
     BreakpointSet,
@@ -20,7 +21,7 @@ from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded, read_edits, write_edits
 from djinnd.server.journal.prefixes import Published, Withdrawn
 from djinnd.server.journal.records import Recorded, Unrecorded
-from djinnd.server.journal.rows import BREAKPOINT, CONVERSATION, PARTS, PREFIX, RECORD, SESSION
+from djinnd.server.journal.rows import ADAPTER, BREAKPOINT, CONVERSATION, PARTS, PREFIX, RECORD, SESSION
 from djinnd.server.journal.sessions import TOKEN, JournalSession, read_sessions
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList
 from djinnd.server.probe_lists.edit_list import EditList
@@ -42,6 +43,7 @@ class Fold:
         self._stored_edits: dict[str, tuple[Edit, ...]] = {}  # as they are in the file
         self._breakpoints: dict[str, BreakpointList] = {}
         self._conversations: dict[str, ConversationKept] = {}
+        self._adapters: dict[str, AdapterChosen] = {}
 
     def apply(self, at: float, change: Change) -> None:
         """Applies a change of this time. Raises ValueError if it does not fit its session."""
@@ -50,7 +52,7 @@ class Fold:
                 self._sessions[name] = JournalSession(name, user, model, shared, priority, created, at, array(TOKEN))
             case Closed(name):
                 self._sessions[name] = None
-                for parts in (self._edits, self._breakpoints, self._conversations):
+                for parts in (self._edits, self._breakpoints, self._conversations, self._adapters):
                     parts.pop(name, None)
             case Published(prefix):
                 self._prefixes[prefix] = change
@@ -77,6 +79,8 @@ class Fold:
                 session.used = at
             case ConversationKept(name):
                 self._conversations[name] = change
+            case AdapterChosen(name):
+                self._adapters[name] = change
             case Edited(name, edit, names):
                 self._edits_of(name).add(edit, names)
             case EditsEnded(name, numbers, position):
@@ -99,7 +103,8 @@ class Fold:
             write_edits(db, name, self._stored_edits[name], edits)
         BREAKPOINT.write(db, [breakpoint_row(*each) for each in self._breakpoints.items()])
         CONVERSATION.write(db, map(astuple, self._conversations.values()))
-        for name in self._edits.keys() | self._breakpoints.keys() | self._conversations.keys():
+        ADAPTER.write(db, map(astuple, self._adapters.values()))
+        for name in self._edits.keys() | self._breakpoints.keys() | self._conversations.keys() | self._adapters.keys():
             if (session := self._sessions[name]) is not None:
                 session.parts = self._count_parts(name)
         SESSION.write(db, [each.row for each in self._sessions.values() if each is not None])

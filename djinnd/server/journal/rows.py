@@ -112,8 +112,9 @@ EDIT_COUNT = ChecksumTable("edit_count", ("session", "given"))
 BREAKPOINT = ChecksumTable("breakpoint", ("session", "list"))
 PREFIX = ChecksumTable("prefix", ("id", "model", "user", "created", "tokens"))
 CONVERSATION = ChecksumTable("conversation", ("session", "key", "prompt"))
+ADAPTER = ChecksumTable("adapter", ("session", "name", "identity"))
 RECORD = ChecksumTable("record", ("user", "id", "model", "session", "created", "tokens", "body"))
-PARTS = (EDIT, EDIT_COUNT, BREAKPOINT, CONVERSATION)  # rows of a session, which stores their number
+PARTS = (EDIT, EDIT_COUNT, BREAKPOINT, CONVERSATION, ADAPTER)  # rows of a session, which stores their number
 
 # Upgrade of version 5, which had no checksums.
 _PARTS = (EDIT, EDIT_COUNT, BREAKPOINT)

@@ -138,6 +138,7 @@ class ModelLifecycle:
         finally:
             model.changing = model.progress = None
         model.info, model.text, model.engine, model.state = loaded.model, text, engine, "ready"
+        model.adapters.clear()  # the engine has none of them now
         model.used = time.monotonic()
         self.keep_alive.begin(model)
         for prefix in self._prefixes.of_model(model.name, shared=model.share is not None):
@@ -235,6 +236,7 @@ def open_in(engine: EngineClient, session: SessionRecord) -> None:
             paused=session.is_paused,
             edits=session.edits.edits,
             due_from=session.due_from,
+            adapter=b"" if session.adapter is None else session.adapter.identity,
         )
     )
 

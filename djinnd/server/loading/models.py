@@ -113,6 +113,7 @@ class ModelTable:
             self._models, sessions, self._arena_requests, texts, self._user_deaths, is_admin, self._load_again
         )
         self._closing = False
+        self.on_forgotten: Callable[[str], None] = lambda name: None  # called with a model that is known no longer
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._models.values()))
@@ -162,6 +163,10 @@ class ModelTable:
 
     def model_of(self, session: SessionRecord) -> ServedModel | None:
         return self._models.get(session.model) if session.is_servable else None
+
+    def known(self, name: str) -> ServedModel | None:
+        """The model of this name, if the daemon knows it. A hub id is known from its first load on."""
+        return self._models.get(name)
 
     def is_known(self, name: str) -> bool:
         return name in self._models
@@ -344,6 +349,7 @@ class ModelTable:
         finally:
             del self._models[share.model]
             self.charges.release(model)
+            self.on_forgotten(model.name)
             self._prefixes.forget_shared(share.model)
 
     def stop(self) -> None:
@@ -382,6 +388,7 @@ class ModelTable:
             self._models.pop(model.name, None)
             self.charges.release(model)
             self.folders.close(model)
+            self.on_forgotten(model.name)
         if had_template or not model.is_configured:
             self._records.changed()
 

@@ -54,6 +54,7 @@ class ServedModel:
     text: ModelText | None = None
     is_configured: bool = False  # by an administrator, or shipped with djinnd
     engine: EngineClient | None = None  # while it is ready
+    adapters: set[bytes] = field(default_factory=set)  # identities of the adapters that its engine has
     changing: asyncio.Task[None] | None = None  # a load, a transition to sleep, or an unload
     progress: Loading | None = None
     listeners: list[OnLoading] = field(default_factory=list)

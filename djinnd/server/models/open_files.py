@@ -60,7 +60,7 @@ def _checked(files: ModelFiles) -> OpenFiles:
         if "config.json" not in files:
             told = f"{files.folder} is not a checkpoint: it has no config.json; {what_instead([*files, *files.others])}"
             raise ModelNotFound(told, path=files.folder)
-        return OpenFiles(files, {name: _mark(files.stat(name)) for name in files})
+        return OpenFiles(files, {name: mark(files.stat(name)) for name in files})
     except BaseException:
         files.close()
         raise
@@ -93,7 +93,7 @@ def is_at(folder: str, marks: Marks) -> bool:
     """True if the folder has these files; for a thread."""
     try:
         stat = os.stat(os.path.join(folder, "config.json"))
-        if _mark(stat)[:2] != marks["config.json"][:2]:
+        if mark(stat)[:2] != marks["config.json"][:2]:
             return False  # the usual case
         opened = open_folder(folder)
     except (DjinnError, OSError):
@@ -104,5 +104,5 @@ def is_at(folder: str, marks: Marks) -> bool:
         opened.close()
 
 
-def _mark(stat: os.stat_result) -> FileIdentity:
+def mark(stat: os.stat_result) -> FileIdentity:
     return FileIdentity(stat.st_dev, stat.st_ino, stat.st_ctime_ns)

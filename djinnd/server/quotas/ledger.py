@@ -38,6 +38,7 @@ ARENA_BYTES = Resource(
     "bytes of shared memory in your models",
     "unload one of your models, or load this one with less host_kv",
 )
+ADAPTER_BYTES = Resource("adapter_bytes", "bytes in loaded adapters", "close sessions that use others")
 RESOURCES = (
     CONNECTION_BYTES,
     DESCRIPTORS,
@@ -47,6 +48,7 @@ RESOURCES = (
     MODEL_FILES,
     MODELS,
     ARENA_BYTES,
+    ADAPTER_BYTES,
 )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ModelMismatch
 from djinn_client.protocol import Done, ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
 from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.loader import open_in
@@ -36,6 +37,7 @@ class ExportRequests:
 
     _sessions: SessionTable
     _models: ModelTable
+    _adapters: AdapterTable
     _status: Status
     _failover: RunFailover
 
@@ -43,6 +45,10 @@ class ExportRequests:
     async def export(self, call: ClientCall, request: ExportSession) -> SessionExported | FinalReply:
         session = self._sessions.lookup(request.session, call.client)
         call.client.expect_class(session.priority)
+        if session.adapter is not None:
+            raise InvalidRequest(
+                f"session {session.id} has an adapter: such sessions are not exported", field="session"
+            )
         with session.in_use(call):
             info, _ = (await self._models.once_ready(session)).described
             reply = SessionExported(id=call.id, token_ids=list(session.tokens), fingerprint=info.fingerprint)
@@ -51,7 +57,7 @@ class ExportRequests:
             if not session.tokens:
                 raise InvalidRequest("the session is empty: it has no KV")
             session.tenant.expect_tokens(call.received)
-            engine = await self._models.ready(session.model)
+            engine = await self._adapters.engine_for(session)
             session.expect_model()
             reply.kv = info.kv_layout
             call.reserve_window(reply.kv.nbytes(len(session.tokens)))

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from djinn_client import protocol
 from djinn_client.errors import InvalidRequest, NotPermitted, Retry
 from djinn_client.protocol import FilesHandedOver, ModelReply, PlanReply, ShareDescribed
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
 from djinnd.server.loading.models import ModelTable, ServedModel, expect_open
 from djinnd.server.loading.sharing import ShareTable
@@ -33,6 +34,7 @@ _SECOND_CHANCE = 600.0  # seconds until a user that is no administrator may load
 class ModelRequests:
     _sessions: SessionTable
     _models: ModelTable
+    _adapters: AdapterTable
     _sharing: ShareTable
     _status: Status
 
@@ -112,6 +114,10 @@ class ModelRequests:
 
     @handles(protocol.HandOverFiles, is_new_work=True)
     async def hand_over_files(self, call: ClientCall, request: protocol.HandOverFiles) -> FilesHandedOver:
+        if request.adapter_of:
+            base = await self._models.named(request.adapter_of, call.client)
+            adapter = await self._adapters.take(base, call.client, request, call.take_descriptors())
+            return FilesHandedOver(id=call.id, model=adapter.name)
         model = await self._models.folders.take(call.client, request, call.take_descriptors())
         return FilesHandedOver(id=call.id, model=model.name)
 

@@ -14,9 +14,11 @@ from djinn_client import protocol
 from djinn_client.errors import DjinnError, EngineLost
 from djinn_client.protocol import PauseReply, SessionOpened, Sessions, TokenIds
 from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, Truncate
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
 from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.sessions.session_adapter import SessionAdapter
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
 from djinnd.server.wire.call import ClientCall
@@ -29,6 +31,7 @@ log = logging.getLogger("djinnd.server")
 class SessionRequests:
     _sessions: SessionTable
     _models: ModelTable
+    _adapters: AdapterTable
     _status: Status
 
     @handles(protocol.OpenSession, is_new_work=True, journal="grows")
@@ -37,9 +40,15 @@ class SessionRequests:
         expect_open(model)
         priority = call.client.class_for(request.priority)
         self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
+        named = await self._adapters.named(model, request.adapter, call.client) if request.adapter else None
         engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
+        adapter: SessionAdapter | None = None
+        if named is not None:
+            engine = await self._adapters.load(named)
+            adapter = SessionAdapter(named.name, named.identity)
         self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
-        session = self._sessions.open(call.client, model.name, priority, shared=model.share is not None)
+        is_shared = model.share is not None
+        session = self._sessions.open(call.client, model.name, priority, is_shared, adapter=adapter)
         open_in(engine, session)
         return SessionOpened(id=call.id, session=self._status.session_info(session))
 

@@ -15,6 +15,7 @@ from djinn_client.protocol import Forward, Generate, Generated
 from djinn_client.protocol.fields.bounds import pack
 from djinn_client.protocol.fields.conversations import Conversation
 from djinnd.messages import Resume, Truncate
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
 from djinnd.server.admission.captures import capture_of
 from djinnd.server.loading.models import ModelTable
@@ -43,6 +44,7 @@ class WorkRequests:
 
     _sessions: SessionTable
     _models: ModelTable
+    _adapters: AdapterTable
     _texts: Texts
     _queue: Queue
     _failover: RunFailover
@@ -129,7 +131,7 @@ class WorkRequests:
         capture = capture_of(request, count, session, info, kept)
         if capture is not None:
             call.reserve_window(capture.nbytes)
-        engine = await self._models.ready(session.model)
+        engine = await self._adapters.engine_for(session)
         session.expect_model()
         worker = self._texts.reading_worker(text, session.user)
         if request.resume and session.is_paused:
@@ -175,7 +177,7 @@ class WorkRequests:
             admission.check_forward(request, len(session.tokens), info)
             call.reserve_window(len(request.token_ids) * info.vocab * 4)
             self._sessions.expect_journal(session.tenant, TOKEN_BYTES * len(request.token_ids))
-            engine = await self._models.ready(session.model)
+            engine = await self._adapters.engine_for(session)
             session.expect_model()
             run = ForwardRun(call, session, engine, place, request)
             return await self._failover.answer(call, run)

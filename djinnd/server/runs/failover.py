@@ -18,6 +18,7 @@ from typing import Any
 
 from djinn_client.errors import DjinnError, EngineLost
 from djinnd.messages import Truncate
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.engines.blame import MOST_DEATHS
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.runs.runs import Interrupted, SessionRun
@@ -29,8 +30,9 @@ _TURN = 5.0  # seconds: the longest time that other runs wait for one run's firs
 class RunFailover:
     """Waits for runs and moves them from a lost engine to the next one."""
 
-    def __init__(self, models: ModelTable) -> None:
+    def __init__(self, models: ModelTable, adapters: AdapterTable) -> None:
         self._models = models
+        self._adapters = adapters
         self._turn = asyncio.Lock()
 
     async def answer(self, call: ClientCall, run: SessionRun) -> FinalReply:
@@ -74,7 +76,7 @@ class RunFailover:
     async def _rejoin(self, run: SessionRun) -> bool:
         """Waits for the model and for the run's turn, and submits the run. Returns False if the engine was lost
         meanwhile."""
-        await self._models.ready(run.session.model)
+        await self._adapters.engine_for(run.session)
         async with self._turn:
             run.session.expect_model()
             engine = self._models.engine_of(run.session)

@@ -25,6 +25,7 @@ from djinnd.server.quotas.latency import SessionLatency
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
 from djinnd.server.quotas.quotas import Tenant
 from djinnd.server.sessions.conversations import ConversationState
+from djinnd.server.sessions.session_adapter import SessionAdapter
 from djinnd.server.wire.call import ClientCall
 from djinnd.server.wire.client import ConnectedClient
 
@@ -41,6 +42,7 @@ class SessionRecord:
       tokens are sent to the client.
     - `shared`: a client shares the session's model.
     - `salt`: not empty if some of its KV came from a client. Such a session is not in the journal.
+    - `adapter`: it stays the same for the session's life.
     - `kept`: set if the daemon keeps it for a program that does not know sessions; see conversations.py.
     - `is_paused`: survives the loss of an engine, and ends with the daemon.
     - `woken_at`: when its client last announced a call; 0 if the client has announced a wait since.
@@ -57,6 +59,7 @@ class SessionRecord:
     tenant: Tenant  # of `user`
     shared: bool = False
     salt: bytes = b""
+    adapter: SessionAdapter | None = None
     kept: ConversationState | None = None
     is_lost: bool = False  # its engine died with KV of a client, which cannot be computed again
     is_restored: bool = False  # from the journal and not used yet: the checkpoint may have changed
@@ -200,7 +203,7 @@ class SessionRecord:
     @property
     def is_plain(self) -> bool:
         """True if its output follows from its tokens alone."""
-        return not (self.edits.edits or self.breakpoints.breakpoints or self.salt)
+        return not (self.edits.edits or self.breakpoints.breakpoints or self.salt or self.adapter)
 
     @property
     def is_servable(self) -> bool:

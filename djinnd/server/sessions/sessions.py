@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from djinn_client.errors import NotPermitted, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnd.config import Limits
+from djinnd.server.journal.adapters import AdapterChosen
 from djinnd.server.journal.changes import Reclassified
 from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.file import JournalContent
@@ -25,6 +26,7 @@ from djinnd.server.quotas.ledger import JOURNAL_BYTES
 from djinnd.server.quotas.quotas import QuotaTable, Tenant
 from djinnd.server.sessions.conversations import Conversations, ConversationState, kept_again
 from djinnd.server.sessions.session import SESSION_BYTES, SessionRecord
+from djinnd.server.sessions.session_adapter import SessionAdapter
 from djinnd.server.wire.client import ConnectedClient
 
 log = logging.getLogger("djinnd.server")
@@ -176,6 +178,8 @@ class SessionTable:
             session.journalled = len(session.tokens)
             session.edits = kept.edits.get(was.id, session.edits)
             session.breakpoints = kept.breakpoints.get(was.id, session.breakpoints)
+            if (adapter := kept.adapters.get(was.id)) is not None:
+                session.adapter = SessionAdapter(adapter.name, adapter.identity)
             session.recount()
             if (hit := session.breakpoints.hit) is not None:
                 if hit.end == len(session.tokens):
@@ -199,6 +203,7 @@ class SessionTable:
         shared: bool = False,
         salt: bytes = b"",
         attached: bool = True,
+        adapter: SessionAdapter | None = None,
     ) -> SessionRecord:
         """Opens a session, attached to the client if `attached`. Raises the errors of expect_room."""
         self.make_room(client.user, 0 if salt else SESSION_BYTES, sessions=1)
@@ -209,11 +214,13 @@ class SessionTable:
         name = secrets.token_hex(8)
         latency = SessionLatency(self.latency)
         session = SessionRecord(
-            name, client.user, model, priority, now, now, self._journal, latency, tenant, shared, salt
+            name, client.user, model, priority, now, now, self._journal, latency, tenant, shared, salt, adapter
         )
         self._sessions[name] = session
         if not salt:
             self._journal.opened(session)
+            if adapter is not None:
+                self._journal.note(AdapterChosen(name, adapter.name, adapter.identity))
             session.charge_journal()
         if attached:
             self.attach(session, client)
@@ -233,7 +240,8 @@ class SessionTable:
         self.make_room(parent.user, nbytes, sessions=1, spared=parent)
         self.expect_room(parent.user, priority or parent.priority)
         self.expect_journal(parent.tenant, nbytes)
-        session = self.open(client, parent.model, priority or parent.priority, parent.shared, parent.salt)
+        priority = priority or parent.priority
+        session = self.open(client, parent.model, priority, parent.shared, parent.salt, adapter=parent.adapter)
         session.tokens, session.is_restored = list(parent.tokens), parent.is_restored
         session.changed()
         session.inherit(parent)

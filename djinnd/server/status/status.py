@@ -157,6 +157,7 @@ class Status:
             hit=session.breakpoints.hit,
             foreign_kv=bool(session.salt),
             latency=session.latency.told(),
+            adapter="" if session.adapter is None else session.adapter.name,
         )
 
     async def quota_uses(self, users: Iterable[int]) -> list[QuotaUse]:

@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from djinnd import messages
-from djinnd.engine.adapters import residency
 from tests.support import reference
 from tests.support.adapters import merged, write_adapter
 from tests.support.engine_thread import EngineThread

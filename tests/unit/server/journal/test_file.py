@@ -147,7 +147,9 @@ def make_older(folder: Path, version: int, *lacking: str) -> None:
         for table in tables:
             db.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
         db.execute("ALTER TABLE session DROP COLUMN parts")
-        db.executescript("".join(f"DROP TABLE {table};" for table in ("mark", "conversation", "record", *lacking)))
+        db.executescript(
+            "".join(f"DROP TABLE {table};" for table in ("mark", "conversation", "record", "adapter", *lacking))
+        )
         db.execute(f"PRAGMA user_version = {version}")
     db.close()
 
@@ -353,9 +355,9 @@ def test_the_file_belongs_to_one_daemon(tmp_path: Path) -> None:
 def test_another_version_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path, [ONE])
     with sqlite3.connect(tmp_path / NAME) as db:
-        db.execute("PRAGMA user_version = 9")
+        db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(StartError, match=f"has version 9 and this djinnd reads {journal_database.VERSION}"):
+    with pytest.raises(StartError, match=f"has version 99 and this djinnd reads {journal_database.VERSION}"):
         JournalFile(str(tmp_path))
     make_older(tmp_path, 2, "edit", "edit_count", "breakpoint")
     assert kept(tmp_path) == {"one": []}
