@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -66,9 +66,9 @@ class JournalContent(NamedTuple):
     edits: dict[str, EditList]  # by session
     breakpoints: dict[str, BreakpointList]  # by session
     conversations: dict[str, ConversationKept]  # by session
-    adapters: dict[str, AdapterChosen]  # by session
     records: list[Recorded]
     now: float  # the journal's time, the clock of the times in `sessions`
+    adapters: Mapping[str, AdapterChosen] = {}  # by session
 
 
 class JournalFile:
@@ -120,9 +120,9 @@ class JournalFile:
             read_edits(self._db),
             read_breakpoints(self._db),
             read_conversations(self._db),
-            read_adapters(self._db),
             list(read_records(self._db)),
             self.clock.now(),
+            read_adapters(self._db),
         )
 
     def append(self, changes: Sequence[Change]) -> None:
