@@ -27,6 +27,7 @@ from tests.support.graphed import (
     named,
     with_history,
 )
+from tests.support.loaded import by_block
 from tests.support.paged import same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -84,9 +85,9 @@ def test_no_step_of_a_shape_that_is_captured_in_advance_compiles_anything(graphe
 
 def test_a_replay_touches_only_the_slots_of_its_tokens(graphed: Graphed) -> None:
     step, _ = with_history(graphed, [(3, 20), (1, 40), (1, 5)])
-    before = graphed.model.pool.clone()
+    before = by_block(graphed.model).clone()
     graphed.replay(step)
-    changed = (graphed.model.pool != before).flatten(4).any(-1).any(1).any(1)  # [pages, page_size]
+    changed = (by_block(graphed.model) != before).flatten(4).any(-1).any(1).any(1)  # [pages, page_size]
     slots = {(pages[p // PAGE], p % PAGE) for tokens, start, pages in step for p in range(start, start + len(tokens))}
     touched = {(page, slot) for page, slot in changed.nonzero().tolist() if page != 0}
     assert touched == slots

@@ -16,7 +16,7 @@ from djinnd.model.step.graphs import Shape, StepGraphs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.whitebox.probe import Probe
 from tests.support.cuda import cuda_device
-from tests.support.loaded import InputRow, fill, load_weights, random_prompt
+from tests.support.loaded import InputRow, fill, load_weights, paged_model, random_prompt
 from tests.support.models import reduced_model
 
 PAGE, PAGES, WIDTH = 16, 200, 20
@@ -76,10 +76,7 @@ class Graphed:
 def graphed_model(dtype: str, placing: Placing) -> Iterator[Graphed]:
     with cuda_device() as device:
         weights = load_weights(FOLDER, device, dtype, placing=placing)
-        kv, blocks = weights.skeleton.kv_shape, weights.skeleton.num_blocks
-        shape = (PAGES, blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-        pool = device.allocate("pool", shape, weights.dtype, zero=True)
-        model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+        model = paged_model(weights, PAGES, PAGE, device)
         yield Graphed(device, weights, model, StepGraphs(model, device, MAX_TOKENS, MAX_ROWS, WIDTH, WIDTH * PAGE))
         weights.release(device)
         device.release("pool")

@@ -28,6 +28,7 @@ from djinnd.model.check.equality import check_paging
 from djinnd.model.placing.loader import Weights
 from djinnd.model.sampling.sampler import Sampled
 from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.page_regions import layout_of
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.scheduler.scheduler import Scheduler
 from tests.support.open_files import loader_of
@@ -49,6 +50,22 @@ def load_weights(
 def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvPlan:
     """Pages so small that a session of a few dozen tokens has several. `pages`: without the scratch page."""
     return KvPlan(page_size, page_bytes=0, num_pages=pages + 1, max_context=min(max_context, pages * page_size))
+
+
+def paged_model(weights: Weights, pages: int, page_size: int, device: Device | None = None) -> PagedModel:
+    """A model with a pool of its own; with `device`, the pool is in its budget as "pool". `pages`: with the scratch
+    page."""
+    layout = layout_of(weights.dtype, page_size, weights.skeleton.kv)
+    shape = (pages, layout.page_bytes)
+    pool = torch.zeros(shape, dtype=torch.uint8) if device is None else device.allocate("pool", shape, torch.uint8)
+    return PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool.zero_())
+
+
+def by_block(model: PagedModel) -> Tensor:
+    """The pool of a model with equal blocks, [pages, blocks, 2, page_size, kv_heads, head_dim]."""
+    layout = model.layout
+    shape = (len(model.pool), layout.blocks, 2, layout.page_size, layout.kv_heads, layout.head_dim)
+    return model.pool.view(model.dtype).view(shape)
 
 
 def check_all(model: PagedModel, max_context: int, *, again: bool = False) -> None:
@@ -73,11 +90,10 @@ def made_runner(
 def _runner_with(
     plan: KvPlan, weights: Weights, figures: ModelShape, device: Device, max_tokens: int, max_rows: int
 ) -> ModelRunner:
-    kv, blocks = weights.skeleton.kv_shape, weights.skeleton.num_blocks
-    shape = (plan.num_pages, blocks, 2, plan.page_size, kv.kv_heads, kv.head_dim)
+    layout = layout_of(weights.dtype, plan.page_size, weights.skeleton.kv)
     device.budget.reserve(workspace_label("m"), 0)
-    pool = device.allocate(kv_label("m"), shape, weights.dtype, zero=True)
-    model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+    pool = device.allocate(kv_label("m"), (plan.num_pages, layout.page_bytes), torch.uint8, zero=True)
+    model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
     check_all(model, plan.max_context)
     return ModelRunner(Load(0, "m", ""), weights, model, figures, plan, device, max_tokens, max_rows)
 

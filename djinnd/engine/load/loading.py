@@ -341,8 +341,7 @@ def model_shape(loader: ModelLoader) -> ModelShape:
     projections = [entry.shape for layout in layouts for entry in layout.entries.values() if len(entry.shape) > 1]
     return ModelShape(
         num_blocks=skeleton.num_blocks,
-        kv_heads=skeleton.kv_shape.kv_heads,
-        head_dim=skeleton.kv_shape.head_dim,
+        kv=skeleton.kv,
         width=config.hidden_size,
         widest=max(max(shape[-2:]) for shape in projections),  # both dimensions: GPT-2's weights are stored transposed
         vocab=config.vocab_size,

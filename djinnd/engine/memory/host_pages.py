@@ -30,6 +30,7 @@ from djinnd.device import Device
 from djinnd.engine.memory.memory import ModelShape
 from djinnd.engine.tuning import PIN_PAUSE, PIN_QUIET, PIN_REST, PINNED_PIECE
 from djinnd.kvcache.tier import Tier, whole_pages
+from djinnd.model.step.page_regions import layout_of
 
 log = logging.getLogger("djinnd.engine")
 
@@ -168,5 +169,8 @@ def slots_in(nbytes: int, page_bytes: int) -> int:
 def pages_fingerprint(weights: str, dtype: torch.dtype, shape: ModelShape, page_size: int) -> str:
     """Identifies everything that a page's bytes depend on, except its tokens. `weights`: fingerprint of the weights;
     `dtype`: of KV."""
-    geometry = f"{page_size} {shape.num_blocks} {shape.kv_heads} {shape.head_dim}"
+    layout = layout_of(dtype, page_size, shape.kv)
+    geometry = f"{page_size} {layout.blocks} {layout.kv_heads} {layout.head_dim}"
+    if not layout.is_uniform:
+        geometry += f" {layout.shapes}"
     return hashlib.sha256(f"{weights} {dtype} {geometry} {_LAYOUT}".encode()).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from djinn_client.protocol.fields.kv_layout import BlockKv, token_bytes
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.engine.tuning import DISK_MOST, FULL_SESSIONS, KV_FLOOR, KV_SHARE, LOGIT_ROWS, MIN_TOKENS, ROWS_AT_HAND
 from djinnd.kvcache.manager import page_size_for
@@ -25,8 +26,7 @@ class ModelShape:
     """The properties of a model that determine its memory."""
 
     num_blocks: int
-    kv_heads: int
-    head_dim: int
+    kv: tuple[BlockKv, ...]  # the KV of each block
     width: int
     widest: int  # the largest dimension of any projection
     vocab: int
@@ -36,7 +36,7 @@ class ModelShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of KV of one token in all blocks."""
-        return self.num_blocks * 2 * self.kv_heads * self.head_dim * self.itemsize
+        return token_bytes(self.kv, self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

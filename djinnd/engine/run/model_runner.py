@@ -119,13 +119,13 @@ class ModelRunner:
         return False
 
     def page_bytes(self) -> Tensor:
-        """A view of the current pool as uint8 [pages, page_bytes]."""
-        return self.model.pool.flatten(1).view(torch.uint8)
+        """The current pool, uint8 [pages, page_bytes]."""
+        return self.model.pool
 
     @property
     def half_bytes(self) -> int:
         """Bytes of a page, from its beginning, that hold the KV of the blocks before WeightPlacement.half."""
-        return self.model.pool[0, : self.weights.placement.half].nbytes
+        return self.model.layout.first_byte(self.weights.placement.half)
 
     @property
     def pool_bytes(self) -> int:
@@ -155,7 +155,7 @@ class ModelRunner:
         moved = self.kv.resize(num_pages)
         device = self.model.pool.device
         old, new = (torch.tensor(list(pages), dtype=torch.long, device=device) for pages in (moved, moved.values()))
-        shape = (num_pages, *self.model.pool.shape[1:])
+        shape = (num_pages, self.model.layout.page_bytes)
         fits = num_pages * self.plan.page_bytes <= self.device.budget.free
         if fits:
             kept = self.model.pool
@@ -164,7 +164,7 @@ class ModelRunner:
             self.model.use_pool(self.model.pool[:0].clone())
             self.device.release(kv_label(self.name))
             self.device.trim()
-        pool = self.device.allocate(f"new {kv_label(self.name)}", shape, self.model.dtype, zero=True)
+        pool = self.device.allocate(f"new {kv_label(self.name)}", shape, torch.uint8, zero=True)
         for some, there in zip(old.split(RESIZED_AT_ONCE), new.split(RESIZED_AT_ONCE), strict=True):
             pool.index_copy_(0, there, kept.index_select(0, some).to(pool.device))
         self.device.synchronize()
@@ -397,8 +397,10 @@ class ModelRunner:
             notes=[*self.weights.notes, *places.notes],
             kv_bytes=self.pool_bytes,
             fingerprint=self.weights.identity,
-            kv_heads=int(self.model.pool.shape[-2]),
-            head_dim=int(self.model.pool.shape[-1]),
+            kv_heads=self.model.layout.kv_heads,
+            head_dim=self.model.layout.head_dim,
+            kv_shapes=self.model.layout.shapes,
+            state_bytes=self.model.layout.state_bytes,
             page_size=self.plan.page_size,
             page_bytes=self.plan.page_bytes,
             pages=kv.pool.capacity,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
+import torch
+
 from djinn_client.errors import ModelRejected
 from djinnd.device import Device
 from djinnd.engine.kernels.compiler import Compiling
@@ -17,6 +19,7 @@ from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_labe
 from djinnd.messages import Load
 from djinnd.model.check.equality import check_paging
 from djinnd.model.placing.loader import Weights
+from djinnd.model.step.page_regions import layout_of
 from djinnd.model.step.paged_model import PagedModel
 
 if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
@@ -89,10 +92,11 @@ def _reserve(
     assert weights.placement.plan is not None
     greedy = takes_all(load.placing, weights.placement.plan)
     plan = plan_kv(shape, device.budget.free, floor, load.kv_bytes, load.max_context, greedy)
-    page = (shape.num_blocks, 2, plan.page_size, shape.kv_heads, shape.head_dim)
-    pool = device.allocate(kv_label(load.model), (plan.num_pages, *page), weights.dtype, zero=True)
+    layout = layout_of(weights.dtype, plan.page_size, shape.kv)
+    assert layout.page_bytes == plan.page_bytes
+    pool = device.allocate(kv_label(load.model), (plan.num_pages, plan.page_bytes), torch.uint8, zero=True)
     labels.append(kv_label(load.model))
-    model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+    model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
     return ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows)
 
 

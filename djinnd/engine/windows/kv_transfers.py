@@ -15,7 +15,6 @@ that ends with SessionLost (Engine._fail_lost).
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -77,8 +76,7 @@ class KvTransfers:
 
     def _export(self, request: int, session: Session, runner: ModelRunner) -> BackgroundTask:
         length = len(session.tokens)
-        shape, dtype = _shape(runner, length), runner.model.dtype
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = runner.model.layout.nbytes(length)
         try:
             fd = yield from self._background.on_thread(lambda: new_window("djinnd-kv", nbytes))
         except OSError as error:
@@ -89,7 +87,7 @@ class KvTransfers:
             memory = torch.frombuffer(map_writable(fd, nbytes), dtype=torch.uint8)
             with Window(self._device, memory, runner.plan.page_bytes, self._background) as window:
                 yield from self._background.on_thread(window.pin)
-                pages = memory.view(dtype).view(shape)
+                pages = memory.view(-1, runner.plan.page_bytes)
                 for first, count in window.pieces():
                     while self._scheduler.session(session.id).computed < length:
                         yield from self._fill_up(request, session)
@@ -103,15 +101,14 @@ class KvTransfers:
             os.close(fd)
 
     def _import(self, request: int, session: Session, runner: ModelRunner, tokens: int, fd: int) -> BackgroundTask:
-        shape, dtype = _shape(runner, tokens), runner.model.dtype
         try:
-            memory = torch.frombuffer(map_read_only(fd, math.prod(shape) * dtype.itemsize), dtype=torch.uint8)
+            memory = torch.frombuffer(map_read_only(fd, runner.model.layout.nbytes(tokens)), dtype=torch.uint8)
         finally:
             os.close(fd)
         with Window(self._device, memory, runner.plan.page_bytes, self._background, read_only=True) as window:
             yield from self._background.on_thread(window.pin)
             yield from self._reserve(self._scheduler.session(session.id), runner, tokens)
-            pages = memory.view(dtype).view(shape)
+            pages = memory.view(-1, runner.plan.page_bytes)
             for first, count in window.pieces():
                 present = self._scheduler.session(session.id)
                 if present.computed < tokens or self._scheduler.queues[present.model].residency.is_leaving(present):
@@ -162,10 +159,6 @@ class KvTransfers:
             raise
         yield filling
         filling.result()
-
-
-def _shape(runner: ModelRunner, tokens: int) -> tuple[int, ...]:
-    return (runner.kv.pages_for(tokens), *runner.model.pool.shape[1:])
 
 
 def _runs(first: int, pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:

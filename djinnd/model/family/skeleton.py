@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinn_client.errors import ModelRejected
+from djinn_client.protocol.fields.kv_layout import BlockKv, BlockShape
 from djinnd.model.attention import hf_attention
 from djinnd.model.attention.hf_attention import NoPages, Wanted
 from djinnd.model.families import ADAPTED, PATCHED
@@ -34,14 +34,6 @@ from djinnd.weights.store import Routing
 # Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`.
 _FULL = ("full_attention", "attention", None)
 _SLIDING = ("sliding_attention", None)
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """Shape of one token's key, and of its value, in one block."""
-
-    kv_heads: int
-    head_dim: int
 
 
 def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
@@ -122,7 +114,7 @@ class Skeleton:
                 f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
             )
         self.adapter = Adapter(model)
-        self.kv_shape = self._learn_kv_shape()
+        self.kv = self._learn_kv()
         layers = self.prefixes[0].removesuffix(".0.")
         self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))
         self.stacks = [find_stack(block, self.config.hidden_size) for block in self.adapter.blocks]
@@ -151,7 +143,7 @@ class Skeleton:
         return Layout((name.removeprefix(prefix), self.shapes[name]) for name in names)
 
     @torch.inference_mode()
-    def _learn_kv_shape(self) -> KVShape:
+    def _learn_kv(self) -> tuple[BlockKv, ...]:
         """Runs each block on the meta device up to its call of attention, which carries the shapes of K and V."""
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         try:
@@ -162,14 +154,12 @@ class Skeleton:
             raise
         except Exception as error:  # a family's forward may raise exceptions of any type
             raise ModelRejected(f"{self.family} cannot be run block by block: {error!r}", family=self.family) from error
-        shapes = {(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in wanted}
-        if len(shapes) != 1 or any(key != value for _, key, value in shapes):
+        shapes = [BlockShape(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in wanted]
+        if len(set(shapes)) != 1 or any(shape.key_width != shape.value_width for shape in shapes):
             raise ModelRejected(
-                f"{self.family} has blocks with different shapes of K and V {sorted(shapes)}: not supported yet",
-                family=self.family,
+                f"{self.family} has blocks with different shapes of K and V: not supported yet", family=self.family
             )
-        kv_heads, head_dim, _ = shapes.pop()
-        return KVShape(kv_heads, head_dim)
+        return tuple(shapes)
 
     def _check_hidden(self, hidden: Tensor) -> None:
         if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinn_client.protocol.fields.points import Point
 from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
 from djinnd.model.attention.paged import attention_for
@@ -17,6 +18,7 @@ from djinnd.model.lora.targets import find_targets
 from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.page_regions import kv_regions
 from djinnd.model.tuning import SLOTS
 from djinnd.model.whitebox.probe import Probe, look, looks_inside, watching
 
@@ -24,16 +26,19 @@ from djinnd.model.whitebox.probe import Probe, look, looks_inside, watching
 class PagedModel:
     """A model that is ready to run. Its modules are bound to device buffers, and its attention reads and writes pages.
 
-    Owns the KV pool [pages, blocks, 2, page_size, kv_heads, head_dim]. The pool is page-major: a page's keys and values
-    of all blocks are contiguous. Page 0 is the scratch page: the KV of padding tokens is written there.
+    Owns the KV pool, uint8 [pages, page_bytes]. The pool is page-major: a page's keys and values of all blocks are
+    contiguous, as `layout` says. Page 0 is the scratch page: the KV of padding tokens is written there.
     """
 
-    def __init__(self, skeleton: Skeleton, placement: WeightPlacement, dtype: torch.dtype, pool: Tensor) -> None:
+    def __init__(
+        self, skeleton: Skeleton, placement: WeightPlacement, dtype: torch.dtype, layout: KvLayout, pool: Tensor
+    ) -> None:
         self.skeleton = skeleton
         self.adapter = skeleton.adapter
         self.placement = placement
         self.device = placement.device
         self.dtype = dtype
+        self.layout = layout
         self.context = AttentionContext(attention_for(pool.device))
         self.adapters: LoraProducts | None = None  # once one was loaded
         self.use_pool(pool)
@@ -41,7 +46,8 @@ class PagedModel:
     def use_pool(self, pool: Tensor) -> None:
         """Points the attention of every block at `pool`. Graphs that were captured over an earlier pool are invalid."""
         self.pool = pool
-        self.paged = [BlockKV(self.context, pool[:, i, 0], pool[:, i, 1]) for i in range(self.num_blocks)]
+        regions = kv_regions(pool, self.layout, self.dtype)
+        self.paged = [BlockKV(self.context, *pair) for pair in regions if pair is not None]
         for block, paged in zip(self.adapter.blocks, self.paged, strict=True):
             for module in block.modules():
                 if hasattr(module, "layer_idx"):
@@ -54,7 +60,7 @@ class PagedModel:
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return self.pool.shape[3]
+        return self.layout.page_size
 
     @property
     def vocab(self) -> int:
@@ -139,7 +145,7 @@ class PagedModel:
     @torch.inference_mode()
     def zero_pages(self, pages: list[int]) -> None:
         """Clears pages before another tenant may use them."""
-        words = self.pool.flatten(1).view(torch.int64)  # the widest dtype: fewest elements to write
+        words = self.pool.view(torch.int64)  # the widest dtype: fewest elements to write
         words.index_fill_(0, upload(pages, torch.int64, words.device), 0)
 
     @torch.inference_mode()

@@ -139,7 +139,7 @@ def test_pages_of_other_sessions_are_not_touched(served: Served) -> None:
 
 
 def test_the_scratch_page_is_not_read(family: str, served: Served) -> None:
-    served.runner.model.pool[0].fill_(float("nan"))
+    served.runner.model.pool.view(served.runner.model.dtype)[0].fill_(float("nan"))
     sessions = [served.open() for _ in range(4)]
     requests = [served.submit(s, prompt(n)) for s, n in zip(sessions, (3, 17, 64, 31), strict=True)]
     served.run()

@@ -16,6 +16,7 @@ import torch
 from djinn_client.errors import DjinnError, InvalidRequest, ModelRejected, OutOfMemory
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import FrameDecoder
+from djinn_client.protocol.fields.kv_layout import BlockShape
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.load.loading import LoadQueue, PagesResult, WantFile, WantPages, map_arena, model_shape
@@ -78,7 +79,8 @@ def test_the_shape_of_a_family(family: str, kv_heads: int, head_dim: int, widest
     device = CpuDevice(MEMORY)
     shape = model_shape(loader_of(reduced_model(family), device, "float16"))
     assert (shape.num_blocks, shape.width, shape.vocab, shape.itemsize) == (4, 64, 512, 2)
-    assert (shape.kv_heads, shape.head_dim, shape.max_positions) == (kv_heads, head_dim, max_positions)
+    assert shape.kv == (BlockShape(kv_heads, head_dim, head_dim),) * shape.num_blocks
+    assert shape.max_positions == max_positions
     assert shape.widest == widest
     device.close()
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
+from djinn_client.protocol.fields.kv_layout import BlockShape
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.memory import host_pages
 from djinnd.engine.memory.host_pages import HostPages, object_bytes, pages_fingerprint, slots_in
@@ -192,7 +193,7 @@ def test_the_number_of_slots_follows_from_the_reserved_bytes(page_bytes: int) ->
 
 
 def test_the_fingerprint_depends_on_everything_that_determines_a_page_s_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = ModelShape(4, 2, 16, 64, 160, 512, 2, 2048)
+    shape = ModelShape(4, (BlockShape(2, 16, 16),) * 4, 64, 160, 512, 2, 2048)
     given = ("ab" * 32, torch.bfloat16, shape, 16)
     first = pages_fingerprint(*given)
     assert len(first) == 64 and pages_fingerprint(*given) == first
@@ -200,11 +201,18 @@ def test_the_fingerprint_depends_on_everything_that_determines_a_page_s_bytes(mo
         pages_fingerprint("cd" * 32, *given[1:]),
         pages_fingerprint(given[0], torch.float16, shape, 16),
         pages_fingerprint(*given[:3], 32),
-        *(pages_fingerprint(*given[:2], dataclasses.replace(shape, **{name: 7}), 16) for name in KV_FIGURES),
+        *(pages_fingerprint(*given[:2], dataclasses.replace(shape, kv=kv), 16) for kv in OTHER_KV),
     ]
     monkeypatch.setattr(host_pages, "_LAYOUT", 0)
     others.append(pages_fingerprint(*given))
     assert len({first, *others}) == 1 + len(others)
 
 
-KV_FIGURES = ("num_blocks", "kv_heads", "head_dim")
+OTHER_KV = (
+    (BlockShape(2, 16, 16),) * 7,
+    (BlockShape(7, 16, 16),) * 4,
+    (BlockShape(2, 7, 7),) * 4,
+    (BlockShape(2, 16, 8),) * 4,
+    (BlockShape(2, 16, 16), 0, 0, BlockShape(2, 16, 16)),
+    (BlockShape(2, 16, 16), 0, None, BlockShape(2, 16, 16)),
+)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from djinn_client.protocol.fields.kv_layout import BlockShape
 from djinnd.engine.memory.memory import (
     HostRoom,
     ModelShape,
@@ -20,8 +21,7 @@ from djinnd.kvcache.tuning import MAX_SLOTS
 # Llama-3-8B in bf16: 128 KiB of KV a token, so a page has 32 tokens and 4 MiB.
 SHAPE = ModelShape(
     num_blocks=32,
-    kv_heads=8,
-    head_dim=128,
+    kv=(BlockShape(8, 128, 128),) * 32,
     width=4096,
     widest=28672,
     vocab=128256,

@@ -13,7 +13,7 @@ from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 from djinnd.engine.tuning import ROWS_AT_HAND
 from tests.support import reference
-from tests.support.loaded import Served, random_prompt, small_pages
+from tests.support.loaded import Served, by_block, random_prompt, small_pages
 from tests.support.models import reduced_model
 from tests.support.parameters import long_except
 
@@ -135,7 +135,7 @@ def test_pages_hold_only_the_kv_of_blocks_that_have_run(parts: Parts) -> None:
     session.stage = Stage(0, 2, 0)
     parts.run(parts.row(other, 1, samples=True), parts.row(session, 9, 0, 2))
     (page,), (full,) = (parts.runner.kv.pages_of(each.id) for each in (session, other))
-    pool = parts.runner.model.pool
+    pool = by_block(parts.runner.model)
     torch.testing.assert_close(pool[page, :2, :, :9], pool[full, :2, :, :9], rtol=0, atol=1e-6)
     assert not pool[page, 2:].any() and not pool[page, :, :, 9:].any()
     lower = pool[page, :2].clone()

@@ -19,7 +19,7 @@ from djinnd.engine.tuning import LOGIT_ROWS
 from djinnd.model.step.inputs import StepInputs
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered, cast
-from tests.support.loaded import Served, random_prompt, small_pages
+from tests.support.loaded import Served, by_block, random_prompt, small_pages
 from tests.support.models import reduced_model
 from tests.support.parameters import long_except
 
@@ -198,7 +198,8 @@ def test_a_page_is_zeroed_before_another_tenant_gets_it(served: Served) -> None:
     served.submit(heir, prompt(3), max_tokens=1)
     served.step()
     (page,) = kv.pages_of(heir.id)
-    assert bool(pool[page, :, :, :3].any()) and not bool(pool[page, :, :, 3:].any())
+    there = by_block(served.runner.model)[page]
+    assert bool(there[:, :, :3].any()) and not bool(there[:, :, 3:].any())
 
 
 class Expected:

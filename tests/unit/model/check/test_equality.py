@@ -16,7 +16,7 @@ from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES
 from tests.support.checkpoints import Tensors, altered, cast
-from tests.support.loaded import MEMORY, check_all, load_weights
+from tests.support.loaded import MEMORY, check_all, load_weights, paged_model
 from tests.support.models import reduced_model
 from tests.support.parameters import FEW_FAMILIES
 
@@ -34,9 +34,7 @@ def device() -> Iterator[CpuDevice]:
 def model_of(device: CpuDevice, family: str | Path = "llama-2", dtype: str = "auto") -> PagedModel:
     folder = reduced_model(family) if isinstance(family, str) else family
     weights = load_weights(folder, device, dtype)
-    kv, pages = weights.skeleton.kv_shape, 2 + (sum(CHUNKS) + SINGLES) // PAGE
-    pool = torch.zeros(pages, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
-    return PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+    return paged_model(weights, 2 + (sum(CHUNKS) + SINGLES) // PAGE, PAGE)
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)

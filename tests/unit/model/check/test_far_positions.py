@@ -21,7 +21,7 @@ from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered, random_model
-from tests.support.loaded import MEMORY, Served, check_all, load_weights, random_prompt, small_pages
+from tests.support.loaded import MEMORY, Served, check_all, load_weights, paged_model, random_prompt, small_pages
 from tests.support.models import reduced_model
 from tests.unit.model.test_variants import CONTEXT, LLAMA, VARIANTS
 
@@ -36,10 +36,7 @@ def device() -> Iterator[CpuDevice]:
 
 
 def model_of(device: CpuDevice, folder: Path, dtype: str = "auto", placing: Placing | None = None) -> PagedModel:
-    weights = load_weights(folder, device, dtype, placing=placing)
-    kv = weights.skeleton.kv_shape
-    pool = torch.zeros(8, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
-    return PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+    return paged_model(load_weights(folder, device, dtype, placing=placing), 8, PAGE)
 
 
 def llama_4(folder: Path, floor_scale: int, **more: Any) -> Path:

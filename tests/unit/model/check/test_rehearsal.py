@@ -20,7 +20,7 @@ from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNK_TOKENS, DECODE_ROWS
 from tests.support.compiled import hopper
-from tests.support.loaded import MEMORY, load_weights
+from tests.support.loaded import MEMORY, load_weights, paged_model
 from tests.support.models import reduced_model
 from tests.support.parameters import long_except
 
@@ -49,9 +49,7 @@ def device() -> Iterator[CpuDevice]:
 def model_of(family: str, device: CpuDevice) -> PagedModel:
     """A model with the attention of a GPU."""
     weights = load_weights(reduced_model(family), device)
-    kv = weights.skeleton.kv_shape
-    pool = torch.zeros(2, weights.skeleton.num_blocks, 2, 16, kv.kv_heads, kv.head_dim, dtype=weights.dtype)
-    model = PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+    model = paged_model(weights, 2, 16)
     model.context.kernels = TritonAttention(torch.device("cpu"))
     return model
 

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from djinn_client.errors import ModelRejected
+from djinn_client.protocol.fields.kv_layout import BlockShape
 from djinnd.model.family.skeleton import Skeleton, bind, build
 from djinnd.weights.layout import Layout
 from tests.support.models import FAMILIES, reduced_model
@@ -192,8 +193,8 @@ def test_the_shape_of_kv_is_the_attention_s_own(config: PreTrainedConfig) -> Non
         kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
     else:
         kv_heads = getattr(config, "num_key_value_heads", heads)
-    assert skeleton.kv_shape.kv_heads == kv_heads
-    assert skeleton.kv_shape.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    assert skeleton.kv == (BlockShape(kv_heads, head_dim, head_dim),) * skeleton.num_blocks
 
 
 def test_blocks_of_one_family_have_one_layout(config: PreTrainedConfig) -> None:

@@ -16,7 +16,7 @@ from djinnd.model.step.graphs import Shape, StepGraphs, _Captured
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.whitebox.probe import Probe
-from tests.support.loaded import MEMORY, fill, load_weights, random_prompt
+from tests.support.loaded import MEMORY, fill, load_weights, paged_model, random_prompt
 from tests.support.models import reduced_model
 from tests.support.probing import Looking, all_points
 
@@ -55,9 +55,7 @@ class Seen:
 def model() -> Iterator[PagedModel]:
     device = CpuDevice(MEMORY)
     weights = load_weights(reduced_model("llama-2"), device)
-    kv = weights.skeleton.kv_shape
-    pool = torch.zeros(4, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-    yield PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+    yield paged_model(weights, 4, PAGE)
     weights.release(device)
     device.close()
 

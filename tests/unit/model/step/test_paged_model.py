@@ -11,7 +11,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from tests.support import reference
-from tests.support.loaded import MEMORY, InputRow, fill, load_weights, random_prompt
+from tests.support.loaded import MEMORY, InputRow, by_block, fill, load_weights, paged_model, random_prompt
 from tests.support.models import reduced_model
 
 FOLDER = reduced_model("llama-3.1")
@@ -28,9 +28,7 @@ def device() -> Iterator[CpuDevice]:
 @pytest.fixture(scope="module")
 def model(device: CpuDevice) -> Iterator[PagedModel]:
     weights = load_weights(FOLDER, device)
-    kv = weights.skeleton.kv_shape
-    pool = torch.zeros(20, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-    yield PagedModel(weights.skeleton, weights.placement, weights.dtype, pool)
+    yield paged_model(weights, 20, PAGE)
     weights.release(device)
 
 
@@ -108,7 +106,7 @@ def test_blocks_in_two_parts_give_the_same_as_in_one(model: PagedModel, device: 
 def test_each_block_has_its_own_part_of_a_page(model: PagedModel, device: CpuDevice) -> None:
     model.pool.zero_()
     step(model, device, [(random_prompt(PAGE, 512, 5), 0, [9])])
-    page = model.pool[9]
+    page = by_block(model)[9]
     assert all(bool((page[block, kind] != 0).any()) for block in range(model.num_blocks) for kind in range(2))
     assert len({page[block].numpy().tobytes() for block in range(model.num_blocks)}) == model.num_blocks
     model.pool[9] = 0
@@ -125,7 +123,7 @@ def test_zero_pages_zeroes_only_its_pages(model: PagedModel) -> None:
 
 
 def test_copy_page_changes_only_its_target(model: PagedModel) -> None:
-    model.pool.copy_(torch.rand(model.pool.shape))
+    model.pool.random_(256)
     before = model.pool.clone()
     model.copy_page(17, 3)
     before[3] = before[17]

@@ -26,7 +26,7 @@ from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.whitebox.editing import apply
 from djinnd.model.whitebox.probe import Probe, watching
 from tests.support import ops, reference
-from tests.support.loaded import MEMORY, InputRow, fill, load_weights, random_prompt
+from tests.support.loaded import MEMORY, InputRow, fill, load_weights, paged_model, random_prompt
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.paged import same_bytes
 from tests.support.parameters import FEW_FAMILIES
@@ -83,9 +83,7 @@ def driven(family: str, placing: Placing | None = None) -> Iterator[Driven]:
     folder = reduced_model(family)
     device = CpuDevice(MEMORY)
     weights = load_weights(folder, device, placing=placing)
-    kv = weights.skeleton.kv_shape
-    pool = torch.zeros(PAGES, weights.skeleton.num_blocks, 2, PAGE, kv.kv_heads, kv.head_dim)
-    yield Driven(folder, weights, PagedModel(weights.skeleton, weights.placement, weights.dtype, pool), device)
+    yield Driven(folder, weights, paged_model(weights, PAGES, PAGE), device)
     weights.release(device)
     device.close()
 
