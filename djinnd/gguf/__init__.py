@@ -1,0 +1,1 @@
+"""GGUF files: their headers, and the configuration and tokenizer that their metadata describe"""

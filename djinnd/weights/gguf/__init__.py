@@ -1,0 +1,1 @@
+"""Weights of GGUF files: their tensors, and the decoders of their blocks"""
