@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +42,8 @@ _NAMED = frozenset(
     }
 )
 MORE_TEMPLATES = "additional_chat_templates/"  # the one subfolder of a checkpoint that is read: its *.jinja files
+GGUF = ".gguf"
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)  # of a split GGUF file
 _ENDINGS = (".safetensors", ".safetensors.index.json")
 _NO_WAIT = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe, a device or a lease does not block
 
@@ -61,25 +64,32 @@ class ModelFiles:
     @classmethod
     def open(cls, folder: str) -> Self:
         """All files of `folder` that a checkpoint may have. Symbolic links are followed, as the hub's cache is made of
-        them: they lead no further than this process's own rights do.
+        them: they lead no further than this process's own rights do. A folder with safetensors is no GGUF checkpoint,
+        so its GGUF files are left out. `folder` may also be the path of one GGUF file: then that file alone is opened,
+        with the other parts of the model if it was split.
 
         Raises ModelNotFound if there is no such folder or this process may not look into it, InvalidRequest for a file
         that is not regular, and for more than MAX_FILES."""
+        path, alone = os.path.split(folder) if _is_gguf_file(folder) else (folder, "")
         try:
-            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (OSError, ValueError) as error:
             raise _no_folder(folder, error) from error
         descriptors: dict[str, int] = {}
         others: list[str] = []
         try:
-            for name in sorted(_names(directory)):
-                if name not in _NAMED and not name.endswith(_ENDINGS) and not name.startswith(MORE_TEMPLATES):
-                    others += [name] * (len(others) < MAX_OTHERS)
-                    continue
+            names = sorted(_names(directory))
+            wanted = gguf_parts(alone, names) if alone else [name for name in names if _is_of_checkpoint(name)]
+            if any(name.endswith(_ENDINGS) for name in wanted):
+                wanted = [name for name in wanted if not name.endswith(GGUF)]
+            others = [] if alone else sorted({*names} - {*wanted})[:MAX_OTHERS]
+            for name in wanted:
                 if len(descriptors) == MAX_FILES:
                     raise InvalidRequest(f"{folder} has more than {MAX_FILES} files of a checkpoint", limit=MAX_FILES)
                 with suppress(FileNotFoundError):  # a link that leads nowhere, or a file that has just gone
-                    descriptors[name] = _open_regular(folder, name, directory)
+                    descriptors[name] = _open_regular(path, name, directory)
+            if alone and not descriptors:
+                raise _no_folder(folder, FileNotFoundError())
         except BaseException:
             _close(descriptors.values())
             raise
@@ -181,6 +191,26 @@ class ModelFiles:
         _close(descriptors.values())
 
 
+def gguf_parts(name: str, names: Iterable[str]) -> list[str]:
+    """The files of the model that the GGUF file `name` belongs to: itself, or all parts of one that was split."""
+    part = PART.fullmatch(name)
+    if part is None:
+        return [name]
+    others = [(each, PART.fullmatch(each)) for each in names]
+    return sorted(each for each, other in others if other is not None and other["stem"] == part["stem"])
+
+
+def _is_gguf_file(path: str) -> bool:
+    try:
+        return path.endswith(GGUF) and not os.path.isdir(path)
+    except ValueError:
+        return False
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    return name in _NAMED or name.endswith((*_ENDINGS, GGUF)) or name.startswith(MORE_TEMPLATES)
+
+
 def _names(directory: int) -> list[str]:
     """Names of the folder's entries, and of its further templates. Names that cannot be printed are no checkpoint's."""
     with os.scandir(directory) as entries:
@@ -240,14 +270,13 @@ def _no_folder(folder: str, error: OSError | ValueError) -> ModelNotFound:
     """The error for a folder that cannot be opened. It is the same if the folder is not there and if this user may not
     look into it."""
     if isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError):
-        told = f"there is no such folder, or user {os.geteuid()} may not look into it"
+        what = "file" if folder.endswith(GGUF) else "folder"
+        told = f"there is no such {what}, or user {os.geteuid()} may not look into it"
     else:
         told = f"the folder cannot be opened: {getattr(error, 'strerror', error)}"
     # The name alone decides, so the message does not tell whether the file is there.
     if folder.endswith(_ENDINGS):
         told += f"; a checkpoint is named by its folder, here {os.path.dirname(folder) or '.'}"
-    if folder.lower().endswith(".gguf"):
-        told += "; GGUF files are not served, but folders with safetensors"
     return ModelNotFound(told, path=folder)
 
 

@@ -32,8 +32,6 @@ def what_instead(names: Iterable[str]) -> str:
     there = set(names)
     if there & {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}:
         return "it is an adapter (LoRA): merge it into its base model, and load that"
-    if any(name.lower().endswith(".gguf") for name in there):
-        return "it is in GGUF format: load the checkpoint in safetensors that it was made from"
     if any(name.startswith("consolidated") for name in there) or "params.json" in there:
         return "it is a consolidated checkpoint, as Mistral and Meta publish them: convert it to transformers' layout"
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in there):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from djinn_client.errors import ModelRejected
-from djinn_client.files.model_files import ModelFiles
+from djinn_client.files.model_files import GGUF, PART, ModelFiles
 from djinn_client.files.other_files import HEAD, what_it_is
 from djinnd.gguf.configuration import Config, make_configuration
 from djinnd.gguf.formats import F32, format_name, mixture
 from djinnd.gguf.header import BadGguf, GgufTensor, Header
 
-ENDING = ".gguf"
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _NOT_A_MODEL = ("mmproj", "imatrix")  # beginnings of names: projectors of images, and statistics of quantisers
 _MOST_FLOATS = 1 << 16  # of a small tensor that is read with the header
 
@@ -26,8 +23,8 @@ def gguf_names(files: Iterable[str]) -> list[str]:
     names = sorted(files)
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         return []
-    found = [name for name in names if name.endswith(ENDING) and not name.startswith(_NOT_A_MODEL)]
-    parts = {name: part for name in found if (part := _PART.fullmatch(name))}
+    found = [name for name in names if name.endswith(GGUF) and not name.startswith(_NOT_A_MODEL)]
+    parts = {name: part for name in found if (part := PART.fullmatch(name))}
     models = sorted({parts[name]["stem"] if name in parts else name for name in found})
     if len(models) > 1:
         some = ", ".join(models[:8]) + (" …" if len(models) > 8 else "")
@@ -36,15 +33,6 @@ def gguf_names(files: Iterable[str]) -> list[str]:
     if parts and (len(counts) > 1 or [int(part["number"]) for part in parts.values()] != [*range(1, max(counts) + 1)]):
         raise ModelRejected(f"{models[0]} is split, and {len(parts)} of its {max(counts)} parts are there")
     return found
-
-
-def one_of(name: str, names: Iterable[str]) -> list[str]:
-    """The names of the files that belong to the model of the file `name`: itself, or all parts of a split one."""
-    part = _PART.fullmatch(name)
-    if part is None:
-        return [name]
-    others = [(each, _PART.fullmatch(each)) for each in names]
-    return sorted(each for each, other in others if other is not None and other["stem"] == part["stem"])
 
 
 @dataclass(frozen=True, slots=True)

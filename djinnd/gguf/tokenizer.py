@@ -174,9 +174,7 @@ def _pair(merge: str) -> tuple[str, str]:
     return first, second
 
 
-def _merges_by_score(
-    tokens: list[str], vocabulary: dict[str, int], scores: list[Any] | None
-) -> list[tuple[str, str]]:
+def _merges_by_score(tokens: list[str], vocabulary: dict[str, int], scores: list[Any] | None) -> list[tuple[str, str]]:
     """The merges that a vocabulary implies: each way to make a token of two, the tokens of high scores first. Without
     scores, the tokens count in their order."""
     if scores is not None and len(scores) != len(tokens):

@@ -14,6 +14,9 @@ from tokenizers import Tokenizer
 from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.files.model_files import MORE_TEMPLATES, SMALL_FILE, ModelFiles
 from djinn_client.protocol.fields.chat import ChatInput
+from djinnd.gguf.files import GgufModel, gguf_names
+from djinnd.gguf.header import BadGguf
+from djinnd.gguf.tokenizer import make_tokenizer, tokenizer_settings
 from djinnd.text.chat.rendering import AddedTokens, ChatTemplates, special_variables
 from djinnd.text.chat.templates import PROCESSOR_FILE, TEMPLATE_FILE, chat_templates
 from djinnd.text.detokenizer import Detokenizer
@@ -36,7 +39,8 @@ MAX_SETTINGS = 64 << 10  # bytes of one file
 
 def text_files(files: ModelFiles) -> list[str]:
     """Names the files that a vocabulary is read from."""
-    return [name for name in files if name in _FILES or name.startswith(MORE_TEMPLATES)]
+    named = [name for name in files if name in _FILES or name.startswith(MORE_TEMPLATES)]
+    return gguf_names(files) or named
 
 
 class ChatPrompt(NamedTuple):
@@ -94,6 +98,8 @@ class Vocabulary:
     def read(cls, name: str, files: ModelFiles, most: int = SMALL_FILE, template: str = "") -> Vocabulary | TokensOnly:
         """Reads those of its files that are there. `most`: bytes that tokenizer.json may have. `template`: for chats,
         in the place of the checkpoint's. Raises ModelRejected for a file that is larger, or cannot be read."""
+        if gguf_names(files):
+            return cls._read_gguf(name, files, template)
         config, generation, told, special_tokens = (_json(name, files, file) for file in _SETTINGS)
         tokenizer = _tokenizer(name, files, most)
         eos = end_tokens(generation, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
@@ -103,6 +109,21 @@ class Vocabulary:
         if tokenizer is None:
             return TokensOnly(eos, settings)
         return cls(tokenizer, eos, chat_templates(files, told, template), told, special_tokens, settings)
+
+    @classmethod
+    def _read_gguf(cls, name: str, files: ModelFiles, template: str) -> Vocabulary | TokensOnly:
+        """The text side of GGUF files. Raises ModelRejected."""
+        model = GgufModel(files, gguf_names(files))
+        config = model.configuration()
+        try:
+            tokenizer, told = make_tokenizer(model.header), tokenizer_settings(model.header)
+        except BadGguf as error:
+            raise ModelRejected(f"{name}: {model.names[0]}: {error}", file=model.names[0]) from error
+        eos = end_tokens({}, config, told, lambda text: tokenizer and tokenizer.token_to_id(text))
+        settings = ModelSettings(json.dumps(config).encode())
+        if tokenizer is None:
+            return TokensOnly(eos, settings)
+        return cls(tokenizer, eos, chat_templates(files, told, template), told, {}, settings)
 
     @property
     def special_ids(self) -> dict[str, int]:

@@ -27,7 +27,7 @@ from djinnd.messages import DescribeImage, DeviceFigures, Failed, ImageDescribed
 from djinnd.messages.inspections import Confined, Inspect, Passed
 from djinnd.model.placing.image import image_of
 from djinnd.model.placing.loader import ModelLoader
-from djinnd.weights.checkpoint import CheckpointFiles
+from djinnd.weights.gguf.checkpoint import open_checkpoint
 
 _MAX_FRAME = 1 << 20
 _DESCRIPTORS = 512  # a checkpoint has up to 240 files, and each is passed as a descriptor
@@ -69,7 +69,7 @@ def inspect(message: Inspect, fds: list[int]) -> Answer:
 def _inspected(message: Inspect, files: ModelFiles) -> Answer:
     job = message.job
     device = cast(Device, DescribedDevice(message.figures))
-    checkpoint = CheckpointFiles(files, has_weights=job.shared is None)
+    checkpoint = open_checkpoint(files, has_weights=job.shared is None)
     loader = ModelLoader(job.model, checkpoint, device, job.dtype, job.placing, job.shared)
     if isinstance(job, DescribeImage):
         return ImageDescribed(job.request, image_of(loader))

@@ -12,6 +12,7 @@ from djinn_client.files.model_files import ModelFiles
 from djinnd.engine.load.turns import DeviceTurn
 from djinnd.messages import DescribeImage, Load, Plan
 from djinnd.weights.checkpoint import CheckpointFiles
+from djinnd.weights.gguf.checkpoint import open_checkpoint
 from djinnd.weights.reading import Patience, Readers, Wait
 
 WithFiles = Load | Plan | DescribeImage
@@ -33,7 +34,7 @@ class JobFiles:
             try:
                 self._files = self._open(readers, wait)
                 has_weights = self._job.shared is None
-                act = partial(CheckpointFiles, self._files, has_weights=has_weights)
+                act = partial(open_checkpoint, self._files, has_weights=has_weights)
                 checkpoint: CheckpointFiles = wait(readers.submit(act))
                 return checkpoint
             finally:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from djinn_client.errors import InvalidRequest, ModelRejected, OutOfMemory
 from djinn_client.handover.packed import MAX_UNITS, Unpackable
@@ -27,12 +28,14 @@ from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
 from djinnd.device.budget import at_least, gib
 from djinnd.model.family.derived import materialise_buffers
+from djinnd.model.family.gguf_recipes import GgufRecipes
 from djinnd.model.family.recipes import RecipeBook
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
 from djinnd.model.placing.projections import Product, install_products
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
+from djinnd.weights.gguf.checkpoint import GgufCheckpoint
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
 from djinnd.weights.store import Buffer, WeightStore
@@ -116,7 +119,7 @@ class ModelLoader:
         _check_depth(config.num_hidden_layers, self.checkpoint)
         self.dtype = compute_dtype(dtype, given, device)
         model = build(config, self.dtype)
-        recipes = None if self.checkpoint is None else RecipeBook(model, self.checkpoint)
+        recipes = None if self.checkpoint is None else recipes_of(model, self.checkpoint)
         self.skeleton = Skeleton(model)
         if recipes is not None:
             recipes.require(self.skeleton.shapes, self.skeleton.tied)
@@ -128,6 +131,8 @@ class ModelLoader:
         # checkpoint's own dtype takes less memory.
         self._stored = given if device.torch_device.type == "cpu" else self.dtype
         self.notes: list[str] = []
+        if isinstance(checkpoint, GgufCheckpoint):
+            self.notes.append(f"GGUF {checkpoint.mixture}, decoded when it is loaded")
         self.store = self._make_store()
 
     def _make_store(self) -> WeightStore:
@@ -303,6 +308,13 @@ class ModelLoader:
                 progress("compiling", done, total)
 
             fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device, compiling)
+
+
+def recipes_of(model: PreTrainedModel, checkpoint: CheckpointFiles) -> RecipeBook | GgufRecipes:
+    """The recipes of the model's parameters, by the kind of the checkpoint."""
+    if isinstance(checkpoint, GgufCheckpoint):
+        return GgufRecipes(model.config, checkpoint)
+    return RecipeBook(model, checkpoint)
 
 
 class _Clock:

@@ -9,9 +9,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from djinn_client.errors import DjinnError, ModelNotFound, OutOfMemory
-from djinn_client.files.model_files import ModelFiles
+from djinn_client.files.model_files import GGUF, ModelFiles
 from djinn_client.files.other_files import what_instead
+from djinnd.gguf.files import gguf_names
 from djinnd.server.system.closer import close_fds
+
+CONFIG = "config.json"
 
 
 class FileIdentity(NamedTuple):
@@ -36,7 +39,7 @@ class OpenFiles(NamedTuple):
 
 
 def open_folder(folder: str) -> OpenFiles:
-    """Opens a checkpoint's folder; for a thread. Raises ModelNotFound, ModelRejected, InvalidRequest."""
+    """Opens a checkpoint's folder, or GGUF file; for a thread. Raises ModelNotFound, ModelRejected, InvalidRequest."""
     return _checked(ModelFiles.open(folder))
 
 
@@ -57,7 +60,7 @@ def taken_out(fds: list[int]) -> list[int]:
 
 def _checked(files: ModelFiles) -> OpenFiles:
     try:
-        if "config.json" not in files:
+        if not gguf_names(files) and CONFIG not in files:
             told = f"{files.folder} is not a checkpoint: it has no config.json; {what_instead([*files, *files.others])}"
             raise ModelNotFound(told, path=files.folder)
         return OpenFiles(files, {name: mark(files.stat(name)) for name in files})
@@ -92,9 +95,12 @@ def digest(marks: Marks) -> str:
 def is_at(folder: str, marks: Marks) -> bool:
     """True if the folder has these files; for a thread."""
     try:
-        stat = os.stat(os.path.join(folder, "config.json"))
-        if mark(stat)[:2] != marks["config.json"][:2]:
-            return False  # the usual case
+        if CONFIG in marks:
+            stat = os.stat(os.path.join(folder, CONFIG))
+            if mark(stat)[:2] != marks[CONFIG][:2]:
+                return False  # the usual case
+        elif not folder.endswith(GGUF) and os.path.exists(os.path.join(folder, CONFIG)):
+            return False
         opened = open_folder(folder)
     except (DjinnError, OSError):
         return False

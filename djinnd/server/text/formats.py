@@ -77,7 +77,7 @@ class Formats:
             return None
         self._expect_possible(text, request)
         self._texts.grammar_time.expect(user)
-        if text.vocabulary is not None:
+        if text.vocabulary is not None and TOKENIZER in text.files:
             table, ids = None, text.vocabulary.special_ids
         else:
             table = await self._table(text, user)

@@ -56,8 +56,8 @@ def test_a_changed_file_has_another_mark_and_its_checkpoint_stays_the_same(folde
 
 
 def test_a_folder_without_a_config_is_no_checkpoint(folder):
-    (folder / "config.json").rename(folder / "config.gguf")
-    with pytest.raises(ModelNotFound, match=r"no config\.json; it is in GGUF format"):
+    (folder / "config.json").rename(folder / "params.json")
+    with pytest.raises(ModelNotFound, match=r"no config\.json; it is a consolidated checkpoint"):
         open_folder(str(folder))
 
 
