@@ -181,24 +181,23 @@ def _qwen3(m: Metadata) -> Config:
     return {"model_type": "qwen3"}
 
 
-def _qwen2moe(m: Metadata) -> Config:
+def _experts(m: Metadata) -> Config:
     return {
-        "model_type": "qwen2_moe",
         "num_experts": m.count("expert_count"),
         "num_experts_per_tok": m.count("expert_used_count"),
         "moe_intermediate_size": m.count("expert_feed_forward_length"),
+    }
+
+
+def _qwen2moe(m: Metadata) -> Config:
+    return _experts(m) | {
+        "model_type": "qwen2_moe",
         "shared_expert_intermediate_size": m.count("expert_shared_feed_forward_length"),
     }
 
 
 def _qwen3moe(m: Metadata) -> Config:
-    return {
-        "model_type": "qwen3_moe",
-        "num_experts": m.count("expert_count"),
-        "num_experts_per_tok": m.count("expert_used_count"),
-        "moe_intermediate_size": m.count("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-    }
+    return _experts(m) | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
 def _gemma(m: Metadata) -> Config:

@@ -90,7 +90,7 @@ def make_tokenizer(header: Header) -> Tokenizer | None:
 
 
 def tokenizer_settings(header: Header) -> dict[str, Any]:
-    """What tokenizer_config.json would say: the special tokens by their texts, and the chat templates."""
+    """The special tokens by their texts, and the chat templates, under the names that tokenizer_config.json has."""
     told = header.metadata
     tokens = header.strings("tokenizer.ggml.tokens") or []
     settings: dict[str, Any] = {}
