@@ -65,10 +65,10 @@ def test_files_are_handed_over_of_the_folder_that_was_named_and_the_request_repe
         asked.extend([first.model, handed.folder, handed.names, handed.others, second.model])
         line.send(ModelReply(id=second.id, model=ModelInfo(name="/theirs", path="/theirs")))
 
-    (there / "models" / "llama" / "model.gguf").write_text("x")
+    (there / "models" / "llama" / "model.bin").write_text("x")
     assert djinn.load("models/llama", address=daemon.play(script)).name == "/theirs"
     folder = str(there / "models" / "llama")
-    assert asked == [folder, folder, ["config.json"], ["model.gguf"], "/theirs"]
+    assert asked == [folder, folder, ["config.json"], ["model.bin"], "/theirs"]
 
 
 def test_a_daemon_that_asks_for_files_of_a_name_gets_none(daemon: ScriptedDaemon, there: Path) -> None:
