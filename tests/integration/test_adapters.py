@@ -138,3 +138,13 @@ def test_unknown_names_and_unserved_adapters_are_refused(daemon: Daemon, folder:
     assert "ranks from 1 to 128 are served" in refused(write_adapter(folder / "high", MODEL, rank=129))
     other = write_adapter(folder / "other", reduced_model("qwen3"))
     assert "belongs to another model" in refused(other) or "is not served" in refused(other)
+
+
+def test_an_unloaded_model_takes_its_adapters_along(daemon: Daemon, adapter: Path, checkpoint: Path) -> None:
+    for name in (str(MODEL), "llama"):  # forgotten, and configured
+        with djinn.Session(name, adapter=adapter, address=daemon.address) as s:
+            told = s.generate(PROMPT, max_tokens=NEW).token_ids
+        djinn.unload(name, force=True, address=daemon.address)
+        with djinn.Session(name, adapter=adapter, address=daemon.address) as s:
+            assert s.generate(PROMPT, max_tokens=NEW).token_ids == told
+    expect(checkpoint, PROMPT, told)

@@ -31,7 +31,8 @@ def write_adapter(
     `config`: fields of adapter_config.json. `rank_pattern` gives modules that end with its keys another rank.
     `extra`: further tensors, by their names in the file.
     """
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "bias": "none", "target_modules": [*targets]} | config
+    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "bias": "none", "target_modules": [*targets]}
+    told |= {"use_dora": False, "modules_to_save": None, "layer_replication": None, "lora_bias": False} | config
     draw = torch.Generator().manual_seed(seed)
     tensors = dict(extra or {})
     for name, weight in load_file(model / "model.safetensors").items():
@@ -45,7 +46,7 @@ def write_adapter(
             tensors[f"{where}.lora_B.weight"] = (b / 16).to(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    (folder / "adapter_config.json").write_text(json.dumps(told, indent=2))
     return folder
 
 

@@ -19,6 +19,7 @@ when the files are opened again by their path. Other contents there are refused.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -234,8 +235,8 @@ class AdapterTable:
         return adapter.files
 
     def _opener(self, adapter: Adapter) -> int:
-        model = self._models.find(adapter.model)
-        return model.opener if adapter.owner is None else adapter.owner
+        """The user for whom its files are read: the daemon's own for a configured adapter."""
+        return os.geteuid() if adapter.owner is None else adapter.owner
 
     def _with(self, model: str, wanted: SessionAdapter) -> Adapter | None:
         named = self._adapters.get((model, wanted.name))
