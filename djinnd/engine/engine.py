@@ -100,7 +100,7 @@ class Engine:
             (max_batch_tokens, max_rows),
             compiler,
         )
-        self._adapters = AdapterLoads(device, self._runners, channel, self._background)
+        self._adapters = AdapterLoads(device, self._runners, channel, self._background, compiler)
         if compiler is not None:
             from djinnd.model.kernels.launches import launches  # needs Triton, which only CUDA builds of torch bring
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from djinnd import messages
+from tests.support.engine_thread import EngineThread
+
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+KINDS: list[dict[str, Any]] = [  # of five adapters, as PEFT writes them
+    {},
+    {"rank": 16, "use_rslora": True},
+    {"rank": 8, "targets": ("q_proj", "v_proj"), "lora_alpha": 4},
+    {"rank": 4, "targets": ("k_proj", "up_proj", "down_proj"), "alpha_pattern": {"layers.0.self_attn.k_proj": 32}},
+    {"rank": 3, "rank_pattern": {"v_proj": 5, "gate_proj": 1}},
+]
 
 
 def write_adapter(
@@ -66,3 +78,27 @@ def merged(folder: Path, model: Path, adapter: Path) -> Path:
     save_file(tensors, folder / "model.safetensors")
     shutil.copy(model / "config.json", folder / "config.json")
     return folder
+
+
+def loaded_adapter(engine: EngineThread, folder: Path, most: int = 1 << 30) -> messages.AdapterLoaded | messages.Failed:
+    """The engine's answer to a load of the adapter for its model "m"."""
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    fds = [os.open(folder / name, os.O_RDONLY) for name in names]
+    number = engine.number()
+    engine.send(messages.LoadAdapter(number, "m", str(folder), names, most), fds=fds)
+    for fd in fds:
+        os.close(fd)
+    answer = engine.receive()
+    assert isinstance(answer, messages.AdapterLoaded | messages.Failed) and answer.request == number
+    return answer
+
+
+def load_adapter(engine: EngineThread, folder: Path) -> bytes:
+    """Returns the identity of the adapter, which the engine has loaded for its model "m"."""
+    answer = loaded_adapter(engine, folder)
+    assert isinstance(answer, messages.AdapterLoaded)
+    return answer.identity
+
+
+def open_with(engine: EngineThread, session: str, adapter: bytes, tokens: list[int] | None = None) -> None:
+    engine.send(messages.Open(session, "m", 0, "agent", tokens or [], adapter=adapter))

@@ -44,6 +44,11 @@ class AdapterResidency:
         """Identities of the adapters on the device."""
         return [*self._slots]
 
+    @property
+    def can_be_captured(self) -> bool:
+        """True if a CUDA graph can hold the adapters' products."""
+        return self._paged.install_adapters().has_kernels
+
     def add(self, image: LoraImage) -> None:
         """Takes an adapter that was read for this model."""
         self._images.setdefault(image.identity, image)
@@ -101,8 +106,8 @@ class AdapterResidency:
                 raise OutOfMemory(told, **error.data) from error
             # The allocator may give out memory that a step before this mark still reads.
             self._device.copy(memory, image.memory, self._device.mark(), "adapter", CopyLane.UP).order()
-        slot = self._free.pop()
-        products.fill(slot, image.pairs(memory, products.targets))
+            slot = self._free.pop()
+            products.fill(slot, image.pairs(memory, products.targets))
         self._slots[identity] = slot
 
     def _give_way(self) -> bool:

@@ -243,7 +243,7 @@ class ModelRunner:
         the graph. If weights stream, all rows run eagerly together, because each pass over the blocks costs the bus.
         """
         whole = None if touched is None else touched.part(range(len(rows)))
-        if self.graphs is None or any(row.session.adapter for row in rows):
+        if self.graphs is None or (_have_adapters(rows) and not self.adapters.can_be_captured):
             return rows, self._mixed(rows, whole)
         behind = frozenset[int]() if touched is None else touched.behind
         apart = [
@@ -266,7 +266,7 @@ class ModelRunner:
         graphs = self.graphs
         assert graphs is not None
         counts = [row.count for row in rows]
-        shape = graphs.fitting(sum(counts), len(rows), max(counts))
+        shape = graphs.fitting(sum(counts), len(rows), max(counts), _have_adapters(rows))
         if shape is None:
             return self._mixed(rows, part)
         inputs = graphs.inputs(shape)
@@ -290,7 +290,7 @@ class ModelRunner:
         """Runs these rows eagerly. → the logits of rows that sample, or None."""
         counts = [row.count for row in rows]
         width, tiles = max(self.kv.pages_held(row.session.id) for row in rows), 0
-        if any(row.session.adapter for row in rows):
+        if _have_adapters(rows):
             tiles = most_tiles(sum(counts), len(rows), self._tile_tokens)
         inputs = StepInputs(self.device, sum(counts), len(rows), width, tiles)
         self._compose(inputs, rows)
@@ -406,6 +406,10 @@ class ModelRunner:
             pages=kv.pool.capacity,
             pages_used=kv.pool.used,
         )
+
+
+def _have_adapters(rows: Rows) -> bool:
+    return any(row.session.adapter for row in rows)
 
 
 def kv_label(name: str) -> str:

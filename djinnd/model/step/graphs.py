@@ -8,6 +8,8 @@ act between blocks. A replay costs the host 2.8 µs, so all replays of a step co
     decode    1 token a row                         1, 2, 3, 4, 8 … 256 rows
     chunk     any rows, with or without history     16 … 2,048 tokens, up to 16, 64 or all rows
 
+Batches with adapters have shapes of their own.
+
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and any later graph may overwrite the results of an earlier one. So a step replays the graphs of its shape
 in order, all of them or a range of blocks, and only `logits` is read afterwards.
@@ -24,29 +26,35 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from djinn_client.protocol.fields.points import Point
 from djinnd.device.cuda import CudaDevice
+from djinnd.model.adapter_rows import most_tiles
 from djinnd.model.copies.borrowed_tensor import borrow
 from djinnd.model.family.adapter import Prologue
 from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
-from djinnd.model.tuning import CHUNK_ROWS, CHUNK_TOKENS, DECODE_ROWS, KINDS, ROWS_IN_ADVANCE
+from djinnd.model.tuning import CHUNK_ROWS, CHUNK_TOKENS, DECODE_ROWS, KINDS, ROWS_IN_ADVANCE, TILE_TOKENS
 from djinnd.model.whitebox.probe import Probe, look, looks_behind, looks_inside
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Bounds of a batch. One set of graphs serves all batches within them."""
+    """Bounds of a batch. One set of graphs serves all batches within them.
+
+    `adapters`: some tokens may have adapters. The graphs then hold the adapters' products, which the graphs of other
+    shapes do not pay for.
+    """
 
     tokens: int
     rows: int
     max_query: int  # tokens of the longest row
+    adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +93,20 @@ class StepGraphs:
         *smaller, largest = sorted((s for s in shapes if s.rows <= ROWS_IN_ADVANCE), key=lambda shape: shape.tokens)
         self._in_advance = [*reversed(smaller), largest]
 
-    def fitting(self, tokens: int, rows: int, longest: int) -> Shape | None:
+    def fitting(self, tokens: int, rows: int, longest: int, adapters: bool = False) -> Shape | None:
         """The smallest shape that holds the batch; None if none does. `longest`: tokens of its longest row."""
         if longest == 1:
             candidates = self._decode
         else:
             candidates = next((shapes for shapes in self._chunks if rows <= shapes[-1].rows), [])
         at = bisect_left(candidates, tokens, key=lambda shape: shape.tokens)
-        return candidates[at] if at < len(candidates) else None
+        return replace(candidates[at], adapters=adapters) if at < len(candidates) else None
 
     def inputs(self, shape: Shape) -> StepInputs:
         """The inputs of a shape, which the caller fills before `run`."""
         if shape not in self._inputs:
-            self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width)
+            tiles = most_tiles(shape.tokens, shape.rows, TILE_TOKENS) if shape.adapters else 0
+            self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width, tiles)
         return self._inputs[shape]
 
     def run(

@@ -106,7 +106,7 @@ class PagedModel:
         """The adapters' products, which are installed at the first call."""
         if self.adapters is None:
             targets = find_targets(self.adapter.blocks, self.skeleton.prefixes)
-            self.adapters = LoraProducts(targets, SLOTS)
+            self.adapters = LoraProducts(targets, SLOTS, self.pool.device)
         return self.adapters
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from djinnd.model.kernels import adapters
 from djinnd.model.kernels.block_tokens import WARPS, WORDS, block_tokens_kernel
 from djinnd.model.kernels.decode import combine_kernel, decode_kernel, decode_tiles
 from djinnd.model.kernels.edit import edit_kernel
@@ -29,6 +30,7 @@ from djinnd.model.kernels.rms_norm import rms_norm_kernel
 from djinnd.model.kernels.rope import rope_kernel
 from djinnd.model.kernels.tile import INTERPRETED, Tiles
 from djinnd.model.kernels.unpack import patch_kernel, unpack_kernel
+from djinnd.model.tuning import TILE_TOKENS
 from tests.support.parameters import long_except
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
@@ -46,6 +48,7 @@ POINTERS = {
     **{"logits": "*bf16", "numbers": "*i64", "masks": "*i32"},
     **dict.fromkeys(("scales", "lows", "highs"), "*fp32"),
     **dict.fromkeys(("sm", "nibbles"), "*u8"),
+    **{"order": "*i32", "tiles": "*i32", "table": "*i64", "low": "*fp32", "y": "*bf16"},
     **dict.fromkeys(("bases", "stripes", "patches", "head", "picked", "source", "target", "codes"), "*i32"),
 }
 FLOATS = ("score_scale", "cap", "eps")
@@ -195,3 +198,13 @@ def test_fetching_writes_16_bytes_at_a_time(capability: int) -> None:
     plain = compile_for(capability, fetch_plain_kernel, WORDS=2048).asm["ptx"]
     assert plain.count("ld.global.v4") == plain.count("st.global.v4") == 4
     compile_for(capability, fetch_patches_kernel, PATCHES=512, STRIPE=8)
+
+
+@GPUS
+def test_products_of_adapters_compile(capability: int) -> None:
+    common = {"TOKENS": TILE_TOKENS, "RANKS": adapters.RANKS, "PLAINLY": False}
+    shrink = compile_for(capability, adapters.shrink_kernel, COLUMNS=adapters.COLUMNS, **common)
+    expand = compile_for(capability, adapters.expand_kernel, OUTPUTS=adapters.OUTPUTS, **common)
+    for compiled in (shrink, expand):
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+        assert "mma" in compiled.asm["ptx"]
