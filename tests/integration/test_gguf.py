@@ -31,7 +31,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def daemon(file: Path) -> Iterator[Daemon]:
     with DaemonStarter() as start:
-        yield start({"models": {"configured": {"path": str(file)}}})
+        yield start({"models": {"configured": {"path": str(file)}}}, errors=["model_failed"])
 
 
 @pytest.mark.parametrize("named", ["file", "folder", "configured"])
