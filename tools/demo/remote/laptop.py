@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import djinn_client as djinn
 from djinn_client import Session
@@ -69,8 +70,7 @@ def as_a_model(checkpoint: str) -> None:
     import transformers
 
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    model, tokenizer = read(Path(checkpoint))
     inputs = tokenizer(FOLLOWED, return_tensors="pt")
     page.code("model = AutoModelForCausalLM.from_pretrained(…)\nremote = djinn.remote(model)")
     cable = Cable()
@@ -88,6 +88,21 @@ def as_a_model(checkpoint: str) -> None:
     page.answer(str(tokenizer.decode(tokens[0])))
     page.note(f"{cable.report()}: token ids.")
     remote.close()
+
+
+def read(checkpoint: Path) -> tuple[Any, Any]:
+    """A folder's or a GGUF file's model and tokenizer, as transformers reads them."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if checkpoint.is_dir():
+        return AutoModelForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.parent, "gguf_file": checkpoint.name}
+    options: dict[str, Any] = {"dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):  # weights stay quantised otherwise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(**where, **options), AutoTokenizer.from_pretrained(**where)
 
 
 class Cable:
