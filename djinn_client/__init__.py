@@ -52,6 +52,7 @@ from djinn_client.handover.kv import KV as KV
 from djinn_client.handover.kv import KvWindow as KvWindow
 from djinn_client.handover.kv import kv_window as kv_window
 from djinn_client.old_names import warn_of
+from djinn_client.protocol import AdapterInfo as AdapterInfo
 from djinn_client.protocol import BudgetReply as BudgetReply
 from djinn_client.protocol import DeviceInfo as DeviceInfo
 from djinn_client.protocol import Generated as Generated

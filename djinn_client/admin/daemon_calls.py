@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -13,6 +14,7 @@ from djinn_client.arguments import folders
 from djinn_client.arguments.messages import Message, chat_input
 from djinn_client.arguments.options import OfChats, PlacingOptions, build, placing_fields, token_ids
 from djinn_client.protocol import (
+    AdapterInfo,
     Class,
     ModelInfo,
     PrefixInfo,
@@ -234,6 +236,26 @@ class DaemonCalls:
     def unload(self, model: str, *, force: bool = False) -> Steps[None]:
         """`force` closes the sessions that use the model; without it they are an error."""
         yield from self._call(build(requests.UnloadModel, model=folders.model_name(model), force=force), replies.Done)
+
+    def adapters(self) -> Steps[list[AdapterInfo]]:
+        """The configured LoRA adapters, and those that the caller has used; all of them for an administrator."""
+        return (yield from self._call(build(requests.ListAdapters), replies.Adapters)).adapters
+
+    def load_adapter(
+        self, model: str, adapter: str | os.PathLike[str], *, on_progress: OnProgress | None = None
+    ) -> Steps[AdapterInfo]:
+        """Loads a LoRA adapter, and its model, before a session needs them. `adapter` is a PEFT folder, or a name from
+        the model's configuration. Calls without a session name the model and the adapter as `MODEL:ADAPTER`, with the
+        `name` of the reply. Raises AdapterNotFound, ModelRejected, QuotaExceeded, and what `load` raises."""
+        named = {"model": folders.model_name(model), "adapter": folders.model_name(adapter)}
+        request = build(requests.LoadAdapter, **named)
+        return (yield from self._loading_call(request, replies.AdapterReply, on_progress)).adapter
+
+    def unload_adapter(self, model: str, adapter: str) -> Steps[None]:
+        """Frees the memory of an adapter, by its name in `adapters()`. Raises InvalidRequest while sessions use it,
+        AdapterNotFound, NotPermitted."""
+        request = build(requests.UnloadAdapter, model=folders.model_name(model), adapter=adapter)
+        yield from self._call(request, replies.Done)
 
     def close_session(self, session: str) -> Steps[None]:
         """Raises SessionNotFound."""

@@ -31,6 +31,8 @@ HasModel = (
     | requests.LoadModel
     | requests.PlanModel
     | requests.UnloadModel
+    | requests.LoadAdapter
+    | requests.UnloadAdapter
     | requests.Tokenize
     | requests.Detokenize
     | requests.DescribeTokenizer
@@ -85,7 +87,7 @@ def call(
                     model=named,
                 ) from None
         if is_adapter:
-            assert isinstance(request, requests.OpenSession)
+            assert isinstance(request, requests.OpenSession | requests.LoadAdapter)
             request.adapter = yield from _hand_over(connection, adapter, request.model)
         else:
             request = _with_model(request, (yield from _hand_over(connection, folder)))
@@ -100,7 +102,7 @@ def _model_of(request: NamesModel) -> str:
 
 
 def _adapter_of(request: NamesModel) -> str:
-    return request.adapter if isinstance(request, requests.OpenSession) else ""
+    return request.adapter if isinstance(request, requests.OpenSession | requests.LoadAdapter) else ""
 
 
 def _with_model(request: N, model: str) -> N:

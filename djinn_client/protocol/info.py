@@ -70,6 +70,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     host_pages_pinned: int = 0  # so far: pinning all of a new tier takes some seconds
     disk_pages: int = 0
     disk_pages_used: int = 0
+    adapters: list[str] = []  # names of its configured LoRA adapters
     sessions: int = 0
     idle_s: float = 0.0  # since the last call, of a model that is ready or asleep; 0 while a call runs
     error: str = ""
@@ -87,6 +88,21 @@ class ModelInfo(msgspec.Struct, kw_only=True):
             self.kv_shapes,
             self.state_bytes,
         )
+
+
+class AdapterInfo(msgspec.Struct, kw_only=True):
+    """A LoRA adapter. `identity`, `rank`, `modules` and `nbytes` are known from its first load on."""
+
+    name: str  # in the configuration, or FOLDER@DIGEST
+    model: str
+    folder: str
+    identity: str = ""  # hash of its files, hexadecimal
+    rank: int = 0  # the largest
+    modules: int = 0  # that it changes
+    nbytes: int = 0  # of host memory, and of device memory while it is there
+    is_loaded: bool = False
+    is_configured: bool = False
+    sessions: int = 0
 
 
 class DeviceInfo(msgspec.Struct, kw_only=True):

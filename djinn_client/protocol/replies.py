@@ -16,7 +16,7 @@ from djinn_client.protocol.fields.logprobs import Logprobs as Logprobs
 from djinn_client.protocol.fields.logprobs import PromptLogprobs as PromptLogprobs
 from djinn_client.protocol.fields.placing import ModelPlan
 from djinn_client.protocol.fields.scheduling import Latency, QuotaUse, Why
-from djinn_client.protocol.info import DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
+from djinn_client.protocol.info import AdapterInfo, DeviceInfo, ModelInfo, PrefixInfo, SessionInfo, Tier, TokenInfo
 
 FinishReason = Literal["length", "stop", "cancelled", "breakpoint", "not_finite"]
 
@@ -262,6 +262,14 @@ class FilesHandedOver(Reply, tag="files_handed_over"):
     folder's."""
 
     model: str
+
+
+class Adapters(Reply, tag="adapters"):
+    adapters: list[AdapterInfo]
+
+
+class AdapterReply(Reply, tag="adapter"):
+    adapter: AdapterInfo
 
 
 class ShareDescribed(Reply, tag="share_described"):

@@ -447,6 +447,25 @@ class UnloadModel(Request, tag="unload"):
     force: bool = False  # closes the sessions that use it
 
 
+class ListAdapters(Request, tag="adapters"):
+    """Answered by Adapters: the configured adapters, and those that the caller has used. An administrator sees all."""
+
+
+class LoadAdapter(Request, tag="load_adapter"):
+    """Loads a LoRA adapter and its model. Sessions load it by themselves; this is done in advance. Answered by
+    AdapterReply."""
+
+    model: Name
+    adapter: Name  # as in OpenSession
+
+
+class UnloadAdapter(Request, tag="unload_adapter"):
+    """Frees the memory of an adapter without sessions. Answered by Done."""
+
+    model: Name
+    adapter: Name  # its name in Adapters
+
+
 class ShareModel(Request, tag="share"):
     """The first of two requests that hand a model over. Answered by ShareDescribed, which says what image of the
     weights the daemon wants.

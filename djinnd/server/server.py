@@ -46,6 +46,7 @@ from djinnd.server.principals.names import groups_of, unix_name
 from djinnd.server.principals.tokens import Tokens
 from djinnd.server.quotas.queueing import Queue
 from djinnd.server.quotas.quotas import QuotaTable
+from djinnd.server.requests.adapters import AdapterRequests
 from djinnd.server.requests.daemon import DaemonRequests
 from djinnd.server.requests.embeddings import EmbedRequests
 from djinnd.server.requests.explain import ExplainRequests
@@ -211,13 +212,14 @@ class Server:
         failover = RunFailover(models, adapters)
         work = WorkRequests(sessions, models, adapters, self._texts, self._queue, failover, self._records)
         yield from (work, self._functions, self._records)
-        yield EmbedRequests(sessions, models, work.generate)
+        yield EmbedRequests(sessions, models, adapters, work.generate)
         yield TokenizerRequests(models, self._texts)
         yield SessionRequests(sessions, models, adapters, status)
         yield ExportRequests(sessions, models, adapters, status, failover)
         yield ExplainRequests(sessions, models, supervisor, status)
         yield EditRequests(sessions, models)
         yield BreakpointRequests(sessions, models, self._functions)
+        yield AdapterRequests(models, adapters)
         yield ModelRequests(sessions, models, adapters, self._sharing, status)
         yield DaemonRequests(
             sessions, models, self._prefixes, supervisor, status, self._tokens, self._restart, self._notes

@@ -3,21 +3,26 @@ of the engine, and after a restart of the daemon."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import djinn_client as djinn
 from djinn_client import errors
+from djinnctl.cli import main
 from djinnctl.restart import restart
 from tests.conftest import DaemonStarter
 from tests.support import reference
 from tests.support.adapters import merged, write_adapter
 from tests.support.daemon import Daemon
+from tests.support.gateway import Gateway
 from tests.support.loaded import random_prompt
 from tests.support.models import reduced_model
+from tests.support.serving import TINY
 
 MODEL = reduced_model("llama-2")
 NEW = 8
@@ -148,3 +153,55 @@ def test_an_unloaded_model_takes_its_adapters_along(daemon: Daemon, adapter: Pat
         with djinn.Session(name, adapter=adapter, address=daemon.address) as s:
             assert s.generate(PROMPT, max_tokens=NEW).token_ids == told
     expect(checkpoint, PROMPT, told)
+
+
+def djinnctl(daemon: Daemon, *arguments: str) -> str:
+    result = CliRunner().invoke(main, ["adapters", *arguments, "--address", daemon.address])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_djinnctl_lists_loads_and_unloads_adapters(daemon: Daemon, adapter: Path) -> None:
+    for name in (str(adapter), "poet"):
+        told = djinnctl(daemon, "load", "llama", name)
+        assert "is loaded: rank" in told
+        called = told.split(" is loaded")[0].removeprefix("llama:")
+        assert (called == "poet") if name == "poet" else called.startswith(f"{adapter}@")
+        rows = {row["name"]: row for row in json.loads(djinnctl(daemon, "list", "--json"))}
+        assert rows[called]["is_loaded"] and rows[called]["rank"] and rows[called]["nbytes"]
+        assert "unloaded" in djinnctl(daemon, "unload", "llama", called)
+        rows = {row["name"]: row for row in json.loads(djinnctl(daemon, "list", "--json"))}
+        assert called not in rows or not rows[called]["is_loaded"]
+    with djinn.Session("llama", adapter="poet", address=daemon.address):
+        result = CliRunner().invoke(main, ["adapters", "unload", "llama", "poet", "--address", daemon.address])
+        assert (result.exit_code, "1 sessions use poet" in result.stderr) == (1, True)
+
+
+def test_calls_without_a_session_continue_on_sessions_of_their_adapter(daemon: Daemon, folder: Path) -> None:
+    with daemon.client() as client:
+        first = client.generate("llama:poet", PROMPT, max_tokens=NEW)
+        expect(merged(folder / "merged-poet-2", MODEL, folder / "configured"), PROMPT, first.token_ids)
+        plain = client.generate("llama", PROMPT, max_tokens=NEW)
+        assert plain.token_ids != first.token_ids and plain.session != first.session
+        again = client.generate("llama:poet", [*PROMPT, *first.token_ids, 7], max_tokens=1)
+        assert again.session == first.session and again.usage.computed_tokens <= 2
+        with pytest.raises(errors.AdapterNotFound, match="no adapter 'pirate'"):
+            client.generate("llama:pirate", PROMPT, max_tokens=1)
+
+
+def test_http_serves_a_model_with_an_adapter(folder: Path, tmp_path: Path) -> None:
+    poet = write_adapter(folder / "tiny-poet", TINY, 2, rank=8)
+    with DaemonStarter() as start:
+        daemon = start({"models": {"tiny": {"path": str(TINY), "adapters": {"poet": str(poet)}}}})
+        with Gateway(tmp_path, daemon.address) as gateway, daemon.client() as client:
+            body = {"prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
+            told = {
+                name: gateway.post("/v1/completions", body | {"model": name}).json for name in ("tiny", "tiny:poet")
+            }
+            texts = {name: answer["choices"][0]["text"] for name, answer in told.items()}
+            assert texts["tiny:poet"] == client.generate("tiny:poet", body["prompt"], max_tokens=8).text
+            assert texts["tiny:poet"] != texts["tiny"]
+            listed = {each["id"]: each.get("parent") for each in gateway.get("/v1/models").json["data"]}
+            assert listed["tiny:poet"] == "tiny" and listed["tiny"] is None
+            missing = gateway.post("/v1/completions", body | {"model": "tiny:pirate"})
+            assert (missing.status, missing.json["error"]["code"]) == (404, "adapter_not_found")

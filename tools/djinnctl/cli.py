@@ -10,7 +10,7 @@ import click
 
 from djinn_client import ConnectionLost, DjinnError, __version__
 from djinnctl.command import EXIT_CODES, FAILED, UNREACHABLE, everywhere
-from djinnctl.commands import completion, daemon, memory, models, prefixes, run, sessions, tokens, trust
+from djinnctl.commands import adapters, completion, daemon, memory, models, prefixes, run, sessions, tokens, trust
 
 
 class Commands(click.Group):
@@ -50,6 +50,7 @@ for command in (
     *(models.models, models.pull, models.load, models.plan, models.unload),
     *(memory.budget, memory.free),
     *(sessions.ps, sessions.close, sessions.pause, sessions.resume, sessions.nice, sessions.why, sessions.fork),
+    adapters.adapters,
     prefixes.prefix,
     tokens.token,
     trust.trust,

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from djinn_client import (
+    AdapterInfo,
     BudgetReply,
     DeviceInfo,
     ModelInfo,
@@ -155,6 +156,8 @@ def _beside(info: ModelInfo) -> Iterator[Span]:
     """Lines about a model that do not fit into its row."""
     if info.error:
         yield Span(f"{info.name}: {info.error}", "red")
+    if info.adapters:
+        yield Span(f"{info.name}: adapters {', '.join(info.adapters)}", "dim")
     if info.state == "ready":
         lines = [places(info), *info.notes]
         yield from (Span(f"{info.name}: {line}", "dim") for line in lines if line)
@@ -285,6 +288,22 @@ def prefixes(infos: Sequence[PrefixInfo]) -> Renderable:
     for info in infos:
         table.add_row(info.id, info.model, str(info.tokens), info.user_name, _date(info.created))
     return table
+
+
+def adapters(infos: Sequence[AdapterInfo]) -> Renderable:
+    if not infos:
+        return Span("no adapters: `djinnctl adapters load MODEL FOLDER` loads one", "dim")
+    table = new_table("ADAPTER", "MODEL", "STATE", "RANK>", "MODULES>", "BYTES>", "SESSIONS>")
+    for info in infos:
+        figures = (str(info.rank), str(info.modules), size(info.nbytes)) if info.identity else ("-", "-", "-")
+        stands = "loaded" if info.is_loaded else "available"
+        table.add_row(info.name, info.model, stands, *figures, str(info.sessions))
+    return table
+
+
+def adapter_loaded(info: AdapterInfo) -> str:
+    what = f"rank {info.rank}, {info.modules} modules, {size(info.nbytes)}"
+    return f"{info.model}:{info.name} is loaded: {what}"
 
 
 def withdrawn(prefix: str, in_force: bool) -> str:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from djinn_client.protocol import ModelInfo
-from djinnd.gateway.calls.models import model_called, models
+from djinnd.gateway.calls.models import model_called, served
 from djinnd.gateway.entry.request import HttpRequest
 from djinnd.gateway.entry.route import Route
 from djinnd.gateway.http.errors import HttpError
@@ -17,7 +17,7 @@ _STARTED = int(time.time())  # OpenAI has a model's birth here; the daemon knows
 
 
 async def list_models(request: HttpRequest) -> Whole:
-    return json({"object": "list", "data": [_model(info) for info in await models(request)]})
+    return json({"object": "list", "data": [_model(*each) for each in await served(request)]})
 
 
 async def get_model(request: HttpRequest) -> Whole:
@@ -25,12 +25,15 @@ async def get_model(request: HttpRequest) -> Whole:
     found = await model_called(request, name)
     if found is None:
         raise HttpError(404, f"there is no model {name[:200]!r}", code="model_not_found", param="model")
-    return json(_model(found))
+    return json(_model(name, found))
 
 
-def _model(info: ModelInfo) -> dict[str, Any]:
-    """`max_model_len`: tokens of its context, as vLLM tells it; None before it is loaded."""
-    told = {"id": info.name, "object": "model", "created": _STARTED, "owned_by": "djinnd"}
+def _model(name: str, info: ModelInfo) -> dict[str, Any]:
+    """`max_model_len`: tokens of its context, as vLLM tells it; None before it is loaded. `parent`: the model of an
+    adapter, likewise."""
+    told = {"id": name, "object": "model", "created": _STARTED, "owned_by": "djinnd"}
+    if name != info.name:
+        told["parent"] = info.name
     return told | {"max_model_len": info.max_context or None}
 
 

@@ -84,19 +84,14 @@ class AdapterTable:
 
     # --- the adapter that a client names ------------------------------------------------------------------------------
 
-    async def named(self, model: ServedModel, name: str, client: ConnectedClient) -> Adapter:
-        """Finds the adapter. Raises AdapterNotFound, FilesWanted if the client must open the folder, ModelRejected."""
-        if name in model.source.adapters:
-            return self._configured(model, name)
-        known = self._adapters.get((model.name, name))
-        if known is not None and known.is_open_to(client):
-            return known
-        if not name.startswith("/"):
-            raise AdapterNotFound(
-                f"{model.name} has no adapter {name[:200]!r}: name a folder by its path, or have an administrator add "
-                f"it to models.{model.name}.adapters",
-                adapter=name[:200],
-            )
+    async def named(self, model: ServedModel, name: str, client: ConnectedClient) -> Adapter | None:
+        """Finds the adapter; None for "". Raises AdapterNotFound, FilesWanted if the client must open the folder,
+        ModelRejected."""
+        if not name:
+            return None
+        known = self._known(model, name, client)
+        if known is not None or not name.startswith("/"):
+            return known or self.find(model, name, client)
         folder = folder_name(name)
         if not client.is_admin:
             raise _wanted(folder)
@@ -106,6 +101,23 @@ class AdapterTable:
         except (ModelNotFound, ModelRejected, InvalidRequest) as error:
             raise _wanted(folder, error.message) from error
         return self._identified(model, folder, opened, client)
+
+    def find(self, model: ServedModel, name: str, client: ConnectedClient) -> Adapter:
+        """Finds an adapter by its name, which is no folder's. Raises AdapterNotFound."""
+        known = self._known(model, name, client)
+        if known is None:
+            raise AdapterNotFound(
+                f"{model.name} has no adapter {name[:200]!r}: name a folder by its path, or have an administrator add "
+                f"it to models.{model.name}.adapters",
+                adapter=name[:200],
+            )
+        return known
+
+    def _known(self, model: ServedModel, name: str, client: ConnectedClient) -> Adapter | None:
+        if name in model.source.adapters:
+            return self._configured(model, name)
+        known = self._adapters.get((model.name, name))
+        return known if known is not None and known.is_open_to(client) else None
 
     async def take(
         self, model: ServedModel, client: ConnectedClient, request: HandOverFiles, fds: list[int]
@@ -171,6 +183,13 @@ class AdapterTable:
             async with adapter.turn:
                 if not self.is_loaded(adapter):
                     await self._load_on(adapter, engine)
+
+    async def chosen(self, model: ServedModel, adapter: Adapter | None) -> tuple[EngineClient, SessionAdapter | None]:
+        """Returns the engine for a new session of the model with this adapter or none, and the session's adapter. As
+        `load`, otherwise."""
+        if adapter is None:
+            return await self._models.ready(model.name), None
+        return await self.load(adapter), SessionAdapter(adapter.name, adapter.identity)
 
     async def engine_for(self, session: SessionRecord) -> EngineClient:
         """Returns the engine that has the session's model and its adapter, if it has one; loads them if necessary. The

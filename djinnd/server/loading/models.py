@@ -149,6 +149,11 @@ class ModelTable:
             model.owner = client.user
         return model
 
+    def split(self, name: str) -> tuple[str, str]:
+        """The model and the adapter that MODEL:ADAPTER names; "": none. A known model may have a colon in its name."""
+        model, _, adapter = name.rpartition(":")
+        return (name, "") if name in self._models or model not in self._models else (model, adapter)
+
     def engine_of(self, session: SessionRecord) -> EngineClient | None:
         """The engine on which the session is open, or None."""
         model = self.model_of(session)
@@ -179,9 +184,9 @@ class ModelTable:
         return model
 
     async def once_loaded(self, name: str, call: ClientCall) -> ServedModel:
-        """Finds the model that a call names, and loads it unless it has been ready once. Raises the errors of `named`,
-        of a load, and of find_open."""
-        model = await self.named(name, call.client)
+        """Finds the model that a call names, alone or with an adapter, and loads it unless it has been ready once.
+        Raises the errors of `named`, of a load, and of find_open."""
+        model = await self.named(self.split(name)[0], call.client)
         expect_open(model)
         if model.info is None:
             await self.ready(model.name, call.tell_loading, user=call.client.user)

@@ -19,6 +19,8 @@ from djinn_client.protocol import CLASSES, Class, Generate, Generated
 from djinn_client.protocol.fields.conversations import Conversation
 from djinn_client.protocol.fields.signals import MAX_TOOL_NAME
 from djinnd.messages import SetClass, Signal, Truncate
+from djinnd.server.adapters.adapter import Adapter
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import edits as edit_admission
 from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable
@@ -27,6 +29,7 @@ from djinnd.server.sessions.common_prefix import common_prefix
 from djinnd.server.sessions.conversations import kept_again
 from djinnd.server.sessions.records import RecordTable, tokens_of
 from djinnd.server.sessions.session import SessionRecord
+from djinnd.server.sessions.session_adapter import SessionAdapter
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.wire.call import ClientCall, FinalReply
 
@@ -42,20 +45,32 @@ class ChosenSession(NamedTuple):
 class ConversationRequests:
     _sessions: SessionTable
     _models: ModelTable
+    _adapters: AdapterTable
     _records: RecordTable
 
-    async def model(self, call: ClientCall, conversation: Conversation) -> ServedModel:
-        """Finds the conversation's model, and loads it if need be. Raises as for a session that is opened."""
+    async def model(self, call: ClientCall, conversation: Conversation) -> tuple[ServedModel, Adapter | None]:
+        """Finds the conversation's model and adapter, and loads the model if need be. Raises as for a session that is
+        opened."""
         conversation.validate()
         call.client.tenant.expect_class(call.client.class_for(conversation.priority))
-        return await self._models.once_loaded(conversation.model, call)
+        model = await self._models.once_loaded(conversation.model, call)
+        _, adapter = self._models.split(conversation.model)
+        return model, await self._adapters.named(model, adapter, call.client)
 
-    def before(self, call: ClientCall, request: Generate, conversation: Conversation, model: ServedModel) -> list[int]:
+    def before(
+        self,
+        call: ClientCall,
+        request: Generate,
+        conversation: Conversation,
+        model: ServedModel,
+        adapter: Adapter | None,
+    ) -> list[int]:
         """Returns the tokens before a text or token prompt: the tokens of the record from which the call continues. A
         chat has none before it, because it brings all messages. Raises NotFound, InvalidRequest."""
         if not conversation.after:
             return []
-        record = self._records.of_model(call.client.user, conversation.after, model.name)
+        name = model.name if adapter is None else f"{model.name}:{adapter.name}"
+        record = self._records.of_model(call.client.user, conversation.after, name)
         if request.chat is not None:
             return []
         if not record.tokens:
@@ -65,14 +80,21 @@ class ConversationRequests:
 
     @contextmanager
     def session(
-        self, call: ClientCall, conversation: Conversation, model: ServedModel, prompt: list[int], is_scored: bool
+        self,
+        call: ClientCall,
+        conversation: Conversation,
+        model: ServedModel,
+        adapter: SessionAdapter | None,
+        prompt: list[int],
+        is_scored: bool,
     ) -> Iterator[ChosenSession]:
-        """Puts a session in use by the call. The model is ready. `is_scored`: the call wants log probabilities of the
-        whole prompt, so all of it is computed. Raises as for a session that is opened."""
+        """Puts a session in use by the call. Model and adapter are ready. `is_scored`: the call wants log probabilities
+        of the whole prompt, so all of it is computed. Raises as for a session that is opened."""
         sessions = self._sessions
         at = self._at_record(call, conversation) if conversation.after else None
-        chosen, kept = sessions.conversations.choose(call.client.user, model.name, conversation.key, prompt, at)
-        session = chosen or self._open(call, conversation, model)
+        key, user = conversation.key, call.client.user
+        chosen, kept = sessions.conversations.choose(user, model.name, key, prompt, at, adapter)
+        session = chosen or self._open(call, conversation, model, adapter)
         try:
             with session.in_use(call):
                 sessions.keep(session, kept)
@@ -114,10 +136,12 @@ class ConversationRequests:
             return None
         return session if session.tokens == tokens_of(record) else None
 
-    def _open(self, call: ClientCall, conversation: Conversation, model: ServedModel) -> SessionRecord:
+    def _open(
+        self, call: ClientCall, conversation: Conversation, model: ServedModel, adapter: SessionAdapter | None
+    ) -> SessionRecord:
         priority = call.client.class_for(conversation.priority)
         is_shared = model.share is not None
-        session = self._sessions.open(call.client, model.name, priority, shared=is_shared, attached=False)
+        session = self._sessions.open(call.client, model.name, priority, is_shared, attached=False, adapter=adapter)
         if model.engine is not None:
             open_in(model.engine, session)
         return session

@@ -16,6 +16,8 @@ from djinn_client.errors import Cancelled, InvalidRequest, ProtocolError
 from djinn_client.protocol import Embed, Embedded, Generate, Generated
 from djinn_client.protocol.fields.bounds import unpack
 from djinn_client.protocol.fields.edits import Captured
+from djinnd.server.adapters.adapter import Adapter
+from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable
 from djinnd.server.models.model import ServedModel
@@ -42,6 +44,7 @@ class EmbedRequests:
 
     _sessions: SessionTable
     _models: ModelTable
+    _adapters: AdapterTable
     _generate: Callable[[ClientCall, Generate], Awaitable[FinalReply]]
 
     @handles(Embed, is_new_work=True, journal="grows")
@@ -52,13 +55,14 @@ class EmbedRequests:
             raise InvalidRequest(f"{model.name} has no final norm whose output could be a vector", field="model")
         call.reserve_window(_nbytes(len(inputs), model.info.points.width))
         pooling = request.pooling or model.source.pooling
-        found = await self._all(call, model, inputs, pooling)
+        adapter = await self._adapters.named(model, self._models.split(request.model)[1], call.client)
+        found = await self._all(call, model, adapter, inputs, pooling)
         vectors, width = await asyncio.to_thread(joined, [each.vector for each in found], request.normalize)
         tokens = [each.tokens for each in found]
         return Embedded(id=call.id, vectors=vectors, width=width, tokens=tokens, pooling=pooling)
 
     async def _all(
-        self, call: ClientCall, model: ServedModel, inputs: Sequence[Prompt], pooling: Pooling
+        self, call: ClientCall, model: ServedModel, adapter: Adapter | None, inputs: Sequence[Prompt], pooling: Pooling
     ) -> list[_Input]:
         """Runs all inputs. If one fails, or the call is cancelled, the others end within a step."""
         at_once = max(1, min(AT_ONCE, self._sessions.openable(call.client.user)))
@@ -68,7 +72,7 @@ class EmbedRequests:
             async with room:
                 part = call.part()
                 parts[part.task] = part
-                return await self._run(part, model, prompt, pooling)
+                return await self._run(part, model, adapter, prompt, pooling)
 
         tasks = [asyncio.create_task(run(prompt)) for prompt in inputs]
         try:
@@ -83,11 +87,13 @@ class EmbedRequests:
             raise min(failed, key=lambda error: isinstance(error, Cancelled))  # the cause before the cancelled ones
         return [task.result() for task in tasks]
 
-    async def _run(self, call: ClientCall, model: ServedModel, prompt: Prompt, pooling: Pooling) -> _Input:
-        engine = await self._models.ready(model.name)
+    async def _run(
+        self, call: ClientCall, model: ServedModel, adapter: Adapter | None, prompt: Prompt, pooling: Pooling
+    ) -> _Input:
+        engine, chosen = await self._adapters.chosen(model, adapter)
         self._models.find_open(model.name, call.client)  # its share may have ended meanwhile
         priority, is_shared = call.client.class_for(None), model.share is not None
-        session = self._sessions.open(call.client, model.name, priority, shared=is_shared)
+        session = self._sessions.open(call.client, model.name, priority, shared=is_shared, adapter=chosen)
         open_in(engine, session)
         text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         request = Generate(

@@ -18,7 +18,6 @@ from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
 from djinnd.server.loading.loader import open_in
 from djinnd.server.loading.models import ModelTable, expect_open
-from djinnd.server.sessions.session_adapter import SessionAdapter
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
 from djinnd.server.wire.call import ClientCall
@@ -36,16 +35,14 @@ class SessionRequests:
 
     @handles(protocol.OpenSession, is_new_work=True, journal="grows")
     async def open(self, call: ClientCall, request: protocol.OpenSession) -> SessionOpened:
-        model = await self._models.named(request.model, call.client)
+        name, adapter_name = self._models.split(request.model)
+        model = await self._models.named(name, call.client)
         expect_open(model)
         priority = call.client.class_for(request.priority)
         self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
-        named = await self._adapters.named(model, request.adapter, call.client) if request.adapter else None
+        named = await self._adapters.named(model, request.adapter or adapter_name, call.client)
         engine = await self._models.ready(model.name, call.tell_loading, user=call.client.user)
-        adapter: SessionAdapter | None = None
-        if named is not None:
-            engine = await self._adapters.load(named)
-            adapter = SessionAdapter(named.name, named.identity)
+        engine, adapter = await self._adapters.chosen(model, named)
         self._models.find_open(model.name, call.client)  # a share may have ended meanwhile
         is_shared = model.share is not None
         session = self._sessions.open(call.client, model.name, priority, is_shared, adapter=adapter)

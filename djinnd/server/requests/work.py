@@ -52,7 +52,7 @@ class WorkRequests:
 
     def __post_init__(self, records: RecordTable) -> None:
         self._formats = Formats(self._texts)
-        self._conversations = ConversationRequests(self._sessions, self._models, records)
+        self._conversations = ConversationRequests(self._sessions, self._models, self._adapters, records)
 
     @handles(Generate, is_new_work=True, journal="grows")
     async def generate(self, call: ClientCall, request: Generate) -> FinalReply:
@@ -76,15 +76,15 @@ class WorkRequests:
         if request.session:
             raise InvalidRequest("give a session or a conversation, not both", field="conversation")
         with self._placed(call) as place:
-            model = await self._conversations.model(call, conversation)
-            before = self._conversations.before(call, request, conversation, model)
+            model, adapter = await self._conversations.model(call, conversation)
+            before = self._conversations.before(call, request, conversation, model, adapter)
             prompt = await self._prompt(call.client.user, request, model, len(before))
             prompt = prompt._replace(tokens=[*before, *prompt.tokens])
             guide = await self._formats.guide(model.described[1], call.client.user, request, prompt)
-            await self._models.ready(model.name)
+            _, chosen = await self._adapters.chosen(model, adapter)
             model = self._models.find_open(model.name, call.client)
-            is_scored = request.prompt_logprobs is not None
-            with self._conversations.session(call, conversation, model, prompt.tokens, is_scored) as (session, kept):
+            is_scored, tokens = request.prompt_logprobs is not None, prompt.tokens
+            with self._conversations.session(call, conversation, model, chosen, tokens, is_scored) as (session, kept):
                 rest = prompt._replace(tokens=prompt.tokens[kept:])
                 answer = await self._run(call, session, place, request, model, rest, kept, guide)
                 return self._conversations.told(session, conversation, len(prompt.tokens), answer)

@@ -23,6 +23,7 @@ from djinnd.server.sessions.common_prefix import common_prefix
 
 if TYPE_CHECKING:
     from djinnd.server.sessions.session import SessionRecord
+    from djinnd.server.sessions.session_adapter import SessionAdapter
 
 # A template may end a prompt with tokens that the transcript does not have later, such as Qwen's empty block of
 # thoughts, which is 4 tokens long. A prompt of fewer than _LEAST tokens must come back whole.
@@ -77,7 +78,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self._of: dict[int, dict[str, SessionRecord]] = {}  # by user, and by the session's id
-        self._keyed: dict[tuple[int, str, str], SessionRecord] = {}  # by user, model and key
+        self._keyed: dict[tuple[int, str, SessionAdapter | None, str], SessionRecord] = {}  # see _place
 
     def __iter__(self) -> Iterator[SessionRecord]:
         return (session for own in self._of.values() for session in own.values())
@@ -86,18 +87,24 @@ class Conversations:
         return len(self._of.get(user, ()))
 
     def choose(
-        self, user: int, model: str, key: str, prompt: Sequence[int], at: SessionRecord | None = None
+        self,
+        user: int,
+        model: str,
+        key: str,
+        prompt: Sequence[int],
+        at: SessionRecord | None = None,
+        adapter: SessionAdapter | None = None,
     ) -> SessionChoice:
         """Chooses a session for a call with this prompt. `at`: a free session at exactly the point from which the call
         continues."""
         if at is not None and at.kept is not None:
             return SessionChoice(at, kept_again(at.kept.key, len(prompt), prompt))
         if key:
-            session = self._keyed.get((user, model, key))
+            session = self._keyed.get((user, model, adapter, key))
             is_busy = session is not None and not session.is_free
             if not is_busy:
                 return SessionChoice(session, ConversationState(key, len(prompt)))
-        candidates = [] if key else list(self._candidates(user, model))
+        candidates = [] if key else list(self._candidates(user, model, adapter))
         end = settled(len(prompt))
         found = digests(prompt, [end, *(settled(kept.prompt) for _, kept in candidates)])
         alike = [each for each in candidates if found.get(settled(each[1].prompt)) == each[1].digest]
@@ -108,7 +115,7 @@ class Conversations:
         assert session.kept is not None
         self._of.setdefault(session.user, {})[session.id] = session
         if session.kept.key:
-            self._keyed.setdefault((session.user, session.model, session.kept.key), session)
+            self._keyed.setdefault(_place(session, session.kept.key), session)
 
     def remove(self, session: SessionRecord) -> None:
         """Removes a session, if it is here."""
@@ -117,7 +124,7 @@ class Conversations:
             return
         if not own:
             del self._of[session.user]
-        name = session.user, session.model, session.kept.key
+        name = _place(session, session.kept.key)
         if self._keyed.get(name) is session:
             del self._keyed[name]
 
@@ -129,11 +136,17 @@ class Conversations:
         """The user's kept session that has been idle for longest."""
         return min(self.idle(user), key=lambda session: session.used, default=None)
 
-    def _candidates(self, user: int, model: str) -> Iterator[tuple[SessionRecord, ConversationState]]:
+    def _candidates(
+        self, user: int, model: str, adapter: SessionAdapter | None
+    ) -> Iterator[tuple[SessionRecord, ConversationState]]:
         for session in self._of.get(user, {}).values():
-            kept = session.kept
-            if kept is not None and not kept.key and session.model == model and session.is_free and session.is_plain:
+            kept, is_of_it = session.kept, (session.model, session.adapter) == (model, adapter)
+            if kept is not None and not kept.key and is_of_it and session.is_free and session.is_plain:
                 yield session, kept
+
+
+def _place(session: SessionRecord, key: str) -> tuple[int, str, SessionAdapter | None, str]:
+    return session.user, session.model, session.adapter, key
 
 
 def _longest(alike: list[tuple[SessionRecord, ConversationState]], prompt: Sequence[int]) -> SessionRecord | None:

@@ -75,7 +75,7 @@ class RecordTable:
             session = self._sessions.lookup(request.session, call.client)
             session.expect_idle()
             self._expect_plain(session)
-            user, model, tokens = session.user, session.model, pack(session.tokens)
+            user, model, tokens = session.user, session.served_name, pack(session.tokens)
         elif not model:
             raise InvalidRequest("a record needs a session, or a model", field="session")
         if len(request.body) > self.limits.record_bytes:

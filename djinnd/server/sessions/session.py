@@ -202,8 +202,13 @@ class SessionRecord:
 
     @property
     def is_plain(self) -> bool:
-        """True if its output follows from its tokens alone."""
-        return not (self.edits.edits or self.breakpoints.breakpoints or self.salt or self.adapter)
+        """True if its output follows from its tokens, its model and its adapter alone."""
+        return not (self.edits.edits or self.breakpoints.breakpoints or self.salt)
+
+    @property
+    def served_name(self) -> str:
+        """Its model, with its adapter if it has one, as calls without a session name it."""
+        return self.model if self.adapter is None else f"{self.model}:{self.adapter.name}"
 
     @property
     def is_servable(self) -> bool:

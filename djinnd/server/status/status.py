@@ -202,6 +202,7 @@ class Status:
             name=model.name,
             state=model.state,
             error=model.error,
+            adapters=[*model.source.adapters],
             sessions=sessions,
             notes=notes,
             idle_s=self._models.idle_seconds(model),
