@@ -13,6 +13,7 @@ from djinnd.server.sessions.conversations import (
     kept_again,
     settled,
 )
+from djinnd.server.sessions.session_adapter import SessionAdapter
 
 PROMPT = list(range(100, 150))
 ANSWER = [7, 8, 9]
@@ -29,6 +30,7 @@ class Session:
     kept: ConversationState | None = None
     is_free: bool = True
     is_plain: bool = True
+    adapter: SessionAdapter | None = None
 
 
 @pytest.fixture
@@ -44,8 +46,8 @@ def spoken(conversations, prompt, name="s", key="", answer=ANSWER, **fields):
     return session
 
 
-def chosen(conversations, prompt, key="", user=1, model="m"):
-    return conversations.choose(user, model, key, prompt).session
+def chosen(conversations, prompt, key="", user=1, model="m", adapter=None):
+    return conversations.choose(user, model, key, prompt, adapter=adapter).session
 
 
 def test_a_transcript_that_goes_on_finds_its_session(conversations):
@@ -136,3 +138,13 @@ def test_a_session_that_an_earlier_daemon_has_kept(conversations):
     cut = kept_again("", len(PROMPT), PROMPT[:20])  # the daemon died before all of the prompt was written
     assert (cut.prompt, cut.digest) == (20, digests(PROMPT, [settled(20)])[settled(20)])
     assert kept_again("", 5, []).prompt == 0
+
+
+def test_a_session_with_an_adapter_is_found_by_calls_with_it_only(conversations):
+    poet, other = SessionAdapter("poet", b"1"), SessionAdapter("poet", b"2")
+    session = Session("s", tokens=[*PROMPT, *ANSWER], adapter=poet)
+    _, session.kept = conversations.choose(1, "m", "", PROMPT, adapter=poet)
+    conversations.add(session)
+    later = [*PROMPT, *ANSWER, 9]
+    assert chosen(conversations, later, adapter=poet) is session
+    assert chosen(conversations, later) is chosen(conversations, later, adapter=other) is None
