@@ -81,10 +81,14 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 
 class Adapter:
-    """Owns a CausalLM. Takes its layers out (`blocks`) and puts stand-ins in their places."""
+    """Owns a model with a head. Takes its layers out (`blocks`) and puts stand-ins in their places.
 
-    def __init__(self, model: nn.Module) -> None:
+    `language_model` is the module that runs: `model`, or a language model with a head of its own inside of a wrapper.
+    """
+
+    def __init__(self, model: nn.Module, language_model: nn.Module | None = None) -> None:
         self.model = model
+        self.language_model = language_model or model
         places = find_blocks(model)
         self.blocks: list[nn.Module] = list(places)
         self.returns_tuple = False
@@ -105,7 +109,7 @@ class Adapter:
     def prologue(self, ids: Tensor, positions: Tensor) -> Prologue:
         """ids, positions: int64 [1, tokens]."""
         with suppress(PrologueDone):
-            self.model(input_ids=ids, position_ids=positions, use_cache=False)
+            self.language_model(input_ids=ids, position_ids=positions, use_cache=False)
         return self.recorded()
 
     def recorded(self) -> Prologue:
@@ -132,7 +136,7 @@ class Adapter:
         ids = torch.zeros(1, rows, dtype=torch.long, device=hidden.device)
         self.final_hidden = hidden
         try:
-            logits = self.model(input_ids=ids, position_ids=ids, use_cache=False).logits
+            logits = self.language_model(input_ids=ids, position_ids=ids, use_cache=False).logits
         finally:
             self.final_hidden = None
         return logits[0]

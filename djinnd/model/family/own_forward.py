@@ -47,7 +47,7 @@ def prologue_after(adapter: Adapter, ids: Tensor, seen: int) -> tuple[Prologue, 
     """Runs the family's own prologue on `ids` [1, tokens] after `seen` earlier tokens → the blocks' inputs, and the
     rule of each block's mask. A rule is None if the family makes no mask by transformers' functions. The masks are
     removed from the arguments."""
-    cache, model = _Seen(seen), adapter.model
+    cache, model = _Seen(seen), adapter.language_model
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with _masks(model.config), suppress(PrologueDone):
         model(input_ids=ids, use_cache=True, **{name: cache})

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinn_client.errors import ModelRejected
@@ -28,6 +28,7 @@ from djinnd.model.family.experts import find_stack
 from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.rope import fix_frequencies
 from djinnd.model.family.switches import set_switches
+from djinnd.model.family.wrapper import language_model, make_model, text_config
 from djinnd.weights.layout import Layout
 from djinnd.weights.store import Routing
 
@@ -37,13 +38,14 @@ _SLIDING = ("sliding_attention", None)
 
 
 def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
-    """Makes the transformers configuration from the contents of config.json.
+    """Makes the transformers configuration from the contents of config.json. A multimodal model's contains that of its
+    language model: see `text_config`.
 
     Does what AutoConfig does; AutoConfig itself would open files. Code in a checkpoint is never run.
 
     Raises ModelRejected for a configuration that transformers does not know or that djinnd cannot serve.
     """
-    values = deepcopy(dict(told))
+    values: dict[str, Any] = PreTrainedConfig._decode_special_floats(deepcopy(dict(told)))  # such as infinity
     check_counts(values)
     if values.get("model_type") == "mistral" and "layer_types" in values:
         values["model_type"] = "ministral"
@@ -55,14 +57,10 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
         config: PreTrainedConfig = CONFIG_MAPPING[family].from_dict(values)
     except Exception as error:  # transformers raises exceptions of many types for a faulty configuration
         raise ModelRejected(f"config.json: {error}", family=family) from error
-    if not isinstance(getattr(config, "num_hidden_layers", None), int):
-        raise ModelRejected(
-            f"{config.model_type} is not a plain decoder (config.json has no num_hidden_layers at the top); language "
-            "models inside of multimodal checkpoints are not supported",
-            family=config.model_type,
-        )
-    fix_frequencies(config)
-    set_switches(config)
+    text = text_config(config)
+    fix_frequencies(text)
+    for each in (config, text):
+        set_switches(each, is_wrapper=text is not config)
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         is_dict = isinstance(quantised, dict)
@@ -75,13 +73,14 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The family's CausalLM on the meta device, with djinnd's attention. Raises ModelRejected with the family's
+    """The family's model on the meta device, with djinnd's attention. Raises ModelRejected with the family's
     name."""
     hf_attention.install()
-    PATCHED.get(config.model_type, lambda: None)()
+    family = text_config(config).model_type
+    PATCHED.get(family, lambda: None)()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=hf_attention.NAME)
+            model = make_model(config, dtype, hf_attention.NAME)
     except Exception as error:  # families raise KeyError, ValueError, ImportError …
         if error.args == (hf_attention.NAME,):  # the family looks attention up in a table of its own
             why = "does not use transformers' attention interface, so djinnd cannot page its KV"
@@ -89,9 +88,8 @@ def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             why = f"cannot be built: {error!r}"
         raise ModelRejected(f"{config.model_type} {why}", family=config.model_type) from error
     model.eval()
-    model.tie_weights()
-    if config.model_type in ADAPTED:
-        ADAPTED[config.model_type](find_blocks(model))
+    if family in ADAPTED:
+        ADAPTED[family](find_blocks(model))
     return model
 
 
@@ -101,8 +99,8 @@ class Skeleton:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.config = model.config
-        self.family: str = model.config.model_type
+        self.config = text_config(model.config)
+        self.family: str = self.config.model_type
         self.derived_bytes = derived_bytes(model)
         self.shapes = _parameter_shapes(model)  # by full name
         self.prefixes = _block_prefixes(model)
@@ -113,7 +111,7 @@ class Skeleton:
             raise ModelRejected(
                 f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
             )
-        self.adapter = Adapter(model)
+        self.adapter = Adapter(model, language_model(model))
         self.kv = self._learn_kv()
         layers = self.prefixes[0].removesuffix(".0.")
         self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))

@@ -6,8 +6,10 @@ only, so each switch is set to the value that this needs before any module is bu
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import PreTrainedConfig
 
 # Not here: `build` sets the attention implementation, and dropout is off because the model is in eval mode.
@@ -24,9 +26,14 @@ SWITCHES: dict[str, Any] = {
 }
 
 
-def set_switches(config: PreTrainedConfig) -> None:
+def set_switches(config: PreTrainedConfig, *, is_wrapper: bool = False) -> None:
     """Sets the switches that the configuration has. Others are not added, since transformers forwards unknown fields to
-    other places."""
+    other places.
+
+    is_wrapper: `config` is of a multimodal model, or inside of one. Its padding token stays, because its forward puts
+        that token in the places of images.
+    """
     for name, value in SWITCHES.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
+        if hasattr(config, name) and not (is_wrapper and name == "pad_token_id"):
+            with suppress(StrictDataclassFieldValidationError):  # the family's class wants a padding token
+                setattr(config, name, value)

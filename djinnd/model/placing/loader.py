@@ -31,6 +31,7 @@ from djinnd.model.family.derived import materialise_buffers
 from djinnd.model.family.gguf_recipes import GgufRecipes
 from djinnd.model.family.recipes import RecipeBook
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
+from djinnd.model.family.wrapper import text_config
 from djinnd.model.placing.projections import Product, install_products
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.checkpoint import CheckpointFiles
@@ -116,7 +117,7 @@ class ModelLoader:
         self.checkpoint = checkpoint if shared is None else None
         given = DTYPES[shared] if shared is not None else checkpoint.dtype
         config = make_config(checkpoint.config)
-        _check_depth(config.num_hidden_layers, self.checkpoint)
+        _check_depth(text_config(config).num_hidden_layers, self.checkpoint)
         self.dtype = compute_dtype(dtype, given, device)
         model = build(config, self.dtype)
         recipes = None if self.checkpoint is None else recipes_of(model, self.checkpoint)

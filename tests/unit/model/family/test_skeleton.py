@@ -14,7 +14,6 @@ from transformers import (
     DeepseekV3Config,
     DogeConfig,
     FalconConfig,
-    Gemma3Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
     GPTNeoConfig,
@@ -91,13 +90,6 @@ def test_gpt_oss_as_it_is_published_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelRejected, match=r"quantised checkpoints are not supported .*; use an F32, F16 or BF16 one"):
         read_config(tmp_path)
-
-
-def test_a_multimodal_checkpoint_is_refused(tmp_path: Path) -> None:
-    Gemma3Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelRejected, match="gemma3 is not a plain decoder") as told:
-        read_config(tmp_path)
-    assert told.value.data == {"family": "gemma3"}
 
 
 # --- families that cannot be served ---------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Every causal language model of transformers, reduced, beside transformers: `python -m tests.families.page`."""
