@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from djinn_client.admin.client import Client
 from djinn_client.errors import InvalidRequest, OutOfMemory, PromptTooLong, ProtocolError
 from djinn_client.protocol import SessionExported
-from djinn_client.protocol.fields.kv_layout import KvLayout
+from djinn_client.protocol.fields.kv_layout import ITEM_BYTES, KvLayout
 from djinn_client.tensors.arrays import fill, window_array
 from djinn_client.tensors.values import dtype_of
 from djinn_client.transport.exchange import close_all
@@ -29,10 +29,12 @@ class KV:
 
     pages    [pages, blocks, 2, page_size, kv_heads, head_dim], row-major, K before V, in `layout.dtype`: a torch
              tensor, or without torch a numpy array (bfloat16 then as uint16). Writable, and this process's own: what is
-             written changes no session. What is behind the last token of the last page is undefined.
+             written changes no session. What is behind the last token of the last page is undefined. If the blocks of
+             the model are not alike, or it keeps a state: [pages, elements of a page], with regions as `layout` says.
     tokens   the token ids that the KV belongs to; None in a KvWindow
 
-    Keys are as attention reads them: with the rotary embedding of their positions, where the model has one.
+    Keys are as attention reads them: with the rotary embedding of their positions, where the model has one. With latent
+    attention (MLA), the key of a block is its latent, and the value is the rotary part of its keys.
     """
 
     tokens: list[int] | None
@@ -50,29 +52,45 @@ class KV:
         return self.layout.page_size
 
     def key(self, block: int) -> Any:
-        """[tokens, kv_heads, head_dim], gathered: a copy."""
+        """[tokens, heads, width], gathered: a copy. Raises InvalidRequest for a block without KV."""
         return self._gather(block, 0)
 
     def value(self, block: int) -> Any:
-        """[tokens, kv_heads, head_dim], gathered: a copy."""
+        """[tokens, heads, width], gathered: a copy. Raises InvalidRequest for a block without KV."""
         return self._gather(block, 1)
 
     def put(self, block: int, key: Any, value: Any) -> None:
-        """Writes the keys and the values of one block into the pages, each [tokens, kv_heads, head_dim] of any dtype
-        that converts. Raises InvalidRequest for another shape."""
-        full, rest = divmod(self.length, self.page_size)
-        shape = (self.length, self.layout.kv_heads, self.layout.head_dim)
-        for which, source in enumerate((key, value)):
+        """Writes the keys and the values of one block into the pages, each [tokens, heads, width] of any dtype that
+        converts. Raises InvalidRequest for another shape."""
+        regions = [(self._region(block, which), source) for which, source in enumerate((key, value))]
+        for name, (pages, source) in zip(("keys", "values"), regions, strict=True):
+            shape = (self.length, *pages.shape[2:])
             if tuple(source.shape) != shape:
-                raise InvalidRequest(f"keys and values must be {list(shape)}, not {list(source.shape)}", field="kv")
-            pages = self.pages[:, block, which]
-            pages[:full] = source[: full * self.page_size].reshape(full, self.page_size, *shape[1:])
+                raise InvalidRequest(
+                    f"the {name} of block {block} must be {list(shape)}, not {list(source.shape)}", field="kv"
+                )
+        full, rest = divmod(self.length, self.page_size)
+        for pages, source in regions:
+            pages[:full] = source[: full * self.page_size].reshape(full, *pages.shape[1:])
             if rest:
                 pages[full, :rest] = source[full * self.page_size :]
 
     def _gather(self, block: int, which: int) -> Any:
-        heads, width = self.layout.kv_heads, self.layout.head_dim
-        return self.pages[:, block, which].reshape(-1, heads, width)[: self.length]
+        pages = self._region(block, which)
+        return pages.reshape(-1, *pages.shape[2:])[: self.length]
+
+    def _region(self, block: int, which: int) -> Any:
+        """A view of the pages of one block's keys or values, [pages, page_size, heads, width]."""
+        layout = self.layout
+        if len(self.pages.shape) > 2:
+            return self.pages[:, block, which]
+        pair = layout.regions[block]
+        if pair is None:
+            raise InvalidRequest(f"block {block} has no KV", field="block")
+        region, itemsize = pair[which], ITEM_BYTES[layout.dtype]
+        first, values = region.offset // itemsize, layout.page_size * region.heads * region.width
+        shape = (-1, layout.page_size, region.heads, region.width)
+        return self.pages[:, first : first + values].reshape(shape)  # the last dimension is only divided: no copy
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.length:,} tokens: {self.layout}>"
@@ -168,6 +186,8 @@ def _copy_pages(window: KvWindow, pages: Any) -> None:
     form, given = (f"{dtype_of(each)} {list(getattr(each, 'shape', ()))}" for each in (window.pages, pages))
     if given != form:
         raise InvalidRequest(
-            f"the pages must be {form} (pages, blocks, 2, page_size, kv_heads, head_dim), not {given}", field="kv"
+            f"the pages must be {form} (pages, blocks, 2, page_size, kv_heads, head_dim, or pages and their elements "
+            f"if the blocks are not alike), not {given}",
+            field="kv",
         )
     fill(window.pages, pages)

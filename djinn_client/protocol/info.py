@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from djinn_client.protocol.fields.breakpoints import HitInfo
-from djinn_client.protocol.fields.kv_layout import BlockKv, KvLayout
+from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinn_client.protocol.fields.points import PointMap
 from djinn_client.protocol.fields.scheduling import Class, Latency
 
@@ -57,10 +57,9 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     max_context: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
-    kv_heads: int = 0  # 0: not the same in all blocks, see kv_shapes
+    kv: KvLayout | None = None  # of its pages; None: not loaded
+    kv_heads: int = 0  # 0: not the same in all blocks, see kv
     head_dim: int = 0
-    kv_shapes: tuple[BlockKv, ...] = ()  # of each block, if they are not alike
-    state_bytes: int = 0  # of the state that a hybrid model keeps in each page
     page_size: int = 0  # tokens
     page_bytes: int = 0
     pages: int = 0
@@ -79,15 +78,9 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     @property
     def kv_layout(self) -> KvLayout:
         """The layout of its KV in windows, for a loaded model."""
-        return KvLayout(
-            self.dtype,  # type: ignore[arg-type]
-            len(self.kv_shapes) or self.blocks,
-            self.page_size,
-            self.kv_heads,
-            self.head_dim,
-            self.kv_shapes,
-            self.state_bytes,
-        )
+        if self.kv is not None:
+            return self.kv
+        return KvLayout(self.dtype, self.blocks, self.page_size, self.kv_heads, self.head_dim)  # type: ignore[arg-type]
 
 
 class AdapterInfo(msgspec.Struct, kw_only=True):

@@ -32,6 +32,11 @@ IDLE_SHARE = 0.8
 
 GROUP_LOGITS = 1 << 22  # Chosen. Most logits of rows that are not greedy at once; bounds the device memory of a call.
 
+# --- Latent attention -------------------------------------------------------------------------------------------------
+
+# Chosen. Bytes of keys, values and scores, in float32, that latent attention makes of earlier tokens at a time.
+EXPANDED_BYTES = 64 << 20
+
 # --- Adapters ---------------------------------------------------------------------------------------------------------
 
 MAX_RANK = 128  # chosen: the largest rank of an adapter

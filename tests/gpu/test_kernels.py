@@ -18,7 +18,7 @@ from djinnd.model.kernels.mixed import mixed
 from djinnd.model.kernels.rms_norm import rms_norm
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
-from tests.support.paged import Scene, check, same_bytes
+from tests.support.paged import BLOCK, BLOCKS, Scene, check, same_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +128,7 @@ def test_pools_may_have_offsets_past_32_bits() -> None:
     pool = torch.empty(pages, 1, 2, page_size, kv_heads, head_dim, dtype=BF16, device="cuda")
     scene = Scene([1, 40], [200, 300], page_size=page_size, kv_heads=kv_heads, head_dim=head_dim, dtype=BF16)
     count = len(scene.pool)
-    pool[-count:, 0] = scene.pool[:, 1].cuda()
+    pool[-count:, 0] = scene.pool.view(count, BLOCKS, *pool.shape[2:])[:, BLOCK].cuda()
     batch = scene.batch()
     shift = pages - count
     far = PagedBatch(

@@ -34,49 +34,62 @@ class Scene:
     kv_heads: int = 2
     group: int = 1
     head_dim: int = 64
+    value_dim: int = 0  # 0: as wide as the keys
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     padding: int = 0
     width: int = 0  # pages in a row of the table; 0: as many as the longest session needs
-    pool: Tensor = field(init=False)
+    pool: Tensor = field(init=False)  # [pages, elements of all blocks], of which `keys` and `values` are views
 
     def __post_init__(self) -> None:
         pages = [-(-length // self.page_size) for length in self.lengths]
         rows = len(self.counts) + self.padding
         order = (torch.randperm(sum(pages) + 2) + 1).tolist()  # page 0 is the scratch page
         self.table = torch.zeros(rows, self.width or max(pages), dtype=torch.int32)
-        self.pool = self._empty_pool(sum(pages) + 3)
+        self.value_dim = self.value_dim or self.head_dim
+        pool = self._empty_pool(sum(pages) + 3)
         slots: list[int] = []
         for row, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
             mine = [order.pop() for _ in range(pages[row])]
             self.table[row, : len(mine)] = torch.tensor(mine)
             places = [(mine[i // self.page_size], i % self.page_size) for i in range(length)]
             for page, offset in places[: length - count]:
-                self.pool[page, BLOCK, :, offset] = torch.randn(2, self.kv_heads, self.head_dim).to(self.dtype)
+                for x in self._views(pool):
+                    x[page, offset] = torch.randn(x.shape[2:]).to(self.dtype)
             slots += [page * self.page_size + offset for page, offset in places[length - count :]]
         self.tokens = len(slots)
         self.slots = torch.tensor(slots + [0] * self.padding)
         total = len(self.slots)
-        self.q = self._as_transformers_gives(total, self.kv_heads * self.group)
-        self.k, self.v = (self._as_transformers_gives(total, self.kv_heads) for _ in range(2))
-        self.table, self.slots, self.pool = (x.to(self.device) for x in (self.table, self.slots, self.pool))
+        self.q = self._as_transformers_gives(total, self.kv_heads * self.group, self.head_dim)
+        self.k, self.v = (
+            self._as_transformers_gives(total, self.kv_heads, width) for width in (self.head_dim, self.value_dim)
+        )
+        self.table, self.slots, self.pool = (x.to(self.device) for x in (self.table, self.slots, pool))
 
     def _empty_pool(self, pages: int) -> Tensor:
-        shape = (pages, BLOCKS, 2, self.page_size, self.kv_heads, self.head_dim)
-        return torch.full(shape, float("nan"), dtype=self.dtype)
-
-    def _as_transformers_gives(self, tokens: int, heads: int) -> Tensor:
-        """[tokens, heads, head_dim], a view of [1, heads, tokens, head_dim]."""
-        x = torch.randn(1, heads, tokens, self.head_dim, device=self.device).to(self.dtype)
-        return x[0].transpose(0, 1)
+        token = self.kv_heads * (self.head_dim + self.value_dim)
+        return torch.full((pages, BLOCKS * self.page_size * token), float("nan"), dtype=self.dtype)
 
     @property
     def keys(self) -> Tensor:
-        return self.pool[:, BLOCK, 0]
+        return self._views(self.pool)[0]
 
     @property
     def values(self) -> Tensor:
-        return self.pool[:, BLOCK, 1]
+        return self._views(self.pool)[1]
+
+    def _views(self, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of BLOCK, [pages, page_size, kv_heads, width]."""
+        keys, values = (self.page_size * self.kv_heads * width for width in (self.head_dim, self.value_dim))
+        own = pool.unflatten(1, (BLOCKS, -1))[:, BLOCK]
+        parts = own.split((keys, values), 1)
+        shape = (self.page_size, self.kv_heads, -1)
+        return parts[0].unflatten(1, shape), parts[1].unflatten(1, shape)
+
+    def _as_transformers_gives(self, tokens: int, heads: int, width: int) -> Tensor:
+        """[tokens, heads, width], a view of [1, heads, tokens, width]."""
+        x = torch.randn(1, heads, tokens, width, device=self.device).to(self.dtype)
+        return x[0].transpose(0, 1)
 
     def batch(self, *, max_kv: int | None = None, fresh: bool = False) -> PagedBatch:
         starts = torch.tensor([0, *self.counts, *[1] * self.padding]).cumsum(0).int()
@@ -100,16 +113,16 @@ class Scene:
         pool = self.pool.clone()
         for token, slot in enumerate(self.slots[: self.tokens].tolist()):
             page, offset = divmod(slot, self.page_size)
-            pool[page, BLOCK, 0, offset] = self.k[token]
-            pool[page, BLOCK, 1, offset] = self.v[token]
+            for view, own in zip(self._views(pool), (self.k, self.v), strict=True):
+                view[page, offset] = own[token]
         return pool
 
     def reference(self, pool: Tensor, softmax: Softmax) -> Tensor:
-        """[tokens, heads, head_dim] in float64, row by row, from a pool that holds this step's tokens."""
+        """[tokens, heads, value_dim] in float64, row by row, from a pool that holds this step's tokens."""
         out, start = [], 0
         for row, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True)):
             pages = self.table[row, : -(-length // self.page_size)].long()
-            k, v = (pool[pages, BLOCK, i].flatten(0, 1)[:length].double() for i in range(2))
+            k, v = (view[pages].flatten(0, 1)[:length].double() for view in self._views(pool))
             k, v = (x.repeat_interleave(self.group, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", self.q[start : start + count].double(), k) * softmax.scale
             if softmax.softcap:
@@ -138,7 +151,7 @@ def check(attention: PagedAttention, scene: Scene, *, fresh: bool = False, **opt
     assert same_bytes(scene.pool[1:], wanted[1:])
     out = attention.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, batch, softmax)
     assert same_bytes(scene.pool[1:], wanted[1:])
-    assert out.shape == scene.q.shape and out.dtype == scene.dtype and out.is_contiguous()
+    assert out.shape == (*scene.q.shape[:2], scene.value_dim) and out.dtype == scene.dtype and out.is_contiguous()
     tolerance = TOLERANCE[scene.dtype]
     reference = scene.reference(wanted, softmax)
     torch.testing.assert_close(out[: scene.tokens].double(), reference, rtol=tolerance, atol=tolerance)

@@ -125,7 +125,7 @@ class ModelRunner:
     @property
     def half_bytes(self) -> int:
         """Bytes of a page, from its beginning, that hold the KV of the blocks before WeightPlacement.half."""
-        return self.model.layout.first_byte(self.weights.placement.half)
+        return self.model.first_byte(self.weights.placement.half)
 
     @property
     def pool_bytes(self) -> int:
@@ -399,8 +399,7 @@ class ModelRunner:
             fingerprint=self.weights.identity,
             kv_heads=self.model.layout.kv_heads,
             head_dim=self.model.layout.head_dim,
-            kv_shapes=self.model.layout.shapes,
-            state_bytes=self.model.layout.state_bytes,
+            kv=self.model.layout,
             page_size=self.plan.page_size,
             page_bytes=self.plan.page_bytes,
             pages=kv.pool.capacity,

@@ -97,7 +97,11 @@ def _reserve(
     pool = device.allocate(kv_label(load.model), (plan.num_pages, plan.page_bytes), torch.uint8, zero=True)
     labels.append(kv_label(load.model))
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
-    return ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows)
+    runner = ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows)
+    if model.has_latents and runner.graphs is not None:
+        runner.run_without_graphs()
+        weights.notes.append("steps run without CUDA graphs: latent attention reads the sessions' lengths on the host")
+    return runner
 
 
 def _missing_kernels(runner: ModelRunner) -> list[Variant]:

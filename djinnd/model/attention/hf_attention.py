@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
@@ -31,21 +32,23 @@ class AttentionContext:
 
 @dataclass(slots=True)
 class BlockKV:
-    """One block's keys and values in the device pool: [pages, page_size, kv_heads, head_dim], strided views."""
+    """The keys and values of one attention in the device pool: [pages, page_size, kv_heads, width], strided views."""
 
     context: AttentionContext
     keys: Tensor
     values: Tensor
+    latents: Latents | None = None  # the keys are latents and the values rotary keys
+    is_shared: bool = False  # an earlier block has written them
     calls: int = 0  # the check at load requires exactly one a step
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The shape and options with which a family's module calls attention."""
+    """The tensors and options with which a family's module calls attention."""
 
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+    module: nn.Module
+    key: Tensor  # [1, kv_heads, tokens, width], like `value`
+    value: Tensor
     window: int  # 0: none
     unserved: str  # arguments that paged attention does not support; "": none
 
@@ -71,24 +74,30 @@ def paged_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] → [1, tokens, heads, head_dim].
+    """query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width] → [1, tokens, heads, value width].
 
     Signature and names are transformers' attention interface.
     """
     paged: BlockKV | None = getattr(module, "paged", None)
     if paged is None:
         unserved = _unserved(module, attention_mask, kwargs)
-        raise NoPages(Wanted(key.shape[1], key.shape[3], value.shape[3], sliding_window or 0, unserved))
+        raise NoPages(Wanted(module, key, value, sliding_window or 0, unserved))
     assert attention_mask is None and dropout == 0.0
     batch = paged.context.batch
     assert batch is not None
     paged.calls += 1
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    kernels = paged.context.kernels
-    kernels.write(k, v, paged.keys, paged.values, batch)
+    kernels, expand = paged.context.kernels, None
+    if paged.latents is not None:
+        expand = paged.latents.expand
+        latents, rotary = (x[0].transpose(0, 1) for x in paged.latents.take())
+        kernels.write(latents, rotary, paged.keys, paged.values, batch)
+    elif not paged.is_shared:
+        kernels.write(k, v, paged.keys, paged.values, batch)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softmax = Softmax(scale, sliding_window or 0, softcap or 0.0, s_aux)
-    out = kernels.attend(q, k, v, paged.keys, paged.values, batch, softmax)
+    own_k, own_v = (None, None) if paged.is_shared else (k, v)
+    out = kernels.attend(q, own_k, own_v, paged.keys, paged.values, batch, softmax, expand)
     return out.unsqueeze(0), None
 
 

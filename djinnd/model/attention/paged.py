@@ -1,13 +1,12 @@
 """Attention over paged KV: the interface, and its implementation in PyTorch.
 
-A block's keys and values are [pages, page_size, kv_heads, head_dim], strided views of the page-major pool [pages,
-blocks, 2, page_size, kv_heads, head_dim]. A row's page table names the pages of its session's tokens in order. Decode
-rows (one token) and prefill chunks (many tokens, with or without history) are flattened into one batch.
+A block's keys and values are [pages, page_size, kv_heads, width], strided views of the page-major pool. The widths of
+keys and values may differ. A row's page table names the pages of its session's tokens in order. Decode rows (one token)
+and prefill chunks (many tokens, with or without history) are flattened into one batch.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from itertools import pairwise
 
@@ -15,24 +14,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from djinnd.model.attention.chunks import attend_chunk, attend_in_steps
+from djinnd.model.attention.gathering import gather_tokens
+from djinnd.model.attention.latents import Expand, attend_latents
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 
 class PagedAttention(ABC):
     @abstractmethod
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        """Writes k and v [tokens, kv_heads, head_dim] of this step to `batch.slots` of a block's keys and values.
+        """Writes k and v [tokens, kv_heads, width] of this step to `batch.slots` of a block's keys and values.
 
         The last dimension of k and v has stride 1; the other strides are free.
         """
 
     @abstractmethod
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        softmax: Softmax,
+        expand: Expand | None = None,
     ) -> Tensor:
-        """q [tokens, heads, head_dim], strided like k and v → [tokens, heads, head_dim], contiguous.
+        """q [tokens, heads, key width], strided like k and v → [tokens, heads, value width], contiguous.
 
-        k, v: this step's own, already written to the pages; a fresh row reads them instead of the pages.
+        k, v: this step's own, already written to the pages; a fresh row reads them instead of the pages. None: it
+        reads the pages, which an earlier block has written.
+        expand: the pages hold latents, and this makes keys and values of them.
         """
 
 
@@ -55,11 +67,22 @@ class TorchAttention(PagedAttention):
         values.index_put_(at, v)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        softmax: Softmax,
+        expand: Expand | None = None,
     ) -> Tensor:
+        if expand is not None:
+            assert k is not None and v is not None
+            return attend_latents(q, k, v, keys, values, batch, softmax, expand)
         starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
         counts = [end - start for start, end in pairwise(starts)]
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device)
         singles = [row for row, count in enumerate(counts) if count == 1]
         if singles:
             rows = None if len(singles) == len(counts) else torch.tensor(singles, device=q.device)
@@ -67,10 +90,11 @@ class TorchAttention(PagedAttention):
         for row, count in enumerate(counts):
             if count > 1:
                 tokens = slice(starts[row], starts[row + 1])
-                row_k, row_v = k[tokens], v[tokens]
-                if lengths[row] > count:
+                if k is None or v is None or lengths[row] > count:
                     at = torch.arange(lengths[row], device=q.device)
-                    row_k, row_v = (_gather(x, batch.page_table[row], at) for x in (keys, values))
+                    row_k, row_v = (gather_tokens(x, batch.page_table[row], at) for x in (keys, values))
+                else:
+                    row_k, row_v = k[tokens], v[tokens]
                 out[tokens] = attend_chunk(q[tokens], row_k, row_v, softmax)
         return out
 
@@ -90,7 +114,7 @@ def _attend_singles(
     seen = at < lengths
     if softmax.window:
         seen &= at >= lengths - softmax.window
-    k, v = (_gather(x, table, torch.minimum(at, lengths - 1)).transpose(1, 2) for x in (keys, values))
+    k, v = (gather_tokens(x, table, torch.minimum(at, lengths - 1)).transpose(1, 2) for x in (keys, values))
     q = q[tokens]
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
     if softmax.is_plain:
@@ -98,52 +122,5 @@ def _attend_singles(
         seen = seen[:, None, None, :]
         result = scaled_dot_product_attention(grouped, k, v, attn_mask=seen, scale=softmax.scale)
     else:
-        result = _step_by_step(grouped.unsqueeze(3), k, v, seen[:, None, None, None, :], softmax)
-    out[tokens] = result.reshape(q.shape)
-
-
-def _gather(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
-    """Gathers the tokens at positions `at` [..., tokens] from x [pages, page_size, kv_heads, head_dim], with the page
-    tables `table` [..., pages of a session] → [..., tokens, kv_heads, head_dim].
-
-    The pool is viewed as one list of tokens, in which consecutive pages of a block begin `per_page` tokens apart. Whole
-    tokens are then copied, ten times as fast as by indexing pages.
-    """
-    (pages, page_size, kv_heads, head_dim), width = x.shape, x.stride(1)
-    per_page, rest = divmod(x.stride(0), width)
-    assert rest == 0 and width == kv_heads * head_dim and x.stride()[2:] == (head_dim, 1)
-    tokens = x.as_strided(((pages - 1) * per_page + page_size, width), (width, 1))
-    place = table.gather(-1, at // page_size) * per_page + at % page_size
-    return tokens.index_select(0, place.flatten()).view(*place.shape, kv_heads, head_dim)
-
-
-def attend_chunk(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Computes one row: q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] → like q."""
-    queries, length, gqa = q.shape[0], k.shape[0], q.shape[1] != k.shape[1]
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    if queries == length and softmax.is_causal_only(length):
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=softmax.scale, enable_gqa=gqa)
-        return out[0].transpose(0, 1)
-    position = torch.arange(length - queries, length, device=q.device)[:, None]
-    at = torch.arange(length, device=q.device)
-    seen = at <= position
-    if softmax.window:
-        seen &= at > position - softmax.window
-    if softmax.is_plain:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=gqa)
-    else:
-        out = _step_by_step(q.unflatten(1, (k.shape[1], -1)), k, v, seen, softmax).flatten(1, 2)
-    return out[0].transpose(0, 1)
-
-
-def _step_by_step(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax) -> Tensor:
-    """q [rows, kv_heads, group, queries, head_dim], k and v [rows, kv_heads, keys, head_dim] → like q."""
-    scores = q.float() @ k.unsqueeze(2).transpose(-1, -2).float() * softmax.scale
-    if softmax.softcap:
-        scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
-    scores = scores.masked_fill(~seen, -math.inf)
-    if softmax.sinks is not None:
-        sinks = softmax.sinks.float().view(q.shape[1], q.shape[2], 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sinks], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v.unsqueeze(2).float()).to(q.dtype)
+        result = attend_in_steps(grouped.unsqueeze(3), k, v, seen[:, None, None, None, :], softmax)
+    out[tokens] = result.reshape(len(q), out.shape[1], out.shape[2])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from djinnd.model.attention.paged import PagedAttention, TorchAttention, attend_chunk
+from djinnd.model.attention.chunks import attend_chunk
+from djinnd.model.attention.latents import Expand, attend_latents
+from djinnd.model.attention.paged import PagedAttention, TorchAttention
 from djinnd.model.kernels.decode import decode, fits_decode
 from djinnd.model.kernels.kv_write import kv_write
 from djinnd.model.kernels.launches import UNAVAILABLE
@@ -19,7 +21,7 @@ class TritonAttention(PagedAttention):
 
     Falls back to TorchAttention if the GPU or the compiler does not support a kernel. The kernels can be captured in a
     graph: their grids and addresses depend only on shapes and host bounds. TorchAttention reads lengths on the host and
-    cannot be captured, so a model that needs it runs without graphs.
+    cannot be captured, so a model that needs it runs without graphs. So does a model with latent attention.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,12 +35,23 @@ class TritonAttention(PagedAttention):
             self._reference.write(k, v, keys, values, batch)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        softmax: Softmax,
+        expand: Expand | None = None,
     ) -> Tensor:
+        if expand is not None:
+            assert k is not None and v is not None
+            return attend_latents(q, k, v, keys, values, batch, softmax, expand)
         rows = batch.kv_lengths.numel()
-        if batch.fresh and rows == 1 and softmax.is_causal_only(q.shape[0]):
+        if batch.fresh and k is not None and v is not None and rows == 1 and softmax.is_causal_only(q.shape[0]):
             return attend_chunk(q, k, v, softmax).contiguous()
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device)
         kernel = decode if fits_decode(batch.max_query, q.shape[1] // keys.shape[2]) else mixed
         try:
             kernel(q, keys, values, batch, out, self.scratch, softmax)

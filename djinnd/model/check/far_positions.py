@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import ModelRejected
+from djinnd.model.attention.latents import Expand
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.family.adapter import Prologue
 from djinnd.model.family.boundaries import boundaries
@@ -29,20 +30,29 @@ from djinnd.model.tuning import CHECKED_BEFORE, POSITION_TOLERANCE
 
 
 class _Catching(PagedAttention):
-    """Replaces attention: keeps the arguments of the last call, and returns each token's own query."""
+    """Replaces attention: keeps the arguments of the last call, and returns a part of each token's own query."""
 
-    tensors: tuple[Tensor, ...]  # k, v, q: [tokens, heads, head_dim]
+    tensors: tuple[Tensor, ...]  # q, k, v: [tokens, heads, width]; only q if the block shares an earlier one's KV
     softmax: Softmax  # without sinks
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        self.tensors = (k.clone(), v.clone())
+        pass
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        softmax: Softmax,
+        expand: Expand | None = None,
     ) -> Tensor:
-        self.tensors += (q.clone(),)
+        self.tensors = tuple(x.clone() for x in (q, k, v) if x is not None)
         self.softmax = replace(softmax, sinks=None)
-        return q.contiguous()
+        width = values.shape[3] if v is None else v.shape[2]
+        return q.repeat(1, 1, -(-width // q.shape[2]))[..., :width].contiguous()
 
 
 @torch.inference_mode()

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from djinnd.model.attention.latents import Expand
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.copies.pinned_io import ResultReader
@@ -83,15 +84,24 @@ class EveryBound(PagedAttention):
         self._own.write(k, v, keys, values, batch)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, softmax: Softmax
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        batch: PagedBatch,
+        softmax: Softmax,
+        expand: Expand | None = None,
     ) -> Tensor:
-        kind = (q.dtype, bool(softmax.window), bool(softmax.softcap), softmax.sinks is None)
-        if kind not in self._seen:
+        shape = (q.shape[1:], keys.shape[2:], values.shape[3])
+        kind = (q.dtype, shape, bool(softmax.window), bool(softmax.softcap), softmax.sinks is None)
+        if kind not in self._seen and expand is None:
             self._seen.add(kind)
             apart = TritonAttention(q.device)  # scratch memory of its own, freed afterwards: these bounds are not real
             for tokens, bounds in _bounds(len(q), batch):
-                apart.attend(q[:tokens], k[:tokens], v[:tokens], keys, values, bounds, softmax)
-        return self._own.attend(q, k, v, keys, values, batch, softmax)
+                apart.attend(q[:tokens], None, None, keys, values, bounds, softmax)
+        return self._own.attend(q, k, v, keys, values, batch, softmax, expand)
 
 
 def _bounds(most: int, batch: PagedBatch) -> Iterator[tuple[int, PagedBatch]]:

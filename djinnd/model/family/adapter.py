@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from djinn_client.errors import ModelRejected
+from djinn_client.protocol.fields.kv_layout import BlockShape
 
 
 class PrologueDone(Exception):
@@ -97,6 +98,7 @@ class Adapter:
         self._names = [list(inspect.signature(block.forward).parameters)[1:] for block in self.blocks]
         self._recorded: list[dict[str, Any]] = [{} for _ in self.blocks]
         self._hidden: Tensor | None = None
+        self.shared: dict[str, dict[Any, BlockShape]] = {}  # see kv_shapes.shared_arguments
         self._is_shared: bool | None = None  # see _is_shared; learnt in the first prologue, the same on every device
         for index, block in enumerate(self.blocks):
             places[index] = _StandIn(index, self, block)
@@ -119,7 +121,21 @@ class Adapter:
         if self._is_shared is None:
             others = [*self.model.parameters(), *self.model.buffers(), *self._recorded]
             self._is_shared = _is_shared(hidden, others)
+        self._fill_shared(hidden)
         return Prologue(hidden.clone() if self._is_shared else hidden, list(self._recorded))
+
+    def _fill_shared(self, hidden: Tensor) -> None:
+        """Gives each mapping in which blocks share KV a placeholder for what no block has stored yet. Attention does
+        not read it: the KV is in the pages."""
+        for name, entries in self.shared.items():
+            for stored, shape in entries.items():
+                self._recorded[0][name].setdefault(
+                    stored,
+                    tuple(
+                        hidden.new_zeros(1, shape.heads, 1, width).expand(-1, -1, hidden.shape[1], -1)
+                        for width in (shape.key_width, shape.value_width)
+                    ),
+                )
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any]) -> Tensor:
         """hidden [1, tokens, width] → [1, tokens, width]."""

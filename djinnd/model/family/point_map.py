@@ -128,8 +128,9 @@ class _ShapeOnly(PagedAttention):
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         pass
 
-    def attend(self, q: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any, **__: Any) -> Tensor:
+        assert v is not None
+        return torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
 
 
 def _give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:

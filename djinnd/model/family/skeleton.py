@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinn_client.errors import ModelRejected
-from djinn_client.protocol.fields.kv_layout import BlockKv, BlockShape
 from djinnd.model.attention import hf_attention
 from djinnd.model.attention.hf_attention import NoPages, Wanted
 from djinnd.model.families import ADAPTED, PATCHED
@@ -25,6 +24,7 @@ from djinnd.model.family.adapter import Adapter, Prologue, find_blocks
 from djinnd.model.family.counts import check_counts
 from djinnd.model.family.derived import derived_bytes
 from djinnd.model.family.experts import find_stack
+from djinnd.model.family.kv_shapes import KvMap, learn_kv, shared_arguments
 from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.rope import fix_frequencies
 from djinnd.model.family.switches import set_switches
@@ -112,7 +112,8 @@ class Skeleton:
                 f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
             )
         self.adapter = Adapter(model, language_model(model))
-        self.kv = self._learn_kv()
+        learnt = self._learn_kv()
+        self.attentions, self.kv = learnt.attentions, tuple(learnt.shapes)
         layers = self.prefixes[0].removesuffix(".0.")
         self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))
         self.stacks = [find_stack(block, self.config.hidden_size) for block in self.adapter.blocks]
@@ -141,23 +142,19 @@ class Skeleton:
         return Layout((name.removeprefix(prefix), self.shapes[name]) for name in names)
 
     @torch.inference_mode()
-    def _learn_kv(self) -> tuple[BlockKv, ...]:
+    def _learn_kv(self) -> KvMap:
         """Runs each block on the meta device up to its call of attention, which carries the shapes of K and V."""
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         try:
             prologue = self.adapter.prologue(ids, ids)
             self._check_hidden(prologue.hidden)
-            wanted = [self._attention_of(index, prologue) for index in range(self.num_blocks)]
+            found = learn_kv(self.adapter.blocks, lambda index: self._attention_of(index, prologue))
         except ModelRejected:
             raise
         except Exception as error:  # a family's forward may raise exceptions of any type
             raise ModelRejected(f"{self.family} cannot be run block by block: {error!r}", family=self.family) from error
-        shapes = [BlockShape(attention.kv_heads, attention.key_dim, attention.value_dim) for attention in wanted]
-        if len(set(shapes)) != 1 or any(shape.key_width != shape.value_width for shape in shapes):
-            raise ModelRejected(
-                f"{self.family} has blocks with different shapes of K and V: not supported yet", family=self.family
-            )
-        return tuple(shapes)
+        self.adapter.shared = shared_arguments(prologue.arguments[0], found.keys)
+        return found
 
     def _check_hidden(self, hidden: Tensor) -> None:
         if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):

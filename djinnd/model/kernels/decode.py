@@ -5,7 +5,7 @@ an unnormalised output with its peak and total, and a second kernel combines the
 Lengths and page tables are read on the device, and a split without keys returns at once, so a captured graph serves any
 lengths.
 
-    partial  float32 [rows x max_query, heads, splits, head_dim]
+    partial  float32 [rows x max_query, heads, splits, value width]
     stats    float32 [rows x max_query, heads, splits, 2]          peak and total
 """
 
@@ -16,7 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import INTERPRETED, LOG2_E, Tiles, attend_tiles, load_rows, pool_strides, score_factors
+from djinnd.model.kernels.tile import (
+    INTERPRETED,
+    LOG2_E,
+    Tiles,
+    attend_tiles,
+    load_rows,
+    padded_width,
+    pool_strides,
+    score_factors,
+    width_options,
+)
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 MAX_QUERY = 8  # tokens of a row; longer rows are faster with the prefill kernel's larger tiles
@@ -84,11 +94,11 @@ def first_key(length, queries, window, TILE: tl.constexpr, WINDOW: tl.constexpr)
 @triton.jit(do_not_specialize=["table_row", "window", "max_query", "splits"])
 def decode_kernel(
     query, keys, values, out, partial, stats, query_starts, kv_lengths, page_table, sinks,
-    query_token, query_head, pool_page, pool_token, pool_head, table_row,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
     score_scale, cap, window, max_query, splits,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(2)
     start = tl.load(query_starts + row)
@@ -96,9 +106,9 @@ def decode_kernel(
     attend_split(
         tl.program_id(0), tl.program_id(1), row, start, queries, tl.load(kv_lengths + row), row * max_query,
         query, keys, values, out, partial, stats, page_table, sinks,
-        query_token, query_head, pool_page, pool_token, pool_head, table_row,
+        query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
         score_scale, cap, window, splits,
-        HEADS, GROUP, PAGE, HEAD_DIM, DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
+        HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
     )  # fmt: skip
 
 
@@ -106,11 +116,11 @@ def decode_kernel(
 def attend_split(
     split, kv_head, row, start, queries, length, first_piece,
     query, keys, values, out, partial, stats, page_table, sinks,
-    query_token, query_head, pool_page, pool_token, pool_head, table_row,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
     score_scale, cap, window, splits,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Computes one split of one row and KV head.
 
@@ -127,41 +137,43 @@ def attend_split(
         token = packed // GROUP
         head = kv_head * GROUP + packed % GROUP
         mine = token < queries
-        dims = tl.arange(0, DIM)
+        key_dims, value_dims = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
         query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
-        q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
+        q = load_rows(query_rows[:, None] + key_dims[None, :], mine, key_dims < KEY, True, KEY != KEY_DIM)
 
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         if DIRECT and SINKS:
             peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
-        acc = tl.zeros([ROWS, DIM], tl.float32)
+        acc = tl.zeros([ROWS, VALUE_DIM], tl.float32)
         position = length - queries + token
-        keys += kv_head * pool_head
-        values += kv_head * pool_head
+        keys += kv_head * key_head
+        values += kv_head * value_head
         table = page_table + row.to(tl.int64) * table_row
         whole = first  # keys [first, whole) are seen by all queries
         if not WINDOW:
             whole = tl.maximum(tl.minimum(last, length - queries + 1) // TILE * TILE, first)
             acc, peak, total = attend_tiles(
                 acc, peak, total, q, first, whole, position, length, window,
-                keys, values, table, pool_page, pool_token, score_scale, cap,
-                PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
+                keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+                PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, TILE, False, WINDOW, CAP, UPCAST,
             )  # fmt: skip
         acc, peak, total = attend_tiles(
             acc, peak, total, q, whole, last, position, length, window,
-            keys, values, table, pool_page, pool_token, score_scale, cap,
-            PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
+            keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+            PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, TILE, True, WINDOW, CAP, UPCAST,
         )  # fmt: skip
 
-        stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
+        stored = mine[:, None] & (value_dims < VALUE)[None, :]
         if DIRECT:
-            at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
-            tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+            at = ((start + token).to(tl.int64) * HEADS + head) * VALUE
+            tl.store(
+                out + at[:, None] + value_dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored
+            )
         else:
             at = ((first_piece.to(tl.int64) + token) * HEADS + head) * splits + split
-            tl.store(partial + at[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+            tl.store(partial + at[:, None] * VALUE + value_dims[None, :], acc, mask=stored)
             tl.store(stats + at * 2, peak, mask=mine)
             tl.store(stats + at * 2 + 1, total, mask=mine)
 
@@ -169,7 +181,7 @@ def attend_split(
 @triton.jit(do_not_specialize=["window", "max_query", "splits"])
 def combine_kernel(
     partial, stats, out, query_starts, kv_lengths, sinks, window, max_query, splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(1), tl.program_id(2)
@@ -179,26 +191,26 @@ def combine_kernel(
         combine_splits(
             tl.program_id(0), start + token, queries, tl.load(kv_lengths + row), row * max_query + token,
             partial, stats, out, sinks, window, splits,
-            HEADS, HEAD_DIM, DIM, TILE, SPLITS, WINDOW, SINKS,
+            HEADS, VALUE, VALUE_DIM, TILE, SPLITS, WINDOW, SINKS,
         )  # fmt: skip
 
 
 @triton.jit
 def combine_splits(
     head, token, queries, length, piece, partial, stats, out, sinks, window, splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combines the splits of one head of one token that had keys, SPLITS of them at a time."""
     begin = first_key(length, queries, window, TILE, WINDOW)
     used = tl.cdiv(length - begin, split_span(begin, length, splits, TILE))
-    dims = tl.arange(0, DIM)
+    dims = tl.arange(0, VALUE_DIM)
     peak = float("-inf")
     total = 0.0
     if SINKS:
         peak = tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
-    acc = tl.zeros([DIM], tl.float32)
+    acc = tl.zeros([VALUE_DIM], tl.float32)
     base = (piece.to(tl.int64) * HEADS + head) * splits
     for first in range(0, used, SPLITS):
         split = first + tl.arange(0, SPLITS)
@@ -206,16 +218,16 @@ def combine_splits(
         at = base + split
         peaks = tl.load(stats + at * 2, mask=there, other=float("-inf"))
         totals = tl.load(stats + at * 2 + 1, mask=there, other=0.0)
-        stored = there[:, None] & (dims < HEAD_DIM)[None, :]
-        part = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=stored, other=0.0)
+        stored = there[:, None] & (dims < VALUE)[None, :]
+        part = tl.load(partial + at[:, None] * VALUE + dims[None, :], mask=stored, other=0.0)
         higher = tl.maximum(peak, tl.max(peaks, 0))
         weight = tl.exp2(peaks - higher)
         shrink = tl.exp2(peak - higher)
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         total = total * shrink + tl.sum(totals * weight, 0)
         peak = higher
-    at = (token.to(tl.int64) * HEADS + head) * HEAD_DIM
-    tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    at = (token.to(tl.int64) * HEADS + head) * VALUE
+    tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < VALUE)
 
 
 def decode(
@@ -230,22 +242,23 @@ def decode(
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> None:
-    """Writes `out` [tokens, heads, head_dim] for the rows of `batch`.
+    """Writes `out` [tokens, heads, value width] for the rows of `batch`.
 
     `splits` and `tiles` are derived from the shapes; benchmarks set them.
     """
     assert q.stride(2) == 1
-    heads, head_dim = q.shape[1:]
+    heads = q.shape[1]
     page_size, kv_heads = keys.shape[1:3]
-    rows, group, dim = batch.kv_lengths.numel(), heads // kv_heads, triton.next_power_of_2(head_dim)
+    rows, group, dim = batch.kv_lengths.numel(), heads // kv_heads, padded_width(keys, values)
     max_query = batch.max_query
     if splits is None:
         splits = split_count(rows, kv_heads, batch.max_kv, scratch.processors)
     tiles = tiles or decode_tiles(max_query * group, dim, q.element_size())
     assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
     pieces = rows * max_query * heads * splits
-    partial, stats = scratch.take(pieces * head_dim, pieces * 2) if splits > 1 else (out, out)
-    shape = {"HEADS": heads, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
+    partial, stats = scratch.take(pieces * values.shape[3], pieces * 2) if splits > 1 else (out, out)
+    of_keys, of_values = width_options(keys, "KEY"), width_options(values, "VALUE")
+    shape = {"HEADS": heads, "TILE": tiles.keys, **of_values}
     options = {"WINDOW": softmax.window > 0, "SINKS": softmax.sinks is not None}
     sinks = q if softmax.sinks is None else softmax.sinks
     decode_kernel[(splits, kv_heads, rows)](
@@ -253,7 +266,7 @@ def decode(
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
         *score_factors(softmax), softmax.window, max_query, splits,
         GROUP=group, PAGE=page_size, ROWS=tiles.rows, DIRECT=splits == 1, CAP=softmax.softcap > 0, UPCAST=INTERPRETED,
-        num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
+        **of_keys, num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, rows, max_query)](

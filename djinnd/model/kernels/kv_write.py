@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from djinnd.model.kernels.tile import block_strides
+from djinnd.model.kernels.tile import block_strides, padded_width, width_options
 
 ELEMENTS = 2048  # elements of k, and of v, that one program copies: two 16-byte accesses a thread
 
@@ -15,33 +15,35 @@ ELEMENTS = 2048  # elements of k, and of v, that one program copies: two 16-byte
 def kv_write_kernel(
     k, v, keys, values, slots,
     k_token, k_head, v_token, v_head, key_page, key_token, key_head, value_page, value_token, value_head,
-    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Writes HEADS heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    dims = tl.arange(0, DIM)[None, :]
-    mask = (head < KV_HEADS) & (dims < HEAD_DIM)
+    key_dims, value_dims = tl.arange(0, KEY_DIM)[None, :], tl.arange(0, VALUE_DIM)[None, :]
+    of_k = (head < KV_HEADS) & (key_dims < KEY)
+    of_v = (head < KV_HEADS) & (value_dims < VALUE)
     slot = tl.load(slots + token)
     page, offset = slot // PAGE, slot % PAGE
-    new_k = tl.load(k + token * k_token + head * k_head + dims, mask=mask)
-    new_v = tl.load(v + token * v_token + head * v_head + dims, mask=mask)
-    tl.store(keys + page * key_page + offset * key_token + head * key_head + dims, new_k, mask=mask)
-    tl.store(values + page * value_page + offset * value_token + head * value_head + dims, new_v, mask=mask)
+    new_k = tl.load(k + token * k_token + head * k_head + key_dims, mask=of_k)
+    new_v = tl.load(v + token * v_token + head * v_head + value_dims, mask=of_v)
+    tl.store(keys + page * key_page + offset * key_token + head * key_head + key_dims, new_k, mask=of_k)
+    tl.store(values + page * value_page + offset * value_token + head * value_head + value_dims, new_v, mask=of_v)
 
 
 def kv_write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """k, v [tokens, kv_heads, head_dim] → keys, values [pages, page_size, kv_heads, head_dim] at `slots` [tokens].
+    """k, v [tokens, kv_heads, width] → keys, values [pages, page_size, kv_heads, width] at `slots` [tokens].
 
     Several tokens may have the same slot only if the slot is never read, such as one in the scratch page: it is not
     defined which token stays.
     """
     assert k.stride(2) == v.stride(2) == 1
-    tokens, kv_heads, head_dim = k.shape
-    dim = triton.next_power_of_2(head_dim)
-    heads = min(triton.next_power_of_2(kv_heads), max(1, ELEMENTS // dim))
+    tokens, kv_heads, _ = k.shape
+    heads = min(triton.next_power_of_2(kv_heads), max(1, ELEMENTS // padded_width(keys, values)))
     kv_write_kernel[(tokens, triton.cdiv(kv_heads, heads))](
         k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *block_strides(keys), *block_strides(values),
-        KV_HEADS=kv_heads, PAGE=keys.shape[1], HEAD_DIM=head_dim, DIM=dim, HEADS=heads, num_warps=4,
+        KV_HEADS=kv_heads, PAGE=keys.shape[1], HEADS=heads, num_warps=4,
+        **width_options(keys, "KEY"), **width_options(values, "VALUE"),
     )  # fmt: skip

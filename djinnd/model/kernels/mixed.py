@@ -26,7 +26,7 @@ from djinnd.model.kernels.decode import (
 )
 from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blocks, prefill_splits, prefill_tiles
 from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import INTERPRETED, Tiles, pool_strides, score_factors
+from djinnd.model.kernels.tile import INTERPRETED, Tiles, padded_width, pool_strides, score_factors, width_options
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 # Programs a processor, for decode rows and for combining. A processor can run no more than SINGLES at once.
@@ -38,11 +38,12 @@ NO_LIMIT = 1 << 30
                                "needed", "processors"])  # fmt: skip
 def mixed_kernel(
     query, keys, values, out, chunk_partial, chunk_stats, partial, stats, page_table, worklist, extent, sinks,
-    query_token, query_head, pool_page, pool_token, pool_head, table_row,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
     score_scale, cap, window, chunk_programs, most_chunk_splits, filling, useful, needed, processors,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr,
-    DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The first `chunk_programs` programs compute blocks of chunks, the others splits of rows with one token."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
@@ -55,9 +56,10 @@ def mixed_kernel(
             attend_block(
                 row, start, queries, length, piece % KV_HEADS, blocks - 1 - later // splits, later % splits,
                 query, keys, values, out, chunk_partial, chunk_stats, page_table, sinks,
-                query_token, query_head, pool_page, pool_token, pool_head, table_row,
+                query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
                 score_scale, cap, window, splits,
-                HEADS, GROUP, PAGE, HEAD_DIM, DIM, CHUNK_ROWS, TILE, CHUNKS_DIRECT, WINDOW, CAP, SINKS, UPCAST,
+                HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, CHUNK_ROWS, TILE, CHUNKS_DIRECT, WINDOW, CAP, SINKS,
+                UPCAST,
             )  # fmt: skip
     else:
         chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
@@ -68,9 +70,9 @@ def mixed_kernel(
             attend_split(
                 piece % splits, piece // splits % KV_HEADS, row, start, 1, length, nth,
                 query, keys, values, out, partial, stats, page_table, sinks,
-                query_token, query_head, pool_page, pool_token, pool_head, table_row,
+                query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
                 score_scale, cap, window, splits,
-                HEADS, GROUP, PAGE, HEAD_DIM, DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
+                HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
             )  # fmt: skip
 
 
@@ -78,7 +80,7 @@ def mixed_kernel(
 def combine_mixed_kernel(
     chunk_partial, chunk_stats, partial, stats, out, worklist, extent, sinks,
     window, most_chunk_splits, filling, useful, needed, processors,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr,
     TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -94,7 +96,7 @@ def combine_mixed_kernel(
             if token < queries:
                 combine_blocks(
                     piece % HEADS, start + token, chunk_partial, chunk_stats, out, sinks, splits,
-                    HEADS, HEAD_DIM, DIM, CHUNK_SPLITS, SINKS,
+                    HEADS, VALUE, VALUE_DIM, CHUNK_SPLITS, SINKS,
                 )  # fmt: skip
     if not DIRECT:
         chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
@@ -103,7 +105,7 @@ def combine_mixed_kernel(
             _, token, _, length = work_at(worklist, chunks + nth)
             combine_splits(
                 piece % HEADS, token, 1, length, nth, partial, stats, out, sinks, window, splits,
-                HEADS, HEAD_DIM, DIM, TILE, SPLITS, WINDOW, SINKS,
+                HEADS, VALUE, VALUE_DIM, TILE, SPLITS, WINDOW, SINKS,
             )  # fmt: skip
 
 
@@ -143,15 +145,16 @@ def mixed(
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> None:
-    """Writes `out` [tokens, heads, head_dim] for the rows of `batch`.
+    """Writes `out` [tokens, heads, value width] for the rows of `batch`.
 
     `splits` (of chunks and of single tokens) and `tiles` (of chunks) are derived from the shapes; benchmarks set them.
     """
     assert q.stride(2) == 1
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q.shape
+    value_width = values.shape[3]
     page_size, kv_heads = keys.shape[1:3]
     rows, processors = batch.kv_lengths.numel(), scratch.processors
-    group, dim = heads // kv_heads, triton.next_power_of_2(head_dim)
+    group, dim = heads // kv_heads, padded_width(keys, values)
     packed_rows = batch.max_query * group
     tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
     assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
@@ -167,9 +170,9 @@ def mixed(
     programs = min(SINGLES.value * processors, rows * kv_heads * useful) or 1
     chunk_pieces = tokens * heads * most if most > 1 else 0
     pieces = heads * max(waves * processors // kv_heads + rows, rows * needed) if useful > 1 else 0
-    sizes = (chunk_pieces * head_dim, chunk_pieces * 2, pieces * head_dim, pieces * 2)
+    sizes = (chunk_pieces * value_width, chunk_pieces * 2, pieces * value_width, pieces * 2)
     parts = scratch.take(*sizes) if sum(sizes) else (out,) * 4
-    shape = {"HEADS": heads, "GROUP": group, "HEAD_DIM": head_dim, "DIM": dim, "TILE": tiles.keys}
+    shape = {"HEADS": heads, "GROUP": group, "TILE": tiles.keys, **width_options(values, "VALUE")}
     options = {"CHUNK_ROWS": tiles.rows, "CHUNKS_DIRECT": most == 1, "DIRECT": useful == 1}
     options |= {"WINDOW": softmax.window > 0, "SINKS": softmax.sinks is not None}
     sinks = q if softmax.sinks is None else softmax.sinks
@@ -179,6 +182,7 @@ def mixed(
         *score_factors(softmax), softmax.window, chunk_programs, most, filling, useful, needed, processors,
         PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softmax.softcap > 0,
         UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
+        **width_options(keys, "KEY"),
     )  # fmt: skip
     if sum(sizes):
         combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](

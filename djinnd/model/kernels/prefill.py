@@ -8,7 +8,7 @@ A short chunk with a long history has too few blocks to fill the device: 64 toke
 programs, and each would walk over the whole history. So their keys are divided among `splits` programs, as in
 decode.py, and the results are combined:
 
-    partial  float32 [tokens, heads, splits, head_dim]
+    partial  float32 [tokens, heads, splits, value width]
     stats    float32 [tokens, heads, splits, 2]          peak and total; the total is 0 if a split found no keys
 """
 
@@ -23,9 +23,12 @@ from djinnd.model.kernels.tile import LOG2_E, UNSEEN, Tiles, attend_tiles, load_
 def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Tiles:
     """Tile sizes. On Hopper a warpgroup of 4 warps takes 64 rows; other GPUs have half the shared memory or less. Two
     warpgroups share the tiles that they load, which pays if there are enough programs to fill the device. Products of
-    float32 are unrolled into single multiplications: larger tiles take minutes to compile, and spill registers."""
+    float32 are unrolled into single multiplications: larger tiles take minutes to compile, and spill registers.
+    Widths of 512 (Gemma 4) leave room for small tiles only."""
     if itemsize == 4:
         return Tiles(32, 32, warps=4, stages=2) if dim <= 128 else Tiles(16, 16, warps=4, stages=2)
+    if dim > 256:
+        return Tiles(32, 16, warps=4, stages=2)
     if dim * itemsize > 256:
         return Tiles(64, 32, warps=4, stages=2)
     if not hopper:
@@ -56,11 +59,11 @@ def chunk_splits(programs, processors, most):
 def attend_block(
     row, start, queries, length, kv_head, block, split,
     query, keys, values, out, partial, stats, page_table, sinks,
-    query_token, query_head, pool_page, pool_token, pool_head, table_row,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
     score_scale, cap, window, splits,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Computes one split of one block of the row's queries, for one KV head. DIRECT: there is only one split, so the
     program normalises and writes the output itself."""
@@ -71,9 +74,9 @@ def attend_block(
         mine = token < queries
         piece = ((start + token).to(tl.int64) * HEADS + head) * splits + split
 
-        dims = tl.arange(0, DIM)
+        key_dims, value_dims = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
         query_rows = query + (start + token).to(tl.int64) * query_token + head * query_head
-        q = load_rows(query_rows[:, None] + dims[None, :], mine, dims < HEAD_DIM, True, HEAD_DIM != DIM)
+        q = load_rows(query_rows[:, None] + key_dims[None, :], mine, key_dims < KEY, True, KEY != KEY_DIM)
 
         history = length - queries
         position = history + token
@@ -98,32 +101,34 @@ def attend_block(
         if DIRECT and SINKS:
             peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
-        acc = tl.zeros([ROWS, DIM], tl.float32)
-        keys += kv_head * pool_head
-        values += kv_head * pool_head
+        acc = tl.zeros([ROWS, VALUE_DIM], tl.float32)
+        keys += kv_head * key_head
+        values += kv_head * value_head
         table = page_table + row.to(tl.int64) * table_row
         if WINDOW:
             acc, peak, total = attend_tiles(
                 acc, peak, total, q, begin, whole_begin, position, length, window,
-                keys, values, table, pool_page, pool_token, score_scale, cap,
-                PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
+                keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+                PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, TILE, True, WINDOW, CAP, UPCAST,
             )  # fmt: skip
         acc, peak, total = attend_tiles(
             acc, peak, total, q, whole_begin, whole_end, position, length, window,
-            keys, values, table, pool_page, pool_token, score_scale, cap,
-            PAGE, HEAD_DIM, DIM, TILE, False, WINDOW, CAP, UPCAST,
+            keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+            PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, TILE, False, WINDOW, CAP, UPCAST,
         )  # fmt: skip
         acc, peak, total = attend_tiles(
             acc, peak, total, q, whole_end, last, position, length, window,
-            keys, values, table, pool_page, pool_token, score_scale, cap,
-            PAGE, HEAD_DIM, DIM, TILE, True, WINDOW, CAP, UPCAST,
+            keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+            PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, TILE, True, WINDOW, CAP, UPCAST,
         )  # fmt: skip
-        stored = mine[:, None] & (dims < HEAD_DIM)[None, :]
+        stored = mine[:, None] & (value_dims < VALUE)[None, :]
         if DIRECT:
-            at = ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
-            tl.store(out + at[:, None] + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored)
+            at = ((start + token).to(tl.int64) * HEADS + head) * VALUE
+            tl.store(
+                out + at[:, None] + value_dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored
+            )
         else:
-            tl.store(partial + piece[:, None] * HEAD_DIM + dims[None, :], acc, mask=stored)
+            tl.store(partial + piece[:, None] * VALUE + value_dims[None, :], acc, mask=stored)
             tl.store(stats + piece * 2, peak, mask=mine)
             tl.store(stats + piece * 2 + 1, total, mask=mine)
 
@@ -131,16 +136,16 @@ def attend_block(
 @triton.jit
 def combine_blocks(
     head, token, partial, stats, out, sinks, splits,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
+    HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Combines the splits of one head of one token."""
-    split, dims = tl.arange(0, SPLITS), tl.arange(0, DIM)
+    split, dims = tl.arange(0, SPLITS), tl.arange(0, VALUE_DIM)
     at = (token.to(tl.int64) * HEADS + head) * splits + split
     totals = tl.load(stats + at * 2 + 1, mask=split < splits, other=0.0)
     used = totals > 0
     peaks = tl.load(stats + at * 2, mask=used, other=UNSEEN)
-    there = used[:, None] & (dims < HEAD_DIM)[None, :]
-    part = tl.load(partial + at[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
+    there = used[:, None] & (dims < VALUE)[None, :]
+    part = tl.load(partial + at[:, None] * VALUE + dims[None, :], mask=there, other=0.0)
     peak = tl.max(peaks, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -150,5 +155,5 @@ def combine_blocks(
     if SINKS:
         total += tl.exp2(sink - peak)
     acc = tl.sum(part * weight[:, None], 0)
-    at = (token.to(tl.int64) * HEADS + head) * HEAD_DIM
-    tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    at = (token.to(tl.int64) * HEADS + head) * VALUE
+    tl.store(out + at + dims, (acc / total).to(out.dtype.element_ty), mask=dims < VALUE)

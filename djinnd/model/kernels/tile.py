@@ -64,32 +64,38 @@ def load_rows(pointers, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: 
 @triton.jit
 def attend_tiles(
     acc, peak, total, q, first, last, position, length, window,
-    keys, values, table, page_stride, token_stride, score_scale, cap,
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, UPCAST: tl.constexpr,
+    keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
+    PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Attends with the queries q [rows, DIM] at `position` [rows] over the keys [first, last), tile by tile. `first` is
-    a multiple of TILE; TILE divides PAGE or PAGE divides TILE. → acc, peak, total.
+    """Attends with the queries q [rows, KEY_DIM] at `position` [rows] over the keys [first, last), tile by tile.
+    `first` is a multiple of TILE; TILE divides PAGE or PAGE divides TILE. → acc, peak, total.
 
-    keys, values: base of one KV head in one block of the pool. table: the session's page ids.
+    keys, values: base of one KV head in one block of the pool, with strides by page and token. table: the session's
+    page ids. KEY, VALUE: widths; KEY_DIM, VALUE_DIM: the powers of two that hold them.
     MASKED: applies causality, the window and the session's length. Without it, every query sees every key of the range.
 
     Memory past `length` is never read, because it may hold NaN of an earlier session, and 0 * NaN is NaN. Page ids are
     read one tile ahead, so that addresses do not wait for them.
     """
-    dims = tl.arange(0, DIM)
-    dim_mask = dims < HEAD_DIM
+    key_dims, value_dims = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
     inside = tl.arange(0, TILE)
     page_of = inside // PAGE  # page within the tile; 0 if a page holds several tiles
-    row_of = (inside % PAGE) * token_stride
+    key_row_of, value_row_of = (inside % PAGE) * key_token, (inside % PAGE) * value_token
     next_page = tl.load(table + first // PAGE + page_of, mask=first + inside < length, other=0)
     for start in range(first, last, TILE):
         at = start + inside
         there = at < length
-        rows = next_page.to(tl.int64) * page_stride + (row_of + start % PAGE * token_stride)
+        page = next_page.to(tl.int64)
+        key_rows = page * key_page + (key_row_of + start % PAGE * key_token)
+        value_rows = key_rows  # equal widths have equal strides
+        if KEY != VALUE:
+            value_rows = page * value_page + (value_row_of + start % PAGE * value_token)
         next_page = tl.load(table + (start + TILE) // PAGE + page_of, mask=at + TILE < length, other=0)
-        k = load_rows(keys + (rows[:, None] + dims[None, :]), there, dim_mask, MASKED, HEAD_DIM != DIM)
-        v = load_rows(values + (rows[:, None] + dims[None, :]), there, dim_mask, MASKED, HEAD_DIM != DIM)
+        at_k = keys + (key_rows[:, None] + key_dims[None, :])
+        k = load_rows(at_k, there, key_dims < KEY, MASKED, KEY != KEY_DIM)
+        at_v = values + (value_rows[:, None] + value_dims[None, :])
+        v = load_rows(at_v, there, value_dims < VALUE, MASKED, VALUE != VALUE_DIM)
 
         score = dot(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32), UPCAST)
         factor = score_scale
@@ -121,13 +127,23 @@ def score_factors(softmax: Softmax) -> tuple[float, float]:
     return LOG2_E.value * softmax.scale, 0.0
 
 
-def pool_strides(keys: Tensor, values: Tensor) -> tuple[int, int, int]:
-    """Strides by page, token and head of keys and values [pages, page_size, kv_heads, head_dim] of one pool."""
-    assert keys.stride() == values.stride()
-    return block_strides(keys)
+def pool_strides(keys: Tensor, values: Tensor) -> tuple[int, ...]:
+    """Strides by page, token and head of keys, then of values, in one pool. Equal widths have equal strides."""
+    assert keys.shape[3] != values.shape[3] or keys.stride() == values.stride()
+    return (*block_strides(keys), *block_strides(values))
+
+
+def width_options(x: Tensor, name: str) -> dict[str, int]:
+    """The kernels' constants for the width of keys ("KEY") or values ("VALUE")."""
+    return {name: x.shape[3], f"{name}_DIM": triton.next_power_of_2(x.shape[3])}
+
+
+def padded_width(keys: Tensor, values: Tensor) -> int:
+    """The power of two that holds the widths of both."""
+    return triton.next_power_of_2(max(keys.shape[3], values.shape[3]))
 
 
 def block_strides(x: Tensor) -> tuple[int, int, int]:
-    """Strides by page, token and head of keys or values [pages, page_size, kv_heads, head_dim]."""
+    """Strides by page, token and head of keys or values [pages, page_size, kv_heads, width]."""
     assert x.stride(3) == 1
     return x.stride(0), x.stride(1), x.stride(2)

@@ -6,7 +6,7 @@ A linear module that is no product is a target with one part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -35,12 +35,14 @@ class Target:
             self.module.register_forward_hook(lambda _, given, result: act(given[0], result))
 
 
-def find_targets(blocks: Sequence[nn.Module], prefixes: Sequence[str]) -> list[Target]:
+def find_targets(blocks: Sequence[nn.Module], prefixes: Sequence[str], left_out: Collection[str] = ()) -> list[Target]:
     """The targets of a model, in the order of its blocks. prefixes: of the blocks' names, "model.layers.0." and so on.
 
-    Modules in a list within a block are left out: these are experts, which get other rows than the step's tokens.
+    Modules in a list within a block are left out: these are experts, which get other rows than the step's tokens. So do
+    the modules that expand latents, whose names are in `left_out`.
     """
-    return [target for block, prefix in zip(blocks, prefixes, strict=True) for target in _of_block(block, prefix)]
+    found = [target for block, prefix in zip(blocks, prefixes, strict=True) for target in _of_block(block, prefix)]
+    return [target for target in found if not any(path in left_out for path in target.paths)]
 
 
 def _of_block(block: nn.Module, prefix: str) -> Iterator[Target]:

@@ -46,12 +46,13 @@ class PagedModel:
     def use_pool(self, pool: Tensor) -> None:
         """Points the attention of every block at `pool`. Graphs that were captured over an earlier pool are invalid."""
         self.pool = pool
+        self.paged: list[BlockKV] = []  # of each attention
         regions = kv_regions(pool, self.layout, self.dtype)
-        self.paged = [BlockKV(self.context, *pair) for pair in regions if pair is not None]
-        for block, paged in zip(self.adapter.blocks, self.paged, strict=True):
-            for module in block.modules():
-                if hasattr(module, "layer_idx"):
-                    module.paged = paged  # type: ignore[assignment]
+        for at, shape, region in zip(self.skeleton.attentions, self.skeleton.kv, regions, strict=True):
+            assert region is not None
+            paged = BlockKV(self.context, *region, at.latents, is_shared=isinstance(shape, int))
+            self.adapter.blocks[at.block].get_submodule(at.path).paged = paged  # type: ignore[assignment]
+            self.paged.append(paged)
 
     @property
     def num_blocks(self) -> int:
@@ -61,6 +62,15 @@ class PagedModel:
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.layout.page_size
+
+    def first_byte(self, block: int) -> int:
+        """Byte of a page at which the KV of the blocks from `block` on begins."""
+        return self.layout.first_byte(sum(at.block < block for at in self.skeleton.attentions))
+
+    @property
+    def has_latents(self) -> bool:
+        """True if attention reads lengths on the host, so that steps cannot be captured in graphs."""
+        return any(at.latents is not None for at in self.skeleton.attentions)
 
     @property
     def vocab(self) -> int:
@@ -105,7 +115,9 @@ class PagedModel:
     def install_adapters(self) -> LoraProducts:
         """The adapters' products, which are installed at the first call."""
         if self.adapters is None:
-            targets = find_targets(self.adapter.blocks, self.skeleton.prefixes)
+            prefixes = self.skeleton.prefixes
+            expanding = {prefixes[at.block] + path for at in self.skeleton.attentions for path in at.expanding}
+            targets = find_targets(self.adapter.blocks, prefixes, expanding)
             self.adapters = LoraProducts(targets, SLOTS, self.pool.device)
         return self.adapters
 

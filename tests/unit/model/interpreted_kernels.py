@@ -71,6 +71,14 @@ def test_attention_is_right_for_all_shapes(
     check(attention(), Scene(*rows, page_size=page_size, group=group, head_dim=head_dim, dtype=dtype))
 
 
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    ("key", "value"), [(24, 16), pytest.param(64, 128, marks=long), pytest.param(512, 512, marks=long)]
+)
+def test_keys_and_values_may_have_other_widths(rows: tuple[list[int], list[int]], key: int, value: int) -> None:
+    check(attention(), Scene(*rows, group=2, head_dim=key, value_dim=value))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -53,8 +53,9 @@ POINTERS = {
 }
 FLOATS = ("score_scale", "cap", "eps")
 STRIDES = ("_token", "_head", "_page", "_row")
-LLAMA_13B = {"HEADS": 40, "GROUP": 1, "PAGE": 16, "HEAD_DIM": 128, "DIM": 128}
-LLAMA_8B = {"HEADS": 32, "GROUP": 4, "PAGE": 32, "HEAD_DIM": 128, "DIM": 128}
+WIDTHS = {"KEY": 128, "KEY_DIM": 128, "VALUE": 128, "VALUE_DIM": 128}
+LLAMA_13B = {"HEADS": 40, "GROUP": 1, "PAGE": 16, **WIDTHS}
+LLAMA_8B = {"HEADS": 32, "GROUP": 4, "PAGE": 32, **WIDTHS}
 PLAIN = {"WINDOW": False, "CAP": False, "SINKS": False, "UPCAST": False}
 EVERYTHING = {"WINDOW": True, "CAP": True, "SINKS": True, "UPCAST": False}
 
@@ -122,13 +123,13 @@ def test_decode_with_all_options_compiles_for_ampere() -> None:
 
 @GPUS
 def test_the_small_kernels_compile(capability: int) -> None:
-    combined = {"HEADS": 32, "HEAD_DIM": 80, "DIM": 128, "SINKS": True}
+    combined = {"HEADS": 32, "VALUE": 80, "VALUE_DIM": 128, "SINKS": True}
     compile_for(capability, combine_kernel, TILE=64, SPLITS=16, WINDOW=True, **combined)
     combined |= {"GROUP": 4, "CHUNK_ROWS": 64, "TILE": 64, "CHUNK_SPLITS": 8, "SPLITS": 16, "WINDOW": True}
     for chunks, singles in ((False, False), (True, False), (False, True)):
         compile_for(capability, combine_mixed_kernel, CHUNKS_DIRECT=chunks, DIRECT=singles, **combined)
     compile_for(capability, pinned_copy_kernel, WORDS=1024)
-    compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEAD_DIM=128, DIM=128, HEADS=16)
+    compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEADS=16, **WIDTHS)
     compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)
     for width in (5120, 128_256):
         compile_for(capability, edit_kernel, warps=8, WIDTH=width, BLOCK=2048)

@@ -12,7 +12,7 @@ from djinn_client.errors import InvalidRequest, OutOfMemory, ProtocolError
 from djinn_client.handover import kv as kv_module
 from djinn_client.handover.kv import KV, KvWindow, exported_kv, kv_window, window_with
 from djinn_client.protocol import LoadModel, ModelInfo, ModelReply, SessionExported
-from djinn_client.protocol.fields.kv_layout import KvLayout
+from djinn_client.protocol.fields.kv_layout import BlockShape, KvLayout
 from djinn_client.tensors import arrays
 from djinn_client.transport.shm import new_window
 from tests.support.descriptors import open_descriptors
@@ -50,6 +50,34 @@ def test_keys_put_for_a_block_are_in_its_pages(window: KvWindow) -> None:
     for block in range(3):
         assert torch.equal(window.key(block), rows(block)) and torch.equal(window.value(block), rows(10 + block))
     assert torch.equal(window.pages[2, 1, 0, 4], rows(1)[36])
+
+
+UNEQUAL = KvLayout.of("float32", 16, [BlockShape(2, 4, 3), BlockShape(1, 6, 6), 0, None])
+
+
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_blocks_that_are_not_alike_have_keys_and_values_of_their_own_shapes(
+    has_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_torch:
+        monkeypatch.setattr(arrays.importlib.util, "find_spec", lambda name: None)
+    window = KvWindow(UNEQUAL, TOKENS)
+    window.pages[:] = 0
+    given = {block: [np.random.rand(TOKENS, *shape).astype("f") for shape in shapes] for block, shapes in OWN.items()}
+    for block, pair in given.items():
+        window.put(block, *(torch.from_numpy(x) if has_torch else x for x in pair))
+    for block, (key, value) in given.items():
+        assert np.array_equal(window.key(block), key) and np.array_equal(window.value(block), value)
+    assert np.array_equal(window.key(2), given[0][0])
+    assert window.pages.shape == (3, UNEQUAL.page_bytes // 4)
+    assert int((window.pages != 0).sum()) == TOKENS * (2 * 4 + 2 * 3 + 6 + 6)
+    with pytest.raises(InvalidRequest, match="block 3 has no KV"):
+        window.key(3)
+    with pytest.raises(InvalidRequest, match=r"values of block 0 must be \[37, 2, 3\]"):
+        window.put(0, *[given[0][0]] * 2)
+
+
+OWN = {0: ((2, 4), (2, 3)), 1: ((1, 6), (1, 6))}
 
 
 def test_another_shape_is_refused(window: KvWindow) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from djinnd.model.attention.hf_attention import AttentionContext, BlockKV, NoPages, Wanted, paged_attention
 from djinnd.model.attention.paged import PagedAttention, TorchAttention
 from djinnd.model.paged_batch import PagedBatch, Softmax
-from tests.support.paged import Scene
+from tests.support.paged import Scene, same_bytes
 
 
 class Recorded(TorchAttention):
@@ -18,7 +18,7 @@ class Recorded(TorchAttention):
     softmax: Softmax
 
     def attend(self, *args: Any) -> Tensor:
-        self.softmax = args[-1]
+        self.softmax = args[6]
         return super().attend(*args)
 
 
@@ -73,6 +73,18 @@ def test_sinks_are_passed_on(scene: Scene) -> None:
     torch.testing.assert_close(out[0].double(), reference, rtol=1e-5, atol=1e-5)
 
 
+def test_a_block_that_shares_kv_reads_the_pages_and_writes_none(scene: Scene) -> None:
+    """The step's own keys and values, which an earlier block has written, may be placeholders."""
+    module = module_over(scene, TorchAttention(), scene.batch(fresh=False))
+    own = [scene.k, scene.v]
+    paged_attention(module, *map(as_transformers, (scene.q, *own)), None, scaling=0.125)
+    written = scene.pool.clone()
+    module.paged.is_shared = True
+    out, _ = paged_attention(module, as_transformers(scene.q), *(as_transformers(0 * x) for x in own), None, 0.125)
+    assert same_bytes(scene.pool, written)
+    torch.testing.assert_close(out[0].double(), scene.reference(written, Softmax(0.125)), rtol=1e-5, atol=1e-5)
+
+
 def wanted_by(module: nn.Module, mask: Tensor | None = None, **arguments: Any) -> Wanted:
     q, k, v = torch.zeros(1, 8, 3, 16), torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 12)
     with pytest.raises(NoPages) as call:
@@ -82,7 +94,10 @@ def wanted_by(module: nn.Module, mask: Tensor | None = None, **arguments: Any) -
 
 def test_without_pages_the_wanted_shape_is_raised() -> None:
     harmless = {"position_ids": torch.zeros(1), "cache_position": torch.zeros(1), "output_attentions": False}
-    assert wanted_by(nn.Module(), **harmless) == Wanted(2, key_dim=16, value_dim=12, window=0, unserved="")
+    module = nn.Module()
+    wanted = wanted_by(module, **harmless)
+    assert wanted.module is module and (wanted.window, wanted.unserved) == (0, "")
+    assert (wanted.key.shape, wanted.value.shape) == ((1, 2, 3, 16), (1, 2, 3, 12))
     assert wanted_by(nn.Module(), sliding_window=64).window == 64
 
 

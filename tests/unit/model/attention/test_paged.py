@@ -50,6 +50,12 @@ def test_attention_is_right_for_all_shapes(page_size: int, group: int, head_dim:
     check(TorchAttention(), Scene(*ROWS["mixed"], page_size=page_size, group=group, head_dim=head_dim))
 
 
+@pytest.mark.parametrize(("key", "value"), [(24, 16), (64, 128), (5, 3)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_keys_and_values_may_have_other_widths(key: int, value: int, options: dict[str, Any]) -> None:
+    check(TorchAttention(), Scene(*ROWS["mixed"], group=2, head_dim=key, value_dim=value), **options)
+
+
 @pytest.mark.parametrize("rows", ["decode", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_is_right_in_half_precision(rows: str, dtype: torch.dtype) -> None:

@@ -110,10 +110,6 @@ def test_gpt_oss_as_it_is_published_is_refused(tmp_path: Path) -> None:
         ),
         (Qwen3NextConfig(**SMALL, num_experts=2), "block 0 of qwen3_next .* cannot page: linear_attention"),
         (
-            Gemma4TextConfig(**SMALL, layer_types=GEMMA_3N["layer_types"]),
-            "gemma4_text has blocks with different shapes",
-        ),
-        (
             JambaConfig(**SMALL, attn_layer_period=2, attn_layer_offset=1),
             "block 0 of jamba .* cannot page",
         ),
@@ -121,7 +117,6 @@ def test_gpt_oss_as_it_is_published_is_refused(tmp_path: Path) -> None:
         (BertConfig(**SMALL), "attention of bert needs .*: attention to later tokens"),
         (DogeConfig(**SMALL, num_key_value_heads=2), "attention of doge needs .*: a mask of its own"),
         (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), "block 0 of lfm2 is of a kind .*: conv"),
-        (DeepseekV3Config(**SMALL), "deepseek_v3 has blocks with different shapes of K and V"),
         (
             Gemma3nTextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_kv_shared_layers=0, **GEMMA_3N),
             r"gemma3n_text take more than one hidden state a token: \[4, 1, 2, 32\]",
@@ -152,6 +147,26 @@ def test_a_window_that_only_a_mask_would_enforce_is_refused() -> None:
 @pytest.fixture(params=FAMILIES)
 def config(request: pytest.FixtureRequest) -> PreTrainedConfig:
     return read_config(reduced_model(request.param))
+
+
+def test_latent_attention_keeps_latents_and_rotary_keys() -> None:
+    config = DeepseekV3Config(**SMALL, kv_lora_rank=12, qk_rope_head_dim=8)
+    skeleton = skeleton_of(config)
+    assert skeleton.kv == (BlockShape(1, 12, 8),) * 2
+    assert [at.expanding for at in skeleton.attentions] == [("self_attn.kv_b_proj",)] * 2
+
+
+def test_a_block_that_shares_kv_names_the_block_whose_kv_it_reads() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma4TextConfig(
+        **SMALL | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        num_kv_shared_layers=2,
+        layer_types=kinds,
+    )
+    assert skeleton_of(config).kv == (BlockShape(2, 8, 8), BlockShape(2, 16, 16), 0, 1)
 
 
 def test_a_skeleton_has_no_memory(config: PreTrainedConfig) -> None:

@@ -1,0 +1,128 @@
+"""Latent attention (MLA: DeepSeek, 2024) over pages.
+
+The family computes one latent for a token, from which the keys and values of all heads are made, and a rotary key that
+all heads share. The pages hold only these two: 576 numbers a token for DeepSeek V3, where keys and values are 40,960.
+`expand_kv` is the family's own method that makes keys and values of them; `Latents` stands in its place and keeps what
+it is given.
+
+Earlier tokens are expanded again in each step, some at a time, so that memory stays bounded. The softmax runs on
+through these pieces as in kernels/tile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from djinnd.model.attention.chunks import attend_chunk
+from djinnd.model.attention.gathering import gather_tokens
+from djinnd.model.paged_batch import PagedBatch, Softmax
+from djinnd.model.tuning import EXPANDED_BYTES
+
+# latents and rotary keys [rows, 1, tokens, width] → keys and values [rows, heads, tokens, width]
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Latents:
+    """Replaces `expand_kv` of one module. Keeps the latents of the step's tokens until attention takes them."""
+
+    def __init__(self, expand: Expand) -> None:
+        self.expand = expand
+        self._given: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        self._given = (latents, rotary)
+        return self.expand(latents, rotary)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The latents and rotary keys of the call, [1, 1, tokens, width] each."""
+        given, self._given = self._given, None
+        assert given is not None, "attention ran without expand_kv"
+        return given
+
+
+def keep_latents(module: nn.Module) -> Latents | None:
+    """Puts Latents in the place of the module's `expand_kv`, once. None: the module has no latent attention."""
+    found = getattr(module, "expand_kv", None)
+    if found is None or isinstance(found, Latents):
+        return found
+    latents = Latents(found)
+    module.expand_kv = latents  # type: ignore[assignment]
+    return latents
+
+
+def attend_latents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    latents: Tensor,
+    rotary: Tensor,
+    batch: PagedBatch,
+    softmax: Softmax,
+    expand: Expand,
+) -> Tensor:
+    """q, k and v [tokens, heads, width] of this step, and a block's pages of latents and rotary keys [pages, page_size,
+    1, width] → [tokens, heads, value width]. Reads the batch's lengths on the host."""
+    assert softmax.is_plain, "latent attention has no softcap and no sinks"
+    starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
+    counts = [end - start for start, end in pairwise(starts)]
+    out = q.new_empty(len(q), q.shape[1], v.shape[2])
+    pages = (latents, rotary)
+    singles = [row for row, count in enumerate(counts) if count == 1]
+    if singles:
+        rows = torch.tensor(singles, device=q.device)
+        tokens = batch.query_starts[rows].long()
+        some = q[tokens].unsqueeze(2)  # [rows, heads, 1, width]
+        longest = max(lengths[row] for row in singles)
+        found = _attend(some, pages, batch.page_table[rows], batch.kv_lengths[rows], longest, v, softmax, expand)
+        out[tokens] = found[:, :, 0]
+    for row, count in enumerate(counts):
+        if count > 1:
+            own = slice(starts[row], starts[row + 1])
+            if lengths[row] == count:
+                out[own] = attend_chunk(q[own], k[own], v[own], softmax)
+                continue
+            one, some = slice(row, row + 1), q[own].transpose(0, 1).unsqueeze(0)
+            table, length = batch.page_table[one], batch.kv_lengths[one]
+            found = _attend(some, pages, table, length, lengths[row], v, softmax, expand)
+            out[own] = found[0].transpose(0, 1)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    table: Tensor,
+    lengths: Tensor,
+    longest: int,
+    v: Tensor,
+    softmax: Softmax,
+    expand: Expand,
+) -> Tensor:
+    """q [rows, heads, queries, width], the last tokens of their rows → [rows, heads, queries, value width]. `longest`:
+    the largest of `lengths`. v: gives the width and dtype of values."""
+    rows, heads, queries, width = q.shape
+    position = (lengths[:, None] - queries + torch.arange(queries, device=q.device))[:, None, :, None]
+    peak = q.new_full((rows, heads, queries, 1), -torch.inf, dtype=torch.float32)
+    total = torch.zeros_like(peak)
+    acc = torch.zeros(rows, heads, queries, v.shape[2], dtype=torch.float32, device=q.device)
+    scaled = q.float() * softmax.scale
+    piece = max(1, EXPANDED_BYTES // (rows * heads * 4 * (width + v.shape[2] + queries)))
+    for start in range(0, longest, piece):
+        at = torch.arange(start, min(start + piece, longest), device=q.device)
+        place = torch.minimum(at, lengths[:, None] - 1)  # memory past the end of a row may hold NaN
+        keys, values = expand(*(gather_tokens(x, table, place).transpose(1, 2) for x in pages))
+        seen = at <= position
+        if softmax.window:
+            seen &= at > position - softmax.window
+        scores = (scaled @ keys.float().transpose(-1, -2)).masked_fill(~seen, -torch.inf)
+        higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        reached = higher.clamp(min=torch.finfo(torch.float32).min)  # a row that has seen no key: -inf minus -inf is NaN
+        weights, shrink = (scores - reached).exp(), (peak - reached).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        acc = acc * shrink + weights @ values.float()
+        peak = higher
+    return (acc / total).to(q.dtype)
