@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from djinn_client.protocol.fields.points import Point
+from djinnd.device.cpu import CpuDevice
+from djinnd.model.step.inputs import StepInputs
 from tests.support import reference
 from tests.support.checkpoints import random_model
-from tests.support.loaded import Served, random_prompt, small_pages
+from tests.support.loaded import MEMORY, Served, fill, load_weights, paged_model, random_prompt, small_pages
 from tests.support.parameters import long_except
 
 CONTEXT = 512
@@ -103,6 +107,35 @@ def test_logits_and_tokens_equal_transformers(folder: Path) -> None:
             assert wanted.std() > 0.1
             torch.testing.assert_close(served.logits_of(request), wanted, rtol=0, atol=1e-4)
     assert talker.tokens[44:] == reference.greedy(folder, prompt(44), 16)
+
+
+class Replaced:
+    """A probe that puts hidden states at the beginning of block 2."""
+
+    points = frozenset({Point("resid", 2)})
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.first = 0
+        self.hidden = hidden
+
+    def at(self, point: Point, value: Tensor) -> None:
+        value.copy_(self.hidden)
+
+
+def test_a_step_may_begin_behind_the_block_that_stores_shared_kv(tmp_path: Path) -> None:
+    """A row that was stopped at a breakpoint goes on in a step in which no block has stored its keys and values."""
+    device = CpuDevice(MEMORY)
+    weights = load_weights(random_model(tmp_path / "model", config_of("gemma 4: shared KV")), device)
+    model = paged_model(weights, 4, 16)
+    inputs = StepInputs(device, 20, 1, 2)
+    fill(inputs, [(prompt(20), 0, [2, 1])], 16)
+    inputs.send()
+    batch = inputs.paged_batch(max_query=20, max_kv=20, fresh=True)
+    whole = model.forward(inputs, batch)
+    parked = model.forward(inputs, batch, blocks=range(2)).clone()
+    assert torch.equal(model.forward(inputs, batch, probe=Replaced(parked), blocks=range(2, 4)), whole)
+    weights.release(device)
+    device.close()
 
 
 def prompt(length: int) -> list[int]:
