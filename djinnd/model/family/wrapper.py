@@ -34,7 +34,7 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> 
     """
     is_wrapper = text_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     of = AutoModelForMultimodalLM if is_wrapper else AutoModelForCausalLM
-    model: PreTrainedModel = of.from_config(config, dtype=dtype, attn_implementation=attention)
+    model: PreTrainedModel = of.from_config(config, dtype=dtype, attn_implementation=attention)  # type: ignore[no-untyped-call]
     model.tie_weights()
     if is_wrapper:
         _remove_towers(model)
