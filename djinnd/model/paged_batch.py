@@ -38,12 +38,14 @@ class Softmax:
     window: int = 0  # how many tokens a query sees, including itself; 0: all tokens before it
     softcap: float = 0.0  # scores become softcap * tanh(score / softcap) (Gemma 2); 0: scores are unchanged
     sinks: Tensor | None = None  # [heads]: a logit more in the denominator of the softmax, without a value (gpt-oss)
+    # Tokens of a chunk: a query sees its own chunk, up to itself (Llama 4). 0: no chunks. There is no window then.
+    chunk: int = 0
 
     @property
     def is_plain(self) -> bool:
-        """True if only the window differs from ordinary causal attention."""
+        """True if only the window or the chunks differ from ordinary causal attention."""
         return not self.softcap and self.sinks is None
 
     def is_causal_only(self, length: int) -> bool:
         """True if rows of `length` tokens have ordinary causal attention."""
-        return self.is_plain and not 0 < self.window < length
+        return self.is_plain and not 0 < (self.window or self.chunk) < length

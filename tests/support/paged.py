@@ -130,6 +130,8 @@ class Scene:
             position = torch.arange(length - count, length, device=pool.device)[:, None]
             at = torch.arange(length, device=pool.device)
             seen = (at <= position) & (at > position - (softmax.window or length))
+            if softmax.chunk:
+                seen &= at >= position // softmax.chunk * softmax.chunk
             scores = scores.masked_fill(~seen, float("-inf"))
             if softmax.sinks is not None:
                 scores = torch.cat([scores, softmax.sinks.double()[:, None, None].expand(-1, count, 1)], -1)

@@ -23,6 +23,8 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     seen = at <= position
     if softmax.window:
         seen &= at > position - softmax.window
+    if softmax.chunk:
+        seen &= at >= position // softmax.chunk * softmax.chunk
     if softmax.is_plain:
         out = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=gqa)
     else:

@@ -51,6 +51,7 @@ class Wanted:
     value: Tensor
     window: int  # 0: none
     unserved: str  # arguments that paged attention does not support; "": none
+    chunk: int = 0  # 0: no chunks
 
 
 class NoPages(Exception):
@@ -76,12 +77,14 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, width], key and value [1, kv_heads, tokens, width] → [1, tokens, heads, value width].
 
-    Signature and names are transformers' attention interface.
+    Signature and names are transformers' attention interface. The size of chunks is not among its arguments: the module
+    has it as `attention_chunk`.
     """
+    chunk: int = getattr(module, "attention_chunk", 0)
     paged: BlockKV | None = getattr(module, "paged", None)
     if paged is None:
         unserved = _unserved(module, attention_mask, kwargs)
-        raise NoPages(Wanted(module, key, value, sliding_window or 0, unserved))
+        raise NoPages(Wanted(module, key, value, sliding_window or 0, unserved, chunk))
     assert attention_mask is None and dropout == 0.0
     batch = paged.context.batch
     assert batch is not None
@@ -95,7 +98,7 @@ def paged_attention(
     elif not paged.is_shared:
         kernels.write(k, v, paged.keys, paged.values, batch)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softmax = Softmax(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    softmax = Softmax(scale, sliding_window or 0, softcap or 0.0, s_aux, chunk)
     own_k, own_v = (None, None) if paged.is_shared else (k, v)
     out = kernels.attend(q, own_k, own_v, paged.keys, paged.values, batch, softmax, expand)
     return out.unsqueeze(0), None

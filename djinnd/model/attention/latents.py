@@ -118,6 +118,8 @@ def _attend(
         seen = at <= position
         if softmax.window:
             seen &= at > position - softmax.window
+        if softmax.chunk:
+            seen &= at >= position // softmax.chunk * softmax.chunk
         scores = (scaled @ keys.float().transpose(-1, -2)).masked_fill(~seen, -torch.inf)
         higher = torch.maximum(peak, scores.amax(-1, keepdim=True))
         reached = higher.clamp(min=torch.finfo(torch.float32).min)  # a row that has seen no key: -inf minus -inf is NaN

@@ -114,6 +114,8 @@ def _attend_singles(
     seen = at < lengths
     if softmax.window:
         seen &= at >= lengths - softmax.window
+    if softmax.chunk:
+        seen &= at >= (lengths - 1) // softmax.chunk * softmax.chunk
     k, v = (gather_tokens(x, table, torch.minimum(at, lengths - 1)).transpose(1, 2) for x in (keys, values))
     q = q[tokens]
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])

@@ -4,7 +4,7 @@ A family may compute differently from some position on, and may take the positio
 pass. So two things are checked at each boundary that the configuration suggests (boundaries.py):
 
     attention gets the same queries, keys and values as when transformers runs the family after so many tokens;
-    each block's mask equals the window that attention is called with.
+    each block's mask equals the window or the chunks that attention is called with.
 
 This needs no KV: attention itself does not run, and one block of each kind is enough.
 """
@@ -87,7 +87,7 @@ def _check(model: PagedModel, rows: list[range], catching: _Catching) -> None:
                 _compare(model, got[at], want, row, "attends")
             if softmax != usual:
                 _refuse(model, row, f"block {index} calls attention with {usual} behind a cache, {softmax} without")
-            _check_mask(model, index, rules[index], softmax.window, rows)
+            _check_mask(model, index, rules[index], softmax, rows)
         model.placement.end(index)
 
 
@@ -123,21 +123,24 @@ def _compare(model: PagedModel, ours: Tensor, theirs: Tensor, row: range, does: 
         _refuse(model, row, f"{told}; {allowed:.2g} is allowed")
 
 
-def _check_mask(model: PagedModel, index: int, rule: Rule | None, window: int, rows: list[range]) -> None:
-    """Compares the family's mask with causality and `window`, for queries and keys at the boundaries and at the ends of
-    their windows. Raises ModelRejected."""
+def _check_mask(model: PagedModel, index: int, rule: Rule | None, softmax: Softmax, rows: list[range]) -> None:
+    """Compares the family's mask with causality and the window or chunks of `softmax`, for queries and keys at the
+    boundaries and at the ends of their windows. Raises ModelRejected."""
     if rule is None:
         return
     reached = {position for row in rows for position in row}
+    window, chunk = softmax.window, softmax.chunk
     at = sorted({0} | reached | {p - window + end for p in reached for end in (0, 1) if window and p >= window})
     places = torch.tensor(at, device=model.pool.device)
     zero, query, key = torch.zeros_like(places[:1]), places[:, None], places[None, :]
     seen = (key <= query) & ((key > query - window) if window else True)
+    if chunk:
+        seen &= key >= query // chunk * chunk
     wrong = (rule(zero, zero, query, key) != seen).nonzero().tolist()
     if wrong:
         q, k = (at[place] for place in wrong[0])
-        row = range(q, q + 1)
-        _refuse(model, row, f"the mask of block {index} and a window of {window} tokens differ about token {k}")
+        row, told = range(q, q + 1), f"chunks of {chunk} tokens" if chunk else f"a window of {window} tokens"
+        _refuse(model, row, f"the mask of block {index} and {told} differ about token {k}")
 
 
 def _refuse(model: PagedModel, row: range, why: str) -> None:

@@ -95,7 +95,7 @@ class EveryBound(PagedAttention):
         expand: Expand | None = None,
     ) -> Tensor:
         shape = (q.shape[1:], keys.shape[2:], values.shape[3])
-        kind = (q.dtype, shape, bool(softmax.window), bool(softmax.softcap), softmax.sinks is None)
+        kind = (q.dtype, shape, bool(softmax.window), bool(softmax.chunk), bool(softmax.softcap), softmax.sinks is None)
         if kind not in self._seen and expand is None:
             self._seen.add(kind)
             apart = TritonAttention(q.device)  # scratch memory of its own, freed afterwards: these bounds are not real

@@ -35,6 +35,7 @@ from djinnd.weights.store import Routing
 # Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`.
 _FULL = ("full_attention", "attention", None)
 _SLIDING = ("sliding_attention", None)
+_CHUNKED = ("chunked_attention",)
 
 
 def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
@@ -166,7 +167,7 @@ class Skeleton:
     def _attention_of(self, index: int, prologue: Prologue) -> Wanted:
         kinds = getattr(self.config, "layer_types", None)
         kind = str(kinds[index]) if kinds else None  # None: the configuration names no kinds
-        if kind not in _FULL and kind not in _SLIDING:
+        if kind not in (*_FULL, *_SLIDING, *_CHUNKED):
             reason = f"block {index} of {self.family} is of a kind with state that djinnd cannot page: {kind}"
             raise ModelRejected(reason, family=self.family)
         try:
@@ -180,7 +181,8 @@ class Skeleton:
             )
             raise ModelRejected(reason, family=self.family)
         unserved = wanted.unserved
-        if kind is not None and kind not in (_SLIDING if wanted.window else _FULL):
+        served = _SLIDING if wanted.window else _CHUNKED if wanted.chunk else _FULL
+        if kind is not None and kind not in served:
             unserved = f"{kind} by a mask"  # djinnd makes no masks
         if unserved:
             reason = f"the attention of {self.family} needs a feature that djinnd does not support: {unserved}"

@@ -21,9 +21,11 @@ from djinnd.model.kernels.tile import (
     LOG2_E,
     Tiles,
     attend_tiles,
+    first_seen,
     load_rows,
     padded_width,
     pool_strides,
+    reach,
     score_factors,
     width_options,
 )
@@ -86,7 +88,7 @@ def split_span(first, length, splits, TILE: tl.constexpr):
 def first_key(length, queries, window, TILE: tl.constexpr, WINDOW: tl.constexpr):
     """The first key that any query of the row sees, rounded down to a whole tile."""
     if WINDOW:
-        return tl.maximum(length - queries - window + 1, 0) // TILE * TILE
+        return first_seen(length - queries, window, WINDOW) // TILE * TILE
     else:
         return 0
 
@@ -259,17 +261,18 @@ def decode(
     partial, stats = scratch.take(pieces * values.shape[3], pieces * 2) if splits > 1 else (out, out)
     of_keys, of_values = width_options(keys, "KEY"), width_options(values, "VALUE")
     shape = {"HEADS": heads, "TILE": tiles.keys, **of_values}
-    options = {"WINDOW": softmax.window > 0, "SINKS": softmax.sinks is not None}
+    window, reaching = reach(softmax)
+    options = {"WINDOW": reaching, "SINKS": softmax.sinks is not None}
     sinks = q if softmax.sinks is None else softmax.sinks
     decode_kernel[(splits, kv_heads, rows)](
         q, keys, values, out, partial, stats, batch.query_starts, batch.kv_lengths, batch.page_table, sinks,
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
-        *score_factors(softmax), softmax.window, max_query, splits,
+        *score_factors(softmax), window, max_query, splits,
         GROUP=group, PAGE=page_size, ROWS=tiles.rows, DIRECT=splits == 1, CAP=softmax.softcap > 0, UPCAST=INTERPRETED,
         **of_keys, num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
     )  # fmt: skip
     if splits > 1:
         combine_kernel[(heads, rows, max_query)](
-            partial, stats, out, batch.query_starts, batch.kv_lengths, sinks, softmax.window, max_query, splits,
+            partial, stats, out, batch.query_starts, batch.kv_lengths, sinks, window, max_query, splits,
             SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
         )  # fmt: skip

@@ -26,7 +26,15 @@ from djinnd.model.kernels.decode import (
 )
 from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blocks, prefill_splits, prefill_tiles
 from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import INTERPRETED, Tiles, padded_width, pool_strides, score_factors, width_options
+from djinnd.model.kernels.tile import (
+    INTERPRETED,
+    Tiles,
+    padded_width,
+    pool_strides,
+    reach,
+    score_factors,
+    width_options,
+)
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 # Programs a processor, for decode rows and for combining. A processor can run no more than SINGLES at once.
@@ -174,19 +182,20 @@ def mixed(
     parts = scratch.take(*sizes) if sum(sizes) else (out,) * 4
     shape = {"HEADS": heads, "GROUP": group, "TILE": tiles.keys, **width_options(values, "VALUE")}
     options = {"CHUNK_ROWS": tiles.rows, "CHUNKS_DIRECT": most == 1, "DIRECT": useful == 1}
-    options |= {"WINDOW": softmax.window > 0, "SINKS": softmax.sinks is not None}
+    window, reaching = reach(softmax)
+    options |= {"WINDOW": reaching, "SINKS": softmax.sinks is not None}
     sinks = q if softmax.sinks is None else softmax.sinks
     mixed_kernel[(chunk_programs + programs,)](
         q, keys, values, out, *parts, batch.page_table, batch.worklist, batch.extent, sinks,
         q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
-        *score_factors(softmax), softmax.window, chunk_programs, most, filling, useful, needed, processors,
+        *score_factors(softmax), window, chunk_programs, most, filling, useful, needed, processors,
         PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softmax.softcap > 0,
         UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
         **width_options(keys, "KEY"),
     )  # fmt: skip
     if sum(sizes):
         combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
-            *parts, out, batch.worklist, batch.extent, sinks, softmax.window, most, filling, useful, needed, processors,
+            *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, processors,
             CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
         )  # fmt: skip
 

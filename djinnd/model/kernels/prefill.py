@@ -1,8 +1,8 @@
 """Attention of rows with many tokens. It is bound by the matrix units, so tiles are large and few of them are masked.
 
 A program takes a block of packed query rows (tile.py) of one KV head, and walks over the keys that any of them sees.
-Only tiles on the causal diagonal and on the window's edge are masked. Both history and this step's tokens are read from
-pages. The kernel that calls these functions is in mixed.py.
+Only tiles on the causal diagonal and on the edge of a window or chunk are masked. Both history and this step's tokens
+are read from pages. The kernel that calls these functions is in mixed.py.
 
 A short chunk with a long history has too few blocks to fill the device: 64 tokens of a model with 40 heads are 40
 programs, and each would walk over the whole history. So their keys are divided among `splits` programs, as in
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from djinnd.model.kernels.tile import LOG2_E, UNSEEN, Tiles, attend_tiles, load_rows
+from djinnd.model.kernels.tile import LOG2_E, UNSEEN, Tiles, attend_tiles, first_seen, load_rows
 
 
 def prefill_tiles(packed_rows: int, dim: int, itemsize: int, hopper: bool) -> Tiles:
@@ -86,8 +86,8 @@ def attend_block(
         begin = 0
         whole_begin = 0
         if WINDOW:
-            begin = tl.minimum(tl.maximum(oldest - window + 1, 0) // TILE * TILE, whole_end)
-            whole_begin = tl.minimum(tl.cdiv(tl.maximum(newest - window + 1, 0), TILE) * TILE, whole_end)
+            begin = tl.minimum(first_seen(oldest, window, WINDOW) // TILE * TILE, whole_end)
+            whole_begin = tl.minimum(tl.cdiv(first_seen(newest, window, WINDOW), TILE) * TILE, whole_end)
         last = newest + 1
         if not DIRECT:
             span = tl.cdiv(tl.cdiv(last - begin, splits), TILE) * TILE

@@ -27,6 +27,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 # up to then are multiplied by exp2(UNSEEN - peak) = 0 when the first key comes. Each row sees at least its own key.
 UNSEEN = tl.constexpr(-1.0e30)
 
+# Values of the kernels' constant WINDOW. The argument `window` has the tokens of the window or of a chunk.
+UNBOUNDED, WINDOWED, CHUNKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -62,6 +65,15 @@ def load_rows(pointers, row_mask, dim_mask, MASK_ROWS: tl.constexpr, MASK_DIMS: 
 
 
 @triton.jit
+def first_seen(position, window, WINDOW: tl.constexpr):
+    """The first key that the query at `position` sees."""
+    if WINDOW == CHUNKED:
+        return position // window * window
+    else:
+        return tl.maximum(position - window + 1, 0)
+
+
+@triton.jit
 def attend_tiles(
     acc, peak, total, q, first, last, position, length, window,
     keys, values, table, key_page, key_token, value_page, value_token, score_scale, cap,
@@ -73,7 +85,8 @@ def attend_tiles(
 
     keys, values: base of one KV head in one block of the pool, with strides by page and token. table: the session's
     page ids. KEY, VALUE: widths; KEY_DIM, VALUE_DIM: the powers of two that hold them.
-    MASKED: applies causality, the window and the session's length. Without it, every query sees every key of the range.
+    MASKED: applies causality, the window or chunk, and the session's length. Without it, every query sees every key
+    of the range.
 
     Memory past `length` is never read, because it may hold NaN of an earlier session, and 0 * NaN is NaN. Page ids are
     read one tile ahead, so that addresses do not wait for them.
@@ -104,7 +117,9 @@ def attend_tiles(
             factor = cap
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & there[None, :]
-            if WINDOW:
+            if WINDOW == CHUNKED:
+                seen = seen & (at[None, :] >= position[:, None] // window * window)
+            elif WINDOW == WINDOWED:
                 seen = seen & (at[None, :] > position[:, None] - window)
             # Scaled before `where`: if a row sees no key of a tile, `score * factor - higher` must be exactly 0. A
             # fused multiply-add of UNSEEN would leave the rounding error of the product, which is huge.
@@ -125,6 +140,14 @@ def score_factors(softmax: Softmax) -> tuple[float, float]:
     if softmax.softcap:
         return 2.0 * LOG2_E.value * softmax.scale / softmax.softcap, LOG2_E.value * softmax.softcap
     return LOG2_E.value * softmax.scale, 0.0
+
+
+def reach(softmax: Softmax) -> tuple[int, int]:
+    """→ the kernels' `window` and WINDOW."""
+    if softmax.chunk:
+        assert not softmax.window
+        return softmax.chunk, CHUNKED.value
+    return softmax.window, WINDOWED.value if softmax.window else UNBOUNDED.value
 
 
 def pool_strides(keys: Tensor, values: Tensor) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ def test_keys_and_values_may_have_other_widths(rows: tuple[list[int], list[int]]
     "options",
     [
         pytest.param({"window": 20}, id="window", marks=long),
+        pytest.param({"chunk": 20}, id="chunk", marks=long),
         pytest.param({"softcap": 3.0}, id="softcap", marks=long),
         pytest.param({"window": 20, "softcap": 3.0, "sinks": True}, id="window, softcap, sinks"),
     ],
@@ -102,12 +103,19 @@ def test_windows_may_be_shorter_than_a_tile_or_span_several() -> None:
         check(attention(), Scene([30], [170], kv_heads=1), window=window)
 
 
+def test_chunks_of_attention_may_begin_and_end_within_a_tile_and_within_a_row() -> None:
+    for chunk in (1, 100, 150, 1000):
+        check(attention(), Scene([30, 1, 5], [170, 101, 300], kv_heads=1), chunk=chunk)
+        check(attention(), Scene([1, 4], [128, 102], kv_heads=1), chunk=chunk)
+
+
 @pytest.mark.parametrize("splits", [2, pytest.param(7, marks=long)])
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({}, marks=long),
         pytest.param({"window": 40}, marks=long),
+        pytest.param({"chunk": 100}, marks=long),
         {"window": 100, "softcap": 3.0, "sinks": True},
     ],
     ids=str,

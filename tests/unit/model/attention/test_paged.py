@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 20},
     "window of one": {"window": 1},
+    "chunks": {"chunk": 20},
     "softcap": {"softcap": 3.0},
     "window, softcap": {"window": 20, "softcap": 3.0},
 }

@@ -19,7 +19,6 @@ from transformers import (
     GPTNeoConfig,
     JambaConfig,
     Lfm2Config,
-    Llama4TextConfig,
     MambaConfig,
     MiniMaxConfig,
     MistralConfig,
@@ -120,10 +119,6 @@ def test_gpt_oss_as_it_is_published_is_refused(tmp_path: Path) -> None:
         (
             Gemma3nTextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_kv_shared_layers=0, **GEMMA_3N),
             r"gemma3n_text take more than one hidden state a token: \[4, 1, 2, 32\]",
-        ),
-        (
-            Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=64),
-            "block 0 of llama4_text is of a kind .*: chunked_attention",
         ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
