@@ -17,7 +17,7 @@ from tests.families.configurations import CONTEXT, VOCAB, reduced, reduced_wrapp
 from tests.support.loaded import Served, random_prompt, small_pages
 
 LARGEST = 5_000_000  # parameters of a reduced model
-TOLERANCE = 1e-4  # of logits, float32
+TOLERANCE = 1e-4  # error of a logit, float32, for logits of up to 1; larger logits may differ by as much more
 NEAR_TIE = 2e-5  # of logits: rounding may choose between two tokens that are nearer
 
 READERS = (1, 7, 130, 600)  # tokens of prompts of which all logits are compared
@@ -106,7 +106,7 @@ def _compare(served: Served, model: PreTrainedModel) -> None:
     for prompt, forward in zip(prompts, forwards, strict=True):
         wanted = _logits(model, prompt)
         error = (served.logits_of(forward) - wanted).abs().max().item()
-        if not error < TOLERANCE * max(1.0, wanted.std().item()):
+        if not error < TOLERANCE * max(1.0, wanted.abs().max().item()):
             raise Differs(f"the logits of a prompt of {len(prompt)} tokens differ by {error:.2g}")
     for talker, own, count in talkers:
         assert len(talker.tokens) == len(own) + count
