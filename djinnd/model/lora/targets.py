@@ -24,22 +24,30 @@ class Target:
 
     module: Product | nn.Module
     inputs: int
-    paths: tuple[str, ...]  # full names of the modules whose results are the parts of this one's
+    prefix: str  # of the block's names, such as "model.layers.0."
+    names: tuple[str, ...]  # within the block: the modules whose results are the parts of this one's
     sizes: tuple[int, ...]  # outputs of each part; their sum is the width of the result
 
-    def add(self, act: Add) -> None:
-        """Calls `act` with each input and result of the module from now on."""
-        if isinstance(self.module, Product):
-            self.module.added = act
-        else:
-            self.module.register_forward_hook(lambda _, given, result: act(given[0], result))
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The full names of the parts' modules."""
+        return tuple(self.prefix + name for name in self.names)
+
+    def add(self, act: Add) -> Callable[[], None]:
+        """Calls `act` with each input and result of the module from now on, until the returned function is called."""
+        module = self.module
+        if isinstance(module, Product):
+            module.added = act
+            return lambda: setattr(module, "added", None)
+        return module.register_forward_hook(lambda _, given, result: act(given[0], result)).remove
 
 
 def find_targets(blocks: Sequence[nn.Module], prefixes: Sequence[str], left_out: Collection[str] = ()) -> list[Target]:
     """The targets of a model, in the order of its blocks. prefixes: of the blocks' names, "model.layers.0." and so on.
 
-    Modules in a list within a block are left out: these are experts, which get other rows than the step's tokens. So do
-    the modules that expand latents, whose names are in `left_out`.
+    Modules in a list within a block are left out: these are experts, which get other rows than the step's tokens. So
+    are the modules that expand latents, whose names are in `left_out`. A rehearsal finds other modules that get other
+    rows (step/adapter_rehearsal.py).
     """
     found = [target for block, prefix in zip(blocks, prefixes, strict=True) for target in _of_block(block, prefix)]
     return [target for target in found if not any(path in left_out for path in target.paths)]
@@ -54,13 +62,13 @@ def _of_block(block: nn.Module, prefix: str) -> Iterator[Target]:
         if isinstance(module, Projection):
             parts.setdefault(module.product, []).append((name, module))
         elif (shape := _linear_shape(module)) is not None:
-            yield Target(module, shape[0], (prefix + name,), (shape[1],))
+            yield Target(module, shape[0], prefix, (name,), (shape[1],))
     for product, found in parts.items():
         order = [name.removesuffix(".weight") for name in product.unit]
         found.sort(key=lambda each: order.index(each[0]))
-        paths, modules = zip(*found, strict=True)
+        names, modules = zip(*found, strict=True)
         sizes = tuple(module.out_features for module in modules)
-        yield Target(product, modules[0].in_features, tuple(prefix + path for path in paths), sizes)
+        yield Target(product, modules[0].in_features, prefix, names, sizes)
 
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:

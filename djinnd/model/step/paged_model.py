@@ -115,10 +115,12 @@ class PagedModel:
     def install_adapters(self) -> LoraProducts:
         """The adapters' products, which are installed at the first call."""
         if self.adapters is None:
+            from djinnd.model.step.adapter_rehearsal import served_targets  # which runs a PagedModel
+
             prefixes = self.skeleton.prefixes
             expanding = {prefixes[at.block] + path for at in self.skeleton.attentions for path in at.expanding}
             targets = find_targets(self.adapter.blocks, prefixes, expanding)
-            self.adapters = LoraProducts(targets, SLOTS, self.pool.device)
+            self.adapters = LoraProducts(served_targets(self, targets), SLOTS, self.pool.device)
         return self.adapters
 
     def run_block(self, index: int, hidden: Tensor, arguments: dict[str, Any], probe: Probe | None = None) -> Tensor:

@@ -70,7 +70,7 @@ def test_the_kernels_add_what_the_loops_add(
     tokens = sum(counts)
     x, y = torch.randn(tokens, INPUTS).to(dtype), torch.randn(tokens, sum(sizes)).to(dtype)
     found, expected = pairs(sizes, dtype), y.clone()
-    products = LoraProducts([Target(Module(), INPUTS, tuple(map(str, sizes)), sizes)], 4, torch.device("cpu"))
+    products = LoraProducts([Target(Module(), INPUTS, "", tuple(map(str, sizes)), sizes)], 4, torch.device("cpu"))
     for slot, pair in found.items():
         products.fill(slot, {0: pair})
     products.rows = tensors_of(slots, counts, tokens)

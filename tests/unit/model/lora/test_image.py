@@ -17,8 +17,8 @@ MODEL = reduced_model("llama-2")
 LAYER = "model.layers.0."
 # Of block 0 of the reduced model: a joined product, and a module of its own.
 TARGETS = [
-    Target(nn.Identity(), 64, tuple(f"{LAYER}self_attn.{name}_proj" for name in "qkv"), (64, 64, 64)),
-    Target(nn.Identity(), 64, (f"{LAYER}self_attn.o_proj",), (64,)),
+    Target(nn.Identity(), 64, LAYER, tuple(f"self_attn.{name}_proj" for name in "qkv"), (64, 64, 64)),
+    Target(nn.Identity(), 64, LAYER, ("self_attn.o_proj",), (64,)),
 ]
 
 
