@@ -28,6 +28,8 @@ from djinn_client.protocol import (
     encode,
     request_id_of,
 )
+from djinn_client.protocol.fields.kv_layout import KvLayout
+from tests.support.kv_layouts import LAYOUTS
 
 REQUESTS = get_args(protocol.union_of(*get_args(protocol.ClientMessage)))
 REPLIES = get_args(protocol.union_of(protocol.ServerMessage))
@@ -206,10 +208,14 @@ def strategy_for(type_: Any) -> st.SearchStrategy[Any]:
             return st.lists(strategy_for(item), max_size=3)
         case msgspec.inspect.TupleType(item_types=items):
             return st.tuples(*map(strategy_for, items))
+        case msgspec.inspect.VarTupleType(item_type=item):
+            return st.lists(strategy_for(item), max_size=3).map(tuple)
         case msgspec.inspect.DictType(key_type=key, value_type=value):
             return st.dictionaries(strategy_for(key), strategy_for(value), max_size=3)
         case msgspec.inspect.UnionType(types=types):
             return st.one_of(*map(strategy_for, types))
+        case msgspec.inspect.StructType(cls=cls) if cls is KvLayout:
+            return LAYOUTS
         case msgspec.inspect.StructType(cls=cls):
             return built(cls)
         case _:
