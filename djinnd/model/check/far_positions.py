@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -136,14 +137,18 @@ def _check_mask(model: PagedModel, index: int, rule: Rule | None, softmax: Softm
     seen = (key <= query) & ((key > query - window) if window else True)
     if chunk:
         seen &= key >= query // chunk * chunk
-    wrong = (rule(zero, zero, query, key) != seen).nonzero().tolist()
+    try:
+        own = rule(zero, zero, query, key)
+    except IndexError:  # it looks the position up in a tensor that has an entry for each token of the request
+        _refuse(model, rows[0], f"the mask of block {index} depends on the tokens of a request, not on positions alone")
+    wrong = (own != seen).nonzero().tolist()
     if wrong:
         q, k = (at[place] for place in wrong[0])
         row, told = range(q, q + 1), f"chunks of {chunk} tokens" if chunk else f"a window of {window} tokens"
         _refuse(model, row, f"the mask of block {index} and {told} differ about token {k}")
 
 
-def _refuse(model: PagedModel, row: range, why: str) -> None:
+def _refuse(model: PagedModel, row: range, why: str) -> NoReturn:
     family, position = model.skeleton.family, row.stop - 1
     raise ModelRejected(
         f"{family} fails the check at load, near position {position:,}: {why}", family=family, position=position

@@ -15,9 +15,12 @@ from transformers import Llama4TextConfig, Ministral3Config
 from djinn_client.errors import ModelRejected
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
+from djinnd.model.check import far_positions
 from djinnd.model.check.far_positions import check_far_positions
 from djinnd.model.families import ADAPTED
+from djinnd.model.family.adapter import Prologue
 from djinnd.model.family.boundaries import MOST, boundaries
+from djinnd.model.family.own_forward import Rule, prologue_after
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES
 from tests.support import reference
@@ -114,6 +117,19 @@ class Elsewhere(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         factor = 2 if int(position_ids.max()) >= self.length else 1
         return self.rotary(x, position_ids / factor)
+
+
+def test_a_mask_that_looks_tokens_up_is_refused(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a mask has an entry for each token of a request, and none for far positions."""
+    groups = torch.zeros(1, 3, dtype=torch.long)
+
+    def after(*given: Any) -> tuple[Prologue, list[Rule | None]]:
+        prologue, rules = prologue_after(*given)
+        return prologue, [lambda batch, head, query, key: groups[batch, query] == 0 for _ in rules]
+
+    monkeypatch.setattr(far_positions, "prologue_after", after)
+    with pytest.raises(ModelRejected, match="the mask of block 0 depends on the tokens of a request"):
+        check_all(model_of(device, reduced_model("llama-2")), 256)
 
 
 def test_frequencies_that_change_with_a_batch_are_refused(device: CpuDevice) -> None:
