@@ -10,6 +10,8 @@ Token i of a session is in page table[row, i // page_size], so the tables of a b
 Sessions share pages. A fork shares its parent's, and sessions of a tenant that begin with the same tokens share the
 pages of the first. Only full pages are shared, and a session writes only behind the KV that it has, so a shared page is
 never written. `trim` gives up a shared page rather than keep a part of it.
+
+Pages of a hybrid model have states beside KV: see `has_state`.
 """
 
 from __future__ import annotations
@@ -25,14 +27,22 @@ import numpy.typing as npt
 from djinnd.kvcache.neighbours import rising_with
 from djinnd.kvcache.page_pool import SCRATCH, PagePool
 from djinnd.kvcache.prefixes import Key, PrefixIndex, PublicPrefixes, root
-from djinnd.kvcache.tuning import FIRST_ROWS, PAGE_BYTES
+from djinnd.kvcache.tuning import FIRST_ROWS, MOST_STATE_TOKENS, PAGE_BYTES
 
 
-def page_size_for(token_bytes: int) -> int:
+def page_size_for(token_bytes: int, state_bytes: int = 0) -> int:
     """Tokens in a page, if a token has `token_bytes` of KV in all blocks: the power of two from 16 to 256 that brings a
-    page nearest to 4 MiB."""
+    page nearest to 4 MiB.
+
+    A page of a hybrid model has a state of `state_bytes` beside its KV. Its size is the power of two, up to
+    MOST_STATE_TOKENS, at which the KV is about as large as the state: so states at most double what a long session
+    takes, and a session that is cut computes at most a page of tokens again.
+    """
     assert token_bytes > 0
-    return 1 << min(max(round(math.log2(PAGE_BYTES / token_bytes)), 4), 8)
+    size = 1 << min(max(round(math.log2(PAGE_BYTES / token_bytes)), 4), 8)
+    while state_bytes > size * token_bytes and size < MOST_STATE_TOKENS:
+        size *= 2
+    return size
 
 
 class PageCopy(NamedTuple):
@@ -45,8 +55,11 @@ class PageCopy(NamedTuple):
 class KvManager:
     """Maps the tokens of sessions to pages. It knows a session while the session holds pages."""
 
-    def __init__(self, num_pages: int, page_size: int, page_bytes: int, max_context: int) -> None:
-        """`num_pages` includes the scratch page. `page_bytes` is only for figures. `max_context` is in tokens."""
+    def __init__(
+        self, num_pages: int, page_size: int, page_bytes: int, max_context: int, *, keeps_states: bool = False
+    ) -> None:
+        """`num_pages` includes the scratch page. `page_bytes` is only for figures. `max_context` is in tokens.
+        `keeps_states`: pages have states of a hybrid model, see `has_state`."""
         assert page_size > 0 and max_context > 0
         self.pool = PagePool(num_pages)
         self.page_size = page_size
@@ -62,6 +75,8 @@ class KvManager:
         self._read: dict[int, int] = {}  # for each protected page, how many of its first tokens must not be written
         self._stranded: set[int] = set()  # protected pages that no session holds
         self._free_rows = list(range(FIRST_ROWS - 1, -1, -1))
+        self.keeps_states = keeps_states
+        self._state_at: dict[str, int] = {}  # by session: the position of the state in its partly filled last page
         self.changes = 0  # rises when a page gets one holder more or less, except its first holder
 
     @property
@@ -120,11 +135,33 @@ class KvManager:
         """Notes that the session's last pages, which came from `extend`, now hold the KV of these keys. All its pages
         together hold the KV of `tokens` tokens."""
         own = self._keys[session_id]
+        self.set_state(session_id, tokens)
         first = self.pages_held(session_id) - len(keys)
         assert len(own) == first, f"session {session_id} has {len(own)} keys of the {first} pages before"
         own += keys[: tokens // self.page_size - first]
         for page, key in enumerate(own[first:], first):
             self._know(key, int(self._table[self._row[session_id], page]))
+
+    # --- states of hybrid models --------------------------------------------------------------------------------------
+
+    def has_state(self, session_id: str, tokens: int) -> bool:
+        """True if the session can go on after its first `tokens` tokens, of which it has the KV.
+
+        A page of a hybrid model has one state, which is that after the last token that was run in this page. KV may be
+        written again at any position, but a state cannot go back inside a page. So a session can go on at the end of a
+        page, or where the state of its last page stands.
+        """
+        return not self.keeps_states or tokens % self.page_size == 0 or self._state_at.get(session_id) == tokens
+
+    def set_state(self, session_id: str, tokens: int | None) -> None:
+        """Notes that the state in the session's last page is that after `tokens` tokens. None: the blocks' states are
+        at different positions."""
+        if tokens is None:
+            self._state_at.pop(session_id, None)
+        else:
+            self._state_at[session_id] = tokens
+
+    # --- copies -------------------------------------------------------------------------------------------------------
 
     def protect(self, pages: Sequence[int], tokens: int) -> None:
         """Keeps pages while they are copied: each gets one reference more, and its first `tokens` tokens must not be
@@ -241,11 +278,13 @@ class KvManager:
         full = max(tokens - runs_last_again, 0) // self.page_size
         own, copy = pages[:full], None
         self._share(own, tenant)
+        may_copy = may_copy and self.has_state(parent, tokens)
         if full < len(pages) and may_copy and self.pool.free:
             copy = PageCopy(pages[full], *self.pool.allocate(1, tenant, overwritten=True))
             self._prefixes.forget([copy.target])
             own.append(copy.target)
         if own:
+            self.set_state(child, tokens)
             self._append(child, own)
             self._keys[child] = self._keys[parent][: min(tokens, len(own) * self.page_size) // self.page_size]
         return min(tokens, len(own) * self.page_size), copy
@@ -255,11 +294,13 @@ class KvManager:
         Returns how many of these tokens it still has pages for.
 
         A page of which only a part would be kept is taken too, if another session holds it, if it is public, or if the
-        part to be written is being copied.
+        part to be written is being copied. In a hybrid model it is also taken unless `has_state`.
         """
         row = self._row.get(session_id)
         if row is None:
             return 0
+        if not self.has_state(session_id, tokens):
+            tokens -= tokens % self.page_size
         held, kept = self._held[row], self.pages_for(tokens)
         if kept <= held and tokens % self.page_size:
             last = int(self._table[row, kept - 1])
@@ -302,6 +343,7 @@ class KvManager:
         if kept == 0:
             self._free_rows.append(self._row.pop(session_id))
             del self._keys[session_id]
+            self._state_at.pop(session_id, None)
 
     def drop(self, session_id: str) -> None:
         """Takes all pages from the session. No effect if it holds none."""

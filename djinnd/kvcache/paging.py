@@ -165,7 +165,8 @@ class Paging:
         """Looks up which tiers have KV of the session's first `most` tokens, beyond its `computed` ones.
 
         `origin`: see prefixes.py. `ends`: positions at which a partly filled page may end. The last page found may end
-        after `most`, because it also holds KV before `most`. `left`: the session's pages when it left, if known.
+        after `most`, because it also holds KV before `most`; not so in a hybrid model, in which it has the state at its
+        end. `left`: the session's pages when it left, if known.
         """
         size = self.kv.page_size
         start = at = computed // size * size
@@ -189,6 +190,8 @@ class Paging:
                 key, end, keys = next(known, (b"", at, []))
             if end == at:
                 break
+            if end > most and self.kv.keeps_states:
+                break
             found.append(key)
             on_disk += key not in self.host
             on_the_way |= self.moves.is_on_the_way(key)
@@ -211,6 +214,8 @@ class Paging:
         assert self.host is not None
         size = self.kv.page_size
         keys = left.keys[start // size : self.kv.pages_for(min(left.tokens, most))]
+        if left.tokens > most and self.kv.keeps_states:
+            return []
         is_all = left.tokens >= most or left.tokens % size  # a page behind a partly filled one cannot be found
         return keys if is_all and not self.host.lacks(keys) else []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 # --- Pages ------------------------------------------------------------------------------------------------------------
 
 PAGE_BYTES = 4 << 20  # Measured on PCIe 5: copies of this size reach the bus's full rate. Of all blocks together.
+MOST_STATE_TOKENS = 4096  # chosen: tokens of a page with a state; a session that is cut computes up to so many again
 FIRST_ROWS = 8  # chosen: rows of a new page table
 
 # --- Copies between device and host -----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class StepResults:
                 return self._stopped(session, request, row.stage)
             if session.remaining == 0:
                 session.stage = None
+                self._queue.kv.set_state(session.id, end)
         self._advance(session, end)
         if request.seen_from < end:
             request.seen_from = end

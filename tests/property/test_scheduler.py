@@ -57,6 +57,11 @@ def slots_of(kv: KvManager, session: str, start: int, count: int) -> list[int]:
     return [pages[position // size] * size + position % size for position in range(start, start + count)]
 
 
+def state_of(page: int) -> int:
+    """The place of a page's state in a device's memory, beside the slots of KV."""
+    return -1 - page
+
+
 class Written(NamedTuple):
     """The contents of a slot of KV: they follow from the token and all tokens before it, and from the edits of each."""
 
@@ -174,6 +179,8 @@ class Places:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    keeps_states = False  # of a hybrid model
+
     @initialize(
         pages=st.tuples(st.integers(1, 8), st.integers(8, 30)),
         page_size=st.integers(1, 4),
@@ -192,7 +199,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(max_batch_tokens, max_rows, UNLIMITED)
         self.now = 0.0
         self.kv = {
-            name: KvManager(n + 1, page_size, 1 << 20, MAX_CONTEXT) for name, n in zip(MODELS, pages, strict=True)
+            name: KvManager(n + 1, page_size, 1 << 20, MAX_CONTEXT, keeps_states=self.keeps_states)
+            for name, n in zip(MODELS, pages, strict=True)
         }
         for name, kv in self.kv.items():
             self.scheduler.add_model(name, kv, MAX_CONTEXT, NUM_BLOCKS)
@@ -257,10 +265,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                     memory.pop(slot, None)
                     if copy.source * kv.page_size + offset in memory:
                         memory[slot] = dict(memory[copy.source * kv.page_size + offset])
+                memory[state_of(copy.target)] = dict(memory.get(state_of(copy.source), {}))
             session = self.scheduler.session(name)
             assert (session.model, session.tenant, session.priority) == (model, parent.session.tenant, "batch")
             lost = parent.session.computed - session.computed
-            assert 0 <= lost < kv.page_size and (lost == 0 or not free)
+            assert 0 <= lost < kv.page_size and (lost == 0 or not free or self.keeps_states)
             changes = {number: replace(change) for number, change in parent.changes.items()}
             child = self.shadows[name] = Shadow(session, list(parent.tokens), changes=changes)
             self.cut(child, max(0, len(child.tokens) - data.draw(st.integers(0, 3))))
@@ -609,6 +618,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for page in kv.pool.take_stale():
             for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
                 memory.pop(slot, None)
+            memory.pop(state_of(page), None)
+        for row in batch.rows:
+            if self.keeps_states:
+                self.run_states(row)
         for row in batch.rows:
             shadow = self.shadows[row.session.id]
             name, blocks = row.session.id, range(row.first_block, row.last_block)
@@ -631,6 +644,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                 slots = range(page * kv.page_size, (page + 1) * kv.page_size)
                 tenants = {written.tenant for slot in slots for written in memory.get(slot, {}).values()}
                 assert tenants <= {row.session.tenant}, f"page {page} of {row.session.id} holds another's KV"
+
+    def run_states(self, row: Row) -> None:
+        """Checks the state that the row reads in each block, and writes those at the ends of its pages."""
+        kv, memory, shadow = self.kv[row.session.model], self.device[row.session.model], self.shadows[row.session.id]
+        pages, size = kv.pages_of(row.session.id), kv.page_size
+        for block in range(row.first_block, row.last_block):
+            if row.start:
+                read = memory.get(state_of(pages[(row.start - 1) // size]), {}).get(block)
+                expected = shadow.written(row.start - 1, block)
+                assert read == expected, f"{row.session.id} goes on from state {read} at {row.start} in block {block}"
+            for page in range(row.start // size, (row.end - 1) // size + 1):
+                last = min((page + 1) * size, row.end) - 1
+                place = state_of(pages[page])
+                memory[place] = {**memory.get(place, {}), block: shadow.written(last, block)}
 
     def before(self, shadow: Shadow, position: int, block: int) -> tuple[int, Written | None]:
         """The value that waits before that block: the output of the block before, without the edits at that point."""
@@ -768,4 +795,17 @@ class TestScheduler(SchedulerMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerAtLength(SchedulerMachine.TestCase):
+    settings = settings(max_examples=200, stateful_step_count=50)
+
+
+class StatesMachine(SchedulerMachine):
+    keeps_states = True
+
+
+class TestSchedulerOfHybrids(StatesMachine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=50)
+
+
+@pytest.mark.long
+class TestSchedulerOfHybridsAtLength(StatesMachine.TestCase):
     settings = settings(max_examples=200, stateful_step_count=50)

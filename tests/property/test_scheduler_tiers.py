@@ -29,6 +29,7 @@ from tests.property.test_scheduler import (
     SchedulerMachine,
     Shadow,
     Written,
+    state_of,
 )
 
 Bytes = list[Written | None]  # bytes of a page, by token
@@ -100,7 +101,9 @@ class Copier:
 
     def carry(self, move: Move) -> None:
         size = self.paging.kv.page_size
-        slots = {name: range(page * size, (page + 1) * size) for name, page in self.pages(move).items()}
+        slots = {
+            name: [*range(page * size, (page + 1) * size), state_of(page)] for name, page in self.pages(move).items()
+        }
         match move.direction:
             case Direction.DEMOTE:
                 self.memory["host"][move.target] = [self.device.get(slot) for slot in slots["source"]]
@@ -389,4 +392,17 @@ class TestSchedulerWithTiers(TiersMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerWithTiersAtLength(TiersMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=50)
+
+
+class TiersOfHybridsMachine(TiersMachine):
+    keeps_states = True
+
+
+class TestTiersOfHybrids(TiersOfHybridsMachine.TestCase):
+    settings = settings(max_examples=12, stateful_step_count=50)
+
+
+@pytest.mark.long
+class TestTiersOfHybridsAtLength(TiersOfHybridsMachine.TestCase):
     settings = settings(max_examples=100, stateful_step_count=50)

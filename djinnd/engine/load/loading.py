@@ -54,6 +54,7 @@ from djinnd.messages import (
 )
 from djinnd.model.placing.image import image_of
 from djinnd.model.placing.loader import ModelLoader, Weights
+from djinnd.model.states.layout import state_bytes
 
 log = logging.getLogger("djinnd.engine")
 
@@ -342,6 +343,7 @@ def model_shape(loader: ModelLoader) -> ModelShape:
     return ModelShape(
         num_blocks=skeleton.num_blocks,
         kv=skeleton.kv,
+        state_bytes=state_bytes(skeleton.stateful),
         width=config.hidden_size,
         widest=max(max(shape[-2:]) for shape in projections),  # both dimensions: GPT-2's weights are stored transposed
         vocab=config.vocab_size,

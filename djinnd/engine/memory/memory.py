@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from djinn_client.protocol.fields.kv_layout import BlockKv, token_bytes
+from djinn_client.protocol.fields.kv_layout import BlockKv, aligned, token_bytes
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.engine.tuning import DISK_MOST, FULL_SESSIONS, KV_FLOOR, KV_SHARE, LOGIT_ROWS, MIN_TOKENS, ROWS_AT_HAND
 from djinnd.kvcache.manager import page_size_for
@@ -32,6 +32,17 @@ class ModelShape:
     vocab: int
     itemsize: int  # bytes of an element of KV and activations
     max_positions: int
+    state_bytes: int = 0  # of the state in a page of a hybrid model
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return page_size_for(self.token_bytes, self.state_bytes)
+
+    @property
+    def page_bytes(self) -> int:
+        kv = self.page_size * self.token_bytes
+        return aligned(kv) + self.state_bytes if self.state_bytes else kv
 
     @property
     def token_bytes(self) -> int:
@@ -77,9 +88,8 @@ def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
 def kv_floor(shape: ModelShape, wanted: int, budget: int) -> int:
     """Bytes of pages that are set aside before weights are placed: the bytes asked for, or a small share of the
     budget."""
-    size = page_size_for(shape.token_bytes)
-    pages = -(-min(MIN_TOKENS, shape.max_positions) // size) + 1
-    return max(wanted or int(budget * KV_FLOOR), pages * size * shape.token_bytes)
+    pages = -(-min(MIN_TOKENS, shape.max_positions) // shape.page_size) + 1
+    return max(wanted or int(budget * KV_FLOOR), pages * shape.page_bytes)
 
 
 def pages_share(wanted: int) -> float:
@@ -99,8 +109,7 @@ def plan_kv(shape: ModelShape, free: int, floor: int, wanted: int, max_context: 
 
     Automatic takes half of `free`, or all of it with `takes_all`, but at least `floor` if that much is free.
     """
-    size = page_size_for(shape.token_bytes)
-    page_bytes = size * shape.token_bytes
+    size, page_bytes = shape.page_size, shape.page_bytes
     context = min(max_context or shape.max_positions, shape.max_positions)
     least = -(-min(MIN_TOKENS, context) // size) + 1
     if wanted:

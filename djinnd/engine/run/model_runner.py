@@ -63,7 +63,8 @@ class ModelRunner:
     def __post_init__(self) -> None:
         model, plan, device = self.model, self.plan, self.device
         self.name = self.weights.name
-        self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context)
+        has_states = bool(model.skeleton.stateful)
+        self.kv = KvManager(plan.num_pages, plan.page_size, plan.page_bytes, plan.max_context, keeps_states=has_states)
         with device.computing():
             self.sampler = Sampler(model.vocab, device.torch_device)
         self.windows: dict[int, LogitsWindow] = {}  # by request: the logits of forward passes that run
@@ -124,7 +125,10 @@ class ModelRunner:
 
     @property
     def half_bytes(self) -> int:
-        """Bytes of a page, from its beginning, that hold the KV of the blocks before WeightPlacement.half."""
+        """Bytes of a page, from its beginning, that hold the KV of the blocks before WeightPlacement.half. 0 for a
+        hybrid model: the states of all blocks are at the end of a page."""
+        if self.model.has_states:
+            return 0
         return self.model.first_byte(self.weights.placement.half)
 
     @property

@@ -92,15 +92,16 @@ def _reserve(
     assert weights.placement.plan is not None
     greedy = takes_all(load.placing, weights.placement.plan)
     plan = plan_kv(shape, device.budget.free, floor, load.kv_bytes, load.max_context, greedy)
-    layout = layout_of(weights.dtype, plan.page_size, shape.kv)
+    layout = layout_of(weights.dtype, plan.page_size, shape.kv, shape.state_bytes)
     assert layout.page_bytes == plan.page_bytes
     pool = device.allocate(kv_label(load.model), (plan.num_pages, plan.page_bytes), torch.uint8, zero=True)
     labels.append(kv_label(load.model))
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
     runner = ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows)
-    if model.has_latents and runner.graphs is not None:
+    if (model.has_latents or model.has_states) and runner.graphs is not None:
         runner.run_without_graphs()
-        weights.notes.append("steps run without CUDA graphs: latent attention reads the sessions' lengths on the host")
+        what = "latent attention reads" if model.has_latents else "modules with a state read"
+        weights.notes.append(f"steps run without CUDA graphs: {what} the sessions' lengths on the host")
     return runner
 
 

@@ -63,6 +63,7 @@ def check_far_positions(model: PagedModel, max_context: int) -> None:
     rows = [range(max(0, end - CHECKED_BEFORE - 1), min(end + 1, max_context)) for end in looked_at]
     usual, model.context.kernels = model.context.kernels, (catching := _Catching())
     model.placement.tokens.real = None  # all tokens are real
+    model.states.segments = None
     try:
         with model.device.computing():
             _check(model, rows, catching)
@@ -99,11 +100,13 @@ def _run(model: PagedModel, index: int, prologue: Prologue, catching: _Catching)
 
 
 def _one_of_each_kind(model: PagedModel) -> Iterator[int]:
-    """One pass over the model that yields one block of each kind; the caller calls `placement.end` for it."""
+    """One pass over the model that yields one block with attention of each kind; the caller calls `placement.end` for
+    it."""
     seen: set[object] = set()
+    having = {attention.block for attention in model.skeleton.attentions}
     for index, block in enumerate(model.adapter.blocks):
         kind = kind_of(block)
-        if kind in seen:
+        if kind in seen or index not in having:
             model.placement.skip(range(index, index + 1))
             continue
         seen.add(kind)

@@ -43,13 +43,16 @@ class KvMap:
     keys: list[Tensor] = field(default_factory=list)  # of the first attention in each block, on the meta device
 
 
-def learn_kv(blocks: list[nn.Module], wanted_of: Callable[[int], Wanted]) -> KvMap:
-    """`wanted_of`: runs a block up to its first call of attention. Raises ModelRejected."""
+def learn_kv(blocks: list[nn.Module], wanted_of: Callable[[int], Wanted | None]) -> KvMap:
+    """`wanted_of`: runs a block up to its first call of attention; None: the block has no attention. Raises
+    ModelRejected."""
     found = KvMap()
     first: list[int] = []  # entry of the first attention in each block
     for index, block in enumerate(blocks):
         latents = {path: made for path, module in block.named_modules() if (made := keep_latents(module)) is not None}
         wanted = wanted_of(index)
+        if wanted is None:
+            continue
         source = next((entry for entry, key in zip(first, found.keys, strict=True) if key is wanted.key), None)
         found.keys.append(wanted.key)
         first.append(len(found.shapes))

@@ -66,7 +66,7 @@ def _names_within(block: nn.Module, run: Callable[[], object], hidden: Tensor) -
     """Paths of attention and of the MLP within the block; "" if there is none."""
     gave = _Outputs()
     with ExitStack() as undo:
-        paged = _give_attention(block, undo)
+        paged = give_attention(block, undo)
         for path, module in block.named_modules():
             undo.enter_context(module.register_forward_hook(partial(gave.note, path)))
             if stacked_parameters(module):
@@ -133,7 +133,7 @@ class _ShapeOnly(PagedAttention):
         return torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
 
 
-def _give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:
+def give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:
     """Gives each module that may call attention an empty BlockKV of its own, which counts the calls."""
     nothing = torch.empty(0, device="meta")
     context = AttentionContext(

@@ -29,11 +29,14 @@ from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.rope import fix_frequencies
 from djinnd.model.family.switches import set_switches
 from djinnd.model.family.wrapper import language_model, make_model, text_config
+from djinnd.model.states.layout import Stateful
+from djinnd.model.states.learning import learn_states
 from djinnd.weights.layout import Layout
 from djinnd.weights.store import Routing
 
-# Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`.
-_FULL = ("full_attention", "attention", None)
+# Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`. A hybrid block
+# has attention and a state beside each other.
+_FULL = ("full_attention", "attention", "hybrid", None)
 _SLIDING = ("sliding_attention", None)
 _CHUNKED = ("chunked_attention",)
 
@@ -113,6 +116,7 @@ class Skeleton:
                 f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
             )
         self.adapter = Adapter(model, language_model(model))
+        self.stateful: list[Stateful] = []  # the modules that keep a state, in the order of the blocks
         learnt = self._learn_kv()
         self.attentions, self.kv = learnt.attentions, tuple(learnt.shapes)
         layers = self.prefixes[0].removesuffix(".0.")
@@ -149,11 +153,14 @@ class Skeleton:
         try:
             prologue = self.adapter.prologue(ids, ids)
             self._check_hidden(prologue.hidden)
+            self.stateful = learn_states(self.adapter, prologue)
             found = learn_kv(self.adapter.blocks, lambda index: self._attention_of(index, prologue))
         except ModelRejected:
             raise
         except Exception as error:  # a family's forward may raise exceptions of any type
             raise ModelRejected(f"{self.family} cannot be run block by block: {error!r}", family=self.family) from error
+        if not found.shapes:
+            raise ModelRejected(f"no block of {self.family} has attention: not supported yet", family=self.family)
         self.adapter.shared = shared_arguments(prologue.arguments[0], found.keys)
         return found
 
@@ -164,17 +171,24 @@ class Skeleton:
                 family=self.family,
             )
 
-    def _attention_of(self, index: int, prologue: Prologue) -> Wanted:
+    def _attention_of(self, index: int, prologue: Prologue) -> Wanted | None:
+        """Runs a block up to its first call of attention. None: the block has none, and belongs to a hybrid model."""
         kinds = getattr(self.config, "layer_types", None)
         kind = str(kinds[index]) if kinds else None  # None: the configuration names no kinds
-        if kind not in (*_FULL, *_SLIDING, *_CHUNKED):
-            reason = f"block {index} of {self.family} is of a kind with state that djinnd cannot page: {kind}"
+        if not self.stateful and kind not in (*_FULL, *_SLIDING, *_CHUNKED):
+            reason = f"block {index} of {self.family} is of a kind that djinnd does not serve: {kind}"
             raise ModelRejected(reason, family=self.family)
         try:
             self.adapter.run_block(index, prologue.hidden, prologue.arguments[index])
         except NoPages as call:
             wanted = call.wanted
+        except Exception:  # experts cannot run on the meta device
+            if self.stateful:
+                return None
+            raise
         else:
+            if self.stateful:
+                return None  # if the block remembers anything else, the check at load finds it
             reason = (
                 f"block {index} of {self.family} never called transformers' attention interface, so djinnd cannot page "
                 "its KV"

@@ -17,6 +17,9 @@ from djinnd.model.lora.products import LoraProducts
 from djinnd.model.lora.targets import find_targets
 from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.placing.weight_placement import WeightPlacement
+from djinnd.model.states.layout import Stateful, state_views
+from djinnd.model.states.module import StateContext, StateModule
+from djinnd.model.states.segments import cut
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.page_regions import kv_regions
 from djinnd.model.tuning import SLOTS
@@ -40,6 +43,8 @@ class PagedModel:
         self.dtype = dtype
         self.layout = layout
         self.context = AttentionContext(attention_for(pool.device))
+        self.states = StateContext()
+        self._state_modules = [self._replace_forward(told) for told in skeleton.stateful]
         self.adapters: LoraProducts | None = None  # once one was loaded
         self.use_pool(pool)
 
@@ -53,6 +58,15 @@ class PagedModel:
             paged = BlockKV(self.context, *region, at.latents, is_shared=isinstance(shape, int))
             self.adapter.blocks[at.block].get_submodule(at.path).paged = paged  # type: ignore[assignment]
             self.paged.append(paged)
+        views = state_views(pool, self.layout, self.skeleton.stateful)
+        for module, states in zip(self._state_modules, views, strict=True):
+            module.states = states
+
+    def _replace_forward(self, told: Stateful) -> StateModule:
+        module = self.adapter.blocks[told.block].get_submodule(told.path)
+        made = StateModule(module, told, self.states)
+        module.forward = made
+        return made
 
     @property
     def num_blocks(self) -> int:
@@ -66,6 +80,11 @@ class PagedModel:
     def first_byte(self, block: int) -> int:
         """Byte of a page at which the KV of the blocks from `block` on begins."""
         return self.layout.first_byte(sum(at.block < block for at in self.skeleton.attentions))
+
+    @property
+    def has_states(self) -> bool:
+        """True for a hybrid model: some of its modules keep a state."""
+        return bool(self._state_modules)
 
     @property
     def has_latents(self) -> bool:
@@ -109,6 +128,7 @@ class PagedModel:
         tokens, and adapters add to the results of their rows. Tokens behind the real ones are padding."""
         self.placement.tokens.real = batch.query_starts[-1:]
         self.context.batch = batch
+        self.states.segments = cut(batch, self.page_size) if self._state_modules else None
         if self.adapters is not None:
             self.adapters.rows = batch.adapters
 

@@ -146,6 +146,9 @@ class BatchBuilder:
         A chunk that passes only some of the blocks gets a step of its own if that takes less time. It is then the first
         of the next step.
         """
+        if self._kv.keeps_states:
+            for session in self._run_queue.sessions():
+                self._residency.keep_to_state(session)
         decoders = self._survey(now)
         self._seated = set(self._kv.sessions) if self.is_short(step) else set()
         order, turn, room = self._by_class(now), self._next_own_step(), (max_tokens, max_rows)
@@ -167,6 +170,9 @@ class BatchBuilder:
         if rows:
             self.served = step
         self._update_own_steps(made)
+        if self._kv.keeps_states:
+            for row in rows:
+                self._kv.set_state(row.session.id, row.end if row.stage is None else None)
         rows.sort(key=_is_chunk)
         return tuple(rows)
 

@@ -333,6 +333,13 @@ class KvResidency:
         session.stage = None
         session.computed = self.kv.trim(session.id, computed)
 
+    def keep_to_state(self, session: Session) -> None:
+        """Before the session runs: if its KV reaches further than a state from which it can go on, it goes on earlier.
+        This is so after a step that failed or was not counted."""
+        if self.kv.has_state(session.id, session.computed) or session.stage is not None or self.is_moving(session):
+            return
+        self.rewind(session, session.computed)
+
     def advance(self, session: Session, computed: int) -> None:
         """Notes that the session now has KV of its first `computed` tokens."""
         filled = computed // self.kv.page_size > session.computed // self.kv.page_size

@@ -61,6 +61,8 @@ class LowerTiers:
     def revise(self, session: Session, left: Departure, first: int) -> None:
         """Notes that the session's departed pages, without its stage, are usable up to position `first` at most."""
         reach = min(left.tokens, first)
+        if self.kv.keeps_states and reach < left.tokens:
+            reach -= reach % self.kv.page_size  # the state at the end of a page
         self.left.remember(
             session.id, left._replace(keys=left.keys[: self.kv.pages_for(reach)], tokens=reach, staged=0)
         )

@@ -60,6 +60,7 @@ class ExportRequests:
             engine = await self._adapters.engine_for(session)
             session.expect_model()
             reply.kv = info.kv_layout
+            _expect_no_states(info)
             call.reserve_window(reply.kv.nbytes(len(session.tokens)))
             return await self._failover.answer(call, ExportRun(call, session, engine, reply))
 
@@ -192,6 +193,7 @@ def _check(request: ImportSession, info: ModelInfo) -> None:
         admission.check_prompt(request.token_ids, 0, info, room=0)
     if request.kv is None:
         return
+    _expect_no_states(info)
     if not 0 < request.kv_tokens <= len(request.token_ids):
         raise InvalidRequest(
             f"KV of {request.kv_tokens:,} tokens came with {len(request.token_ids):,} tokens: every token whose KV is "
@@ -201,5 +203,15 @@ def _check(request: ImportSession, info: ModelInfo) -> None:
     if request.kv != info.kv_layout:
         raise InvalidRequest(
             f"{info.name} has {info.kv_layout}; the given KV has {request.kv}: hand over the tokens only",
+            field="kv",
+        )
+
+
+def _expect_no_states(info: ModelInfo) -> None:
+    """Raises InvalidRequest for a hybrid model: the last token of handed-over KV is run again, and for that its state
+    before this token would be needed."""
+    if info.kv_layout.state_bytes:
+        raise InvalidRequest(
+            f"{info.name} is a hybrid model, and KV with states is not handed over yet: hand over the tokens only",
             field="kv",
         )

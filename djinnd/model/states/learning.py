@@ -1,0 +1,84 @@
+"""Finds the modules of a model that keep a state, by a run of each block on the meta device.
+
+Such a module asks the cache that it is given for a convolution or a recurrent state. Attention asks its cache to
+`update` keys and values, which are not kept here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from djinnd.model.family.adapter import Adapter, Prologue
+from djinnd.model.family.kinds import kind_of
+from djinnd.model.family.point_map import give_attention
+from djinnd.model.states.carrier import MOST_STATES, Carrier
+from djinnd.model.states.layout import Stateful
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # of 5.24, and of older versions
+
+
+class _Learning(Carrier):
+    """A cache without states, for one module. Attention in the same block may use it, too."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST_STATES)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def learn_states(adapter: Adapter, prologue: Prologue) -> list[Stateful]:
+    """The modules of all blocks that keep a state. prologue: of a run on the meta device. Blocks of one kind are run
+    once."""
+    found: list[Stateful] = []
+    by_kind: dict[object, list[Stateful]] = {}
+    for index, block in enumerate(adapter.blocks):
+        kind = kind_of(block)
+        if kind not in by_kind:
+            by_kind[kind] = _of_block(
+                block, partial(adapter.run_block, index, prologue.hidden, prologue.arguments[index])
+            )
+        found += (replace(one, block=index) for one in by_kind[kind])
+    return found
+
+
+def _of_block(block: nn.Module, run: Callable[[], object]) -> list[Stateful]:
+    given: dict[str, tuple[str, _Learning]] = {}
+    with ExitStack() as undo:
+        give_attention(block, undo)
+        for path, module in block.named_modules():
+            name = cache_name(module)
+            if name is not None and path:
+                cache = _Learning()
+                given[path] = (name, cache)
+                undo.enter_context(module.register_forward_pre_hook(_giving(name, cache), with_kwargs=True))
+        with suppress(Exception):  # experts behind the states may not run on the meta device
+            run()
+    return [
+        Stateful(0, path, name, tuple(specs))
+        for path, (name, cache) in given.items()
+        if cache.has_been_used and (specs := cache.specs())
+    ]
+
+
+def cache_name(module: nn.Module) -> str | None:
+    """The name of the argument by which the module's forward takes a cache."""
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def _giving(name: str, cache: _Learning) -> Callable[[nn.Module, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, name: cache}
+
+    return hook
