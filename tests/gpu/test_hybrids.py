@@ -28,7 +28,7 @@ def engine() -> Iterator[EngineThread]:
         yield engine
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid"])
 def test_sessions_of_one_batch_have_the_tokens_of_transformers(
     family: str, engine: EngineThread, tmp_path: Path
 ) -> None:
