@@ -17,11 +17,12 @@ import pytest
 
 import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
+from tests.families.configurations import reduced
 from tests.support.bystander import Bystander
+from tests.support.checkpoints import random_model
 from tests.support.daemon import Daemon, holdings
 from tests.support.models import reduced_model
 from tests.support.other_user import as_user, only_root, open_to_all
-from tests.unit.model.check.test_far_positions import llama_4
 
 ATTACKER = 23002
 Act = Callable[..., object]
@@ -84,7 +85,7 @@ def test_a_configuration_that_promises_too_much_is_refused(
     refused(target, theirs, act, told)
 
 
-def test_a_temperature_that_would_give_wrong_tokens_is_refused(target: Daemon, theirs: Path) -> None:
+def test_a_model_that_only_its_first_steps_show_to_be_unfit_is_refused(target: Daemon, theirs: Path) -> None:
     """Its files are valid, so only the engine's check at load can find it."""
-    llama_4(theirs, floor_scale=100, attn_scale=0.3)
-    refused(target, theirs, djinn.load, "llama4_text fails the check at load, near position")
+    random_model(theirs, reduced("jamba"))
+    refused(target, theirs, djinn.load, "jamba fails the check at load")
