@@ -57,7 +57,7 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
             raise ModelRejected(
                 f"{type(module).__name__} cannot be computed from the configuration: {error!r}"
             ) from error
-        for name in missing:
+        for name in sorted(missing):  # a set has no order of its own
             buffer = module._buffers[name]
             assert buffer is not None
             if buffer.is_floating_point() and buffer.isnan().any():
