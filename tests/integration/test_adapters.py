@@ -48,7 +48,9 @@ def checkpoint(folder: Path, adapter: Path) -> Path:
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Daemon]:
     configured = write_adapter(folder / "configured", MODEL, 2)
-    models = {"llama": {"path": str(MODEL), "adapters": {"poet": str(configured)}}}
+    painter = write_adapter(folder / "painter", MODEL, 3)
+    named = {"poet": str(configured), "painter": str(painter)}
+    models = {"llama": {"path": str(MODEL), "adapters": named}}
     with DaemonStarter() as start:
         yield start({"models": models}, errors=["engine_lost"])
 
@@ -60,16 +62,16 @@ def expect(checkpoint: Path, before: Sequence[int], told: list[int]) -> None:
 def test_each_session_computes_with_its_own_adapter_and_none_finds_anothers_pages(
     daemon: Daemon, folder: Path, adapter: Path, checkpoint: Path
 ) -> None:
-    told = {}
+    told, prompt = {}, random_prompt(300, 512, 4)  # no other test has computed it
     for name in (adapter, None, "poet", adapter):
         with djinn.Session("llama", adapter=name, address=daemon.address) as s:
-            result = s.generate(PROMPT, max_tokens=NEW)
+            result = s.generate(prompt, max_tokens=NEW)
             told[name] = result.token_ids
-            cached = len(PROMPT) - result.usage.computed_tokens
+            cached = len(prompt) - result.usage.computed_tokens
             assert (cached > 0) == (name in told and name is adapter and len(told) == 3)
-    expect(checkpoint, PROMPT, told[adapter])
-    expect(merged(folder / "merged-poet", MODEL, folder / "configured"), PROMPT, told["poet"])
-    expect(MODEL, PROMPT, told[None])
+    expect(checkpoint, prompt, told[adapter])
+    expect(merged(folder / "merged-poet", MODEL, folder / "configured"), prompt, told["poet"])
+    expect(MODEL, prompt, told[None])
 
 
 def test_forked_paused_and_truncated(daemon: Daemon, adapter: Path, checkpoint: Path) -> None:
@@ -162,19 +164,19 @@ def djinnctl(daemon: Daemon, *arguments: str) -> str:
 
 
 def test_djinnctl_lists_loads_and_unloads_adapters(daemon: Daemon, adapter: Path) -> None:
-    for name in (str(adapter), "poet"):
+    for name in (str(adapter), "painter"):
         told = djinnctl(daemon, "load", "llama", name)
         assert "is loaded: rank" in told
         called = told.split(" is loaded")[0].removeprefix("llama:")
-        assert (called == "poet") if name == "poet" else called.startswith(f"{adapter}@")
+        assert (called == "painter") if name == "painter" else called.startswith(f"{adapter}@")
         rows = {row["name"]: row for row in json.loads(djinnctl(daemon, "list", "--json"))}
         assert rows[called]["is_loaded"] and rows[called]["rank"] and rows[called]["nbytes"]
         assert "unloaded" in djinnctl(daemon, "unload", "llama", called)
         rows = {row["name"]: row for row in json.loads(djinnctl(daemon, "list", "--json"))}
         assert called not in rows or not rows[called]["is_loaded"]
-    with djinn.Session("llama", adapter="poet", address=daemon.address):
-        result = CliRunner().invoke(main, ["adapters", "unload", "llama", "poet", "--address", daemon.address])
-        assert (result.exit_code, "1 sessions use poet" in result.stderr) == (1, True)
+    with djinn.Session("llama", adapter="painter", address=daemon.address):
+        result = CliRunner().invoke(main, ["adapters", "unload", "llama", "painter", "--address", daemon.address])
+        assert (result.exit_code, "1 sessions use painter" in result.stderr) == (1, True)
 
 
 def test_calls_without_a_session_continue_on_sessions_of_their_adapter(daemon: Daemon, folder: Path) -> None:

@@ -87,6 +87,7 @@ def test_each_command_serves_another_machine(
     added = as_json("token", "add", "other")
     djinnctl("token", "revoke", added["info"]["name"])
     djinnctl("unload", MODEL)
+    assert as_json("adapters", "list") == []
     (tmp_path / "turns.jinja").write_text("{{ messages[0].content }}")
     assert as_json("load", MODEL, "--chat-template", "turns.jinja")["state"] == "ready"
     assert as_json("run", MODEL, "def f(", "--set", "max_tokens=4")["usage"]["generated_tokens"] == 4
@@ -114,7 +115,7 @@ def test_every_command_is_among_those_that_serve_another_machine() -> None:
     here = {"pull", "trust", "completion"}
     there = {"status", "version", "fork", "ps", "pause", "why", "resume", "nice", "prefix", "trace", "close", "top"}
     there |= {"quota", "models", "plan", "budget", "token", "run", "free", "unload", "load", "restart"}
-    there |= {"doctor"}
+    there |= {"doctor", "adapters"}
     assert main.commands.keys() == here | there
 
 
