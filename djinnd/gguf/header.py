@@ -82,7 +82,7 @@ class _Array:
 
 
 class Header:
-    """The parsed header of one file. It keeps the header's bytes, of which arrays are decoded on demand."""
+    """The parsed header of one file. It keeps the header's bytes and decodes arrays on demand."""
 
     def __init__(self, read: Read, file_bytes: int) -> None:
         """Raises BadGguf. Reads at most MAX_HEADER bytes and a piece more."""

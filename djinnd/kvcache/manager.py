@@ -145,7 +145,7 @@ class KvManager:
     # --- states of hybrid models --------------------------------------------------------------------------------------
 
     def has_state(self, session_id: str, tokens: int) -> bool:
-        """True if the session can go on after its first `tokens` tokens, of which it has the KV.
+        """True if the session, which has the KV of its first `tokens` tokens, can go on after them.
 
         A page of a hybrid model has one state, which is that after the last token that was run in this page. KV may be
         written again at any position, but a state cannot go back inside a page. So a session can go on at the end of a

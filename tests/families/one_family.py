@@ -20,7 +20,7 @@ LARGEST = 5_000_000  # parameters of a reduced model
 TOLERANCE = 1e-4  # error of a logit, float32, for logits of up to 1; larger logits may differ by as much more
 NEAR_TIE = 2e-5  # of logits: rounding may choose between two tokens that are nearer
 
-READERS = (1, 7, 130, 600)  # tokens of prompts of which all logits are compared
+READERS = (1, 7, 130, 600)  # lengths of prompts; all their logits are compared
 TALKERS = ((90, 24), (33, 30), (3, 12))  # (tokens of the prompt, greedy tokens)
 
 
@@ -79,7 +79,7 @@ def _disturb(model: nn.Module) -> None:
 
 
 def _without_reference(model_type: str, error: Exception) -> Outcome:
-    """The outcome for the type's own default configuration, of which no weights are needed to refuse it."""
+    """The outcome for the type's own default configuration. A refusal needs no weights."""
     try:
         Skeleton(build(make_config(json.loads(CONFIG_MAPPING[model_type]().to_json_string())), torch.float32))
     except ModelRejected as refused:

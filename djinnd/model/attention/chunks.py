@@ -1,4 +1,4 @@
-"""Attention of one row whose keys and values are in one tensor, in PyTorch."""
+"""Attention of one row in PyTorch, over all its keys in one tensor and all its values in another."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 from djinn_client.errors import ModelRejected
 
 MAX_COUNT = 1 << 16  # far above the counts of any model; the loader bounds the number of blocks further
-MAX_TOWER = 1024  # layers of a tower for images or audio, each of which is built before it is removed (wrapper.py)
+MAX_TOWER = 1024  # layers of a tower for images or audio; a tower is built before it is removed (wrapper.py)
 _COUNTS = re.compile("layers?$|^num_labels$|^attention_types$")
 _TOWER_COUNTS = re.compile("layers?$|depths?$|^layers_per_block$")
 

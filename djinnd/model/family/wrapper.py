@@ -1,4 +1,4 @@
-"""Wrappers: multimodal models around a language model, of which djinnd serves the language model.
+"""Wrappers: multimodal models. djinnd serves the language model inside of each.
 
 The wrapper's own forward runs, with text only, so ties, scales and caps of the logits are the family's. If the language
 model inside has a head of its own (Llama 4), that one runs. The towers for images, audio and video are removed before

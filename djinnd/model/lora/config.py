@@ -20,7 +20,7 @@ CONFIG = "adapter_config.json"
 MAX_CONFIG = 1 << 20  # bytes
 MAX_PATTERNS = 4096  # of alpha_pattern
 
-# Settings of which djinnd serves no other value than none, with what they stand for.
+# Settings that must be absent or none, and what each of them would turn on.
 _REFUSED = {
     "use_dora": "DoRA, which scales the columns of the adapted matrices",
     "modules_to_save": "whole modules that were trained beside the adapter",

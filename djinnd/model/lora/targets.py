@@ -25,7 +25,7 @@ class Target:
     module: Product | nn.Module
     inputs: int
     prefix: str  # of the block's names, such as "model.layers.0."
-    names: tuple[str, ...]  # within the block: the modules whose results are the parts of this one's
+    names: tuple[str, ...]  # within the block: modules; their joined results are this module's result
     sizes: tuple[int, ...]  # outputs of each part; their sum is the width of the result
 
     @property

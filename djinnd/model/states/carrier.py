@@ -41,7 +41,6 @@ class Carrier:
     def __init__(self, states: int) -> None:
         self._layer = LinearAttentionLayer(number_of_states=states)
         self.layers = _Everywhere(self._layer)
-        self.has_been_used = False
 
     @classmethod
     def with_states(cls, specs: Sequence[StateSpec], states: Sequence[Tensor]) -> Carrier:
@@ -84,28 +83,23 @@ class Carrier:
     # --- transformers' interface --------------------------------------------------------------------------------------
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        self.has_been_used = True
         return bool(self._layer.has_previous_state[state_idx or 0])
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self.has_been_used = True
         return self._layer.conv_states[state_idx] if self._layer.has_previous_state[state_idx] else None
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        self.has_been_used = True
         return self._layer.update_conv_state(conv_states, state_idx, **kwargs)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self.has_been_used = True
         return self._layer.recurrent_states[state_idx] if self._layer.has_previous_state[state_idx] else None
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        self.has_been_used = True
         return self._layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
 

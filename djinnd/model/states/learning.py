@@ -64,11 +64,7 @@ def _of_block(block: nn.Module, run: Callable[[], object]) -> list[Stateful]:
                 undo.enter_context(module.register_forward_pre_hook(_giving(name, cache), with_kwargs=True))
         with suppress(Exception):  # experts behind the states may not run on the meta device
             run()
-    return [
-        Stateful(0, path, name, tuple(specs))
-        for path, (name, cache) in given.items()
-        if cache.has_been_used and (specs := cache.specs())
-    ]
+    return [Stateful(0, path, name, tuple(specs)) for path, (name, cache) in given.items() if (specs := cache.specs())]
 
 
 def cache_name(module: nn.Module) -> str | None:

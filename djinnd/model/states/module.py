@@ -38,7 +38,7 @@ class StateModule:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states [1, tokens, width] → [1, tokens, width], in a tuple if the module returns one."""
         assert not args, "a module with a state is called with names"
-        kwargs.pop("attention_mask", None)  # of padding, of which there is none
+        kwargs.pop("attention_mask", None)  # it marks padding, and there is none
         segments = self._context.segments
         if segments is None or not segments.has_tokens:  # without tokens, a step lists kernels
             return self._run(hidden_states, **kwargs)
