@@ -258,7 +258,7 @@ def test_the_configuration_of_a_folder_comes_from_the_daemon(roomy_daemon: Daemo
 
 def test_a_name_without_a_configuration_asks_for_one(roomy_daemon: Daemon, tmp_path: Path) -> None:
     with pytest.raises(djinn.InvalidRequest, match="cannot read the configuration of djinn-tiny: give config="):
-        djinn.remote("djinn-tiny", config=str(tmp_path), address=roomy_daemon.address)
+        djinn.remote("djinn-tiny", config=str(tmp_path), kv_bytes=64 << 20, address=roomy_daemon.address)
 
 
 def test_weights_stay_for_the_next_program_when_a_connection_breaks(
