@@ -175,6 +175,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"moe_intermediate_size": 32, "n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {"chunk_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "recurrent_gemma": {"attention_window_size": 64},
     "zaya": {"num_experts_per_tok": 1},
