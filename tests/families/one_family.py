@@ -61,7 +61,7 @@ def _reference(model_type: str) -> PreTrainedModel:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in of.from_config(config).parameters())
     if parameters > LARGEST:
-        raise ValueError(f"its reduced model has {parameters:,} parameters")
+        raise ValueError(f"its reduced model has over {LARGEST // 1_000_000} million parameters")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model: PreTrainedModel = of.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

@@ -1,4 +1,4 @@
-"""Compile times of the kernels that take longest. `make cubins` compiles all kernels."""
+"""The kernels that take longest to compile. `make cubins` compiles all kernels, and measures how long that takes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.kernels.variants import Variant
 from tests.cubins import Attention, compile_apart, variants_of
 from tests.support.compiled import AMPERE, HOPPER
+
+PATHOLOGICAL = 60.0  # seconds of one core, however slow and busy; they take 10
 
 pytestmark = [
     pytest.mark.long,
@@ -39,10 +41,10 @@ def longest(variants: list[Variant]) -> list[Variant]:
     ],
     ids=str,
 )
-def test_compile_in_seconds_and_fit(attention: Attention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_and_fit(attention: Attention, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     chosen = longest(variants_of(attention))
     assert len(chosen) == 2
     for variant in chosen:
-        seconds, wrong = compile_apart(variant, attention.target)
+        seconds, wrong = compile_apart(variant, attention.target, PATHOLOGICAL)
         assert not wrong, f"{variant}: {wrong} ({seconds:.1f} s)"
