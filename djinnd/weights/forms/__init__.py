@@ -1,0 +1,1 @@
+"""The codes in which checkpoints store matrices in fewer bits, and buffers that keep them so"""
