@@ -132,10 +132,7 @@ class Float4(Coding):
     def decoded(self, parts: Sequence[Tensor], cols: int) -> Tensor:
         codes, scales, *whole = parts
         numbers = _e2m1(codes.device)[halves(codes).long()].view(len(codes), -1, self.group)
-        if self.is_nvidia:
-            each = scales.float() * whole[0]
-        else:
-            each = torch.exp2(scales.float() - 127)
+        each = scales.float() * whole[0] if self.is_nvidia else torch.exp2(scales.float() - 127)
         return (numbers * each.unsqueeze(-1)).view(len(codes), cols)
 
 
