@@ -161,7 +161,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     "bamba": {"attn_layer_indices": [1, 3]},
-    "falcon_h1": {"mamba_d_ssm": 128},
+    "falcon_h1": {
+        "mamba_d_ssm": 128,
+        "ssm_multipliers": [0.7, 1.2, 0.9, 1.1, 0.8],
+        "mlp_multipliers": [0.9, 1.3],
+        "key_multiplier": 0.6,
+        "attention_out_multiplier": 0.8,
+        "ssm_out_multiplier": 1.4,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4, "use_mamba_kernels": False},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 64},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
@@ -198,7 +205,7 @@ def reduced(model_type: str) -> PreTrainedConfig:
     usual = of()
     fields = {name: value for name, value in _FIELDS.items() if _has(usual, name)}
     kinds = getattr(usual, "layer_types", None)
-    if kinds and not isinstance(getattr(of, "layer_types", None), property):
+    if kinds and not isinstance(getattr(of, of.attribute_map.get("layer_types", "layer_types"), None), property):
         several = sorted(set(kinds), key=lambda kind: ("full" in kind or kind == "attention", kind))
         fields["layer_types"] = (several * BLOCKS)[:BLOCKS]
     config: PreTrainedConfig = of(**fields | SPECIAL.get(model_type, {}))

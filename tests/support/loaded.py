@@ -27,6 +27,7 @@ from djinnd.messages import Load
 from djinnd.model.check.equality import check_paging
 from djinnd.model.placing.loader import Weights
 from djinnd.model.sampling.sampler import Sampled
+from djinnd.model.states.layout import state_bytes
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.page_regions import layout_of
 from djinnd.model.step.paged_model import PagedModel
@@ -55,7 +56,8 @@ def small_pages(pages: int, page_size: int = 16, max_context: int = 1024) -> KvP
 def paged_model(weights: Weights, pages: int, page_size: int, device: Device | None = None) -> PagedModel:
     """A model with a pool of its own; with `device`, the pool is in its budget as "pool". `pages`: with the scratch
     page."""
-    layout = layout_of(weights.dtype, page_size, weights.skeleton.kv)
+    skeleton = weights.skeleton
+    layout = layout_of(weights.dtype, page_size, skeleton.kv, state_bytes(skeleton.stateful))
     shape = (pages, layout.page_bytes)
     pool = torch.zeros(shape, dtype=torch.uint8) if device is None else device.allocate("pool", shape, torch.uint8)
     return PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool.zero_())

@@ -30,6 +30,10 @@ class PrologueDone(Exception):
     """Raised by the last stand-in when the arguments of all blocks have been recorded."""
 
 
+MOST_VALUES = 3  # that a block returns, in a tuple
+HANDED_ON = object()  # stands in for what a block returns beside the hidden states
+
+
 class _StandIn(nn.Module):
     """Stands in for a block in the model's own list of layers. Records its arguments in the prologue; passes the final
     hidden states on in the epilogue."""
@@ -50,7 +54,7 @@ class _StandIn(nn.Module):
             out = hidden
         else:
             out = adapter.final_hidden
-        return (out,) if adapter.returns_tuple else out
+        return (out, *[HANDED_ON] * (adapter.values - 1)) if adapter.values else out
 
     def __getattr__(self, name: str) -> Any:  # the model's forward reads attributes of its layers (`attention_type`)
         try:
@@ -65,6 +69,22 @@ class Prologue:
 
     hidden: Tensor  # [1, tokens, width], in memory of its own: changing it changes only the input of block 0
     arguments: list[dict[str, Any]]  # keyword arguments of each block
+
+
+def check_inputs(prologue: Prologue, family: str) -> None:
+    """prologue: of two tokens. Raises ModelRejected if blocks take anything but a hidden state for each token."""
+    hidden = prologue.hidden
+    if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):
+        raise ModelRejected(
+            f"the blocks of {family} take more than one hidden state a token: {list(hidden.shape)}", family=family
+        )
+    handed = {name for given in prologue.arguments for name, value in given.items() if value is HANDED_ON}
+    if handed:
+        raise ModelRejected(
+            f"each block of {family} hands `{min(handed)}` on to the next one beside the hidden states; this is not "
+            "supported, as sessions stop and are edited between two blocks: use a model of another type",
+            family=family,
+        )
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
@@ -92,7 +112,7 @@ class Adapter:
         self.language_model = language_model or model
         places = find_blocks(model)
         self.blocks: list[nn.Module] = list(places)
-        self.returns_tuple = False
+        self.values = 0  # values that a block returns in a tuple; 0: it returns the hidden states alone
         self.final_hidden: Tensor | None = None
         # Names of the arguments of each block's forward, without the hidden states.
         self._names = [list(inspect.signature(block.forward).parameters)[1:] for block in self.blocks]
@@ -113,6 +133,16 @@ class Adapter:
         with suppress(PrologueDone):
             self.language_model(input_ids=ids, position_ids=positions, use_cache=False)
         return self.recorded()
+
+    def learn_prologue(self, ids: Tensor) -> Prologue:
+        """The first prologue, on the meta device. Learns from the model's own forward how many values it expects of a
+        block."""
+        for values in range(MOST_VALUES):
+            self.values = values
+            with suppress(ValueError, IndexError, TypeError):  # of `hidden, weights = layer(…)` and `layer(…)[0]`
+                return self.prologue(ids, ids)
+        self.values = MOST_VALUES
+        return self.prologue(ids, ids)
 
     def recorded(self) -> Prologue:
         """The prologue of the forward that has just run up to the blocks."""
@@ -141,7 +171,7 @@ class Adapter:
         """hidden [1, tokens, width] → [1, tokens, width]."""
         out = self.blocks[index](hidden, **arguments)
         if isinstance(out, tuple):
-            self.returns_tuple = True
+            self.values = len(out)
             return out[0]
         return out
 

@@ -42,28 +42,42 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
     """Computes the derived buffers and puts them on `device`.
 
     On the meta device these buffers have no values. The family's own `_init_weights` computes them; parameters come
-    from the checkpoint and are left alone.
+    from the checkpoint and are left alone. Some families compute the buffers of all blocks when they are called with
+    the module around the blocks (Falcon-H1).
     """
-    for module in [m for root in (model, *blocks) for m in root.modules()]:
-        missing = {name: buffer for name, buffer in _derived(module).items() if buffer.is_meta}
-        if not missing:
-            continue
-        for parameter in module.parameters():
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then passes over it
-        module._buffers |= {name: _without_values(buffer) for name, buffer in missing.items()}
-        try:
-            model._init_weights(module)  # type: ignore[operator]
-        except Exception as error:  # a family's code may raise exceptions of any type
-            raise ModelRejected(
-                f"{type(module).__name__} cannot be computed from the configuration: {error!r}"
-            ) from error
-        for name in sorted(missing):  # a set has no order of its own
-            buffer = module._buffers[name]
-            assert buffer is not None
-            if buffer.is_floating_point() and buffer.isnan().any():
-                raise ModelRejected(f"{type(module).__name__}.{name} cannot be computed from the configuration")
-            module._buffers[name] = buffer.to(device)
+    roots = (model, *blocks)
+    missing: dict[nn.Module, list[str]] = {}
+    for module in dict.fromkeys(m for root in roots for m in root.modules()):
+        without = {name: buffer for name, buffer in _derived(module).items() if buffer.is_meta}
+        if without:
+            missing[module] = sorted(without)  # a set has no order of its own
+            module._buffers |= {name: _without_values(buffer) for name, buffer in without.items()}
+            _compute(model, module)
+    if any(_unset(module, names) for module, names in missing.items()):
+        for parameter in (p for root in roots for p in root.parameters()):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        for module in (m for m in model.modules() if m._modules):
+            _compute(model, module)
+    for module, names in missing.items():
+        for name in _unset(module, names):
+            raise ModelRejected(f"{type(module).__name__}.{name} cannot be computed from the configuration")
+        for name in names:
+            module._buffers[name] = module.get_buffer(name).to(device)
         stop_choosing(module)
+
+
+def _compute(model: nn.Module, module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then passes over it
+    try:
+        model._init_weights(module)  # type: ignore[operator]
+    except Exception as error:  # a family's code may raise exceptions of any type
+        raise ModelRejected(f"{type(module).__name__} cannot be computed from the configuration: {error!r}") from error
+
+
+def _unset(module: nn.Module, names: list[str]) -> list[str]:
+    """Names of the buffers that still have no values."""
+    return [n for n in names if (b := module.get_buffer(n)).is_floating_point() and bool(b.isnan().any())]
 
 
 def _without_values(buffer: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -46,11 +47,31 @@ class _Seen(DynamicCache):
 def prologue_after(adapter: Adapter, ids: Tensor, seen: int) -> tuple[Prologue, list[Rule | None]]:
     """Runs the family's own prologue on `ids` [1, tokens] after `seen` earlier tokens → the blocks' inputs, and the
     rule of each block's mask. A rule is None if the family makes no mask by transformers' functions. The masks are
-    removed from the arguments."""
+    removed from the arguments.
+
+    Some families (Bamba, Falcon-H1) count from 0 with any cache, and rely on the positions that transformers'
+    `generate` passes. These get positions, too.
+    """
+    own, rules = _prologue_after(adapter, ids, seen)
+    if not seen or not _equal(own, _prologue_after(adapter, ids, 0)[0]):
+        return own, rules
+    positions = torch.arange(seen, seen + ids.shape[1], device=ids.device)[None]
+    return _prologue_after(adapter, ids, seen, position_ids=positions)
+
+
+def _equal(one: Prologue, other: Prologue) -> bool:
+    """Returns True if the inputs of all blocks are equal."""
+    pairs = zip(tree_leaves([one.hidden, one.arguments]), tree_leaves([other.hidden, other.arguments]), strict=True)
+    return all(not isinstance(mine, Tensor) or torch.equal(mine, its) for mine, its in pairs)
+
+
+def _prologue_after(
+    adapter: Adapter, ids: Tensor, seen: int, **positions: Tensor
+) -> tuple[Prologue, list[Rule | None]]:
     cache, model = _Seen(seen), adapter.language_model
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with _masks(model.config), suppress(PrologueDone):
-        model(input_ids=ids, use_cache=True, **{name: cache})
+        model(input_ids=ids, use_cache=True, **{name: cache}, **positions)
     prologue = adapter.recorded()
     rules = [getattr(arguments.get("attention_mask"), "rule", None) for arguments in prologue.arguments]
     for arguments in prologue.arguments:

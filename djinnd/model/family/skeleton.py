@@ -20,7 +20,7 @@ from djinn_client.errors import ModelRejected
 from djinnd.model.attention import hf_attention
 from djinnd.model.attention.hf_attention import NoPages, Wanted
 from djinnd.model.families import ADAPTED, PATCHED
-from djinnd.model.family.adapter import Adapter, Prologue, find_blocks
+from djinnd.model.family.adapter import Adapter, Prologue, check_inputs, find_blocks
 from djinnd.model.family.counts import check_counts
 from djinnd.model.family.derived import derived_bytes
 from djinnd.model.family.experts import find_stack
@@ -151,8 +151,8 @@ class Skeleton:
         """Runs each block on the meta device up to its call of attention, which carries the shapes of K and V."""
         ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
         try:
-            prologue = self.adapter.prologue(ids, ids)
-            self._check_hidden(prologue.hidden)
+            prologue = self.adapter.learn_prologue(ids)
+            check_inputs(prologue, self.family)
             self.stateful = learn_states(self.adapter, prologue)
             found = learn_kv(self.adapter.blocks, lambda index: self._attention_of(index, prologue))
         except ModelRejected:
@@ -163,13 +163,6 @@ class Skeleton:
             raise ModelRejected(f"no block of {self.family} has attention: not supported yet", family=self.family)
         self.adapter.shared = shared_arguments(prologue.arguments[0], found.keys)
         return found
-
-    def _check_hidden(self, hidden: Tensor) -> None:
-        if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):
-            raise ModelRejected(
-                f"the blocks of {self.family} take more than one hidden state a token: {list(hidden.shape)}",
-                family=self.family,
-            )
 
     def _attention_of(self, index: int, prologue: Prologue) -> Wanted | None:
         """Runs a block up to its first call of attention. None: the block has none, and belongs to a hybrid model."""

@@ -41,7 +41,7 @@ class StateModule:
         kwargs.pop("attention_mask", None)  # it marks padding, and there is none
         segments = self._context.segments
         if segments is None or not segments.has_tokens:  # without tokens, a step lists kernels
-            return self._run(hidden_states, **kwargs)
+            return self._run(hidden_states, **{**kwargs, self._told.cache: None})
         out: Tensor | None = None
         given: Any = None
         for tokens, given in self._parts(hidden_states, segments, kwargs):

@@ -23,6 +23,7 @@ from djinnd.model.family.boundaries import MOST, boundaries
 from djinnd.model.family.own_forward import Rule, prologue_after
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES
+from tests.families.configurations import reduced
 from tests.support import reference
 from tests.support.checkpoints import Tensors, altered, random_model
 from tests.support.loaded import MEMORY, Served, check_all, load_weights, paged_model, random_prompt, small_pages
@@ -137,6 +138,16 @@ def test_frequencies_that_change_with_a_batch_are_refused(device: CpuDevice) -> 
     inner = model.adapter.model.model
     inner.rotary_emb = Elsewhere(inner.rotary_emb, 400)
     with pytest.raises(ModelRejected, match=r"llama fails the check at load, near position .* attends differently"):
+        check_all(model, CONTEXT)
+
+
+def test_a_family_that_takes_positions_from_its_caller_only_passes(device: CpuDevice, tmp_path: Path) -> None:
+    """Bamba counts from 0 whatever its cache holds; transformers' `generate` passes positions to it."""
+    model = model_of(device, random_model(tmp_path / "model", reduced("bamba")))
+    check_all(model, CONTEXT)
+    inner = model.adapter.model.model
+    inner.rotary_emb = Elsewhere(inner.rotary_emb, 400)
+    with pytest.raises(ModelRejected, match=r"bamba fails the check at load, near position .* attends differently"):
         check_all(model, CONTEXT)
 
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from djinn_client.errors import ModelRejected
 from djinnd.model.family.adapter import Adapter, find_blocks
+from tests.families.configurations import reduced
 from tests.support.models import FAMILIES, reduced_model
 
 TOKENS = 9
@@ -118,6 +119,28 @@ def test_the_input_of_the_first_block_has_memory_of_its_own(beside: str, device:
     assert all(torch.equal(tensor, kept) for tensor, kept in zip(wanted, before, strict=True))
     is_copied = adapter.recorded().hidden is not prologue.hidden
     assert is_copied == (beside in ("itself", "a view", "weights"))  # without another holder, nothing is copied
+
+
+@pytest.mark.parametrize(("family", "values"), [("bamba", 2), ("falcon_h1", 1)])
+@torch.inference_mode()
+def test_the_values_that_a_model_expects_of_a_block_are_learnt(family: str, values: int) -> None:
+    """Bamba's forward unpacks the result of a block, and Falcon-H1's takes its first value."""
+    config = reduced(family)
+    config.num_hidden_layers = 6  # a tensor has fewer dimensions, so its first value cannot be taken as often
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    ids, positions = batch()
+    ids %= config.vocab_size
+    wanted = model(ids, use_cache=False).logits[0]
+    adapter = Adapter(model)
+    adapter.learn_prologue(ids)
+    assert adapter.values == values
+    prologue = adapter.prologue(ids, positions)
+    hidden = prologue.hidden
+    for index, arguments in enumerate(prologue.arguments):
+        hidden = adapter.run_block(index, hidden, arguments)
+    torch.testing.assert_close(adapter.epilogue(hidden), wanted)
 
 
 class Stack(nn.Module):

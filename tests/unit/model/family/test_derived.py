@@ -9,14 +9,16 @@ from transformers import AutoModelForCausalLM, CodeGenConfig, GemmaConfig, GPTJC
 from djinn_client.errors import ModelRejected
 from djinnd.model.family.derived import MAX_DERIVED, derived_bytes, materialise_buffers
 from djinnd.model.family.skeleton import Skeleton, bind, build
+from tests.families.configurations import reduced
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.open_files import read_config
 from tests.unit.model.family.test_skeleton import SMALL
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "falcon_h1"])
 def test_derived_buffers_equal_transformers(family: str) -> None:
-    config = read_config(reduced_model(family))
+    """Falcon-H1 computes a buffer of each block when it is called with the module around the blocks."""
+    config = read_config(reduced_model(family)) if family in FAMILIES else reduced(family)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     skeleton = Skeleton(build(config, torch.float32))
     materialise_buffers(skeleton.model, skeleton.adapter.blocks, torch.device("cpu"))

@@ -27,6 +27,7 @@ from djinn_client.errors import ModelRejected
 from djinn_client.protocol.fields.kv_layout import BlockShape
 from djinnd.model.family.skeleton import Skeleton, bind, build
 from djinnd.weights.layout import Layout
+from tests.families.configurations import reduced
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.open_files import read_config
 from tools.checkpoints.shapes import SHAPES, config_of
@@ -105,6 +106,7 @@ def test_gpt_oss_as_it_is_published_is_refused(tmp_path: Path) -> None:
             "no block of mamba has attention",
         ),
         (MiniMaxConfig(**SMALL), "block 1 of minimax is of a kind that djinnd does not serve: linear_attention"),
+        (reduced("glm_moe_dsa"), "each block of glm_moe_dsa hands `prev_topk_indices` on to the next one"),
         (BertConfig(**SMALL), "attention of bert needs .*: attention to later tokens"),
         (DogeConfig(**SMALL, num_key_value_heads=2), "attention of doge needs .*: a mask of its own"),
         (
