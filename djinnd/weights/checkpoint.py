@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from xxhash import xxh3_128
 from djinn_client.errors import ModelNotFound, ModelRejected
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.files.other_files import HEAD, what_instead, what_it_is
+from djinnd.weights.forms.coding import Coding
 from djinnd.weights.safetensors_header import PREFIX, BadHeader, header_bytes, parse_header
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -174,6 +175,20 @@ class CheckpointFiles:
             told = f"{info.file} was cut while it was read: it ends within tensor {info.name}"
             raise ModelRejected(told, file=info.file, tensor=info.name)
         digest.update(memory)
+
+    # --- codes ------------------------------------------------------------------------------------------------------
+
+    def coding(self, name: str) -> Coding | None:
+        """The code in which the tensor is stored; None if it is plain, or does not fit its code's groups."""
+        return None
+
+    def is_transposed(self, name: str) -> bool:
+        """Returns True if the code holds the transposed matrices of the tensor."""
+        return False
+
+    def read_parts(self, name: str, parts: Sequence[Tensor]) -> None:
+        """Fills the parts of a tensor that has a `coding`: [stack, *Part.shape] each. Raises ModelRejected."""
+        raise AssertionError(f"{name} has no code")
 
     # --- hashes -----------------------------------------------------------------------------------------------------
 

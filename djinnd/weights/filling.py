@@ -1,7 +1,7 @@
 """Fills a WeightStore from a checkpoint's files, block after block, with parallel reads.
 
-plain store    files ──threads──► host memory
-packed store   files ──threads──► staging (two, pinned) ──► device: pack ──► host memory
+plain or coded buffer   files ──threads──► host memory
+packed buffer           files ──threads──► staging (two, pinned) ──► device: pack ──► host memory
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.handover.packed import PackedForm
 from djinnd.device import Device
 from djinnd.weights.checkpoint import PIECE
+from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.reading import Readers, Wait
 from djinnd.weights.store import WeightStore
 
@@ -52,7 +53,7 @@ def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Fu
         for job in jobs:
             wait(job)
         form = store.forms[index]
-        if form is not None:
+        if isinstance(form, PackedForm):
             assert packer is not None
             packer.pack(form, plain, store.host(index))
         done += store.extents[index]
@@ -62,11 +63,14 @@ def fill(store: WeightStore, device: Device, progress: Progress, wait: Wait = Fu
         for index, buffer in enumerate(store.buffers):
             if len(under_way) == AHEAD:
                 finish()
-            packed = store.forms[index] is not None
-            plain = packer.staging(index) if packer is not None and packed else store.host(index)
-            views = buffer.layout.views(plain)
-            jobs = [readers.submit(partial(buffer.recipes[name], view)) for name, view in views.items()]
-            under_way.append((index, plain, jobs))
+            form, target = store.forms[index], store.host(index)
+            if isinstance(form, CodedForm):
+                form.clear(target)
+                calls = form.filling(target, buffer.coded, buffer.recipes)
+            else:
+                target = target if form is None or packer is None else packer.staging(index)
+                calls = [partial(buffer.recipes[name], view) for name, view in buffer.layout.views(target).items()]
+            under_way.append((index, target, [readers.submit(call) for call in calls]))
         while under_way:
             finish()
     finally:
@@ -93,7 +97,7 @@ class Packer:
     memory until `close`."""
 
     def __init__(self, store: WeightStore, device: Device) -> None:
-        forms = [form for form in store.forms if form is not None]
+        forms = [form for form in store.forms if isinstance(form, PackedForm)]
         numel = max(form.numel for form in forms)
         self._device = device
         # Zeroed because the padding between vectors is stored with them.

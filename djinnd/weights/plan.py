@@ -5,7 +5,8 @@
 A block has one of three places:
 
     plain      resident on the device in the compute dtype;
-    packed     resident in the lossless 12-bit code, unpacked to scratch just before it computes, or inside the product;
+    packed     resident in the lossless 12-bit code or in the checkpoint's own code, unpacked to scratch just before it
+               computes, or inside the product;
     streamed   passes through the ring in each pass, packed if possible.
 
 A plain block is the fastest, a streamed one the slowest. The plan takes the first that fits: all blocks plain; all
@@ -78,6 +79,7 @@ class BlockSize(_FormSizes):
     """Bytes of a block on the device, including its stacked experts."""
 
     experts: ExpertsSize | None = None  # stacked experts that are fetched on demand, if any
+    keeps_form: bool = False  # resident, the block stays packed even where the memory would suffice for plain
 
     @property
     def passing(self) -> int:
@@ -90,7 +92,7 @@ class BlockSize(_FormSizes):
             return self
         spare = 1 - self.experts.share(rows)
         packed = None if self.packed is None else self.packed - round(spare * self.experts.least)
-        return BlockSize(self.plain - round(spare * self.experts.plain), packed)
+        return BlockSize(self.plain - round(spare * self.experts.plain), packed, keeps_form=self.keeps_form)
 
     def fetched(self, rows: int) -> int:
         """Expected bytes of experts that are fetched on demand for `rows` rows if the block streams."""
@@ -216,7 +218,7 @@ def _candidates(
 ) -> Iterator[PlacementPlan]:
     """Plans from the fastest to the smallest. If more blocks may stream than the user asked for, a plan whose ring is
     too small for them is left out instead of raising an error."""
-    packable = any(size.packed is not None for size in sizes)
+    packable = any(size.packed is not None and not size.keeps_form for size in sizes)
     for streams in wanted:
         for resident in (BlockPlace.PLAIN, BlockPlace.PACKED):
             if resident is BlockPlace.PACKED and not packable:
@@ -237,7 +239,10 @@ def _plans(
     is_more: bool,
 ) -> Iterator[PlacementPlan]:
     """Plans with `streams` streamed blocks and the others `resident`, from the largest ring to the smallest."""
-    places = [BlockPlace.PLAIN if size.packed is None else resident for size in sizes]
+    places = [
+        BlockPlace.PLAIN if size.packed is None else BlockPlace.PACKED if size.keeps_form else resident
+        for size in sizes
+    ]
     for index in spread(streams, len(sizes)) if streams else []:
         places[index] = BlockPlace.STREAMED
     travelling = [aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is BlockPlace.STREAMED]
@@ -270,7 +275,11 @@ def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, 
 def _upgraded(plan: PlacementPlan, free: int, pages_share: float) -> PlacementPlan:
     """If all blocks are resident and some packed, makes packed blocks plain with the memory that is left beside the
     share of KV pages."""
-    packed = [index for index, place in enumerate(plan.places) if place is BlockPlace.PACKED]
+    packed = [
+        index
+        for index, place in enumerate(plan.places)
+        if place is BlockPlace.PACKED and not plan.sizes[index].keeps_form
+    ]
     if plan.streamed or not packed:
         return plan
     gain = max(plan.sizes[index].plain - plan.sizes[index].least for index in packed)

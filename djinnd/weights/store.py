@@ -5,24 +5,28 @@ The host copy of a model is one range of shared memory, buffer after buffer:
     │ block 0 │ … │ block L-1 │ experts of blocks … │ rest: embedding, final norm, head │     each starts on a host page
 
 A block with stacked experts has two buffers, because its trunk streams without the experts: the trunk has the block's
-place, and the experts come after all blocks. All buffers are packed, or all are plain; the rest is always plain. The
-store does not fill itself: `weights/filling.py` does, or a client that shares a model.
+place, and the experts come after all blocks. A buffer with matrices that the checkpoint stores in fewer bits keeps
+their codes. The other buffers are all packed, or all plain; the rest is always plain. The store does not fill itself:
+`weights/filling.py` does, or a client that shares a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from djinn_client.handover.packed import PackedForm, Unit
+from djinnd.weights.forms.coded_form import Coded, CodedForm
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockSize, ExpertsSize
 
 Recipe = Callable[[Tensor], None]  # fills a parameter's contiguous view; any thread may call it
+
+BufferForm = PackedForm | CodedForm
 
 PAGE = 4096  # bytes; buffers start on pages because they are pinned one by one, and a page can be pinned only once
 
@@ -41,16 +45,20 @@ class Buffer:
 
     name: str  # prefix of its parameters' names: "model.layers.3.", or "" for the rest
     layout: Layout
-    recipes: dict[str, Recipe]  # parameter → function that fills it; empty if a client fills the store
+    recipes: dict[str, Recipe]  # parameter without a code → function that fills it; empty if a client fills the store
     routing: Routing | None = None  # set for a buffer of experts
+    coded: dict[str, Coded] = field(default_factory=dict)  # parameters that are kept in the checkpoint's code
 
 
 class WeightStore:
     """The buffers of one model over one range of host memory: uint8 [nbytes], shared and page-aligned."""
 
-    def __init__(self, buffers: Sequence[Buffer], dtype: torch.dtype, *, packed: bool) -> None:
+    def __init__(
+        self, buffers: Sequence[Buffer], dtype: torch.dtype, *, packed: bool, keeps_codes: bool = False
+    ) -> None:
         """buffers: first the blocks, then experts of blocks, which have the name of their block, then the rest.
-        dtype: of the weights in the store; `packed` requires bfloat16."""
+        dtype: of the weights in the store that have no code; `packed` requires bfloat16.
+        keeps_codes: blocks with codes are never decoded for good, even where the memory would suffice."""
         assert not packed or dtype is torch.bfloat16
         self.buffers = list(buffers)
         self.num_blocks = sum(buffer.routing is None for buffer in self.buffers) - 1
@@ -58,7 +66,8 @@ class WeightStore:
         experts = range(self.num_blocks, len(self.buffers) - 1)
         self.experts = {blocks[self.buffers[index].name]: index for index in experts}  # block → buffer of its experts
         self.dtype = dtype
-        self.forms = _forms([buffer.layout for buffer in self.buffers[:-1]], packed)
+        self.forms = self._forms(packed)
+        self._keeps_codes = keeps_codes
         self._sizes = [
             buffer.layout.nbytes(dtype) if form is None else form.nbytes
             for buffer, form in zip(self.buffers, self.forms, strict=True)
@@ -70,7 +79,13 @@ class WeightStore:
 
     @property
     def is_packed(self) -> bool:
-        return any(form is not None for form in self.forms)
+        """True if any buffer is packed."""
+        return any(isinstance(form, PackedForm) for form in self.forms)
+
+    @property
+    def codes(self) -> list[str]:
+        """Names of the checkpoint's codes that the buffers keep."""
+        return list(dict.fromkeys(name for form in self.forms if isinstance(form, CodedForm) for name in form.names))
 
     def sizes(self, dtype: torch.dtype) -> list[BlockSize]:
         """Sizes of the blocks on a device that computes in `dtype`."""
@@ -83,11 +98,34 @@ class WeightStore:
         experts, routing = None, self.buffers[own[-1]].routing
         if routing is not None:
             experts = ExpertsSize(plain[-1], packed[-1] if packed else None, routing.count, routing.picked)
-        return BlockSize(sum(plain), sum(packed) if packed else None, experts)
+        keeps_form = self._keeps_codes and any(isinstance(self.forms[index], CodedForm) for index in own)
+        return BlockSize(sum(plain), sum(packed) if packed else None, experts, keeps_form)
 
     def parts(self, block: int) -> list[int]:
         """Indices of a block's buffers: its own, and that of its stacked experts if it has them."""
         return [block, self.experts[block]] if block in self.experts else [block]
+
+    def _forms(self, packed: bool) -> list[BufferForm | None]:
+        """The form of each buffer; None for a plain one and for the rest. Equal packed buffers share one form. The
+        buffers of one block have forms, or none has."""
+        known: dict[tuple[tuple[Unit, ...], int], PackedForm] = {}
+        forms: list[BufferForm | None] = [None] * len(self.buffers)
+        for block in range(self.num_blocks):
+            own = self.parts(block)
+            is_coded = any(self.buffers[index].coded for index in own)
+            for index in own:
+                layout, coded = self.buffers[index].layout, self.buffers[index].coded
+                if coded or (is_coded and not packed):
+                    forms[index] = CodedForm(layout, {name: each.code for name, each in coded.items()}, self.dtype)
+                elif packed:
+                    units = tuple(
+                        Unit(layout.entries[unit[0]].offset, *layout.unit_shape(unit)) for unit in layout.units
+                    )
+                    key = (units, layout.numel)
+                    if key not in known:
+                        known[key] = PackedForm(units, layout.numel)
+                    forms[index] = known[key]
+        return forms
 
     def attach(self, memory: Tensor) -> None:
         assert memory.dtype == torch.uint8 and memory.numel() == self.nbytes, (memory.shape, self.nbytes)
@@ -102,7 +140,7 @@ class WeightStore:
         return self._memory is not None
 
     def host(self, index: int) -> Tensor:
-        """A buffer's host memory: uint8 if it is packed, otherwise flat [numel] in the store's dtype."""
+        """A buffer's host memory: uint8 if it has a form, otherwise flat [numel] in the store's dtype."""
         assert self._memory is not None
         start = self.offsets[index]
         stored = self._memory[start : start + self._sizes[index]]
@@ -132,18 +170,3 @@ class WeightStore:
     def pieces(self) -> list[Tensor]:
         """The host memory of each buffer, uint8, in whole pages; empty if the store has no memory."""
         return [] if self._memory is None else list(self._memory.split(self.extents))
-
-
-def _forms(layouts: Sequence[Layout], packed: bool) -> list[PackedForm | None]:
-    """The packed form of each buffer; None for a plain one and for the rest. Equal buffers share one form."""
-    if not packed:
-        return [None] * (len(layouts) + 1)
-    known: dict[tuple[tuple[Unit, ...], int], PackedForm] = {}
-    forms: list[PackedForm | None] = []
-    for layout in layouts:
-        units = tuple(Unit(layout.entries[unit[0]].offset, *layout.unit_shape(unit)) for unit in layout.units)
-        key = (units, layout.numel)
-        if key not in known:
-            known[key] = PackedForm(units, layout.numel)
-        forms.append(known[key])
-    return [*forms, None]

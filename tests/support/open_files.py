@@ -13,12 +13,13 @@ from djinnd.device import Device
 from djinnd.model.family.skeleton import make_config
 from djinnd.model.placing.loader import ModelLoader
 from djinnd.weights.checkpoint import CheckpointFiles
+from djinnd.weights.gguf.checkpoint import open_checkpoint
 
 
 def checkpoint_of(folder: Path, *, has_weights: bool = True) -> CheckpointFiles:
     files = ModelFiles.open(str(folder))
     try:
-        checkpoint = CheckpointFiles(files, has_weights=has_weights)
+        checkpoint = open_checkpoint(files, has_weights=has_weights)
     except BaseException:
         files.close()
         raise

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from djinn_client.handover.packed import GROUP, PackedForm
+from djinn_client.handover.packed import GROUP
+from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import are_fetched
-from djinnd.weights.store import Routing
+from djinnd.weights.store import BufferForm, Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Experts:
         self,
         block: nn.Module,
         layout: Layout,
-        form: PackedForm | None,
+        form: BufferForm | None,
         routing: Routing,
         tokens: StepTokens,
         device: torch.device,
@@ -119,7 +120,7 @@ class Experts:
     def bind(self, source: Tensor, scratch: Tensor) -> None:
         """Sets the memory to fetch from and to.
 
-        source: all experts of the block, in packed form if there is one, in pinned host memory or on the device.
+        source: all experts of the block, in their form if there is one, in pinned host memory or on the device.
         scratch: flat, in the compute dtype; the module reads the fetched experts there.
         """
         self.unbind()
@@ -163,6 +164,7 @@ class Experts:
     def _fetch_by_kernel(self, source: Tensor, scratch: Tensor) -> None:
         from djinnd.model.kernels.fetch import fetch_packed, fetch_plain  # Triton comes with CUDA builds of torch
 
+        assert not isinstance(self.form, CodedForm)
         if self.form is not None:
             fetch_packed(self._picked, self.form, source, scratch)
             return
@@ -171,6 +173,11 @@ class Experts:
 
     def _fetch_by_copies(self, source: Tensor, scratch: Tensor) -> None:
         picked = self._picked.nonzero().squeeze(1).tolist()
+        if isinstance(self.form, CodedForm):
+            for name, out in self.layout.views(scratch).items():
+                for expert in picked:
+                    self.form.unpack_expert(source, name, expert, out[expert])
+            return
         if self.form is not None:
             for number, out in enumerate(self._stacks(scratch)):
                 rows = self.form.units[number].rows // self._routing.count

@@ -10,7 +10,7 @@ GGUF has names of its own for the tensors of all families, and llama.cpp changes
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from djinn_client.errors import ModelRejected
 from djinnd.weights.checkpoint import wrong_shape
+from djinnd.weights.forms.coded_form import Code, Coded
 from djinnd.weights.gguf.checkpoint import GgufCheckpoint
 from djinnd.weights.store import Recipe
 
@@ -130,6 +131,32 @@ class GgufRecipes:
         if source.heads or source.minus:
             return partial(self._change, source)
         return partial(self._fill, source.tensors[0])
+
+    def coded(self, name: str, shape: tuple[int, ...]) -> Coded | None:
+        """The parameter of this shape in the format of its tensors; None if it is plain or has to be changed."""
+        source = self.source(name)
+        codings = {self._checkpoint.coding(tensor) for tensor in source.tensors}
+        (coding,) = codings if len(codings) == 1 else (None,)
+        if coding is None or source.minus or len(shape) < 2:
+            return None
+        if len(source.tensors) > 1:
+            return Coded(Code(coding), partial(self._join_codes, source.tensors))
+        return Coded(Code(coding), partial(self._read_codes, source))
+
+    def _read_codes(self, source: Source, parts: Sequence[Tensor]) -> None:
+        self._checkpoint.read_parts(source.tensors[0], parts)
+        if source.heads:  # a block of codes lies within one row, so rows can be moved as they are
+            (blocks,) = parts
+            blocks.copy_(blocks[:, row_order(blocks.shape[1], source.heads)])
+
+    def _join_codes(self, tensors: tuple[str, ...], parts: Sequence[Tensor]) -> None:
+        (blocks,), row = parts, 0
+        for tensor in tensors:
+            rows = self._checkpoint.tensors[tensor].shape[-2]
+            read = torch.empty((len(blocks), rows, blocks.shape[2]), dtype=torch.uint8)
+            self._checkpoint.read_parts(tensor, [read])
+            blocks[:, row : row + rows].copy_(read)
+            row += rows
 
     def _fill(self, tensor: str, view: Tensor) -> None:
         self._checkpoint.read_into(tensor, view.view(self._checkpoint.tensors[tensor].shape))

@@ -28,7 +28,9 @@ from transformers.core_model_loading import (
 )
 
 from djinn_client.errors import ModelRejected
+from djinnd.model.family.code_recipes import stack_of_codes
 from djinnd.weights.checkpoint import CheckpointFiles, wrong_shape
+from djinnd.weights.forms.coded_form import Code, Coded
 from djinnd.weights.store import Recipe
 
 
@@ -99,6 +101,22 @@ class RecipeBook:
         fill = self._recipe_of(name, self._sources[name])
         twins = self._twins.get(name)
         return fill if twins is None else partial(self._fill_and_compare, name, fill, twins)
+
+    def coded(self, name: str, shape: tuple[int, ...]) -> Coded | None:
+        """The parameter of this shape in the code of its tensors. None if it is plain, or if its tensors cannot be
+        joined in their codes: `recipe` then decodes them."""
+        sources = self._sources[name]
+        of = [source for source, _ in sources.tensors]
+        if sources.converter is None:
+            coding = self._checkpoint.coding(of[0])
+            if coding is None:
+                return None
+            code = Code(coding, self._checkpoint.is_transposed(of[0]))
+            return Coded(code, partial(self._checkpoint.read_parts, of[0]))
+        if len(shape) != 3 or not is_stack(sources.converter):
+            return None
+        parts = [[source for source, of in sources.tensors if of == p] for p in sources.converter.source_patterns]
+        return stack_of_codes(self._checkpoint, parts, shape)
 
     def _recipe_of(self, name: str, sources: _Sources) -> Recipe:
         if sources.converter is None:

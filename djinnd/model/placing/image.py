@@ -7,6 +7,7 @@ from typing import cast
 
 from djinn_client.protocol.fields.image import Dtype, Image, ImageBuffer, ImageTensor, ImageUnit
 from djinnd.model.placing.loader import ModelLoader
+from djinnd.weights.forms.coded_form import CodedForm
 
 
 def image_of(loader: ModelLoader) -> Image:
@@ -14,6 +15,7 @@ def image_of(loader: ModelLoader) -> Image:
     buffers = []
     for index, buffer in enumerate(store.buffers):
         form = store.forms[index]
+        assert not isinstance(form, CodedForm), "a client shares plain or packed weights"
         buffers.append(
             ImageBuffer(
                 offset=store.offsets[index],

@@ -37,9 +37,10 @@ from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
 from djinnd.weights.gguf.checkpoint import GgufCheckpoint
+from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
-from djinnd.weights.store import Buffer, WeightStore
+from djinnd.weights.store import Buffer, Routing, WeightStore
 
 log = logging.getLogger("djinnd.engine")
 
@@ -125,26 +126,35 @@ class ModelLoader:
         if recipes is not None:
             recipes.require(self.skeleton.shapes, self.skeleton.tied)
         self._buffers = [
-            Buffer(pre, lay, {} if recipes is None else {n: recipes.recipe(pre + n) for n in lay.entries}, routing)
+            Buffer(pre, lay, {}, routing) if recipes is None else _buffer(pre, lay, routing, recipes)
             for pre, lay, routing in self.skeleton.layouts()
         ]
         # On a GPU the host keeps the compute dtype, which is what the bus carries. On a CPU nothing is copied, and the
         # checkpoint's own dtype takes less memory.
-        self._stored = given if device.torch_device.type == "cpu" else self.dtype
+        is_coded = any(buffer.coded for buffer in self._buffers)
+        self._stored = given if device.torch_device.type == "cpu" and not is_coded else self.dtype
         self.notes: list[str] = []
         if isinstance(checkpoint, GgufCheckpoint):
-            self.notes.append(f"GGUF {checkpoint.mixture}, decoded when it is loaded")
+            self.notes.append(f"GGUF {checkpoint.mixture}")
         self.store = self._make_store()
+        if self.store.codes:
+            self.notes.append(f"weights as they are stored: {', '.join(self.store.codes)}")
 
     def _make_store(self) -> WeightStore:
         why = self._why_plain()
         if not why:
             try:
-                return WeightStore(self._buffers, self._stored, packed=True)
+                return self._store_of(packed=True)
             except Unpackable as error:
                 why = str(error)
-        self.notes.append(f"blocks stay plain: {why}")
-        return WeightStore(self._buffers, self._stored, packed=False)
+        if not all(buffer.coded for buffer in self._buffers[:-1]):
+            self.notes.append(f"blocks stay plain: {why}")
+        return self._store_of(packed=False)
+
+    def _store_of(self, *, packed: bool) -> WeightStore:
+        # On a CPU products read plain weights fastest, so blocks with codes are decoded where memory suffices.
+        keeps_codes = self.device.torch_device.type != "cpu"
+        return WeightStore(self._buffers, self._stored, packed=packed, keeps_codes=keeps_codes)
 
     def _why_plain(self) -> str:
         """Why the blocks cannot be packed; "" if they can."""
@@ -174,6 +184,7 @@ class ModelLoader:
     def _laid_out(self, weights: str) -> str:
         extents = zip(self._buffers, self.store.extents, strict=True)
         layout = "".join(f"{buffer.name} {buffer.layout.numel} {extent};" for buffer, extent in extents)
+        layout += ",".join(self.store.codes)
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
     def _identity(self) -> str:
@@ -234,7 +245,7 @@ class ModelLoader:
             return self._run(products, arena, progress, reserved, pages_share, reading)
         except Unpackable as why:
             self.notes.append(f"blocks stay plain: {why}")
-            self.store = WeightStore(self._buffers, self._stored, packed=False)
+            self.store = self._store_of(packed=False)
             return self._run(products, arena, progress, reserved, pages_share, reading)
 
     def _run(
@@ -278,6 +289,7 @@ class ModelLoader:
             raise
         for buffer in self._buffers:
             buffer.recipes.clear()  # the checkpoint's files may be closed
+            buffer.coded.clear()
         return weights
 
     def _weights(self, products: list[list[Product]]) -> Weights:
@@ -309,6 +321,15 @@ class ModelLoader:
                 progress("compiling", done, total)
 
             fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device, compiling)
+
+
+def _buffer(prefix: str, layout: Layout, routing: Routing | None, recipes: RecipeBook | GgufRecipes) -> Buffer:
+    """A buffer that the recipes fill. The rest, whose prefix is empty, is decoded when it is loaded: modules look up
+    and multiply its parameters in many ways."""
+    names = layout.entries
+    coded = {n: c for n in names if prefix and (c := recipes.coded(prefix + n, names[n].shape)) is not None}
+    plain = {n: recipes.recipe(prefix + n) for n in names if n not in coded}
+    return Buffer(prefix, layout, plain, routing, coded)
 
 
 def recipes_of(model: PreTrainedModel, checkpoint: CheckpointFiles) -> RecipeBook | GgufRecipes:

@@ -16,19 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from djinn_client.handover.packed import PackedForm
 from djinnd.model.fast.linear import fast_linear
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
 
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A unit (matrix) of a packed block on the device, which products of few rows read in packed form."""
-
-    form: PackedForm
-    unit: int
-    memory: Tensor  # uint8, the packed block
+FewRows = Callable[[Tensor], Tensor]  # x [rows, in], contiguous → x Wᵀ [rows, out], for at most PACKED_ROWS rows
 
 
 class Product:
@@ -41,12 +33,12 @@ class Product:
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.added: Callable[[Tensor, Tensor], None] | None = None  # (x, y): adds to y the products of adapters
-        self._packed: PackedWeight | None = None
+        self._few_rows: FewRows | None = None
 
-    def bind(self, weight: Tensor, bias: Tensor | None, packed: PackedWeight | None = None) -> None:
-        """Sets the weights. weight: [out, in]. With `packed`, up to PACKED_ROWS rows use `packed`, and `weight` holds
-        the weights only when more rows are computed."""
-        self.weight, self.bias, self._packed = weight, bias, packed
+    def bind(self, weight: Tensor, bias: Tensor | None, few_rows: FewRows | None = None) -> None:
+        """Sets the weights. weight: [out, in]. `few_rows` multiplies up to PACKED_ROWS rows by the weights as they are
+        stored; `weight` then holds them only when more rows are computed."""
+        self.weight, self.bias, self._few_rows = weight, bias, few_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._multiply(x)
@@ -56,12 +48,9 @@ class Product:
 
     def _multiply(self, x: Tensor) -> Tensor:
         assert self.weight is not None
-        packed = self._packed
-        if packed is not None and x.numel() // x.shape[-1] <= PACKED_ROWS:
-            from djinnd.model.kernels.packed_product import packed_product  # needs Triton, of CUDA builds of torch
-
-            rows = x.reshape(-1, x.shape[-1]).contiguous()
-            y = packed_product(packed.form, packed.unit, packed.memory, rows).view(*x.shape[:-1], -1)
+        few_rows = self._few_rows
+        if few_rows is not None and x.numel() // x.shape[-1] <= PACKED_ROWS:
+            y = few_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
             return y if self.bias is None else y + self.bias
         return fast_linear(x, self.weight, self.bias)
 

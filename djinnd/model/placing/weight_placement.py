@@ -2,8 +2,8 @@
 
     place      device memory of its own   the block computes from
     plain      flat buffer                that buffer
-    packed     packed buffer              scratch, unpacked just before; products of few rows read the packed buffer
-    streamed   none                       its region of the ring, or scratch, unpacked just before, if it is packed
+    packed     buffer in a stored form    scratch, decoded just before; products of few rows read the stored form
+    streamed   none                       its region of the ring, or scratch, decoded just before, if it has a form
 
 Stacked experts of packed and streamed blocks are handled apart: the experts that the router has picked are fetched into
 the scratch buffer, behind the block's own weights (model/family/experts.py). The ring carries a streamed block without
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
 from djinnd.model.family.experts import Experts, StepTokens
-from djinnd.model.placing.placed_block import PlacedBlock, unpack
+from djinnd.model.placing.placed_block import PlacedBlock
 from djinnd.model.placing.projections import Product
+from djinnd.model.placing.stored_form import decode_all
 from djinnd.weights.plan import BlockPlace, PlacementPlan, aligned
 from djinnd.weights.ring import PIECE, Ring, place_regions
 from djinnd.weights.store import WeightStore
@@ -95,7 +96,7 @@ class WeightPlacement:
         return len(self._blocks) // 2
 
     def prepare(self, index: int, rows: int) -> None:
-        """Unpacks the parts of the block that a batch of `rows` tokens reads in plain form."""
+        """Decodes the parts of the block that a batch of `rows` tokens reads in plain form."""
         self._blocks[index].prepare(rows, self._scratch)
 
     def end(self, index: int) -> None:
@@ -184,7 +185,7 @@ class WeightPlacement:
                     if index in staged:
                         assert form is not None and staging is not None
                         staging[: len(source)].copy_(source, non_blocking=True)
-                        unpack(form, staging[: form.nbytes], target)
+                        decode_all(form, staging[: form.nbytes], target)
                     else:
                         target[: len(source)].copy_(source, non_blocking=True)
             done += plan.sizes[index].plain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from djinn_client.files.model_files import ModelFiles
 from djinnd.gguf.files import GgufModel, gguf_names
 from djinnd.gguf.formats import FORMATS, SERVED, format_name
 from djinnd.weights.checkpoint import PIECE, CheckpointFiles, TensorInfo, wrong_shape
+from djinnd.weights.forms.coding import Coding
+from djinnd.weights.forms.gguf_blocks import GgufBlocks
 from djinnd.weights.gguf.blocks import PLAIN, decode
 
 
@@ -75,6 +78,21 @@ class GgufCheckpoint(CheckpointFiles):
             piece = aside[: target.numel() // form.weights * form.nbytes]
             self._read_piece(info, first * form.nbytes, piece, digest)
             target.copy_(decode(number, piece))
+        self._digests[name] = digest.digest()
+
+    def coding(self, name: str) -> Coding | None:
+        number, shape = self._formats[name], self.tensors[name].shape
+        if number in PLAIN or len(shape) < 2:
+            return None
+        coding = GgufBlocks(number)
+        return coding if coding.fits(*shape[-2:]) else None
+
+    def read_parts(self, name: str, parts: Sequence[Tensor]) -> None:
+        info, (blocks,), digest = self.tensors[name], parts, xxh3_128()
+        flat = blocks.view(-1)
+        assert flat.numel() == info.nbytes, (name, blocks.shape, info.nbytes)
+        for first in range(0, info.nbytes, PIECE):
+            self._read_piece(info, first, flat[first : first + PIECE], digest)
         self._digests[name] = digest.digest()
 
 

@@ -1,0 +1,61 @@
+"""Decodes the stored form of a block: the packed code of 12 bits, or the codes of the checkpoint.
+
+Decoded is the plain buffer of the block's Layout. The kernels of CUDA are imported where they are called, because
+Triton comes only with CUDA builds of torch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from djinn_client.handover.packed import PackedForm
+from djinnd.model.placing.projections import FewRows, Product
+from djinnd.weights.forms.coded_form import CodedForm
+from djinnd.weights.layout import Layout
+from djinnd.weights.store import BufferForm
+
+
+def decode_all(form: BufferForm, stored: Tensor, out: Tensor) -> None:
+    """Writes the whole plain buffer to `out`: [numel], bfloat16 if the form is packed, else any float dtype."""
+    if isinstance(form, PackedForm) and out.is_cuda:
+        from djinnd.model.kernels.unpack import unpack
+
+        unpack(form, stored, out)
+    else:
+        form.unpack(stored, out)
+
+
+def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
+    """Writes to `out` the parameters that modules do not read in place. Queues only kernels over fixed addresses."""
+    if isinstance(form, PackedForm):
+        decode_all(form, stored, out)
+    else:
+        form.decode(stored, out)
+
+
+def in_place(form: BufferForm, layout: Layout, stored: Tensor) -> dict[str, Tensor]:
+    """The parameters that modules read in the stored form itself, as views."""
+    return form.plain(stored) if isinstance(form, CodedForm) else layout.vectors(form.vectors_view(stored))
+
+
+def weight_of(form: BufferForm, layout: Layout, unit: tuple[str, ...], stored: Tensor, plain: Tensor) -> Tensor:
+    """The matrix of a unit, [rows, cols]: in place where it has no code, else in the plain buffer."""
+    there = form.plain_unit(stored, unit) if isinstance(form, CodedForm) else None
+    return layout.joined(plain, unit) if there is None else there
+
+
+def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
+    """Functions that multiply few rows by the stored form, by the product's index.
+
+    Empty if some matrix of the block has none: the block is then decoded before every step.
+    """
+    if not stored.is_cuda or len(products) < len(layout.units) or isinstance(form, CodedForm):
+        return {}
+    from djinnd.model.kernels.packed_product import packed_product, product_fits
+
+    if not all(map(product_fits, form.units)):
+        return {}
+    numbers = [layout.units.index(product.unit) for product in products]
+    return {i: partial(packed_product, form, number, stored) for i, number in enumerate(numbers)}
