@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 
 from djinnd.model.kernels.launches import Launches, Told, launches
-from djinnd.model.kernels.variants import Variant, all_functions
+from djinnd.model.kernels.variants import Variant, _source, all_functions
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 << 10  # bytes that a program may use on it
@@ -49,3 +50,11 @@ def hopper(compile_: object = refuse_all, target: GPUTarget = HOPPER) -> Iterato
     finally:
         triton.knobs.runtime.jit_cache_hook = None
         driver.set_active(None)
+
+
+def compile_launches(call: Callable[[], object], target: GPUTarget = HOPPER) -> list[Any]:
+    """Compiles what `call` would launch on such a GPU. Its tensors may be on the CPU."""
+    with hopper(target=target) as seen, seen.listing() as listed:
+        call()
+    sources = [_source(variant, target) for variant in listed]
+    return [triton.compile(source, target=target, options=options.__dict__) for source, options in sources]

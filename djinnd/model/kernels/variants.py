@@ -45,8 +45,9 @@ class Variant(NamedTuple):
 
 def all_functions() -> list[JITFunction]:
     """All kernels of this package, always in the same order."""
-    names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
-    modules = [importlib.import_module(f"{__package__}.{name}") for name in names]
+    folder = Path(__file__).parent
+    files = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("[a-z]*.py"))
+    modules = [importlib.import_module(".".join((str(__package__), *file.parts))) for file in files]
     return [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
 
 

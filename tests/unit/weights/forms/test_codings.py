@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from djinnd.weights.forms import coding as coding_module
 from djinnd.weights.forms.coding import Coding
 from djinnd.weights.forms.codings import Float4, Grouped, Scaled
 from djinnd.weights.forms.gguf_blocks import GgufBlocks
+from tests.support.coded import random_parts
 
 CODINGS = [
     Scaled(torch.float8_e4m3fn, 128, 128),
@@ -26,27 +26,6 @@ CODINGS = [
     GgufBlocks(8),
     GgufBlocks(12),
 ]
-
-
-def random_parts(coding: Coding, rows: int, cols: int, stack: int = 1) -> list[Tensor]:
-    """Parts with random bytes where any byte is a code, and with moderate scales."""
-    made = []
-    for part in coding.parts(rows, cols):
-        shape = (stack, *part.shape)
-        if part.name == "order":
-            made.append(torch.randperm(cols).view(shape[1:]).expand(shape).remainder(cols // coding.group).int())
-        elif part.dtype.is_floating_point and part.name != "codes":
-            made.append((torch.rand(shape) + 0.5).to(part.dtype))
-        elif part.dtype is torch.float8_e4m3fn:
-            made.append(torch.randn(shape).to(part.dtype))
-        elif part.name == "scales":  # exponents
-            made.append(torch.randint(120, 130, shape, dtype=torch.uint8))
-        elif part.name == "blocks":
-            made.append(torch.randint(256, shape, dtype=torch.uint8) & 0xBF)  # no half float is infinite
-        else:
-            low, high = (-128, 128) if part.dtype is torch.int8 else (0, 256)
-            made.append(torch.randint(low, high, shape).to(part.dtype))
-    return made
 
 
 def test_fp8_scales_blocks_of_both_dimensions() -> None:

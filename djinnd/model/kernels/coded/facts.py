@@ -1,0 +1,80 @@
+"""How the weights of a coded matrix lie in a kernel's tiles.
+
+A kernel goes through a row's codes byte by byte. A byte holds the code of one column, or of two: a low and a high one.
+
+    span 0     byte i is column i
+    span 1     byte i has columns 2i (low half) and 2i + 1 (high half)
+    span n     2n columns share n bytes: byte i has columns i // n * 2n + i % n (low) and the one n further (high)
+
+A tile is [rows, runs, run] bytes. The bytes of a run share their scales, which are loaded once for a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from djinnd.model.kernels.coded import kinds
+from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.weights.forms.coding import Coding
+from djinnd.weights.forms.codings import Float4, Scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The layout of one matrix. `group` counts bytes of codes that share a scale, `groups` the scales of a row, and
+    `step` the rows that share a row of scales."""
+
+    kind: int
+    row_bytes: int
+    span: int
+    group: int
+    groups: int
+    step: int = 1
+    has_zeros: bool = False
+    has_order: bool = False
+
+    @property
+    def run(self) -> int:
+        """The most bytes of a run, a power of two. Runs begin at its multiples, so none has two scales."""
+        if self.groups == 1:
+            return triton.next_power_of_2(self.row_bytes)
+        return self.group & -self.group
+
+    def options(self, device: torch.device) -> dict[str, int | bool]:
+        """The constants of `load_weights`."""
+        return {
+            "KIND": self.kind, "ROW": self.row_bytes, "SPAN": self.span, "GROUP": self.group, "GROUPS": self.groups,
+            "ZEROS": self.has_zeros, "ORDER": self.has_order, "NATIVE": has_fp8(device),
+        }  # fmt: skip
+
+
+def facts_of(coding: Coding, rows: int, cols: int) -> Facts | None:
+    """None if kernels cannot decode it."""
+    if not coding.fits(rows, cols):
+        return None
+    match coding:
+        case Scaled(codes, block_rows, block_cols):
+            kind, width = kinds.OF_CODES.get(codes), block_cols or cols
+            return None if kind is None else Facts(kind, cols, 0, width, -(-cols // width), block_rows or rows)
+        case Float4():
+            kind = kinds.NVFP4.value if coding.is_nvidia else kinds.MXFP4.value
+            return Facts(kind, cols // 2, 1, coding.group // 2, cols // coding.group)
+    return None
+
+
+def arguments(facts: Facts, parts: list[Tensor]) -> list[Tensor]:
+    """The four tensors that kernels take: codes, scales, then zeros and order, or the scale of the whole. FP8 passes as
+    its bytes. Arguments that a coding lacks are not read."""
+    found = [part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part for part in parts]
+    if facts.has_order and not facts.has_zeros:
+        found.insert(2, found[0])
+    return (found + [found[0]] * 3)[:4]
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Returns True if the device's processors convert FP8."""
+    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)

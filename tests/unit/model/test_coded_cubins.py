@@ -1,0 +1,44 @@
+"""Compiles the kernels for coded weights for GPUs that this machine need not have, and checks their instructions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from djinnd.model.kernels.coded import facts
+from djinnd.model.kernels.coded.decode import decode_on_device
+from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.weights.forms.coding import Coding
+from djinnd.weights.forms.codings import Float4, Scaled
+from tests.support.compiled import AMPERE, HOPPER, compile_launches
+from tests.support.parameters import long_except
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+
+FP8 = torch.float8_e4m3fn
+CODINGS = [Scaled(FP8, 128, 128), Scaled(torch.int8, 1), Float4(), Float4(is_nvidia=True)]
+
+
+def empty_parts(coding: Coding, rows: int, cols: int) -> list[torch.Tensor]:
+    return [torch.empty(1, *part.shape, dtype=part.dtype) for part in coding.parts(rows, cols)]
+
+
+@pytest.mark.parametrize("target", long_except((HOPPER,), (HOPPER, AMPERE)), ids=str)
+@pytest.mark.parametrize("coding", long_except(CODINGS[::2], CODINGS), ids=str)
+def test_decoding_writes_16_bytes_at_a_time(coding: Coding, target: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "has_fp8", lambda device: target == HOPPER)
+    parts, out = empty_parts(coding, 128, 512), torch.empty(1, 128, 512, dtype=torch.bfloat16)
+    tall = torch.empty(1, 512, 128, dtype=torch.bfloat16).transpose(1, 2)
+    for each in (out, tall):
+        (compiled,) = compile_launches(lambda each=each: decode_on_device(coding, parts, each), target)
+        ptx = compiled.asm["ptx"]
+        assert "st.global.v4" in ptx and "st.global.b16" not in ptx
+
+
+def test_decoding_of_picked_matrices_compiles() -> None:
+    coding = Scaled(torch.int8, 1)
+    parts, out = empty_parts(coding, 128, 512), torch.empty(1, 128, 512, dtype=torch.bfloat16)
+    picked = torch.ones(1, dtype=torch.int32)
+    assert len(compile_launches(lambda: decode_on_device(coding, parts, out, picked))) == 1
