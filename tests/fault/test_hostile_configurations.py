@@ -87,5 +87,5 @@ def test_a_configuration_that_promises_too_much_is_refused(
 
 def test_a_model_that_only_its_first_steps_show_to_be_unfit_is_refused(target: Daemon, theirs: Path) -> None:
     """Its files are valid, so only the engine's check at load can find it."""
-    random_model(theirs, reduced("jamba"))
-    refused(target, theirs, djinn.load, "jamba fails the check at load")
+    random_model(theirs, reduced("diffllama"))
+    refused(target, theirs, djinn.load, "diffllama fails the check at load")

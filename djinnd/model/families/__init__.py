@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-from djinnd.model.families import branch_factor, falcon, gptj, llama4, own_weight
+from djinnd.model.families import branch_factor, falcon, gptj, llama4, selective_scan
 
-# Families that ignore transformers' attention interface. Called before the build; adds an attention class that uses it.
-PATCHED = {"falcon": falcon.install, "gptj": gptj.install}
+# Families with a class or function that is replaced in transformers' module. Called before the build.
+PATCHED: dict[str, Callable[[], None]] = {"falcon": falcon.install, "gptj": gptj.install}
+PATCHED |= {family: partial(selective_scan.install, family) for family in ("falcon_mamba", "jamba", "mamba")}
 
 # Families that need a change of their modules: called with the blocks after the model has been built.
 ADAPTED = dict.fromkeys(branch_factor.FAMILIES, branch_factor.move)
-ADAPTED |= {family: partial(own_weight.keep, path=path) for family, path in own_weight.FAMILIES.items()}
 ADAPTED["llama4_text"] = llama4.adapt

@@ -26,12 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from djinn_client.protocol.fields.points import PointMap
-from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
-from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.family.adapter import Adapter
-from djinnd.model.family.experts import stacked_parameters
+from djinnd.model.family.dry_run import dry
 from djinnd.model.family.kinds import kind_of
-from djinnd.model.paged_batch import PagedBatch
 
 _TOKENS = 2
 
@@ -66,12 +63,9 @@ def _names_within(block: nn.Module, run: Callable[[], object], hidden: Tensor) -
     """Paths of attention and of the MLP within the block; "" if there is none."""
     gave = _Outputs()
     with ExitStack() as undo:
-        paged = give_attention(block, undo)
+        paged = undo.enter_context(dry(block))
         for path, module in block.named_modules():
             undo.enter_context(module.register_forward_hook(partial(gave.note, path)))
-            if stacked_parameters(module):
-                module.forward = _as_given  # stacked experts cannot run on meta: the router's choice has no values
-                undo.callback(delattr, module, "forward")
         _try(run)
     callers = [path for path, own in paged.items() if own.calls == 1 and gave.once_like(path, hidden)]
     if len(callers) != 1:
@@ -120,35 +114,6 @@ class _Outputs:
         """Returns True if the tensor is the module's output or a view of it."""
         (*_, value) = self._values[path]
         return isinstance(value, Tensor) and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-
-
-class _ShapeOnly(PagedAttention):
-    """Attention that computes only the shape of its output."""
-
-    def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        pass
-
-    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any, **__: Any) -> Tensor:
-        assert v is not None
-        return torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=q.device)
-
-
-def give_attention(block: nn.Module, undo: ExitStack) -> dict[str, BlockKV]:
-    """Gives each module that may call attention an empty BlockKV of its own, which counts the calls."""
-    nothing = torch.empty(0, device="meta")
-    context = AttentionContext(
-        _ShapeOnly(), PagedBatch(nothing, nothing, nothing, nothing, nothing, nothing, 0, 0, fresh=True)
-    )
-    paged = {}
-    for path, module in block.named_modules():
-        if hasattr(module, "layer_idx"):
-            paged[path] = module.paged = BlockKV(context, nothing, nothing)
-            undo.callback(delattr, module, "paged")
-    return paged
-
-
-def _as_given(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(hidden)
 
 
 def _has_matrices(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from djinnd.model.family.counts import check_counts
 from djinnd.model.family.derived import derived_bytes
 from djinnd.model.family.experts import find_stack
 from djinnd.model.family.kv_shapes import KvMap, learn_kv, shared_arguments
+from djinnd.model.family.own_weights import keep_own_weights
 from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.rope import fix_frequencies
 from djinnd.model.family.switches import set_switches
@@ -153,6 +154,7 @@ class Skeleton:
         try:
             prologue = self.adapter.learn_prologue(ids)
             check_inputs(prologue, self.family)
+            keep_own_weights(self.adapter, prologue)
             self.stateful = learn_states(self.adapter, prologue)
             found = learn_kv(self.adapter.blocks, lambda index: self._attention_of(index, prologue))
         except ModelRejected:

@@ -7,8 +7,10 @@ Such a module asks the cache that it is given for a convolution or a recurrent s
 from __future__ import annotations
 
 import inspect
+import logging
+import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from djinnd.model.family.adapter import Adapter, Prologue
+from djinnd.model.family.dry_run import dry
 from djinnd.model.family.kinds import kind_of
-from djinnd.model.family.point_map import give_attention
 from djinnd.model.states.carrier import MOST_STATES, Carrier
 from djinnd.model.states.layout import Stateful
+
+log = logging.getLogger("djinnd.engine")
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # of 5.24, and of older versions
 
@@ -55,16 +59,26 @@ def learn_states(adapter: Adapter, prologue: Prologue) -> list[Stateful]:
 def _of_block(block: nn.Module, run: Callable[[], object]) -> list[Stateful]:
     given: dict[str, tuple[str, _Learning]] = {}
     with ExitStack() as undo:
-        give_attention(block, undo)
+        undo.enter_context(dry(block))
         for path, module in block.named_modules():
             name = cache_name(module)
             if name is not None and path:
                 cache = _Learning()
                 given[path] = (name, cache)
                 undo.enter_context(module.register_forward_pre_hook(_giving(name, cache), with_kwargs=True))
-        with suppress(Exception):  # experts behind the states may not run on the meta device
+        try:
             run()
+        except Exception as missing:  # a family's forward may raise exceptions of any type
+            if _is_own(missing):
+                raise
+            log.info("block_not_run kind=%s error=%r", type(block).__name__, missing)
     return [Stateful(0, path, name, tuple(specs)) for path, (name, cache) in given.items() if (specs := cache.specs())]
+
+
+def _is_own(error: Exception) -> bool:
+    """Returns True if the error was raised in this package, and not by the family's forward or by torch."""
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).startswith(f"{__package__}.")
 
 
 def cache_name(module: nn.Module) -> str | None:

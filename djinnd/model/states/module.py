@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from djinnd.model.families.selective_scan import starting_from
 from djinnd.model.states.carrier import Carrier
 from djinnd.model.states.layout import Stateful
 from djinnd.model.states.segments import Segments
@@ -77,5 +78,7 @@ class StateModule:
     def _call(self, hidden: Tensor, earlier: list[Tensor], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
         told = self._told
         cache = Carrier.with_states(told.specs, earlier)
-        given = self._run(hidden, **{**kwargs, told.cache: cache})
+        recurrent = [state for spec, state in zip(told.specs, earlier, strict=True) if spec.kind == "recurrent"]
+        with starting_from(recurrent[0] if recurrent else None):
+            given = self._run(hidden, **{**kwargs, told.cache: cache})
         return given, cache.states(told.specs)
