@@ -29,6 +29,7 @@ _NAMED = frozenset(
     {
         "config.json",
         "generation_config.json",
+        "hf_quant_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "special_tokens_map.json",

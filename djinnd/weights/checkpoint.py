@@ -58,25 +58,32 @@ _index = msgspec.json.Decoder(_Index)
 class CheckpointFiles:
     """The tensors of a checkpoint. The constructor reads the headers and checks that the files are complete.
 
+    told      the contents of config.json
+    config    the same, without entries about how the weights are stored
+    stored    the tensors in the files
+    tensors   the tensors for a model: the stored ones, or matrices made of several stored ones
+    coded_as  the code of most weights, in words; "" if they are plain
+
     The caller owns the files and keeps them open while tensors are read. Any number of threads may read.
 
     Raises ModelNotFound if there is no checkpoint, and ModelRejected, with the file and tensor at fault, if it is
     damaged.
     """
 
+    coded_as = ""
+
     def __init__(self, files: ModelFiles, *, has_weights: bool = True) -> None:
         """has_weights: False if the files hold only the configuration, and the weights come from elsewhere."""
         self.files = files
-        if CONFIG not in files:
-            told = f"{files.folder} is not a checkpoint: it has no {CONFIG}; {what_instead([*files, *files.others])}"
-            raise ModelNotFound(told, path=files.folder)
-        self.config = _read_config(files)
-        self._digests: dict[str, bytes] = {}  # hash of each tensor that has been read
+        self.config = self.told = read_config(files)
+        self._digests: dict[str, bytes] = {}  # hash of each stored tensor that has been read
         self._stats: list[tuple[str, tuple[int, ...]]] = []
+        self.stored: dict[str, TensorInfo] = {}
         self.tensors: dict[str, TensorInfo] = {}
         if has_weights:
-            self.tensors = self._find_tensors()
-            self.dtype = self._commonest_dtype()
+            self.stored = self._find_tensors()
+            self.tensors = self._logical()
+            self.dtype = self._computed()
 
     # --- tensors ----------------------------------------------------------------------------------------------------
 
@@ -117,7 +124,10 @@ class CheckpointFiles:
         self._stats.append((file, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
         return tensors_of(self.files, file)
 
-    def _commonest_dtype(self) -> torch.dtype:
+    def _logical(self) -> dict[str, TensorInfo]:
+        return self.stored
+
+    def _computed(self) -> torch.dtype:
         """The dtype that most of the weights have, among those that djinnd reads."""
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
@@ -163,12 +173,14 @@ class CheckpointFiles:
         for first in range(0, flat.numel(), step):
             target = flat[first : first + step]
             piece = target if aside is None else aside[: target.numel()]
-            self._read_piece(info, first * dtype.itemsize, piece, digest)
+            self.read_piece(info, first * dtype.itemsize, piece, digest)
             if piece is not target:
                 target.copy_(piece)
         self._digests[name] = digest.digest()
 
-    def _read_piece(self, info: TensorInfo, offset: int, piece: Tensor, digest: xxh3_128) -> None:
+    def read_piece(self, info: TensorInfo, offset: int, piece: Tensor, digest: xxh3_128) -> None:
+        """Fills a contiguous piece with the tensor's bytes from `offset` on, and adds them to its hash. Raises
+        ModelRejected if the file was cut or cannot be read."""
         memory = piece.view(torch.uint8).numpy().data
         count = self.files.read_into(info.file, info.start + offset, memory)
         if count < len(memory):
@@ -187,7 +199,8 @@ class CheckpointFiles:
         return False
 
     def read_parts(self, name: str, parts: Sequence[Tensor]) -> None:
-        """Fills the parts of a tensor that has a `coding`: [stack, *Part.shape] each. Raises ModelRejected."""
+        """Fills the parts of a tensor that has a `coding`: [stack, *Part.shape] each, every matrix contiguous. Raises
+        ModelRejected if a file was cut or cannot be read, or if a part would have impossible numbers."""
         raise AssertionError(f"{name} has no code")
 
     # --- hashes -----------------------------------------------------------------------------------------------------
@@ -198,8 +211,8 @@ class CheckpointFiles:
         It covers the configuration, the tensors' names and places, and the files' inodes, sizes and times before the
         first read. The change time is included because `touch -r` can restore only the modification time.
         """
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for name, info in sorted(self.tensors.items()):
+        digest = hashlib.sha256(json.dumps(self.told, sort_keys=True).encode())
+        for name, info in sorted(self.stored.items()):
             digest.update(f"{name} {info.file} {info.shape} {info.stored} {info.start}\n".encode())
         digest.update(repr(sorted(self._stats)).encode())
         return digest.hexdigest()
@@ -207,9 +220,9 @@ class CheckpointFiles:
     def identity(self) -> str:
         """Hash of the model, equal for copies of it on every machine. It covers the configuration, the names, shapes
         and dtypes of all tensors, and the bytes of the tensors that have been read."""
-        told = {key: value for key, value in self.config.items() if key not in _NOT_OF_THE_MODEL}
+        told = {key: value for key, value in self.told.items() if key not in _NOT_OF_THE_MODEL}
         digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
-        for name, info in sorted(self.tensors.items()):
+        for name, info in sorted(self.stored.items()):
             digest.update(f"{name} {info.shape} {info.stored} {self._digests.get(name, b'').hex()}\n".encode())
         return digest.hexdigest()
 
@@ -244,12 +257,21 @@ def _weight_map(files: ModelFiles) -> dict[str, str]:
         raise ModelRejected(f"{INDEX} does not name a file for each tensor: {error}", file=INDEX) from error
 
 
-def _read_config(files: ModelFiles) -> dict[str, Any]:
-    data = files.read(CONFIG, MAX_CONFIG)
+def read_config(files: ModelFiles) -> dict[str, Any]:
+    """The contents of config.json. Raises ModelNotFound if there is none, and ModelRejected."""
+    if CONFIG not in files:
+        told = f"{files.folder} is not a checkpoint: it has no {CONFIG}; {what_instead([*files, *files.others])}"
+        raise ModelNotFound(told, path=files.folder)
+    return read_json(files, CONFIG)
+
+
+def read_json(files: ModelFiles, name: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelRejected."""
+    data = files.read(name, MAX_CONFIG)
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ModelRejected(f"{CONFIG} is not readable JSON: {error}", file=CONFIG) from error
+        raise ModelRejected(f"{name} is not readable JSON: {error}", file=name) from error
     if not isinstance(value, dict):
-        raise ModelRejected(f"{CONFIG} is not a JSON object", file=CONFIG)
+        raise ModelRejected(f"{name} is not a JSON object", file=name)
     return value

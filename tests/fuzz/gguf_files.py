@@ -15,7 +15,7 @@ from djinnd.gguf.configuration import make_configuration
 from djinnd.gguf.formats import FORMATS
 from djinnd.gguf.header import BadGguf, Header
 from djinnd.gguf.tokenizer import make_tokenizer, tokenizer_settings
-from djinnd.weights.gguf.checkpoint import open_checkpoint
+from djinnd.weights.opening import open_checkpoint
 from tests.fuzz.messages import Choices
 from tests.fuzz.target import Target
 from tests.support.gguf_files import Stored, gguf_bytes, numbers

@@ -13,7 +13,7 @@ from djinnd.device import Device
 from djinnd.model.family.skeleton import make_config
 from djinnd.model.placing.loader import ModelLoader
 from djinnd.weights.checkpoint import CheckpointFiles
-from djinnd.weights.gguf.checkpoint import open_checkpoint
+from djinnd.weights.opening import open_checkpoint
 
 
 def checkpoint_of(folder: Path, *, has_weights: bool = True) -> CheckpointFiles:

@@ -27,7 +27,7 @@ from djinnd.messages import DescribeImage, DeviceFigures, Failed, ImageDescribed
 from djinnd.messages.inspections import Confined, Inspect, Passed
 from djinnd.model.placing.image import image_of
 from djinnd.model.placing.loader import ModelLoader
-from djinnd.weights.gguf.checkpoint import open_checkpoint
+from djinnd.weights.opening import open_checkpoint
 
 _MAX_FRAME = 1 << 20
 _DESCRIPTORS = 512  # a checkpoint has up to 240 files, and each is passed as a descriptor

@@ -12,7 +12,7 @@ from djinn_client.files.model_files import ModelFiles
 from djinnd.engine.load.turns import DeviceTurn
 from djinnd.messages import DescribeImage, Load, Plan
 from djinnd.weights.checkpoint import CheckpointFiles
-from djinnd.weights.gguf.checkpoint import open_checkpoint
+from djinnd.weights.opening import open_checkpoint
 from djinnd.weights.reading import Patience, Readers, Wait
 
 WithFiles = Load | Plan | DescribeImage

@@ -71,7 +71,8 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
         is_dict = isinstance(quantised, dict)
         method = quantised.get("quant_method") if is_dict else getattr(quantised, "quant_method", None)
         raise ModelRejected(
-            f"quantised checkpoints are not supported (this one uses {str(method)[:80]}); use an F32, F16 or BF16 one",
+            f"config.json says that the weights are quantised ({str(method)[:80]}), which is not supported for weights "
+            "that a client shares: load the checkpoint's folder, or share a model with plain weights",
             family=config.model_type,
         )
     return config

@@ -134,8 +134,8 @@ class ModelLoader:
         is_coded = any(buffer.coded for buffer in self._buffers)
         self._stored = given if device.torch_device.type == "cpu" and not is_coded else self.dtype
         self.notes: list[str] = []
-        if isinstance(checkpoint, GgufCheckpoint):
-            self.notes.append(f"GGUF {checkpoint.mixture}")
+        if checkpoint.coded_as:
+            self.notes.append(checkpoint.coded_as)
         self.store = self._make_store()
         if self.store.codes:
             self.notes.append(f"weights as they are stored: {', '.join(self.store.codes)}")

@@ -2,7 +2,7 @@
 
 A coded matrix [rows, cols] consists of parts: the codes, and the scales of groups of weights. Each part is a
 two-dimensional tensor of its own dtype. Row r of a part belongs to the matrix rows [r * step, (r + 1) * step). So a
-range of rows can be decoded alone if it begins at a multiple of the largest step.
+range of rows can be decoded alone if it begins at a multiple of the largest step below `rows`.
 
     codes   [rows, …]                  step 1
     scales  [ceil(rows / 128), …]      step 128, for scales of blocks of 128 x 128 weights
@@ -68,7 +68,7 @@ class Coding(ABC):
         _, rows, cols = out.shape
         described = self.parts(rows, cols)
         assert [tuple(part.shape[1:]) for part in parts] == [each.shape for each in described]
-        least = max(each.step for each in described)
+        least = max((each.step for each in described if each.step < rows), default=1)
         step = max(PIECE // (least * cols), 1) * least
         for matrix in range(len(out)):
             for first in range(0, rows, step):

@@ -12,7 +12,7 @@ from xxhash import xxh3_128
 
 from djinn_client.errors import ModelRejected
 from djinn_client.files.model_files import ModelFiles
-from djinnd.gguf.files import GgufModel, gguf_names
+from djinnd.gguf.files import GgufModel
 from djinnd.gguf.formats import FORMATS, SERVED, format_name
 from djinnd.weights.checkpoint import PIECE, CheckpointFiles, TensorInfo, wrong_shape
 from djinnd.weights.forms.coding import Coding
@@ -28,13 +28,13 @@ class GgufCheckpoint(CheckpointFiles):
         model = GgufModel(files, names)
         stats = [(name, files.stat(name)) for name in names]
         self.files = files
-        self.config = model.configuration()
+        self.config = self.told = model.configuration()
         self.architecture = str(model.header.metadata["general.architecture"])
-        self.mixture = model.mixture
+        self.coded_as = f"GGUF {model.mixture}"
         self._digests = {}
         self._stats = [(name, (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)) for name, s in stats]
         self._formats = {name: placed.tensor.format for name, placed in model.tensors.items()}
-        self.tensors = {
+        self.tensors = self.stored = {
             name: TensorInfo(
                 name, placed.file, placed.tensor.shape, format_name(placed.tensor.format), *placed.tensor[2:]
             )
@@ -76,13 +76,13 @@ class GgufCheckpoint(CheckpointFiles):
         for first in range(0, info.nbytes // form.nbytes, step):
             target = flat[first * form.weights : (first + step) * form.weights]
             piece = aside[: target.numel() // form.weights * form.nbytes]
-            self._read_piece(info, first * form.nbytes, piece, digest)
+            self.read_piece(info, first * form.nbytes, piece, digest)
             target.copy_(decode(number, piece))
         self._digests[name] = digest.digest()
 
     def coding(self, name: str) -> Coding | None:
         number, shape = self._formats[name], self.tensors[name].shape
-        if number in PLAIN or len(shape) < 2:
+        if number in PLAIN or number not in FORMATS or not FORMATS[number].is_served or len(shape) < 2:
             return None
         coding = GgufBlocks(number)
         return coding if coding.fits(*shape[-2:]) else None
@@ -92,11 +92,5 @@ class GgufCheckpoint(CheckpointFiles):
         flat = blocks.view(-1)
         assert flat.numel() == info.nbytes, (name, blocks.shape, info.nbytes)
         for first in range(0, info.nbytes, PIECE):
-            self._read_piece(info, first, flat[first : first + PIECE], digest)
+            self.read_piece(info, first, flat[first : first + PIECE], digest)
         self._digests[name] = digest.digest()
-
-
-def open_checkpoint(files: ModelFiles, *, has_weights: bool = True) -> CheckpointFiles:
-    """The checkpoint in the files, of the kind that they are. Raises ModelNotFound, ModelRejected."""
-    names = gguf_names(files) if has_weights else []
-    return GgufCheckpoint(files, names) if names else CheckpointFiles(files, has_weights=has_weights)

@@ -13,7 +13,8 @@ from djinn_client.errors import ModelRejected
 from djinn_client.files.model_files import ModelFiles
 from djinnd.model.family.gguf_recipes import GgufRecipes
 from djinnd.model.family.skeleton import Skeleton, build, make_config
-from djinnd.weights.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from djinnd.weights.gguf.checkpoint import GgufCheckpoint
+from djinnd.weights.opening import open_checkpoint
 from tests.support.gguf_files import write_as_gguf
 from tests.support.models import reduced_model, tiny_model
 

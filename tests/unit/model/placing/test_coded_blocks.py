@@ -17,7 +17,8 @@ from djinnd.model.family.gguf_recipes import GgufRecipes
 from djinnd.model.family.skeleton import build, make_config
 from djinnd.model.placing.loader import Weights
 from djinnd.weights.forms.coded_form import CodedForm
-from djinnd.weights.gguf.checkpoint import GgufCheckpoint, open_checkpoint
+from djinnd.weights.gguf.checkpoint import GgufCheckpoint
+from djinnd.weights.opening import open_checkpoint
 from djinnd.weights.plan import BlockPlace
 from tests.support.gguf_files import write_as_gguf
 from tests.support.loaded import MEMORY, Served, load_weights, random_prompt
