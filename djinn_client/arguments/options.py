@@ -130,6 +130,8 @@ class PlacingOptions(TypedDict, total=False):
     ring_gb              device memory for the ring that the others stream through, in 10^9 bytes; default: by slots
     slots                of the ring, each for the largest streamed block; default: the engine decides
     packing              False: no block is stored in the lossless 12-bit code; default True
+    quantise             "fp8" or "int8": matrices that the checkpoint has in 16 or 32 bits are quantised when they are
+                         loaded, which changes results; every reply says so in its notes; default: they are not
     keep_host            False: the copy in host memory is dropped once every block is resident; default True
     """
 
@@ -137,6 +139,7 @@ class PlacingOptions(TypedDict, total=False):
     ring_gb: float | None
     slots: int | None
     packing: bool | None
+    quantise: Literal["fp8", "int8"] | None
     keep_host: bool | None
 
 

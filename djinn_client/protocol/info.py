@@ -8,6 +8,7 @@ import msgspec
 
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.kv_layout import KvLayout
+from djinn_client.protocol.fields.placing import Quantise
 from djinn_client.protocol.fields.points import PointMap
 from djinn_client.protocol.fields.scheduling import Class, Latency
 
@@ -44,10 +45,12 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     family: str = ""
     state: str = ""  # available, loading, ready, asleep, failed, set aside
     dtype: str = ""
+    codes: list[str] = []  # in which the checkpoint's weights are kept, such as fp8 or Q4_K; empty: in the dtype
+    quantised: Quantise = ""  # its weights were quantised when they were loaded: see Placing.quantise
     parameters: int = 0
     blocks: int = 0
     blocks_plain: int = 0  # resident as in the checkpoint
-    blocks_packed: int = 0  # resident in the 12-bit code
+    blocks_packed: int = 0  # resident in the 12-bit code, or in `codes`
     blocks_streamed: int = 0
     streamed_bytes: int = 0  # over the bus in one pass
     ring_bytes: int = 0  # of device memory

@@ -164,6 +164,7 @@ class Model(Struct, frozen=True):
     ring_gb: Gigabytes = 0.0  # device memory of the ring, in 10^9 bytes; 0: by slots
     slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] = 0  # of the ring; 0: the engine decides
     packing: Packing = True  # pack blocks in the 12-bit code, if they can be
+    quantise: Literal["none", "fp8", "int8"] = "none"  # plain matrices of blocks, when they are loaded
     keep_host: bool = True  # keep the host copy of a model that is resident
     prefetch: bool = True  # copy streamed blocks ahead of their turn
     piece: Size = 0  # bytes of one copy over the bus; 0: the engine decides
@@ -189,6 +190,7 @@ class Model(Struct, frozen=True):
             ring_bytes=ring_bytes(self.ring_gb),
             slots=self.slots,
             packing=self.packing,
+            quantise="" if self.quantise == "none" else self.quantise,
             keep_host=self.keep_host,
             prefetch=self.prefetch,
             piece_bytes=self.piece,

@@ -87,6 +87,13 @@ class WeightStore:
         """Names of the checkpoint's codes that the buffers keep."""
         return list(dict.fromkeys(name for form in self.forms if isinstance(form, CodedForm) for name in form.names))
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of all weights in their codes, or in the store's dtype if they have none."""
+        coded = [form.nbytes if isinstance(form, CodedForm) else None for form in self.forms]
+        plain = [buffer.layout.nbytes(self.dtype) for buffer in self.buffers]
+        return sum(own if code is None else code for own, code in zip(plain, coded, strict=True))
+
     def sizes(self, dtype: torch.dtype) -> list[BlockSize]:
         """Sizes of the blocks on a device that computes in `dtype`."""
         return [self._size(index, dtype) for index in range(self.num_blocks)]

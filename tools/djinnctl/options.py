@@ -87,6 +87,11 @@ def placing_options(command: F) -> F:
             callback=read_packing,
             help="Whether bfloat16 blocks may be packed into the lossless 12-bit code.",
         ),
+        click.option(
+            "--quantise",
+            type=click.Choice(["fp8", "int8"]),
+            help="Quantise the matrices of a 16-bit checkpoint when it is loaded. Changes results.",
+        ),
         click.option("--slots", type=click.IntRange(0, MAX_SLOTS), metavar="N", help="Slots of the ring."),
         click.option(
             "--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes, instead of --slots."

@@ -110,7 +110,7 @@ def models(infos: Sequence[ModelInfo]) -> Renderable:
         table.add_row(
             info.name,
             state(info.state),
-            info.dtype or "-",
+            weights_of(info) or "-",
             count(info.parameters) if info.parameters else "-",
             str(info.max_context or "-"),
             size(info.weight_bytes) if info.weight_bytes else "-",
@@ -196,7 +196,7 @@ def loaded(info: ModelInfo) -> str:
     where = places(info)
     line = (
         f"{info.name} is {info.state}: {info.family}, {count(info.parameters)} parameters in {info.blocks} blocks"
-        f"{f' ({where})' if where else ''}, {info.dtype}; weights {size(info.weight_bytes)}, "
+        f"{f' ({where})' if where else ''}, {weights_of(info)}; weights {size(info.weight_bytes)}, "
         f"KV {size(info.kv_bytes)} in {info.pages} pages"
     )
     return "\n".join((line, *(f"note: {note}" for note in info.notes)))
@@ -210,10 +210,17 @@ def places(of: ModelInfo | ModelPlan) -> str:
     return f"{of.blocks_plain} plain, {of.blocks_packed} packed, {of.blocks_streamed} streamed{streamed}"
 
 
+def weights_of(model: ModelInfo | ModelPlan) -> str:
+    """The dtype in which a model computes, and the codes of its weights: `bfloat16 (Q4_K, Q6_K)`, or `bfloat16
+    (quantised to fp8)`."""
+    codes = f"quantised to {', '.join(model.codes)}" if model.quantised else ", ".join(model.codes)
+    return f"{model.dtype} ({codes})" if codes else model.dtype
+
+
 def plan(plan: ModelPlan) -> Renderable:
     bus, memory = rate(plan.bus_bytes_per_s, "B"), rate(plan.memory_bytes_per_s, "B")
     reading, products = rate(plan.reading_bytes_per_s, "B"), rate(plan.flops_per_s, "FLOP")
-    about = f"  {plan.family}, {plan.dtype}, {plan.blocks} blocks, {size(plan.weight_bytes)}"
+    about = f"  {plan.family}, {weights_of(plan)}, {plan.blocks} blocks, {size(plan.weight_bytes)}"
     return Group(
         line(Span(plan.model, "bold"), about),
         f"blocks: {places(plan)}",

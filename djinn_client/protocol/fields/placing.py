@@ -1,15 +1,19 @@
 """The places of a model's blocks, as a caller asks for them and as the daemon plans them.
 
-A *plain* block is in device memory as in the checkpoint. A *packed* block is in device memory in the lossless 12-bit
-code, and is decoded just before it computes. A *streamed* block is in host memory, and passes through a slot of the
-ring in every step."""
+A *plain* block is in device memory in the dtype of computing. A *packed* block is there in the lossless 12-bit code or
+in the code of its checkpoint, and is decoded just before it computes. A *streamed* block is in host memory, and passes
+through a slot of the ring in every step."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.bounds import Whole
+
+Quantise = Literal["", "fp8", "int8"]
 
 MAX_BYTES = (1 << 63) - 1
 MAX_BLOCKS = 1 << 16
@@ -22,6 +26,7 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
     ring_bytes: Whole = 0  # of device memory for the ring; 0: by slots
     slots: Whole = 0  # of the ring, each for the largest streamed block; 0: the engine decides
     packing: bool = True  # bfloat16 blocks may be packed where they do not all fit plain
+    quantise: Quantise = ""  # fp8, int8: plain matrices of blocks are quantised when they are loaded; "": never
     keep_host: bool = True  # False: the host's copy goes once every block is resident
     prefetch: bool = True  # False: each copy waits for its block's turn; only the daemon's configuration sets this
     piece_bytes: Whole = 0  # of one copy over the bus, likewise; 0: the engine decides
@@ -80,6 +85,8 @@ class ModelPlan(msgspec.Struct, kw_only=True):
     first_token_s: float  # of a prompt of first_token_tokens, from a quiet daemon
     first_token_tokens: int = 512
     step_s: dict[int, float] = {}  # of decoding, by the number of sessions
+    codes: list[str] = []  # in which the checkpoint's weights are kept, such as fp8 or Q4_K
+    quantised: Quantise = ""  # see Placing.quantise
     notes: list[str] = []  # why blocks stay plain, and such
 
 

@@ -65,7 +65,7 @@ def describe(
         blocks_streamed=plan.count(BlockPlace.STREAMED),
         plain_block_bytes=max(size.plain for size in plan.sizes),
         packed_block_bytes=max(size.packed or 0 for size in plan.sizes),
-        weight_bytes=sum(b.layout.nbytes(loader.store.dtype) for b in loader.store.buffers),
+        weight_bytes=loader.store.checkpoint_bytes,
         resident_bytes=plan.resident_bytes,
         streamed_bytes=plan.streamed_bytes,
         ring_bytes=plan.ring_bytes,
@@ -85,6 +85,8 @@ def describe(
         first_token_s=forecast.first_token_s(FIRST_TOKEN_TOKENS),
         first_token_tokens=FIRST_TOKEN_TOKENS,
         step_s={sessions: forecast.step_s(sessions) for sessions in SESSIONS},
+        codes=loader.store.codes,
+        quantised=loader.placing.quantise,
         notes=[*loader.notes, *plan.notes],
     )
 

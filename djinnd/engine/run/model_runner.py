@@ -386,6 +386,8 @@ class ModelRunner:
             family=self.model.skeleton.family,
             state="ready",
             dtype=str(self.model.dtype).removeprefix("torch."),
+            codes=self.weights.store.codes,
+            quantised=self.load.placing.quantise,
             parameters=self.weights.parameters,
             blocks=self.model.num_blocks,
             vocab=self.model.vocab,

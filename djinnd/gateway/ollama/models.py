@@ -37,7 +37,7 @@ def details(info: ModelInfo) -> dict[str, Any]:
         "family": info.family,
         "families": [info.family] if info.family else [],
         "parameter_size": _parameters(info.parameters),
-        "quantization_level": info.dtype,
+        "quantization_level": ", ".join(info.codes) or info.dtype,
     }
 
 

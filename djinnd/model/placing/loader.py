@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,10 +32,13 @@ from djinnd.model.family.gguf_recipes import GgufRecipes
 from djinnd.model.family.recipes import RecipeBook
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
 from djinnd.model.family.wrapper import text_config
-from djinnd.model.placing.projections import Product, install_products
+from djinnd.model.placing.projections import Product, install_products, quantisable
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
+from djinnd.weights.forms.coded_form import Code, Coded
+from djinnd.weights.forms.codings import Scaled
+from djinnd.weights.forms.quantise import CODINGS, quantising
 from djinnd.weights.gguf.checkpoint import GgufCheckpoint
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
@@ -126,7 +129,9 @@ class ModelLoader:
         if recipes is not None:
             recipes.require(self.skeleton.shapes, self.skeleton.tied)
         self._buffers = [
-            Buffer(pre, lay, {}, routing) if recipes is None else _buffer(pre, lay, routing, recipes)
+            Buffer(pre, lay, {}, routing)
+            if recipes is None
+            else _buffer(pre, lay, routing, recipes, self._quantised_by(pre, lay))
             for pre, lay, routing in self.skeleton.layouts()
         ]
         # On a GPU the host keeps the compute dtype, which is what the bus carries. On a CPU nothing is copied, and the
@@ -138,7 +143,8 @@ class ModelLoader:
             self.notes.append(checkpoint.coded_as)
         self.store = self._make_store()
         if self.store.codes:
-            self.notes.append(f"weights as they are stored: {', '.join(self.store.codes)}")
+            how = "quantised when they are loaded" if self.placing.quantise else "as they are stored"
+            self.notes.append(f"weights {how}: {', '.join(self.store.codes)}")
 
     def _make_store(self) -> WeightStore:
         why = self._why_plain()
@@ -169,6 +175,14 @@ class ModelLoader:
             return f"they have {units} matrices, and a packed block has at most {MAX_UNITS}"
         return ""
 
+    def _quantised_by(self, prefix: str, layout: Layout) -> dict[str, Scaled]:
+        """The parameters of a block that are quantised when they are loaded, if its user wants that: Linear layers but
+        routers, and stacks of experts."""
+        if not self.placing.quantise or not prefix:
+            return {}
+        block = self.skeleton.adapter.blocks[self.skeleton.prefixes.index(prefix)]
+        return dict.fromkeys(quantisable(block, layout), CODINGS[self.placing.quantise])
+
     @property
     def rest_bytes(self) -> int:
         """Device memory of the parameters outside the blocks, which are always resident: embedding, final norm, head,
@@ -184,13 +198,14 @@ class ModelLoader:
     def _laid_out(self, weights: str) -> str:
         extents = zip(self._buffers, self.store.extents, strict=True)
         layout = "".join(f"{buffer.name} {buffer.layout.numel} {extent};" for buffer, extent in extents)
-        layout += ",".join(self.store.codes)
+        layout += ",".join(self.store.codes) + self.placing.quantise
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
     def _identity(self) -> str:
         """Hash of the configuration and of all weights, which must be in the store."""
         if self.checkpoint is not None:
-            return self.checkpoint.identity()
+            identity, quantise = self.checkpoint.identity(), self.placing.quantise
+            return hashlib.sha256(f"{identity} {quantise}".encode()).hexdigest() if quantise else identity
         digest = hashlib.sha256(f"shared {self.skeleton.config.to_json_string()}".encode())
         for each in hashes(self.store):
             digest.update(each)
@@ -323,11 +338,21 @@ class ModelLoader:
             fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device, compiling)
 
 
-def _buffer(prefix: str, layout: Layout, routing: Routing | None, recipes: RecipeBook | GgufRecipes) -> Buffer:
+def _buffer(
+    prefix: str,
+    layout: Layout,
+    routing: Routing | None,
+    recipes: RecipeBook | GgufRecipes,
+    quantised: Mapping[str, Scaled],
+) -> Buffer:
     """A buffer that the recipes fill. The rest, whose prefix is empty, is decoded when it is loaded: modules look up
     and multiply its parameters in many ways."""
     names = layout.entries
     coded = {n: c for n in names if prefix and (c := recipes.coded(prefix + n, names[n].shape)) is not None}
+    for name, coding in quantised.items():
+        if name not in coded:
+            fill = quantising(coding, recipes.recipe(prefix + name), names[name].shape, torch.float32)
+            coded[name] = Coded(Code(coding), fill)
     plain = {n: recipes.recipe(prefix + n) for n in names if n not in coded}
     return Buffer(prefix, layout, plain, routing, coded)
 

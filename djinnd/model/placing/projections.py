@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from djinnd.model.family.experts import stacked_parameters
 from djinnd.model.fast.linear import fast_linear
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
@@ -115,6 +116,22 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._compute(x)
+
+
+# Linear layers that choose experts: small, and an error in them changes which weights are used.
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+def quantisable(block: nn.Module, layout: Layout) -> list[str]:
+    """The parameters of a layout that may be quantised: weights of Linear layers but routers, and stacks of experts."""
+    found = []
+    for name in (name for unit in layout.units for name in unit):
+        path, _, leaf = name.rpartition(".")
+        module = block.get_submodule(path)
+        is_linear = type(module) is nn.Linear and leaf == "weight" and path.rpartition(".")[2] not in ROUTERS
+        if is_linear or leaf in stacked_parameters(module):
+            found.append(name)
+    return found
 
 
 def install_products(block: nn.Module, layout: Layout) -> list[Product]:

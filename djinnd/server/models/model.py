@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from djinn_client.errors import InvalidRequest
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import ModelInfo
 from djinn_client.protocol.fields.placing import Placing
@@ -108,6 +109,9 @@ class ServedModel:
         client's memory holds the only copy of its weights."""
         if wish is None or self.share is None:
             return wish or self.placing
+        if wish.quantise:
+            told = f"{self.name} has the weights that a client shares, which cannot be quantised"
+            raise InvalidRequest(told, field="quantise")
         return replace(wish, packing=self.share.placing.packing, keep_host=True)
 
     def load_fields(self, files: ModelFiles, placing: Placing) -> dict[str, Any]:

@@ -11,11 +11,15 @@ WANTS_CHAT = (
     "it answered, while generate() only continues it"
 )
 
+QUANTISED = "the model's weights were quantised to {} when it was loaded: its checkpoint would give other results"
+
 
 def notes_on(
-    request: Generate, reply: Generated, tokens: Sequence[int], ends: Collection[int], has_chat: bool
+    request: Generate, reply: Generated, tokens: Sequence[int], ends: Collection[int], has_chat: bool, quantised: str
 ) -> list[str]:
-    """`tokens`: the session's; `ends`: tokens with which the model ends a text or an answer."""
+    """`tokens`: the session's; `ends`: tokens with which the model ends a text or an answer; `quantised`: the model's,
+    see ModelInfo."""
     is_one_token = reply.finish_reason == "stop" and reply.usage.generated_tokens == 1
     wants_chat = has_chat and request.text is not None and is_one_token and tokens[-1] in ends
-    return [WANTS_CHAT] if wants_chat else []
+    hints = [WANTS_CHAT] if wants_chat else []
+    return [*hints, QUANTISED.format(quantised)] if quantised else hints

@@ -5,13 +5,19 @@ from typing import Any
 import pytest
 
 from djinn_client.protocol import Generate, Generated, Timings, Usage
-from djinnd.server.requests.notes import WANTS_CHAT, notes_on
+from djinnd.server.requests.notes import QUANTISED, WANTS_CHAT, notes_on
 
 
-def told(text: str | None = "What is the capital of France?", has_chat: bool = True, token: int = 2, **reply: Any):
+def told(
+    text: str | None = "What is the capital of France?",
+    has_chat: bool = True,
+    token: int = 2,
+    quantised: str = "",
+    **reply: Any,
+) -> list[str]:
     fields: dict[str, Any] = {"finish_reason": "stop", "usage": Usage(generated_tokens=1)} | reply
     given = Generated(id=1, text="", token_ids=[], timings=Timings(), **fields)
-    return notes_on(Generate(id=1, session="s", text=text), given, [5, token], {2, 3}, has_chat)
+    return notes_on(Generate(id=1, session="s", text=text), given, [5, token], {2, 3}, has_chat, quantised)
 
 
 def test_a_text_that_a_chat_model_ends_at_once() -> None:
@@ -31,3 +37,8 @@ def test_a_text_that_a_chat_model_ends_at_once() -> None:
 )
 def test_nothing_is_said_of_any_other_reply(other: dict[str, Any]) -> None:
     assert told(**other) == []
+
+
+def test_every_reply_of_a_quantised_model_says_so() -> None:
+    assert told(quantised="fp8", token=7) == [QUANTISED.format("fp8")]
+    assert told(quantised="int8") == [WANTS_CHAT, QUANTISED.format("int8")]

@@ -1,0 +1,46 @@
+"""Checkpoints of 16 bits that are quantised when they are loaded: smaller, near the original, and never silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import djinn_client as djinn
+from tests.conftest import DaemonStarter
+from tests.support.daemon import Daemon
+from tests.support.models import tiny_model
+
+PROMPT = "def parse(text):\n    "
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    path = str(tiny_model())
+    models = {"plain": {"path": path}, "fp8": {"path": path, "quantise": "fp8"}}
+    with DaemonStarter() as start:
+        yield start({"models": models})
+
+
+def test_results_stay_near_the_checkpoint_s_and_every_reply_says_so(daemon: Daemon) -> None:
+    told = {}
+    for name in ("plain", "fp8"):
+        with djinn.Session(name, address=daemon.address) as session:
+            told[name] = session.generate(PROMPT, max_tokens=8, ignore_eos=True, logprobs=5)
+    assert told["plain"].notes == []
+    assert "quantised to fp8" in " ".join(told["fp8"].notes)
+    first, other = (told[name].logprobs[0] for name in ("plain", "fp8"))
+    assert first != other
+    assert abs(first.token - other.token) < 0.5
+
+
+def test_listings_and_plans_name_the_code(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        plain, fp8 = client.load("plain"), client.load("fp8")
+        plan = client.plan(str(tiny_model()), memory_bytes=1 << 30, quantise="int8")
+        told = client.plan("plain", memory_bytes=1 << 30)
+    assert (plain.codes, plain.quantised) == ([], "")
+    assert (fp8.codes, fp8.quantised) == (["fp8"], "fp8")
+    assert plain.fingerprint != fp8.fingerprint
+    assert (plan.codes, plan.quantised) == (["int8"], "int8")
+    assert plan.host_bytes < told.host_bytes
