@@ -3,8 +3,9 @@ tokens are in the pages, and the family's softmax."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from djinnd.model.adapter_rows import AdapterRows
@@ -28,6 +29,22 @@ class PagedBatch:
     max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
     fresh: bool  # every row starts at position 0, so that there is no history to read
     adapters: AdapterRows | None = None  # None: no token has an adapter
+    _read: tuple[list[int], list[int]] | None = field(default=None, init=False)
+
+    def on_host(self) -> tuple[list[int], list[int]]:
+        """Copies `query_starts` and `kv_lengths`, once. The first call waits for the device."""
+        if self._read is None:
+            self._read = self.query_starts.tolist(), self.kv_lengths.tolist()
+        return self._read
+
+    def singles(self, rows: Tensor, longest: int) -> PagedBatch:
+        """The batch of some rows with one token each, for attention. rows: int64 [n]. longest: the most tokens in KV of
+        any of them."""
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        table, lengths = self.page_table[rows], self.kv_lengths[rows]
+        return replace(
+            self, query_starts=starts, kv_lengths=lengths, page_table=table, max_query=1, max_kv=longest, fresh=False
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ _REPLACEABLE = {
     "combine_kernel": "attention gathers pages",
     "mixed_kernel": "attention gathers pages",
     "combine_mixed_kernel": "attention gathers pages",
+    "latent_kernel": "attention expands all latents in each step",
     "matvec_kernel": "products with few rows are cuBLAS's",
     "few_rows_kernel": "products with few rows are cuBLAS's",
 }
@@ -98,10 +99,15 @@ def _reserve(
     labels.append(kv_label(load.model))
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
     runner = ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows)
-    if (model.has_latents or model.has_states) and runner.graphs is not None:
+    expands_always = not all(latents.can_be_absorbed for latents in model.latents)
+    if (expands_always or model.has_states) and runner.graphs is not None:
         runner.run_without_graphs()
-        what = "latent attention reads" if model.has_latents else "modules with a state read"
+        what = "latent attention reads" if expands_always else "modules with a state read"
         weights.notes.append(f"steps run without CUDA graphs: {what} the sessions' lengths on the host")
+    elif model.latents and runner.graphs is not None:
+        weights.notes.append(
+            "steps with chunks run without CUDA graphs: latent attention reads their lengths on the host"
+        )
     return runner
 
 

@@ -90,17 +90,17 @@ def paged_attention(
     assert batch is not None
     paged.calls += 1
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    kernels, expand = paged.context.kernels, None
+    kernels, is_expanded = paged.context.kernels, True
     if paged.latents is not None:
-        expand = paged.latents.expand
+        is_expanded = paged.latents.is_expanded
         latents, rotary = (x[0].transpose(0, 1) for x in paged.latents.take())
         kernels.write(latents, rotary, paged.keys, paged.values, batch)
     elif not paged.is_shared:
         kernels.write(k, v, paged.keys, paged.values, batch)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softmax = Softmax(scale, sliding_window or 0, softcap or 0.0, s_aux, chunk)
-    own_k, own_v = (None, None) if paged.is_shared else (k, v)
-    out = kernels.attend(q, own_k, own_v, paged.keys, paged.values, batch, softmax, expand)
+    own_k, own_v = (None, None) if paged.is_shared or not is_expanded else (k, v)
+    out = kernels.attend(q, own_k, own_v, paged.keys, paged.values, batch, softmax, paged.latents)
     return out.unsqueeze(0), None
 
 

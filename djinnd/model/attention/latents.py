@@ -5,8 +5,8 @@ all heads share. The pages hold only these two: 576 numbers a token for DeepSeek
 `expand_kv` is the family's own method that makes keys and values of them; `Latents` stands in its place and keeps what
 it is given.
 
-Earlier tokens are expanded again in each step, some at a time, so that memory stays bounded. The softmax runs on
-through these pieces as in kernels/tile.py.
+In PyTorch, earlier tokens are expanded again in each step, some at a time, so that memory stays bounded. The softmax
+runs on through these pieces as in kernels/tile.py. On a GPU, rows of few tokens are not expanded (absorption.py).
 """
 
 from __future__ import annotations
@@ -17,25 +17,52 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from djinnd.model.attention.absorption import Absorption, Expand
 from djinnd.model.attention.chunks import attend_chunk
 from djinnd.model.attention.gathering import gather_tokens
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.tuning import EXPANDED_BYTES
 
-# latents and rotary keys [rows, 1, tokens, width] → keys and values [rows, heads, tokens, width]
-Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# queries of rows with one token [rows, heads, width], the batch of these rows → [rows, heads, value width]
+Singles = Callable[[Tensor, PagedBatch], Tensor]
 
 
 class Latents:
-    """Replaces `expand_kv` of one module. Keeps the latents of the step's tokens until attention takes them."""
+    """Replaces `expand_kv` of one module. Keeps the latents of the step's tokens until attention takes them. Expands
+    them unless attention absorbs the expansion."""
 
     def __init__(self, expand: Expand) -> None:
         self.expand = expand
+        self.absorption: Absorption | None = None  # None: not known
+        self._matrix: Callable[[], Tensor] | None = None
+        self._is_absorbed: Callable[[], bool] = lambda: False
         self._given: tuple[Tensor, Tensor] | None = None
+        self.is_expanded = True  # by the last call
+
+    def absorb(self, matrix: Callable[[], Tensor], is_absorbed: Callable[[], bool]) -> None:
+        """From now on keys and values are left out of a call if `is_absorbed` says that attention needs none.
+
+        matrix: gives the weights of `absorption`, [outputs, rank], while the block computes.
+        """
+        assert self.absorption is not None
+        self._matrix, self._is_absorbed = matrix, is_absorbed
+
+    @property
+    def can_be_absorbed(self) -> bool:
+        return self._matrix is not None
+
+    @property
+    def matrix(self) -> Tensor:
+        assert self._matrix is not None
+        return self._matrix()
 
     def __call__(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
         self._given = (latents, rotary)
-        return self.expand(latents, rotary)
+        self.is_expanded = not (self.can_be_absorbed and self._is_absorbed())
+        if self.is_expanded:
+            return self.expand(latents, rotary)
+        assert self.absorption is not None
+        return self.absorption.unexpanded(latents)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The latents and rotary keys of the call, [1, 1, tokens, width] each."""
@@ -56,38 +83,51 @@ def keep_latents(module: nn.Module) -> Latents | None:
 
 def attend_latents(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     latents: Tensor,
     rotary: Tensor,
     batch: PagedBatch,
     softmax: Softmax,
-    expand: Expand,
+    by: Latents,
+    attend_singles: Singles | None = None,
 ) -> Tensor:
     """q, k and v [tokens, heads, width] of this step, and a block's pages of latents and rotary keys [pages, page_size,
-    1, width] → [tokens, heads, value width]. Reads the batch's lengths on the host."""
+    1, width] → [tokens, heads, value width]. Reads the batch's lengths on the host.
+
+    k, v: None if `by` left them out. attend_singles: replaces the expansion for rows with one token.
+    """
     assert softmax.is_plain, "latent attention has no softcap and no sinks"
-    starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
+    starts, lengths = batch.on_host()
     counts = [end - start for start, end in pairwise(starts)]
-    out = q.new_empty(len(q), q.shape[1], v.shape[2])
+    if v is None:
+        assert by.absorption is not None
+        width = by.absorption.value
+    else:
+        width = v.shape[2]
+    out = q.new_zeros(len(q), q.shape[1], width)
     pages = (latents, rotary)
     singles = [row for row, count in enumerate(counts) if count == 1]
     if singles:
         rows = torch.tensor(singles, device=q.device)
         tokens = batch.query_starts[rows].long()
-        some = q[tokens].unsqueeze(2)  # [rows, heads, 1, width]
         longest = max(lengths[row] for row in singles)
-        found = _attend(some, pages, batch.page_table[rows], batch.kv_lengths[rows], longest, v, softmax, expand)
-        out[tokens] = found[:, :, 0]
+        if attend_singles is not None:
+            out[tokens] = attend_singles(q[tokens], batch.singles(rows, longest))
+        else:
+            some = q[tokens].unsqueeze(2)  # [rows, heads, 1, width]
+            table, of_rows = batch.page_table[rows], batch.kv_lengths[rows]
+            found = _attend(some, pages, table, of_rows, longest, width, softmax, by.expand)
+            out[tokens] = found[:, :, 0]
     for row, count in enumerate(counts):
         if count > 1:
             own = slice(starts[row], starts[row + 1])
-            if lengths[row] == count:
+            if k is not None and v is not None and lengths[row] == count:
                 out[own] = attend_chunk(q[own], k[own], v[own], softmax)
                 continue
             one, some = slice(row, row + 1), q[own].transpose(0, 1).unsqueeze(0)
             table, length = batch.page_table[one], batch.kv_lengths[one]
-            found = _attend(some, pages, table, length, lengths[row], v, softmax, expand)
+            found = _attend(some, pages, table, length, lengths[row], width, softmax, by.expand)
             out[own] = found[0].transpose(0, 1)
     return out
 
@@ -98,19 +138,19 @@ def _attend(
     table: Tensor,
     lengths: Tensor,
     longest: int,
-    v: Tensor,
+    value_width: int,
     softmax: Softmax,
     expand: Expand,
 ) -> Tensor:
     """q [rows, heads, queries, width], the last tokens of their rows → [rows, heads, queries, value width]. `longest`:
-    the largest of `lengths`. v: gives the width and dtype of values."""
+    the largest of `lengths`."""
     rows, heads, queries, width = q.shape
     position = (lengths[:, None] - queries + torch.arange(queries, device=q.device))[:, None, :, None]
     peak = q.new_full((rows, heads, queries, 1), -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(peak)
-    acc = torch.zeros(rows, heads, queries, v.shape[2], dtype=torch.float32, device=q.device)
+    acc = torch.zeros(rows, heads, queries, value_width, dtype=torch.float32, device=q.device)
     scaled = q.float() * softmax.scale
-    piece = max(1, EXPANDED_BYTES // (rows * heads * 4 * (width + v.shape[2] + queries)))
+    piece = max(1, EXPANDED_BYTES // (rows * heads * 4 * (width + value_width + queries)))
     for start in range(0, longest, piece):
         at = torch.arange(start, min(start + piece, longest), device=q.device)
         place = torch.minimum(at, lengths[:, None] - 1)  # memory past the end of a row may hold NaN

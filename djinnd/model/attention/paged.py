@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from djinnd.model.attention.chunks import attend_chunk, attend_in_steps
 from djinnd.model.attention.gathering import gather_tokens
-from djinnd.model.attention.latents import Expand, attend_latents
+from djinnd.model.attention.latents import Latents, attend_latents
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 
@@ -38,14 +38,18 @@ class PagedAttention(ABC):
         values: Tensor,
         batch: PagedBatch,
         softmax: Softmax,
-        expand: Expand | None = None,
+        latents: Latents | None = None,
     ) -> Tensor:
         """q [tokens, heads, key width], strided like k and v → [tokens, heads, value width], contiguous.
 
         k, v: this step's own, already written to the pages; a fresh row reads them instead of the pages. None: it
         reads the pages, which an earlier block has written.
-        expand: the pages hold latents, and this makes keys and values of them.
+        latents: the pages hold latents, and this makes keys and values of them. k and v are None if it left them out.
         """
+
+    def absorbs(self, batch: PagedBatch) -> bool:
+        """Returns True if latents need not be expanded for this batch."""
+        return False
 
 
 def attention_for(device: torch.device) -> PagedAttention:
@@ -75,11 +79,10 @@ class TorchAttention(PagedAttention):
         values: Tensor,
         batch: PagedBatch,
         softmax: Softmax,
-        expand: Expand | None = None,
+        latents: Latents | None = None,
     ) -> Tensor:
-        if expand is not None:
-            assert k is not None and v is not None
-            return attend_latents(q, k, v, keys, values, batch, softmax, expand)
+        if latents is not None:
+            return attend_latents(q, k, v, keys, values, batch, softmax, latents)
         starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from djinnd.model.attention.chunks import attend_chunk
-from djinnd.model.attention.latents import Expand, attend_latents
+from djinnd.model.attention.latents import Latents, attend_latents
 from djinnd.model.attention.paged import PagedAttention, TorchAttention
 from djinnd.model.kernels.decode import decode, fits_decode
 from djinnd.model.kernels.kv_write import kv_write
+from djinnd.model.kernels.latent_decode import MAX_QUERY, latent_decode
 from djinnd.model.kernels.launches import UNAVAILABLE
 from djinnd.model.kernels.mixed import mixed
 from djinnd.model.kernels.scratch import Scratch
@@ -21,12 +24,13 @@ class TritonAttention(PagedAttention):
 
     Falls back to TorchAttention if the GPU or the compiler does not support a kernel. The kernels can be captured in a
     graph: their grids and addresses depend only on shapes and host bounds. TorchAttention reads lengths on the host and
-    cannot be captured, so a model that needs it runs without graphs. So does a model with latent attention.
+    cannot be captured, so a model that needs it runs without graphs. Nor can steps that expand latents.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.scratch = Scratch(device)
         self._reference = TorchAttention()
+        self._has_latent_kernel = True  # until a launch fails
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         try:
@@ -43,11 +47,10 @@ class TritonAttention(PagedAttention):
         values: Tensor,
         batch: PagedBatch,
         softmax: Softmax,
-        expand: Expand | None = None,
+        latents: Latents | None = None,
     ) -> Tensor:
-        if expand is not None:
-            assert k is not None and v is not None
-            return attend_latents(q, k, v, keys, values, batch, softmax, expand)
+        if latents is not None:
+            return self._attend_latents(q, k, v, (keys, values), batch, softmax, latents)
         rows = batch.kv_lengths.numel()
         if batch.fresh and k is not None and v is not None and rows == 1 and softmax.is_causal_only(q.shape[0]):
             return attend_chunk(q, k, v, softmax).contiguous()
@@ -58,3 +61,37 @@ class TritonAttention(PagedAttention):
         except UNAVAILABLE:
             return self._reference.attend(q, k, v, keys, values, batch, softmax)
         return out
+
+    def absorbs(self, batch: PagedBatch) -> bool:
+        return self._has_latent_kernel and batch.max_query <= MAX_QUERY
+
+    def _attend_latents(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        pages: tuple[Tensor, Tensor],
+        batch: PagedBatch,
+        softmax: Softmax,
+        latents: Latents,
+    ) -> Tensor:
+        singles = partial(self._absorbed, pages=pages, softmax=softmax, latents=latents)
+        try:
+            if k is None:
+                return singles(q, batch)
+            absorbing = singles if latents.can_be_absorbed and self._has_latent_kernel else None
+            return attend_latents(q, k, v, *pages, batch, softmax, latents, absorbing)
+        except UNAVAILABLE:
+            self._has_latent_kernel = False
+            return attend_latents(q, k, v, *pages, batch, softmax, latents)
+
+    def _absorbed(
+        self, q: Tensor, batch: PagedBatch, *, pages: tuple[Tensor, Tensor], softmax: Softmax, latents: Latents
+    ) -> Tensor:
+        """q [tokens, heads, width] → [tokens, heads, value width], without keys and values."""
+        absorption, matrix = latents.absorption, latents.matrix
+        assert absorption is not None
+        over_latents, over_rotary = absorption.query(q, matrix)
+        summed = torch.empty_like(over_latents, memory_format=torch.contiguous_format)
+        latent_decode(over_latents, over_rotary, *pages, batch, summed, self.scratch, softmax)
+        return absorption.output(summed, matrix)

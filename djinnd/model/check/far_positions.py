@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.attention.latents import Expand
+from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.family.adapter import Prologue
 from djinnd.model.family.boundaries import boundaries
@@ -48,7 +48,7 @@ class _Catching(PagedAttention):
         values: Tensor,
         batch: PagedBatch,
         softmax: Softmax,
-        expand: Expand | None = None,
+        latents: Latents | None = None,
     ) -> Tensor:
         self.tensors = tuple(x.clone() for x in (q, k, v) if x is not None)
         self.softmax = replace(softmax, sinks=None)

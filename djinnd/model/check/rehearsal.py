@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from djinnd.model.attention.latents import Expand
+from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.copies.pinned_io import ResultReader
@@ -92,16 +92,20 @@ class EveryBound(PagedAttention):
         values: Tensor,
         batch: PagedBatch,
         softmax: Softmax,
-        expand: Expand | None = None,
+        latents: Latents | None = None,
     ) -> Tensor:
-        shape = (q.shape[1:], keys.shape[2:], values.shape[3])
+        shape = (q.shape[1:], keys.shape[2:], values.shape[3], latents is None)
         kind = (q.dtype, shape, bool(softmax.window), bool(softmax.chunk), bool(softmax.softcap), softmax.sinks is None)
-        if kind not in self._seen and expand is None:
+        if kind not in self._seen and (latents is None or latents.can_be_absorbed):
             self._seen.add(kind)
             apart = TritonAttention(q.device)  # scratch memory of its own, freed afterwards: these bounds are not real
             for tokens, bounds in _bounds(len(q), batch):
-                apart.attend(q[:tokens], None, None, keys, values, bounds, softmax)
-        return self._own.attend(q, k, v, keys, values, batch, softmax, expand)
+                if latents is None or apart.absorbs(bounds):
+                    apart.attend(q[:tokens], None, None, keys, values, bounds, softmax, latents)
+        return self._own.attend(q, k, v, keys, values, batch, softmax, latents)
+
+    def absorbs(self, batch: PagedBatch) -> bool:
+        return self._own.absorbs(batch)
 
 
 def _bounds(most: int, batch: PagedBatch) -> Iterator[tuple[int, PagedBatch]]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from djinn_client.protocol.fields.kv_layout import BlockKv, BlockShape
+from djinnd.model.attention.absorption import learn_absorption
 from djinnd.model.attention.hf_attention import Wanted
 from djinnd.model.attention.latents import Latents, keep_latents
 
@@ -60,8 +61,10 @@ def learn_kv(blocks: list[nn.Module], wanted_of: Callable[[int], Wanted | None])
         key, value = latents[paths[0]].take() if latents else (wanted.key, wanted.value)
         shape: BlockKv = BlockShape(key.shape[1], key.shape[3], value.shape[3]) if source is None else source
         for path in paths:
-            own = latents.get(path)
-            expanding = () if own is None else _called(block, partial(own.expand, key, value))
+            own, expanding = latents.get(path), tuple[str, ...]()
+            if own is not None:
+                expanding = _called(block, partial(own.expand, key, value))
+                own.absorption = learn_absorption(block, expanding, own.expand, key.shape[3], value.shape[3])
             found.attentions.append(Attention(index, path, own, expanding))
             found.shapes.append(shape)
     return found

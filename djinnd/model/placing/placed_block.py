@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from djinnd.model.attention.latents import Latents
 from djinnd.model.family.experts import Experts
 from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import FewRows, Product
@@ -60,7 +61,7 @@ class PlacedBlock:
             assert experts is not None
             views |= self.experts.layout.views(self._bind_experts(self.experts, experts, scratch))
         few: dict[int, FewRows] = {}
-        if form is not None and packed is not None and self.place is BlockPlace.PACKED:
+        if form is not None and packed is not None and self.place is BlockPlace.PACKED and not self._has_latents():
             few = few_rows(form, layout, self.products, packed)
         self.few_rows_as_packed = bool(few)
         for index, product in enumerate(self.products):
@@ -80,6 +81,11 @@ class PlacedBlock:
         fetched = scratch[start : start + experts.layout.numel]
         experts.bind(source, fetched)
         return fetched
+
+    def _has_latents(self) -> bool:
+        """True if a matrix of the block expands latents: it multiplies those of whole sessions, or attention reads
+        it."""
+        return any(isinstance(getattr(module, "expand_kv", None), Latents) for module in self.module.modules())
 
     def unbind(self) -> None:
         """Drops all references to the memory. The block must not run until it is bound again."""

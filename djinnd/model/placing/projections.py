@@ -102,6 +102,11 @@ class Projection(nn.Module):
         self._compute = compute
 
     @property
+    def has_own_product(self) -> bool:
+        """True if no other Linear has a part of the product, whose weights are then this Linear's."""
+        return len(self.product.unit) == 1
+
+    @property
     def weight(self) -> Described:
         return self._described(self.out_features, self.in_features)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 from djinn_client.protocol.fields.kv_layout import KvLayout
 from djinn_client.protocol.fields.points import Point
 from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
+from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import attention_for
 from djinnd.model.copies.upload import upload
 from djinnd.model.family.skeleton import Skeleton
 from djinnd.model.lora.products import LoraProducts
 from djinnd.model.lora.targets import find_targets
 from djinnd.model.paged_batch import PagedBatch
+from djinnd.model.placing.projections import Projection
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.states.layout import Stateful, state_views
 from djinnd.model.states.module import StateContext, StateModule
@@ -56,11 +59,26 @@ class PagedModel:
         for at, shape, region in zip(self.skeleton.attentions, self.skeleton.kv, regions, strict=True):
             assert region is not None
             paged = BlockKV(self.context, *region, at.latents, is_shared=isinstance(shape, int))
+            if at.latents is not None:
+                self._let_absorb(at.block, at.latents)
             self.adapter.blocks[at.block].get_submodule(at.path).paged = paged  # type: ignore[assignment]
             self.paged.append(paged)
         views = state_views(pool, self.layout, self.skeleton.stateful)
         for module, states in zip(self._state_modules, views, strict=True):
             module.states = states
+
+    def _let_absorb(self, block: int, latents: Latents) -> None:
+        """Lets attention use the weights that expand latents, if they can be found."""
+        if latents.absorption is None:
+            return
+        module, context = self.adapter.blocks[block].get_submodule(latents.absorption.path), self.context
+        if not isinstance(module, Projection):
+            matrix = partial(getattr, module, "weight")
+        elif module.has_own_product:
+            matrix = partial(getattr, module.product, "weight")
+        else:
+            return
+        latents.absorb(matrix, lambda: context.batch is not None and context.kernels.absorbs(context.batch))
 
     def _replace_forward(self, told: Stateful) -> StateModule:
         module = self.adapter.blocks[told.block].get_submodule(told.path)
@@ -87,9 +105,10 @@ class PagedModel:
         return bool(self._state_modules)
 
     @property
-    def has_latents(self) -> bool:
-        """True if attention reads lengths on the host, so that steps cannot be captured in graphs."""
-        return any(at.latents is not None for at in self.skeleton.attentions)
+    def latents(self) -> list[Latents]:
+        """The latents of each attention that has some. Steps that expand them read lengths on the host, so that graphs
+        cannot hold these steps."""
+        return [at.latents for at in self.skeleton.attentions if at.latents is not None]
 
     @property
     def vocab(self) -> int:

@@ -21,6 +21,7 @@ from djinnd.model.kernels.fetch import fetch_packed_kernel, fetch_patches_kernel
 from djinnd.model.kernels.few_rows import few_rows_kernel, row_tiles
 from djinnd.model.kernels.gate import ACTIVATIONS, gate_kernel
 from djinnd.model.kernels.kv_write import kv_write_kernel
+from djinnd.model.kernels.latent_decode import latent_kernel, latent_tiles
 from djinnd.model.kernels.matvec import matvec_kernel
 from djinnd.model.kernels.mixed import combine_mixed_kernel, mixed_kernel
 from djinnd.model.kernels.packed_product import matrix_kernel, sum_kernel, vector_kernel
@@ -43,6 +44,7 @@ POINTERS = {
     **dict.fromkeys(("query_starts", "kv_lengths", "page_table", "worklist", "extent"), "*i32"),
     **dict.fromkeys(("partial", "stats", "chunk_partial", "chunk_stats"), "*fp32"),
     **dict.fromkeys(("query", "keys", "values", "out", "sinks", "k", "v", "x", "weight", "bias", "bank"), "*bf16"),
+    **dict.fromkeys(("rotary_query", "latents", "rotaries"), "*bf16"),
     **dict.fromkeys(("q", "q_out", "k_out", "cos", "sin", "gate", "up"), "*bf16"),
     **dict.fromkeys(("slots", "where", "value"), "*i64"),
     **{"logits": "*bf16", "numbers": "*i64", "masks": "*i32"},
@@ -119,6 +121,25 @@ def test_decode_reads_16_bytes_at_a_time_and_ahead(direct: bool) -> None:
 
 def test_decode_with_all_options_compiles_for_ampere() -> None:
     compile_tiled(AMPERE, decode_kernel, decode_tiles(4, 128, 2), **LLAMA_8B, **EVERYTHING, DIRECT=True)
+
+
+DEEPSEEK_V3 = {"HEADS": 128, "PAGE": 64, "RANK": 512, "RANK_DIM": 512, "ROTARY": 64, "ROTARY_DIM": 64}
+MINICPM_3 = {"HEADS": 40, "PAGE": 64, "RANK": 256, "RANK_DIM": 256, "ROTARY": 32, "ROTARY_DIM": 32}
+
+
+@GPUS
+def test_latents_are_multiplied_by_tensor_cores_and_read_16_bytes_at_a_time_and_ahead(capability: int) -> None:
+    tiles = latent_tiles(128, 512, 2, SHARED_MEMORY[capability])
+    options = {**DEEPSEEK_V3, "WINDOW": 0, "UPCAST": False, "DIRECT": False}
+    ptx = compile_tiled(capability, latent_kernel, tiles, **options).asm["ptx"]
+    assert ("wgmma.mma_async" if capability == HOPPER else "mma.sync") in ptx and "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [1, 16, 40])
+def test_latent_attention_fits_a_gpu_with_little_shared_memory(rows: int) -> None:
+    tiles = latent_tiles(rows, 256, 2, SHARED_MEMORY[ADA])
+    compile_tiled(ADA, latent_kernel, tiles, **MINICPM_3, WINDOW=1, UPCAST=False, DIRECT=True)
 
 
 @GPUS

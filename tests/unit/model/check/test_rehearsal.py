@@ -19,6 +19,8 @@ from djinnd.model.kernels.variants import Variant
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNK_TOKENS, DECODE_ROWS
+from tests.families.configurations import reduced
+from tests.support.checkpoints import random_model
 from tests.support.compiled import hopper
 from tests.support.loaded import MEMORY, load_weights, paged_model
 from tests.support.models import reduced_model
@@ -47,8 +49,12 @@ def device() -> Iterator[CpuDevice]:
 
 
 def model_of(family: str, device: CpuDevice) -> PagedModel:
+    return with_kernels(reduced_model(family), device)
+
+
+def with_kernels(folder: Path, device: CpuDevice) -> PagedModel:
     """A model with the attention of a GPU."""
-    weights = load_weights(reduced_model(family), device)
+    weights = load_weights(folder, device)
     model = paged_model(weights, 2, 16)
     model.context.kernels = TritonAttention(torch.device("cpu"))
     return model
@@ -76,6 +82,23 @@ def test_steps_launch_only_listed_kernels(family: str, launches: Launches, devic
     assert set(launched) <= listed
     names = {variant.name for variant in listed}
     assert names == {"kv_write_kernel", "decode_kernel", "combine_kernel", "mixed_kernel", "combine_mixed_kernel"}
+
+
+def test_steps_without_expansion_launch_only_listed_kernels(
+    launches: Launches, device: CpuDevice, tmp_path: Path
+) -> None:
+    folder = random_model(tmp_path / "model", reduced("deepseek_v3"))
+    model = with_kernels(folder, device)
+    assert model.latents and all(latents.can_be_absorbed for latents in model.latents)
+    listed = set(list_kernels(model, MAX_TOKENS, MAX_KV))
+    with launches.listing() as launched:
+        for max_kv in (16, 300, 1500, MAX_KV):
+            for rows in DECODE_ROWS[::3]:
+                step(model, device, rows, rows, 1, max_kv)
+            for queries in (2, 5, 8):
+                step(model, device, 16, 2, queries, max_kv)
+    assert set(launched) <= listed
+    assert {variant.name for variant in listed} == {"kv_write_kernel", "latent_kernel", "combine_kernel"}
 
 
 def windows(listed: list[Variant]) -> set[bool]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,9 +23,11 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
 )
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from djinn_client.errors import ModelRejected
 from djinn_client.protocol.fields.kv_layout import BlockShape
+from djinnd.model.attention.absorption import Absorption
 from djinnd.model.family.skeleton import Skeleton, bind, build
 from djinnd.weights.layout import Layout
 from tests.families.configurations import reduced
@@ -137,6 +140,26 @@ def test_latent_attention_keeps_latents_and_rotary_keys() -> None:
     skeleton = skeleton_of(config)
     assert skeleton.kv == (BlockShape(1, 12, 8),) * 2
     assert [at.expanding for at in skeleton.attentions] == [("self_attn.kv_b_proj",)] * 2
+
+
+def test_where_keys_and_values_come_from_is_learnt() -> None:
+    sizes = {"kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10, "v_head_dim": 6}
+    for at in skeleton_of(DeepseekV3Config(**SMALL, **sizes)).attentions:
+        assert at.latents is not None
+        heads = SMALL["num_attention_heads"]
+        assert at.latents.absorption == Absorption("self_attn.kv_b_proj", heads, plain=10, rotary=8, value=6)
+
+
+def test_a_family_that_expands_latents_in_another_way_is_not_absorbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = DeepseekV3Attention.expand_kv
+
+    def swapped(self: DeepseekV3Attention, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = own(self, latents, rotary)
+        return keys.flip(1), values
+
+    monkeypatch.setattr(DeepseekV3Attention, "expand_kv", swapped)
+    config = DeepseekV3Config(**SMALL, kv_lora_rank=12, qk_rope_head_dim=8)
+    assert [at.latents.absorption for at in skeleton_of(config).attentions if at.latents] == [None, None]
 
 
 def test_a_block_that_shares_kv_names_the_block_whose_kv_it_reads() -> None:
