@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import djinn_client as djinn
 from tests.conftest import DaemonStarter
 from tests.support.daemon import Daemon
+from tests.support.gguf_files import write_as_gguf
 from tests.support.models import tiny_model
 
 PROMPT = "def parse(text):\n    "
@@ -44,3 +46,10 @@ def test_listings_and_plans_name_the_code(daemon: Daemon) -> None:
     assert plain.fingerprint != fp8.fingerprint
     assert (plan.codes, plan.quantised) == (["int8"], "int8")
     assert plan.host_bytes < told.host_bytes
+
+
+def test_weights_in_a_code_are_not_quantised_again(daemon: Daemon, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    write_as_gguf(tiny_model(), tmp_path / "m-Q8_0.gguf", "llama", "Q8_0")
+    with daemon.client() as client, pytest.raises(djinn.InvalidRequest, match="only weights of 16 or 32 bits"):
+        client.plan(str(tmp_path / "m-Q8_0.gguf"), quantise="fp8")

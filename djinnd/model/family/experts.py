@@ -164,7 +164,11 @@ class Experts:
     def _fetch_by_kernel(self, source: Tensor, scratch: Tensor) -> None:
         from djinnd.model.kernels.fetch import fetch_packed, fetch_plain  # Triton comes with CUDA builds of torch
 
-        assert not isinstance(self.form, CodedForm)
+        if isinstance(self.form, CodedForm):
+            from djinnd.model.kernels.coded.buffers import fetch_coded
+
+            fetch_coded(self._picked, self.form, source, scratch)
+            return
         if self.form is not None:
             fetch_packed(self._picked, self.form, source, scratch)
             return

@@ -13,14 +13,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from djinn_client.errors import InvalidRequest, ModelRejected, OutOfMemory
 from djinn_client.handover.packed import MAX_UNITS, Unpackable
@@ -28,22 +27,16 @@ from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
 from djinnd.device.budget import at_least, gib
 from djinnd.model.family.derived import materialise_buffers
-from djinnd.model.family.gguf_recipes import GgufRecipes
-from djinnd.model.family.recipes import RecipeBook
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
 from djinnd.model.family.wrapper import text_config
-from djinnd.model.placing.projections import Product, install_products, quantisable
+from djinnd.model.placing.buffers import buffers_of, recipes_of
+from djinnd.model.placing.projections import Product, install_products
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
-from djinnd.weights.forms.coded_form import Code, Coded
-from djinnd.weights.forms.codings import Scaled
-from djinnd.weights.forms.quantise import CODINGS, quantising
-from djinnd.weights.gguf.checkpoint import GgufCheckpoint
-from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
-from djinnd.weights.store import Buffer, Routing, WeightStore
+from djinnd.weights.store import WeightStore
 
 log = logging.getLogger("djinnd.engine")
 
@@ -120,6 +113,9 @@ class ModelLoader:
         self.placing = placing or Placing()
         self.checkpoint = checkpoint if shared is None else None
         given = DTYPES[shared] if shared is not None else checkpoint.dtype
+        if self.placing.quantise and checkpoint.coded_as:
+            told = f"{name} is {checkpoint.coded_as}: only weights of 16 or 32 bits are quantised when they are loaded"
+            raise InvalidRequest(told, field="quantise")
         config = make_config(checkpoint.config)
         _check_depth(text_config(config).num_hidden_layers, self.checkpoint)
         self.dtype = compute_dtype(dtype, given, device)
@@ -128,12 +124,7 @@ class ModelLoader:
         self.skeleton = Skeleton(model)
         if recipes is not None:
             recipes.require(self.skeleton.shapes, self.skeleton.tied)
-        self._buffers = [
-            Buffer(pre, lay, {}, routing)
-            if recipes is None
-            else _buffer(pre, lay, routing, recipes, self._quantised_by(pre, lay))
-            for pre, lay, routing in self.skeleton.layouts()
-        ]
+        self._buffers = buffers_of(self.skeleton, recipes, device, self.placing.quantise)
         # On a GPU the host keeps the compute dtype, which is what the bus carries. On a CPU nothing is copied, and the
         # checkpoint's own dtype takes less memory.
         is_coded = any(buffer.coded for buffer in self._buffers)
@@ -174,14 +165,6 @@ class ModelLoader:
         if units > MAX_UNITS:
             return f"they have {units} matrices, and a packed block has at most {MAX_UNITS}"
         return ""
-
-    def _quantised_by(self, prefix: str, layout: Layout) -> dict[str, Scaled]:
-        """The parameters of a block that are quantised when they are loaded, if its user wants that: Linear layers but
-        routers, and stacks of experts."""
-        if not self.placing.quantise or not prefix:
-            return {}
-        block = self.skeleton.adapter.blocks[self.skeleton.prefixes.index(prefix)]
-        return dict.fromkeys(quantisable(block, layout), CODINGS[self.placing.quantise])
 
     @property
     def rest_bytes(self) -> int:
@@ -336,32 +319,6 @@ class ModelLoader:
                 progress("compiling", done, total)
 
             fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device, compiling)
-
-
-def _buffer(
-    prefix: str,
-    layout: Layout,
-    routing: Routing | None,
-    recipes: RecipeBook | GgufRecipes,
-    quantised: Mapping[str, Scaled],
-) -> Buffer:
-    """A buffer that the recipes fill. The rest, whose prefix is empty, is decoded when it is loaded: modules look up
-    and multiply its parameters in many ways."""
-    names = layout.entries
-    coded = {n: c for n in names if prefix and (c := recipes.coded(prefix + n, names[n].shape)) is not None}
-    for name, coding in quantised.items():
-        if name not in coded:
-            fill = quantising(coding, recipes.recipe(prefix + name), names[name].shape, torch.float32)
-            coded[name] = Coded(Code(coding), fill)
-    plain = {n: recipes.recipe(prefix + n) for n in names if n not in coded}
-    return Buffer(prefix, layout, plain, routing, coded)
-
-
-def recipes_of(model: PreTrainedModel, checkpoint: CheckpointFiles) -> RecipeBook | GgufRecipes:
-    """The recipes of the model's parameters, by the kind of the checkpoint."""
-    if isinstance(checkpoint, GgufCheckpoint):
-        return GgufRecipes(model.config, checkpoint)
-    return RecipeBook(model, checkpoint)
 
 
 class _Clock:

@@ -31,6 +31,10 @@ def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
     """Writes to `out` the parameters that modules do not read in place. Queues only kernels over fixed addresses."""
     if isinstance(form, PackedForm):
         decode_all(form, stored, out)
+    elif out.is_cuda:
+        from djinnd.model.kernels.coded.decode import decode_on_device
+
+        form.decode(stored, out, decode_on_device)
     else:
         form.decode(stored, out)
 

@@ -42,6 +42,9 @@ class Code:
         return math.prod(shape[:-2]), rows, cols
 
 
+Decoder = Callable[[Coding, Sequence[Tensor], Tensor], None]  # like Coding.decode
+
+
 class Coded(NamedTuple):
     """A parameter that the checkpoint stores in a code. `fill` writes its parts, [stack, *Part.shape] each; any thread
     may call it."""
@@ -150,23 +153,20 @@ class CodedForm:
         codes = [partial(coded[name].fill, self.parts(stored, name)) for name in self._parts]
         return [*codes, *(partial(recipes[name], view) for name, view in self.plain(stored).items())]
 
-    def decode(self, stored: Tensor, out: Tensor) -> None:
-        """Writes the units with codes to their places in the plain buffer: [numel], any float dtype, same device."""
-        for name in self._parts:
-            self.decode_parameter(stored, name, self._in(out, name))
+    def decode(self, stored: Tensor, out: Tensor, by: Decoder = Coding.decode) -> None:
+        """Writes the units with codes to their places in the plain buffer: [numel], any float dtype, same device. `by`
+        decodes a parameter."""
+        for name, code in self.codes.items():
+            by(code.coding, self.parts(stored, name), code.matrices(self.place(out, name)))
         for name, region in self._alone.items():
-            self._in(out, name).copy_(region.of(stored))
+            self.place(out, name).copy_(region.of(stored))
 
     def unpack(self, stored: Tensor, out: Tensor) -> None:
         """Writes the whole plain buffer: [numel], any float dtype, same device."""
         self.decode(stored, out)
         for name, view in self.plain(stored).items():
             if name not in self._alone:
-                self._in(out, name).copy_(view)
-
-    def decode_parameter(self, stored: Tensor, name: str, out: Tensor) -> None:
-        code = self.codes[name]
-        code.coding.decode(self.parts(stored, name), code.matrices(out))
+                self.place(out, name).copy_(view)
 
     def unpack_expert(self, stored: Tensor, name: str, expert: int, out: Tensor) -> None:
         """Writes one matrix of a stack: the parameter's [expert], to `out`."""
@@ -176,6 +176,7 @@ class CodedForm:
         code = self.codes[name]
         code.coding.decode([part[expert : expert + 1] for part in self.parts(stored, name)], code.matrices(out))
 
-    def _in(self, out: Tensor, name: str) -> Tensor:
+    def place(self, out: Tensor, name: str) -> Tensor:
+        """The place of a parameter in the plain buffer, as a view."""
         entry = self.layout.entries[name]
         return out[entry.offset : entry.end].view(entry.shape)
