@@ -65,6 +65,8 @@ class BatchBuilder:
         self._lateness: dict[Class, float] = {}
         # sessions that wait for a step of their own, in order, each with its tokens
         self._awaiting_own_step: dict[str, tuple[Session, int]] = {}
+        # sessions of a hybrid model that have joined or had a row since their state was last compared with their KV
+        self._unsettled: dict[str, Session] = {}
 
     def set_policy(self, policy: Policy) -> None:
         self._policy, self._ageing.after = policy, policy.ageing
@@ -73,6 +75,8 @@ class BatchBuilder:
         session.passed_over = ""
         self._run_queue.join(session, self._latest_start(session))
         self._ageing.joined(session, now)
+        if self._kv.keeps_states:
+            self._unsettled[session.id] = session
         if session.request is not None and session.request.has_target:
             self._own_targets.add(session.id)
 
@@ -82,6 +86,7 @@ class BatchBuilder:
         self._ageing.left(session)
         self._awaiting_own_step.pop(session.id, None)
         self._own_targets.discard(session.id)
+        self._unsettled.pop(session.id, None)
 
     def set_class(self, session: Session, priority: Class) -> None:
         """The session joins the queue of its new class as the last."""
@@ -146,9 +151,7 @@ class BatchBuilder:
         A chunk that passes only some of the blocks gets a step of its own if that takes less time. It is then the first
         of the next step.
         """
-        if self._kv.keeps_states:
-            for session in self._run_queue.sessions():
-                self._residency.keep_to_state(session)
+        self._unsettled = {name: one for name, one in self._unsettled.items() if not self._residency.keep_to_state(one)}
         decoders = self._survey(now)
         self._seated = set(self._kv.sessions) if self.is_short(step) else set()
         order, turn, room = self._by_class(now), self._next_own_step(), (max_tokens, max_rows)
@@ -173,6 +176,7 @@ class BatchBuilder:
         if self._kv.keeps_states:
             for row in rows:
                 self._kv.set_state(row.session.id, row.end if row.stage is None else None)
+                self._unsettled[row.session.id] = row.session
         rows.sort(key=_is_chunk)
         return tuple(rows)
 

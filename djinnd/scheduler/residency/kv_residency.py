@@ -333,12 +333,15 @@ class KvResidency:
         session.stage = None
         session.computed = self.kv.trim(session.id, computed)
 
-    def keep_to_state(self, session: Session) -> None:
+    def keep_to_state(self, session: Session) -> bool:
         """Before the session runs: if its KV reaches further than a state from which it can go on, it goes on earlier.
-        This is so after a step that failed or was not counted."""
-        if self.kv.has_state(session.id, session.computed) or session.stage is not None or self.is_moving(session):
-            return
-        self.rewind(session, session.computed)
+        This is so after a step that failed or was not counted. Returns False if that has to be asked again, because the
+        session is in the middle of its blocks or of a move."""
+        if session.stage is not None or self.is_moving(session):
+            return False
+        if not self.kv.has_state(session.id, session.computed):
+            self.rewind(session, session.computed)
+        return True
 
     def advance(self, session: Session, computed: int) -> None:
         """Notes that the session now has KV of its first `computed` tokens."""

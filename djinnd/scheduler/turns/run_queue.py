@@ -67,9 +67,6 @@ class RunQueue:
             return tenants.keys()
         return [tenant for tenant, own in tenants.items() if not all(map(but, own.values()))]
 
-    def sessions(self) -> list[Session]:
-        return [session for priority in CLASSES for session in self.of(priority)]
-
     def of(self, priority: Class) -> Iterator[Session]:
         return chain.from_iterable([own.values() for own in self._classes[priority].values()])
 
