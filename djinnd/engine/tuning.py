@@ -59,6 +59,7 @@ FORECAST = {
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
+ANY_POSITIONS = 1 << 20  # chosen: the longest session of a model that names no limit, as Mamba has no positions
 MIN_TOKENS = 512  # chosen: shorter sessions make a model not worth loading
 FULL_SESSIONS = 64  # Chosen. Automatic KV: never more pages than this many sessions of full length could use.
 KV_SHARE = 0.5  # Chosen. Automatic KV: share of the budget that is left, so that a second model can still be loaded.

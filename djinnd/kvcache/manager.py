@@ -36,9 +36,11 @@ def page_size_for(token_bytes: int, state_bytes: int = 0) -> int:
 
     A page of a hybrid model has a state of `state_bytes` beside its KV. Its size is the power of two, up to
     MOST_STATE_TOKENS, at which the KV is about as large as the state: so states at most double what a long session
-    takes, and a session that is cut computes at most a page of tokens again.
+    takes, and a session that is cut computes at most a page of tokens again. Without KV it has MOST_STATE_TOKENS.
     """
-    assert token_bytes > 0
+    assert token_bytes + state_bytes > 0
+    if not token_bytes:
+        return MOST_STATE_TOKENS
     size = 1 << min(max(round(math.log2(PAGE_BYTES / token_bytes)), 4), 8)
     while state_bytes > size * token_bytes and size < MOST_STATE_TOKENS:
         size *= 2

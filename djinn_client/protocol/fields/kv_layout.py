@@ -71,7 +71,9 @@ class KvLayout(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
 
     @classmethod
     def of(cls, dtype: Dtype, page_size: int, shapes: Sequence[BlockKv], state_bytes: int = 0) -> KvLayout:
-        """The layout of a model with the KV `shapes`, one for each block."""
+        """The layout of a model with the KV `shapes`, one for each block. Without any, the model has states only."""
+        if not shapes:
+            return cls(dtype, 1, page_size, 0, 0, (None,), state_bytes)
         first = shapes[0]
         if isinstance(first, BlockShape) and first.key_width == first.value_width and set(shapes) == {first}:
             return cls(dtype, len(shapes), page_size, first.heads, first.key_width, (), state_bytes)

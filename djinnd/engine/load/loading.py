@@ -36,6 +36,7 @@ from djinnd.engine.load.planning import describe, reserved_bytes
 from djinnd.engine.load.turns import DeviceQueue, DeviceTurn
 from djinnd.engine.memory.host_pages import HostPages, object_bytes
 from djinnd.engine.memory.memory import ModelShape, pages_share
+from djinnd.engine.tuning import ANY_POSITIONS
 from djinnd.kvcache.page_file import PageFile
 from djinnd.kvcache.page_folder import remove_abandoned
 from djinnd.messages import (
@@ -348,5 +349,5 @@ def model_shape(loader: ModelLoader) -> ModelShape:
         widest=max(max(shape[-2:]) for shape in projections),  # both dimensions: GPT-2's weights are stored transposed
         vocab=config.vocab_size,
         itemsize=loader.dtype.itemsize,
-        max_positions=config.max_position_embeddings,
+        max_positions=getattr(config, "max_position_embeddings", ANY_POSITIONS),
     )

@@ -18,28 +18,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinn_client.errors import ModelRejected
 from djinnd.model.attention import hf_attention
-from djinnd.model.attention.hf_attention import NoPages, Wanted
 from djinnd.model.families import ADAPTED, PATCHED
-from djinnd.model.family.adapter import Adapter, Prologue, check_inputs, find_blocks
+from djinnd.model.family.adapter import Adapter, find_blocks
+from djinnd.model.family.block_runs import learn_blocks
 from djinnd.model.family.counts import check_counts
 from djinnd.model.family.derived import derived_bytes
 from djinnd.model.family.experts import find_stack
-from djinnd.model.family.kv_shapes import KvMap, learn_kv, shared_arguments
-from djinnd.model.family.own_weights import keep_own_weights
 from djinnd.model.family.point_map import learn_points
 from djinnd.model.family.rope import fix_frequencies
 from djinnd.model.family.switches import set_switches
 from djinnd.model.family.wrapper import language_model, make_model, text_config
-from djinnd.model.states.layout import Stateful
-from djinnd.model.states.learning import learn_states
 from djinnd.weights.layout import Layout
 from djinnd.weights.store import Routing
-
-# Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`. A hybrid block
-# has attention and a state beside each other.
-_FULL = ("full_attention", "attention", "hybrid", None)
-_SLIDING = ("sliding_attention", None)
-_CHUNKED = ("chunked_attention",)
 
 
 def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
@@ -118,8 +108,7 @@ class Skeleton:
                 f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
             )
         self.adapter = Adapter(model, language_model(model))
-        self.stateful: list[Stateful] = []  # the modules that keep a state, in the order of the blocks
-        learnt = self._learn_kv()
+        learnt, self.stateful = learn_blocks(self.adapter, self.config)
         self.attentions, self.kv = learnt.attentions, tuple(learnt.shapes)
         layers = self.prefixes[0].removesuffix(".0.")
         self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))
@@ -147,57 +136,6 @@ class Skeleton:
 
     def _layout(self, prefix: str, names: Iterable[str]) -> Layout:
         return Layout((name.removeprefix(prefix), self.shapes[name]) for name in names)
-
-    @torch.inference_mode()
-    def _learn_kv(self) -> KvMap:
-        """Runs each block on the meta device up to its call of attention, which carries the shapes of K and V."""
-        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-        try:
-            prologue = self.adapter.learn_prologue(ids)
-            check_inputs(prologue, self.family)
-            keep_own_weights(self.adapter, prologue)
-            self.stateful = learn_states(self.adapter, prologue)
-            found = learn_kv(self.adapter.blocks, lambda index: self._attention_of(index, prologue))
-        except ModelRejected:
-            raise
-        except Exception as error:  # a family's forward may raise exceptions of any type
-            raise ModelRejected(f"{self.family} cannot be run block by block: {error!r}", family=self.family) from error
-        if not found.shapes:
-            raise ModelRejected(f"no block of {self.family} has attention: not supported yet", family=self.family)
-        self.adapter.shared = shared_arguments(prologue.arguments[0], found.keys)
-        return found
-
-    def _attention_of(self, index: int, prologue: Prologue) -> Wanted | None:
-        """Runs a block up to its first call of attention. None: the block has none, and belongs to a hybrid model."""
-        kinds = getattr(self.config, "layer_types", None)
-        kind = str(kinds[index]) if kinds else None  # None: the configuration names no kinds
-        if not self.stateful and kind not in (*_FULL, *_SLIDING, *_CHUNKED):
-            reason = f"block {index} of {self.family} is of a kind that djinnd does not serve: {kind}"
-            raise ModelRejected(reason, family=self.family)
-        try:
-            self.adapter.run_block(index, prologue.hidden, prologue.arguments[index])
-        except NoPages as call:
-            wanted = call.wanted
-        except Exception:  # experts cannot run on the meta device
-            if self.stateful:
-                return None
-            raise
-        else:
-            if self.stateful:
-                return None  # if the block remembers anything else, the check at load finds it
-            reason = (
-                f"block {index} of {self.family} never called transformers' attention interface, so djinnd cannot page "
-                "its KV"
-            )
-            raise ModelRejected(reason, family=self.family)
-        unserved = wanted.unserved
-        served = _SLIDING if wanted.window else _CHUNKED if wanted.chunk else _FULL
-        if kind is not None and kind not in served:
-            unserved = f"{kind} by a mask"  # djinnd makes no masks
-        if unserved:
-            reason = f"the attention of {self.family} needs a feature that djinnd does not support: {unserved}"
-            raise ModelRejected(reason, family=self.family)
-        return wanted
 
 
 def _tied(model: nn.Module) -> dict[str, list[str]]:

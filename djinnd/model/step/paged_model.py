@@ -55,7 +55,7 @@ class PagedModel:
         """Points the attention of every block at `pool`. Graphs that were captured over an earlier pool are invalid."""
         self.pool = pool
         self.paged: list[BlockKV] = []  # of each attention
-        regions = kv_regions(pool, self.layout, self.dtype)
+        regions = kv_regions(pool, self.layout, self.dtype)[: len(self.skeleton.kv)]
         for at, shape, region in zip(self.skeleton.attentions, self.skeleton.kv, regions, strict=True):
             assert region is not None
             paged = BlockKV(self.context, *region, at.latents, is_shared=isinstance(shape, int))

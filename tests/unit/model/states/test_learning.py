@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from djinnd.model.family.skeleton import Skeleton, build
 from djinnd.model.states.carrier import StateSpec
+from djinnd.model.states.layout import state_bytes
 from djinnd.model.states.learning import _of_block
+from djinnd.model.step.page_regions import layout_of
 from tests.families.configurations import reduced
 
 
@@ -41,3 +43,12 @@ def test_a_block_may_have_a_state_and_attention() -> None:
     skeleton = Skeleton(build(reduced("falcon_h1"), torch.float32))
     assert [(told.block, told.path) for told in skeleton.stateful] == [(index, "mamba") for index in range(4)]
     assert [at.block for at in skeleton.attentions] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_a_model_may_have_states_and_no_attention(family: str) -> None:
+    skeleton = Skeleton(build(reduced(family), torch.float32))
+    assert [told.block for told in skeleton.stateful] == [0, 1, 2, 3]
+    assert skeleton.attentions == [] and skeleton.kv == ()
+    layout = layout_of(torch.float32, 16, skeleton.kv, state_bytes(skeleton.stateful))
+    assert layout.token_bytes == layout.state_offset == 0 < layout.page_bytes == state_bytes(skeleton.stateful)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from djinnd.kvcache.manager import page_size_for
+from djinnd.kvcache.tuning import MOST_STATE_TOKENS
 from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.states.segments import Segment, cut
 
@@ -42,3 +43,4 @@ def test_pages_with_states_have_about_as_much_kv() -> None:
     assert page_size_for(20 << 10, 63 << 20) == 4096  # Qwen3.6-35B-A3B's shape
     assert page_size_for(20 << 10, 3 << 20) == page_size_for(20 << 10) == 256
     assert page_size_for(1 << 20, 3 << 20) == 16
+    assert page_size_for(0, 3 << 20) == MOST_STATE_TOKENS

@@ -1,0 +1,93 @@
+"""Learns what each block of a model keeps between tokens, KV or a state, by runs on the meta device."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from djinn_client.errors import ModelRejected
+from djinnd.model.attention.hf_attention import NoPages, Wanted
+from djinnd.model.family.adapter import Adapter, Prologue, check_inputs
+from djinnd.model.family.kv_shapes import KvMap, learn_kv, shared_arguments
+from djinnd.model.family.own_weights import keep_own_weights
+from djinnd.model.states.layout import Stateful
+from djinnd.model.states.learning import learn_states
+
+# Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`. A hybrid block
+# has attention and a state beside each other.
+_FULL = ("full_attention", "attention", "hybrid", None)
+_SLIDING = ("sliding_attention", None)
+_CHUNKED = ("chunked_attention",)
+
+log = logging.getLogger("djinnd.engine")
+
+
+@torch.inference_mode()
+def learn_blocks(adapter: Adapter, config: Any) -> tuple[KvMap, list[Stateful]]:
+    """→ the attentions with their KV, and the modules that keep a state. config: of the language model. Raises
+    ModelRejected."""
+    runs = _Runs(adapter, config)
+    ids: Tensor = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    try:
+        prologue = adapter.learn_prologue(ids)
+        check_inputs(prologue, runs.family)
+        keep_own_weights(adapter, prologue)
+        runs.stateful = learn_states(adapter, prologue)
+        found = learn_kv(adapter.blocks, lambda index: runs.attention_of(index, prologue))
+    except ModelRejected:
+        raise
+    except Exception as error:  # a family's forward may raise exceptions of any type
+        raise ModelRejected(f"{runs.family} cannot be run block by block: {error!r}", family=runs.family) from error
+    adapter.shared = shared_arguments(prologue.arguments[0], found.keys)
+    return found, runs.stateful
+
+
+class _Runs:
+    """Runs of a block up to its first call of attention, which carries the shapes of K and V."""
+
+    def __init__(self, adapter: Adapter, config: Any) -> None:
+        self.family: str = config.model_type
+        self.stateful: list[Stateful] = []
+        self._adapter = adapter
+        self._kinds = getattr(config, "layer_types", None)
+
+    def attention_of(self, index: int, prologue: Prologue) -> Wanted | None:
+        """None: the block has no attention, and belongs to a model with states."""
+        kind = str(self._kinds[index]) if self._kinds else None  # None: the configuration names no kinds
+        if not self.stateful and kind not in (*_FULL, *_SLIDING, *_CHUNKED):
+            self._refuse(f"block {index} of {self.family} is of a kind that djinnd does not serve: {kind}")
+        try:
+            self._adapter.run_block(index, prologue.hidden, prologue.arguments[index])
+        except NoPages as call:
+            self._check(call.wanted, kind)
+            return call.wanted
+        except Exception as error:  # a family's forward may raise exceptions of any type
+            if self.stateful:  # experts behind the states cannot run without values
+                log.info("block_not_run kind=%s error=%r", type(self._adapter.blocks[index]).__name__, error)
+                return None
+            if isinstance(error, NotImplementedError):  # torch says so of values on the meta device
+                self._refuse(
+                    f"block {index} of {self.family} needs the values of tokens before its attention, perhaps to "
+                    "choose experts; KV is learnt without values, so this is not supported: use a model of another type"
+                )
+            raise
+        if self.stateful:
+            return None  # if the block remembers anything else, the check at load finds it
+        self._refuse(
+            f"block {index} of {self.family} never called transformers' attention interface, so djinnd cannot page its "
+            "KV"
+        )
+
+    def _check(self, wanted: Wanted, kind: str | None) -> None:
+        unserved = wanted.unserved
+        served = _SLIDING if wanted.window else _CHUNKED if wanted.chunk else _FULL
+        if kind is not None and kind not in served:
+            unserved = f"{kind} by a mask"  # djinnd makes no masks
+        if unserved:
+            self._refuse(f"the attention of {self.family} needs a feature that djinnd does not support: {unserved}")
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ModelRejected(reason, family=self.family)
