@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -54,7 +56,10 @@ def hopper(compile_: object = refuse_all, target: GPUTarget = HOPPER) -> Iterato
 
 def compile_launches(call: Callable[[], object], target: GPUTarget = HOPPER) -> list[Any]:
     """Compiles what `call` would launch on such a GPU. Its tensors may be on the CPU."""
-    with hopper(target=target) as seen, seen.listing() as listed:
+    module = importlib.import_module(Launches.__module__)
+    # Variants in Triton's cache would be launched, and there is no device.
+    nothing_compiled = mock.patch.object(module, "is_compiled", return_value=False)
+    with nothing_compiled, hopper(target=target) as seen, seen.listing() as listed:
         call()
     sources = [_source(variant, target) for variant in listed]
     return [triton.compile(source, target=target, options=options.__dict__) for source, options in sources]

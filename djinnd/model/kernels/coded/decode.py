@@ -28,16 +28,16 @@ WARPS = 4
 @triton.jit
 def decode_coded_kernel(
     picked, codes, scales, third, fourth, out, rows, step, tiles, row_stride, col_stride, matrix_stride,
-    KIND: tl.constexpr, ROW: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, PICKED: tl.constexpr, ROWS: tl.constexpr,
-    RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PLAINLY: tl.constexpr,
+    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, PICKED: tl.constexpr,
+    ROWS: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
-    """Decodes one matrix, tile by tile. WIDTH: bytes of a thread's load, chosen for stores of 16 bytes."""
+    """Decodes one matrix, tile by tile."""
     matrix = tl.program_id(1).to(tl.int64)
     if PICKED:  # noqa: SIM102 - Triton would load in both cases
         if tl.load(picked + matrix) == 0:
             return
-    codes += matrix * rows * ROW
+    codes += matrix * rows * STRIDE
     scales += matrix * tl.cdiv(rows, step) * GROUPS
     if ZEROS:
         third += matrix * rows * GROUPS
@@ -50,10 +50,11 @@ def decode_coded_kernel(
     inside = tl.arange(0, RUN)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tile // across * ROWS + tl.arange(0, ROWS)
-        run = tile % across * RUNS * RUN + tl.arange(0, RUNS) * RUN
+        start = tile % across * RUNS * RUN
+        run = start + tl.arange(0, RUNS) * RUN
         low, high = load_weights(
-            codes, scales, third, fourth, tl.minimum(row, rows - 1), run, tl.max_contiguous(inside, WIDTH), step,
-            KIND, ROW, GROUP, GROUPS, ZEROS, ORDER, NATIVE, ROW % (RUNS * RUN) != 0,
+            codes, scales, third, fourth, tl.minimum(row, rows - 1), start, step,
+            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, RUNS, RUN, ROW % (RUNS * RUN) != 0,
         )  # fmt: skip
         low, high = rounded(low, out.dtype.element_ty, PLAINLY), rounded(high, out.dtype.element_ty, PLAINLY)
         line = out + row.to(tl.int64)[:, None, None] * row_stride
@@ -84,8 +85,7 @@ def decode_on_device(coding: Coding, parts: Sequence[Tensor], out: Tensor, picke
     assert facts is not None and all(part.is_contiguous() for part in parts)
     assert [tuple(part.shape) for part in parts] == [(stack, *each.shape) for each in described]
     assert picked is None or (len(picked) == stack and picked.dtype == torch.int32)
-    tall = out.stride(1) < out.stride(2)
-    tile_rows, run, runs = _tile(facts, rows, tall)
+    tile_rows, runs, run = _tile(facts, out)
     tiles = triton.cdiv(rows, tile_rows) * triton.cdiv(facts.row_bytes, run * runs)
     programs = tiles if picked is None else min(tiles, PROGRAMS)
     matrix_stride, row_stride, col_stride = out.stride()
@@ -93,8 +93,7 @@ def decode_on_device(coding: Coding, parts: Sequence[Tensor], out: Tensor, picke
     decode_coded_kernel[(programs, stack)](
         given[0] if picked is None else picked, *given, out, rows, facts.step, tiles,
         row_stride, col_stride, matrix_stride, **facts.options(out.device), PICKED=picked is not None,
-        ROWS=tile_rows, RUNS=runs, RUN=run, WIDTH=16 // out.element_size() // (2 if facts.span == 1 else 1),
-        PLAINLY=INTERPRETED, num_warps=WARPS,
+        ROWS=tile_rows, RUNS=runs, RUN=run, PLAINLY=INTERPRETED, num_warps=WARPS,
         enable_fp_fusion=False,  # a multiply-add would round once where the reference rounds twice
     )  # fmt: skip
 
@@ -104,8 +103,11 @@ def decodes(coding: Coding, rows: int, cols: int) -> bool:
     return facts_of(coding, rows, cols) is not None
 
 
-def _tile(facts: Facts, rows: int, tall: bool) -> tuple[int, int, int]:
-    """→ rows, bytes of a run, and runs of a tile."""
-    width = min(SQUARE if tall else BYTES, triton.next_power_of_2(facts.row_bytes))
-    run = min(facts.run, width)
-    return min(SQUARE if tall else ROWS, triton.next_power_of_2(rows)), run, width // run
+def _tile(facts: Facts, out: Tensor) -> tuple[int, int, int]:
+    """→ rows, runs, and bytes of a run. A thread loads the bytes of a run, and stores 16 bytes of weights."""
+    rows, widest = triton.next_power_of_2(out.shape[1]), triton.next_power_of_2(facts.row_bytes)
+    if out.stride(1) < out.stride(2):
+        run = min(facts.run, SQUARE, widest)
+        return min(SQUARE, rows), min(SQUARE, widest) // run, run
+    run = min(facts.run, 16 // out.element_size() // (2 if facts.span == 1 else 1), widest)
+    return min(ROWS, rows), min(BYTES, widest) // run, run

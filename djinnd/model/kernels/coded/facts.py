@@ -11,22 +11,25 @@ A tile is [rows, runs, run] bytes. The bytes of a run share their scales, which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
+from djinnd.gguf.formats import FORMATS
 from djinnd.model.kernels.coded import kinds
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.weights.forms.coding import Coding
-from djinnd.weights.forms.codings import Float4, Scaled
+from djinnd.weights.forms.codings import Float4, Grouped, Scaled
+from djinnd.weights.forms.gguf_blocks import GgufBlocks
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """The layout of one matrix. `group` counts bytes of codes that share a scale, `groups` the scales of a row, and
-    `step` the rows that share a row of scales."""
+    `step` the rows that share a row of scales. `stride`: bytes of a row of GGUF's blocks, with their scales; else 0."""
 
     kind: int
     row_bytes: int
@@ -34,13 +37,15 @@ class Facts:
     group: int
     groups: int
     step: int = 1
+    stride: int = 0
     has_zeros: bool = False
     has_order: bool = False
 
     @property
     def run(self) -> int:
-        """The most bytes of a run, a power of two. Runs begin at its multiples, so none has two scales."""
-        if self.groups == 1:
+        """The most bytes of a run, a power of two. Runs begin at its multiples, so none has two scales, except by
+        order."""
+        if self.groups == 1 or self.has_order:
             return triton.next_power_of_2(self.row_bytes)
         return self.group & -self.group
 
@@ -48,7 +53,8 @@ class Facts:
         """The constants of `load_weights`."""
         return {
             "KIND": self.kind, "ROW": self.row_bytes, "SPAN": self.span, "GROUP": self.group, "GROUPS": self.groups,
-            "ZEROS": self.has_zeros, "ORDER": self.has_order, "NATIVE": has_fp8(device),
+            "STRIDE": self.stride or self.row_bytes, "ZEROS": self.has_zeros, "ORDER": self.has_order,
+            "NATIVE": has_fp8(device),
         }  # fmt: skip
 
 
@@ -58,18 +64,35 @@ def facts_of(coding: Coding, rows: int, cols: int) -> Facts | None:
         return None
     match coding:
         case Scaled(codes, block_rows, block_cols):
-            kind, width = kinds.OF_CODES.get(codes), block_cols or cols
-            return None if kind is None else Facts(kind, cols, 0, width, -(-cols // width), block_rows or rows)
+            width = block_cols or cols
+            return Facts(kinds.OF_CODES[codes], cols, 0, width, -(-cols // width), block_rows or rows)
         case Float4():
-            kind = kinds.NVFP4.value if coding.is_nvidia else kinds.MXFP4.value
-            return Facts(kind, cols // 2, 1, coding.group // 2, cols // coding.group)
+            float4 = kinds.NVFP4.value if coding.is_nvidia else kinds.MXFP4.value
+            return Facts(float4, cols // 2, 1, coding.group // 2, cols // coding.group)
+        case Grouped(bits, group):
+            if group * bits % 8:
+                return None
+            kind, span = (kinds.NIBBLES.value, 1) if bits == 4 else (kinds.BYTES.value, 0)
+            return Facts(
+                kind, cols * bits // 8, span, group * bits // 8, cols // group,
+                has_zeros=coding.has_zeros, has_order=coding.has_order,
+            )  # fmt: skip
+        case GgufBlocks(number) if number in kinds.GGUF_RUNS:
+            columns, span = kinds.GGUF_RUNS[number]
+            halves = 2 if span else 1  # of a byte
+            stride = cols // FORMATS[number].weights * FORMATS[number].nbytes
+            # As scales, kernels get the blocks as 16-bit floats.
+            of_file = kinds.GGUF.value + number
+            return Facts(of_file, cols // halves, span, columns // halves, stride // 2, stride=stride)
     return None
 
 
-def arguments(facts: Facts, parts: list[Tensor]) -> list[Tensor]:
+def arguments(facts: Facts, parts: Sequence[Tensor]) -> list[Tensor]:
     """The four tensors that kernels take: codes, scales, then zeros and order, or the scale of the whole. FP8 passes as
     its bytes. Arguments that a coding lacks are not read."""
     found = [part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part for part in parts]
+    if facts.stride:
+        found.append(found[0].view(torch.float16))
     if facts.has_order and not facts.has_zeros:
         found.insert(2, found[0])
     return (found + [found[0]] * 3)[:4]

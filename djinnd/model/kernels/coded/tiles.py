@@ -1,8 +1,7 @@
 """Loads a tile of coded weights and decodes it in registers, in float32 and in the order of the codings' own `decoded`.
 
-A tile is [rows, runs, bytes of a run]: `row` int32 [ROWS], `run` int32 [RUNS], the first byte of each run, and `inside`
-int32 [RUN], 0 to RUN - 1. A scale is loaded once for a row and run. Rows are within the matrix; bytes past its width
-are masked if MASKED.
+A tile is [ROWS, RUNS, RUN]: for each `row`, int32 [ROWS], the bytes of codes from `start` on, a multiple of a tile's
+bytes. A scale is loaded once for a row and run. Rows are within the matrix; bytes past its width are masked if MASKED.
 """
 
 from __future__ import annotations
@@ -10,36 +9,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from djinnd.model.kernels.coded.kinds import FP8, INT8, MXFP4
+from djinnd.model.kernels.coded.gguf_tiles import load_blocks
+from djinnd.model.kernels.coded.kinds import BYTES, FP8, GGUF, INT8, MXFP4, NIBBLES
+from djinnd.model.kernels.coded.loads import load_part
 from djinnd.model.kernels.coded.numbers import from_e2m1, from_e4m3, from_e8m0
 
 
 @triton.jit
-def load_part(pointer, there, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(pointer, mask=there, other=0)
+def load_weights(
+    codes, scales, third, fourth, row, start, step,
+    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """→ the weights of the low columns, and of the high ones. If a byte is one column, both are the same."""
+    inside = tl.arange(0, RUN)
+    run = start + tl.arange(0, RUNS) * RUN
+    if KIND >= GGUF:
+        return load_blocks(codes, scales, row, run, inside, KIND, ROW, STRIDE, MASKED)
     else:
-        return tl.load(pointer)
+        there = run[None, :] < ROW
+        byte = (run[:, None] + inside[None, :])[None, :, :]
+        code = load_part(codes + row.to(tl.int64)[:, None, None] * ROW + byte, byte < ROW, MASKED)
+        scale_row = (row // step).to(tl.int64)[:, None] * GROUPS
+        if ORDER:
+            scale_row = scale_row[:, :, None]
+            return load_ordered(code, scales, third, fourth, scale_row, byte, KIND, ROW, GROUPS, ZEROS, MASKED)
+        else:
+            # Neighbouring groups are loaded together only if the compiler sees that they are neighbours.
+            group = start // GROUP + tl.arange(0, RUNS) if RUN == GROUP else run // GROUP
+            at = scale_row + group[None, :]
+            scale = load_part(scales + at, there, MASKED)
+            if KIND == FP8:
+                weight = from_e4m3(code, NATIVE) * scale[:, :, None]
+                return weight, weight
+            elif KIND == INT8:
+                weight = code.to(tl.float32) * scale[:, :, None]
+                return weight, weight
+            elif KIND == BYTES or KIND == NIBBLES:  # noqa: SIM109 - Triton has no `in`
+                scale = scale.to(tl.float32)[:, :, None]
+                zero = load_zero(third + at, there, KIND, ZEROS, MASKED)
+                if ZEROS:
+                    zero = zero[:, :, None]
+                if KIND == BYTES:
+                    weight = (code.to(tl.float32) - zero) * scale
+                    return weight, weight
+                else:
+                    low, high = (code & 15).to(tl.float32), (code >> 4).to(tl.float32)
+                    return (low - zero) * scale, (high - zero) * scale
+            else:
+                factor = from_e8m0(scale) if KIND == MXFP4 else from_e4m3(scale, NATIVE) * tl.load(third)
+                return from_e2m1(code & 15) * factor[:, :, None], from_e2m1(code >> 4) * factor[:, :, None]
 
 
 @triton.jit
-def load_weights(
-    codes, scales, third, fourth, row, run, inside, step,
-    KIND: tl.constexpr, ROW: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr,
-    ORDER: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
+def load_zero(zeros, there, KIND: tl.constexpr, ZEROS: tl.constexpr, MASKED: tl.constexpr):
+    """→ the zero points, float32, or the one number that all groups have."""
+    if ZEROS:
+        return load_part(zeros, there, MASKED).to(tl.float32)
+    else:
+        return 128.0 if KIND == BYTES else 8.0
+
+
+@triton.jit
+def load_ordered(
+    code, scales, zeros, order, scale_row, byte,
+    KIND: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """→ the weights of the low columns, and of the high ones. If a byte is one column, both are the same."""
-    there = run[None, :] < ROW
-    byte = (run[:, None] + inside[None, :])[None, :, :]
-    code = load_part(codes + row.to(tl.int64)[:, None, None] * ROW + byte, byte < ROW, MASKED)
-    scale_row = (row // step).to(tl.int64)[:, None] * GROUPS
-    scale = load_part(scales + (scale_row + run[None, :] // GROUP), there, MASKED)
-    if KIND == FP8:
-        weight = from_e4m3(code, NATIVE) * scale[:, :, None]
-        return weight, weight
-    elif KIND == INT8:
-        weight = code.to(tl.float32) * scale[:, :, None]
+    """Weights of columns with groups by `order`. Numbers of groups are bounded, because the file's are not trusted."""
+    column = byte if KIND == BYTES else byte * 2
+    group = tl.minimum(tl.maximum(load_part(order + column, byte < ROW, MASKED), 0), GROUPS - 1)
+    scale = load_part(scales + (scale_row + group), byte < ROW, MASKED).to(tl.float32)
+    zero = load_zero(zeros + (scale_row + group), byte < ROW, KIND, ZEROS, MASKED)
+    if KIND == BYTES:
+        weight = (code.to(tl.float32) - zero) * scale
         return weight, weight
     else:
-        factor = from_e8m0(scale) if KIND == MXFP4 else from_e4m3(scale, NATIVE) * tl.load(third)
-        return from_e2m1(code & 15) * factor[:, :, None], from_e2m1(code >> 4) * factor[:, :, None]
+        low = ((code & 15).to(tl.float32) - zero) * scale
+        group = tl.minimum(tl.maximum(load_part(order + column + 1, byte < ROW, MASKED), 0), GROUPS - 1)
+        scale = load_part(scales + (scale_row + group), byte < ROW, MASKED).to(tl.float32)
+        zero = load_zero(zeros + (scale_row + group), byte < ROW, KIND, ZEROS, MASKED)
+        return low, ((code >> 4).to(tl.float32) - zero) * scale

@@ -1,0 +1,179 @@
+"""y = x Wᵀ for a few rows of x, with W read in its code.
+
+Such products are bound by reading W. Weights are decoded in registers: a byte that holds two columns becomes two
+tiles, and each is multiplied by the matching columns of x, so nothing is interleaved. One row is multiplied on the
+ordinary cores with weights in float32; up to FEW_ROWS rows on the tensor cores with weights rounded to x's dtype.
+
+    partial     float32 [splits, tokens, rows], if the columns are divided among several programs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from djinnd.model.kernels.coded.facts import Facts, arguments, facts_of
+from djinnd.model.kernels.coded.loads import load_x
+from djinnd.model.kernels.coded.numbers import rounded
+from djinnd.model.kernels.coded.tiles import load_weights
+from djinnd.model.kernels.scratch import processors
+from djinnd.model.kernels.tile import INTERPRETED, dot
+from djinnd.model.tuning import FEW_ROWS
+from djinnd.weights.forms.coding import Coding
+
+MAX_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """Rows of W and bytes of their codes in a tile, bytes of a run, Triton's launch options, and the number of programs
+    that share the columns."""
+
+    rows: int
+    width: int
+    run: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+@triton.jit
+def coded_vector_kernel(
+    codes, scales, third, fourth, x, words, out, rows, step,
+    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+):  # fmt: skip
+    """Multiplies ROWS rows of W by one row of x."""
+    first_row = tl.program_id(0) * ROWS
+    local = tl.arange(0, ROWS)
+    row = tl.minimum(first_row + local, rows - 1)
+    MASKED: tl.constexpr = ROW % (RUNS * RUN) != 0
+    acc = tl.zeros([ROWS, RUNS, RUN], tl.float32)
+    for start in tl.range(0, ROW, RUNS * RUN, num_stages=STAGES):
+        run = start + tl.arange(0, RUNS) * RUN
+        byte = (run[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
+        low_x, high_x = load_x(x, words, byte, SPAN, ROW, MASKED)
+        low, high = load_weights(
+            codes, scales, third, fourth, row, start, step,
+            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, RUNS, RUN, MASKED,
+        )  # fmt: skip
+        acc += low * low_x.to(tl.float32)
+        if SPAN:
+            acc += high * high_x.to(tl.float32)
+    y = rounded(tl.sum(tl.sum(acc, 2), 1), out.dtype.element_ty, PLAINLY)
+    tl.store(out + first_row + local, y, mask=first_row + local < rows)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def coded_matrix_kernel(
+    codes, scales, third, fourth, x, words, out, rows, step, tokens, row_stride,
+    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr, TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns."""
+    first_row, split = tl.program_id(0) * ROWS, tl.program_id(1)
+    local, token = tl.arange(0, ROWS), tl.arange(0, TOKENS)
+    row = tl.minimum(first_row + local, rows - 1)
+    COLS: tl.constexpr = ROW * 2 if SPAN else ROW
+    WIDTH: tl.constexpr = RUNS * RUN
+    # Rows past the end read the last row of x again: their sums are not stored.
+    line = tl.minimum(token, tokens - 1)[:, None]
+    x += line * COLS
+    words += line * ROW
+    MASKED: tl.constexpr = ROW % WIDTH != 0
+    SPAN_OF_SPLIT: tl.constexpr = (ROW + WIDTH * SPLITS - 1) // (WIDTH * SPLITS) * WIDTH
+    begin = split * SPAN_OF_SPLIT
+    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    for start in tl.range(begin, tl.minimum(begin + SPAN_OF_SPLIT, ROW), WIDTH, num_stages=STAGES):
+        low_x, high_x = load_x(x, words, start + tl.arange(0, WIDTH)[None, :], SPAN, ROW, MASKED)
+        low, high = load_weights(
+            codes, scales, third, fourth, row, start, step,
+            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, RUNS, RUN, MASKED,
+        )  # fmt: skip
+        low = rounded(low, x.dtype.element_ty, PLAINLY)
+        acc = dot(low_x, tl.trans(tl.reshape(low, (ROWS, WIDTH))), acc, PLAINLY)
+        if SPAN:
+            high = rounded(high, x.dtype.element_ty, PLAINLY)
+            acc = dot(high_x, tl.trans(tl.reshape(high, (ROWS, WIDTH))), acc, PLAINLY)
+    y = rounded(acc, out.dtype.element_ty, PLAINLY)
+    out += (split * tokens + token).to(tl.int64)[:, None] * row_stride + first_row
+    tl.store(out + local[None, :], y, mask=(token < tokens)[:, None] & (first_row + local < rows)[None, :])
+
+
+@triton.jit
+def coded_sum_kernel(partial, out, rows, row_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PLAINLY: tl.constexpr):
+    """Sums over the splits, in their order."""
+    at, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
+    there = at < rows
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + (split * tl.num_programs(1) + token) * rows + at, mask=there, other=0.0)
+    tl.store(out + token * row_stride + at, rounded(total, out.dtype.element_ty, PLAINLY), mask=there)
+
+
+def product_tiles(tokens: int, rows: int, facts: Facts, element_size: int, processors: int) -> ProductTiles:
+    """Tiles for x of `tokens` rows, with numbers of `element_size` bytes. Columns are divided if there are too few
+    rows to keep the device busy."""
+    widest = triton.next_power_of_2(facts.row_bytes)
+    if tokens == 1:
+        # A thread loads as many codes as it loads numbers of x in 16 bytes: nothing is exchanged between threads.
+        run = min(facts.run, 16 // element_size // (2 if facts.span == 1 else 1), widest)
+        return ProductTiles(rows=2, width=min(512, widest), run=run, warps=1, stages=1)
+    width = min(128, widest)
+    splits = round(2 * processors / triton.cdiv(rows, 64))
+    splits = min(max(splits, 1), MAX_SPLITS, triton.cdiv(facts.row_bytes, 2 * width))
+    return ProductTiles(rows=64, width=width, run=min(facts.run, width), warps=4, stages=3, splits=splits)
+
+
+def product_fits(coding: Coding, rows: int, cols: int) -> bool:
+    """Returns True if `coded_product` multiplies by matrices of this shape."""
+    return facts_of(coding, rows, cols) is not None
+
+
+def coded_product(
+    coding: Coding, parts: Sequence[Tensor], x: Tensor, out: Tensor | None = None, *, tiles: ProductTiles | None = None
+) -> Tensor:
+    """x [tokens, cols] times the transposed matrix [rows, cols] of the parts → out [tokens, rows], x's dtype.
+
+    parts: of one matrix, [1, *shape] each, for which `product_fits`. At most FEW_ROWS tokens. `out` may be some columns
+    of a wider tensor. Sums in float32, in an order that depends only on the shapes and the device. In a CUDA graph, a
+    replay reads the contents of the parts at that time. `tiles` is derived from the shapes; benchmarks set it.
+    """
+    tokens, cols = x.shape
+    rows = parts[0].shape[1]
+    facts = facts_of(coding, rows, cols)
+    assert facts is not None and 0 < tokens <= FEW_ROWS and all(part.is_contiguous() for part in parts)
+    assert [tuple(part.shape) for part in parts] == [(1, *each.shape) for each in coding.parts(rows, cols)]
+    out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device) if out is None else out
+    assert out.shape == (tokens, rows) and out.stride(1) == 1
+    x = x.contiguous()
+    tiles = tiles or product_tiles(tokens, rows, facts, x.element_size(), processors(x.device))
+    words = x.view(torch.int32) if facts.span == 1 and x.element_size() == 2 else x
+    options = facts.options(x.device) | {
+        "ROWS": tiles.rows, "RUNS": tiles.width // tiles.run, "RUN": tiles.run, "STAGES": tiles.stages,
+        "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
+    }  # fmt: skip
+    given, programs = arguments(facts, list(parts)), triton.cdiv(rows, tiles.rows)
+    if tokens == 1:
+        coded_vector_kernel[(programs,)](*given, x, words, out, rows, facts.step, **options)
+        return out
+    target = out
+    if tiles.splits > 1:
+        target = torch.empty(tiles.splits, tokens, rows, dtype=torch.float32, device=x.device)
+    coded_matrix_kernel[(programs, tiles.splits)](
+        *given, x, words, target, rows, facts.step, tokens, target.stride(-2),
+        TOKENS=FEW_ROWS, SPLITS=tiles.splits, **options,
+    )  # fmt: skip
+    if tiles.splits > 1:
+        coded_sum_kernel[(triton.cdiv(rows, 512), tokens)](
+            target, out, rows, out.stride(0), SPLITS=tiles.splits, BLOCK=512, PLAINLY=INTERPRETED, num_warps=4
+        )
+    return out
