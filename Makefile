@@ -9,7 +9,11 @@ RUN := $(VENV)/bin/python
 TESTED := torch==2.13.0
 TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 
-.PHONY: help demo demo-remote test test-long test-foreign fuzz cubins lint types layers docs man check clean
+# The oldest transformers that pyproject.toml allows. It wants a hub client below 2.
+OLDEST := transformers==5.17.0 huggingface_hub<2
+OLD_TESTS := attention check families family placing states test_families.py test_kv_shapes.py
+
+.PHONY: help demo demo-remote test test-long test-oldest test-foreign fuzz cubins lint types layers docs man check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +21,7 @@ help:
 	@echo "make demo-remote  the same from another machine: two network namespaces and a cable; ARGS=--toy fetches no model"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-long  soaks, runs of many examples, hostile input and killed processes, which make test leaves out"
+	@echo "make test-oldest  the tests of the model, on the oldest transformers that djinnd allows"
 	@echo "make test-foreign  the clients of other people's, against the HTTP gateway"
 	@echo "make cubins   compile attention's kernels for all published head widths, types and GPUs; needs no GPU"
 	@echo "make fuzz     fuzz whatever reads bytes of strangers; CASES=1000000 in all, SEED=1"
@@ -47,6 +52,12 @@ test-foreign: $(VENV)/foreign.stamp
 	@echo "==> other people's clients"
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest tests/foreign \
 		-W ignore::ResourceWarning -W ignore::pytest.PytestUnraisableExceptionWarning $(ARGS)
+
+# The families' own code changes between the releases of transformers, and only the tests of the model run it.
+test-oldest: $(VENV)/oldest.stamp
+	@echo "==> the tests of the model, on $(OLDEST)"
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(RUN) -m pytest -m 'not long' -n 3 \
+		-W 'ignore:`torch.jit.script`:DeprecationWarning' $(addprefix tests/unit/model/,$(OLD_TESTS)) $(ARGS)
 
 cubins: $(VENV)/dev.stamp
 	@echo "==> attention's kernels, compiled for GPUs that this machine need not have"
@@ -95,6 +106,11 @@ $(VENV)/demo.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 $(VENV)/dev.stamp: pyproject.toml client/pyproject.toml | $(RUN)
 	@echo "==> installing djinnd with torch, transformers and the test tools into $(VENV): some minutes"
 	@$(RUN) -m pip install --disable-pip-version-check -e ./client -e '.[dev]' '$(TESTED)'
+	@touch $@
+
+$(VENV)/oldest.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)
+	@echo "==> installing $(OLDEST) beside $(VENV)'s"
+	@$(RUN) -m pip install --disable-pip-version-check --upgrade --no-deps --target $(VENV)/oldest $(foreach each,$(OLDEST),'$(each)')
 	@touch $@
 
 $(VENV)/foreign.stamp: pyproject.toml $(VENV)/dev.stamp | $(RUN)

@@ -7,6 +7,8 @@ set, and no longer sequences. `dynamic` has a set for every length, and is refus
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -37,12 +39,28 @@ def fix_frequencies(config: PreTrainedConfig) -> None:
 
 
 def stop_choosing(module: nn.Module) -> None:
-    """Makes a `longrope` module keep its first set. Otherwise it would read all positions in every step to choose.
-
-    Such a module is recognised by its attribute `long_inv_freq`, the second set.
-    """
-    if hasattr(module, "long_inv_freq"):
+    """Makes a `longrope` module keep its first set. Otherwise it would read all positions in every step to choose."""
+    if _chooses(module):
         module.rope_type = "default"  # type: ignore[assignment]
+
+
+@contextmanager
+def keeping_the_first_set(model: nn.Module) -> Iterator[None]:
+    """Within it, no module of the model chooses. Before transformers 5.18 a module cannot choose on the meta device."""
+    chosen = {module: module.rope_type for module in model.modules() if _chooses(module)}
+    for module in chosen:
+        stop_choosing(module)
+    try:
+        yield
+    finally:
+        for module, own in chosen.items():
+            module.rope_type = own
+
+
+def _chooses(module: nn.Module) -> bool:
+    """Returns True for a `longrope` module. It has the second set as `long_inv_freq`; before transformers 5.18 it
+    computes that set when a longer sequence comes."""
+    return hasattr(module, "long_inv_freq") or getattr(module, "rope_type", None) == "longrope"
 
 
 def _types(parameters: Any) -> set[str]:

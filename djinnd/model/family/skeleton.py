@@ -25,7 +25,7 @@ from djinnd.model.family.counts import check_counts
 from djinnd.model.family.derived import derived_bytes
 from djinnd.model.family.experts import find_stack
 from djinnd.model.family.point_map import learn_points
-from djinnd.model.family.rope import fix_frequencies
+from djinnd.model.family.rope import fix_frequencies, keeping_the_first_set
 from djinnd.model.family.switches import set_switches
 from djinnd.model.family.wrapper import language_model, make_model, text_config
 from djinnd.weights.layout import Layout
@@ -108,10 +108,11 @@ class Skeleton:
                 f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
             )
         self.adapter = Adapter(model, language_model(model))
-        learnt, self.stateful = learn_blocks(self.adapter, self.config)
-        self.attentions, self.kv = learnt.attentions, tuple(learnt.shapes)
         layers = self.prefixes[0].removesuffix(".0.")
-        self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))
+        with keeping_the_first_set(model):
+            learnt, self.stateful = learn_blocks(self.adapter, self.config)
+            self.points = learn_points(self.adapter, layers, int(self.config.vocab_size))
+        self.attentions, self.kv = learnt.attentions, tuple(learnt.shapes)
         self.stacks = [find_stack(block, self.config.hidden_size) for block in self.adapter.blocks]
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from djinn_client.handover.packed import PackedForm
@@ -55,7 +56,11 @@ def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: 
 
     Empty if some matrix of the block has none: the block is then decoded before every step.
     """
-    if not stored.is_cuda or len(products) < len(layout.units) or isinstance(form, CodedForm):
+    if not stored.is_cuda:
+        return {}
+    if isinstance(form, CodedForm):
+        return coded_few_rows(form, products, stored)
+    if len(products) < len(layout.units):
         return {}
     from djinnd.model.kernels.packed_product import packed_product, product_fits
 
@@ -63,3 +68,30 @@ def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: 
         return {}
     numbers = [layout.units.index(product.unit) for product in products]
     return {i: partial(packed_product, form, number, stored) for i, number in enumerate(numbers)}
+
+
+def coded_few_rows(form: CodedForm, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
+    """Like `few_rows`. Products without a code read their weights in place, and need no function."""
+    from djinnd.model.kernels.coded.product import product_fits
+
+    own = {i: product.unit for i, product in enumerate(products) if any(name in form.codes for name in product.unit)}
+    of_products = {name for unit in own.values() for name in unit}
+    for name, code in form.codes.items():
+        shape = code.stack_shape(form.layout.entries[name].shape)
+        if name not in of_products or code.is_transposed or shape[0] > 1 or not product_fits(code.coding, *shape[1:]):
+            return {}
+    return {i: partial(_multiply_codes, form, unit, stored) for i, unit in own.items()}
+
+
+def _multiply_codes(form: CodedForm, unit: tuple[str, ...], stored: Tensor, x: Tensor) -> Tensor:
+    """x [rows, in] times the transposed matrices of a unit → [rows, out]; each matrix writes its own columns."""
+    from djinnd.model.kernels.coded.product import coded_product
+
+    heights = [form.layout.entries[name].shape[0] for name in unit]
+    y = torch.empty(len(x), sum(heights), dtype=x.dtype, device=x.device)
+    for name, columns in zip(unit, y.split(heights, dim=1), strict=True):
+        if name in form.codes:
+            coded_product(form.codes[name].coding, form.parts(stored, name), x, columns)
+        else:
+            columns.copy_(x @ form.alone(stored, name).T)
+    return y

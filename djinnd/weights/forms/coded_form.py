@@ -125,6 +125,10 @@ class CodedForm:
         """The unit's matrices as one matrix [rows, cols]; None if one of them has a code."""
         return self._plain[unit].of(stored) if unit in self._plain else None
 
+    def alone(self, stored: Tensor, name: str) -> Tensor:
+        """A matrix without a code in a unit that has one."""
+        return self._alone[name].of(stored)
+
     def plain(self, stored: Tensor) -> dict[str, Tensor]:
         """Every parameter without a code, as a view."""
         found = self.layout.vectors(self.vectors_view(stored))
