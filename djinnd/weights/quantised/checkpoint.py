@@ -21,6 +21,10 @@ from djinnd.weights.quantised.schemes import forms_of, in_words
 
 _NAMED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
+# Ends of the names of tensors that belong to codes, behind the name of the matrix and of the module.
+_BESIDE = ("_shape", "_zero_point", "_g_idx", "_scale", "_scale_2", "_scale_inv")
+_MODULE = ("qzeros", "g_idx", "input_scale", "input_global_scale", "input_zero_point", "activation_scale")
+
 
 class QuantisedCheckpoint(CheckpointFiles):
     """The tensors of a quantised checkpoint: matrices in the place of the codes and scales that make them up. They are
@@ -40,7 +44,9 @@ class QuantisedCheckpoint(CheckpointFiles):
             coded = next((each for form in self._forms if (each := form.find(name, self.stored))), None)
             if coded is None:
                 continue
-            for used in (*(source.info.name for source in coded.sources), *coded.unused):
+            module = coded.name.removesuffix("weight")
+            beside = [coded.name + end for end in _BESIDE] + [module + end for end in _MODULE]
+            for used in (*(source.info.name for source in coded.sources), *beside):
                 tensors.pop(used, None)
             codes = coded.sources[0].info
             if coded.name in tensors or coded.name in self._coded:

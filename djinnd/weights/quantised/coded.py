@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -48,7 +48,6 @@ class CodedTensor:
     """A tensor [rows, cols], or [stack, rows, cols] if it is a stack; [stack, cols, rows] if it is transposed.
 
     sources: in the order of the coding's parts
-    unused: stored tensors that belong to it and that are not needed
     """
 
     name: str
@@ -58,7 +57,10 @@ class CodedTensor:
     sources: tuple[Source, ...]
     stack: int = 0  # 0: a single matrix
     is_transposed: bool = False
-    unused: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for source, part in zip(self.sources, self.coding.parts(self.rows, self.cols), strict=True):
+            assert source.turn is not None or source.info.nbytes == part.nbytes * max(self.stack, 1), source.info
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,16 +70,6 @@ class CodedTensor:
     @property
     def nbytes(self) -> int:
         return max(self.stack, 1) * self.coding.nbytes(self.rows, self.cols)
-
-    def checked(self) -> CodedTensor:
-        """Itself. Raises ModelRejected unless the coding can hold such matrices, and the sources have their bytes."""
-        codes = self.sources[0].info
-        if not self.coding.fits(self.rows, self.cols):
-            raise misfit(codes, f"is coded as {self.coding}, which does not fit rows of {self.cols:,} weights")
-        parts = self.coding.parts(self.rows, self.cols)
-        for source, part in zip(self.sources, parts, strict=True):
-            assert source.turn is not None or source.info.nbytes == part.nbytes * max(self.stack, 1), source.info
-        return self
 
 
 class Form(Protocol):
@@ -92,6 +84,12 @@ class Form(Protocol):
 
 def misfit(info: TensorInfo, told: str) -> ModelRejected:
     return ModelRejected(f"{info.file}: tensor {info.name[:200]} {told}", file=info.file, tensor=info.name)
+
+
+def expect_fit(codes: TensorInfo, coding: Coding, rows: int, cols: int, group: int) -> None:
+    """Raises ModelRejected unless the coding can hold the matrices."""
+    if not coding.fits(rows, cols):
+        raise misfit(codes, f"has rows of {cols:,} weights, which {coding.name} in groups of {group:,} does not fit")
 
 
 def matrices(info: TensorInfo) -> tuple[int, int, int]:
@@ -114,3 +112,8 @@ def companion(
     if shape is not None and info.shape != shape:
         raise misfit(info, f"has shape {list(info.shape)}, but the codes of {list(codes.shape)} need {list(shape)}")
     return info
+
+
+def turned(stored: Tensor, part: Tensor) -> None:
+    """The part of which the transposed one is stored."""
+    part.copy_(stored.T)

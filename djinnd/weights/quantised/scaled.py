@@ -37,6 +37,8 @@ class ScaledForm:
         if codes.stored not in self.codes or name + self.suffix not in stored:
             return None
         stack, rows, cols = matrices(codes)
+        if codes.stored == "I8" and name + "_zero_point" in stored:
+            raise misfit(codes, "has zero points, which are not served for int8: use a symmetric checkpoint")
         scales = companion(codes, name + self.suffix, stored, _SCALES)
         grid = _grid(scales, stack, rows)
         if self.block is not None and grid == (-(-rows // self.block[0]), -(-cols // self.block[1])):
@@ -46,7 +48,7 @@ class ScaledForm:
             coding = Scaled(DTYPES[codes.stored], height if grid[0] > 1 else 0, width if grid[1] > 1 else 0)
         else:
             raise misfit(scales, f"has shape {list(scales.shape)}, which are no scales of {list(codes.shape)} codes")
-        return CodedTensor(name, coding, rows, cols, (Source(codes), Source(scales, _turn)), stack).checked()
+        return CodedTensor(name, coding, rows, cols, (Source(codes), Source(scales, _turn)), stack)
 
 
 def _grid(scales: TensorInfo, stack: int, rows: int) -> tuple[int, int] | None:

@@ -7,17 +7,15 @@ applied: djinnd computes with the decoded weights in the checkpoint's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from djinn_client.errors import ModelRejected
-from djinnd.weights.checkpoint import CONFIG
 from djinnd.weights.forms.coding import Coding
-from djinnd.weights.forms.codings import Scaled
+from djinnd.weights.forms.codings import Float4, Grouped, Scaled
 from djinnd.weights.quantised.coded import Form
-from djinnd.weights.quantised.configuration import Told
+from djinnd.weights.quantised.compressed_tensors import compressed_tensors
+from djinnd.weights.quantised.configuration import Told, choice, refused, sides, whole_number
+from djinnd.weights.quantised.float4 import BlocksForm, PairsForm
+from djinnd.weights.quantised.grouped import AwqForm, GptqForm, Groups
 from djinnd.weights.quantised.scaled import ScaledForm
-
-_LARGEST = 1 << 20  # weights along a side of a block
 
 
 def forms_of(told: Told) -> tuple[str, list[Form]]:
@@ -29,33 +27,71 @@ def forms_of(told: Told) -> tuple[str, list[Form]]:
     return method, read(told)
 
 
-def refused(what: str, remedy: str) -> ModelRejected:
-    return ModelRejected(f"the checkpoint is {what}, which is not served: {remedy}", file=CONFIG)
-
-
 def _fp8(told: Told) -> list[Form]:
     block = told.get("weight_block_size")
-    return [ScaledForm("_scale_inv", block=None if block is None else _sides(block))]
+    return [ScaledForm("_scale_inv", block=None if block is None else sides(block))]
 
 
-METHODS: dict[str, Callable[[Told], list[Form]]] = {"fp8": _fp8}
+def _gptq(told: Told) -> list[Form]:
+    form = choice(told, "checkpoint_format", ("gptq", "gptq_v2"))
+    layers = told.get("dynamic") or {}
+    if not isinstance(layers, dict) or not all(str(name).startswith("-:") for name in layers):
+        raise refused("quantised by gptq with settings for single layers (dynamic)", "use one with the same for all")
+    kind = Groups(_bits(told, (4, 8)), _group(told))
+    return [GptqForm(kind, not told.get("sym", True), bool(told.get("desc_act")), plus=0 if form == "gptq_v2" else 1)]
 
 
-def _sides(block: Any) -> tuple[int, int]:
-    """The sides of a block. Raises ModelRejected."""
-    is_pair = isinstance(block, list | tuple) and len(block) == 2
-    if not is_pair or not all(type(side) is int and 0 < side <= _LARGEST for side in block):
-        raise ModelRejected(
-            f"{CONFIG}: the block size of the weights is {str(block)[:80]}, not two lengths", file=CONFIG
-        )
-    return block[0], block[1]
+def _awq(told: Told) -> list[Form]:
+    choice(told, "version", ("gemm",))
+    _bits(told, (4,))
+    return [AwqForm(_group(told))]
+
+
+def _mxfp4(told: Told) -> list[Form]:
+    return [BlocksForm()]
+
+
+def _modelopt(told: Told) -> list[Form]:
+    inner = told.get("quantization")
+    where = inner if isinstance(inner, dict) else told
+    choice(where, "quant_algo", _MODELOPT)
+    return [ScaledForm("_scale"), PairsForm(".weight", "_scale_2", divides=False)]
+
+
+_MODELOPT = ("FP8", "NVFP4", "W4A16_NVFP4", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION")
+
+METHODS: dict[str, Callable[[Told], list[Form]]] = {
+    "fp8": _fp8,
+    "compressed-tensors": compressed_tensors,
+    "modelopt": _modelopt,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+}
+
+
+def _bits(told: Told, served: tuple[int, ...]) -> int:
+    bits = told.get("bits", told.get("w_bit"))
+    if bits not in served:
+        some = " or ".join(map(str, served))
+        raise refused(f"quantised to {str(bits)[:20]} bits", f"served are {some} bits for this method")
+    return int(bits)
+
+
+def _group(told: Told) -> int:
+    """Columns of a group; 0 for all."""
+    name = "q_group_size" if "q_group_size" in told else "group_size"
+    return max(whole_number(told, name, least=-1), 0)
 
 
 def in_words(method: str, coding: Coding) -> str:
     """The code of most of a checkpoint's weights, as people call it."""
     name = coding.name if coding.name == method else f"{method} {coding.name}"
-    if isinstance(coding, Scaled):
-        return f"{name} ({_blocks(coding.block_rows, coding.block_cols)})"
+    match coding:
+        case Scaled():
+            return f"{name} ({_blocks(coding.block_rows, coding.block_cols)})"
+        case Grouped() | Float4():
+            return f"{name} (groups of {coding.group})"
     return name
 
 
