@@ -350,4 +350,5 @@ def model_shape(loader: ModelLoader) -> ModelShape:
         vocab=config.vocab_size,
         itemsize=loader.dtype.itemsize,
         max_positions=getattr(config, "max_position_embeddings", ANY_POSITIONS),
+        expanded_width=max((at.expanded_width for at in skeleton.attentions), default=0),
     )

@@ -12,6 +12,7 @@ from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tier import whole_pages
 from djinnd.kvcache.tuning import MAX_SLOTS
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
+from djinnd.model.tuning import EXPANDED_BYTES, PARTIAL_BYTES
 from djinnd.weights.plan import PAGES_SHARE, BlockPlace, PlacementPlan
 
 # Automatic tiers: a multiple of the pool, but at most 1/_HOST_SHARE of the free memory, 1/_DISK_SHARE of the free disk.
@@ -33,6 +34,7 @@ class ModelShape:
     itemsize: int  # bytes of an element of KV and activations
     max_positions: int
     state_bytes: int = 0  # of the state in a page of a hybrid model
+    expanded_width: int = 0  # of the key and value that are made of a latent, for one head; 0: no latent attention
 
     @property
     def page_size(self) -> int:
@@ -79,9 +81,12 @@ class TierPages:
 
 def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
     """Activations of the largest step, captured and eager; rows at hand for captures and parked states; the step's
-    logits, and the sampler's temporaries."""
+    logits, and the sampler's temporaries; keys and values that are made of latents."""
     activations = 2 * max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
     activations += 2 * ROWS_AT_HAND * shape.width * shape.itemsize
+    if shape.expanded_width:
+        expanded = max(EXPANDED_BYTES, shape.max_positions * shape.expanded_width * shape.itemsize)
+        activations += 2 * expanded + PARTIAL_BYTES  # twice: products are copied to their pages
     return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 4) + TEMPORARY_BYTES
 
 

@@ -6,13 +6,14 @@ all heads share. The pages hold only these two: 576 numbers a token for DeepSeek
 it is given.
 
 In PyTorch, earlier tokens are expanded again in each step, some at a time, so that memory stays bounded. The softmax
-runs on through these pieces as in kernels/tile.py. On a GPU, rows of few tokens are not expanded (absorption.py).
+runs on through these pieces as in kernels/tile.py. A GPU has kernels for that (latent_kernels.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,16 @@ from djinnd.model.attention.gathering import gather_tokens
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.tuning import EXPANDED_BYTES
 
-# queries of rows with one token [rows, heads, width], the batch of these rows → [rows, heads, value width]
-Singles = Callable[[Tensor, PagedBatch], Tensor]
+
+class Kernels(Protocol):
+    """The ways of attention that replace the expansions of `attend_latents`. They read the pages of the same call."""
+
+    def few(self, q: Tensor, batch: PagedBatch) -> Tensor:
+        """q [tokens, heads, width] of rows with few tokens → [tokens, heads, value width]."""
+
+    def many(self, q: Tensor, table: Tensor, length: int) -> Tensor:
+        """q [queries, heads, width] of a row with `length` tokens in the pages of `table` [pages] → [queries, heads,
+        value width]."""
 
 
 class Latents:
@@ -90,12 +99,12 @@ def attend_latents(
     batch: PagedBatch,
     softmax: Softmax,
     by: Latents,
-    attend_singles: Singles | None = None,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """q, k and v [tokens, heads, width] of this step, and a block's pages of latents and rotary keys [pages, page_size,
     1, width] → [tokens, heads, value width]. Reads the batch's lengths on the host.
 
-    k, v: None if `by` left them out. attend_singles: replaces the expansion for rows with one token.
+    k, v: None if `by` left them out. kernels: None for attention in PyTorch.
     """
     assert softmax.is_plain, "latent attention has no softcap and no sinks"
     starts, lengths = batch.on_host()
@@ -112,8 +121,8 @@ def attend_latents(
         rows = torch.tensor(singles, device=q.device)
         tokens = batch.query_starts[rows].long()
         longest = max(lengths[row] for row in singles)
-        if attend_singles is not None:
-            out[tokens] = attend_singles(q[tokens], batch.singles(rows, longest))
+        if kernels is not None:
+            out[tokens] = kernels.few(q[tokens], batch.singles(rows, longest))
         else:
             some = q[tokens].unsqueeze(2)  # [rows, heads, 1, width]
             table, of_rows = batch.page_table[rows], batch.kv_lengths[rows]
@@ -124,6 +133,9 @@ def attend_latents(
             own = slice(starts[row], starts[row + 1])
             if k is not None and v is not None and lengths[row] == count:
                 out[own] = attend_chunk(q[own], k[own], v[own], softmax)
+                continue
+            if kernels is not None:
+                out[own] = kernels.many(q[own], batch.page_table[row], lengths[row])
                 continue
             one, some = slice(row, row + 1), q[own].transpose(0, 1).unsqueeze(0)
             table, length = batch.page_table[one], batch.kv_lengths[one]

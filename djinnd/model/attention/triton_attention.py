@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from djinnd.model.attention.chunks import attend_chunk
+from djinnd.model.attention.latent_kernels import LatentKernels
 from djinnd.model.attention.latents import Latents, attend_latents
 from djinnd.model.attention.paged import PagedAttention, TorchAttention
 from djinnd.model.kernels.decode import decode, fits_decode
 from djinnd.model.kernels.kv_write import kv_write
-from djinnd.model.kernels.latent_decode import MAX_QUERY, latent_decode
+from djinnd.model.kernels.latent_decode import MAX_QUERY
 from djinnd.model.kernels.launches import UNAVAILABLE
 from djinnd.model.kernels.mixed import mixed
 from djinnd.model.kernels.scratch import Scratch
@@ -30,7 +29,7 @@ class TritonAttention(PagedAttention):
     def __init__(self, device: torch.device) -> None:
         self.scratch = Scratch(device)
         self._reference = TorchAttention()
-        self._has_latent_kernel = True  # until a launch fails
+        self.has_latent_kernels = True  # until a launch fails
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         try:
@@ -63,7 +62,7 @@ class TritonAttention(PagedAttention):
         return out
 
     def absorbs(self, batch: PagedBatch) -> bool:
-        return self._has_latent_kernel and batch.max_query <= MAX_QUERY
+        return self.has_latent_kernels and batch.max_query <= MAX_QUERY
 
     def _attend_latents(
         self,
@@ -75,23 +74,14 @@ class TritonAttention(PagedAttention):
         softmax: Softmax,
         latents: Latents,
     ) -> Tensor:
-        singles = partial(self._absorbed, pages=pages, softmax=softmax, latents=latents)
+        kernels = LatentKernels(pages, softmax, latents, self.scratch) if latents.can_be_absorbed else None
         try:
             if k is None:
-                return singles(q, batch)
-            absorbing = singles if latents.can_be_absorbed and self._has_latent_kernel else None
-            return attend_latents(q, k, v, *pages, batch, softmax, latents, absorbing)
+                assert kernels is not None
+                return kernels.few(q, batch)
+            return attend_latents(
+                q, k, v, *pages, batch, softmax, latents, kernels if self.has_latent_kernels else None
+            )
         except UNAVAILABLE:
-            self._has_latent_kernel = False
+            self.has_latent_kernels = False
             return attend_latents(q, k, v, *pages, batch, softmax, latents)
-
-    def _absorbed(
-        self, q: Tensor, batch: PagedBatch, *, pages: tuple[Tensor, Tensor], softmax: Softmax, latents: Latents
-    ) -> Tensor:
-        """q [tokens, heads, width] → [tokens, heads, value width], without keys and values."""
-        absorption, matrix = latents.absorption, latents.matrix
-        assert absorption is not None
-        over_latents, over_rotary = absorption.query(q, matrix)
-        summed = torch.empty_like(over_latents, memory_format=torch.contiguous_format)
-        latent_decode(over_latents, over_rotary, *pages, batch, summed, self.scratch, softmax)
-        return absorption.output(summed, matrix)

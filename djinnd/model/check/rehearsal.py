@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from djinnd.model.attention.latent_kernels import LatentKernels, rehearse_expanded
 from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.attention.triton_attention import TritonAttention
@@ -102,6 +103,9 @@ class EveryBound(PagedAttention):
             for tokens, bounds in _bounds(len(q), batch):
                 if latents is None or apart.absorbs(bounds):
                     apart.attend(q[:tokens], None, None, keys, values, bounds, softmax, latents)
+                else:
+                    kernels = LatentKernels((keys, values), softmax, latents, apart.scratch)
+                    rehearse_expanded(tokens, q, bounds, kernels)
         return self._own.attend(q, k, v, keys, values, batch, softmax, latents)
 
     def absorbs(self, batch: PagedBatch) -> bool:

@@ -33,6 +33,7 @@ class Attention:
     path: str  # of the module within the block
     latents: Latents | None = None
     expanding: tuple[str, ...] = ()  # paths within the block of the linear modules that expand latents
+    expanded_width: int = 0  # of the key and value of a head that are made of a latent
 
 
 @dataclass(slots=True)
@@ -65,7 +66,8 @@ def learn_kv(blocks: list[nn.Module], wanted_of: Callable[[int], Wanted | None])
             if own is not None:
                 expanding = _called(block, partial(own.expand, key, value))
                 own.absorption = learn_absorption(block, expanding, own.expand, key.shape[3], value.shape[3])
-            found.attentions.append(Attention(index, path, own, expanding))
+            width = 0 if own is None else wanted.key.shape[3] + wanted.value.shape[3]
+            found.attentions.append(Attention(index, path, own, expanding, width))
             found.shapes.append(shape)
     return found
 

@@ -29,9 +29,9 @@ from djinnd.model.kernels.tile import (
     score_factors,
 )
 from djinnd.model.paged_batch import PagedBatch, Softmax
+from djinnd.model.tuning import PARTIAL_BYTES
 
 MAX_QUERY = 8  # chosen: tokens of a row; the keys of longer rows are expanded (attention/latents.py)
-PARTIAL_BYTES = 64 << 20  # chosen: most bytes of `partial`, which is wide: a split more costs each row heads x rank
 LARGE = 150 << 10  # bytes of shared memory, which the largest tiles need on Hopper
 LEAST = 16  # given by the hardware: the smallest side of a tile that tensor cores multiply
 

@@ -17,6 +17,7 @@ from djinnd.engine.memory.memory import (
 from djinnd.engine.tuning import FULL_SESSIONS, LOGIT_ROWS, MIN_TOKENS
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tuning import MAX_SLOTS
+from djinnd.model.tuning import EXPANDED_BYTES, PARTIAL_BYTES
 
 # Llama-3-8B in bf16: 128 KiB of KV a token, so a page has 32 tokens and 4 MiB.
 SHAPE = ModelShape(
@@ -104,6 +105,13 @@ def test_the_workspace_has_room_for_the_widest_activations_and_all_logits() -> N
     workspace = workspace_bytes(SHAPE, 2048)
     assert workspace >= 2048 * SHAPE.widest * 2 + LOGIT_ROWS * SHAPE.vocab * 4
     assert workspace_bytes(SHAPE, 4096) > workspace
+
+
+@pytest.mark.parametrize("positions", [8192, 1 << 20])
+def test_the_workspace_has_room_for_what_is_made_of_latents(positions: int) -> None:
+    plain = dataclasses.replace(SHAPE, max_positions=positions)
+    more = workspace_bytes(dataclasses.replace(plain, expanded_width=320), 2048) - workspace_bytes(plain, 2048)
+    assert more == PARTIAL_BYTES + 2 * max(EXPANDED_BYTES, positions * 320 * 2)
 
 
 WEIGHTS = 16 * GIB

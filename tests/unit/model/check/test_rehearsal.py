@@ -11,11 +11,14 @@ import torch
 pytest.importorskip("triton")
 
 from djinnd.device.cpu import CpuDevice
+from djinnd.model.attention.latent_kernels import LatentKernels
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.check.rehearsal import list_kernels
 from djinnd.model.kernels.launches import Launches
+from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.kernels.variants import Variant
+from djinnd.model.paged_batch import Softmax
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNK_TOKENS, DECODE_ROWS
@@ -31,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="launches would run"),
 ]
 MAX_TOKENS, MAX_KV = 512, 4096
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -84,21 +88,28 @@ def test_steps_launch_only_listed_kernels(family: str, launches: Launches, devic
     assert names == {"kv_write_kernel", "decode_kernel", "combine_kernel", "mixed_kernel", "combine_mixed_kernel"}
 
 
-def test_steps_without_expansion_launch_only_listed_kernels(
+def test_steps_of_latent_attention_launch_only_listed_kernels(
     launches: Launches, device: CpuDevice, tmp_path: Path
 ) -> None:
-    folder = random_model(tmp_path / "model", reduced("deepseek_v3"))
-    model = with_kernels(folder, device)
+    model = with_kernels(random_model(tmp_path / "model", reduced("deepseek_v3")), device)
     assert model.latents and all(latents.can_be_absorbed for latents in model.latents)
     listed = set(list_kernels(model, MAX_TOKENS, MAX_KV))
-    with launches.listing() as launched:
+    with launches.listing() as launched, torch.inference_mode():
         for max_kv in (16, 300, 1500, MAX_KV):
             for rows in DECODE_ROWS[::3]:
                 step(model, device, rows, rows, 1, max_kv)
             for queries in (2, 5, 8):
                 step(model, device, 16, 2, queries, max_kv)
+        kernels = LatentKernels(
+            (model.paged[0].keys, model.paged[0].values), Softmax(0.1), model.latents[0], Scratch(CPU)
+        )
+        for length in (64, 300, 600, 1500, MAX_KV):
+            for queries in (9, 60, MAX_TOKENS):
+                q = torch.zeros(queries, 4, 24)
+                kernels.many(q, torch.zeros(-(-length // model.page_size), dtype=torch.int32), length)
     assert set(launched) <= listed
-    assert {variant.name for variant in listed} == {"kv_write_kernel", "latent_kernel", "combine_kernel"}
+    attention = {"latent_kernel", "combine_kernel", "mixed_kernel", "combine_mixed_kernel"}
+    assert {variant.name for variant in listed} == attention | {"kv_write_kernel"}
 
 
 def windows(listed: list[Variant]) -> set[bool]:
