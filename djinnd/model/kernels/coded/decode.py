@@ -54,7 +54,7 @@ def decode_coded_kernel(
         run = start + tl.arange(0, RUNS) * RUN
         low, high = load_weights(
             codes, scales, third, fourth, tl.minimum(row, rows - 1), start, step,
-            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, RUNS, RUN, ROW % (RUNS * RUN) != 0,
+            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, ROW % (RUNS * RUN) != 0,
         )  # fmt: skip
         low, high = rounded(low, out.dtype.element_ty, PLAINLY), rounded(high, out.dtype.element_ty, PLAINLY)
         line = out + row.to(tl.int64)[:, None, None] * row_stride

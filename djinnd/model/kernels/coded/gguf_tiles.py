@@ -13,12 +13,13 @@ import triton.language as tl
 
 from djinnd.model.kernels.coded.kinds import Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 from djinnd.model.kernels.coded.loads import load_part
+from djinnd.model.kernels.coded.numbers import HIGH, LOW, WHOLE, less_zero
 
 
 @triton.jit
 def load_blocks(
     blocks, halves, row, run, inside,
-    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, MASKED: tl.constexpr,
+    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, PLAINLY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """→ the weights of the low columns, and of the high ones. blocks: uint8; halves: the same memory as float16."""
     CODES: tl.constexpr = 128 if KIND >= Q4_K else 32 if KIND == Q8_0 else 16  # bytes of codes in a block
@@ -46,32 +47,40 @@ def load_blocks(
         d = tl.expand_dims(load_part(halves + 104, there, MASKED).to(tl.float32), 2)
         low_scale = load_part(scales, there, MASKED).to(tl.int8, bitcast=True).to(tl.float32)[:, :, None] * d
         high_scale = load_part(scales + 4, there, MASKED).to(tl.int8, bitcast=True).to(tl.float32)[:, :, None] * d
-        return (low.to(tl.float32) - 32) * low_scale, (high.to(tl.float32) - 32) * high_scale
+        low = less_zero(low.to(tl.uint8), 32.0, WHOLE, PLAINLY) * low_scale
+        return low, less_zero(high.to(tl.uint8), 32.0, WHOLE, PLAINLY) * high_scale
     elif KIND >= Q4_K:
-        low, high = code & 15, code >> 4
         sub = place // 32 * 2
         if KIND == Q5_K:
             fifth = load_part(blocks + (line[:, :, None] + (at % 32 + 16)), within, MASKED)
-            low |= (fifth >> sub[None, :, None] & 1) << 4
-            high |= (fifth >> sub[None, :, None] + 1 & 1) << 4
+            low = code & 15 | (fifth >> sub[None, :, None] & 1) << 4
+            high = code >> 4 | (fifth >> sub[None, :, None] + 1 & 1) << 4
+            low = less_zero(low.to(tl.uint8), 0.0, WHOLE, PLAINLY)
+            high = less_zero(high.to(tl.uint8), 0.0, WHOLE, PLAINLY)
+        else:
+            low, high = less_zero(code, 0.0, LOW, PLAINLY), less_zero(code, 0.0, HIGH, PLAINLY)
         d, m = load_half(halves, 0, there, MASKED), load_half(halves, 1, there, MASKED)
         low_scale, low_offset = load_sub_block(blocks + line, sub[None, :], there, MASKED)
         high_scale, high_offset = load_sub_block(blocks + line, sub[None, :] + 1, there, MASKED)
-        low = low.to(tl.float32) * (low_scale * d) - low_offset * m
-        return low, high.to(tl.float32) * (high_scale * d) - high_offset * m
+        low = low * (low_scale * d) - low_offset * m
+        return low, high * (high_scale * d) - high_offset * m
     else:
-        low, high = (code & 15).to(tl.int32), (code >> 4).to(tl.int32)
+        d = load_half(halves, 0, there, MASKED)
+        ZERO: tl.constexpr = 8.0 if KIND == Q4_0 else 16.0 if KIND == Q5_0 else 0.0
         if KIND >= Q5_0:
+            low, high = (code & 15).to(tl.int32), (code >> 4).to(tl.int32)
             BITS: tl.constexpr = 1 if KIND == Q5_0 else 2
             low |= (load_bits(halves, BITS, there, MASKED) >> at & 1) << 4
             high |= (load_bits(halves, BITS + 1, there, MASKED) >> at & 1) << 4
-        d = load_half(halves, 0, there, MASKED)
+            low = less_zero(low.to(tl.uint8), ZERO, WHOLE, PLAINLY)
+            high = less_zero(high.to(tl.uint8), ZERO, WHOLE, PLAINLY)
+        else:
+            low, high = less_zero(code, ZERO, LOW, PLAINLY), less_zero(code, ZERO, HIGH, PLAINLY)
         if KIND == Q4_1 or KIND == Q5_1:
             m = load_half(halves, 1, there, MASKED)
-            return low.to(tl.float32) * d + m, high.to(tl.float32) * d + m
+            return low * d + m, high * d + m
         else:
-            ZERO: tl.constexpr = 8 if KIND == Q4_0 else 16
-            return (low.to(tl.float32) - ZERO) * d, (high.to(tl.float32) - ZERO) * d
+            return low * d, high * d
 
 
 @triton.jit

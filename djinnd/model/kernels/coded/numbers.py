@@ -1,9 +1,68 @@
-"""Small floats → float32, exactly, in registers; and float32 → the dtype of weights."""
+"""Codes → float32, exactly, in registers; and float32 → the dtype of weights.
+
+The assembly works on the four bytes of a register at once. Each function decodes one half of the bytes: assembly with
+two results would share no work, and the compiler could not move a tile's layout through it. PLAINLY: without assembly,
+for Triton's interpreter.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+WHOLE, LOW, HIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of a byte
+
+# A byte under the bits of 2**23 is the float32 2**23 + byte.
+BIAS = tl.constexpr(8388608.0)
+
+
+def _with_bias(codes: str) -> tl.constexpr:
+    """Assembly: the bytes of `codes`, computed from $4 → float32 with BIAS in $0 to $3."""
+    return tl.constexpr(f"""{{
+        .reg .b32 codes;
+        {codes}
+        prmt.b32 $0, codes, 0x4b000000, 0x7440;
+        prmt.b32 $1, codes, 0x4b000000, 0x7441;
+        prmt.b32 $2, codes, 0x4b000000, 0x7442;
+        prmt.b32 $3, codes, 0x4b000000, 0x7443;
+    }}""")
+
+
+def _e2m1(sign_and_rest: str) -> tl.constexpr:
+    """Assembly: e2m1 → float16, two a word, in $0 and $1. `sign_and_rest` computes from $2 the sign in the bits
+    0x80 of each byte of `sign`, and the rest in the bits 0x0e of `rest`. These are the first bytes of float16, but for
+    the bias of the exponent, which a factor of 2**14 corrects."""
+    return tl.constexpr(f"""{{
+        .reg .b32 sign, rest, factor;
+        {sign_and_rest}
+        and.b32 sign, sign, 0x80808080;
+        lop3.b32 rest, rest, 0x0e0e0e0e, sign, 0xea;
+        prmt.b32 $0, rest, 0, 0x1404;
+        prmt.b32 $1, rest, 0, 0x3424;
+        mov.b32 factor, 0x74007400;
+        mul.rn.f16x2 $0, $0, factor;
+        mul.rn.f16x2 $1, $1, factor;
+    }}""")
+
+
+_WHOLE_BYTES = _with_bias("mov.b32 codes, $4;")
+_LOW_BYTES = _with_bias("and.b32 codes, $4, 0x0f0f0f0f;")
+_HIGH_BYTES = _with_bias("shr.u32 codes, $4, 4; and.b32 codes, codes, 0x0f0f0f0f;")
+_LOW_E2M1 = _e2m1("shl.b32 sign, $2, 4; shl.b32 rest, $2, 1;")
+_HIGH_E2M1 = _e2m1("mov.b32 sign, $2; shr.u32 rest, $2, 3;")
+
+
+@triton.jit
+def less_zero(code, zero, PART: tl.constexpr, PLAINLY: tl.constexpr):
+    """→ float32: the unsigned integers in the bytes of `code`, or in a part of each byte, minus zero, an integer."""
+    if PLAINLY:
+        return (code & 15 if PART == LOW else code >> 4 if PART == HIGH else code).to(tl.float32) - zero
+    else:
+        biased = tl.inline_asm_elementwise(
+            _LOW_BYTES if PART == LOW else _HIGH_BYTES if PART == HIGH else _WHOLE_BYTES,
+            "=r,=r,=r,=r,r", [code], tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+        return biased.to(tl.float32, bitcast=True) - (zero + BIAS)
 
 
 @triton.jit
@@ -22,11 +81,16 @@ def from_e4m3(byte, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def from_e2m1(code):
-    """Floats of 4 bits, in the low half of a byte or an integer → float32."""
-    bits = code.to(tl.int32)
-    bits = (bits & 8) << 28 | (bits & 7) << 22
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126 corrects the bias
+def from_e2m1(code, PART: tl.constexpr, PLAINLY: tl.constexpr):
+    """Floats of 4 bits, in the LOW or HIGH halves of bytes → float32."""
+    if PLAINLY:
+        bits = (code & 15 if PART == LOW else code >> 4).to(tl.int32)
+        bits = (bits & 8) << 28 | (bits & 7) << 22
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126 corrects the bias
+    else:
+        return tl.inline_asm_elementwise(
+            _LOW_E2M1 if PART == LOW else _HIGH_E2M1, "=r,=r,r", [code], tl.float16, is_pure=True, pack=4
+        ).to(tl.float32)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def coded_vector_kernel(
         low_x, high_x = load_x(x, words, byte, SPAN, ROW, MASKED)
         low, high = load_weights(
             codes, scales, third, fourth, row, start, step,
-            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, RUNS, RUN, MASKED,
+            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED,
         )  # fmt: skip
         acc += low * low_x.to(tl.float32)
         if SPAN:
@@ -96,7 +96,7 @@ def coded_matrix_kernel(
         low_x, high_x = load_x(x, words, start + tl.arange(0, WIDTH)[None, :], SPAN, ROW, MASKED)
         low, high = load_weights(
             codes, scales, third, fourth, row, start, step,
-            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, RUNS, RUN, MASKED,
+            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED,
         )  # fmt: skip
         low = rounded(low, x.dtype.element_ty, PLAINLY)
         acc = dot(low_x, tl.trans(tl.reshape(low, (ROWS, WIDTH))), acc, PLAINLY)

@@ -12,21 +12,21 @@ import triton.language as tl
 from djinnd.model.kernels.coded.gguf_tiles import load_blocks
 from djinnd.model.kernels.coded.kinds import BYTES, FP8, GGUF, INT8, MXFP4, NIBBLES
 from djinnd.model.kernels.coded.loads import load_part
-from djinnd.model.kernels.coded.numbers import from_e2m1, from_e4m3, from_e8m0
+from djinnd.model.kernels.coded.numbers import HIGH, LOW, WHOLE, from_e2m1, from_e4m3, from_e8m0, less_zero
 
 
 @triton.jit
 def load_weights(
     codes, scales, third, fourth, row, start, step,
     KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
-    MASKED: tl.constexpr,
+    ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, PLAINLY: tl.constexpr, RUNS: tl.constexpr,
+    RUN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """→ the weights of the low columns, and of the high ones. If a byte is one column, both are the same."""
     inside = tl.arange(0, RUN)
     run = start + tl.arange(0, RUNS) * RUN
     if KIND >= GGUF:
-        return load_blocks(codes, scales, row, run, inside, KIND, ROW, STRIDE, MASKED)
+        return load_blocks(codes, scales, row, run, inside, KIND, ROW, STRIDE, PLAINLY, MASKED)
     else:
         there = run[None, :] < ROW
         byte = (run[:, None] + inside[None, :])[None, :, :]
@@ -34,7 +34,7 @@ def load_weights(
         scale_row = (row // step).to(tl.int64)[:, None] * GROUPS
         if ORDER:
             scale_row = scale_row[:, :, None]
-            return load_ordered(code, scales, third, fourth, scale_row, byte, KIND, ROW, GROUPS, ZEROS, MASKED)
+            return load_ordered(code, scales, third, fourth, scale_row, byte, KIND, ROW, GROUPS, ZEROS, PLAINLY, MASKED)
         else:
             # Neighbouring groups are loaded together only if the compiler sees that they are neighbours.
             group = start // GROUP + tl.arange(0, RUNS) if RUN == GROUP else run // GROUP
@@ -52,14 +52,15 @@ def load_weights(
                 if ZEROS:
                     zero = zero[:, :, None]
                 if KIND == BYTES:
-                    weight = (code.to(tl.float32) - zero) * scale
+                    weight = less_zero(code, zero, WHOLE, PLAINLY) * scale
                     return weight, weight
                 else:
-                    low, high = (code & 15).to(tl.float32), (code >> 4).to(tl.float32)
-                    return (low - zero) * scale, (high - zero) * scale
+                    low, high = less_zero(code, zero, LOW, PLAINLY), less_zero(code, zero, HIGH, PLAINLY)
+                    return low * scale, high * scale
             else:
                 factor = from_e8m0(scale) if KIND == MXFP4 else from_e4m3(scale, NATIVE) * tl.load(third)
-                return from_e2m1(code & 15) * factor[:, :, None], from_e2m1(code >> 4) * factor[:, :, None]
+                low, high = from_e2m1(code, LOW, PLAINLY), from_e2m1(code, HIGH, PLAINLY)
+                return low * factor[:, :, None], high * factor[:, :, None]
 
 
 @triton.jit
@@ -74,7 +75,8 @@ def load_zero(zeros, there, KIND: tl.constexpr, ZEROS: tl.constexpr, MASKED: tl.
 @triton.jit
 def load_ordered(
     code, scales, zeros, order, scale_row, byte,
-    KIND: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, MASKED: tl.constexpr,
+    KIND: tl.constexpr, ROW: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, PLAINLY: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Weights of columns with groups by `order`. Numbers of groups are bounded, because the file's are not trusted."""
     column = byte if KIND == BYTES else byte * 2
@@ -82,11 +84,11 @@ def load_ordered(
     scale = load_part(scales + (scale_row + group), byte < ROW, MASKED).to(tl.float32)
     zero = load_zero(zeros + (scale_row + group), byte < ROW, KIND, ZEROS, MASKED)
     if KIND == BYTES:
-        weight = (code.to(tl.float32) - zero) * scale
+        weight = less_zero(code, zero, WHOLE, PLAINLY) * scale
         return weight, weight
     else:
-        low = ((code & 15).to(tl.float32) - zero) * scale
+        low = less_zero(code, zero, LOW, PLAINLY) * scale
         group = tl.minimum(tl.maximum(load_part(order + column + 1, byte < ROW, MASKED), 0), GROUPS - 1)
         scale = load_part(scales + (scale_row + group), byte < ROW, MASKED).to(tl.float32)
         zero = load_zero(zeros + (scale_row + group), byte < ROW, KIND, ZEROS, MASKED)
-        return low, ((code >> 4).to(tl.float32) - zero) * scale
+        return low, less_zero(code, zero, HIGH, PLAINLY) * scale
