@@ -21,6 +21,7 @@ _FORMATS = (
     "pack-quantized",
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "mixed-precision",
 )
 _BITS = (4, 8)

@@ -1,5 +1,6 @@
 """ScaledForm: matrices of fp8 or int8 beside a tensor of scales. The method names the scales, and their shape says how
-many weights share one.
+many weights share one. One scale for a whole matrix is read as equal scales of its rows: so matrices of
+experts can be joined in their code, each with its own scale.
 
     fp8 (DeepSeek-V3, Qwen3-FP8)    X.weight, X.weight_scale_inv    [rows / 128, cols / 128], or one
     compressed-tensors, ModelOpt    X.weight, X.weight_scale        one, [rows, 1], [rows, groups], or blocks
@@ -45,7 +46,7 @@ class ScaledForm:
             coding = Scaled(DTYPES[codes.stored], *self.block)
         elif grid is not None and rows % grid[0] == 0 and cols % grid[1] == 0:
             height, width = rows // grid[0], cols // grid[1]
-            coding = Scaled(DTYPES[codes.stored], height if grid[0] > 1 else 0, width if grid[1] > 1 else 0)
+            coding = Scaled(DTYPES[codes.stored], 1 if grid == (1, 1) else height, width if grid[1] > 1 else 0)
         else:
             raise misfit(scales, f"has shape {list(scales.shape)}, which are no scales of {list(codes.shape)} codes")
         return CodedTensor(name, coding, rows, cols, (Source(codes), Source(scales, _turn)), stack)
@@ -68,4 +69,4 @@ def _grid(scales: TensorInfo, stack: int, rows: int) -> tuple[int, int] | None:
 
 def _turn(stored: Tensor, part: Tensor) -> None:
     numbers = torch.exp2(stored.float() - 127) if stored.dtype is torch.uint8 else stored
-    part.copy_(numbers.view(part.shape))
+    part.copy_(numbers.view(1, 1) if numbers.numel() == 1 else numbers.view(part.shape))

@@ -98,4 +98,4 @@ def in_words(method: str, coding: Coding) -> str:
 def _blocks(rows: int, cols: int) -> str:
     if rows > 1:
         return f"{rows} x {cols} blocks" if cols else f"{rows} rows a scale"
-    return f"groups of {cols}" if cols else "a scale for each row" if rows else "one scale for each matrix"
+    return f"groups of {cols}" if cols else "a scale for each row"

@@ -33,17 +33,12 @@ NVFP4 = by.nvfp4(".weight_packed", ".weight_global_scale", divides=True)
 
 CASES: dict[str, tuple[by.Coder, dict[str, Any], str]] = {
     "fp8 (128 x 128 blocks)": (by.fp8_blocks(), by.FP8, "llama-2"),
-    "fp8 (one scale for each matrix)": (
+    "fp8 (a scale for each row)": (
         by.fp8(0, 0, ".weight_scale_inv", ()),
         {"quant_method": "fp8", "weight_block_size": None},
         "qwen3",
     ),
     "compressed-tensors fp8 (a scale for each row)": (by.fp8(1, 0), ct("float-quantized", type="float"), "qwen3"),
-    "compressed-tensors fp8 (one scale for each matrix)": (
-        by.fp8(0, 0, shape=(1,)),
-        ct("float-quantized", type="float", num_bits=8),
-        "llama-2",
-    ),
     "compressed-tensors fp8 (64 x 64 blocks)": (
         by.fp8(64, 64),
         ct("float-quantized", type="float", strategy="block", block_structure="64x64"),
@@ -61,7 +56,7 @@ CASES: dict[str, tuple[by.Coder, dict[str, Any], str]] = {
         ct("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
         "llama-2",
     ),
-    "modelopt fp8 (one scale for each matrix)": (
+    "modelopt fp8 (a scale for each row)": (
         by.fp8(0, 0, shape=()),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         "llama-2",
@@ -76,6 +71,7 @@ CASES: dict[str, tuple[by.Coder, dict[str, Any], str]] = {
 }
 
 VARIANTS: dict[str, tuple[by.Coder, dict[str, Any]]] = {
+    "one scale for each matrix": (by.fp8(0, 0, shape=(1,)), ct("float-quantized", type="float", num_bits=8)),
     "gptq, whole rows": (by.gptq(group=-1), gptq(group_size=-1)),
     "gptq, zero points": (by.gptq(is_symmetric=False), gptq(sym=False)),
     "gptq, 8 bits": (by.gptq(8, is_symmetric=False), gptq(bits=8, sym=False)),
@@ -236,7 +232,7 @@ def test_other_forms_are_refused_with_those_that_are_served(tmp_path: Path, told
 
 
 def test_modelopt_may_say_it_in_a_file_of_its_own(tmp_path: Path) -> None:
-    coder, _, _ = CASES["modelopt fp8 (one scale for each matrix)"]
+    coder, _, _ = CASES["modelopt fp8 (a scale for each row)"]
     folder = by.write_quantised(tmp_path / "m", coder, {})
     (folder / "hf_quant_config.json").write_text('{"producer": {}, "quantization": {"quant_algo": "FP8"}}')
     assert_same(folder)
