@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
-from tools.bench.kernels import attention
+from tools.bench.kernels import attention, coded
 from tools.bench.kernels import blocks as block
 from tools.bench.kernels.timing import CHOSEN, DTYPE, HEAD_DIM, PAGE_SIZE, Measured, copy_rate
 
@@ -36,6 +36,8 @@ KERNELS = (
     "few_rows",
     "unpack",
     "packed_product",
+    "coded_decode",
+    "coded_product",
 )
 
 
@@ -73,6 +75,8 @@ def main(sweep: bool, only: tuple[str, ...]) -> Result:
         "few_rows": lambda: block.measure_few_rows(ceiling, sweep),
         "unpack": lambda: block.measure_unpack(ceiling),
         "packed_product": lambda: block.measure_packed_product(ceiling, sweep),
+        "coded_decode": lambda: coded.measure_decode(ceiling),
+        "coded_product": lambda: coded.measure_product(ceiling, sweep),
     }
     console = Console(width=120)
     console.print(f"copy: {ceiling:,.0f} GB/s read and written")

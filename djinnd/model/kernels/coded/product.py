@@ -157,8 +157,9 @@ def coded_product(
     x = x.contiguous()
     tiles = tiles or product_tiles(tokens, rows, facts, x.element_size(), processors(x.device))
     words = x.view(torch.int32) if facts.span == 1 and x.element_size() == 2 else x
+    run = min(tiles.run, facts.run)
     options = facts.options(x.device) | {
-        "ROWS": tiles.rows, "RUNS": tiles.width // tiles.run, "RUN": tiles.run, "STAGES": tiles.stages,
+        "ROWS": tiles.rows, "RUNS": tiles.width // run, "RUN": run, "STAGES": tiles.stages,
         "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
     }  # fmt: skip
     given, programs = arguments(facts, list(parts)), triton.cdiv(rows, tiles.rows)
