@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 # Chosen. (tokens, rows) of one step: enough to keep the device busy, and few enough that other requests do not wait
 # long.
-STEP_LIMITS = {"cpu": (512, 256), "cuda": (2048, 256)}
+STEP_ROWS = 256
+STEP_LIMITS = {"cpu": (512, STEP_ROWS), "cuda": (2048, STEP_ROWS)}
 ALIVE_EVERY = 0.5  # chosen: seconds between two Alive messages
 WORTH = 10  # chosen: collections of the middle generation, after which Python would start a full one
 LONGEST = 600.0  # chosen: seconds after a full collection, after which the next one runs even between requests

@@ -56,6 +56,7 @@ from djinnd.messages import (
 from djinnd.model.placing.image import image_of
 from djinnd.model.placing.loader import ModelLoader, Weights
 from djinnd.model.states.layout import state_bytes
+from djinnd.model.states.workspace import largest
 
 log = logging.getLogger("djinnd.engine")
 
@@ -345,6 +346,7 @@ def model_shape(loader: ModelLoader) -> ModelShape:
         num_blocks=skeleton.num_blocks,
         kv=skeleton.kv,
         state_bytes=state_bytes(skeleton.stateful),
+        states=largest(told.workspace for told in skeleton.stateful),
         width=config.hidden_size,
         widest=max(max(shape[-2:]) for shape in projections),  # both dimensions: GPT-2's weights are stored transposed
         vocab=config.vocab_size,

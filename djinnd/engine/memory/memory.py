@@ -7,11 +7,21 @@ from dataclasses import dataclass
 
 from djinn_client.protocol.fields.kv_layout import BlockKv, aligned, token_bytes
 from djinn_client.protocol.fields.placing import Placing
-from djinnd.engine.tuning import DISK_MOST, FULL_SESSIONS, KV_FLOOR, KV_SHARE, LOGIT_ROWS, MIN_TOKENS, ROWS_AT_HAND
+from djinnd.engine.tuning import (
+    DISK_MOST,
+    FULL_SESSIONS,
+    KV_FLOOR,
+    KV_SHARE,
+    LOGIT_ROWS,
+    MIN_TOKENS,
+    ROWS_AT_HAND,
+    STEP_ROWS,
+)
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tier import whole_pages
 from djinnd.kvcache.tuning import MAX_SLOTS
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
+from djinnd.model.states.workspace import NOTHING, StateWorkspace
 from djinnd.model.tuning import EXPANDED_BYTES, PARTIAL_BYTES
 from djinnd.weights.plan import PAGES_SHARE, BlockPlace, PlacementPlan
 
@@ -35,6 +45,7 @@ class ModelShape:
     max_positions: int
     state_bytes: int = 0  # of the state in a page of a hybrid model
     expanded_width: int = 0  # of the key and value that are made of a latent, for one head; 0: no latent attention
+    states: StateWorkspace = NOTHING  # of the module with a state that needs most
 
     @property
     def page_size(self) -> int:
@@ -80,10 +91,13 @@ class TierPages:
 
 
 def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
-    """Activations of the largest step, captured and eager; rows at hand for captures and parked states; the step's
-    logits, and the sampler's temporaries; keys and values that are made of latents."""
+    """Activations of the largest step, captured and eager; the temporaries of a module with a state; rows at hand for
+    captures and parked states; the step's logits, and the sampler's temporaries; keys and values that are made of
+    latents."""
     activations = 2 * max_batch_tokens * (6 * shape.width + 3 * shape.widest) * shape.itemsize
     activations += 2 * ROWS_AT_HAND * shape.width * shape.itemsize
+    if shape.state_bytes:  # a part of a row ends with its page
+        activations += shape.states.of(min(max_batch_tokens, shape.page_size), min(max_batch_tokens, STEP_ROWS))
     if shape.expanded_width:
         expanded = max(EXPANDED_BYTES, shape.max_positions * shape.expanded_width * shape.itemsize)
         activations += 2 * expanded + PARTIAL_BYTES  # twice: products are copied to their pages

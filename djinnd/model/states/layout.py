@@ -14,6 +14,7 @@ from torch import Tensor
 
 from djinn_client.protocol.fields.kv_layout import KvLayout, aligned
 from djinnd.model.states.carrier import StateSpec
+from djinnd.model.states.workspace import NOTHING, StateWorkspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Stateful:
     path: str  # within the block
     cache: str  # name of the forward's argument for the cache
     specs: tuple[StateSpec, ...]
+    workspace: StateWorkspace = NOTHING
 
 
 def state_bytes(modules: Sequence[Stateful]) -> int:

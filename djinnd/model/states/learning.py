@@ -22,6 +22,7 @@ from djinnd.model.family.dry_run import dry
 from djinnd.model.family.kinds import kind_of
 from djinnd.model.states.carrier import MOST_STATES, Carrier
 from djinnd.model.states.layout import Stateful
+from djinnd.model.states.workspace import measure
 
 log = logging.getLogger("djinnd.engine")
 
@@ -33,6 +34,8 @@ class _Learning(Carrier):
 
     def __init__(self) -> None:
         super().__init__(MOST_STATES)
+        self.hidden: Tensor  # the module's arguments, without the cache and a mask of padding
+        self.given: dict[str, Any]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
@@ -72,7 +75,12 @@ def _of_block(block: nn.Module, run: Callable[[], object]) -> list[Stateful]:
             if _is_own(missing):
                 raise
             log.info("block_not_run kind=%s error=%r", type(block).__name__, missing)
-    return [Stateful(0, path, name, tuple(specs)) for path, (name, cache) in given.items() if (specs := cache.specs())]
+    found = []
+    for path, (name, cache) in given.items():
+        if specs := cache.specs():
+            workspace = measure(block.get_submodule(path), name, specs, cache.hidden, cache.given)
+            found.append(Stateful(0, path, name, tuple(specs), workspace))
+    return found
 
 
 def _is_own(error: Exception) -> bool:
@@ -89,6 +97,8 @@ def cache_name(module: nn.Module) -> str | None:
 
 def _giving(name: str, cache: _Learning) -> Callable[[nn.Module, Any, dict[str, Any]], tuple[Any, dict[str, Any]]]:
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        cache.given = {key: value for key, value in kwargs.items() if key not in (name, "attention_mask")}
+        cache.hidden = args[0] if args else cache.given.pop("hidden_states")
         return args, {**kwargs, name: cache}
 
     return hook

@@ -17,6 +17,7 @@ from djinnd.engine.memory.memory import (
 from djinnd.engine.tuning import FULL_SESSIONS, LOGIT_ROWS, MIN_TOKENS
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tuning import MAX_SLOTS
+from djinnd.model.states.workspace import StateWorkspace
 from djinnd.model.tuning import EXPANDED_BYTES, PARTIAL_BYTES
 
 # Llama-3-8B in bf16: 128 KiB of KV a token, so a page has 32 tokens and 4 MiB.
@@ -112,6 +113,17 @@ def test_the_workspace_has_room_for_what_is_made_of_latents(positions: int) -> N
     plain = dataclasses.replace(SHAPE, max_positions=positions)
     more = workspace_bytes(dataclasses.replace(plain, expanded_width=320), 2048) - workspace_bytes(plain, 2048)
     assert more == PARTIAL_BYTES + 2 * max(EXPANDED_BYTES, positions * 320 * 2)
+
+
+def test_the_workspace_has_room_for_a_part_of_a_row_or_for_all_rows_of_one_token() -> None:
+    without = dataclasses.replace(SHAPE, state_bytes=1 << 20)
+    assert without.page_size == 32
+    for states, wanted in (
+        (StateWorkspace(token_bytes=9 << 20), 32 * 9 << 20),
+        (StateWorkspace(row_bytes=800), 800 * 256),
+    ):
+        shape = dataclasses.replace(without, states=states)
+        assert workspace_bytes(shape, 2048) - workspace_bytes(without, 2048) == wanted * 9 // 8
 
 
 WEIGHTS = 16 * GIB
