@@ -13,7 +13,7 @@ import triton.language as tl
 
 from djinnd.model.kernels.coded.kinds import Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 from djinnd.model.kernels.coded.loads import load_part
-from djinnd.model.kernels.coded.numbers import HIGH, LOW, WHOLE, less_zero
+from djinnd.model.kernels.coded.numbers import HIGH, LOW, WHOLE, less_zero, six_bits
 
 
 @triton.jit
@@ -40,15 +40,13 @@ def load_blocks(
         return weight, weight
     elif KIND == Q6_K:
         high_bits = load_part(blocks + (line[:, :, None] + (at // 64 * 32 + at % 32 + 128)), within, MASKED)
-        shift = (place % 64 // 32 * 2)[None, :, None]
-        low = code & 15 | (high_bits >> shift & 3) << 4
-        high = code >> 4 | (high_bits >> shift + 4 & 3) << 4
+        odd = (place % 64 // 32 * 255).to(tl.uint8)[None, :, None]
         scales = blocks + line + (place // 64 * 8 + place % 64 // 16 + 192)[None, :]
         d = tl.expand_dims(load_part(halves + 104, there, MASKED).to(tl.float32), 2)
         low_scale = load_part(scales, there, MASKED).to(tl.int8, bitcast=True).to(tl.float32)[:, :, None] * d
         high_scale = load_part(scales + 4, there, MASKED).to(tl.int8, bitcast=True).to(tl.float32)[:, :, None] * d
-        low = less_zero(low.to(tl.uint8), 32.0, WHOLE, PLAINLY) * low_scale
-        return low, less_zero(high.to(tl.uint8), 32.0, WHOLE, PLAINLY) * high_scale
+        low, high = six_bits(code, high_bits, odd, LOW, PLAINLY), six_bits(code, high_bits, odd, HIGH, PLAINLY)
+        return low * low_scale, high * high_scale
     elif KIND >= Q4_K:
         sub = place // 32 * 2
         if KIND == Q5_K:

@@ -19,7 +19,7 @@ BIAS = tl.constexpr(8388608.0)
 def _with_bias(codes: str) -> tl.constexpr:
     """Assembly: the bytes of `codes`, computed from $4 → float32 with BIAS in $0 to $3."""
     return tl.constexpr(f"""{{
-        .reg .b32 codes;
+        .reg .b32 codes, more;
         {codes}
         prmt.b32 $0, codes, 0x4b000000, 0x7440;
         prmt.b32 $1, codes, 0x4b000000, 0x7441;
@@ -48,6 +48,11 @@ def _e2m1(sign_and_rest: str) -> tl.constexpr:
 _WHOLE_BYTES = _with_bias("mov.b32 codes, $4;")
 _LOW_BYTES = _with_bias("and.b32 codes, $4, 0x0f0f0f0f;")
 _HIGH_BYTES = _with_bias("shr.u32 codes, $4, 4; and.b32 codes, codes, 0x0f0f0f0f;")
+# Q6_K: $5 has two bits more of four groups, of which $6 chooses the odd ones by 0xff in a byte.
+_CHOOSE = "shr.u32 more, $5, 2; lop3.b32 more, more, $5, $6, 0xe4;"
+_JOIN = "and.b32 codes, codes, 0x0f0f0f0f; lop3.b32 codes, more, 0x30303030, codes, 0xea;"
+_LOW_SIX_BITS = _with_bias(f"{_CHOOSE} mov.b32 codes, $4; shl.b32 more, more, 4; {_JOIN}")
+_HIGH_SIX_BITS = _with_bias(f"{_CHOOSE} shr.u32 codes, $4, 4; {_JOIN}")
 _LOW_E2M1 = _e2m1("shl.b32 sign, $2, 4; shl.b32 rest, $2, 1;")
 _HIGH_E2M1 = _e2m1("mov.b32 sign, $2; shr.u32 rest, $2, 3;")
 
@@ -78,6 +83,25 @@ def from_e4m3(byte, NATIVE: tl.constexpr):
             tl.float32, bitcast=True
         ) * 1.329227995784916e36  # 2**120
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def six_bits(code, more, odd, PART: tl.constexpr, PLAINLY: tl.constexpr):
+    """→ float32: the numbers of Q6_K minus 32. Four bits are in the LOW or HIGH halves of `code`, and two in `more`.
+
+    odd: uint8, 255 for groups 1 and 3 of 32 weights, and 0 for groups 0 and 2.
+    """
+    if PLAINLY:
+        joined = code & 15 | (more >> (odd & 2) & 3) << 4
+        if PART == HIGH:
+            joined = code >> 4 | (more >> (odd & 2) & 0x30)
+        return joined.to(tl.float32) - 32.0
+    else:
+        biased = tl.inline_asm_elementwise(
+            _LOW_SIX_BITS if PART == LOW else _HIGH_SIX_BITS,
+            "=r,=r,=r,=r,r,r,r", [code, more, odd], tl.int32, is_pure=True, pack=4,
+        )  # fmt: skip
+        return biased.to(tl.float32, bitcast=True) - (32.0 + BIAS)
 
 
 @triton.jit

@@ -127,7 +127,7 @@ def product_tiles(tokens: int, rows: int, facts: Facts, element_size: int, proce
         # A thread loads as many codes as it loads numbers of x in 16 bytes: nothing is exchanged between threads.
         run = min(facts.run, 16 // element_size // (2 if facts.span == 1 else 1), widest)
         return ProductTiles(rows=2, width=min(512, widest), run=run, warps=1, stages=1)
-    width = min(128, widest)
+    width = min(128 if element_size == 2 else 32, widest)  # float32 takes long to compile
     splits = round(2 * processors / triton.cdiv(rows, 64))
     splits = min(max(splits, 1), MAX_SPLITS, triton.cdiv(facts.row_bytes, 2 * width))
     return ProductTiles(rows=64, width=width, run=min(facts.run, width), warps=4, stages=3, splits=splits)
