@@ -29,7 +29,6 @@ settings.register_profile(
 settings.load_profile("djinnd")
 
 MODEL = "djinn-tiny"
-TESTS = Path(__file__).parent
 # The longest files are begun first: at the end a worker would wait for another one's.
 FIRST = (
     *("fault/test_kills.py", "integration/test_kv_bench.py", "integration/test_sharing.py"),
@@ -53,14 +52,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
-    items.sort(key=lambda item: item.path.relative_to(TESTS).as_posix() not in FIRST)
+        item.add_marker(pytest.mark.xdist_group(_file_of(item)))
+    items.sort(key=lambda item: _file_of(item) not in FIRST)
 
 
-def pytest_collection_finish() -> None:
-    """Exempts the objects of imported modules from garbage collections, which would walk through torch each time."""
-    gc.collect()
-    gc.freeze()
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0].removeprefix("tests/")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Does without garbage collections, which would walk through torch for each few tests that are found. Imported
+    modules are exempt from them later, too."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -17,4 +17,8 @@ def long_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 # Gemma-3 has windows and RoPE by block, GPT-J has none of Llama's modules, gpt-oss has experts and attention sinks.
 # Logits of all families are compared with transformers by unit/model/test_families.py in `make test`.
-FEW_FAMILIES = long_except(("gemma-3", "gpt-j", "gpt-oss"), FAMILIES)
+_QUICK = ("gemma-3", "gpt-j", "gpt-oss")
+FEW_FAMILIES = long_except(_QUICK, FAMILIES)
+# One family of each build: GPT-2's Conv1D, Falcon's parallel blocks, Mixtral's experts, Phi-3's joined projections. All
+# model types are served by tests/families.
+BUILDS = long_except(_QUICK, (*_QUICK, "gpt2", "falcon-7b", "mixtral", "phi-3"))

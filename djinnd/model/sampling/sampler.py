@@ -37,7 +37,9 @@ from djinnd.model.sampling.token_marks import TokenMarks
 from djinnd.model.sampling.token_masks import RowMasks, TokenMasks
 from djinnd.model.tuning import GROUP_LOGITS
 
-TEMPORARY_BYTES = 64 * GROUP_LOGITS
+# At most in a sort: 24 bytes of each logit for the noise and for its input and output, and 32 for its own copies; 8
+# for raw logits. To these the allocator adds up to 1 MiB for each of a dozen tensors: it splits no block to save less.
+TEMPORARY_BYTES = 64 * GROUP_LOGITS + (16 << 20)
 
 
 @dataclass(frozen=True, slots=True)

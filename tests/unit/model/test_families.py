@@ -18,12 +18,12 @@ from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.paged import same_bytes
-from tests.support.parameters import FEW_FAMILIES
+from tests.support.parameters import BUILDS
 
 SEED = 3  # with this seed no family comes to a near-tie: the two highest logits differ by at least 1e-3
 
 
-@pytest.fixture(params=FEW_FAMILIES, scope="module")
+@pytest.fixture(params=BUILDS, scope="module")
 def family(request: pytest.FixtureRequest) -> str:
     return request.param  # type: ignore[no-any-return]
 

@@ -14,13 +14,17 @@ from djinnd.model.kernels.decode import FEW_SPLITS, MAX_SPLITS, decode_tiles, sp
 from djinnd.model.kernels.prefill import MOST_SPLITS, prefill_splits, prefill_tiles
 from djinnd.model.kernels.scratch import Scratch
 
-CASES = sorted(str(path) for path in Path(__file__).parent.glob("interpreted_*.py"))
+CASES = sorted(path.stem.removeprefix("interpreted_") for path in Path(__file__).parent.glob("interpreted_*.py"))
+APART = ("coded", "kernels")  # the longest files: each has a process of its own
+GROUPS = [(each,) for each in APART] + [tuple(case for case in CASES if case not in APART)]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
-def test_kernels_are_right_under_the_interpreter(which: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", which, *CASES]
+@pytest.mark.parametrize("cases", GROUPS, ids=" ".join)
+def test_kernels_are_right_under_the_interpreter(cases: tuple[str, ...], which: str) -> None:
+    files = [str(Path(__file__).with_name(f"interpreted_{case}.py")) for case in cases]
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", which, *files]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
 

@@ -29,7 +29,7 @@ from tests.support import ops, reference
 from tests.support.loaded import MEMORY, InputRow, fill, load_weights, paged_model, random_prompt
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.paged import same_bytes
-from tests.support.parameters import FEW_FAMILIES
+from tests.support.parameters import BUILDS
 from tests.support.probing import Change, Looking, all_points
 
 PAGE, PAGES = 4, 12
@@ -88,7 +88,7 @@ def driven(family: str, placing: Placing | None = None) -> Iterator[Driven]:
     device.close()
 
 
-@pytest.fixture(params=FEW_FAMILIES, scope="module")
+@pytest.fixture(params=BUILDS, scope="module")
 def family(request: pytest.FixtureRequest) -> Iterator[Driven]:
     with driven(request.param) as one:
         yield one
