@@ -31,7 +31,7 @@ settings.load_profile("djinnd")
 MODEL = "djinn-tiny"
 # The longest files are begun first: at the end a worker would wait for another one's.
 FIRST = (
-    *("fault/test_kills.py", "integration/test_kv_bench.py", "integration/test_sharing.py"),
+    *("families/test_page.py", "fault/test_kills.py", "integration/test_kv_bench.py", "integration/test_sharing.py"),
     *("conformance/test_generation.py", "unit/model/test_kernels.py", "unit/server/test_restart.py"),
 )
 
@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_file_of(item)))
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_file_of(item)))
     items.sort(key=lambda item: _file_of(item) not in FIRST)
 
 

@@ -22,6 +22,10 @@ def test_the_page_has_every_model_type_of_transformers() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the page is of transformers {VERSION}")
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    "model_type",
+    # In groups, as a file of this length would keep one worker busy to the end.
+    [pytest.param(each, marks=pytest.mark.xdist_group(f"families {index % 8}")) for index, each in enumerate(TYPES)],
+)
 def test_the_page_is_true(model_type: str) -> None:
     assert run(model_type) == OUTCOMES[model_type]
