@@ -29,9 +29,7 @@ class PlacedBlock:
     products: list[Product]
     experts: Experts | None
     place: BlockPlace | None = None
-    memory: Tensor | None = (
-        None  # resident: flat in the compute dtype, or uint8 in its form; stacked experts at the end
-    )
+    memory: Tensor | None = None  # resident: flat in the compute dtype, or uint8 in its form; then stacked experts
     packed: Tensor | None = None  # the stored form while the block computes: resident or in the ring
     few_rows_as_packed: bool = False  # products of few rows read the stored form directly
 
