@@ -128,7 +128,7 @@ def test_a_verb_of_djinnctl_changes_two_files(copy: Copy) -> None:
 def test_a_family_that_goes_past_the_attention_interface_changes_two_files(copy: Copy) -> None:
     copy.add("djinnd/model/families/opt.py", "def install() -> None:\n    print('attention installed')\n")
     copy.add(
-        "djinnd/model/families/__init__.py", "from djinnd.model.families import opt\n\n", before="# Families that ig"
+        "djinnd/model/families/__init__.py", "from djinnd.model.families import opt\n\n", before="# Families that need"
     )
     copy.add("djinnd/model/families/__init__.py", '\nPATCHED["opt"] = opt.install\n')
     script = (

@@ -59,14 +59,17 @@ def served(daemon: Daemon, folder: Path) -> list[int]:
     return tokens
 
 
+MODELOPT = (by.nvfp4(".weight", ".weight_scale_2", divides=False), NVFP4, "llama-3.1", "modelopt nvfp4 (groups of 16)")
+
+
 @pytest.mark.parametrize(
     ("coder", "told", "family", "words"),
     [
         (by.fp8_blocks(), by.FP8, "llama-2", "fp8 (128 x 128 blocks)"),
         (by.pack_quantized(group=16), PACKED, "qwen3-moe", "compressed-tensors int4 (groups of 16)"),
         (by.gptq(is_symmetric=False, is_sorted=True), GPTQ, "qwen3", "gptq int4 (groups of 32)"),
-        (by.awq(), AWQ, "qwen2", "awq int4 (groups of 32)"),
-        (by.nvfp4(".weight", ".weight_scale_2", divides=False), NVFP4, "llama-3.1", "modelopt nvfp4 (groups of 16)"),
+        pytest.param(by.awq(), AWQ, "qwen2", "awq int4 (groups of 32)", marks=pytest.mark.long),
+        pytest.param(*MODELOPT, marks=pytest.mark.long),
     ],
     ids=["fp8", "packed", "gptq", "awq", "nvfp4"],
 )

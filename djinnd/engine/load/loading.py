@@ -342,6 +342,8 @@ def model_shape(loader: ModelLoader) -> ModelShape:
     config = skeleton.config
     layouts = [buffer.layout for buffer in loader.store.buffers[:-1]]  # of blocks and experts
     projections = [entry.shape for layout in layouts for entry in layout.entries.values() if len(entry.shape) > 1]
+    # On a CPU keys and values are made of latents in pieces of EXPANDED_BYTES, without pages of their own.
+    expands = loader.device.torch_device.type != "cpu"
     return ModelShape(
         num_blocks=skeleton.num_blocks,
         kv=skeleton.kv,
@@ -352,5 +354,5 @@ def model_shape(loader: ModelLoader) -> ModelShape:
         vocab=config.vocab_size,
         itemsize=loader.dtype.itemsize,
         max_positions=getattr(config, "max_position_embeddings", ANY_POSITIONS),
-        expanded_width=max((at.expanded_width for at in skeleton.attentions), default=0),
+        expanded_width=max((at.expanded_width for at in skeleton.attentions if expands), default=0),
     )
