@@ -14,9 +14,8 @@ import torch
 
 from djinn_client.errors import DjinnError
 from djinn_client.files.model_files import ModelFiles
-from djinnd.weights.checkpoint import CONFIG, SINGLE
+from djinnd.weights.checkpoint import CONFIG, SINGLE, CheckpointFiles
 from djinnd.weights.opening import open_checkpoint
-from djinnd.weights.quantised.checkpoint import QuantisedCheckpoint
 from djinnd.weights.quantised.schemes import METHODS
 from djinnd.weights.safetensors_header import BITS
 from tests.fuzz.checkpoints import with_header
@@ -93,13 +92,12 @@ def check(data: bytes) -> None:
                 _read(checkpoint, name)
 
 
-def _read(checkpoint: Any, name: str) -> None:
+def _read(checkpoint: CheckpointFiles, name: str) -> None:
     """Decoded, and as parts. The parts take no more memory than some bytes for each weight."""
     whole = checkpoint.read(name)
     coding = checkpoint.coding(name)
     if coding is None:
         return
-    assert isinstance(checkpoint, QuantisedCheckpoint)
     stack = whole.view(-1, *whole.shape[-2:])
     stack = stack.transpose(1, 2) if checkpoint.is_transposed(name) else stack
     described = coding.parts(*stack.shape[1:])

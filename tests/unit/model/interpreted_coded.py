@@ -89,14 +89,14 @@ def test_products(coding: Coding, tokens: int) -> None:
     ("coding", "dtype"),
     [
         *((each, torch.bfloat16) for each in CODINGS),
-        *((each, torch.float32) for each in QUICK),
+        *((each, torch.float32) for each in QUICK[:3]),
         (QUICK[0], torch.float16),
     ],
     ids=str,
 )
 def test_products_of_other_shapes(coding: Coding, dtype: torch.dtype) -> None:
     """One row and several rows have kernels of their own."""
-    for shape in SHAPES[1:]:
+    for shape in SHAPES[2:]:
         if coding.fits(*shape):
             check_product(coding, shape, 1 if shape[0] % 2 else FEW_ROWS, dtype)
     check_product(coding, shape_of(coding), FEW_ROWS, dtype)

@@ -21,7 +21,11 @@ GROUPS = [(each,) for each in APART] + [tuple(case for case in CASES if case not
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
-@pytest.mark.parametrize("cases", GROUPS, ids=" ".join)
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(each, marks=pytest.mark.xdist_group(f"interpreted {each[0]}")) for each in GROUPS],
+    ids=" ".join,
+)
 def test_kernels_are_right_under_the_interpreter(cases: tuple[str, ...], which: str) -> None:
     files = [str(Path(__file__).with_name(f"interpreted_{case}.py")) for case in cases]
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", which, *files]
