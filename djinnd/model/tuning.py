@@ -37,7 +37,7 @@ GROUP_LOGITS = 1 << 22  # Chosen. Most logits of rows that are not greedy at onc
 # Chosen. Bytes of keys and values that latent attention makes of earlier tokens at a time. In PyTorch they are in
 # float32, and scores count too. The kernels make those of at least one head for a whole session.
 EXPANDED_BYTES = 64 << 20
-EXPANDED_TOKENS = 4096  # chosen: tokens whose latents are gathered at once; a product of so many fills a GPU
+EXPANDED_TOKENS = 4096  # chosen: latents gathered at once; a product of so many fills a GPU
 EXPANDED_PAGE = 64  # tokens of a page of expanded keys; tiles of all kernels divide it
 # Chosen. Bytes of unfinished results that the kernel over latents may write. They are wide: each split more of the keys
 # costs a token heads x rank numbers.

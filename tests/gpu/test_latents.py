@@ -1,4 +1,4 @@
-"""Latent attention on a CUDA device: its kernel, and models whose decode steps absorb the expansion."""
+"""Latent attention on a CUDA device: its kernel, and the decode steps of models, which absorb the expansion."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ GROUPED = [
 GGUF = [GgufBlocks(number) for number in (2, 3, 6, 7, 8, 12, 13, 14)]
 CODINGS = [*SCALED, *GROUPED, Float4(), Float4(is_nvidia=True), *GGUF]
 SHAPES = [(11, 320), (131, 288), (3, 1280), (9, 32), (21, 768)]
-# Codings of which another one takes the same path.
+# One coding for each path through the kernels.
 QUICK = [SCALED[0], SCALED[5], GROUPED[1], GROUPED[3], GROUPED[5], Float4(is_nvidia=True), GGUF[3], *GGUF[4:]]
 CANARY = -7.0
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-PIECE = 32  # tokens whose factors exist at a time
+PIECE = 32  # tokens; the scan holds the factors of so many at a time
 
 _before: ContextVar[Tensor | None] = ContextVar("state_before_the_call", default=None)
 

@@ -17,7 +17,7 @@ from djinnd.weights.forms.coding import Coding
 
 
 def stack_of_codes(checkpoint: CheckpointFiles, parts: list[list[str]], shape: tuple[int, ...]) -> Coded | None:
-    """A stack of experts, [count, rows, cols], whose tensors the checkpoint stores one by one.
+    """Joins the tensors of single experts to a stack, [count, rows, cols]. None if their codes cannot be joined.
 
     parts: the names of the tensors: for each part of an expert's rows, one tensor for each expert.
     """

@@ -29,8 +29,10 @@ class OwnWeight(nn.Linear):
 
 
 def keep_own_weights(adapter: Adapter, prologue: Prologue) -> None:
-    """Makes an OwnWeight of each linear module whose parameters are read outside of its forward. prologue: of a run on
-    the meta device. Blocks of one kind are run once."""
+    """Makes an OwnWeight of each linear module if the block reads its parameters outside of the module's forward.
+
+    prologue: of a run on the meta device. Blocks of one kind are run once.
+    """
     by_kind: dict[object, list[str]] = {}
     for index, block in enumerate(adapter.blocks):
         kind = kind_of(block)

@@ -103,7 +103,7 @@ class Projection(nn.Module):
 
     @property
     def has_own_product(self) -> bool:
-        """True if no other Linear has a part of the product, whose weights are then this Linear's."""
+        """True if the product belongs to this Linear alone. Its weights are then this Linear's."""
         return len(self.product.unit) == 1
 
     @property

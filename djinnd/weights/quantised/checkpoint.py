@@ -1,4 +1,4 @@
-"""QuantisedCheckpoint: a checkpoint whose safetensors hold codes and scales in place of some matrices."""
+"""QuantisedCheckpoint: safetensors with codes and scales in place of some matrices."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Form(Protocol):
     """A way in which a method stores matrices."""
 
     def find(self, name: str, stored: Stored) -> CodedTensor | None:
-        """The tensor whose codes are the stored tensor `name`; None if that is no tensor of codes.
+        """The coded tensor that the stored tensor `name` has the codes of; None if `name` is no tensor of codes.
 
         Raises ModelRejected if its companions are missing or have other shapes.
         """
@@ -115,5 +115,5 @@ def companion(
 
 
 def turned(stored: Tensor, part: Tensor) -> None:
-    """The part of which the transposed one is stored."""
+    """Fills a part from a stored tensor that is its transpose."""
     part.copy_(stored.T)

@@ -48,7 +48,7 @@ def _e2m1(sign_and_rest: str) -> tl.constexpr:
 _WHOLE_BYTES = _with_bias("mov.b32 codes, $4;")
 _LOW_BYTES = _with_bias("and.b32 codes, $4, 0x0f0f0f0f;")
 _HIGH_BYTES = _with_bias("shr.u32 codes, $4, 4; and.b32 codes, codes, 0x0f0f0f0f;")
-# Q6_K: $5 has two bits more of four groups, of which $6 chooses the odd ones by 0xff in a byte.
+# Q6_K: $5 has the two high bits of four groups. A byte of 0xff in $6 chooses an odd group.
 _CHOOSE = "shr.u32 more, $5, 2; lop3.b32 more, more, $5, $6, 0xe4;"
 _JOIN = "and.b32 codes, codes, 0x0f0f0f0f; lop3.b32 codes, more, 0x30303030, codes, 0xea;"
 _LOW_SIX_BITS = _with_bias(f"{_CHOOSE} mov.b32 codes, $4; shl.b32 more, more, 4; {_JOIN}")
