@@ -122,13 +122,13 @@ def test_a_job_that_takes_too_long_ends_the_worker_and_the_next_one_starts_anoth
 def test_only_a_user_beyond_its_cpu_minute_waits(folder: Path) -> None:
     async def play(texts: Texts) -> None:
         text = await opened(texts, tiny_with(folder, slow_to_encode))
-        with pytest.raises(TextFailed):
-            await prompt(texts, text, "a" * 3000 + "b")
         with pytest.raises(QuotaExceeded, match="try again in"):
-            await prompt(texts, text, "x")
+            for _ in range(10):  # one is not enough: a start of a worker counts too, and takes longer on a slow machine
+                with pytest.raises(TextFailed):
+                    await prompt(texts, text, "a" * 3000 + "b")
         assert await prompt(texts, text, "x", user=ME + 1 if ME else 65534)
 
-    played(play, text_seconds=0.5, text_seconds_per_minute=0.5)
+    played(play, text_seconds=0.5, text_seconds_per_minute=2)
 
 
 def test_a_tokenizer_that_is_too_large_or_damaged_is_refused(folder: Path) -> None:
