@@ -10,6 +10,12 @@ import torch
 FEW_ROWS = 16  # given by the hardware: rows of the smallest tile that tensor cores multiply
 PACKED_ROWS = 8  # measured on an H200 (docs/log): most rows for which a product on the packed form is faster
 
+# --- Experts ----------------------------------------------------------------------------------------------------------
+
+# Chosen. Most pairs of a row and an expert, on average for an expert, and pairs of a tile of products up to there.
+PAIR_TILES = ((8, 16), (48, 64), (1 << 30, 128))
+CODED_PAIRS = 48  # chosen: most pairs of an expert, on average, for which products read the experts' codes
+
 # --- Captured graphs --------------------------------------------------------------------------------------------------
 
 # chosen: rows of decode shapes; a step is padded to the next one

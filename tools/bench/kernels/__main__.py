@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
-from tools.bench.kernels import attention, coded
+from tools.bench.kernels import attention, coded, experts
 from tools.bench.kernels import blocks as block
 from tools.bench.kernels.timing import CHOSEN, DTYPE, HEAD_DIM, PAGE_SIZE, Measured, copy_rate
 
@@ -38,6 +38,7 @@ KERNELS = (
     "packed_product",
     "coded_decode",
     "coded_product",
+    "experts",
 )
 
 
@@ -77,6 +78,7 @@ def main(sweep: bool, only: tuple[str, ...]) -> Result:
         "packed_product": lambda: block.measure_packed_product(ceiling, sweep),
         "coded_decode": lambda: coded.measure_decode(ceiling),
         "coded_product": lambda: coded.measure_product(ceiling, sweep),
+        "experts": lambda: experts.measure_experts(ceiling, sweep),
     }
     console = Console(width=120)
     console.print(f"copy: {ceiling:,.0f} GB/s read and written")

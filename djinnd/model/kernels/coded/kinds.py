@@ -8,6 +8,7 @@ import triton.language as tl
 FP8, INT8 = tl.constexpr(0), tl.constexpr(1)
 BYTES, NIBBLES = tl.constexpr(2), tl.constexpr(3)  # unsigned integers of 8 and 4 bits, with zero points
 MXFP4, NVFP4 = tl.constexpr(4), tl.constexpr(5)
+PLAIN = tl.constexpr(-1)  # no code: experts/matrices.py
 
 # A format of GGUF has its number in the file plus this. The order of the numbers is used: formats with K come last.
 GGUF = tl.constexpr(100)
