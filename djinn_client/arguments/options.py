@@ -132,6 +132,8 @@ class PlacingOptions(TypedDict, total=False):
     packing              False: no block is stored in the lossless 12-bit code; default True
     quantise             "fp8" or "int8": matrices that the checkpoint has in 16 or 32 bits are quantised when they are
                          loaded, which changes results; every reply says so in its notes; default: they are not
+    kv_dtype             "fp8": keys and values are rounded to e4m3 and take a byte each, which changes results; every
+                         reply says so in its notes; "auto" (the default): they are in the dtype of computing
     keep_host            False: the copy in host memory is dropped once every block is resident; default True
     """
 
@@ -140,6 +142,7 @@ class PlacingOptions(TypedDict, total=False):
     slots: int | None
     packing: bool | None
     quantise: Literal["fp8", "int8"] | None
+    kv_dtype: Literal["auto", "fp8"] | None
     keep_host: bool | None
 
 
@@ -188,6 +191,8 @@ def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
         raise TypeError(f"no such option: {', '.join(unknown)}; there are {', '.join(PlacingOptions.__annotations__)}")
     if fields.get("resident") == "auto":
         fields["resident"] = None
+    if fields.get("kv_dtype") == "auto":
+        fields["kv_dtype"] = ""
     if "ring_gb" in fields:
         fields["ring_bytes"] = ring_bytes(fields.pop("ring_gb"))
     return fields or None

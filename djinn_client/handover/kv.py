@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from djinn_client.admin.client import Client
 from djinn_client.errors import InvalidRequest, OutOfMemory, PromptTooLong, ProtocolError
 from djinn_client.protocol import SessionExported
-from djinn_client.protocol.fields.kv_layout import ITEM_BYTES, KvLayout
+from djinn_client.protocol.fields.kv_layout import ITEM_BYTES, LARGEST, KvLayout
 from djinn_client.tensors.arrays import fill, window_array
 from djinn_client.tensors.values import dtype_of
 from djinn_client.transport.exchange import close_all
@@ -28,9 +28,10 @@ class KV:
     """KV of the first `length` tokens of a session, in the pages of the daemon's pool.
 
     pages    [pages, blocks, 2, page_size, kv_heads, head_dim], row-major, K before V, in `layout.dtype`: a torch
-             tensor, or without torch a numpy array (bfloat16 then as uint16). Writable, and this process's own: what is
-             written changes no session. What is behind the last token of the last page is undefined. If the blocks of
-             the model are not alike, or it keeps a state: [pages, elements of a page], with regions as `layout` says.
+             tensor, or without torch a numpy array (bfloat16 then as uint16, FP8 as uint8). Writable, and this
+             process's own: what is written changes no session. What is behind the last token of the last page is
+             undefined. If the blocks of the model are not alike, or it keeps a state: [pages, elements of a page],
+             with regions as `layout` says.
     tokens   the token ids that the KV belongs to; None in a KvWindow
 
     Keys are as attention reads them: with the rotary embedding of their positions, where the model has one. With latent
@@ -61,7 +62,7 @@ class KV:
 
     def put(self, block: int, key: Any, value: Any) -> None:
         """Writes the keys and the values of one block into the pages, each [tokens, heads, width] of any dtype that
-        converts. Raises InvalidRequest for another shape."""
+        converts; FP8 holds at most 448. Raises InvalidRequest for another shape."""
         regions = [(self._region(block, which), source) for which, source in enumerate((key, value))]
         for name, (pages, source) in zip(("keys", "values"), regions, strict=True):
             shape = (self.length, *pages.shape[2:])
@@ -71,9 +72,15 @@ class KV:
                 )
         full, rest = divmod(self.length, self.page_size)
         for pages, source in regions:
+            source = self._within_range(source)
             pages[:full] = source[: full * self.page_size].reshape(full, *pages.shape[1:])
             if rest:
                 pages[full, :rest] = source[full * self.page_size :]
+
+    def _within_range(self, source: Any) -> Any:
+        """FP8 has no number beyond LARGEST, and some versions of torch make NaN of it. An array has codes."""
+        most = LARGEST.get(self.layout.dtype)
+        return source.float().clip(-most, most) if most is not None and hasattr(source, "float") else source
 
     def _gather(self, block: int, which: int) -> Any:
         pages = self._region(block, which)

@@ -8,7 +8,7 @@ import msgspec
 
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.kv_layout import KvLayout
-from djinn_client.protocol.fields.placing import Quantise
+from djinn_client.protocol.fields.placing import KvForm, Quantise
 from djinn_client.protocol.fields.points import PointMap
 from djinn_client.protocol.fields.scheduling import Class, Latency
 
@@ -47,6 +47,7 @@ class ModelInfo(msgspec.Struct, kw_only=True):
     dtype: str = ""
     codes: list[str] = []  # in which the checkpoint's weights are kept, such as fp8 or Q4_K; empty: in the dtype
     quantised: Quantise = ""  # its weights were quantised when they were loaded: see Placing.quantise
+    kv_dtype: KvForm = ""  # its KV is not in `dtype`: see Placing.kv_dtype
     parameters: int = 0
     blocks: int = 0
     blocks_plain: int = 0  # resident as in the checkpoint

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from djinn_client.errors import ProtocolError
 from djinn_client.protocol import Logits
-from djinn_client.protocol.fields.image import Dtype
+from djinn_client.protocol.fields.kv_layout import KvDtype
 from djinn_client.transport.exchange import close_all
 from djinn_client.transport.shm import map_window
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 FLOAT32 = 4  # bytes
+
+_OF_NUMPY = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}  # it has no such floats
 
 
 def expect_arrays(what: str) -> None:
@@ -59,13 +61,14 @@ def as_torch(array: npt.NDArray[np.float32]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def window_array(memory: memoryview, dtype: Dtype, shape: tuple[int, ...]) -> Any:
-    """The same memory as a torch tensor; without torch as a numpy array, and then bfloat16 as uint16."""
+def window_array(memory: memoryview, dtype: KvDtype, shape: tuple[int, ...]) -> Any:
+    """The same memory as a torch tensor; without torch as a numpy array, and then bfloat16 as uint16 and
+    FP8 as uint8."""
     if importlib.util.find_spec("torch") is None:
         expect_arrays("this tensor")
         import numpy as np
 
-        return np.frombuffer(memory, "uint16" if dtype == "bfloat16" else dtype).reshape(shape)
+        return np.frombuffer(memory, _OF_NUMPY.get(dtype, dtype)).reshape(shape)
     import torch
 
     return torch.frombuffer(memory, dtype=getattr(torch, dtype)).view(shape)

@@ -165,6 +165,7 @@ class Model(Struct, frozen=True):
     slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] = 0  # of the ring; 0: the engine decides
     packing: Packing = True  # pack blocks in the 12-bit code, if they can be
     quantise: Literal["none", "fp8", "int8"] = "none"  # plain matrices of blocks, when they are loaded
+    kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values in pages; auto: that of computing
     keep_host: bool = True  # keep the host copy of a model that is resident
     prefetch: bool = True  # copy streamed blocks ahead of their turn
     piece: Size = 0  # bytes of one copy over the bus; 0: the engine decides
@@ -191,6 +192,7 @@ class Model(Struct, frozen=True):
             slots=self.slots,
             packing=self.packing,
             quantise="" if self.quantise == "none" else self.quantise,
+            kv_dtype="" if self.kv_dtype == "auto" else self.kv_dtype,
             keep_host=self.keep_host,
             prefetch=self.prefetch,
             piece_bytes=self.piece,

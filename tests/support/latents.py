@@ -35,10 +35,12 @@ class LatentScene(Scene):
         padding: int = 0,
         width: int = 0,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
     ) -> LatentScene:
         shape = {"kv_heads": 1, "group": heads, "head_dim": rank, "value_dim": rotary}
-        return cls(counts, lengths, page_size, **shape, dtype=dtype, device=device, padding=padding, width=width)
+        types = {"dtype": dtype, "kv_dtype": kv_dtype, "device": device}
+        return cls(counts, lengths, page_size, **shape, **types, padding=padding, width=width)
 
     @property
     def rank(self) -> int:

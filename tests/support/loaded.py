@@ -92,7 +92,7 @@ def made_runner(
 def _runner_with(
     plan: KvPlan, weights: Weights, figures: ModelShape, device: Device, max_tokens: int, max_rows: int
 ) -> ModelRunner:
-    layout = layout_of(weights.dtype, plan.page_size, weights.skeleton.kv, figures.state_bytes)
+    layout = layout_of(figures.kv_dtype(weights.dtype), plan.page_size, weights.skeleton.kv, figures.state_bytes)
     device.budget.reserve(workspace_label("m"), 0)
     pool = device.allocate(kv_label("m"), (plan.num_pages, layout.page_bytes), torch.uint8, zero=True)
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)

@@ -37,6 +37,7 @@ class Scene:
     value_dim: int = 0  # 0: as wide as the keys
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    kv_dtype: torch.dtype | None = None  # of the pages; None: as `dtype`
     padding: int = 0
     width: int = 0  # pages in a row of the table; 0: as many as the longest session needs
     pool: Tensor = field(init=False)  # [pages, elements of all blocks], of which `keys` and `values` are views
@@ -55,7 +56,7 @@ class Scene:
             places = [(mine[i // self.page_size], i % self.page_size) for i in range(length)]
             for page, offset in places[: length - count]:
                 for x in self._views(pool):
-                    x[page, offset] = torch.randn(x.shape[2:]).to(self.dtype)
+                    x[page, offset] = torch.randn(x.shape[2:]).to(x.dtype)
             slots += [page * self.page_size + offset for page, offset in places[length - count :]]
         self.tokens = len(slots)
         self.slots = torch.tensor(slots + [0] * self.padding)
@@ -68,7 +69,7 @@ class Scene:
 
     def _empty_pool(self, pages: int) -> Tensor:
         token = self.kv_heads * (self.head_dim + self.value_dim)
-        return torch.full((pages, BLOCKS * self.page_size * token), float("nan"), dtype=self.dtype)
+        return torch.full((pages, BLOCKS * self.page_size * token), float("nan")).to(self.kv_dtype or self.dtype)
 
     @property
     def keys(self) -> Tensor:
@@ -114,7 +115,7 @@ class Scene:
         for token, slot in enumerate(self.slots[: self.tokens].tolist()):
             page, offset = divmod(slot, self.page_size)
             for view, own in zip(self._views(pool), (self.k, self.v), strict=True):
-                view[page, offset] = own[token]
+                view[page, offset] = own[token] if self.kv_dtype is None else saturated(own[token])
         return pool
 
     def reference(self, pool: Tensor, softmax: Softmax) -> Tensor:
@@ -140,6 +141,11 @@ class Scene:
         return torch.cat(out)
 
 
+def saturated(x: Tensor) -> Tensor:
+    """x in FP8, where numbers beyond 448 become 448."""
+    return x.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
@@ -151,7 +157,8 @@ def check(attention: PagedAttention, scene: Scene, *, fresh: bool = False, **opt
     batch, wanted = scene.batch(fresh=fresh), scene.written()
     attention.write(scene.k, scene.v, scene.keys, scene.values, batch)
     assert same_bytes(scene.pool[1:], wanted[1:])
-    out = attention.attend(scene.q, scene.k, scene.v, scene.keys, scene.values, batch, softmax)
+    own = (scene.k, scene.v) if scene.kv_dtype is None else (None, None)
+    out = attention.attend(scene.q, *own, scene.keys, scene.values, batch, softmax)
     assert same_bytes(scene.pool[1:], wanted[1:])
     assert out.shape == (*scene.q.shape[:2], scene.value_dim) and out.dtype == scene.dtype and out.is_contiguous()
     tolerance = TOLERANCE[scene.dtype]

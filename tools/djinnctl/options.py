@@ -92,6 +92,11 @@ def placing_options(command: F) -> F:
             type=click.Choice(["fp8", "int8"]),
             help="Quantise the matrices of a 16-bit checkpoint when it is loaded. Changes results.",
         ),
+        click.option(
+            "--kv-dtype",
+            type=click.Choice(["auto", "fp8"]),
+            help="Keep KV in a byte for each number, half of 16 bits. Changes results.",
+        ),
         click.option("--slots", type=click.IntRange(0, MAX_SLOTS), metavar="N", help="Slots of the ring."),
         click.option(
             "--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes, instead of --slots."

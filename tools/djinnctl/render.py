@@ -212,9 +212,10 @@ def places(of: ModelInfo | ModelPlan) -> str:
 
 def weights_of(model: ModelInfo | ModelPlan) -> str:
     """The dtype in which a model computes, and the codes of its weights: `bfloat16 (Q4_K, Q6_K)`, or `bfloat16
-    (quantised to fp8)`."""
+    (quantised to fp8, KV in fp8)`."""
     codes = f"quantised to {', '.join(model.codes)}" if model.quantised else ", ".join(model.codes)
-    return f"{model.dtype} ({codes})" if codes else model.dtype
+    told = ", ".join(each for each in (codes, f"KV in {model.kv_dtype}" if model.kv_dtype else "") if each)
+    return f"{model.dtype} ({told})" if told else model.dtype
 
 
 def plan(plan: ModelPlan) -> Renderable:

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from djinn_client.protocol.fields.image import Dtype
+KvDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 
-ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+FP8: KvDtype = "float8_e4m3fn"
+ITEM_BYTES: dict[KvDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
+LARGEST: dict[KvDtype, float] = {FP8: 448.0}  # numbers beyond it become this
 ALIGNMENT = 16  # bytes: the widest access of a GPU's thread
 
 MOST_BLOCKS = 4096  # in `shapes`: a request with more is refused before it is read
@@ -61,7 +63,7 @@ class KvLayout(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     """`kv_heads` and `head_dim` are 0 if the blocks are not alike; `shapes` then has an entry for each block. (LongCat
     Flash has two attentions in a block, so two entries.)"""
 
-    dtype: Dtype
+    dtype: KvDtype  # of keys and values; a state has the dtype of computing
     blocks: Count
     page_size: Count  # tokens
     kv_heads: CountOrNone
@@ -70,7 +72,7 @@ class KvLayout(msgspec.Struct, frozen=True, omit_defaults=True, dict=True):
     state_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0  # of the state in a page
 
     @classmethod
-    def of(cls, dtype: Dtype, page_size: int, shapes: Sequence[BlockKv], state_bytes: int = 0) -> KvLayout:
+    def of(cls, dtype: KvDtype, page_size: int, shapes: Sequence[BlockKv], state_bytes: int = 0) -> KvLayout:
         """The layout of a model with the KV `shapes`, one for each block. Without any, the model has states only."""
         if not shapes:
             return cls(dtype, 1, page_size, 0, 0, (None,), state_bytes)

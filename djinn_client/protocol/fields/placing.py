@@ -14,6 +14,7 @@ from djinn_client.errors import InvalidRequest
 from djinn_client.protocol.fields.bounds import Whole
 
 Quantise = Literal["", "fp8", "int8"]
+KvForm = Literal["", "fp8"]
 
 MAX_BYTES = (1 << 63) - 1
 MAX_BLOCKS = 1 << 16
@@ -27,6 +28,7 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
     slots: Whole = 0  # of the ring, each for the largest streamed block; 0: the engine decides
     packing: bool = True  # bfloat16 blocks may be packed where they do not all fit plain
     quantise: Quantise = ""  # fp8, int8: plain matrices of blocks are quantised when they are loaded; "": never
+    kv_dtype: KvForm = ""  # fp8: keys and values are kept as e4m3; "": in the dtype of computing
     keep_host: bool = True  # False: the host's copy goes once every block is resident
     prefetch: bool = True  # False: each copy waits for its block's turn; only the daemon's configuration sets this
     piece_bytes: Whole = 0  # of one copy over the bus, likewise; 0: the engine decides
@@ -87,6 +89,7 @@ class ModelPlan(msgspec.Struct, kw_only=True):
     step_s: dict[int, float] = {}  # of decoding, by the number of sessions
     codes: list[str] = []  # in which the checkpoint's weights are kept, such as fp8 or Q4_K
     quantised: Quantise = ""  # see Placing.quantise
+    kv_dtype: KvForm = ""  # see Placing.kv_dtype
     notes: list[str] = []  # why blocks stay plain, and such
 
 

@@ -353,6 +353,7 @@ def model_shape(loader: ModelLoader) -> ModelShape:
         widest=max(max(shape[-2:]) for shape in projections),  # both dimensions: GPT-2's weights are stored transposed
         vocab=config.vocab_size,
         itemsize=loader.dtype.itemsize,
+        has_fp8_kv=loader.placing.kv_dtype == "fp8",
         max_positions=getattr(config, "max_position_embeddings", ANY_POSITIONS),
         expanded_width=max((at.expanded_width for at in skeleton.attentions if expands), default=0),
     )

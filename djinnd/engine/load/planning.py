@@ -87,6 +87,7 @@ def describe(
         step_s={sessions: forecast.step_s(sessions) for sessions in SESSIONS},
         codes=loader.store.codes,
         quantised=loader.placing.quantise,
+        kv_dtype=loader.placing.kv_dtype,
         notes=[*loader.notes, *plan.notes],
     )
 

@@ -168,11 +168,13 @@ def slots_in(nbytes: int, page_bytes: int) -> int:
 
 def pages_fingerprint(weights: str, dtype: torch.dtype, shape: ModelShape, page_size: int) -> str:
     """Identifies everything that a page's bytes depend on, except its tokens. `weights`: fingerprint of the weights;
-    `dtype`: of KV."""
-    layout = layout_of(dtype, page_size, shape.kv, shape.state_bytes)
+    `dtype`: of computing."""
+    layout = layout_of(shape.kv_dtype(dtype), page_size, shape.kv, shape.state_bytes)
     geometry = f"{page_size} {layout.blocks} {layout.kv_heads} {layout.head_dim}"
     if not layout.is_uniform:
         geometry += f" {layout.shapes}"
+    if shape.has_fp8_kv:
+        geometry += f" {layout.dtype}"
     if layout.state_bytes:
         geometry += f" {layout.state_bytes} bytes of state"
     return hashlib.sha256(f"{weights} {dtype} {geometry} {_LAYOUT}".encode()).hexdigest()

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from djinn_client.protocol.fields.kv_layout import BlockKv, aligned, token_bytes
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.engine.tuning import (
@@ -20,6 +22,7 @@ from djinnd.engine.tuning import (
 from djinnd.kvcache.manager import page_size_for
 from djinnd.kvcache.tier import whole_pages
 from djinnd.kvcache.tuning import MAX_SLOTS
+from djinnd.model.fp8 import FP8
 from djinnd.model.sampling.sampler import TEMPORARY_BYTES
 from djinnd.model.states.workspace import NOTHING, StateWorkspace
 from djinnd.model.tuning import EXPANDED_BYTES, PARTIAL_BYTES
@@ -41,11 +44,12 @@ class ModelShape:
     width: int
     widest: int  # the largest dimension of any projection
     vocab: int
-    itemsize: int  # bytes of an element of KV and activations
+    itemsize: int  # bytes of an element of activations, and of KV unless it is in FP8
     max_positions: int
     state_bytes: int = 0  # of the state in a page of a hybrid model
     expanded_width: int = 0  # of the key and value that are made of a latent, for one head; 0: no latent attention
     states: StateWorkspace = NOTHING  # of the module with a state that needs most
+    has_fp8_kv: bool = False
 
     @property
     def page_size(self) -> int:
@@ -60,7 +64,11 @@ class ModelShape:
     @property
     def token_bytes(self) -> int:
         """Bytes of KV of one token in all blocks."""
-        return token_bytes(self.kv, self.itemsize)
+        return token_bytes(self.kv, 1 if self.has_fp8_kv else self.itemsize)
+
+    def kv_dtype(self, computing: torch.dtype) -> torch.dtype:
+        """FP8 or `computing`."""
+        return FP8 if self.has_fp8_kv else computing
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,6 +388,7 @@ class ModelRunner:
             dtype=str(self.model.dtype).removeprefix("torch."),
             codes=self.weights.store.codes,
             quantised=self.load.placing.quantise,
+            kv_dtype=self.load.placing.kv_dtype,
             parameters=self.weights.parameters,
             blocks=self.model.num_blocks,
             vocab=self.model.vocab,

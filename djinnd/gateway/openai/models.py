@@ -30,12 +30,15 @@ async def get_model(request: HttpRequest) -> Whole:
 
 def _model(name: str, info: ModelInfo) -> dict[str, Any]:
     """`max_model_len`: tokens of its context, as vLLM tells it; None before it is loaded. `parent`: the model of an
-    adapter, likewise. `quantised`: the code to which its weights were quantised when they were loaded."""
+    adapter, likewise. `quantised`: the code to which its weights were quantised when they were loaded.
+    `kv_dtype`: the code to which its keys and values are rounded."""
     told = {"id": name, "object": "model", "created": _STARTED, "owned_by": "djinnd"}
     if name != info.name:
         told["parent"] = info.name
     if info.quantised:
         told["quantised"] = info.quantised
+    if info.kv_dtype:
+        told["kv_dtype"] = info.kv_dtype
     return told | {"max_model_len": info.max_context or None}
 
 

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
+from djinnd.model.fp8 import FP8
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 NAME = "djinn"
@@ -99,7 +100,8 @@ def paged_attention(
         kernels.write(k, v, paged.keys, paged.values, batch)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softmax = Softmax(scale, sliding_window or 0, softcap or 0.0, s_aux, chunk)
-    own_k, own_v = (None, None) if paged.is_shared or not is_expanded else (k, v)
+    is_rounded = paged.latents is None and paged.keys.dtype is FP8
+    own_k, own_v = (None, None) if paged.is_shared or not is_expanded or is_rounded else (k, v)
     out = kernels.attend(q, own_k, own_v, paged.keys, paged.values, batch, softmax, paged.latents)
     return out.unsqueeze(0), None
 

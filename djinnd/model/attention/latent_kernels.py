@@ -79,7 +79,7 @@ class LatentKernels:
         of_values = absorption.values_part(matrix)[heads].transpose(1, 2)
         for start in range(0, length, EXPANDED_TOKENS):
             at = torch.arange(start, min(start + EXPANDED_TOKENS, length), device=table.device)
-            latents, rotary = (gather_tokens(x, table, at)[:, 0] for x in self.pages)
+            latents, rotary = (gather_tokens(x, table, at, keys.dtype)[:, 0] for x in self.pages)
             span = slice(start, start + len(at))
             keys[:, span, : absorption.plain] = latents @ of_keys
             keys[:, span, absorption.plain :] = rotary

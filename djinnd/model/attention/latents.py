@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from djinnd.model.attention.absorption import Absorption, Expand
 from djinnd.model.attention.chunks import attend_chunk
 from djinnd.model.attention.gathering import gather_tokens
+from djinnd.model.fp8 import FP8, to_fp8
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.tuning import EXPANDED_BYTES
 
@@ -47,6 +48,7 @@ class Latents:
         self._is_absorbed: Callable[[], bool] = lambda: False
         self._given: tuple[Tensor, Tensor] | None = None
         self.is_expanded = True  # by the last call
+        self.dtype: torch.dtype | None = None  # of the pages; FP8: numbers are rounded to it before they are expanded
 
     def absorb(self, matrix: Callable[[], Tensor], is_absorbed: Callable[[], bool]) -> None:
         """From now on keys and values are left out of a call if `is_absorbed` says that attention needs none.
@@ -66,6 +68,8 @@ class Latents:
         return self._matrix()
 
     def __call__(self, latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        if self.dtype is FP8:
+            latents, rotary = (to_fp8(x).to(x.dtype) for x in (latents, rotary))
         self._given = (latents, rotary)
         self.is_expanded = not (self.can_be_absorbed and self._is_absorbed())
         if self.is_expanded:
@@ -166,7 +170,7 @@ def _attend(
     for start in range(0, longest, piece):
         at = torch.arange(start, min(start + piece, longest), device=q.device)
         place = torch.minimum(at, lengths[:, None] - 1)  # memory past the end of a row may hold NaN
-        keys, values = expand(*(gather_tokens(x, table, place).transpose(1, 2) for x in pages))
+        keys, values = expand(*(gather_tokens(x, table, place, q.dtype).transpose(1, 2) for x in pages))
         seen = at <= position
         if softmax.window:
             seen &= at > position - softmax.window

@@ -1,8 +1,9 @@
 """Attention over paged KV: the interface, and its implementation in PyTorch.
 
-A block's keys and values are [pages, page_size, kv_heads, width], strided views of the page-major pool. The widths of
-keys and values may differ. A row's page table names the pages of its session's tokens in order. Decode rows (one token)
-and prefill chunks (many tokens, with or without history) are flattened into one batch.
+A block's keys and values are [pages, page_size, kv_heads, width], strided views of the page-major pool, in the dtype of
+queries or in FP8. The widths of keys and values may differ. A row's page table names the pages of its session's tokens
+in order. Decode rows (one token) and prefill chunks (many tokens, with or without history) are flattened into one
+batch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from djinnd.model.attention.chunks import attend_chunk, attend_in_steps
 from djinnd.model.attention.gathering import gather_tokens
 from djinnd.model.attention.latents import Latents, attend_latents
+from djinnd.model.fp8 import FP8, as_bytes, to_fp8
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 
@@ -43,7 +45,7 @@ class PagedAttention(ABC):
         """q [tokens, heads, key width], strided like k and v → [tokens, heads, value width], contiguous.
 
         k, v: this step's own, already written to the pages; a fresh row reads them instead of the pages. None: it
-        reads the pages, which an earlier block has written.
+        reads the pages, which an earlier block has written, or which hold rounded numbers (FP8).
         latents: the pages hold latents, and this makes keys and values of them. k and v are None if it left them out.
         """
 
@@ -67,8 +69,8 @@ class TorchAttention(PagedAttention):
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         page_size = keys.shape[1]
         at = (batch.slots // page_size, batch.slots % page_size)
-        keys.index_put_(at, k)
-        values.index_put_(at, v)
+        for pages, new in ((keys, k), (values, v)):
+            as_bytes(pages).index_put_(at, as_bytes(to_fp8(new) if pages.dtype is FP8 else new))
 
     def attend(
         self,
@@ -95,7 +97,7 @@ class TorchAttention(PagedAttention):
                 tokens = slice(starts[row], starts[row + 1])
                 if k is None or v is None or lengths[row] > count:
                     at = torch.arange(lengths[row], device=q.device)
-                    row_k, row_v = (gather_tokens(x, batch.page_table[row], at) for x in (keys, values))
+                    row_k, row_v = (gather_tokens(x, batch.page_table[row], at, q.dtype) for x in (keys, values))
                 else:
                     row_k, row_v = k[tokens], v[tokens]
                 out[tokens] = attend_chunk(q[tokens], row_k, row_v, softmax)
@@ -119,7 +121,7 @@ def _attend_singles(
         seen &= at >= lengths - softmax.window
     if softmax.chunk:
         seen &= at >= (lengths - 1) // softmax.chunk * softmax.chunk
-    k, v = (gather_tokens(x, table, torch.minimum(at, lengths - 1)).transpose(1, 2) for x in (keys, values))
+    k, v = (gather_tokens(x, table, torch.minimum(at, lengths - 1), q.dtype).transpose(1, 2) for x in (keys, values))
     q = q[tokens]
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
     if softmax.is_plain:

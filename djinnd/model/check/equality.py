@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 
 from djinn_client.errors import ModelRejected
+from djinn_client.protocol.fields.kv_layout import FP8
 from djinnd.model.check.far_positions import check_far_positions
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
-from djinnd.model.tuning import CHUNKS, FEW_SINGLES, LOGITS_TOLERANCE, SINGLES, TOLERANCE_DEPTH
+from djinnd.model.tuning import CHUNKS, FEW_SINGLES, FP8_TOLERANCE, LOGITS_TOLERANCE, SINGLES, TOLERANCE_DEPTH
 from djinnd.model.whitebox.editing import warm_up
 
 
-def tolerance(dtype: torch.dtype, blocks: int) -> float:
-    """Allowed relative error of the logits; grows with the square root of the depth."""
-    return LOGITS_TOLERANCE[dtype] * math.sqrt(max(1.0, blocks / TOLERANCE_DEPTH))
+def tolerance(dtype: torch.dtype, blocks: int, kv_dtype: str = "") -> float:
+    """Allowed relative error of the logits; grows with the square root of the depth. `kv_dtype`: of the pages."""
+    allowed = max(LOGITS_TOLERANCE[dtype], FP8_TOLERANCE if kv_dtype == FP8 else 0.0)
+    return allowed * math.sqrt(max(1.0, blocks / TOLERANCE_DEPTH))
 
 
 def check_paging(model: PagedModel, max_context: int, *, again: bool = False) -> Iterator[None]:
@@ -79,7 +81,7 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
         for width in (model.skeleton.points.width, model.vocab):
             warm_up(width, model.dtype, model.pool.device)
     error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
-    allowed = tolerance(model.dtype, model.num_blocks)
+    allowed = tolerance(model.dtype, model.num_blocks, model.layout.dtype)
     if not error < allowed:
         raise ModelRejected(
             f"{family} fails the check at load: the logits of a prompt in one pass and token by token differ by "

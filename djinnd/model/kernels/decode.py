@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from djinnd.model.kernels.fp8 import readable
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import (
     INTERPRETED,
@@ -249,6 +250,7 @@ def decode(
     `splits` and `tiles` are derived from the shapes; benchmarks set them.
     """
     assert q.stride(2) == 1
+    keys, values = readable(keys), readable(values)
     heads = q.shape[1]
     page_size, kv_heads = keys.shape[1:3]
     rows, group, dim = batch.kv_lengths.numel(), heads // kv_heads, padded_width(keys, values)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from djinnd.model.fp8 import as_bytes
+from djinnd.model.kernels.fp8 import to_e4m3
 from djinnd.model.kernels.tile import block_strides, padded_width, width_options
 
 ELEMENTS = 2048  # elements of k, and of v, that one program copies: two 16-byte accesses a thread
@@ -28,17 +30,21 @@ def kv_write_kernel(
     page, offset = slot // PAGE, slot % PAGE
     new_k = tl.load(k + token * k_token + head * k_head + key_dims, mask=of_k)
     new_v = tl.load(v + token * v_token + head * v_head + value_dims, mask=of_v)
+    if keys.dtype.element_ty == tl.uint8:
+        new_k, new_v = to_e4m3(new_k), to_e4m3(new_v)
     tl.store(keys + page * key_page + offset * key_token + head * key_head + key_dims, new_k, mask=of_k)
     tl.store(values + page * value_page + offset * value_token + head * value_head + value_dims, new_v, mask=of_v)
 
 
 def kv_write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """k, v [tokens, kv_heads, width] → keys, values [pages, page_size, kv_heads, width] at `slots` [tokens].
+    Pages have the dtype of k and v, or FP8.
 
     Several tokens may have the same slot only if the slot is never read, such as one in the scratch page: it is not
     defined which token stays.
     """
     assert k.stride(2) == v.stride(2) == 1
+    keys, values = as_bytes(keys), as_bytes(values)
     tokens, kv_heads, _ = k.shape
     heads = min(triton.next_power_of_2(kv_heads), max(1, ELEMENTS // padded_width(keys, values)))
     kv_write_kernel[(tokens, triton.cdiv(kv_heads, heads))](

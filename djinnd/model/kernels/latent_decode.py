@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from djinnd.model.kernels.decode import COMBINED_AT_ONCE, combine_kernel, first_key, split_count, split_span
+from djinnd.model.kernels.fp8 import plain, readable
 from djinnd.model.kernels.scratch import Scratch, shared_memory
 from djinnd.model.kernels.tile import (
     CHUNKED,
@@ -130,9 +131,10 @@ def attend_latent_tiles(
         rows = page * latent_page + (place + start % PAGE) * latent_token
         rotary_rows = page * rotary_page + (place + start % PAGE) * rotary_token
         next_page = tl.load(table + (start + TILE) // PAGE + page_of, mask=at + TILE < length, other=0)
-        latent = load_rows(latents + (rows[:, None] + dims[None, :]), there, dims < RANK, MASKED, RANK != RANK_DIM)
+        at_latent = latents + (rows[:, None] + dims[None, :])
+        latent = plain(load_rows(at_latent, there, dims < RANK, MASKED, RANK != RANK_DIM), q.dtype)
         at_rotary = rotaries + (rotary_rows[:, None] + rotary_dims[None, :])
-        rotary = load_rows(at_rotary, there, rotary_dims < ROTARY, MASKED, ROTARY != ROTARY_DIM)
+        rotary = plain(load_rows(at_rotary, there, rotary_dims < ROTARY, MASKED, ROTARY != ROTARY_DIM), q.dtype)
 
         score = dot(rotary_q, tl.trans(rotary), tl.zeros([q.shape[0], TILE], tl.float32), UPCAST)
         score = dot(q, tl.trans(latent), score, UPCAST)
@@ -175,6 +177,7 @@ def latent_decode(
     `splits` and `tiles` are derived from the shapes; benchmarks set them.
     """
     assert q.stride(2) == rotary_q.stride(2) == 1 and softmax.is_plain
+    latents, rotaries = readable(latents), readable(rotaries)
     heads, rank, rotary, page_size = q.shape[1], q.shape[2], rotary_q.shape[2], latents.shape[1]
     rows, max_query = batch.kv_lengths.numel(), batch.max_query
     rank_dim, rotary_dim = (max(LEAST, triton.next_power_of_2(width)) for width in (rank, rotary))

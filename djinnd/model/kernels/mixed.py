@@ -24,6 +24,7 @@ from djinnd.model.kernels.decode import (
     split_bounds,
     splits_to_fill,
 )
+from djinnd.model.kernels.fp8 import readable
 from djinnd.model.kernels.prefill import attend_block, chunk_splits, combine_blocks, prefill_splits, prefill_tiles
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import (
@@ -158,6 +159,7 @@ def mixed(
     `splits` (of chunks and of single tokens) and `tiles` (of chunks) are derived from the shapes; benchmarks set them.
     """
     assert q.stride(2) == 1
+    keys, values = readable(keys), readable(values)
     tokens, heads, _ = q.shape
     value_width = values.shape[3]
     page_size, kv_heads = keys.shape[1:3]

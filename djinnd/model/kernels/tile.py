@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from djinnd.model.kernels.fp8 import plain
 from djinnd.model.paged_batch import Softmax
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -83,8 +84,9 @@ def attend_tiles(
     """Attends with the queries q [rows, KEY_DIM] at `position` [rows] over the keys [first, last), tile by tile.
     `first` is a multiple of TILE; TILE divides PAGE or PAGE divides TILE. → acc, peak, total.
 
-    keys, values: base of one KV head in one block of the pool, with strides by page and token. table: the session's
-    page ids. KEY, VALUE: widths; KEY_DIM, VALUE_DIM: the powers of two that hold them.
+    keys, values: base of one KV head in one block of the pool, with strides by page and token; in the dtype of q or in
+    FP8 (fp8.py). table: the session's page ids. KEY, VALUE: widths; KEY_DIM, VALUE_DIM: the powers of two that hold
+    them.
     MASKED: applies causality, the window or chunk, and the session's length. Without it, every query sees every key
     of the range.
 
@@ -106,9 +108,9 @@ def attend_tiles(
             value_rows = page * value_page + (value_row_of + start % PAGE * value_token)
         next_page = tl.load(table + (start + TILE) // PAGE + page_of, mask=at + TILE < length, other=0)
         at_k = keys + (key_rows[:, None] + key_dims[None, :])
-        k = load_rows(at_k, there, key_dims < KEY, MASKED, KEY != KEY_DIM)
+        k = plain(load_rows(at_k, there, key_dims < KEY, MASKED, KEY != KEY_DIM), q.dtype)
         at_v = values + (value_rows[:, None] + value_dims[None, :])
-        v = load_rows(at_v, there, value_dims < VALUE, MASKED, VALUE != VALUE_DIM)
+        v = plain(load_rows(at_v, there, value_dims < VALUE, MASKED, VALUE != VALUE_DIM), q.dtype)
 
         score = dot(q, tl.trans(k), tl.zeros([q.shape[0], TILE], tl.float32), UPCAST)
         factor = score_scale

@@ -124,6 +124,8 @@ class ModelLoader:
         self.skeleton = Skeleton(model)
         if recipes is not None:
             recipes.require(self.skeleton.shapes, self.skeleton.tied)
+        if self.placing.kv_dtype and not self.skeleton.kv:
+            raise InvalidRequest(f"{name} has no KV, so its KV cannot be in FP8: leave kv_dtype out", field="kv_dtype")
         self._buffers = buffers_of(self.skeleton, recipes, device, self.placing.quantise)
         # On a GPU the host keeps the compute dtype, which is what the bus carries. On a CPU nothing is copied, and the
         # checkpoint's own dtype takes less memory.
@@ -136,6 +138,8 @@ class ModelLoader:
         if self.store.codes:
             how = "quantised when they are loaded" if self.placing.quantise else "as they are stored"
             self.notes.append(f"weights {how}: {', '.join(self.store.codes)}")
+        if self.placing.kv_dtype:
+            self.notes.append(f"keys and values are rounded to {self.placing.kv_dtype}")
 
     def _make_store(self) -> WeightStore:
         why = self._why_plain()

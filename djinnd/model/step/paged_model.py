@@ -55,11 +55,12 @@ class PagedModel:
         """Points the attention of every block at `pool`. Graphs that were captured over an earlier pool are invalid."""
         self.pool = pool
         self.paged: list[BlockKV] = []  # of each attention
-        regions = kv_regions(pool, self.layout, self.dtype)[: len(self.skeleton.kv)]
+        regions = kv_regions(pool, self.layout)[: len(self.skeleton.kv)]
         for at, shape, region in zip(self.skeleton.attentions, self.skeleton.kv, regions, strict=True):
             assert region is not None
             paged = BlockKV(self.context, *region, at.latents, is_shared=isinstance(shape, int))
             if at.latents is not None:
+                at.latents.dtype = paged.keys.dtype
                 self._let_absorb(at.block, at.latents)
             self.adapter.blocks[at.block].get_submodule(at.path).paged = paged  # type: ignore[assignment]
             self.paged.append(paged)

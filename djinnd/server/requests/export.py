@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from djinn_client.errors import Cancelled, DjinnError, InvalidRequest, ModelMismatch
 from djinn_client.protocol import Done, ExportSession, ImportSession, ModelInfo, SessionExported, SessionOpened
+from djinn_client.protocol.fields.kv_layout import FP8
 from djinnd.messages import ExportKv, Finished, ImportKv, KvExported
 from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
@@ -201,10 +202,10 @@ def _check(request: ImportSession, info: ModelInfo) -> None:
             field="kv_tokens",
         )
     if request.kv != info.kv_layout:
-        raise InvalidRequest(
-            f"{info.name} has {info.kv_layout}; the given KV has {request.kv}: hand over the tokens only",
-            field="kv",
-        )
+        remedy = "hand over the tokens only"
+        if FP8 in (given := request.kv.dtype, info.kv_layout.dtype) and given != info.kv_layout.dtype:
+            remedy += f", or load the model with kv_dtype={'fp8' if given == FP8 else 'auto'}"
+        raise InvalidRequest(f"{info.name} has {info.kv_layout}; the given KV has {request.kv}: {remedy}", field="kv")
 
 
 def _expect_no_states(info: ModelInfo) -> None:

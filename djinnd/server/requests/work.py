@@ -152,7 +152,7 @@ class WorkRequests:
             if request.token_bytes and request.prompt_logprobs is not None:
                 await self._name_prompt(reply, text, session, prompt.tokens)
             ends = text.eos | text.turn_ends
-            reply.notes = notes_on(request, reply, session.tokens, ends, text.told.has_chat, info.quantised)
+            reply.notes = notes_on(request, reply, session.tokens, ends, text.told.has_chat, info)
         return answer
 
     async def _name_prompt(

@@ -6,6 +6,7 @@ depending on a setting at its import.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from djinnd.model.kernels.rope import rope
 from djinnd.model.kernels.scratch import Scratch
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.paged_batch import Softmax
-from tests.support.paged import Scene, check, same_bytes
+from tests.support.paged import Scene, check, same_bytes, saturated
 
 assert INTERPRETED
 
@@ -35,6 +36,7 @@ MIXED = ([1, 17, 1, 30], [40, 17, 131, 70])
 CROWD = ([1, 3, 0, 1, 1, 70, 1, 2, 1, 0, 0], [1, 3, 0, 300, 64, 200, 65, 130, 2, 0, 0])
 long = pytest.mark.long
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +98,41 @@ def test_attention_is_right_with_all_options(
     scene = Scene(*rows, kv_heads=kv_heads, group=2)
     sinks = torch.randn(kv_heads * 2) if options.get("sinks") else None
     check(attention(), scene, **{**options, "sinks": sinks})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "group", "head_dim"),
+    [(FP32, 16, 3, 80), pytest.param(FP16, 64, 8, 64, marks=long), pytest.param(BF16, 256, 4, 128, marks=long)],
+)
+@pytest.mark.parametrize(
+    "rows", [DECODE, pytest.param(SPECULATED, marks=long), MIXED], ids=["decode", "speculated", "mixed"]
+)
+def test_attention_over_pages_in_fp8_is_right(
+    rows: tuple[list[int], list[int]], dtype: torch.dtype, page_size: int, group: int, head_dim: int
+) -> None:
+    shape = {"page_size": page_size, "group": group, "head_dim": head_dim}
+    check(attention(), Scene(*rows, **shape, dtype=dtype, kv_dtype=FP8))
+
+
+@pytest.mark.parametrize("options", [{"window": 20, "softcap": 3.0}, pytest.param({"chunk": 20}, marks=long)], ids=str)
+def test_all_options_hold_for_pages_in_fp8(options: dict[str, Any]) -> None:
+    check(attention(), Scene(*MIXED, head_dim=24, value_dim=16, kv_dtype=FP8), **options)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+def test_numbers_become_fp8_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    scene = Scene([64], [64], kv_heads=4, dtype=dtype, kv_dtype=FP8)
+    steps = torch.arange(-256, 256) / 16 * 2.0**-9  # subnormals, and ties between them
+    edges = torch.tensor([448.0, 449.0, 464.0, 465.0, 6e4, math.inf, 0.0, -0.0, 2**-6, 2**-10, 2**-20, math.nan])
+    ties = torch.arange(16, 32) / 16 * 2.0 ** torch.arange(-6, 9)[:, None]
+    some = torch.cat([steps, edges, -edges, ties.flatten(), torch.randn(1000) * 100])
+    new = some.repeat(20)[: scene.k.numel()].view(1, 4, 64, 64).to(dtype)[0].transpose(0, 1)
+    kv_write(new, -new, scene.keys, scene.values, scene.slots)
+    pages = scene.table[0].long()
+    for found, wanted in ((scene.keys, saturated(new)), (scene.values, saturated(-new))):
+        codes = found[pages].flatten(0, 1)
+        assert torch.equal(codes.float().nan_to_num(1e9), wanted.float().nan_to_num(1e9))
+        assert same_bytes(codes[~codes.isnan()], wanted[~codes.isnan()])  # with the signs of zeros
 
 
 def test_windows_may_be_shorter_than_a_tile_or_span_several() -> None:

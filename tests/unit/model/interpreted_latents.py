@@ -74,6 +74,14 @@ def test_sums_of_latents_are_right(
     torch.testing.assert_close(attend(scene, softmax), scene.sums(softmax), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=long)])
+@pytest.mark.parametrize("rows", [pytest.param(DECODE, marks=long), SPECULATED], ids=["decode", "speculated"])
+def test_sums_of_latents_in_fp8_are_right(rows: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    scene = LatentScene.of(*rows, heads=4, rank=24, rotary=8, dtype=dtype, kv_dtype=torch.float8_e4m3fn)
+    softmax, tolerance = Softmax(32**-0.5), TOLERANCE[dtype]
+    torch.testing.assert_close(attend(scene, softmax), scene.sums(softmax), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=long), pytest.param(2, marks=long), 7])
 @pytest.mark.parametrize(
     "softmax",

@@ -123,6 +123,30 @@ def test_decode_with_all_options_compiles_for_ampere() -> None:
     compile_tiled(AMPERE, decode_kernel, decode_tiles(4, 128, 2), **LLAMA_8B, **EVERYTHING, DIRECT=True)
 
 
+@pytest.mark.parametrize(
+    ("capability", "pages"), [(HOPPER, "*fp8e4nv"), pytest.param(AMPERE, "*u8", marks=pytest.mark.long)]
+)
+def test_pages_in_fp8_are_read_16_bytes_at_a_time_and_converted_by_the_processor_if_it_can(
+    capability: int, pages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POINTERS, "keys", pages)
+    monkeypatch.setitem(POINTERS, "values", pages)
+    tiles = decode_tiles(4, 128, 2)
+    compiled = compile_tiled(capability, decode_kernel, tiles, **LLAMA_8B, **PLAIN, DIRECT=False)
+    ptx = compiled.asm["ptx"]
+    assert "cp.async.cg.shared.global" in ptx and ("e4m3x2" in ptx) == (capability == HOPPER)
+    tiles = prefill_tiles(2048, 128, 2, hopper=capability == HOPPER)
+    compiled = compile_mixed(capability, tiles, **LLAMA_8B, **PLAIN, CHUNKS_DIRECT=False, DIRECT=False)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@GPUS
+def test_keys_and_values_are_written_in_fp8(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POINTERS, "keys", "*u8")
+    monkeypatch.setitem(POINTERS, "values", "*u8")
+    compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEADS=16, **WIDTHS)
+
+
 DEEPSEEK_V3 = {"HEADS": 128, "PAGE": 64, "RANK": 512, "RANK_DIM": 512, "ROTARY": 64, "ROTARY_DIM": 64}
 MINICPM_3 = {"HEADS": 40, "PAGE": 64, "RANK": 256, "RANK_DIM": 256, "ROTARY": 32, "ROTARY_DIM": 32}
 

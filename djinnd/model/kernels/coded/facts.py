@@ -20,7 +20,7 @@ from torch import Tensor
 
 from djinnd.gguf.formats import FORMATS
 from djinnd.model.kernels.coded import kinds
-from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.kernels.fp8 import has_fp8
 from djinnd.weights.forms.coding import Coding
 from djinnd.weights.forms.codings import Float4, Grouped, Scaled
 from djinnd.weights.forms.gguf_blocks import GgufBlocks
@@ -96,8 +96,3 @@ def arguments(facts: Facts, parts: Sequence[Tensor]) -> list[Tensor]:
     if facts.has_order and not facts.has_zeros:
         found.insert(2, found[0])
     return (found + [found[0]] * 3)[:4]
-
-
-def has_fp8(device: torch.device) -> bool:
-    """Returns True if the device's processors convert FP8."""
-    return device.type == "cuda" and not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -112,6 +112,7 @@ def test_placing_options() -> None:
     assert placing(resident=29) == Placing(resident=29)
     assert placing(resident="auto") == Placing()
     assert placing(ring_gb=4.5, packing=False) == Placing(ring_bytes=4_500_000_000, packing=False)
+    assert placing(kv_dtype="fp8") == Placing(kv_dtype="fp8") and placing(kv_dtype="auto") == Placing()
     assert placing(keep_host=False, slots=None) == Placing(keep_host=False)
 
 

@@ -42,6 +42,7 @@ def test_a_layout_counts_what_its_pages_take() -> None:
     assert LAYOUT.shape(TOKENS) == (3, 3, 2, 16, 2, 4)
     assert LAYOUT.nbytes(TOKENS) == 3 * LAYOUT.page_bytes == 3 * 3 * 2 * 16 * 2 * 4 * 4
     assert KvLayout("bfloat16", 3, 16, 2, 4).page_bytes * 2 == LAYOUT.page_bytes
+    assert KvLayout("float8_e4m3fn", 3, 16, 2, 4).page_bytes * 4 == LAYOUT.page_bytes
 
 
 def test_keys_put_for_a_block_are_in_its_pages(window: KvWindow) -> None:
@@ -132,6 +133,9 @@ def test_without_torch_there_are_arrays(monkeypatch: pytest.MonkeyPatch) -> None
     window.put(1, rows(1).numpy(), rows(2).numpy())
     assert np.array_equal(window.value(1), rows(2).numpy())
     assert KvWindow(KvLayout("bfloat16", 3, 16, 2, 4), 5).pages.dtype == np.uint16
+    codes = KvWindow(KvLayout("float8_e4m3fn", 3, 16, 2, 4), TOKENS)
+    codes.put(1, np.full((TOKENS, 2, 4), 0x7E, np.uint8), np.full((TOKENS, 2, 4), 0xFE, np.uint8))
+    assert codes.pages.dtype == np.uint8 and {*codes.key(1).flat} == {0x7E} and {*codes.value(1).flat} == {0xFE}
 
 
 @pytest.mark.parametrize("tokens", [101, 10**12])

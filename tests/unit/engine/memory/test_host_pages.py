@@ -201,6 +201,7 @@ def test_the_fingerprint_depends_on_everything_that_determines_a_page_s_bytes(mo
         pages_fingerprint("cd" * 32, *given[1:]),
         pages_fingerprint(given[0], torch.float16, shape, 16),
         pages_fingerprint(*given[:3], 32),
+        pages_fingerprint(*given[:2], dataclasses.replace(shape, has_fp8_kv=True), 16),
         *(pages_fingerprint(*given[:2], dataclasses.replace(shape, kv=kv), 16) for kv in OTHER_KV),
     ]
     monkeypatch.setattr(host_pages, "_LAYOUT", 0)

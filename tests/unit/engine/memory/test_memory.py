@@ -40,6 +40,14 @@ def test_a_token_s_kv_covers_all_blocks() -> None:
     assert page_size_for(TOKEN) == 32
 
 
+def test_kv_in_fp8_takes_a_byte_a_number_and_activations_what_they_took() -> None:
+    fp8 = dataclasses.replace(SHAPE, has_fp8_kv=True)
+    assert fp8.token_bytes == TOKEN // 2 and fp8.page_size == 64 and fp8.page_bytes == PAGE
+    assert workspace_bytes(fp8, 2048) == workspace_bytes(SHAPE, 2048)
+    plans = [plan_kv(shape, 100 * GIB, 10 * GIB, wanted=10 * GIB, max_context=0) for shape in (SHAPE, fp8)]
+    assert [plan.num_pages * plan.page_size for plan in plans] == [10 * GIB // TOKEN, 20 * GIB // TOKEN]
+
+
 def test_a_configured_number_of_bytes_decides_the_pages() -> None:
     plan = plan_kv(SHAPE, free=100 * GIB, floor=10 * GIB, wanted=10 * GIB, max_context=0)
     assert (plan.page_size, plan.page_bytes) == (32, PAGE)

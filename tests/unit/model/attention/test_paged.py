@@ -63,6 +63,23 @@ def test_attention_is_right_in_half_precision(rows: str, dtype: torch.dtype) -> 
     check(TorchAttention(), Scene(*ROWS[rows], group=4, dtype=dtype))
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_pages_in_fp8_are_written_rounded_and_read_exactly(
+    rows: tuple[list[int], list[int]], options: dict[str, Any]
+) -> None:
+    check(TorchAttention(), Scene(*rows, group=3, kv_dtype=torch.float8_e4m3fn), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_that_fp8_lacks_become_the_largest(dtype: torch.dtype) -> None:
+    scene = Scene([3], [3], dtype=dtype, kv_dtype=torch.float8_e4m3fn)
+    scene.k = torch.full_like(scene.k, 460.0)
+    scene.v = torch.full_like(scene.v, -60_000.0)
+    check(TorchAttention(), scene)
+    assert (scene.keys.float() == 448.0).sum() == scene.k.numel()
+
+
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_sinks_take_their_share_of_the_softmax(rows: tuple[list[int], list[int]]) -> None:
     check(TorchAttention(), Scene(*rows, group=3), sinks=torch.randn(6), window=20)
