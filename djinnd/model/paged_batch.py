@@ -29,6 +29,9 @@ class PagedBatch:
     max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum
     fresh: bool  # every row starts at position 0, so that there is no history to read
     adapters: AdapterRows | None = None  # None: no token has an adapter
+    # int32 [rows, 2]: the pages with the states before and after each row's token (kernels/states/slots.py). None: the
+    # model keeps no states, or some row has several tokens.
+    states: Tensor | None = None
     _read: tuple[list[int], list[int]] | None = field(default=None, init=False)
 
     def on_host(self) -> tuple[list[int], list[int]]:

@@ -296,7 +296,7 @@ class ModelRunner:
         width, tiles = max(self.kv.pages_held(row.session.id) for row in rows), 0
         if _have_adapters(rows):
             tiles = most_tiles(sum(counts), len(rows), self._tile_tokens)
-        inputs = StepInputs(self.device, sum(counts), len(rows), width, tiles)
+        inputs = StepInputs(self.device, sum(counts), len(rows), width, tiles, self.model.state_tokens)
         self._compose(inputs, rows)
         ends = list(accumulate(counts))
         sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]

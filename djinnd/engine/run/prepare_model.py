@@ -100,14 +100,13 @@ def _reserve(
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
     runner = ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows)
     expands_always = not all(latents.can_be_absorbed for latents in model.latents)
-    if (expands_always or model.has_states) and runner.graphs is not None:
-        runner.run_without_graphs()
-        what = "latent attention reads" if expands_always else "modules with a state read"
-        weights.notes.append(f"steps run without CUDA graphs: {what} the sessions' lengths on the host")
-    elif model.latents and runner.graphs is not None:
-        weights.notes.append(
-            "steps with chunks run without CUDA graphs: latent attention reads their lengths on the host"
-        )
+    if (model.latents or model.has_states) and runner.graphs is not None:
+        what = "latent attention reads" if model.latents else "modules with a state read"
+        if expands_always or not model.steps_in_place:
+            runner.run_without_graphs()
+            weights.notes.append(f"steps run without CUDA graphs: {what} the sessions' lengths on the host")
+        else:
+            weights.notes.append(f"steps with chunks run without CUDA graphs: {what} their lengths on the host")
     return runner
 
 

@@ -106,7 +106,7 @@ def _run(
 ) -> Tensor:
     """Runs `tokens` at positions from `start` → logits [tokens, vocab], float32."""
     count, page_size, device = len(tokens), model.page_size, model.device
-    inputs = StepInputs(device, count, 1, len(pages))
+    inputs = StepInputs(device, count, 1, len(pages), state_tokens=model.state_tokens)
     positions = np.arange(start, start + count)
     host = inputs.host
     host["ids"][:] = tokens

@@ -62,7 +62,7 @@ def list_kernels(model: PagedModel, max_tokens: int, max_kv: int) -> list[Varian
 
 
 def _run_empty(model: PagedModel, tokens: int, max_kv: int) -> None:
-    inputs = StepInputs(model.device, tokens, 1, 1)
+    inputs = StepInputs(model.device, tokens, 1, 1, state_tokens=model.state_tokens)
     inputs.clear()
     blocks = range(min(KINDS, model.num_blocks))
     with model.device.computing(), torch.inference_mode():

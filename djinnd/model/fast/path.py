@@ -18,26 +18,33 @@ from djinnd.model.fast.mlp import gated_mlp_of
 from djinnd.model.fast.norm import fused_norm_of
 from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import replace_rope
+from djinnd.model.fast.state_steps import replace_steps
 from djinnd.model.kernels.launches import launches
+from djinnd.model.states.layout import Stateful
 
 
 def install(
     model: nn.Module,
     blocks: Sequence[nn.Module],
+    stateful: Sequence[Stateful],
     dtype: torch.dtype,
     device: torch.device,
     compiling: Callable[[int, int], None],
-) -> None:
-    """Installs the fast path in `model` and its `blocks`, which are bound to memory on the CUDA device.
+) -> list[Stateful]:
+    """Installs the fast path in `model` and its `blocks`, which are bound to memory on the CUDA device. → `stateful`,
+    with `in_place` set for the modules whose states kernels change for single tokens.
 
     dtype: of the activations.
     compiling: called with (kernels compiled, kernels in all) while kernels for the trials are compiled.
     """
     with launches.listing(leave_out=False) as missing:
         _replace(model, blocks, dtype, device)
+        made = replace_steps(blocks, stateful, device)
     if missing:
         launches.compile([*missing], compiling)
         _replace(model, blocks, dtype, device)
+        made = replace_steps(blocks, stateful, device)
+    return made
 
 
 def _replace(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:

@@ -322,7 +322,9 @@ class ModelLoader:
             def compiling(done: int, total: int) -> None:
                 progress("compiling", done, total)
 
-            fast_path.install(skeleton.model, blocks, self.dtype, self.device.torch_device, compiling)
+            skeleton.stateful = fast_path.install(
+                skeleton.model, blocks, skeleton.stateful, self.dtype, self.device.torch_device, compiling
+            )
 
 
 class _Clock:

@@ -34,6 +34,25 @@ class StateSpec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotState:
+    """Stands in for one state of all rows of a step: it stays where it is. Only djinnd's kernels know it, in the place
+    of a family's functions for single tokens (step_calls.py)."""
+
+    states: Tensor  # [pages, *shape], a view of the pool
+    slots: Tensor  # int32 [rows, 2]: see kernels/states/slots.py
+
+    def gathered(self) -> Tensor:
+        """The rows' states, [rows, *shape], copied."""
+        read = self.slots[:, 0]
+        states = self.states.index_select(0, read.clamp(min=0))
+        return states.masked_fill((read < 0).view(-1, *[1] * (states.dim() - 1)), 0)
+
+    def to(self, dtype: torch.dtype) -> SlotState:
+        """A family may convert the new state to the dtype of its cache; it has that of the pool."""
+        return self
+
+
 class Carrier:
     """The part of transformers' cache that modules with a state use, for one module. transformers 5.24 has methods for
     all of it; in older versions families reach into `layers`."""
@@ -43,14 +62,14 @@ class Carrier:
         self.layers = _Everywhere(self._layer)
 
     @classmethod
-    def with_states(cls, specs: Sequence[StateSpec], states: Sequence[Tensor]) -> Carrier:
+    def with_states(cls, specs: Sequence[StateSpec], states: Sequence[Tensor | SlotState]) -> Carrier:
         """A cache that holds `states` [rows, *shape], one for each of `specs`. They are overwritten."""
         carrier = cls(1 + max(spec.index for spec in specs))
-        layer = carrier._layer
+        layer: Any = carrier._layer
         for spec, state in zip(specs, states, strict=True):
             if spec.kind == "conv":
                 layer.conv_states[spec.index] = state
-                layer.conv_kernel_size[spec.index] = state.shape[-1]
+                layer.conv_kernel_size[spec.index] = spec.shape[-1]
                 layer.is_conv_states_initialized[spec.index] = True
             else:
                 layer.recurrent_states[spec.index] = state
@@ -98,8 +117,10 @@ class Carrier:
         return self._layer.recurrent_states[state_idx] if self._layer.has_previous_state[state_idx] else None
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
+        self, recurrent_states: Tensor | SlotState, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor | SlotState:
+        if isinstance(recurrent_states, SlotState):
+            return recurrent_states  # the kernel has written it
         return self._layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from djinn_client.protocol.fields.kv_layout import KvLayout, aligned
 from djinnd.model.states.carrier import StateSpec
+from djinnd.model.states.step_calls import StepCall
 from djinnd.model.states.workspace import NOTHING, StateWorkspace
 
 
@@ -26,6 +27,8 @@ class Stateful:
     cache: str  # name of the forward's argument for the cache
     specs: tuple[StateSpec, ...]
     workspace: StateWorkspace = NOTHING
+    calls: tuple[StepCall, ...] = ()  # for single tokens; none: its states must be gathered
+    in_place: bool = False  # for single tokens, kernels read and write its states where they are
 
 
 def state_bytes(modules: Sequence[Stateful]) -> int:

@@ -22,6 +22,7 @@ from djinnd.model.family.dry_run import dry
 from djinnd.model.family.kinds import kind_of
 from djinnd.model.states.carrier import MOST_STATES, Carrier
 from djinnd.model.states.layout import Stateful
+from djinnd.model.states.step_calls import learn_calls
 from djinnd.model.states.workspace import measure
 
 log = logging.getLogger("djinnd.engine")
@@ -79,7 +80,8 @@ def _of_block(block: nn.Module, run: Callable[[], object]) -> list[Stateful]:
     for path, (name, cache) in given.items():
         if specs := cache.specs():
             workspace = measure(block.get_submodule(path), name, specs, cache.hidden, cache.given)
-            found.append(Stateful(0, path, name, tuple(specs), workspace))
+            calls = learn_calls(block.get_submodule(path), name, specs, cache.hidden, cache.given)
+            found.append(Stateful(0, path, name, tuple(specs), workspace, calls))
     return found
 
 

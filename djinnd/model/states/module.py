@@ -1,7 +1,8 @@
 """StateModule: runs a module that keeps a state over the segments of a step.
 
 It replaces the module's forward. The module itself computes, with the states of the segment's session in the place of
-transformers' cache.
+transformers' cache. For single tokens, the states may stay in the pool (`Stateful.in_place`). The module then gets
+their slots, and its functions for single tokens are kernels (fast/state_steps.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from djinnd.model.families.selective_scan import starting_from
-from djinnd.model.states.carrier import Carrier
+from djinnd.model.states.carrier import Carrier, SlotState
 from djinnd.model.states.layout import Stateful
 from djinnd.model.states.segments import Segments
 
@@ -57,15 +58,9 @@ class StateModule:
         self, hidden: Tensor, segments: Segments, kwargs: dict[str, Any]
     ) -> Iterator[tuple[Tensor | slice, Any]]:
         """Runs the parts of the step → (their tokens, what the module returned)."""
-        singles = segments.singles
-        if len(singles):
-            earlier = [state.index_select(0, segments.read) for state in self.states]
-            for state in earlier:
-                state[segments.is_first] = 0
-            given, new = self._call(hidden[0, singles].unsqueeze(1), earlier, kwargs)
-            for state, value in zip(self.states, new, strict=True):
-                state.index_copy_(0, segments.write, value.to(state.dtype))
-            yield singles, given
+        if len(segments.slots):
+            tokens = slice(None) if segments.singles is None else segments.singles
+            yield tokens, self._step(hidden[0, tokens].unsqueeze(1), segments.slots, kwargs)
         for first, count, read, write in segments.longer:
             earlier = [
                 torch.zeros_like(state[:1]) if read is None else state[read : read + 1].clone() for state in self.states
@@ -74,6 +69,17 @@ class StateModule:
             for state, value in zip(self.states, new, strict=True):
                 state[write].copy_(value[0])
             yield slice(first, first + count), given
+
+    def _step(self, hidden: Tensor, slots: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Runs one token of each row: [rows, 1, width]."""
+        told, states = self._told, [SlotState(state, slots) for state in self.states]
+        if told.in_place:
+            return self._run(hidden, **{**kwargs, told.cache: Carrier.with_states(told.specs, states)})
+        given, new = self._call(hidden, [state.gathered() for state in states], kwargs)
+        write = slots[:, 1].long()
+        for state, value in zip(self.states, new, strict=True):
+            state.index_copy_(0, write, value.to(state.dtype))
+        return given
 
     def _call(self, hidden: Tensor, earlier: list[Tensor], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
         told = self._told

@@ -37,28 +37,28 @@ class Segment(NamedTuple):
 class Segments:
     """The tokens of one step. The tensors are on the device."""
 
-    singles: Tensor  # int64 [rows]: tokens of rows with one token
-    read: Tensor  # int64 [rows]: the page with each single's earlier state
-    is_first: Tensor  # bool [rows]: True at position 0, where the earlier state is zero
-    write: Tensor  # int64 [rows]
+    singles: Tensor | None  # int64 [n]: tokens of rows with one token; None: all tokens in order
+    slots: Tensor  # int32 [n, 2]: the pages with each single's states (kernels/states/slots.py)
     longer: list[Segment]
 
     @property
     def has_tokens(self) -> bool:
-        return bool(len(self.singles) or self.longer)
+        return bool(len(self.slots) or self.longer)
 
 
 def cut(batch: PagedBatch, page_size: int) -> Segments:
     """Cuts a batch into segments. Reads its lengths and page tables on the host."""
     starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
     table = batch.page_table.tolist()
-    singles: list[tuple[int, int, bool, int]] = []
+    singles: list[int] = []
+    slots: list[tuple[int, int]] = []
     longer: list[Segment] = []
     for row, (first, end) in enumerate(pairwise(starts)):
         pages, position = table[row], lengths[row] - (end - first)
         if end - first == 1:
-            before = pages[max(position - 1, 0) // page_size]
-            singles.append((first, before, position == 0, pages[position // page_size]))
+            before = pages[(position - 1) // page_size] if position else -1
+            singles.append(first)
+            slots.append((before, pages[position // page_size]))
             continue
         while first < end:
             page = position // page_size
@@ -67,11 +67,8 @@ def cut(batch: PagedBatch, page_size: int) -> Segments:
             longer.append(Segment(first, count, read, pages[page]))
             first, position = first + count, position + count
     device = batch.slots.device
-    tokens, before, is_first, write = zip(*singles, strict=True) if singles else ((), (), (), ())
     return Segments(
-        torch.tensor(tokens, dtype=torch.int64, device=device),
-        torch.tensor(before, dtype=torch.int64, device=device),
-        torch.tensor(is_first, dtype=torch.bool, device=device),
-        torch.tensor(write, dtype=torch.int64, device=device),
+        torch.tensor(singles, dtype=torch.int64, device=device),
+        torch.tensor(slots, dtype=torch.int32, device=device).view(-1, 2),
         longer,
     )

@@ -8,8 +8,8 @@ act between blocks. A replay costs the host 2.8 µs, so all replays of a step co
     decode    1 token a row                         1, 2, 3, 4, 8 … 256 rows
     chunk     any rows, with or without history     16 … 2,048 tokens, up to 16, 64 or all rows
 
-Batches with adapters have shapes of their own. A model with latent attention has no shapes with chunks, because these
-steps read lengths on the host.
+Batches with adapters have shapes of their own. A model with latent attention or with states has no shapes with chunks,
+because these steps read lengths on the host.
 
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and any later graph may overwrite the results of an earlier one. So a step replays the graphs of its shape
@@ -83,7 +83,7 @@ class StepGraphs:
         self._chunks = [
             [Shape(tokens, min(rows, tokens), tokens) for tokens in _up_to(CHUNK_TOKENS, max_tokens)]
             for rows in _up_to(CHUNK_ROWS, max_rows)
-            if not model.latents
+            if not model.latents and not model.has_states
         ]
         self._inputs: dict[Shape, StepInputs] = {}
         self._captured: dict[Shape, _Captured] = {}
@@ -108,7 +108,9 @@ class StepGraphs:
         """The inputs of a shape, which the caller fills before `run`."""
         if shape not in self._inputs:
             tiles = most_tiles(shape.tokens, shape.rows, TILE_TOKENS) if shape.adapters else 0
-            self._inputs[shape] = StepInputs(self._device, shape.tokens, shape.rows, self._width, tiles)
+            self._inputs[shape] = StepInputs(
+                self._device, shape.tokens, shape.rows, self._width, tiles, self._model.state_tokens
+            )
         return self._inputs[shape]
 
     def run(

@@ -7,10 +7,10 @@ are compiled for:
 
     … │ starts i32 [R+1] │ lengths i32 [R] │ worklist i32 [R, 4] │ extent i32 [3] │ …
 
-    … │ order i32 [T] │ tiles i32 [A, 3] │ table i32 [R, W] │
+    … │ states i32 [R, 2] │ order i32 [T] │ tiles i32 [A, 3] │ table i32 [R, W] │
 
 T: tokens, R: rows, W: pages of the widest row, A: tiles of tokens with adapters (adapter_rows.py). If A is 0, `order`
-is empty, too.
+is empty, too. `states` is empty for a model that keeps none.
 
 A captured graph keeps the addresses, so its inputs are allocated once and padded. The page table is by far the largest
 array, and only its used rows are sent: `words` is the number of 64-bit words to send. Because the count is in the data,
@@ -33,6 +33,7 @@ from djinnd.model.adapter_rows import NO_SLOT, TILE_FIELDS, AdapterRows, fill_ti
 from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
 from djinnd.model.copies.pinned_io import send_counted
 from djinnd.model.paged_batch import PagedBatch
+from djinnd.model.states.slots import fill_slots
 
 _ALIGNMENT = 16
 Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
@@ -40,14 +41,18 @@ Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 class StepInputs:
     """Owns the host and device memory of a step's inputs, for up to `tokens` tokens, `rows` rows, `width` pages a row,
-    and `tiles` tiles of tokens with adapters; 0: no token has an adapter.
+    and `tiles` tiles of tokens with adapters; 0: no token has an adapter. `state_tokens`: the tokens of a page of a
+    model that keeps states; 0: it keeps none.
 
     The caller fills `host`, then calls `send`, or `seal` and `send_sealed` apart, and `wait` before it fills `host`
     again.
     """
 
-    def __init__(self, device: Device, tokens: int, rows: int, width: int, tiles: int = 0) -> None:
+    def __init__(
+        self, device: Device, tokens: int, rows: int, width: int, tiles: int = 0, state_tokens: int = 0
+    ) -> None:
         self.tokens, self.rows, self.width, self.tiles = tokens, rows, width, tiles
+        self._state_tokens = state_tokens
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
             "words": ((1,), np.int64),
             "ids": ((tokens,), np.int64),
@@ -58,6 +63,7 @@ class StepInputs:
             "lengths": ((rows,), np.int32),
             "worklist": ((rows, FIELDS), np.int32),
             "extent": ((EXTENT,), np.int32),
+            "states": ((rows if state_tokens else 0, 2), np.int32),
             "order": ((tokens if tiles else 0,), np.int32),
             "tiles": ((tiles, TILE_FIELDS), np.int32),
             "table": ((rows, width), np.int32),
@@ -91,9 +97,11 @@ class StepInputs:
         self.sent()
 
     def seal(self) -> None:
-        """Completes a filled host side: computes `worklist` and `extent`, and the number of words to send."""
+        """Completes a filled host side: computes `worklist`, `extent`, `states`, and the number of words to send."""
         host = self.host
         rows = fill_worklist(host["starts"], host["lengths"], host["worklist"], host["extent"])
+        if self._state_tokens:
+            fill_slots(host["lengths"], host["table"], self._state_tokens, host["states"])
         host["words"][0] = (self._table_at + _aligned(rows * self._table_row)) // 8
 
     def send_sealed(self) -> None:
@@ -146,6 +154,7 @@ class StepInputs:
             max_query=max_query,
             max_kv=max_kv,
             fresh=fresh,
+            states=self._views["states"] if self._state_tokens and max_query == 1 else None,
             adapters=AdapterRows(self._views["order"], self._views["tiles"]) if self.tiles else None,
         )
 

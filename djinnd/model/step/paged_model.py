@@ -22,7 +22,7 @@ from djinnd.model.placing.projections import Projection
 from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.states.layout import Stateful, state_views
 from djinnd.model.states.module import StateContext, StateModule
-from djinnd.model.states.segments import cut
+from djinnd.model.states.segments import Segments, cut
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.page_regions import kv_regions
 from djinnd.model.tuning import SLOTS
@@ -106,6 +106,17 @@ class PagedModel:
         return bool(self._state_modules)
 
     @property
+    def steps_in_place(self) -> bool:
+        """True if a step of single tokens needs nothing from the host to find its states: kernels read and write them
+        in the pool. True for a model without states, too."""
+        return all(told.in_place for told in self.skeleton.stateful)
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens of a page, if it has a state region; otherwise 0."""
+        return self.page_size if self.has_states else 0
+
+    @property
     def latents(self) -> list[Latents]:
         """The latents of each attention that has some. Steps that expand them read lengths on the host, so that graphs
         cannot hold these steps."""
@@ -148,9 +159,15 @@ class PagedModel:
         tokens, and adapters add to the results of their rows. Tokens behind the real ones are padding."""
         self.placement.tokens.real = batch.query_starts[-1:]
         self.context.batch = batch
-        self.states.segments = cut(batch, self.page_size) if self._state_modules else None
+        self.states.segments = self._segments(batch) if self._state_modules else None
         if self.adapters is not None:
             self.adapters.rows = batch.adapters
+
+    def _segments(self, batch: PagedBatch) -> Segments:
+        """Without a look at the batch on the host if all rows have one token, and all states stay where they are."""
+        if batch.states is not None and self.steps_in_place:
+            return Segments(None, batch.states, [])
+        return cut(batch, self.page_size)
 
     def install_adapters(self) -> LoraProducts:
         """The adapters' products, which are installed at the first call."""

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
-from tools.bench.kernels import attention, coded, experts
+from tools.bench.kernels import attention, coded, experts, states
 from tools.bench.kernels import blocks as block
 from tools.bench.kernels.timing import CHOSEN, DTYPE, HEAD_DIM, PAGE_SIZE, Measured, copy_rate
 
@@ -39,6 +39,7 @@ KERNELS = (
     "coded_decode",
     "coded_product",
     "experts",
+    "states",
 )
 
 
@@ -79,6 +80,7 @@ def main(sweep: bool, only: tuple[str, ...]) -> Result:
         "coded_decode": lambda: coded.measure_decode(ceiling),
         "coded_product": lambda: coded.measure_product(ceiling, sweep),
         "experts": lambda: experts.measure_experts(ceiling, sweep),
+        "states": lambda: states.measure_states(ceiling),
     }
     console = Console(width=120)
     console.print(f"copy: {ceiling:,.0f} GB/s read and written")

@@ -27,15 +27,13 @@ def batch_of(rows: list[tuple[int, int, list[int]]]) -> PagedBatch:
 def test_rows_are_cut_at_the_ends_of_pages() -> None:
     segments = cut(batch_of([(20, 14, [5, 3, 9]), (8, 8, [7])]), page_size=8)
     assert segments.longer == [Segment(0, 2, 5, 5), Segment(2, 8, 5, 3), Segment(10, 4, 3, 9), Segment(14, 8, None, 7)]
-    assert len(segments.singles) == 0
+    assert segments.singles is not None and len(segments.singles) == len(segments.slots) == 0
 
 
 def test_rows_of_one_token_go_together() -> None:
     segments = cut(batch_of([(1, 1, [4]), (9, 1, [6, 2]), (3, 2, [8]), (10, 1, [6, 2])]), page_size=8)
-    assert segments.singles.tolist() == [0, 1, 4]
-    assert segments.is_first.tolist() == [True, False, False]
-    assert segments.read.tolist()[1:] == [6, 2]
-    assert segments.write.tolist() == [4, 2, 2]
+    assert segments.singles is not None and segments.singles.tolist() == [0, 1, 4]
+    assert segments.slots.tolist() == [[-1, 4], [6, 2], [2, 2]]
     assert segments.longer == [Segment(2, 2, 8, 8)]
 
 
