@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 import struct
 from pathlib import Path
@@ -38,7 +39,7 @@ def filled(daemon: Daemon) -> list[str]:
 
 
 def stop(daemon: Daemon) -> None:
-    daemon.process.terminate()
+    daemon.signal(signal.SIGTERM)
     assert daemon.wait() == 0
 
 

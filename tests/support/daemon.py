@@ -21,6 +21,7 @@ from typing import Any, Self
 import yaml
 
 from djinn_client import Client, DeviceInfo, ModelInfo
+from tests.support.forked import REAL, Forked
 from tests.support.warm_forks import ROOT, WarmForks
 
 SHM = Path("/dev/shm")
@@ -28,15 +29,11 @@ PATIENCE = 60.0  # seconds until a hanging test is ended; no test waits for it
 A_MOMENT = 1.0  # seconds for an engine without a server to exit
 THREADS = "1"  # of torch, in daemon and tests: more threads would wait for each other on few shared cores
 
-# The daemon ends when the test process does, even if that is killed. The first argument names the descriptors of a
-# fork server, which the daemon takes over as from a predecessor.
+# The daemon ends when the test process does, even if that is killed.
 _TIED = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-if sys.argv[1]:
-    from tests.support.warm_python import give_fork_server
-    give_fork_server([int(fd) for fd in sys.argv[1].split()])
-os.execvp(sys.argv[2], sys.argv[2:])
+os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
@@ -44,8 +41,9 @@ class Daemon:
     """Runs `djinnd` in a folder of its own.
 
     `config` is written to its configuration file; `flags` and `environ` are passed beside it. `wrapper` is a command
-    that ends by executing its arguments, and `pass_fds` are descriptors for it. `cold`: the daemon starts its fork
-    server itself, as with a wrapper; otherwise it gets a fork server that has imported its libraries. The context
+    that ends by executing its arguments, and `pass_fds` are descriptors for it. `cold`: the daemon is started by its
+    command, and starts its fork server itself. With a wrapper it always is. Otherwise the daemon is forked from a
+    process with its imports (forked.py), and gets a fork server with an engine's imports (warm_forks.py). The context
     starts the daemon. Leaving it stops the daemon, and asserts that nothing is left behind and no error was logged
     except `errors`.
     """
@@ -67,14 +65,14 @@ class Daemon:
         self.log_path = folder / "log"
         (folder / "state").mkdir(exist_ok=True)  # its arena is left alone by other daemons
         self.notifications: list[dict[str, str]] = []
-        self.process: subprocess.Popen[bytes]
+        self.process: Forked | subprocess.Popen[bytes]
         self._errors = set(errors)
         self._pass_fds = pass_fds
-        self._cold = cold or bool(wrapper)
+        self._cold = cold or bool(wrapper) or bool(pass_fds)
         self._fork_servers: list[int] = []  # fork servers that it was given; they are not its children
         self._descendants: set[int] = set()  # all descendants seen so far
-        command = [sys.executable, "-m", "djinnd", f"--config={folder / 'djinnd.yaml'}", *flags]
-        self._command = [*wrapper, *command]
+        self._arguments = [f"--config={folder / 'djinnd.yaml'}", *flags]
+        self._wrapper = wrapper
         self._environ = clean_environ() | {"NOTIFY_SOCKET": str(folder / "notify")} | dict(environ or {})
         self._settings = {
             "device": "cpu",
@@ -92,19 +90,7 @@ class Daemon:
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notify.bind(str(self.folder / "notify"))
         with self.log_path.open("ab") as log:
-            given = [] if self._cold else self._fork_server(log.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _TIED, " ".join(map(str, given)), *self._command],
-                env=self._environ,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=[*self._pass_fds, *given],
-            )
-        for fd in given:
-            os.close(fd)
+            self.process = self._executed(log.fileno()) if self._cold else self._forked(log.fileno())
         self._listener = threading.Thread(target=self._listen, name="notifications")
         self._listener.start()
         return self
@@ -121,11 +107,29 @@ class Daemon:
         assert not self.left_behind(), f"{self.left_behind()}\n{self.log}"
         assert not self.unexpected_errors(), "\n".join(self.unexpected_errors()) + f"\n{self.log}"
 
-    def _fork_server(self, log: int) -> list[int]:
-        """Descriptors of a new fork server, which no other test has used."""
+    def _executed(self, log: int) -> subprocess.Popen[bytes]:
+        command = [*self._wrapper, sys.executable, "-m", "djinnd", *self._arguments]
+        return subprocess.Popen(
+            [sys.executable, "-c", _TIED, *command],
+            env=self._environ,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=self._pass_fds,
+        )
+
+    def _forked(self, log: int) -> Forked:
+        """With a new fork server, which no other test has used."""
         made = _warm_forks().fork_server(log)
         self._fork_servers.append(made.pid)
-        return [made.socket, made.pidfd]
+        given = [made.socket, made.pidfd]
+        try:
+            return Forked(REAL, self._arguments, self._environ, log, given)
+        finally:
+            for fd in given:
+                os.close(fd)
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Writes the configuration file, as the constructor does."""

@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -668,14 +669,14 @@ def fingerprint(path: str) -> str:
     return (path.encode().hex() * 64)[:64]
 
 
-def main() -> None:
+def main(command_line: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--script", type=Path, required=True)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)  # its pid; its death closes the stream too
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     script = msgspec.json.decode(arguments.script.read_bytes(), type=Script)
     if script.marks:
         with open(script.marks, "ab") as marks:

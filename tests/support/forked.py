@@ -1,11 +1,11 @@
-"""Daemons with scripted engines, forked from a process that has imported their modules. Imports take most of a start,
-and tests start hundreds of them.
+"""Daemons forked from a process that has imported their modules. Imports take most of a start, and tests start hundreds
+of daemons.
 
     this process ──request, its log, a socket──► parent ──fork──► daemon
                  ◄───────its pid, its exit status──┘
 
-The parent is `python -X dev -m tests.support.forked FD`. A daemon that replaces itself executes the command that would
-have started it. See served.py for the daemon.
+The parent is `python -m tests.support.forked FD MODULE`; each module has a parent of its own. The daemon is what
+`python -m MODULE ARGUMENT …` would be, in a session of its own. A daemon that replaces itself executes that command.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -25,21 +27,36 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from djinnd.lifeline import tie_to
+from tests.support.warm_python import give_fork_server
+
 _ROOT = Path(__file__).parents[2]
-_DAEMON = "tests.support.served"
+SERVED = "tests.support.served"  # with a scripted engine; its Python is in development mode
+REAL = "djinnd"
+_IMPORTED = {SERVED: SERVED, REAL: "djinnd.server.server"}  # by the parent
+_PYTHON = {SERVED: [sys.executable, "-X", "dev"], REAL: [sys.executable]}
 _MAX_PACKET = 1 << 17
 _STATUS = 16  # most bytes of an exit status
 
 
 class Forked:
-    """A daemon, with the methods of subprocess.Popen that tests use."""
+    """A daemon, with the methods of subprocess.Popen that tests use. `fork_server`: the descriptors of one, which the
+    daemon takes over as from a predecessor."""
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], log: int) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        log: int,
+        fork_server: Sequence[int] = (),
+    ) -> None:
+        self._module = module
         self.returncode: int | None = None
         self._tells, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             request = json.dumps([list(arguments), dict(environ)]).encode()
-            socket.send_fds(_parent(), [request], [log, theirs.fileno()])
+            socket.send_fds(_parent(module), [request], [log, theirs.fileno(), *fork_server])
         self.pid = int(self._tells.recv(_STATUS))
 
     def poll(self) -> int | None:
@@ -53,7 +70,7 @@ class Forked:
             try:
                 self.returncode = int(self._tells.recv(_STATUS))
             except (BlockingIOError, TimeoutError):
-                raise subprocess.TimeoutExpired(_DAEMON, timeout or 0) from None
+                raise subprocess.TimeoutExpired(self._module, timeout or 0) from None
             self._tells.close()
         return self.returncode
 
@@ -67,12 +84,12 @@ class Forked:
 
 
 @functools.cache
-def _parent() -> socket.socket:
+def _parent(module: str) -> socket.socket:
     """Starts the parent, which ends when this socket is closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        command = [sys.executable, "-X", "dev", "-m", "tests.support.forked", str(theirs.fileno())]
-        process = subprocess.Popen(command, cwd=_ROOT, pass_fds=[theirs.fileno()])
+        command = [*_PYTHON[module], "-m", "tests.support.forked", str(theirs.fileno()), module]
+        process = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
     atexit.register(_end, ours, process)
     return ours
 
@@ -85,8 +102,9 @@ def _end(ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
 class _Parent:
     """Reaps the daemons and reports their exit status."""
 
-    def __init__(self, requests: socket.socket) -> None:
+    def __init__(self, requests: socket.socket, module: str) -> None:
         self._requests = requests
+        self._module = module
         self._living: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the pid, and the socket of its starter
         self._poll = select.poll()
         self._poll.register(requests, select.POLLIN)
@@ -98,19 +116,22 @@ class _Parent:
             for pidfd in self._living.keys() & ready:
                 self._reap(pidfd)
             if self._requests.fileno() in ready:
-                packet, fds, _, _ = socket.recv_fds(self._requests, _MAX_PACKET, 2)
+                packet, fds, _, _ = socket.recv_fds(self._requests, _MAX_PACKET, 4)
                 if not packet:
                     return None
+                log, caller, *fork_server = fds
+                parent = os.getpid()
                 pid = os.fork()
                 if pid == 0:
-                    os.dup2(fds[0], 1)
-                    os.dup2(fds[0], 2)
+                    os.dup2(log, 1)
+                    os.dup2(log, 2)
                     self._forget()
-                    for fd in fds:
+                    for fd in (log, caller):
                         os.close(fd)
-                    return partial(_be_daemon, *json.loads(packet))
-                os.close(fds[0])
-                self._watch(pid, socket.socket(fileno=fds[1]))
+                    return partial(_be_daemon, parent, self._module, fork_server, *json.loads(packet))
+                for fd in (log, *fork_server):
+                    os.close(fd)
+                self._watch(pid, socket.socket(fileno=caller))
 
     def _watch(self, pid: int, caller: socket.socket) -> None:
         pidfd = os.pidfd_open(pid)
@@ -133,21 +154,25 @@ class _Parent:
             caller.close()
 
 
-def _be_daemon(arguments: list[str], environ: dict[str, str]) -> None:
-    from tests.support import served
-
+def _be_daemon(parent: int, module: str, fork_server: list[int], arguments: list[str], environ: dict[str, str]) -> None:
+    os.setsid()
+    tie_to(parent, signal.SIGTERM)
     os.environ.clear()
     os.environ.update(environ)
-    sys.orig_argv = [sys.executable, "-X", "dev", "-m", _DAEMON, *arguments]
-    served.main(*map(Path, arguments))
+    if fork_server:
+        give_fork_server(fork_server)
+    sys.orig_argv = [*_PYTHON[module], "-m", module, *arguments]
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module if module == SERVED else "djinnd.__main__", None)  # it runs as __main__
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
-    import tests.support.served  # noqa: F401  # what is shared
-
+    number, module = sys.argv[1:]
+    importlib.import_module(_IMPORTED[module])
     gc.freeze()  # a daemon's collector would walk, and so copy, the shared objects
-    with socket.socket(fileno=int(sys.argv[1])) as requests:
-        be = _Parent(requests).serve()
+    with socket.socket(fileno=int(number)) as requests:
+        be = _Parent(requests, module).serve()
     if be is not None:
         be()
 

@@ -1,7 +1,7 @@
 """A daemon for tests of the server: the real server process, with a scripted engine. See engine.py.
 
 `python -X dev -m tests.support.served CONFIG SCRIPT` is that daemon. `Served` forks it from a process that has done its
-imports: see forked.py. A third argument is the module of a fork server, which forks its engines.
+imports: see forked.py. Its engines are forks of itself, or of a fork server if a third argument is its module.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,12 +29,14 @@ import yaml
 from djinn_client import Client
 from djinn_client.protocol import HEADER, MAX_FDS, MAX_REPLY, FrameDecoder, Hello, ServerMessage, decode_reply, encode
 from djinnd.config import load
+from djinnd.server.engines import engine_process
 from djinnd.server.handover.stopping import Stopping
 from djinnd.server.handover.succession import Inherited, succeed
 from djinnd.server.server import Server
 from djinnd.telemetry import configure_logging
 from tests.support.engine import Script
-from tests.support.forked import Forked
+from tests.support.engine import main as engine_main
+from tests.support.forked import SERVED, Forked
 
 ROOT = Path(__file__).parents[2]
 RELOADED = "djinnd_reloaded "
@@ -92,9 +96,8 @@ class Served:
     def start(self) -> None:
         config, script = self.write_files()
         with self.log_path.open("ab") as log:
-            self.process = Forked(
-                [str(config), str(script), *self._fork_server], os.environ | self.environ, log.fileno()
-            )
+            arguments = [str(config), str(script), *self._fork_server]
+            self.process = Forked(SERVED, arguments, os.environ | self.environ, log.fileno())
 
     def reload(self, **config: Any) -> None:
         """Changes these values in the configuration file, and waits until the daemon has read it."""
@@ -245,7 +248,59 @@ def wait_for(condition: Any) -> None:
         time.sleep(0.005)
 
 
+class ForkedEngine:
+    """An engine that this process has forked, with the methods of asyncio.subprocess.Process that the server uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+
+async def fork_engine(command: Sequence[str], environ: Mapping[str, str], fd: int) -> ForkedEngine:
+    """In place of `execute`: forks this process, which has an engine's imports. Executing one would do them anew."""
+    daemon = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return ForkedEngine(pid)
+    status: int = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.setsid()
+        os.closerange(3, fd)
+        os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
+        os.environ.clear()
+        os.environ.update(environ)
+        engine_main([*command[3:], "--fd", str(fd), "--parent", str(daemon)])
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # nothing of the daemon is ended
+
+
 def main(config: Path, script: Path, fork_server: Path | None = None) -> None:
+    vars(engine_process)["execute"] = fork_engine
     read = partial(load, config, {}, {})
     effective = read()
     configure_logging(effective.config.log.level, "text")

@@ -1,4 +1,4 @@
-"""Forks processes from one that has imported the libraries of engines. The imports take three of the four seconds of
+"""Forks processes from one that has imported engines and their libraries. The imports take most of the four seconds of
 processor time of a start, and tests start hundreds of processes that need them.
 
     this process ──its log──► warm_forks ──fork──► fork_server ──fork──► engine
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
 import select
 import shutil
@@ -85,6 +86,7 @@ def serve(lifeline: socket.socket, listener: socket.socket, python: str) -> Call
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit status is not needed
     gc.disable()
     fork_server.import_libraries(fork_server.LIBRARIES)
+    importlib.import_module("djinnd.engine.engine")
     gc.freeze()
     while lifeline not in select.select([lifeline, listener], [], [])[0]:
         caller, _ = listener.accept()
@@ -109,7 +111,8 @@ def serve(lifeline: socket.socket, listener: socket.socket, python: str) -> Call
 
 
 def _be_fork_server(warm_forks: int, theirs: int, log: int) -> None:
-    """Descriptor 3 is its end of the socket."""
+    """Descriptor 3 is its end of the socket. Its engines keep our modules, too, which an engine would import anew."""
+    fork_server._OURS = ()
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)

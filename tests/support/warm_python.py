@@ -27,7 +27,10 @@ def ask_for_fork_server(address: str, log: int) -> tuple[int, int, int]:
 def give_fork_server(fds: list[int]) -> None:
     """Passes the fork server to the daemon that this process becomes next, as a predecessor would: see
     djinnd/server/handover/succession.py."""
-    for number, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5) for fd in fds], 3):
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 5) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for number, fd in enumerate(copies, 3):
         os.dup2(fd, number)
     names = "djinnd-nursery:djinnd-nursery-process"
     os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="2", LISTEN_FDNAMES=names)
