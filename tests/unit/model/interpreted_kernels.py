@@ -35,6 +35,7 @@ SPECULATED = ([4, 1, 8], [9, 200, 8])
 MIXED = ([1, 17, 1, 30], [40, 17, 131, 70])
 CROWD = ([1, 3, 0, 1, 1, 70, 1, 2, 1, 0, 0], [1, 3, 0, 300, 64, 200, 65, 130, 2, 0, 0])
 long = pytest.mark.long
+ALL = {"window": 20, "softcap": 3.0, "sinks": True}  # options of attention
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FP8 = torch.float8_e4m3fn
 
@@ -82,15 +83,14 @@ def test_keys_and_values_may_have_other_widths(rows: tuple[list[int], list[int]]
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "kv_heads"),  # 8 x 3 rows fill the interpreter's one processor: keys are not divided
     [
-        pytest.param({"window": 20}, id="window", marks=long),
-        pytest.param({"chunk": 20}, id="chunk", marks=long),
-        pytest.param({"softcap": 3.0}, id="softcap", marks=long),
-        pytest.param({"window": 20, "softcap": 3.0, "sinks": True}, id="window, softcap, sinks"),
+        *(pytest.param(ALL, heads, id=way) for heads, way in ((1, "all, split"), (8, "all, direct"))),
+        pytest.param({"window": 20}, 1, id="window", marks=long),
+        pytest.param({"chunk": 20}, 8, id="chunk", marks=long),
+        pytest.param({"softcap": 3.0}, 1, id="softcap", marks=long),
     ],
 )
-@pytest.mark.parametrize("kv_heads", [1, 8], ids=["split", "direct"])  # 8 x 3 rows fill the interpreter's one processor
 @pytest.mark.parametrize("rows", [pytest.param(DECODE, id="decode"), pytest.param(MIXED, id="mixed", marks=long)])
 def test_attention_is_right_with_all_options(
     rows: tuple[list[int], list[int]], kv_heads: int, options: dict[str, Any]

@@ -47,16 +47,14 @@ def test_patches_with_bad_places_write_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(3, marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize(
-    ("tokens", "tiles"),
+    ("number", "tokens", "tiles"),
     [
-        (1, None),
-        (1, VECTOR[-1]),
-        *(pytest.param(1, t, marks=pytest.mark.long) for t in VECTOR[:-1]),
-        (3, None),
-        *((t, x) for t in (2, FEW_ROWS) for x in MATRIX),
+        (1, 1, None),
+        (1, 1, VECTOR[-1]),
+        *(pytest.param(1, 1, t, marks=pytest.mark.long) for t in VECTOR[:-1]),
+        (1, 3, None),
+        *((1, t, x) for t in (2, FEW_ROWS) for x in MATRIX),
+        *(pytest.param(n, t, None, marks=pytest.mark.long) for n in (0, 3) for t in (1, 2, 3, FEW_ROWS)),
     ],
     ids=str,
 )
