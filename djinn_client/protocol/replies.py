@@ -62,6 +62,7 @@ class Piece(Reply, tag="piece"):
     logprobs: list[Logprobs] = []
     token_bytes: dict[int, bytes] = {}
     delta: ChatDelta | None = None
+    notes: list[str] = []  # of the first piece: notes on every result of the model; the last reply has all
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ ROUTES: list[Route] = [
     *tokenizing.ROUTES,
 ]
 
-_EXPOSED_HEADERS = ["x-request-id", "x-djinn-ignored", "retry-after", "retry-after-ms"]
+_EXPOSED_HEADERS = ["x-request-id", "x-djinn-ignored", "x-djinn-notes", "retry-after", "retry-after-ms"]
 
 
 def application(admission: Admission) -> Starlette:

@@ -35,6 +35,7 @@ async def generate(request: HttpRequest, model: str, wanted: Generate) -> Genera
     """Runs in the call's conversation; without one, in a session that is closed after it."""
     async with request.pool.link() as link, _placed(link, model, wanted) as placed:
         reply = await link.call(placed, Generated)
+    request.notes.update(reply.notes)
     _ended(request, model, reply)
     return reply
 
@@ -48,6 +49,7 @@ async def stream(request: HttpRequest, model: str, wanted: Generate) -> AsyncGen
         aclosing(link.stream(replace(placed, stream=True))) as replies,
     ):
         async for reply in replies:
+            request.notes.update(reply.notes)
             if isinstance(reply, Generated):
                 _ended(request, model, reply)
             yield reply

@@ -26,7 +26,8 @@ from djinnd.gateway.http.sending import Sending
 
 log = logging.getLogger("djinnd.gateway")
 
-MAX_TOLD = 1000  # characters of the header that names ignored fields
+MAX_TOLD = 1000  # characters of the headers that name ignored fields and notes
+_JOINED = {b"x-djinn-ignored": ", ", b"x-djinn-notes": "; "}
 _UNPRINTABLE = re.compile(r"[^ -~]")
 
 
@@ -105,9 +106,10 @@ async def _until_the_client_goes(receive: Any) -> AsyncIterator[None]:
 
 def _headers(request: HttpRequest) -> list[Header]:
     headers = [(b"x-request-id", request.id.encode())]
-    if request.ignored:
-        told = _UNPRINTABLE.sub("?", ", ".join(sorted(request.ignored)))[:MAX_TOLD]
-        headers.append((b"x-djinn-ignored", told.encode()))
+    for name, found in ((b"x-djinn-ignored", request.ignored), (b"x-djinn-notes", request.notes)):
+        if found:
+            told = _UNPRINTABLE.sub("?", _JOINED[name].join(sorted(found)))[:MAX_TOLD]
+            headers.append((name, told.encode()))
     return headers
 
 

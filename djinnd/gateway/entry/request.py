@@ -48,6 +48,7 @@ class HttpRequest:
         self.held = 0  # bytes that are charged to the principal
         self.principal = "-"  # as the log calls it
         self.ignored: set[str] = set()  # fields that had no effect; the response names them
+        self.notes: set[str] = set()  # of the daemon on the results; the response has those known when it begins
         self.prompt_tokens = self.generated_tokens = 0  # for the access log
 
     @property

@@ -23,7 +23,7 @@ from djinnd.server.models.model import ServedModel
 from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.quotas.queueing import Queue, QueuePlace
 from djinnd.server.requests.conversations import ConversationRequests
-from djinnd.server.requests.notes import notes_on
+from djinnd.server.requests.notes import notes_of, notes_on
 from djinnd.server.runs.failover import RunFailover
 from djinnd.server.runs.generate_run import GenerateRun
 from djinnd.server.runs.runs import ForwardRun
@@ -140,7 +140,9 @@ class WorkRequests:
         if kept < len(session.tokens):
             session.cut(kept)
             engine.send(Truncate(session.id, kept))
-        run = GenerateRun(call, session, engine, place, request, prompt, text, worker, capture, breakpoints, guide)
+        run = GenerateRun(
+            call, session, engine, place, request, prompt, text, worker, capture, breakpoints, guide, notes_of(info)
+        )
         try:
             answer = await self._failover.answer(call, run)
         except DjinnError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -50,8 +50,10 @@ class GenerateRun(SessionRun):
         capture: CallCapture | None,
         breakpoints: CallBreakpoints,
         guide: Guide | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
-        """`worker`: the text worker that has the model's tokenizer and detokenises; None: the server detokenises."""
+        """`notes`: of the first piece. `worker`: the text worker that has the model's tokenizer and detokenises; None:
+        the server detokenises."""
         super().__init__(call, session)
         self._place = place
         self._request = request
@@ -60,6 +62,7 @@ class GenerateRun(SessionRun):
         self._capture = capture
         self._breakpoints = breakpoints
         self._guide = guide
+        self._notes = notes
         self._extend(prompt.tokens)
         self._fault: BaseException | None = None
         self._halted = False
@@ -91,7 +94,9 @@ class GenerateRun(SessionRun):
         reader = text.reader(tokens, rules)
         fields = (request, tokens, len(prompt.tokens), prompt.stop_tokens, reader, self._call.received)
         naming = text.token_bytes if request.token_bytes else None
-        self._generation = Generation(*fields, is_late=worker is not None, token_bytes=naming, chat=chat)
+        self._generation = Generation(
+            *fields, is_late=worker is not None, token_bytes=naming, chat=chat, notes=self._notes
+        )
         if worker is not None:
             context = tokens[-CONTEXT_TOKENS * 4 :]  # more than CONTEXT_TOKENS, as some have no text
             self._late = WorkerReading(worker, text.number, context, rules, _chat_reading(request, prompt), self)

@@ -18,7 +18,7 @@ engine ends the run.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from djinn_client.protocol import FinishReason, Generate, Generated, Logprobs, Piece, Timings, Usage
@@ -48,8 +48,10 @@ class Generation:
         is_late: bool = False,
         token_bytes: TokenBytes | None = None,
         chat: ChatAnswer | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
-        """`token_bytes`: the names of tokens, if the request wants them and they are read here."""
+        """`notes`: of the first piece. `token_bytes`: the names of tokens, if the request wants them and they are read
+        here."""
         self.keep: int | None = None  # generated tokens that stay, once a stop string is complete
         self.is_full = False  # the last token was the request's last
         self._request = request
@@ -78,6 +80,7 @@ class Generation:
         self._naming = token_bytes
         self._names_tokens = request.token_bytes
         self._token_bytes: dict[int, bytes] = {}  # the bytes that a text worker has named
+        self._notes = notes
         self._named: set[int] = set()  # tokens that a piece has named
 
     def started(self, at: float) -> None:
@@ -221,7 +224,8 @@ class Generation:
 
     def _piece(self) -> Piece | None:
         if self._untold or self._is_textless or (self._chat is not None and self._chat.has_delta):
-            return Piece(id=self._request.id, **self._take())
+            notes, self._notes = self._notes, ()
+            return Piece(id=self._request.id, **self._take(), notes=[*notes])
         return None
 
     def _take(self) -> dict[str, Any]:

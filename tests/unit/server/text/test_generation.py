@@ -35,7 +35,7 @@ class Recording:
 class Play:
     """A generation that is given the tokens of a text, one by one."""
 
-    def __init__(self, tokenizer, stop_tokens=(EOS,), has_text=True, before=(7,), chat=None, **request):
+    def __init__(self, tokenizer, stop_tokens=(EOS,), has_text=True, before=(7,), chat=None, notes=(), **request):
         self.session = [*before, *PROMPT]
         self.clock = itertools.count(101)
         stops = request.get("stop", []) if chat is None else []
@@ -44,7 +44,7 @@ class Play:
         message = Generate(id=9, session="s", token_ids=PROMPT, **request)
         naming = TokenBytes(tokenizer) if message.token_bytes else None
         fields = (message, self.session, len(PROMPT), frozenset(stop_tokens), text)
-        self.generation = Generation(*fields, received=100.0, token_bytes=naming, chat=chat)
+        self.generation = Generation(*fields, received=100.0, token_bytes=naming, chat=chat, notes=notes)
         self.pieces = []
 
     def feed(self, tokens, logprobs=None):
@@ -261,3 +261,10 @@ def test_a_stop_string_in_a_chat_is_one_of_content(tiny, stream):
     reply = play.finish()
     assert (reply.message.content, reply.message.reasoning, reply.finish_reason) == ("go and ", "stop", "stop")
     assert tiny.decode(play.session[3:]).endswith("stop")
+
+
+def test_the_first_piece_has_the_notes(tiny, story):
+    play = Play(tiny, stream=True, notes=["a", "b"])
+    play.feed(story)
+    assert [piece.notes for piece in play.pieces] == [["a", "b"], *[[]] * (len(play.pieces) - 1)]
+    assert len(play.pieces) > 1
