@@ -173,6 +173,7 @@ class Model(Struct, frozen=True):
     pooling: Literal["mean", "last"] = "mean"  # of the final norm's rows, for embeddings
     reply_format: ReplyFormatName = "auto"  # of reasoning and tool calls; auto: by the chat template
     chat_template: PathText = ""  # a file; "": the checkpoint's
+    adapter_memory: Size = 0  # device memory that a load sets aside for LoRA adapters; 0: none
     adapters: dict[str, PathText] = {}  # name → PEFT folder of a LoRA adapter that sessions may name
 
     def __post_init__(self) -> None:
@@ -193,6 +194,7 @@ class Model(Struct, frozen=True):
             packing=self.packing,
             quantise="" if self.quantise == "none" else self.quantise,
             kv_dtype="" if self.kv_dtype == "auto" else self.kv_dtype,
+            adapter_bytes=self.adapter_memory,
             keep_host=self.keep_host,
             prefetch=self.prefetch,
             piece_bytes=self.piece,

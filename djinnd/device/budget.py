@@ -39,6 +39,15 @@ class MemoryBudget:
     def release(self, label: str) -> None:
         del self._reserved[label]
 
+    def change(self, label: str, nbytes: int) -> None:
+        """Gives a reservation another size. Raises OutOfMemory as `reserve`, and changes nothing then."""
+        before = self._reserved.pop(label)
+        try:
+            self.reserve(label, nbytes)
+        except OutOfMemory:
+            self._reserved[label] = before
+            raise
+
     def rename(self, label: str, new: str) -> None:
         assert new not in self._reserved, new
         self._reserved[new] = self._reserved.pop(label)

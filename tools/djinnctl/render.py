@@ -250,6 +250,7 @@ def _plan_memory(plan: ModelPlan) -> Renderable:
         ("other weights", plan.rest_bytes, "embedding, norms, head"),
         ("KV pages", plan.kv_bytes, ""),
         ("workspace", plan.workspace_bytes, ""),
+        ("adapters", plan.adapter_bytes, "set aside for them"),
         ("device", plan.reserved_bytes, "its context and libraries"),
         ("other models", plan.others_bytes, "loaded now"),
     )

@@ -29,6 +29,7 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
     packing: bool = True  # bfloat16 blocks may be packed where they do not all fit plain
     quantise: Quantise = ""  # fp8, int8: plain matrices of blocks are quantised when they are loaded; "": never
     kv_dtype: KvForm = ""  # fp8: keys and values are kept as e4m3; "": in the dtype of computing
+    adapter_bytes: Whole = 0  # of device memory set aside for LoRA adapters; only the daemon's configuration sets this
     keep_host: bool = True  # False: the host's copy goes once every block is resident
     prefetch: bool = True  # False: each copy waits for its block's turn; only the daemon's configuration sets this
     piece_bytes: Whole = 0  # of one copy over the bus, likewise; 0: the engine decides
@@ -43,6 +44,7 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
         elif self.resident is not None:
             _expect("resident", self.resident, MAX_BLOCKS)
         _expect("ring_bytes", self.ring_bytes, MAX_BYTES)
+        _expect("adapter_bytes", self.adapter_bytes, MAX_BYTES)
         _expect("slots", self.slots, MAX_SLOTS)
         _expect("piece_bytes", self.piece_bytes, MAX_BYTES)
         if self.ring_bytes and self.slots:
@@ -75,6 +77,7 @@ class ModelPlan(msgspec.Struct, kw_only=True):
     rest_bytes: int  # of weights beside the blocks: embedding, norms, head
     kv_bytes: int
     workspace_bytes: int
+    adapter_bytes: int = 0  # set aside for LoRA adapters
     reserved_bytes: int  # for the device's context and libraries
     others_bytes: int = 0  # of other models that are loaded now; 0 in a plan for a number of bytes
     host_bytes: int  # of shared memory

@@ -4,11 +4,15 @@
     device   those of requests under way, and as many of the others as fit: the longest unused one gives way first
 
 An adapter's memory on the device is its own, under the budget. Kernels find it by its slot, which a step's rows name.
+
+A load may set memory aside for adapters, the *room*. It is a reservation without memory: as much as an adapter takes is
+released from it when the adapter comes, and reserved again when it leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from djinn_client.errors import AdapterNotFound, OutOfMemory
 from djinnd.core.batch import Row
@@ -22,7 +26,9 @@ from djinnd.model.tuning import SLOTS
 class AdapterResidency:
     """Used by the engine's thread. Adapters come to the device, and leave it, only between two steps."""
 
-    def __init__(self, device: Device, model: str, paged: PagedModel) -> None:
+    def __init__(self, device: Device, model: str, paged: PagedModel, room: int = 0) -> None:
+        """`room`: bytes that are reserved as `room_label(model)`; 0: there is no such reservation."""
+        self._room = room
         self._device = device
         self._model = model
         self._paged = paged
@@ -36,7 +42,11 @@ class AdapterResidency:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the device's budget."""
+        """Bytes of the device's budget, with the room that no adapter takes."""
+        return max(self._resident_bytes, self._room)
+
+    @property
+    def _resident_bytes(self) -> int:
         return sum(self._images[identity].memory.nbytes for identity in self._slots)
 
     @property
@@ -92,17 +102,19 @@ class AdapterResidency:
 
     def _come(self, identity: bytes) -> None:
         image = self._images[identity]
-        while not self._free or image.memory.nbytes > self._device.budget.free:
+        while not self._free or image.memory.nbytes > self._device.budget.free + self._spare:
             if not self._give_way():
                 break
         if not self._free:
             raise OutOfMemory(f"{SLOTS} adapters of {self._model} are in use, the most at once: wait", limit=SLOTS)
         products = self._paged.install_adapters()
+        self._reserve_room(self._resident_bytes + image.memory.nbytes)
         with self._device.computing():
             try:
                 memory = self._device.allocate(self._label(identity), image.memory.shape, image.memory.dtype)
             except OutOfMemory as error:
-                told = f"{error.message}; load {self._model} with less KV memory, to leave room for its adapters"
+                self._reserve_room(self._resident_bytes)
+                told = f"{error.message}; load {self._model} with less KV memory or with adapter_memory, for adapters"
                 raise OutOfMemory(told, **error.data) from error
             # The allocator may give out memory that a step before this mark still reads.
             self._device.copy(memory, image.memory, self._device.mark(), "adapter", CopyLane.UP).order()
@@ -123,6 +135,19 @@ class AdapterResidency:
         self._paged.install_adapters().clear(slot)
         self._free.append(slot)
         self._device.release(self._label(identity))
+        self._reserve_room(self._resident_bytes)
+
+    @property
+    def _spare(self) -> int:
+        """Bytes of the room that no adapter takes."""
+        return max(self._room - self._resident_bytes, 0)
+
+    def _reserve_room(self, taken: int) -> None:
+        """Reserves what `taken` bytes of adapters leave of the room. Beyond the room, adapters take what the model
+        leaves."""
+        if self._room:
+            with suppress(OutOfMemory):  # the thread of a load was faster: it has what an adapter has just left
+                self._device.budget.change(room_label(self._model), max(self._room - taken, 0))
 
     def _label(self, identity: bytes) -> str:
         return f"adapter {identity.hex()} of {self._model}"
@@ -131,9 +156,15 @@ class AdapterResidency:
         """Gives all device memory back. The model does not run afterwards."""
         for identity in [*self._slots]:
             self._leave(identity)
+        if self._room:
+            self._device.budget.release(room_label(self._model))
         self._images.clear()
         self._users.clear()
 
     def check_integrity(self) -> None:
         assert sorted([*self._free, *self._slots.values()]) == list(range(SLOTS)), (self._free, self._slots)
         assert self._slots.keys() <= self._images.keys() and set(self._users.values()) <= self._slots.keys()
+
+
+def room_label(model: str) -> str:
+    return f"room for adapters of {model}"

@@ -20,9 +20,9 @@ SESSIONS = (1, 16)
 def reserved_bytes(
     loader: ModelLoader, shape: ModelShape, kv_bytes: int, max_batch_tokens: int, budget: int, free: int
 ) -> int:
-    """Bytes that KV and workspace take before blocks are placed. They include the share of the budget set aside for
-    pages, or only the least number of pages if the blocks cannot be placed otherwise."""
-    workspace = workspace_bytes(shape, max_batch_tokens)
+    """Bytes that KV, workspace and room for adapters take before blocks are placed. They include the share of the
+    budget set aside for pages, or only the least number of pages if the blocks cannot be placed otherwise."""
+    workspace = workspace_bytes(shape, max_batch_tokens) + loader.placing.adapter_bytes
     welcome = workspace + kv_floor(shape, kv_bytes, budget)
     try:
         loader.plan(welcome, free, budget)
@@ -42,7 +42,7 @@ def describe(
     free = budget - device.reserved - others
     reserved = reserved_bytes(loader, shape, asked.kv_bytes, max_batch_tokens, budget, free)
     plan = loader.plan(reserved, free, budget, pages_share(asked.kv_bytes))
-    left = free - workspace - loader.rest_bytes - plan.nbytes
+    left = free - workspace - loader.placing.adapter_bytes - loader.rest_bytes - plan.nbytes
     greedy = takes_all(asked.placing, plan)
     floor = kv_floor(shape, asked.kv_bytes, budget)
     kv = plan_kv(shape, left, floor, asked.kv_bytes, asked.max_context, greedy)
@@ -73,6 +73,7 @@ def describe(
         rest_bytes=loader.rest_bytes,
         kv_bytes=kv.num_pages * kv.page_bytes,
         workspace_bytes=workspace,
+        adapter_bytes=loader.placing.adapter_bytes,
         reserved_bytes=device.reserved,
         others_bytes=others,
         host_bytes=loader.store.nbytes,

@@ -72,7 +72,7 @@ class ModelRunner:
         points = model.skeleton.points
         self.edits = EditTable(device, self.name, points.width, points.vocab)
         self.captures = Captures(device, self.name, points.width, points.vocab, model.dtype)
-        self.adapters = AdapterResidency(device, self.name, model)
+        self.adapters = AdapterResidency(device, self.name, model, self.load.placing.adapter_bytes)
         self.parked = ParkedStates(device, self.name, points.width, model.dtype)
         self._touched: Touched | None = None  # the last batch that edits or captures may have touched
         self._is_eager = False

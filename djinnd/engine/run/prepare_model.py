@@ -13,6 +13,7 @@ import torch
 
 from djinn_client.errors import ModelRejected
 from djinnd.device import Device
+from djinnd.engine.adapters.residency import room_label
 from djinnd.engine.kernels.compiler import Compiling
 from djinnd.engine.memory.memory import ModelShape, kv_floor, plan_kv, takes_all, workspace_bytes
 from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
@@ -86,9 +87,12 @@ def _reserve(
     max_rows: int,
     labels: list[str],
 ) -> ModelRunner:
-    """Reserves workspace and KV pool, and adds their labels to `labels`."""
+    """Reserves workspace, room for adapters, and KV pool, and adds their labels to `labels`."""
     device.budget.reserve(workspace_label(load.model), workspace_bytes(shape, max_tokens))
     labels.append(workspace_label(load.model))
+    if room := load.placing.adapter_bytes:
+        device.budget.reserve(room_label(load.model), room)
+        labels.append(room_label(load.model))
     floor = kv_floor(shape, load.kv_bytes, device.budget.total)
     assert weights.placement.plan is not None
     greedy = takes_all(load.placing, weights.placement.plan)

@@ -69,6 +69,20 @@ def test_a_budget_shrinks_to_what_is_in_use_and_grows() -> None:
     assert budget.free == 140
 
 
+def test_a_reservation_gets_another_size_or_stays_as_it_is() -> None:
+    budget = MemoryBudget(100)
+    budget.reserve("a", 40)
+    budget.reserve("b", 50)
+    budget.change("a", 50)
+    assert budget.free == 0
+    with pytest.raises(OutOfMemory, match="a needs"):
+        budget.change("a", 51)
+    assert budget.used == 100
+    budget.change("a", 0)
+    assert budget.free == 50
+    budget.check_integrity()
+
+
 def test_a_reservation_takes_another_name() -> None:
     budget = MemoryBudget(100)
     budget.reserve("old", 60)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from djinn_client.protocol import Placing
 from djinnd import messages
 from tests.support import reference
 from tests.support.adapters import KINDS, load_adapter, loaded_adapter, merged, open_with, write_adapter
@@ -122,6 +123,41 @@ def test_without_room_on_the_device_the_run_is_refused_with_the_figures(
     _, reply = engine.outcome(engine.run("s", prompt(4), 1))
     assert isinstance(reply, messages.Finished)
     engine.report()
+
+
+def test_a_load_sets_memory_aside_for_adapters(adapters: list[Path]) -> None:
+    """They come and go although nothing else is free, and the room is as large as before when they have left."""
+    with EngineThread() as engine:
+        engine.loaded(MODEL, placing=Placing(adapter_bytes=64 << 20))
+        identities = [load_adapter(engine, folder) for folder in adapters[:3]]
+        runner, budget = engine.runner(), engine.device.budget
+        sizes = [runner.adapters._images[identity].memory.nbytes for identity in identities]
+        runner.adapters._room = room = max(sizes[0] + sizes[1], sizes[2])  # no more than two at once
+        budget.change("room for adapters of m", room)
+        before = engine.report().used_bytes
+        budget.reserve("everything", budget.free)
+        for n, of in enumerate((0, 1, 2, 0)):
+            open_with(engine, f"s{n}", identities[of])
+            _, reply = engine.outcome(engine.run(f"s{n}", prompt(4), 1))
+            assert isinstance(reply, messages.Finished) and budget.free == 0
+            assert runner.adapters.nbytes == room
+        for identity in identities:
+            engine.send(messages.DropAdapter("m", identity))
+        budget.release("everything")
+        assert engine.report().used_bytes == before
+
+
+def test_adapters_beyond_the_room_take_what_the_model_leaves(adapters: list[Path]) -> None:
+    with EngineThread() as engine:
+        engine.loaded(MODEL, placing=Placing(adapter_bytes=1))
+        before = engine.report().used_bytes
+        identity = load_adapter(engine, adapters[0])
+        open_with(engine, "s", identity)
+        _, reply = engine.outcome(engine.run("s", prompt(4), 1))
+        assert isinstance(reply, messages.Finished)
+        assert engine.report().used_bytes == before - 1 + engine.runner().adapters.nbytes
+        engine.send(messages.DropAdapter("m", identity))
+        assert engine.report().used_bytes == before
 
 
 def test_a_dropped_adapter_gives_its_memory_back_and_is_missed(engine: EngineThread, adapters: list[Path]) -> None:

@@ -65,6 +65,8 @@ WISHES: dict[str, dict[str, Any]] = {
     "none resident, a ring in bytes": {"placing": Placing(resident=0, ring_bytes=1 << 18)},
     "KV asked for": {"kv_bytes": 5 << 20},
     "a short context": {"max_context": 600},
+    "KV in FP8": {"placing": Placing(kv_dtype="fp8")},
+    "room for adapters": {"placing": Placing(adapter_bytes=3 << 20)},
 }
 
 
@@ -105,7 +107,8 @@ def test_a_plan_equals_the_loaded_model(folder: Path, wish: str, more: int) -> N
         assert getattr(plan, name) == getattr(info, name), name
     on_device = plan.resident_bytes + plan.ring_bytes + plan.scratch_bytes + plan.rest_bytes
     assert on_device == info.weight_bytes
-    assert on_device + plan.kv_bytes + plan.workspace_bytes + plan.reserved_bytes == used <= plan.budget_bytes == budget
+    others = plan.kv_bytes + plan.workspace_bytes + plan.adapter_bytes + plan.reserved_bytes
+    assert on_device + others == used <= plan.budget_bytes == budget
     assert [need.nbytes for need in wanted] == [plan.host_bytes]
 
 
