@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from djinnd.model.attention.triton_attention import TritonAttention
+from djinnd.model.kernels import fp8, scratch
 from djinnd.model.kernels.launches import KernelUnavailable, Launches
 from djinnd.model.kernels.rms_norm import rms_norm
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.kernels.variants import compile_variant, is_compiled
+from djinnd.model.paged_batch import Softmax
 from tests.support.compiled import HOPPER, hopper
 from tests.support.paged import Scene, check
 
@@ -43,6 +46,22 @@ def test_a_listing_has_each_variant_once_and_launches_none(launches: Launches) -
         "rms_norm_kernel (fp32, WIDTH=64, BLOCK=64)",
         "rms_norm_kernel (bf16, WIDTH=64, BLOCK=64)",
     ]
+
+
+@pytest.mark.parametrize(("converts", "read"), [(True, "*fp8e4nv"), (False, "*u8")])
+def test_kernels_get_pages_in_fp8_as_such_only_if_the_processor_converts_them(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, converts: bool, read: str
+) -> None:
+    monkeypatch.setattr(fp8, "has_fp8", lambda device: converts)
+    monkeypatch.setattr(scratch, "processors", lambda device: 132)
+    attention = TritonAttention(torch.device("cpu"))
+    with launches.listing() as listed:
+        for rows in (([1, 1], [40, 300]), ([30], [300])):
+            scene = Scene(*rows, dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn)
+            attention.write(scene.k, scene.v, scene.keys, scene.values, scene.batch())
+            attention.attend(scene.q, None, None, scene.keys, scene.values, scene.batch(), Softmax(0.1))
+    types = {variant.name: json.loads(variant.specialization)["signature"].get("keys") for variant in listed}
+    assert types["kv_write_kernel"] == "*u8" and types["decode_kernel"] == types["mixed_kernel"] == read
 
 
 def test_a_compiled_variant_is_not_listed_again(launches: Launches) -> None:
