@@ -103,7 +103,7 @@ def prepare(weights: Weights, index: int) -> None:
     weights.placement.prepare(index, 16)
     experts = weights.placement._blocks[index].experts
     if experts is not None and experts._source is not None:
-        experts.fetch(torch.arange(experts._routing.count, device=weights.placement.device.torch_device))
+        experts.fetch(torch.arange(experts.routing.count, device=weights.placement.device.torch_device))
 
 
 def assert_same(seen: dict[str, Tensor], wanted: dict[str, Tensor], what: str) -> None:

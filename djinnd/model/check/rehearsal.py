@@ -34,7 +34,7 @@ from djinnd.model.whitebox import editing
 
 log = logging.getLogger("djinnd.engine")
 
-_TOKENS = (1, 8, FEW_ROWS)  # the most rows of each kernel for products of few rows
+_TOKENS = (1, 8, FEW_ROWS)  # the most rows of each kernel for products of few rows; experts have numbers of their own
 _KV_BOUNDS = (64, 256, 512, 1024, 2048)  # above each of them, keys may be divided among more programs
 
 
@@ -45,7 +45,8 @@ def list_kernels(model: PagedModel, max_tokens: int, max_kv: int) -> list[Varian
         own = model.context.kernels
         model.context.kernels = EveryBound(own)
         try:
-            for tokens in (max_tokens, *(few for few in _TOKENS if few < max_tokens)):
+            few = {*_TOKENS, *model.placement.turning_rows}
+            for tokens in (max_tokens, *sorted(each for each in few if each < max_tokens)):
                 _run_empty(model, tokens, max_kv)
             with model.device.computing():
                 for width in (model.skeleton.points.width, model.vocab):

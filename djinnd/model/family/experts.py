@@ -95,8 +95,9 @@ class StepTokens:
 
 
 class Experts:
-    """The stacked experts of one packed or streamed block. A hook on the experts' module fetches the picked ones into
-    scratch before each call."""
+    """The stacked experts of one packed or streamed block. Before each call of the experts' module, the picked ones are
+    fetched into scratch: by a hook, or by the kernels that take the place of the module's forward
+    (model/fast/experts.py)."""
 
     def __init__(
         self,
@@ -109,23 +110,30 @@ class Experts:
     ) -> None:
         self.layout = layout
         self.form = form
-        self._module = block.get_submodule(next(iter(layout.entries)).rpartition(".")[0])
-        self._routing = routing
+        self.module = block.get_submodule(next(iter(layout.entries)).rpartition(".")[0])
+        self.routing = routing
         self._tokens = tokens
         self._picked = torch.zeros(routing.count, dtype=torch.int32, device=device)
         self._source: Tensor | None = None
         self._scratch: Tensor | None = None
         self._hook: RemovableHandle | None = None
 
-    def bind(self, source: Tensor, scratch: Tensor) -> None:
+    @property
+    def real(self) -> Tensor | None:
+        """StepTokens.real."""
+        return self._tokens.real
+
+    def bind(self, source: Tensor, scratch: Tensor, *, by_hook: bool = True) -> None:
         """Sets the memory to fetch from and to.
 
         source: all experts of the block, in their form if there is one, in pinned host memory or on the device.
         scratch: flat, in the compute dtype; the module reads the fetched experts there.
+        by_hook: otherwise the module's forward calls `fetch_for_step`.
         """
         self.unbind()
         self._source, self._scratch = source, scratch
-        self._hook = self._module.register_forward_pre_hook(self._before, with_kwargs=True)
+        if by_hook:
+            self._hook = self.module.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def unbind(self) -> None:
         """Stops fetching. The module then has plain parameters, or must not run."""
@@ -137,10 +145,15 @@ class Experts:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         picked = _picked(args, kwargs)
-        wanted = self._of_real_tokens(picked)
-        self.fetch(wanted)
+        wanted = self.fetch_for_step(picked)
         args = tuple(wanted if argument is picked else argument for argument in args)
         return args, {name: wanted if argument is picked else argument for name, argument in kwargs.items()}
+
+    def fetch_for_step(self, picked: Tensor) -> Tensor:
+        """Fetches what the real tokens of the step pick. → picks of all rows, int64 [rows, picked], to compute with."""
+        wanted = self._of_real_tokens(picked)
+        self.fetch(wanted)
+        return wanted
 
     def _of_real_tokens(self, picked: Tensor) -> Tensor:
         """Gives padding tokens the picks of the first token, so that no expert is fetched for them."""
@@ -184,7 +197,7 @@ class Experts:
             return
         if self.form is not None:
             for number, out in enumerate(self._stacks(scratch)):
-                rows = self.form.units[number].rows // self._routing.count
+                rows = self.form.units[number].rows // self.routing.count
                 for expert in picked:
                     self.form.unpack_rows(source, number, expert * rows, rows, out[expert].view(-1))
             return

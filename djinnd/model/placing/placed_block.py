@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,14 @@ from djinnd.model.attention.latents import Latents
 from djinnd.model.family.experts import Experts
 from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import FewRows, Product
-from djinnd.model.placing.stored_form import decode_for_step, few_rows, in_place, weight_of
+from djinnd.model.placing.stored_form import decode_for_step, few_rows, in_place, stored_experts, weight_of
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockPlace
 from djinnd.weights.store import BufferForm
+
+if TYPE_CHECKING:  # Triton comes with CUDA builds of torch
+    from djinnd.model.fast.experts import FusedExperts
 
 
 @dataclass(slots=True)
@@ -28,6 +32,7 @@ class PlacedBlock:
     form: BufferForm | None  # without stacked experts; None: the block is stored plain
     products: list[Product]
     experts: Experts | None
+    fused: FusedExperts | None = None  # on a GPU, if the kernels compute what the experts' module does
     place: BlockPlace | None = None
     memory: Tensor | None = None  # resident: flat in the compute dtype, or uint8 in its form; then stacked experts
     packed: Tensor | None = None  # the stored form while the block computes: resident or in the ring
@@ -73,11 +78,18 @@ class PlacedBlock:
         """→ the flat memory in which the block's module finds its experts. For experts on demand it is part of
         scratch, and valid for the fetched ones only."""
         if self.place is BlockPlace.PLAIN:
+            if self.fused is not None:
+                self.fused.bind(None, None)
             return source
         assert scratch is not None
         start = 0 if self.packed is None else self.layout.numel
         fetched = scratch[start : start + experts.layout.numel]
-        experts.bind(source, fetched)
+        experts.bind(source, fetched, by_hook=self.fused is None)
+        if self.fused is not None:
+            # Over the bus, codes would pass once for each tile of rows.
+            is_resident = self.place is BlockPlace.PACKED
+            stored = stored_experts(experts.form, source, self.fused.kind.is_transposed) if is_resident else None
+            self.fused.bind(stored, experts.fetch_for_step)
         return fetched
 
     def _has_latents(self) -> bool:
@@ -93,6 +105,8 @@ class PlacedBlock:
         names = self.layout.entries.keys() - self._of_products
         if self.experts is not None:
             self.experts.unbind()
+            if self.fused is not None:
+                self.fused.bind(None, None)
             names |= self.experts.layout.entries.keys()
         bind(self.module, dict.fromkeys(names, nothing))
 

@@ -7,6 +7,7 @@ Triton comes only with CUDA builds of torch.
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from djinnd.model.placing.projections import FewRows, Product
 from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.layout import Layout
 from djinnd.weights.store import BufferForm
+
+if TYPE_CHECKING:
+    from djinnd.model.kernels.experts.matrices import Matrices
 
 
 def decode_all(form: BufferForm, stored: Tensor, out: Tensor) -> None:
@@ -95,3 +99,28 @@ def _multiply_codes(form: CodedForm, unit: tuple[str, ...], stored: Tensor, x: T
         else:
             columns.copy_(x @ form.alone(stored, name).T)
     return y
+
+
+def stored_experts(form: BufferForm | None, stored: Tensor, is_transposed: bool) -> dict[str, Matrices] | None:
+    """The stacks of experts as their form has them, by the last part of their parameters' names. None if kernels cannot
+    multiply by them.
+
+    is_transposed: the parameters are [experts, in, out].
+    """
+    if not isinstance(form, CodedForm) or not form.codes:
+        return None
+    from djinnd.model.kernels.experts.matrices import coded_matrices, plain_matrices
+
+    plain, found = form.plain(stored), {}
+    for name, entry in form.layout.entries.items():
+        if name not in form.codes:
+            matrices = plain_matrices(plain[name], is_transposed=is_transposed)
+        else:
+            code, parts = form.codes[name], form.parts(stored, name)
+            _, rows, cols = code.stack_shape(entry.shape)
+            coded = coded_matrices(code.coding, parts, rows, cols) if code.is_transposed == is_transposed else None
+            if coded is None:
+                return None
+            matrices = coded
+        found[name.rpartition(".")[2]] = matrices
+    return found

@@ -59,6 +59,8 @@ class WeightPlacement:
             PlacedBlock(module, store.buffers[i].layout, store.forms[i], products[i], self._experts_of(i, module))
             for i, module in enumerate(blocks)
         ]
+        if device.torch_device.type == "cuda":
+            self.fuse_experts()
         self._scratch: Tensor | None = None
         self._ring: Ring | None = None
         self._labels: set[str] = set()
@@ -70,6 +72,25 @@ class WeightPlacement:
         buffer, form = self._store.buffers[number], self._store.forms[number]
         assert buffer.routing is not None
         return Experts(module, buffer.layout, form, buffer.routing, self.tokens, self.device.torch_device)
+
+    def fuse_experts(self) -> None:
+        """Installs the kernels for stacked experts. Comes before the blocks have places."""
+        from djinnd.model.fast.experts import fused_experts_of  # Triton comes with CUDA builds of torch
+
+        for block in self._blocks:
+            if (experts := block.experts) is not None:
+                block.fused = fused_experts_of(experts.module, lambda experts=experts: experts.real)  # type: ignore[misc]
+
+    @property
+    def turning_rows(self) -> list[int]:
+        """The fewest rows for each set of kernels that stacked experts launch."""
+        fused = [block.experts for block in self._blocks if block.fused is not None]
+        if not fused:
+            return []
+        from djinnd.model.kernels.experts.forward import turning_rows  # Triton comes with CUDA builds of torch
+
+        routings = {experts.routing for experts in fused if experts is not None}
+        return sorted({rows for each in routings for rows in turning_rows(each.picked, each.count)})
 
     # --- a pass -----------------------------------------------------------------------------------------------------
 

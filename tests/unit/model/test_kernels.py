@@ -15,7 +15,7 @@ from djinnd.model.kernels.prefill import MOST_SPLITS, prefill_splits, prefill_ti
 from djinnd.model.kernels.scratch import Scratch
 
 CASES = sorted(path.stem.removeprefix("interpreted_") for path in Path(__file__).parent.glob("interpreted_*.py"))
-APART = ("coded", "kernels", "states")  # the longest files: each has a process of its own
+APART = ("coded", "experts", "kernels", "states")  # the longest files: each has a process of its own
 GROUPS = [(each,) for each in APART] + [tuple(case for case in CASES if case not in APART)]
 
 

@@ -124,7 +124,7 @@ def _measure(
         x, picked, weights, used = _picks(shape, rows)
         case = Case("experts", f"{shape.name} {form}, {rows} rows", used * nbytes, "GB/s", ceiling)
         step = partial(experts_forward, x, picked, weights, activation=ACTIVATION)
-        tiles = sweep_of(pairs_of_tile(rows * shape.picks, shape.experts), is_plain=plain is not None) if sweep else []
+        tiles = sweep_of(pairs_of_tile(rows, shape.picks, shape.experts), is_plain=plain is not None) if sweep else []
         named = {CHOSEN: step} | {str(one): partial(step, tiles=(one, one)) for one in tiles}
         compile_all([partial(launch, first=blocks[0][0], second=blocks[0][1]) for launch in named.values()])
         for variant, launch in named.items():

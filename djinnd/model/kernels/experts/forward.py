@@ -39,17 +39,23 @@ class ExpertTiles:
     stages: int
 
 
-def pairs_of_tile(pairs: int, experts: int) -> int:
+def pairs_of_tile(rows: int, picks: int, experts: int) -> int:
     """How many pairs a tile has. 1: there are so few pairs that experts are seldom picked twice."""
-    if pairs <= max(experts // 4, 2):
+    pairs = rows * picks
+    if rows == 1 or pairs <= experts // 4:
         return 1
     return next((size for most, size in PAIR_TILES if pairs <= most * experts), PAIR_TILES[-1][1])
 
 
-def reads_codes(pairs: int, experts: int) -> bool:
-    """Returns True if the kernels read codes faster than they would read decoded weights. With many pairs, a code
-    would be decoded again for each tile."""
-    return pairs <= CODED_PAIRS * experts
+def reads_codes(rows: int, picks: int, experts: int) -> bool:
+    """Returns True if the kernels should read codes. With many pairs, a code would be decoded again for each tile."""
+    return rows * picks <= CODED_PAIRS * experts
+
+
+def turning_rows(picks: int, experts: int) -> list[int]:
+    """The fewest rows for each set of kernels that a batch may launch."""
+    most = [experts // 4, *(each * experts for each, _ in PAIR_TILES[:-1]), CODED_PAIRS * experts]
+    return sorted({1, *(max(pairs // picks + 1, 2) for pairs in most)})
 
 
 def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) -> ExpertTiles:
@@ -96,7 +102,7 @@ def experts_forward(
     assert x.shape[0] == weights.shape[0] == rows and weights.shape[1] == picks
     x, picked, weights = x.contiguous(), picked.contiguous(), weights.contiguous()
     if tiles is None:
-        size, shared = pairs_of_tile(pairs, first.experts), shared_memory(x.device)
+        size, shared = pairs_of_tile(rows, picks, first.experts), shared_memory(x.device)
         tiles = (
             tiles_for(first, size, x.element_size(), shared),
             tiles_for(second, size, x.element_size(), shared),

@@ -1,0 +1,144 @@
+"""FusedExperts: the forward of a family's stacked experts by djinnd's kernels, with weights plain or in their code.
+
+The modules are those of transformers' experts interface (integrations/moe.py): two stacks of matrices, maybe biases,
+and a function between the products. A trial finds out what the function computes. It runs a copy of the module with
+small random weights on the CPU, so it needs neither the weights nor a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from djinnd.model.kernels.experts.forward import experts_forward, reads_codes
+from djinnd.model.kernels.experts.gating import CLAMPED, GELU_TANH, SILU, Activation, reference
+from djinnd.model.kernels.experts.matrices import Matrices, plain_matrices
+from djinnd.model.kernels.launches import UNAVAILABLE
+
+STACKS = ("gate_up_proj", "down_proj")
+BIASES = tuple(f"{name}_bias" for name in STACKS)
+_WIDTH, _ROWS, _PICKS = 16, 4, 2  # of the trial's tensors
+
+Fetch = Callable[[Tensor], Tensor]  # picks of all rows → picks to compute with; fetches those to the parameters' memory
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The facts of a family's experts that the kernels need."""
+
+    activation: Activation
+    is_transposed: bool  # parameters are [experts, in, out]
+    has_bias: bool
+
+
+class FusedExperts:
+    """Takes the place of the module's `forward`. The module keeps its parameters and hooks.
+
+    A batch whose experts have few rows each reads their codes, if `bind` has given any. Every other batch reads the
+    module's parameters, after the fetch if there is one. The family's forward computes where a kernel is not available.
+    """
+
+    def __init__(self, module: nn.Module, kind: Kind, real: Callable[[], Tensor | None]) -> None:
+        """real: → int32 [1], the rows of the running step before its padding; or None."""
+        self.kind = kind
+        self._module = module
+        self._own = module.forward
+        self._signature = inspect.signature(module.forward)
+        self._real = real
+        self._stored: tuple[Matrices, Matrices] | None = None
+        self._fetch: Fetch | None = None
+        module.forward = self
+
+    def bind(self, stored: Mapping[str, Matrices] | None, fetch: Fetch | None) -> None:
+        """Sets where the weights are. stored: the stacks by their parameters' names, without biases, if the device has
+        them in a code. fetch: None if the parameters always hold all experts."""
+        self._stored = None if stored is None else (stored[STACKS[0]], stored[STACKS[1]])
+        self._fetch = fetch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """x [rows, hidden], picks int64 [rows, picks], and their weights → [rows, hidden]."""
+        x, picked, weights = self._signature.bind(*args, **kwargs).args
+        real, activation = self._real(), self.kind.activation
+        if self._stored is not None and reads_codes(len(picked), picked.shape[1], self._stored[0].experts):
+            try:
+                first, second = (replace(each, bias=self._bias(number)) for number, each in enumerate(self._stored))
+                return experts_forward(x, picked, weights, first, second, activation, real)
+            except UNAVAILABLE:
+                pass
+        if self._fetch is not None:
+            picked = self._fetch(picked)
+        try:
+            return experts_forward(x, picked, weights, self._plain(0), self._plain(1), activation, real)
+        except UNAVAILABLE:
+            out: Tensor = self._own(x, picked, weights)
+            return out
+
+    def _plain(self, number: int) -> Matrices:
+        weight = self._module._parameters[STACKS[number]]
+        assert weight is not None
+        return plain_matrices(weight, self._bias(number), is_transposed=self.kind.is_transposed)
+
+    def _bias(self, number: int) -> Tensor | None:
+        return self._module._parameters[BIASES[number]] if self.kind.has_bias else None
+
+
+def fused_experts_of(module: nn.Module, real: Callable[[], Tensor | None]) -> FusedExperts | None:
+    """Installs the kernels in a module of stacked experts. None if they do not compute what the module does."""
+    kind = None if isinstance(module.forward, FusedExperts) else kind_of(module)
+    return None if kind is None else FusedExperts(module, kind, real)
+
+
+@torch.inference_mode()
+def kind_of(module: nn.Module) -> Kind | None:
+    """None if the kernels cannot compute what the module does. Its parameters may be on any device."""
+    told = (getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed"))
+    has_gate, has_bias, is_transposed = told
+    names = {name for name, parameter in module._parameters.items() if parameter is not None}
+    if not has_gate or names != {*STACKS, *(BIASES if has_bias else ())}:
+        return None
+    trial, activations = copy.copy(module), _candidates(module)
+    experts = len(module._parameters[STACKS[0]])  # type: ignore[arg-type]
+    first, second, biases = _random_weights(experts)
+    stacks = [each.transpose(1, 2).contiguous() if is_transposed else each for each in (first, second)]
+    given = dict(zip(STACKS + BIASES, [*stacks, *biases], strict=True))
+    trial._parameters = {name: nn.Parameter(given[name], requires_grad=False) for name in names}
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(_ROWS, _WIDTH, generator=generator)
+    picked = torch.stack([torch.randperm(experts, generator=generator)[:_PICKS] for _ in range(_ROWS)])
+    weights = torch.rand(_ROWS, _PICKS, generator=generator)
+    try:
+        wanted = trial.forward(x, picked, weights)
+    except Exception:  # a family's forward may raise exceptions of any type
+        return None
+    for activation in activations:
+        if is_transposed and not activation.is_interleaved:
+            continue  # the kernels would load single numbers
+        both = torch.einsum("rh,rpoh->rpo", x, first[picked]) + (biases[0][picked] if has_bias else 0)
+        y = torch.einsum("rpw,rphw->rph", reference(activation, both), second[picked])
+        got = ((y + (biases[1][picked] if has_bias else 0)) * weights.unsqueeze(-1)).sum(1)
+        if wanted.shape == got.shape and torch.allclose(wanted, got, rtol=1e-4, atol=1e-4 * float(got.abs().max())):
+            return Kind(activation, bool(is_transposed), bool(has_bias))
+    return None
+
+
+def _candidates(module: nn.Module) -> list[Activation]:
+    found = [Activation(kind.value) for kind in (SILU, GELU_TANH)]
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if isinstance(alpha, int | float) and isinstance(limit, int | float):
+        found.append(Activation(CLAMPED.value, alpha=float(alpha), limit=float(limit)))
+    return found + [replace(each, is_interleaved=True) for each in found]
+
+
+def _random_weights(experts: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """→ both stacks [experts, out, in] and their biases. The results of the first product are large enough for clamps
+    to matter."""
+    generator = torch.Generator().manual_seed(0)
+    first = 2 * torch.randn(experts, 2 * _WIDTH, _WIDTH, generator=generator)
+    second = torch.randn(experts, _WIDTH, _WIDTH, generator=generator)
+    return first, second, [torch.randn(experts, n, generator=generator) for n in (2 * _WIDTH, _WIDTH)]
