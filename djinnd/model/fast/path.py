@@ -18,6 +18,7 @@ from djinnd.model.fast.mlp import gated_mlp_of
 from djinnd.model.fast.norm import fused_norm_of
 from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import replace_rope
+from djinnd.model.fast.state_chunks import replace_chunks
 from djinnd.model.fast.state_steps import replace_steps
 from djinnd.model.kernels.launches import launches
 from djinnd.model.states.layout import Stateful
@@ -40,10 +41,12 @@ def install(
     with launches.listing(leave_out=False) as missing:
         _replace(model, blocks, dtype, device)
         made = replace_steps(blocks, stateful, device)
+        replace_chunks(blocks, stateful, device)
     if missing:
         launches.compile([*missing], compiling)
         _replace(model, blocks, dtype, device)
         made = replace_steps(blocks, stateful, device)
+        replace_chunks(blocks, stateful, device)
     return made
 
 

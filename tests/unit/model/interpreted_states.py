@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from djinnd.model.family.skeleton import Skeleton, build
+from djinnd.model.fast.state_chunks import OF_STEP, ChunkFunction, replace_chunk_of
 from djinnd.model.fast.state_steps import StepFunction, agrees, replace_steps
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.states.carrier import SlotState
@@ -124,6 +125,24 @@ def test_an_unknown_variant_stays_with_the_family(monkeypatch: pytest.MonkeyPatc
     assert names[rule.function] is another_rule
 
 
+@pytest.mark.parametrize(
+    "family", long_except(("qwen3_5_text", "nemotron_h"), ("qwen3_5_text", "olmo_hybrid", "nemotron_h", "bamba"))
+)
+def test_several_tokens_go_through_chunks(family: str) -> None:
+    blocks, (told, *_) = learnt(family)
+    names = dict(names_of(blocks[told.block].get_submodule(told.path)))
+    (call,) = [call for call in told.calls if call.function in OF_STEP]
+    assert replace_chunk_of(call, names, CPU)
+    function = names[OF_STEP[call.function]]
+    assert isinstance(function, ChunkFunction)
+
+    def changed(**given: object) -> object:
+        return [2 * value for value in function.own(**given)]
+
+    another = ChunkFunction(OF_STEP[call.function], functools.wraps(function.own)(changed))
+    assert not replace_chunk_of(call, {OF_STEP[call.function]: another}, CPU)
+
+
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stateful]]:
     """Models on the CPU use the kernels, as those on a GPU do. → the modules with a state of the models."""
@@ -144,7 +163,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stateful]]:
         names.update(before)
 
 
-@pytest.mark.parametrize("family", long_except(("qwen3_5_text",), FAMILIES))
+@pytest.mark.parametrize("family", long_except(("qwen3_5_text",), FAMILIES[:4]))
 def test_sessions_have_the_tokens_and_logits_of_transformers(
     family: str, in_place: list[Stateful], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget
 
+from djinnd.model.kernels.states.chunks import Rule, run_chunks
 from djinnd.model.kernels.states.delta_rule import delta_step
 from djinnd.model.kernels.states.selective import selective_step
 from djinnd.model.kernels.states.short_convolution import convolve
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="launches would run"),
 ]
 GPUS = pytest.mark.parametrize("target", long_except((HOPPER,), (AMPERE, HOPPER)), ids=lambda gpu: f"sm_{gpu.arch}")
+FITTING = {AMPERE: 163 << 10, HOPPER: SHARED_MEMORY}
 ROWS = 3
 SLOTS = torch.zeros(ROWS, 2, dtype=torch.int32)
 
@@ -70,6 +72,20 @@ def test_selective_states_are_read_and_written_16_bytes_at_a_time_and_once(targe
     one = (torch.zeros(2, channels, state), SLOTS, x, x, a, b, b, bf16(channels), torch.zeros(channels), True, x)
     loads, stores = wide_accesses(only(compile_launches(lambda: selective_step(*one), target)))
     assert loads >= 16 and stores == 8  # A, too, has a value for each element of the state
+
+
+@GPUS
+@pytest.mark.parametrize("precision", long_except(("tf32",), ("ieee", "tf32")))
+@pytest.mark.parametrize("is_delta", [True, False], ids=["Qwen3.5", "Nemotron-H"])
+def test_chunks_compile_and_fit(is_delta: bool, precision: str, target: GPUTarget) -> None:
+    key_heads, heads, key, value = (16, 32, 128, 128) if is_delta else (8, 128, 128, 64)
+    q, v = bf16(200, key_heads, key), torch.zeros(200, heads, value)
+    rate, state = torch.zeros(200, heads), torch.zeros(heads, value, key)
+    rule = Rule(is_delta, 1.0, is_delta, by_value=not is_delta)
+    compiled = compile_launches(lambda: run_chunks(q, q, v, rate, rate, state, rule, precision), target)
+    assert len(compiled) == 2
+    for kernel in compiled:
+        assert kernel.metadata.shared <= FITTING[target] and ("mma" in kernel.asm["ptx"]) == (precision == "tf32")
 
 
 @GPUS
