@@ -39,13 +39,13 @@ demo-remote: $(VENV)/demo.stamp
 	@$(RUN) -m tools.demo.remote $(ARGS)
 
 # With bytecode, even where an image does without: the tests start hundreds of processes. With one thread each for
-# torch, as threads that wait for each other keep other workers from the cores. Three workers for two cores: what tests
-# wait for is often another process, and two took 17 minutes for what three do in 14.
+# torch, as threads that wait for each other keep other workers from the cores. Four workers for two cores: what tests
+# wait for is often another process.
 test: which := not long
 test-long: which := long
 test test-long: $(VENV)/dev.stamp
 	@echo "==> the tests that are $(which), on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 3 --dist loadgroup --no-loadscope-reorder --ignore=tests/foreign $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 4 --dist loadgroup --no-loadscope-reorder --ignore=tests/foreign $(ARGS)
 
 # Sockets that these clients leave open at their end are not ours to close.
 test-foreign: $(VENV)/foreign.stamp
