@@ -15,7 +15,6 @@ from djinnd.model.kernels.experts.matrices import plain_matrices
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.weights.forms.coding import Coding
 from tests.support.coded import QUICK
-from tests.support.parameters import long_except
 from tests.support.stacked_experts import ACTIVATIONS, SILU_HALVES, check_coded, check_plain, random_call
 
 assert INTERPRETED
@@ -56,9 +55,15 @@ def test_each_set_of_kernels_has_a_number_of_rows() -> None:
         assert set(firsts) <= set(turning_rows(picks, experts))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize("activation", long_except(ACTIVATIONS[::2], ACTIVATIONS), ids=str)
-def test_plain_experts(rows: int, activation: Activation) -> None:
+@pytest.mark.parametrize(
+    ("activation", "rows"),
+    [
+        *((each, rows) for each in ACTIVATIONS[::2] for rows in (1, 3, 20)),
+        *(pytest.param(each, 3, marks=pytest.mark.long) for each in ACTIVATIONS[1::2]),
+    ],
+    ids=str,
+)
+def test_plain_experts(activation: Activation, rows: int) -> None:
     check_plain(rows, SHAPE, activation, torch.bfloat16, has_bias=activation.is_interleaved)
 
 
@@ -68,8 +73,11 @@ def test_matrices_may_be_transposed(rows: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 17, 130, 300])
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [*((rows, torch.bfloat16) for rows in (1, 2, 17, 130, 300)), (17, torch.float32), (17, torch.float16)],
+    ids=str,
+)
 def test_all_tiles(rows: int, dtype: torch.dtype) -> None:
     sizes = {pairs_of_tile(rows, 3, EXPERTS) for rows in (1, 2, 17, 130, 300)}
     assert sizes == {1, 16, 64, 128}
@@ -77,9 +85,16 @@ def test_all_tiles(rows: int, dtype: torch.dtype) -> None:
     check_plain(rows, (EXPERTS, 136, 24), ACTIVATIONS[2], dtype, is_transposed=True, has_bias=True)
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("coding", long_except(QUICK[:1], QUICK), ids=str)
-def test_coded_experts(rows: int, coding: Coding) -> None:
+@pytest.mark.parametrize(
+    ("coding", "rows"),  # a single row of GGUF's blocks takes minutes here, and tests/gpu has it
+    [
+        *((QUICK[0], rows) for rows in (1, 7)),
+        *(pytest.param(each, 1, marks=pytest.mark.long) for each in QUICK[1:3]),
+        *(pytest.param(each, 7, marks=pytest.mark.long) for each in QUICK[1:]),
+    ],
+    ids=str,
+)
+def test_coded_experts(coding: Coding, rows: int) -> None:
     cols = next(cols for cols in (32, 64, 256) if coding.fits(2 * cols, cols))
     tall = ExpertTiles(1, 32, 32, 1, 1)  # fewer programs, which take long here
     check_coded(rows, (EXPERTS, cols, cols), coding, torch.bfloat16, (tall, tall) if rows == 1 else None)

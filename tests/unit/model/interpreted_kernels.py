@@ -65,13 +65,17 @@ def attention() -> TritonAttention:
         pytest.param(DECODE, id="decode"),
         pytest.param(SPECULATED, id="speculated"),
         pytest.param(MIXED, id="mixed"),
-        pytest.param(CROWD, id="crowd", marks=long),
     ],
 )
 def test_attention_is_right_for_all_shapes(
     rows: tuple[list[int], list[int]], dtype: torch.dtype, page_size: int, group: int, head_dim: int
 ) -> None:
     check(attention(), Scene(*rows, page_size=page_size, group=group, head_dim=head_dim, dtype=dtype))
+
+
+@long
+def test_attention_is_right_for_many_rows_and_empty_ones() -> None:
+    check(attention(), Scene(*CROWD, page_size=64, group=3, head_dim=80, dtype=FP32))
 
 
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])

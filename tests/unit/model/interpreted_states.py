@@ -50,8 +50,15 @@ def function_of(blocks: list[nn.Module], told: Stateful, call: StepCall) -> Step
     return StepFunction(call.function, getattr(own, "own", own))
 
 
-@pytest.mark.parametrize("dtype", long_except((torch.float32,), (torch.float32, torch.bfloat16)), ids=str)
-@pytest.mark.parametrize("family", long_except(FAMILIES[:5], FAMILIES))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in FAMILIES[:5]),
+        *(pytest.param(family, torch.float32, marks=pytest.mark.long) for family in FAMILIES[5:]),
+        *(pytest.param(family, torch.bfloat16, marks=pytest.mark.long) for family in FAMILIES[:3]),
+    ],
+    ids=str,
+)
 def test_the_kernels_serve_the_modules_of_a_family(family: str, dtype: torch.dtype) -> None:
     blocks, stateful = learnt(family, dtype)
     assert stateful and all(told.calls for told in stateful)
@@ -163,7 +170,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stateful]]:
         names.update(before)
 
 
-@pytest.mark.parametrize("family", long_except(("qwen3_5_text",), FAMILIES[:4]))
+@pytest.mark.parametrize("family", long_except(("qwen3_5_text",), FAMILIES[:3]))
 def test_sessions_have_the_tokens_and_logits_of_transformers(
     family: str, in_place: list[Stateful], tmp_path: Path
 ) -> None:

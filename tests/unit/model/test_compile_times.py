@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from djinnd.model.kernels.tile import INTERPRETED
 from djinnd.model.kernels.variants import Variant
 from tests.cubins import Attention, compile_apart, variants_of
-from tests.support.compiled import AMPERE, HOPPER
+from tests.support.compiled import HOPPER
 
 PATHOLOGICAL = 60.0  # seconds of one core, however slow and busy; they take 10
 
@@ -36,7 +36,6 @@ def longest(variants: list[Variant]) -> list[Variant]:
     "attention",
     [
         Attention(HOPPER, torch.float32, 192, 7, 1),  # with larger tiles it took more than 30 s
-        Attention(AMPERE, torch.float32, 128, 8, 1),
         Attention(HOPPER, torch.bfloat16, 256, 8, 1),
     ],
     ids=str,
