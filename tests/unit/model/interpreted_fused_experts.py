@@ -132,7 +132,7 @@ def loaded(folder: Path, place: BlockPlace) -> Iterator[tuple[Weights, FusedExpe
         weights.release(device)
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe, fp8", "gpt-oss, mxfp4"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3-moe, fp8", marks=pytest.mark.long), "gpt-oss, mxfp4"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_hidden_layers": 2, "hidden_size": HIDDEN, "head_dim": 16, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": PICKS}

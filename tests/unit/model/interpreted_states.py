@@ -133,7 +133,7 @@ def test_an_unknown_variant_stays_with_the_family(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "family", long_except(("qwen3_5_text", "nemotron_h"), ("qwen3_5_text", "olmo_hybrid", "nemotron_h", "bamba"))
+    "family", long_except(("qwen3_5_text",), ("qwen3_5_text", "olmo_hybrid", "nemotron_h", "bamba"))
 )
 def test_several_tokens_go_through_chunks(family: str) -> None:
     blocks, (told, *_) = learnt(family)
@@ -170,7 +170,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stateful]]:
         names.update(before)
 
 
-@pytest.mark.parametrize("family", long_except(("qwen3_5_text",), FAMILIES[:3]))
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES[:3])
 def test_sessions_have_the_tokens_and_logits_of_transformers(
     family: str, in_place: list[Stateful], tmp_path: Path
 ) -> None:
@@ -178,7 +179,8 @@ def test_sessions_have_the_tokens_and_logits_of_transformers(
     assert in_place and all(told.in_place for told in in_place)
 
 
-@pytest.mark.parametrize("generated", long_except((11,), (3, 11)))
+@pytest.mark.long
+@pytest.mark.parametrize("generated", [3, 11])
 def test_forks_and_shared_pages_keep_their_states(generated: int, in_place: list[Stateful], tmp_path: Path) -> None:
     """Pages of 16 tokens: a fork reads a full page that its parent has, and both write to pages of their own."""
     folder = random_model(tmp_path, reduced("qwen3_5_text"))
