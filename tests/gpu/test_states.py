@@ -37,7 +37,7 @@ def test_the_kernels_serve_the_modules_of_a_family(family: str, dtype: torch.dty
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
-    """Sessions that join and leave, so that shapes have padding rows, and a fork whose pages are its parent's."""
+    """Sessions join and leave, so steps have padding rows. A fork begins with the pages of its parent."""
     folder = random_model(tmp_path / "model", reduced(family))
     with (
         cuda_device() as device,

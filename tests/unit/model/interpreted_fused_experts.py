@@ -121,7 +121,7 @@ def test_the_family_computes_where_a_kernel_is_not_available(monkeypatch: pytest
 
 @contextmanager
 def loaded(folder: Path, place: BlockPlace) -> Iterator[tuple[Weights, FusedExperts, nn.Module]]:
-    """A checkpoint whose blocks are all at `place`, and the first block's experts, with the kernels."""
+    """Loads a checkpoint with all blocks at `place`. → its weights, and the first block's fused experts and module."""
     with closing(CpuDevice(MEMORY)) as device:
         weights = load_weights(folder, device, "bfloat16")
         weights.placement.fuse_experts()

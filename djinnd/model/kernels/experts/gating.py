@@ -34,7 +34,7 @@ class Activation:
 
 @triton.jit
 def activated(gate, up, alpha, limit, KIND: tl.constexpr, PLAINLY: tl.constexpr):
-    """gate, up: of one dtype, of which the result is."""
+    """gate, up: of one dtype. The result has the same dtype."""
     dtype: tl.constexpr = gate.dtype
     g, u = gate.to(tl.float32), up.to(tl.float32)
     if KIND == CLAMPED:

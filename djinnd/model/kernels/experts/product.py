@@ -34,7 +34,7 @@ def weight_rows(first, rows, ACTIVATION: tl.constexpr, TURNS: tl.constexpr, ROWS
 
 @triton.jit
 def load_transposed(weights, first, rows, column, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """→ W [ROWS, *column], of which neighbouring rows are neighbours in memory; 0 outside of W. column: [1, …]."""
+    """→ W [ROWS, *column]; 0 outside of W. In memory, each element lies beside that of the next row. column: [1, …]."""
     local = tl.arange(0, ROWS)
     row = first + (local[:, None, None] if len(column.shape) == 3 else local[:, None])
     return tl.load(weights + (column.to(tl.int64) * rows + row), mask=(row < rows) & (column < COLS), other=0.0)

@@ -1,1 +1,1 @@
-"""Steps of single tokens of many sessions: kernels read their states in the pages and write the new ones there"""
+"""Kernels for states: a step of one token in each of many sessions, and chunks of one session's prompt."""
