@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from djinnd.model.attention.hf_attention import AttentionContext, BlockKV
 from djinnd.model.attention.paged import PagedAttention
@@ -26,7 +25,7 @@ def dry(block: nn.Module) -> Iterator[dict[str, BlockKV]]:
     attention; it counts the calls."""
     with ExitStack() as undo:
         for module in block.modules():
-            if stacked_parameters(module) and not isinstance(module, _ConvNd) and not hasattr(module, "layer_idx"):
+            if stacked_parameters(module) and not hasattr(module, "layer_idx"):
                 module.forward = _as_given
                 undo.callback(delattr, module, "forward")
         yield _give_attention(block, undo)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from djinn_client.handover.packed import GROUP
@@ -75,7 +76,10 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
 
 
 def stacked_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The module's stacked experts: its three-dimensional parameters, [experts, …, …]."""
+    """The module's stacked experts: its three-dimensional parameters, [experts, …, …]. Those of a convolution are no
+    experts."""
+    if isinstance(module, _ConvNd):
+        return {}
     return {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
 
 

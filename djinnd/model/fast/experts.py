@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from djinnd.model.kernels.experts.forward import experts_forward, reads_codes
-from djinnd.model.kernels.experts.gating import CLAMPED, GELU_TANH, SILU, Activation, reference
+from djinnd.model.kernels.experts.gating import CLAMPED, GELU_TANH, RELU_SQUARED, SILU, Activation, reference
 from djinnd.model.kernels.experts.matrices import Matrices, plain_matrices
 from djinnd.model.kernels.launches import UNAVAILABLE
 
-STACKS = ("gate_up_proj", "down_proj")
-BIASES = tuple(f"{name}_bias" for name in STACKS)
+STACKS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))  # with a gate, and without
 _WIDTH, _ROWS, _PICKS = 16, 4, 2  # of the trial's tensors
 
 Fetch = Callable[[Tensor], Tensor]  # picks of all rows → picks to compute with; fetches those to the parameters' memory
@@ -32,6 +31,7 @@ Fetch = Callable[[Tensor], Tensor]  # picks of all rows → picks to compute wit
 class Kind:
     """The facts of a family's experts that the kernels need."""
 
+    stacks: tuple[str, str]  # the parameters' names
     activation: Activation
     is_transposed: bool  # parameters are [experts, in, out]
     has_bias: bool
@@ -58,7 +58,8 @@ class FusedExperts:
     def bind(self, stored: Mapping[str, Matrices] | None, fetch: Fetch | None) -> None:
         """Sets where the weights are. stored: the stacks by their parameters' names, without biases, if the device has
         them in a code. fetch: None if the parameters always hold all experts."""
-        self._stored = None if stored is None else (stored[STACKS[0]], stored[STACKS[1]])
+        first, second = self.kind.stacks
+        self._stored = None if stored is None else (stored[first], stored[second])
         self._fetch = fetch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -80,12 +81,12 @@ class FusedExperts:
             return out
 
     def _plain(self, number: int) -> Matrices:
-        weight = self._module._parameters[STACKS[number]]
+        weight = self._module._parameters[self.kind.stacks[number]]
         assert weight is not None
         return plain_matrices(weight, self._bias(number), is_transposed=self.kind.is_transposed)
 
     def _bias(self, number: int) -> Tensor | None:
-        return self._module._parameters[BIASES[number]] if self.kind.has_bias else None
+        return self._module._parameters[f"{self.kind.stacks[number]}_bias"] if self.kind.has_bias else None
 
 
 def fused_experts_of(module: nn.Module, real: Callable[[], Tensor | None]) -> FusedExperts | None:
@@ -97,16 +98,20 @@ def fused_experts_of(module: nn.Module, real: Callable[[], Tensor | None]) -> Fu
 @torch.inference_mode()
 def kind_of(module: nn.Module) -> Kind | None:
     """None if the kernels cannot compute what the module does. Its parameters may be on any device."""
-    told = (getattr(module, name, None) for name in ("has_gate", "has_bias", "is_transposed"))
-    has_gate, has_bias, is_transposed = told
-    names = {name for name, parameter in module._parameters.items() if parameter is not None}
-    if not has_gate or names != {*STACKS, *(BIASES if has_bias else ())}:
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    names = parameters.keys()
+    stacks = next((pair for pair in STACKS if names >= set(pair)), None)
+    if stacks is None:
         return None
-    trial, activations = copy.copy(module), _candidates(module)
-    experts = len(module._parameters[STACKS[0]])  # type: ignore[arg-type]
-    first, second, biases = _random_weights(experts)
-    stacks = [each.transpose(1, 2).contiguous() if is_transposed else each for each in (first, second)]
-    given = dict(zip(STACKS + BIASES, [*stacks, *biases], strict=True))
+    biases_of = tuple(f"{name}_bias" for name in stacks)
+    has_bias, is_transposed = names >= set(biases_of), bool(getattr(module, "is_transposed", False))
+    experts = len(parameters[stacks[0]])
+    if names - {*stacks, *(biases_of if has_bias else ())} or experts != len(parameters[stacks[1]]):
+        return None
+    trial, activations = copy.copy(module), _candidates(module, is_gated=stacks == STACKS[0])
+    first, second, biases = _random_weights(experts, 2 if stacks == STACKS[0] else 1)
+    weights_of = [each.transpose(1, 2).contiguous() if is_transposed else each for each in (first, second)]
+    given = dict(zip(stacks + biases_of, [*weights_of, *biases], strict=True))
     trial._parameters = {name: nn.Parameter(given[name], requires_grad=False) for name in names}
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(_ROWS, _WIDTH, generator=generator)
@@ -117,17 +122,19 @@ def kind_of(module: nn.Module) -> Kind | None:
     except Exception:  # a family's forward may raise exceptions of any type
         return None
     for activation in activations:
-        if is_transposed and not activation.is_interleaved:
+        if is_transposed and activation.is_gated and not activation.is_interleaved:
             continue  # the kernels would load single numbers
         both = torch.einsum("rh,rpoh->rpo", x, first[picked]) + (biases[0][picked] if has_bias else 0)
         y = torch.einsum("rpw,rphw->rph", reference(activation, both), second[picked])
         got = ((y + (biases[1][picked] if has_bias else 0)) * weights.unsqueeze(-1)).sum(1)
         if wanted.shape == got.shape and torch.allclose(wanted, got, rtol=1e-4, atol=1e-4 * float(got.abs().max())):
-            return Kind(activation, bool(is_transposed), bool(has_bias))
+            return Kind(stacks, activation, is_transposed, has_bias)
     return None
 
 
-def _candidates(module: nn.Module) -> list[Activation]:
+def _candidates(module: nn.Module, *, is_gated: bool) -> list[Activation]:
+    if not is_gated:
+        return [Activation(RELU_SQUARED.value)]
     found = [Activation(kind.value) for kind in (SILU, GELU_TANH)]
     alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
     if isinstance(alpha, int | float) and isinstance(limit, int | float):
@@ -135,10 +142,10 @@ def _candidates(module: nn.Module) -> list[Activation]:
     return found + [replace(each, is_interleaved=True) for each in found]
 
 
-def _random_weights(experts: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """→ both stacks [experts, out, in] and their biases. The results of the first product are large enough for clamps
-    to matter."""
+def _random_weights(experts: int, parts: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """→ both stacks [experts, out, in] and their biases. An expert's first matrix has `parts` times _WIDTH rows. The
+    results of the first product are large enough for clamps to matter."""
     generator = torch.Generator().manual_seed(0)
-    first = 2 * torch.randn(experts, 2 * _WIDTH, _WIDTH, generator=generator)
+    first = 2 * torch.randn(experts, parts * _WIDTH, _WIDTH, generator=generator)
     second = torch.randn(experts, _WIDTH, _WIDTH, generator=generator)
-    return first, second, [torch.randn(experts, n, generator=generator) for n in (2 * _WIDTH, _WIDTH)]
+    return first, second, [torch.randn(experts, n, generator=generator) for n in (parts * _WIDTH, _WIDTH)]

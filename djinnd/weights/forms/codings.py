@@ -132,13 +132,19 @@ class Float4(Coding):
     def decoded(self, parts: Sequence[Tensor], cols: int) -> Tensor:
         codes, scales, *whole = parts
         numbers = _e2m1(codes.device)[halves(codes).long()].view(len(codes), -1, self.group)
-        each = scales.float() * whole[0] if self.is_nvidia else torch.exp2(scales.float() - 127)
+        each = scales.float() * whole[0] if self.is_nvidia else _e8m0(scales.device)[scales.long()]
         return (numbers * each.unsqueeze(-1)).view(len(codes), cols)
 
 
 def halves(codes: Tensor) -> Tensor:
     """uint8 [rows, n] → uint8 [rows, 2n]: the low half of each byte, then its high half."""
     return torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1)
+
+
+@cache
+def _e8m0(device: torch.device) -> Tensor:
+    """All powers of two, exactly. exp2 of CUDA is not exact for the smallest ones."""
+    return torch.tensor([2.0**exponent for exponent in range(-127, 129)], device=device)
 
 
 @cache

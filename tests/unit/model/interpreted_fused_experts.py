@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.fast import experts as fast
 from djinnd.model.fast.experts import FusedExperts, fused_experts_of, kind_of
-from djinnd.model.kernels.experts.gating import CLAMPED, SILU
+from djinnd.model.kernels.experts.gating import CLAMPED, RELU_SQUARED, SILU
 from djinnd.model.kernels.experts.matrices import Matrices
 from djinnd.model.kernels.launches import KernelUnavailable
 from djinnd.model.kernels.tile import INTERPRETED
@@ -45,7 +46,9 @@ def module_of(of: type[nn.Module], **changed: object) -> nn.Module:
     names = {"num_local_experts": EXPERTS, "num_experts": EXPERTS, "n_routed_experts": EXPERTS}
     widths = {"hidden_size": HIDDEN, "intermediate_size": WIDTH, "moe_intermediate_size": WIDTH}
     config = AutoConfig.for_model("gpt_oss" if of is GptOssExperts else "mixtral", **names | widths | changed)
-    config.moe_latent_size, config.mlp_hidden_act = None, "relu2"  # of Nemotron-H
+    others = {"moe_latent_size": None, "mlp_hidden_act": "relu2", "zero_expert_num": 0, "expert_ffn_hidden_size": WIDTH}
+    for name, value in (others | changed).items():  # fields of Nemotron-H and LongCat-Flash
+        setattr(config, name, value)
     config._experts_implementation = "grouped_mm"
     module = of(config)
     for parameter in module.parameters():
@@ -67,7 +70,10 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize(("of", "kind"), [(MixtralExperts, SILU), (GptOssExperts, CLAMPED)])
+@pytest.mark.parametrize(
+    ("of", "kind"),
+    [(MixtralExperts, SILU), (GptOssExperts, CLAMPED), (NemotronHExperts, RELU_SQUARED), (LongcatFlashExperts, SILU)],
+)
 def test_the_forward_is_the_familys(of: type[nn.Module], kind: object, rows: int) -> None:
     module, (x, picked, weights) = module_of(of), call(rows)
     wanted = module(x, picked, weights)
@@ -91,7 +97,8 @@ class Normed(MixtralExperts):
     [
         module_of(MixtralExperts, hidden_act="relu"),
         module_of(Normed),
-        module_of(NemotronHExperts),  # without a gate
+        module_of(NemotronHExperts, mlp_hidden_act="silu"),  # an activation without a gate, but not its own
+        module_of(LongcatFlashExperts, zero_expert_num=2),
         nn.Linear(4, 4),
     ],
     ids=lambda module: type(module).__name__,
@@ -115,7 +122,7 @@ def test_the_family_computes_where_a_kernel_is_not_available(monkeypatch: pytest
 
     assert fused is not None
     monkeypatch.setattr(fast, "experts_forward", unavailable)
-    fused.bind(dict.fromkeys(fast.STACKS, fused._plain(0)), fetch)
+    fused.bind(dict.fromkeys(fused.kind.stacks, fused._plain(0)), fetch)
     assert torch.equal(module(x, picked, weights), wanted) and len(fetched) == 1
 
 

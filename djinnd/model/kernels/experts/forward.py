@@ -92,13 +92,18 @@ def experts_forward(
     """→ [rows, hidden], in x's dtype.
 
     x: [rows, hidden]. picked: int [rows, picks]; a pick outside of the experts counts nothing. weights: [rows, picks],
-    x's dtype or float32. first: [experts, 2 * width, hidden]. second: [experts, hidden, width].
+    x's dtype or float32. first: [experts, 2 * width, hidden]; [experts, width, hidden] if there is no gate. second:
+    [experts, hidden, width].
     real: int32 [1] on the device, the rows before the padding; rows of padding become 0. None: there is no padding.
     tiles: derived from the shapes; benchmarks set them.
     """
     rows, picks = picked.shape
     pairs, width = rows * picks, second.cols
-    assert first.rows == 2 * width and first.cols == second.rows == x.shape[1] and first.experts == second.experts
+    assert (
+        first.rows == width * (2 if activation.is_gated else 1)
+        and first.cols == second.rows == x.shape[1]
+        and first.experts == second.experts
+    )
     assert x.shape[0] == weights.shape[0] == rows and weights.shape[1] == picks
     x, picked, weights = x.contiguous(), picked.contiguous(), weights.contiguous()
     if tiles is None:

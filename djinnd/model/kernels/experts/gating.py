@@ -2,6 +2,7 @@
 
     silu, gelu_tanh     activation(gate), rounded, times up
     clamped             clamped gate * sigmoid(alpha * gate) * (clamped up + 1), as gpt-oss has it
+    relu_squared        the square of positive numbers, without a gate, as Nemotron-H has it
 
 `reference` is the same in PyTorch, for trials of a family's own function.
 """
@@ -18,7 +19,8 @@ from torch import Tensor
 from djinnd.model.kernels.coded.numbers import rounded
 from djinnd.model.kernels.gate import TWICE_SQRT_2_OVER_PI
 
-NONE, SILU, GELU_TANH, CLAMPED = (tl.constexpr(number) for number in range(4))
+# The first two have no gate.
+NONE, RELU_SQUARED, SILU, GELU_TANH, CLAMPED = (tl.constexpr(number) for number in range(5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class Activation:
     is_interleaved: bool = False
     alpha: float = 1.0
     limit: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        return self.kind > RELU_SQUARED.value
 
 
 @triton.jit
@@ -51,7 +57,9 @@ def activated(gate, up, alpha, limit, KIND: tl.constexpr, PLAINLY: tl.constexpr)
 
 
 def reference(activation: Activation, both: Tensor) -> Tensor:
-    """both [..., 2 * width] → [..., width]: the result of the first product, activated."""
+    """The result of the first product, [..., 2 * width] or without a gate [..., width] → [..., width], activated."""
+    if activation.kind == RELU_SQUARED.value:
+        return torch.relu(both).square()
     if activation.is_interleaved:
         gate, up = both[..., ::2], both[..., 1::2]
     else:

@@ -17,7 +17,7 @@ from djinnd.model.kernels.coded.kinds import PLAIN
 from djinnd.model.kernels.coded.loads import load_part, load_x
 from djinnd.model.kernels.coded.numbers import rounded
 from djinnd.model.kernels.coded.tiles import load_weights
-from djinnd.model.kernels.experts.gating import NONE, activated
+from djinnd.model.kernels.experts.gating import NONE, RELU_SQUARED, activated
 from djinnd.model.kernels.experts.grouping import load_picks, real_pairs
 from djinnd.model.kernels.tile import dot
 
@@ -26,7 +26,7 @@ from djinnd.model.kernels.tile import dot
 def weight_rows(first, rows, ACTIVATION: tl.constexpr, TURNS: tl.constexpr, ROWS: tl.constexpr):
     """The rows of W in a tile, int32 [ROWS]. Rows past the end are the last row again."""
     row = tl.minimum(first + tl.arange(0, ROWS), rows - 1)
-    if ACTIVATION == NONE or TURNS:
+    if ACTIVATION <= RELU_SQUARED or TURNS:
         return row
     else:
         return row // 2 + row % 2 * (rows // 2)
@@ -67,7 +67,10 @@ def store_result(
 ):  # fmt: skip
     """y: float32 [pairs, ROWS]; bias: the same shape, or 0. Adds the bias, activates, and stores."""
     y = rounded(y + bias, out.dtype.element_ty, PLAINLY)
-    if ACTIVATION == NONE:
+    if ACTIVATION <= RELU_SQUARED:  # no gate
+        if ACTIVATION != NONE:
+            positive = tl.maximum(y.to(tl.float32), 0.0)
+            y = rounded(positive * positive, out.dtype.element_ty, PLAINLY)
         at = first + tl.arange(0, ROWS)
         width = rows
     else:

@@ -19,6 +19,7 @@ from djinnd.model.family.skeleton import Skeleton, build
 from djinnd.model.step.inputs import StepInputs
 from djinnd.weights.plan import BlockPlace
 from djinnd.weights.store import Routing
+from tests.families.configurations import reduced
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
 from tests.support.expert_fetches import FetchCounter
@@ -89,6 +90,13 @@ def test_experts_that_are_all_picked_are_not_a_stack(family: str) -> None:
 
 def test_dense_families_have_no_stack() -> None:
     assert skeleton_of("llama-3.1").stacks == [None] * 4
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
+def test_experts_beside_a_convolution_are_a_stack(family: str) -> None:
+    """A block with a state has a convolution, whose weights have three dimensions too."""
+    stacks = Skeleton(build(reduced(family), torch.float32)).stacks
+    assert all(stack is not None and stack.routing == Routing(count=4, picked=2) for stack in stacks)
 
 
 def test_experts_that_cannot_be_unpacked_alone_are_not_a_stack() -> None:
