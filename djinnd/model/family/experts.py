@@ -76,8 +76,7 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
 
 
 def stacked_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """The module's stacked experts: its three-dimensional parameters, [experts, …, …]. Those of a convolution are no
-    experts."""
+    """The module's stacked experts: its three-dimensional parameters, [experts, …, …]. A convolution has none."""
     if isinstance(module, _ConvNd):
         return {}
     return {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
