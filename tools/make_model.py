@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file
 
 import torch
 
+from tools.checkpoints.coded import FORMS
 from tools.checkpoints.corpus import standard_library
 from tools.checkpoints.random_model import DTYPES, make_random
 from tools.checkpoints.shapes import SHAPES
@@ -45,6 +46,7 @@ def _random(options: argparse.Namespace) -> None:
         shard_bytes=int(options.shard_gb * 1e9),
         reduced=options.reduced,
         blocks=options.blocks,
+        form=options.form,
     )
 
 
@@ -69,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     random.add_argument("shape", choices=tuple(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
     _add_common(random)
     random.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the weights (default: bf16)")
+    random.add_argument("--form", choices=tuple(FORMS), help="codes of a quantised checkpoint")
     random.add_argument("--shard-gb", type=_positive, default=5.0, help="largest weight file, in GB (default: 5)")
     random.add_argument("--reduced", action="store_true", help="the same family, small enough for tests")
     random.add_argument("--blocks", type=int, help="this many blocks instead of the shape's")

@@ -9,6 +9,8 @@ from .shape import Shape, llama, reduced_llama
 _MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "max_position_embeddings": 32768}
 _QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936}
 _GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088}
+_QWEN_3_5_MOE = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "vocab_size": 248320}
+_THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -33,6 +35,21 @@ EXPERT_SHAPES: Mapping[str, Shape] = {
         reduced_llama(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
         | {"mlp_only_layers": [1], "max_window_layers": 4},
     ),
+    "qwen3.6-35b-a3b": Shape(  # the text model: three blocks with a gated delta rule, one with attention
+        llama(2048, 5632, 40, 16, 2, **_QWEN_3_5_MOE, max_position_embeddings=262144, rms_norm_eps=1e-6)
+        | {
+            "head_dim": 256,
+            "attention_bias": False,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10,
+        }
+        | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+        | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "shared_expert_intermediate_size": 512}
+        | {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "output_router_logits": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}},
+        reduced_llama(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+        | {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 32, "layer_types": _THREE_TO_ONE},
+    ),
     "gpt-oss-20b": Shape(  # as in the BF16 checkpoints: the original's experts are mxfp4
         llama(2880, 2880, 24, 64, 8, **_GPT_OSS, max_position_embeddings=131072, rope_theta=150000.0)
         | {"head_dim": 64, "attention_bias": True, "sliding_window": 128, "rope_scaling": _YARN, "swiglu_limit": 7.0}
@@ -41,5 +58,13 @@ EXPERT_SHAPES: Mapping[str, Shape] = {
         reduced_llama(intermediate_size=48, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
         | {"rope_scaling": _YARN | {"original_max_position_embeddings": 64}},
+    ),
+    "gpt-oss-120b": Shape(
+        llama(2880, 2880, 36, 64, 8, **_GPT_OSS, max_position_embeddings=131072, rope_theta=150000.0)
+        | {"head_dim": 64, "attention_bias": True, "sliding_window": 128, "rope_scaling": _YARN, "swiglu_limit": 7.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 18, "output_router_logits": False}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4},
+        reduced_llama(intermediate_size=48, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .coded import TOLD, in_form
 from .corpus import sample
 from .files import write_config, write_json, write_weights
 from .layout import StoredTensor, shards, stored_tensors
@@ -33,12 +34,17 @@ def make_random(
     shard_bytes: int = 5_000_000_000,
     reduced: bool = False,
     blocks: int | None = None,
+    form: str | None = None,
 ) -> None:
     """Write the checkpoint folder `out`, config.json last. Host memory holds at most two shards.
 
-    ValueError: no such shape. FileExistsError: `out` has something in it. OSError: the disk has too little room.
+    form: of the weights, one of coded.FORMS; None: plain ones of `dtype`.
+    ValueError: no such shape, or it has no weights of this form. FileExistsError: `out` has something in it. OSError:
+    the disk has too little room.
     """
     config, tensors, weights = described(name, dtype, seed=seed, device=device, reduced=reduced, blocks=blocks)
+    if form is not None:
+        config, tensors = config | {"quantization_config": TOLD[form]}, in_form(form, tensors)
     prepare_folder(out, sum(tensor.nbytes for tensor in tensors))
     _write_weights(out, shards(tensors, shard_bytes), weights)
     positions = config.get("max_position_embeddings") or config["n_positions"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .coded import coded_values
 from .layout import StoredTensor
 from .shape import Config
 from .tokenizer import END_OF_TEXT_ID
@@ -50,6 +51,8 @@ class RandomWeights:
         if tensor.name.endswith(".rotary_emb.inv_freq"):
             return (ROPE_BASE ** -(torch.arange(tensor.size[0]) / tensor.size[0])).to(self.device, tensor.dtype)
         generator = torch.Generator(self.device).manual_seed(self._seed_of(tensor.name))
+        if (coded := coded_values(tensor, self.gain, generator)) is not None:
+            return coded
         values = torch.empty(tensor.size, dtype=tensor.dtype, device=self.device)
         values.normal_(*self._mean_and_deviation(tensor), generator=generator)
         if self._gives_logits(tensor):

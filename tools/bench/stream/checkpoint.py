@@ -44,6 +44,7 @@ def make(shape: Shape, folder: Path, device: str) -> None:
         return
     options = [f"--dtype={shape.dtype}", f"--device={device.split(':')[0]}"]
     options += ["--reduced"] * shape.reduced + [f"--blocks={shape.blocks}"] * bool(shape.blocks)
+    options += [f"--form={shape.form}"] * bool(shape.form)
     command = [sys.executable, str(MAKE_MODEL), "random", shape.shape, str(folder), *options]
     made = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if made.returncode:

@@ -51,6 +51,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     reduced: bool = False
     blocks: Annotated[int, Meta(ge=0)] = 0  # 0: the shape's
+    form: Literal["", "fp8", "mxfp4"] = ""  # codes of a quantised checkpoint, instead of dtype
 
 
 class Experiment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
