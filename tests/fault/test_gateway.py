@@ -245,7 +245,7 @@ def test_malformed_bodies(gateway):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_many_malformed_bodies(gateway):
-    _send_malformed(gateway, 10_000)
+    _send_malformed(gateway, 2_500)
 
 
 def _send_malformed(gateway: Gateway, count: int) -> None:

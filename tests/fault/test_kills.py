@@ -24,7 +24,7 @@ from djinn_client import AsyncSession, ConnectionLost, EngineLost, SessionBusy
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.lives import Lives
 
-KILLS = int(os.environ.get("DJINND_TEST_KILLS", "30"))  # in the long run
+KILLS = int(os.environ.get("DJINND_TEST_KILLS", "12"))  # in the long run
 SEED = int(os.environ.get("DJINND_TEST_SEED", str(random.SystemRandom().randrange(1 << 32))))
 FLEETS = 2  # daemons side by side: one dies while the other starts
 ENGINES = 3  # most engines killed in one daemon's life: the delay before the next one would grow

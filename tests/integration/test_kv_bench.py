@@ -24,8 +24,9 @@ def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_paging_between_all_tiers(tmp_path: Path) -> None:
-    small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=32")
+    small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=16")
     shown, found = bench("paging.kv", tmp_path / "kv.json", *small, f"--folder={tmp_path}")
     assert "token of one on the host (copied)" in shown and "token of one computed anew (computed)" in shown
     assert found["tokens"] == 512 and found["session_bytes"] == 2 * found["page_bytes"]
@@ -41,6 +42,7 @@ def test_paging_between_all_tiers(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_more_sessions_than_fit_and_the_same_with_room(tmp_path: Path) -> None:
     work = ("--sessions=6", "--context=300", "--new=4", "--turns=1")
     sizes = ("--memory=512MiB", "--room=512MiB", "--kv=7MiB", "--host-kv=32MiB", "--disk-kv=32MiB")
@@ -56,6 +58,7 @@ def test_more_sessions_than_fit_and_the_same_with_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_agents_that_wait_for_their_tools(tmp_path: Path) -> None:
     work = ("--crowd=4x300", "--loops=1", "--arrivals=2", "--context=300", "--answer=3", "--ways=none,expected")
     sizes = ("--memory=512MiB", "--kv=4MiB", "--host-kv=32MiB", "--disk-kv=0")
@@ -72,6 +75,7 @@ def test_agents_that_wait_for_their_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_continuing_a_session_beside_its_peers(tmp_path: Path) -> None:
     shown, found = bench("paging.resume", tmp_path / "found.json", "--memory=512MiB", "--tokens=256", "--rounds=1")
     assert "recompute" in shown and "expected" in shown

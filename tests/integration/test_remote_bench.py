@@ -15,10 +15,11 @@ from tools.bench.harness.report import Report
 from tools.two_machines import NamespacesRefused, expect_allowed
 
 LINK = "1gbit,20ms"
-SIZES = ("--rounds=1", "--tokens=64", "--vocabulary=3000", f"--link={LINK}")
+SIZES = ("--rounds=1", "--tokens=32", "--vocabulary=2000", f"--link={LINK}")
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)
 def test_a_local_client_loopback_and_a_shaped_link(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.bench.serving.remote_links", "--device=cpu", *SIZES]
     command.append(f"--json={tmp_path / 'found.json'}")
@@ -33,5 +34,5 @@ def test_a_local_client_loopback_and_a_shaped_link(tmp_path: Path) -> None:
         assert ways[LINK]["logits_bytes"] < ways[LINK]["wire_bytes"] < 2 * ways[LINK]["logits_bytes"]
         assert ways[LINK]["call_s"] >= 0.02
     for figures in ways.values():
-        assert figures["capture_bytes"] == 64 * 2048 * 16 * 4
+        assert figures["capture_bytes"] == 32 * 2048 * 16 * 4
         assert figures["tokens_per_s"] > 0 < figures["share_s"]

@@ -609,4 +609,4 @@ class TestPaging(PagingMachine.TestCase):
 
 @pytest.mark.long
 class TestPagingAtLength(PagingMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=40)
+    settings = settings(max_examples=100, stateful_step_count=40)

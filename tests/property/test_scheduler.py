@@ -795,7 +795,7 @@ class TestScheduler(SchedulerMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerAtLength(SchedulerMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=50)
+    settings = settings(max_examples=100, stateful_step_count=50)
 
 
 class StatesMachine(SchedulerMachine):
@@ -808,4 +808,4 @@ class TestSchedulerOfHybrids(StatesMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerOfHybridsAtLength(StatesMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=50)
+    settings = settings(max_examples=100, stateful_step_count=50)

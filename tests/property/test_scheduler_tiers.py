@@ -392,7 +392,7 @@ class TestSchedulerWithTiers(TiersMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerWithTiersAtLength(TiersMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=50)
+    settings = settings(max_examples=50, stateful_step_count=50)
 
 
 class TiersOfHybridsMachine(TiersMachine):
@@ -405,4 +405,4 @@ class TestTiersOfHybrids(TiersOfHybridsMachine.TestCase):
 
 @pytest.mark.long
 class TestTiersOfHybridsAtLength(TiersOfHybridsMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=50)
+    settings = settings(max_examples=50, stateful_step_count=50)

@@ -297,4 +297,4 @@ class TestTier(TierMachine.TestCase):
 
 @pytest.mark.long
 class TestTierAtLength(TierMachine.TestCase):
-    settings = settings(max_examples=200, stateful_step_count=40)
+    settings = settings(max_examples=100, stateful_step_count=40)

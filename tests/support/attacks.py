@@ -26,7 +26,7 @@ from djinn_client.protocol.requests import AddEdit, Generate
 Attack = Callable[[str, Path], None]
 MODEL = "djinn-tiny"
 TINY = Path(djinn.__file__).parent.parent / "djinnd" / "models" / MODEL
-SECONDS = 3.0  # duration of an attack that has no end of its own
+SECONDS = 1.0  # duration of an attack that has no end of its own
 WORDS = "def fibonacci(n): return n if n < 2 else x\n"
 
 
