@@ -25,7 +25,7 @@ from tests.support.forked import REAL, Forked
 from tests.support.warm_forks import ROOT, WarmForks
 
 SHM = Path("/dev/shm")
-PATIENCE = 60.0  # seconds until a hanging test is ended; no test waits for it
+PATIENCE = 180.0  # seconds until a hanging test is ended; no test waits for it
 A_MOMENT = 1.0  # seconds for an engine without a server to exit
 THREADS = "1"  # of torch, in daemon and tests: more threads would wait for each other on few shared cores
 

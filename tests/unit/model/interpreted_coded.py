@@ -46,7 +46,7 @@ def test_matrices_are_decoded_to_the_bit(coding: Coding) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("coding", "dtype"), [*((each, torch.float32) for each in CODINGS), (QUICK[0], torch.float16)], ids=str
+    ("coding", "dtype"), [*((each, torch.float32) for each in QUICK), (QUICK[0], torch.float16)], ids=str
 )
 def test_other_shapes_and_dtypes_are_decoded_to_the_bit(coding: Coding, dtype: torch.dtype) -> None:
     for rows, cols in SHAPES:
@@ -54,7 +54,7 @@ def test_other_shapes_and_dtypes_are_decoded_to_the_bit(coding: Coding, dtype: t
             check_decode(coding, random_parts(coding, rows, cols), torch.zeros(1, rows, cols, dtype=dtype))
 
 
-@pytest.mark.parametrize("coding", long_except(QUICK[:2], QUICK), ids=str)
+@pytest.mark.parametrize("coding", long_except(QUICK[:2], QUICK[:-2]), ids=str)
 def test_the_result_may_be_transposed(coding: Coding) -> None:
     check_transposed(coding, 70, shape_of(coding)[1])
 

@@ -35,6 +35,9 @@ assert INTERPRETED
 # exp of a large number is infinite on the GPU, and its inverse 0, which is intended; numpy warns.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 EXPERTS, PICKS, HIDDEN, WIDTH = 4, 2, 32, 16
+KINDS = [
+    *((MixtralExperts, SILU), (GptOssExperts, CLAMPED), (NemotronHExperts, RELU_SQUARED), (LongcatFlashExperts, SILU)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +72,13 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
-    ("of", "kind"),
-    [(MixtralExperts, SILU), (GptOssExperts, CLAMPED), (NemotronHExperts, RELU_SQUARED), (LongcatFlashExperts, SILU)],
+    ("of", "kind", "rows"),
+    [
+        *((of, kind, 5) for of, kind in KINDS),
+        *((of, kind, 1) for of, kind in KINDS[:2]),
+        *(pytest.param(of, kind, 1, marks=pytest.mark.long) for of, kind in KINDS[2:]),
+    ],
 )
 def test_the_forward_is_the_familys(of: type[nn.Module], kind: object, rows: int) -> None:
     module, (x, picked, weights) = module_of(of), call(rows)

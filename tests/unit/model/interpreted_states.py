@@ -132,9 +132,7 @@ def test_an_unknown_variant_stays_with_the_family(monkeypatch: pytest.MonkeyPatc
     assert names[rule.function] is another_rule
 
 
-@pytest.mark.parametrize(
-    "family", long_except(("qwen3_5_text",), ("qwen3_5_text", "olmo_hybrid", "nemotron_h", "bamba"))
-)
+@pytest.mark.parametrize("family", long_except(("qwen3_5_text",), ("qwen3_5_text", "nemotron_h")))
 def test_several_tokens_go_through_chunks(family: str) -> None:
     blocks, (told, *_) = learnt(family)
     names = dict(names_of(blocks[told.block].get_submodule(told.path)))
@@ -171,7 +169,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stateful]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES[:3])
+@pytest.mark.parametrize("family", FAMILIES[1:3])  # the next test has the first one
 def test_sessions_have_the_tokens_and_logits_of_transformers(
     family: str, in_place: list[Stateful], tmp_path: Path
 ) -> None:

@@ -46,7 +46,7 @@ def products(rows: int, first: Matrices, second: Matrices, activation: Activatio
     return [each for each in found if each.metadata.name in ("vector_kernel", "grouped_kernel")]
 
 
-@pytest.mark.parametrize("rows", [1, 16, 256, 2048])
+@pytest.mark.parametrize("rows", [1, 16, pytest.param(256, marks=pytest.mark.long), 2048])
 def test_plain_products_load_and_multiply_as_wide_as_the_hardware_can(rows: int, target: GPUTarget) -> None:
     stacks = [torch.empty(EXPERTS, *shape).bfloat16() for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))]
     pair = products(rows, plain_matrices(stacks[0]), plain_matrices(stacks[1]), SILU_HALVES, target)
