@@ -23,6 +23,7 @@ assert INTERPRETED
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 EXPERTS = 6
 SHAPE = (EXPERTS, 24, 8)  # experts, hidden, width
+TALL = ExpertTiles(1, 32, 32, 1, 1)  # of single rows: fewer programs, which take long here
 
 
 @pytest.fixture(autouse=True)
@@ -97,14 +98,15 @@ def test_all_tiles(rows: int, dtype: torch.dtype) -> None:
 )
 def test_coded_experts(coding: Coding, rows: int) -> None:
     cols = next(cols for cols in (32, 64, 256) if coding.fits(2 * cols, cols))
-    tall = ExpertTiles(1, 32, 32, 1, 1)  # fewer programs, which take long here
-    check_coded(rows, (EXPERTS, cols, cols), coding, torch.bfloat16, (tall, tall) if rows == 1 else None)
+    check_coded(rows, (EXPERTS, cols, cols), coding, torch.bfloat16, (TALL, TALL) if rows == 1 else None)
 
 
 def call(experts: int = EXPERTS, rows: int = 5) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """x, picks and weights, and the other arguments."""
     first, second = torch.randn(experts, 16, 24).bfloat16() / 5, torch.randn(experts, 24, 8).bfloat16() / 3
     stacks = {"first": plain_matrices(first), "second": plain_matrices(second), "activation": SILU_HALVES}
+    if pairs_of_tile(rows, 3, experts) == 1:
+        stacks["tiles"] = (TALL, TALL)
     return random_call(rows, experts, 24, torch.bfloat16), stacks
 
 
