@@ -64,7 +64,7 @@ EXPERT_SHAPES: Mapping[str, Shape] = {
         | {"head_dim": 64, "attention_bias": True, "sliding_window": 128, "rope_scaling": _YARN, "swiglu_limit": 7.0}
         | {"layer_types": ["sliding_attention", "full_attention"] * 18, "output_router_logits": False}
         | {"num_local_experts": 128, "num_experts_per_tok": 4},
-        reduced_llama(intermediate_size=48, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
+        reduced_llama(intermediate_size=64, head_dim=32, num_local_experts=4, num_experts_per_tok=2)
         | {"layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
 }

@@ -27,7 +27,7 @@ ROPE_BASE = 10000.0
 
 _HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 _EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "word_embeddings.weight")
-_NORMS_AROUND_0 = ("gemma2", "gemma3_text")  # they multiply by 1 + weight
+_NORMS_AROUND_0 = ("gemma2", "gemma3_text", "qwen3_5_moe_text")  # they multiply by 1 + weight, but gated norms do not
 _NORMS_BEHIND_MATRICES = ("gemma2", "gemma3_text", "olmo2")
 
 
@@ -78,7 +78,8 @@ class RandomWeights:
         factor = 1.0
         if family in _NORMS_BEHIND_MATRICES:
             factor = self.gain if norm.startswith("post_") else self.gain**0.5 if norm in ("q_norm", "k_norm") else 1.0
-        return factor - (1.0 if family in _NORMS_AROUND_0 else 0.0)
+        is_around_0 = family in _NORMS_AROUND_0 and ".linear_attn." not in name
+        return factor - (1.0 if is_around_0 else 0.0)
 
     def _lies_transposed(self, tensor: StoredTensor) -> bool:
         """[inputs, outputs] as in GPT-2's blocks and gpt-oss's experts; all others are [outputs, inputs]."""

@@ -4,7 +4,8 @@ A family that ignores the attention interface, or that keeps state outside of it
 error. Three things must hold with the weights that will be served:
 
     djinnd's attention ran exactly once in each block;
-    a prompt in one pass gives the same logits as the prompt in chunks and single steps;
+    a prompt in one pass gives the same logits as the prompt in chunks and single steps, with the same experts
+    (routing.py), and their own routers would have picked mostly the same;
     far positions are computed as transformers computes them (far_positions.py).
 
 Chunks and steps use the bound on KV length that captured graphs use: the longest context.
@@ -23,9 +24,18 @@ from torch import Tensor
 from djinn_client.errors import ModelRejected
 from djinn_client.protocol.fields.kv_layout import FP8
 from djinnd.model.check.far_positions import check_far_positions
+from djinnd.model.check.routing import PinnedRouting
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
-from djinnd.model.tuning import CHUNKS, FEW_SINGLES, FP8_TOLERANCE, LOGITS_TOLERANCE, SINGLES, TOLERANCE_DEPTH
+from djinnd.model.tuning import (
+    CHUNKS,
+    FEW_SINGLES,
+    FP8_TOLERANCE,
+    LOGITS_TOLERANCE,
+    SAME_PICKS,
+    SINGLES,
+    TOLERANCE_DEPTH,
+)
 from djinnd.model.whitebox.editing import warm_up
 
 
@@ -48,8 +58,11 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
     for paged in model.paged:
         paged.calls = 0
 
+    routing = PinnedRouting(model)
+
     def run(start: int, count: int) -> Tensor:
-        return _run(model, tokens[start : start + count], start, pages, max_context if start else count)
+        with routing:
+            return _run(model, tokens[start : start + count], start, pages, max_context if start else count)
 
     try:
         whole = run(0, count)
@@ -68,11 +81,13 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
     yield
     start = 0
     for chunk in CHUNKS:
+        routing.begin(start)
         run(start, chunk)
         start += chunk
         yield
     steps = []
     for position in range(start, count):
+        routing.begin(position)
         steps.append(run(position, 1))
         yield
     singles = torch.cat(steps)
@@ -88,6 +103,13 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
             f"{error:.2g} of their norm; {allowed:.2g} is allowed",
             family=family,
             error=error,
+        )
+    if not (agreement := routing.agreement()) > SAME_PICKS:
+        raise ModelRejected(
+            f"{family} fails the check at load: of the experts that its routers pick in single steps, {agreement:.0%} "
+            f"are those of one pass; {SAME_PICKS:.0%} are needed",
+            family=family,
+            agreement=agreement,
         )
     yield
     check_far_positions(model, max_context)

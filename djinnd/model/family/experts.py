@@ -59,7 +59,7 @@ def find_stack(block: nn.Module, width: int) -> Stack | None:
         return None  # an expert must be a whole number of packing groups, to be unpacked alone
 
     def called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Called(_picked(args, kwargs))
+        raise _Called(find_picked(args, kwargs))
 
     with experts.register_forward_pre_hook(called, with_kwargs=True):
         try:
@@ -82,7 +82,7 @@ def stacked_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in module._parameters.items() if p is not None and p.dim() == 3}
 
 
-def _picked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def find_picked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The experts that each row picks, int64 [rows, picked]: the only integer tensor among the arguments."""
     integers = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and not a.is_floating_point()]
     if len(integers) != 1 or integers[0].dim() != 2:
@@ -147,7 +147,7 @@ class Experts:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        picked = _picked(args, kwargs)
+        picked = find_picked(args, kwargs)
         wanted = self.fetch_for_step(picked)
         args = tuple(wanted if argument is picked else argument for argument in args)
         return args, {name: wanted if argument is picked else argument for name, argument in kwargs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from djinnd.device.cpu import CpuDevice
+from djinnd.weights.forms.codings import Float4
 from tests.support.daemon import clean_environ, warm_python
+from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import FAMILIES, REPOSITORY, reduced_model, tiny_model
 from tests.support.parameters import FEW_FAMILIES
 from tools.checkpoints.corpus import Corpus, standard_library
@@ -51,6 +55,8 @@ PARAMETERS = {
     "falcon-40b": 41_303_293_952,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "qwen3.6-35b-a3b": 34_660_610_688,
 }
 
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attention.bias")
@@ -75,6 +81,35 @@ def test_full_shapes_have_the_published_number_of_parameters(name: str) -> None:
     tensors = stored_tensors(shape_of(name), config, torch.bfloat16)
     sizes = [torch.Size(t.size).numel() for t in tensors if not t.name.endswith(LEFTOVERS)]
     assert sum(sizes) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "coded"),
+    [
+        ("qwen3.6-35b-a3b", "fp8", "model.layers.3.self_attn.k_proj.weight"),
+        ("llama-2-7b", "fp8", "model.layers.0.mlp.up_proj.weight"),
+        ("gpt-oss-120b", "mxfp4", "model.layers.1.mlp.experts.gate_up_proj_blocks"),
+    ],
+)
+def test_a_form_is_read_and_its_weights_have_the_deviation_of_plain_ones(
+    name: str, form: str, coded: str, tmp_path: Path
+) -> None:
+    make_random(name, tmp_path / "m", reduced=True, form=form)
+    with closing(CpuDevice(MEMORY)) as device:
+        load_weights(tmp_path / "m", device, "bfloat16").release(device)
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    if form == "fp8":
+        codes, scales = stored[coded], stored[f"{coded}_scale_inv"]
+        weights = codes.float() * scales.repeat_interleave(128, 0)[: len(codes), :1]
+    else:
+        codes, scales = stored[coded].flatten(2)[0], stored[coded.replace("_blocks", "_scales")][0]
+        weights = Float4().decoded([codes, scales], 2 * codes.shape[1])
+    assert 0.7 < weights.std() * weights.shape[1] ** 0.5 / shape_of(name).reduced_gain < 1.4
+
+
+def test_a_form_that_no_weight_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no weights of this shape have the form mxfp4"):
+        make_random("llama-2-7b", tmp_path / "m", reduced=True, form="mxfp4")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -139,6 +139,40 @@ class Stumbling(nn.Module):
 
 def test_an_exception_of_a_forward_is_reported_with_the_family(device: CpuDevice) -> None:
     model = model_of(device, "mixtral")
-    model.adapter.blocks[3].mlp = Stumbling()
+    model.adapter.blocks[3].input_layernorm = Stumbling()
     with pytest.raises(ModelRejected, match=r"mixtral fails the check at load: IndexError\('an expert too many'\)"):
         check_all(model, CONTEXT)
+
+
+def waver(model: PagedModel, changed: int, every: int) -> None:
+    """Lets routers pick other experts in single steps, in place of the last `changed` of 2, at each `every`-th call."""
+    calls = 0
+
+    def other(module: nn.Module, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal calls
+        calls += len(out[0]) == 1
+        if len(out[0]) > 1 or calls % every:
+            return out
+        *results, picked = out
+        unused = [expert for expert in range(4) if expert not in picked[0].tolist()]
+        picked = picked.clone()
+        picked[0, 2 - changed :] = torch.tensor(unused[:changed])
+        return (*results, picked)
+
+    for block in model.adapter.blocks:
+        block.mlp.gate.register_forward_hook(other)
+
+
+def test_near_ties_of_routers_do_not_matter(device: CpuDevice) -> None:
+    model = model_of(device, "mixtral")
+    waver(model, changed=1, every=2)
+    check_all(model, CONTEXT)
+    assert not any(module._forward_pre_hooks for block in model.adapter.blocks for module in block.modules())
+
+
+def test_routers_that_pick_mostly_other_experts_are_detected(device: CpuDevice) -> None:
+    model = model_of(device, "mixtral")
+    waver(model, changed=2, every=1)
+    with pytest.raises(ModelRejected, match="of the experts that its routers pick in single steps, 15% are") as told:
+        check_all(model, CONTEXT)
+    assert 0.1 < told.value.data["agreement"] < 0.2
