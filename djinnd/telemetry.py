@@ -42,7 +42,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         event, values = split(record)
         words = [_moment(record), record.levelname, record.name.removeprefix("djinnd."), event]
-        words += [f"{name}={_word(spec % value)}" for name, spec, value in values]
+        words += [f"{name}={_word(spec % (value,))}" for name, spec, value in values]
         words += [f"{name}={_word(value)}" for name, value in _error(record)]
         return " ".join(words)
 

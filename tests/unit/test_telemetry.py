@@ -34,6 +34,10 @@ def test_values_with_spaces_or_newlines_are_quoted_on_one_line(value):
     assert json.loads(line.split("reason=", 1)[1]) == value
 
 
+def test_a_tuple_is_one_value():
+    assert TextFormatter().format(record("event pair=%s", (1, 2))).endswith('event pair="(1, 2)"')
+
+
 def test_json_keeps_the_types_of_values():
     line = json.loads(JsonFormatter().format(record("engine_ready pid=%d device=%s", 7, "cpu")))
     assert line["event"] == "engine_ready"

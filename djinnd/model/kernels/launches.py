@@ -95,7 +95,7 @@ class Launches:
             raise KernelUnavailable(variant, "it is not compiled yet")
         if variant in self._refused:
             raise KernelUnavailable(variant, self._refused[variant])
-        log.info("kernel_not_listed kernel=%s", variant)
+        log.info("kernel_not_listed kernel=%s", str(variant))
         self.compile([variant], self._told)
         if variant in self._refused:
             raise KernelUnavailable(variant, self._refused[variant])

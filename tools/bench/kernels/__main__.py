@@ -1,6 +1,6 @@
 """How near the kernels come to the device's limits: decode to its memory's rate, prefill to contiguous attention.
 
-    python -m tools.bench.kernels [--sweep] [--only KERNEL]… [--json FILE] [--record]
+    python -m tools.bench.kernels [--sweep] [--only KERNEL]… [--coding NAME]… [--json FILE] [--record]
 
 Other benches use the client. This one times kernels, so it imports djinnd.model.kernels and the kernels' arguments, and
 nothing else of djinnd. It needs CUDA. A measurement is one captured graph that goes through all blocks of a page-major
@@ -15,8 +15,6 @@ from dataclasses import asdict
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
@@ -43,14 +41,13 @@ KERNELS = (
 )
 
 
-def show(console: Console, results: list[Measured]) -> None:
-    table = Table("kernel", "case", "variant", box=None, pad_edge=False)
-    for title in ("µs", "rate", "share"):
-        table.add_column(title, justify="right")
-    for r in results:
-        share = "" if r.share is None else f"{r.share:.0%}"
-        table.add_row(r.kernel, r.case, r.variant, f"{r.microseconds:.1f}", f"{r.rate:,.0f} {r.unit}", share)
-    console.print(table)
+def show(found: Measured) -> None:
+    """Prints a measurement when it is there: a sweep that is stopped early has shown what it found."""
+    share = "" if found.share is None else f"{found.share:.0%}"
+    rate = f"{found.rate:,.0f} {found.unit}"
+    click.echo(
+        f"{found.kernel:14}  {found.case:46}  {found.microseconds:9.1f} µs  {rate:>14}  {share:>5}  {found.variant}"
+    )
 
 
 def summary(ceiling: float, results: list[Measured]) -> str:
@@ -61,7 +58,8 @@ def summary(ceiling: float, results: list[Measured]) -> str:
 @command.bench("kernels", __doc__)
 @click.option("--sweep", is_flag=True, help="Also measure other tiles and splits.")
 @click.option("--only", multiple=True, type=click.Choice(KERNELS), help="This kernel; may be repeated.")
-def main(sweep: bool, only: tuple[str, ...]) -> Result:
+@click.option("--coding", "codings", multiple=True, type=click.Choice(list(coded.CODINGS)), help="May be repeated.")
+def main(sweep: bool, only: tuple[str, ...], codings: tuple[str, ...]) -> Result:
     if not torch.cuda.is_available():
         raise click.ClickException("these kernels run on CUDA, and there is no CUDA device")
     ceiling = copy_rate()
@@ -77,18 +75,18 @@ def main(sweep: bool, only: tuple[str, ...]) -> Result:
         "few_rows": lambda: block.measure_few_rows(ceiling, sweep),
         "unpack": lambda: block.measure_unpack(ceiling),
         "packed_product": lambda: block.measure_packed_product(ceiling, sweep),
-        "coded_decode": lambda: coded.measure_decode(ceiling),
-        "coded_product": lambda: coded.measure_product(ceiling, sweep),
-        "experts": lambda: experts.measure_experts(ceiling, sweep),
+        "coded_decode": lambda: coded.measure_decode(ceiling, codings),
+        "coded_product": lambda: coded.measure_product(ceiling, sweep, codings),
+        "experts": lambda: experts.measure_experts(ceiling, sweep, codings),
         "states": lambda: states.measure_states(ceiling),
     }
-    console = Console(width=120)
-    console.print(f"copy: {ceiling:,.0f} GB/s read and written")
+    click.echo(f"copy: {ceiling:,.0f} GB/s read and written")
     results: list[Measured] = []
     for kernel in only or KERNELS:
-        found = [one for one in measure[kernel]() if one is not None]
-        show(console, found)
-        results += found
+        for found in measure[kernel]():
+            if found is not None:
+                show(found)
+                results.append(found)
     parameters = {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "dtype": str(DTYPE), "sweep": sweep}
     measured = {"copy_gb_s": ceiling, "kernels": [asdict(r) for r in results]}
     return Result(parameters, measured, summary(ceiling, results))

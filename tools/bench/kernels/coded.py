@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,9 +29,10 @@ CODINGS: dict[str, Coding] = {
     "nvfp4": Float4(is_nvidia=True),
     **{coding.name: coding for coding in map(GgufBlocks, (2, 8, 12, 13, 14))},
 }
+# A wider tile has more bytes on the way from memory: 4,096 rows of 512 bytes are 16 KB for each processor of an H200.
 VECTOR_TILES = [
     ProductTiles(rows, width, run, warps, 1)
-    for rows, (width, warps), run in itertools.product((1, 2, 4), ((256, 1), (512, 1), (1024, 2)), (4, 8))
+    for rows, width, warps, run in itertools.product((1, 2), (512, 1024, 2048), (1, 2, 4), (4, 8))
 ]
 MATRIX_TILES = [
     ProductTiles(rows, width, 16, 4, stages, splits)
@@ -56,10 +57,14 @@ def _random(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
     return (codes & 0xBF).view(dtype)  # no number is infinite
 
 
-def measure_decode(ceiling: float) -> Iterator[Measured | None]:
+def chosen_codings(names: Sequence[str]) -> dict[str, Coding]:
+    return {name: coding for name, coding in CODINGS.items() if not names or name in names}
+
+
+def measure_decode(ceiling: float, codings: Sequence[str]) -> Iterator[Measured | None]:
     """Counts the bytes of codes that are read, and of weights that are written."""
     rows, cols = SHAPES[0]
-    for name, coding in CODINGS.items():
+    for name, coding in chosen_codings(codings).items():
         matrices, out = random_matrices(coding, rows, cols), torch.empty(1, rows, cols, dtype=DTYPE, device="cuda")
         tall = torch.empty(1, cols, rows, dtype=DTYPE, device="cuda").transpose(1, 2)
         case = Case("coded_decode", f"{name}, {rows} x {cols}", coding.nbytes(rows, cols) + out.nbytes, "GB/s", ceiling)
@@ -67,7 +72,7 @@ def measure_decode(ceiling: float) -> Iterator[Measured | None]:
             yield case.measure(variant, [partial(decode_on_device, coding, parts, target) for parts in matrices])
 
 
-def measure_product(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
+def measure_product(ceiling: float, sweep: bool, codings: Sequence[str]) -> Iterator[Measured | None]:
     """Counts the bytes of W that each variant reads, so compare the times. A decoded product first writes all of W."""
     for (rows, cols), tokens in itertools.product(SHAPES, (1, 4, 16)):
         x, title = torch.randn(tokens, cols, dtype=DTYPE, device="cuda"), f"{rows} x {cols}, {tokens} rows"
@@ -76,7 +81,7 @@ def measure_product(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
         weights = [torch.randn(rows, cols, dtype=DTYPE, device="cuda") for _ in range(copies)]
         yield plain.measure("cuBLAS, plain", [partial(linear, x, weight) for weight in weights])
         del weights
-        for name, coding in CODINGS.items():
+        for name, coding in chosen_codings(codings).items():
             matrices = random_matrices(coding, rows, cols)
             case = replace(plain, name=f"{name}, {title}", work=coding.nbytes(rows, cols))
             step = partial(coded_product, coding, x=x)

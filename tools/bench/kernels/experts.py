@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,16 +17,12 @@ from djinnd.model.kernels.experts.forward import ExpertTiles, experts_forward, p
 from djinnd.model.kernels.experts.gating import SILU, Activation
 from djinnd.model.kernels.experts.matrices import Matrices, coded_matrices, plain_matrices
 from djinnd.weights.forms.coding import Coding
-from djinnd.weights.forms.codings import Float4, Grouped, Scaled
+from tools.bench.kernels.coded import chosen_codings
 from tools.bench.kernels.timing import CHOSEN, COLD, DTYPE, Case, Measured, compile_all
 
 ACTIVATION = Activation(SILU.value)
 ROWS = (1, 2, 4, 8, 16, 64, 256, 2048)
-CODINGS: dict[str, Coding] = {
-    "fp8 in blocks": Scaled(torch.float8_e4m3fn, 128, 128),
-    "int4 in groups of 128": Grouped(4, 128, has_zeros=True),
-    "mxfp4": Float4(),
-}
+CODINGS = ("fp8 in blocks", "int4 in groups of 128", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ SHAPES = (Shape("Qwen3-30B-A3B", 128, 8, 2048, 768), Shape("gpt-oss-20b", 32, 4,
 def sweep_of(pairs: int, *, is_plain: bool) -> list[ExpertTiles]:
     """Tiles to try for tiles of so many pairs."""
     if pairs == 1:
-        rows, widths = (2, 4, 8), ((256, 1), (512, 1), (512, 2), (1024, 2), (1024, 4))
+        rows, widths = (1, 2, 4), itertools.product((512, 1024, 2048), (1, 2, 4))
         return [ExpertTiles(1, each, width, warps, 1) for each, (width, warps) in itertools.product(rows, widths)]
     shapes = itertools.product((64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4))
     return [
@@ -61,7 +57,7 @@ def sweep_of(pairs: int, *, is_plain: bool) -> list[ExpertTiles]:
     ]
 
 
-def measure_experts(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
+def measure_experts(ceiling: float, sweep: bool, codings: Sequence[str]) -> Iterator[Measured | None]:
     """Counts the bytes of the experts that are picked, each once, in the form in which a variant reads them. So compare
     the times of plain and coded variants."""
     for shape in SHAPES:
@@ -73,7 +69,7 @@ def measure_experts(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
         blocks = [(plain_matrices(first), plain_matrices(second)) for first, second in plain]
         yield from _measure(shape, "bf16", size * DTYPE.itemsize, blocks, ceiling, sweep, plain)
         del plain, blocks
-        for name, coding in CODINGS.items():
+        for name, coding in chosen_codings(codings or CODINGS).items():
             if not all(coding.fits(*each) for each in shape.products):
                 continue
             nbytes = sum(coding.nbytes(*each) for each in shape.products)
