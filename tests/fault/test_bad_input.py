@@ -43,7 +43,7 @@ from djinn_client.protocol import (
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
 from tests.support.checkpoints import altered
-from tests.support.daemon import Daemon, holdings
+from tests.support.daemon import Daemon, expect_held, holdings
 from tests.support.models import reduced_model
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
 from tests.support.served import Wire
@@ -64,7 +64,7 @@ def target() -> Iterator[Daemon]:
             pass  # resources of the first session, such as threads, exist from now on
         before = holdings(daemon)
         yield daemon
-        assert holdings(daemon) == before
+        expect_held(daemon, before)
         assert before["findings"] == []
 
 

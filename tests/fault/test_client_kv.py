@@ -23,7 +23,7 @@ from djinn_client.transport.shm import FUTURE_WRITE, SEALS, new_window, seal_for
 from djinn_client.transport.steps import run
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
-from tests.support.daemon import ROOT, Daemon, clean_environ, holdings, wait_for
+from tests.support.daemon import ROOT, Daemon, clean_environ, expect_held, holdings, wait_for
 from tests.support.served import Wire
 
 PROMPT = [300, 20, 101, 7, 55, 430, 12] * 40
@@ -38,7 +38,7 @@ def target() -> Iterator[Daemon]:
             client.load(MODEL)
         before = holdings(daemon)
         yield daemon
-        assert holdings(daemon) == before
+        expect_held(daemon, before)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import djinn_client as djinn
 from djinn_client.protocol import Done, Failure, Piece, Ping, Progress, Request, union_of
 from tests.conftest import MODEL, DaemonStarter
-from tests.support.daemon import Daemon, holdings
+from tests.support.daemon import Daemon, expect_held, holdings
 from tests.support.parameters import long_except
 from tests.support.served import Wire
 
@@ -69,7 +69,7 @@ def target() -> Iterator[Daemon]:
         djinn.load(MODEL, address=daemon.address)
         before = holdings(daemon)
         yield daemon
-        assert holdings(daemon) == before
+        expect_held(daemon, before)
 
 
 def final_reply(wire: Wire) -> Any:

@@ -18,7 +18,7 @@ import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.bystander import Bystander
 from tests.support.checkpoint_files import bombs, slow_to_encode, tiny_with
-from tests.support.daemon import Daemon, end_text_workers, holdings
+from tests.support.daemon import Daemon, end_text_workers, expect_held, holdings
 
 LIMITS = {"text_seconds": "500ms", "text_seconds_per_minute": "1h", "tokenizer_bytes": "2MiB"}
 
@@ -33,7 +33,7 @@ def target() -> Iterator[Daemon]:
             pass
         before = holdings(daemon)
         yield daemon
-        assert holdings(daemon) == before
+        expect_held(daemon, before)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from djinn_client.protocol import (
 from tests.conftest import MODEL
 from tests.support.bystander import PROMPT as BYSTANDER_PROMPT
 from tests.support.bystander import TOKENS, Bystander
-from tests.support.daemon import Daemon, holdings, wait_for
+from tests.support.daemon import Daemon, expect_held, holdings, wait_for
 from tests.support.served import Wire
 
 pytestmark = pytest.mark.smoke
@@ -73,7 +73,7 @@ def test_signals_of_sessions_that_hold_pages(daemon: Daemon) -> None:
             reply = wire.ask(Generate(id=60, session=session, max_tokens=TOKENS // 2, ignore_eos=True))
             assert isinstance(reply, Generated) and reply.token_ids == story[TOKENS // 2 :]
             wire.ask(CloseSession(id=61, session=session))
-    assert holdings(daemon) == before
+    expect_held(daemon, before)
 
 
 def test_meaningless_signals_are_ignored(daemon: Daemon) -> None:
@@ -93,7 +93,7 @@ def test_meaningless_signals_are_ignored(daemon: Daemon) -> None:
                 Signal(session=mine, kind="COMPUTE", expected_s=3.0),
             )
         wire.ask(CloseSession(id=11, session=mine))
-    assert holdings(daemon) == before
+    expect_held(daemon, before)
 
 
 def test_as_many_tools_as_signals(daemon: Daemon) -> None:
@@ -115,4 +115,4 @@ def test_a_client_that_signals_and_disconnects(daemon: Daemon) -> None:
                 wire.send_bytes(encode(Signal(session=mine, kind="IO_WAIT")) * AT_ONCE)
             with daemon.client() as client:
                 client.close_session(mine)
-    assert holdings(daemon) == before
+    expect_held(daemon, before)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import djinn_client as djinn
 from tests.conftest import MODEL, DaemonStarter
 from tests.support import tenant
-from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, holdings
+from tests.support.daemon import PATIENCE, ROOT, Daemon, clean_environ, expect_held, holdings
 
 PROCESSES = 20
 KILLED = 5
@@ -71,4 +71,4 @@ def test_two_hundred_sessions_survive_the_death_of_others(start_daemon: DaemonSt
             assert answers == [expected[place % len(expected)] for place in range(SESSIONS)]
             assert one.wait(PATIENCE) == 0
 
-    assert holdings(daemon) == before
+    expect_held(daemon, before)

@@ -292,6 +292,13 @@ def descriptors_of(pid: int) -> list[str]:
     return sorted(found)
 
 
+def expect_held(daemon: Daemon, before: dict[str, object]) -> None:
+    """Asserts that the daemon holds no more and no less than `before`, once its processes have ended their work."""
+    with suppress(AssertionError):
+        wait_for(lambda: holdings(daemon) == before)
+    assert holdings(daemon) == before
+
+
 def wait_for(condition: Callable[[], Any]) -> None:
     """Polls a condition that no event reports, such as another process's files and state."""
     end = time.monotonic() + PATIENCE

@@ -26,6 +26,8 @@ class Gateway:
     starts the gateway. Leaving it stops the gateway, and asserts that it exits well and has logged no error except
     `errors`."""
 
+    READY = "gateway_ready"  # the last line that the gateway logs at its start
+
     def __init__(
         self, folder: Path, daemon: str, http: Mapping[str, Any] | None = None, errors: Collection[str] = ()
     ) -> None:
@@ -56,7 +58,7 @@ class Gateway:
                 stdout=log,
                 stderr=log,
             )
-        wait_for(lambda: "gateway_ready" in self.log or self.process.poll() is not None)
+        wait_for(lambda: self.READY in self.log or self.process.poll() is not None)
         assert self.process.poll() is None, self.log
         return self
 

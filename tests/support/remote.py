@@ -20,6 +20,8 @@ from tests.support.gateway import Gateway
 class RemoteGateway(Gateway):
     """`remote` and `http` are sections of its configuration. Its certificate is of its own authority, for 127.0.0.1."""
 
+    READY = "gateway_remote_ready"
+
     def __init__(
         self,
         folder: Path,

@@ -84,7 +84,7 @@ class _Runs:
     def _check(self, wanted: Wanted, kind: str | None) -> None:
         unserved = wanted.unserved
         served = _SLIDING if wanted.window else _CHUNKED if wanted.chunk else _FULL
-        if kind is not None and kind not in served:
+        if not unserved and kind is not None and kind not in served:
             unserved = f"{kind} by a mask"  # djinnd makes no masks
         if unserved:
             self._refuse(f"the attention of {self.family} needs a feature that djinnd does not support: {unserved}")
