@@ -96,7 +96,14 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
         for width in (model.skeleton.points.width, model.vocab):
             warm_up(width, model.dtype, model.pool.device)
     error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
-    allowed = tolerance(model.dtype, model.num_blocks, model.layout.dtype)
+    _expect_equal(model, error, routing.agreement())
+    yield
+    check_far_positions(model, max_context)
+
+
+def _expect_equal(model: PagedModel, error: float, agreement: float) -> None:
+    """error: of the logits of single steps. agreement: PinnedRouting.agreement. Raises ModelRejected."""
+    family, allowed = model.skeleton.family, tolerance(model.dtype, model.num_blocks, model.layout.dtype)
     if not error < allowed:
         raise ModelRejected(
             f"{family} fails the check at load: the logits of a prompt in one pass and token by token differ by "
@@ -104,15 +111,13 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
             family=family,
             error=error,
         )
-    if not (agreement := routing.agreement()) > SAME_PICKS:
+    if not agreement > SAME_PICKS:
         raise ModelRejected(
             f"{family} fails the check at load: of the experts that its routers pick in single steps, {agreement:.0%} "
             f"are those of one pass; {SAME_PICKS:.0%} are needed",
             family=family,
             agreement=agreement,
         )
-    yield
-    check_far_positions(model, max_context)
 
 
 def _refuse_not_finite(model: PagedModel) -> None:

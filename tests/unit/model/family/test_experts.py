@@ -94,7 +94,7 @@ def test_dense_families_have_no_stack() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
 def test_experts_beside_a_convolution_are_a_stack(family: str) -> None:
-    """A block with a state has a convolution, whose weights have three dimensions too."""
+    """A block with a state has a convolution. Its weights have three dimensions, as a stack of experts has."""
     stacks = Skeleton(build(reduced(family), torch.float32)).stacks
     assert all(stack is not None and stack.routing == Routing(count=4, picked=2) for stack in stacks)
 
