@@ -29,13 +29,13 @@ def check(data: bytes) -> None:
 
 TARGET = Target(
     (
-        "djinnd.text.replies.json_text",
-        "djinnd.text.replies.json_calls",
-        "djinnd.text.replies.marked_calls",
-        "djinnd.text.replies.tagged_calls",
-        "djinnd.text.replies.python_calls",
-        "djinnd.text.replies.gemma_calls",
-        "djinnd.text.replies.harmony",
+        "djinnd.text.replies.calls.json_text",
+        "djinnd.text.replies.calls.json",
+        "djinnd.text.replies.calls.marked",
+        "djinnd.text.replies.calls.tagged",
+        "djinnd.text.replies.calls.python",
+        "djinnd.text.replies.calls.gemma",
+        "djinnd.text.replies.calls.harmony",
         "djinnd.text.replies.spans",
     ),
     seeds,

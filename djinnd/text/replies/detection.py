@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from djinnd.text.replies.calls.gemma import GemmaCalls
+from djinnd.text.replies.calls.harmony import CHANNEL, MESSAGE, HarmonyFormat
+from djinnd.text.replies.calls.marked import ListCalls, LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
+from djinnd.text.replies.calls.python import PythonCalls, ToolCode
+from djinnd.text.replies.calls.tagged import GlmCalls, InvokeCalls, QwenCoderCalls
 from djinnd.text.replies.format import CallSyntax, ReplyFormat, TextSpan
-from djinnd.text.replies.gemma_calls import GemmaCalls
-from djinnd.text.replies.harmony import CHANNEL, MESSAGE, HarmonyFormat
-from djinnd.text.replies.marked_calls import ListCalls, LlamaCalls, MistralCalls, ObjectCalls, Section, SectionCalls
-from djinnd.text.replies.python_calls import PythonCalls, ToolCode
 from djinnd.text.replies.spans import SpanFormat
-from djinnd.text.replies.tagged_calls import GlmCalls, InvokeCalls, QwenCoderCalls
-from djinnd.text.replies.template_format import TemplateFormat
-from djinnd.text.replies.template_spec import read_spec
+from djinnd.text.replies.templates.format import TemplateFormat
+from djinnd.text.replies.templates.spec import read_spec
 
 THINK = TextSpan("<think>", "</think>")
 AUTO = "auto"

@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 
 from djinnd.config.schema import ReplyFormatName
+from djinnd.text.replies.calls.harmony import HarmonyFormat
 from djinnd.text.replies.detection import NAMES, reply_format
-from djinnd.text.replies.harmony import HarmonyFormat
 from tests.support.replies import D_BEGIN, DSML
 
 

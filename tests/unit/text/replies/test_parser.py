@@ -5,10 +5,10 @@ import json
 import pytest
 
 from djinn_client.protocol.fields.chat import ToolCallDelta
+from djinnd.text.replies.calls.python import MAX_ITEMS
 from djinnd.text.replies.detection import NAMES, reply_format
 from djinnd.text.replies.events import CallEnd, Content
 from djinnd.text.replies.parser import ReplyParser
-from djinnd.text.replies.python_calls import MAX_ITEMS
 from djinnd.text.replies.source import MAX_HELD
 from tests.support.replies import BY_NAME, PARIS, SAMPLES, Call, Sample, read, says
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from djinnd.text.replies.calls.json import read_name
+from djinnd.text.replies.calls.json_text import MAX_DEPTH
 from djinnd.text.replies.format import CallSyntax
 from djinnd.text.replies.grammar import Json, Pieces, listed
-from djinnd.text.replies.json_calls import read_name
-from djinnd.text.replies.json_text import MAX_DEPTH
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import Schema, Tools, members_of

@@ -13,8 +13,8 @@ from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import CHUNK, Malformed, Reading, Source, space_before
-from djinnd.text.replies.template_spec import Delimiter, ResponseTemplate, TemplateRegion
-from djinnd.text.replies.template_values import region_value
+from djinnd.text.replies.templates.spec import Delimiter, ResponseTemplate, TemplateRegion
+from djinnd.text.replies.templates.values import region_value
 from djinnd.text.replies.tools import Schema, Tools, as_json, is_name, parameter, types
 
 _CALLS = "tool_calls"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from djinnd.text.replies.calls.json import read_name
 from djinnd.text.replies.format import CallSyntax, Marked
 from djinnd.text.replies.grammar import Either, Json, Maybe, Piece, Pieces, Until
-from djinnd.text.replies.json_calls import read_name
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, Tell, markers
 from djinnd.text.replies.tools import MAX_NAME, Schema, Tools, as_json, is_string, members_of, parameter, quoted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from djinnd.text.replies.json_text import object_text, read_string, value
+from djinnd.text.replies.calls.json_text import object_text, read_string, value
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import MAX_NAME, Tools, is_name

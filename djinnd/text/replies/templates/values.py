@@ -8,9 +8,9 @@ from typing import Any
 
 import regex
 
-from djinnd.text.replies.python_calls import read_calls
+from djinnd.text.replies.calls.python import read_calls
 from djinnd.text.replies.source import Malformed
-from djinnd.text.replies.template_spec import TemplateRegion
+from djinnd.text.replies.templates.spec import TemplateRegion
 
 Arguments = Mapping[str, Any]
 

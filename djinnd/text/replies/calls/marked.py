@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from djinnd.text.replies.calls.json import arguments, call_list, call_object, read_name
+from djinnd.text.replies.calls.python import read_python_call
 from djinnd.text.replies.format import CallSyntax, Marked
 from djinnd.text.replies.grammar import Pieces
 from djinnd.text.replies.grammar import arguments as argument_grammar
-from djinnd.text.replies.json_calls import arguments, call_list, call_object, read_name
 from djinnd.text.replies.output import ReplyEvents
-from djinnd.text.replies.python_calls import read_python_call
 from djinnd.text.replies.source import Reading, Source
 from djinnd.text.replies.tools import Schema, Tools, quoted
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from djinnd.text.replies.calls.json import arguments
 from djinnd.text.replies.format import ReplyFormat
 from djinnd.text.replies.grammar import Maybe, Pieces, Until, lark
 from djinnd.text.replies.grammar import arguments as argument_grammar
-from djinnd.text.replies.json_calls import arguments
 from djinnd.text.replies.output import ReplyEvents
 from djinnd.text.replies.source import Malformed, Reading, Source, markers
 from djinnd.text.replies.tools import Tools, is_name

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from djinnd.text.replies.calls.json_text import object_text
+from djinnd.text.replies.calls.python import whole
 from djinnd.text.replies.format import Marked
 from djinnd.text.replies.grammar import Json, Pieces, Until, listed
-from djinnd.text.replies.json_text import object_text
 from djinnd.text.replies.output import ReplyEvents
-from djinnd.text.replies.python_calls import whole
 from djinnd.text.replies.source import Malformed, Reading, Source
 from djinnd.text.replies.tools import Schema, Tools, is_name, is_string, members_of, quoted
 
