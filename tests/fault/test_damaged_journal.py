@@ -14,7 +14,7 @@ import djinn_client as djinn
 from djinn_client import SessionNotFound
 from djinnctl.doctor import daemon as doctor
 from djinnd.server.journal.file import NAME
-from djinnd.server.journal.rows import MARK
+from djinnd.server.journal.tables.rows import MARK
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.daemon import Daemon
 

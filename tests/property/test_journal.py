@@ -17,9 +17,9 @@ from djinn_client.protocol import CLASSES, Class
 from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent, now
 from djinnd.server.journal.changes import Reclassified
-from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import NAME, JournalFile
 from djinnd.server.journal.journal import Journal
+from djinnd.server.journal.tables.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.probe_lists.edit_list import EditList
 from tests.support.journalled import Session
 

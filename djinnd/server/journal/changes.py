@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import msgspec
 
 from djinn_client.protocol import Class
-from djinnd.server.journal.adapters import AdapterChosen
-from djinnd.server.journal.breakpoints import BreakpointChange
-from djinnd.server.journal.conversations import ConversationKept
-from djinnd.server.journal.edits import EditChange
-from djinnd.server.journal.prefixes import Published, Withdrawn
-from djinnd.server.journal.records import Recorded, Unrecorded
+from djinnd.server.journal.tables.adapters import AdapterChosen
+from djinnd.server.journal.tables.breakpoints import BreakpointChange
+from djinnd.server.journal.tables.conversations import ConversationKept
+from djinnd.server.journal.tables.edits import EditChange
+from djinnd.server.journal.tables.prefixes import Published, Withdrawn
+from djinnd.server.journal.tables.records import Recorded, Unrecorded
 
 
 class SessionAdded(msgspec.Struct, array_like=True, tag="opened", frozen=True):

@@ -18,13 +18,13 @@ import msgspec
 
 from djinn_client.handover.saved_session import sync_folder
 from djinnd.server.handover.socket_path import StartError
-from djinnd.server.journal import adapters as journal_adapters
-from djinnd.server.journal import breakpoints as journal_breakpoints
-from djinnd.server.journal import conversations as journal_conversations
-from djinnd.server.journal import edits as journal_edits
-from djinnd.server.journal import records as journal_records
 from djinnd.server.journal.examination import Examined, changes_in, examine
-from djinnd.server.journal.rows import (
+from djinnd.server.journal.tables import adapters as journal_adapters
+from djinnd.server.journal.tables import breakpoints as journal_breakpoints
+from djinnd.server.journal.tables import conversations as journal_conversations
+from djinnd.server.journal.tables import edits as journal_edits
+from djinnd.server.journal.tables import records as journal_records
+from djinnd.server.journal.tables.rows import (
     CHANGE,
     CHECKSUMS,
     MARK,

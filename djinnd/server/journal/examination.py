@@ -15,7 +15,7 @@ import msgspec
 
 from djinnd.server.journal.changes import Change, SessionAdded
 from djinnd.server.journal.clock import ClockMark
-from djinnd.server.journal.rows import CHANGE, MARK, PARTS, PREFIX, RECORD, SESSION, DamagedRow, Row
+from djinnd.server.journal.tables.rows import CHANGE, MARK, PARTS, PREFIX, RECORD, SESSION, DamagedRow, Row
 
 _decoder = msgspec.msgpack.Decoder(list[Change])
 

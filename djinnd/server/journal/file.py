@@ -2,12 +2,12 @@
 
     change       the changes since the last fold, one row per commit
     session      the sessions as of the last fold
-    conversation   sessions that the daemon keeps for conversations: see conversations.py
-    edit, edit_count   edits of sessions: see edits.py
-    adapter      adapters of sessions: see adapters.py
-    breakpoint   breakpoints of sessions: see breakpoints.py
+    conversation   sessions that the daemon keeps for conversations: see tables/conversations.py
+    edit, edit_count   edits of sessions: see tables/edits.py
+    adapter      adapters of sessions: see tables/adapters.py
+    breakpoint   breakpoints of sessions: see tables/breakpoints.py
     prefix       public prefixes
-    record       records: see records.py
+    record       records: see tables/records.py
     mark         the time of the last fold, and the number of its last change
 
 A commit is one row at the end of `change`, for any number of changes of any number of sessions. So a step of sixty
@@ -18,7 +18,7 @@ commit is a write to memory and takes 0.05 ms; slower work is done by `tidy`.
 
 Committed changes survive the death of the process. The log is not synchronised at each commit (synchronous=NORMAL): a
 power cut or a crash of the kernel may lose the last commits, but neither the file nor the order. Each row has a
-checksum (rows.py); damaged sessions are left out at start (database.py).
+checksum (tables/rows.py); damaged sessions are left out at start (database.py).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from typing import NamedTuple
 import msgspec
 
 from djinnd.server.handover.socket_path import StartError
-from djinnd.server.journal.adapters import AdapterChosen, read_adapters
-from djinnd.server.journal.breakpoints import read_breakpoints
 from djinnd.server.journal.changes import Change, Unfolded
 from djinnd.server.journal.clock import JournalClock, resumed
-from djinnd.server.journal.conversations import ConversationKept, read_conversations
 from djinnd.server.journal.database import damaged_files, open_database
-from djinnd.server.journal.edits import read_edits
 from djinnd.server.journal.examination import Examined, changes_in
 from djinnd.server.journal.fold import Fold
-from djinnd.server.journal.prefixes import Published, read_prefixes
-from djinnd.server.journal.records import Recorded, read_records
-from djinnd.server.journal.rows import CHANGE, MARK
-from djinnd.server.journal.sessions import JournalSession, read_sessions
+from djinnd.server.journal.tables.adapters import AdapterChosen, read_adapters
+from djinnd.server.journal.tables.breakpoints import read_breakpoints
+from djinnd.server.journal.tables.conversations import ConversationKept, read_conversations
+from djinnd.server.journal.tables.edits import read_edits
+from djinnd.server.journal.tables.prefixes import Published, read_prefixes
+from djinnd.server.journal.tables.records import Recorded, read_records
+from djinnd.server.journal.tables.rows import CHANGE, MARK
+from djinnd.server.journal.tables.sessions import JournalSession, read_sessions
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList
 from djinnd.server.probe_lists.edit_list import EditList
 

@@ -8,21 +8,21 @@ from array import array
 from msgspec.structs import astuple
 
 from djinnd.core.edits import Edit
-from djinnd.server.journal.adapters import AdapterChosen
-from djinnd.server.journal.breakpoints import (
+from djinnd.server.journal.changes import Change, Closed, Extended, Reclassified, SessionAdded
+from djinnd.server.journal.tables.adapters import AdapterChosen
+from djinnd.server.journal.tables.breakpoints import (
     BreakpointsEnded,
     BreakpointSet,
     Stopped,
     breakpoint_row,
     read_breakpoints,
 )
-from djinnd.server.journal.changes import Change, Closed, Extended, Reclassified, SessionAdded
-from djinnd.server.journal.conversations import ConversationKept
-from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded, read_edits, write_edits
-from djinnd.server.journal.prefixes import Published, Withdrawn
-from djinnd.server.journal.records import Recorded, Unrecorded
-from djinnd.server.journal.rows import ADAPTER, BREAKPOINT, CONVERSATION, PARTS, PREFIX, RECORD, SESSION
-from djinnd.server.journal.sessions import TOKEN, JournalSession, read_sessions
+from djinnd.server.journal.tables.conversations import ConversationKept
+from djinnd.server.journal.tables.edits import Edited, EditsCut, EditsEnded, read_edits, write_edits
+from djinnd.server.journal.tables.prefixes import Published, Withdrawn
+from djinnd.server.journal.tables.records import Recorded, Unrecorded
+from djinnd.server.journal.tables.rows import ADAPTER, BREAKPOINT, CONVERSATION, PARTS, PREFIX, RECORD, SESSION
+from djinnd.server.journal.tables.sessions import TOKEN, JournalSession, read_sessions
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList
 from djinnd.server.probe_lists.edit_list import EditList
 

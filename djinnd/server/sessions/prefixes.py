@@ -17,7 +17,7 @@ from djinn_client.errors import NotFound, NotPermitted
 from djinn_client.protocol import PrefixInfo
 from djinnd.config import Limits
 from djinnd.server.journal.journal import Journal
-from djinnd.server.journal.prefixes import Published, Withdrawn
+from djinnd.server.journal.tables.prefixes import Published, Withdrawn
 
 log = logging.getLogger("djinnd.server")
 

@@ -18,7 +18,7 @@ from djinn_client.errors import InvalidRequest, NotFound
 from djinn_client.protocol.fields.bounds import pack, unpack
 from djinnd.config import Limits
 from djinnd.server.journal.journal import Journal
-from djinnd.server.journal.records import Recorded, Unrecorded
+from djinnd.server.journal.tables.records import Recorded, Unrecorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES, Ledger
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable

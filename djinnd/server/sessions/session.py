@@ -15,10 +15,10 @@ from djinn_client.errors import ModelNotFound, SessionBusy, SessionLost
 from djinn_client.protocol import Class
 from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinnd.core.edits import FOREVER, Edit, now
-from djinnd.server.journal.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
 from djinnd.server.journal.changes import Change
-from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.journal import Journal
+from djinnd.server.journal.tables.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
+from djinnd.server.journal.tables.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 from djinnd.server.probe_lists.edit_list import PART_BYTES, EditList, nbytes_of
 from djinnd.server.quotas.latency import SessionLatency

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from djinn_client.errors import NotPermitted, SessionNotFound
 from djinn_client.protocol import CLASSES, Class
 from djinnd.config import Limits
-from djinnd.server.journal.adapters import AdapterChosen
 from djinnd.server.journal.changes import Reclassified
-from djinnd.server.journal.conversations import ConversationKept
 from djinnd.server.journal.file import JournalContent
 from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.space import expect_space
+from djinnd.server.journal.tables.adapters import AdapterChosen
+from djinnd.server.journal.tables.conversations import ConversationKept
 from djinnd.server.quotas.latency import Latencies, SessionLatency
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
 from djinnd.server.quotas.quotas import QuotaTable, Tenant

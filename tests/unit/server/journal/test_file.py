@@ -17,13 +17,13 @@ from djinnd.core.edits import FOREVER, Edit, Extent
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
 from djinnd.server.journal import file as journal_file
-from djinnd.server.journal.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
 from djinnd.server.journal.changes import Change, Closed, Extended, Reclassified, SessionAdded
-from djinnd.server.journal.conversations import ConversationKept
-from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import NAME, JournalFile
-from djinnd.server.journal.prefixes import Published, Withdrawn
-from djinnd.server.journal.records import Recorded, Unrecorded
+from djinnd.server.journal.tables.breakpoints import BreakpointsEnded, BreakpointSet, Stopped
+from djinnd.server.journal.tables.conversations import ConversationKept
+from djinnd.server.journal.tables.edits import Edited, EditsCut, EditsEnded
+from djinnd.server.journal.tables.prefixes import Published, Withdrawn
+from djinnd.server.journal.tables.records import Recorded, Unrecorded
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 
 ONE = SessionAdded("one", 1000, "llama", False, "agent", 5.0)

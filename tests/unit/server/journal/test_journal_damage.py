@@ -15,14 +15,14 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Edit, Extent
 from djinnd.server.handover.socket_path import StartError
 from djinnd.server.journal import database as journal_database
-from djinnd.server.journal.breakpoints import BreakpointSet
 from djinnd.server.journal.changes import Change, Extended, SessionAdded
 from djinnd.server.journal.database import VERSION, damaged_files
-from djinnd.server.journal.edits import Edited
 from djinnd.server.journal.file import NAME, JournalFile
 from djinnd.server.journal.fold import Fold
-from djinnd.server.journal.prefixes import Published
-from djinnd.server.journal.rows import DamagedRow
+from djinnd.server.journal.tables.breakpoints import BreakpointSet
+from djinnd.server.journal.tables.edits import Edited
+from djinnd.server.journal.tables.prefixes import Published
+from djinnd.server.journal.tables.rows import DamagedRow
 from djinnd.server.probe_lists.breakpoint_list import SessionBreakpoint
 
 SESSIONS = [f"{number:016x}" for number in range(12)]

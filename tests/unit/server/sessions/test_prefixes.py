@@ -13,7 +13,7 @@ from djinn_client.errors import NotFound, NotPermitted
 from djinn_client.protocol import ListPrefixes, PublishPrefix, WithdrawPrefix
 from djinnd.config import Limits
 from djinnd.server.journal.journal import Journal
-from djinnd.server.journal.prefixes import Published, Withdrawn
+from djinnd.server.journal.tables.prefixes import Published, Withdrawn
 from djinnd.server.sessions.prefixes import PrefixTable
 from tests.support.engine import PAGE_SIZE
 from tests.support.other_user import as_user, only_root, open_to_all

@@ -12,7 +12,7 @@ from djinn_client.protocol.fields.bounds import pack
 from djinnd.config import Limits
 from djinnd.core.edits import Edit, Extent
 from djinnd.server.journal.journal import Journal
-from djinnd.server.journal.records import Recorded
+from djinnd.server.journal.tables.records import Recorded
 from djinnd.server.quotas.ledger import JOURNAL_BYTES
 from djinnd.server.quotas.quotas import QuotaTable
 from djinnd.server.sessions.records import RECORD_BYTES, RecordTable, tokens_of

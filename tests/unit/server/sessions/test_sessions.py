@@ -13,11 +13,11 @@ from djinn_client.protocol.fields.breakpoints import HitInfo
 from djinn_client.protocol.fields.points import Point
 from djinnd.config import Limits, Quota
 from djinnd.core.edits import Edit, Extent
-from djinnd.server.journal.conversations import ConversationKept
-from djinnd.server.journal.edits import Edited, EditsCut, EditsEnded
 from djinnd.server.journal.file import JournalContent
 from djinnd.server.journal.journal import Journal
-from djinnd.server.journal.sessions import JournalSession
+from djinnd.server.journal.tables.conversations import ConversationKept
+from djinnd.server.journal.tables.edits import Edited, EditsCut, EditsEnded
+from djinnd.server.journal.tables.sessions import JournalSession
 from djinnd.server.probe_lists.breakpoint_list import SessionBreakpoint
 from djinnd.server.probe_lists.edit_list import PART_BYTES
 from djinnd.server.quotas.ledger import JOURNAL_BYTES

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from djinnd.core.edits import Edit
-from djinnd.server.journal.rows import EDIT, EDIT_COUNT, Row
+from djinnd.server.journal.tables.rows import EDIT, EDIT_COUNT, Row
 from djinnd.server.probe_lists.edit_list import EditList
 
 TABLES = """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from djinnd.server.journal.rows import RECORD
+from djinnd.server.journal.tables.rows import RECORD
 
 TABLES = """
     CREATE TABLE record (

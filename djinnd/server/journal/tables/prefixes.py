@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from djinnd.server.journal.rows import PREFIX, Row
-from djinnd.server.journal.sessions import TOKEN
+from djinnd.server.journal.tables.rows import PREFIX, Row
+from djinnd.server.journal.tables.sessions import TOKEN
 
 
 class Published(msgspec.Struct, array_like=True, tag="published", frozen=True):

@@ -7,7 +7,7 @@ import sqlite3
 
 import msgspec
 
-from djinnd.server.journal.rows import CONVERSATION
+from djinnd.server.journal.tables.rows import CONVERSATION
 
 TABLES = "CREATE TABLE conversation (session TEXT PRIMARY KEY, key TEXT, prompt INTEGER, checksum BLOB);"
 

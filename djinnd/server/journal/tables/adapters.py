@@ -6,7 +6,7 @@ import sqlite3
 
 import msgspec
 
-from djinnd.server.journal.rows import ADAPTER
+from djinnd.server.journal.tables.rows import ADAPTER
 
 TABLES = "CREATE TABLE adapter (session TEXT PRIMARY KEY, name TEXT, identity BLOB, checksum BLOB);"
 

@@ -10,7 +10,7 @@ import sqlite3
 import msgspec
 
 from djinn_client.protocol.fields.breakpoints import HitInfo
-from djinnd.server.journal.rows import BREAKPOINT, Row
+from djinnd.server.journal.tables.rows import BREAKPOINT, Row
 from djinnd.server.probe_lists.breakpoint_list import BreakpointList, SessionBreakpoint
 
 TABLES = "CREATE TABLE breakpoint (session TEXT PRIMARY KEY, list BLOB);"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from djinn_client.protocol import Class
-from djinnd.server.journal.rows import SESSION, Row
+from djinnd.server.journal.tables.rows import SESSION, Row
 
 TOKEN = "I"  # array type of tokens in a blob: uint32
 
