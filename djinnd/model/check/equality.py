@@ -1,11 +1,12 @@
 """The check at load: verifies that a model runs correctly block by block over pages.
 
 A family that ignores the attention interface, or that keeps state outside of it, would give wrong answers without an
-error. Three things must hold with the weights that will be served:
+error. Four things must hold with the weights that will be served:
 
     djinnd's attention ran exactly once in each block;
-    a prompt in one pass gives the same logits as the prompt in chunks and single steps, with the same experts
-    (routing.py), and their own routers would have picked mostly the same;
+    each block gives a prompt in chunks and single steps the same hidden states as the prompt in one pass, with the same
+    inputs (first_pass.py) and the same experts (routing.py), and the routers would have picked mostly the same;
+    so does the head, with logits;
     far positions are computed as transformers computes them (far_positions.py).
 
 Chunks and steps use the bound on KV length that captured graphs use: the longest context.
@@ -13,8 +14,8 @@ Chunks and steps use the bound on KV length that captured graphs use: the longes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -24,25 +25,24 @@ from torch import Tensor
 from djinn_client.errors import ModelRejected
 from djinn_client.protocol.fields.kv_layout import FP8
 from djinnd.model.check.far_positions import check_far_positions
+from djinnd.model.check.first_pass import FirstPass
 from djinnd.model.check.routing import PinnedRouting
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import (
+    BLOCK_TOLERANCE,
     CHUNKS,
     FEW_SINGLES,
     FP8_TOLERANCE,
-    LOGITS_TOLERANCE,
     SAME_PICKS,
     SINGLES,
-    TOLERANCE_DEPTH,
 )
 from djinnd.model.whitebox.editing import warm_up
 
 
-def tolerance(dtype: torch.dtype, blocks: int, kv_dtype: str = "") -> float:
-    """Allowed relative error of the logits; grows with the square root of the depth. `kv_dtype`: of the pages."""
-    allowed = max(LOGITS_TOLERANCE[dtype], FP8_TOLERANCE if kv_dtype == FP8 else 0.0)
-    return allowed * math.sqrt(max(1.0, blocks / TOLERANCE_DEPTH))
+def tolerance(dtype: torch.dtype, kv_dtype: str = "") -> float:
+    """Allowed relative error of one block or of the logits. `kv_dtype`: of the pages."""
+    return max(BLOCK_TOLERANCE[dtype], FP8_TOLERANCE if kv_dtype == FP8 else 0.0)
 
 
 def check_paging(model: PagedModel, max_context: int, *, again: bool = False) -> Iterator[None]:
@@ -58,10 +58,10 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
     for paged in model.paged:
         paged.calls = 0
 
-    routing = PinnedRouting(model)
+    first, routing = FirstPass(model), PinnedRouting(model)
 
     def run(start: int, count: int) -> Tensor:
-        with routing:
+        with first, routing:
             return _run(model, tokens[start : start + count], start, pages, max_context if start else count)
 
     try:
@@ -79,38 +79,40 @@ def check_paging(model: PagedModel, max_context: int, *, again: bool = False) ->
             family=family,
         )
     yield
-    start = 0
-    for chunk in CHUNKS:
+    starts = [*accumulate(CHUNKS, initial=0), *range(sum(CHUNKS) + 1, count + 1)]
+    passes = []
+    for start, end in pairwise(starts):
+        first.begin(start)
         routing.begin(start)
-        run(start, chunk)
-        start += chunk
+        passes.append(run(start, end - start))
         yield
-    steps = []
-    for position in range(start, count):
-        routing.begin(position)
-        steps.append(run(position, 1))
-        yield
-    singles = torch.cat(steps)
     model.zero_pages(pages.tolist())
     with model.device.computing():
         for width in (model.skeleton.points.width, model.vocab):
             warm_up(width, model.dtype, model.pool.device)
-    error = ((singles - whole[start:]).norm(dim=1) / whole[start:].norm(dim=1)).median().item()
-    _expect_equal(model, error, routing.agreement())
+    chunks = range(len(CHUNKS))
+    kinds = [*(slice(each, each + 1) for each in chunks), slice(len(CHUNKS), None)]
+    errors = torch.stack([first.errors(kind) for kind in kinds]).amax(dim=0)
+    singles, wanted = torch.cat(passes[len(CHUNKS) :]), whole[sum(CHUNKS) :]
+    error = ((singles - wanted).norm(dim=1) / wanted.norm(dim=1)).median()
+    _expect_equal(model, [*errors.tolist(), error.item()], routing.agreement())
     yield
     check_far_positions(model, max_context)
 
 
-def _expect_equal(model: PagedModel, error: float, agreement: float) -> None:
-    """error: of the logits of single steps. agreement: PinnedRouting.agreement. Raises ModelRejected."""
-    family, allowed = model.skeleton.family, tolerance(model.dtype, model.num_blocks, model.layout.dtype)
-    if not error < allowed:
-        raise ModelRejected(
-            f"{family} fails the check at load: the logits of a prompt in one pass and token by token differ by "
-            f"{error:.2g} of their norm; {allowed:.2g} is allowed",
-            family=family,
-            error=error,
-        )
+def _expect_equal(model: PagedModel, errors: list[float], agreement: float) -> None:
+    """errors: of the embeds, of each block and of the logits. agreement: PinnedRouting.agreement. Raises
+    ModelRejected."""
+    family, allowed = model.skeleton.family, tolerance(model.dtype, model.layout.dtype)
+    parts = ["its embeds", *(f"what block {index} adds" for index in range(model.num_blocks)), "its logits"]
+    for part, error in zip(parts, errors, strict=True):
+        if not error < allowed:
+            raise ModelRejected(
+                f"{family} fails the check at load: {part} in one pass over a prompt and token by token differ by "
+                f"{error:.2g} of the norm; {allowed:.2g} is allowed",
+                family=family,
+                error=error,
+            )
     if not agreement > SAME_PICKS:
         raise ModelRejected(
             f"{family} fails the check at load: of the experts that its routers pick in single steps, {agreement:.0%} "

@@ -24,6 +24,7 @@ from tools.bench.harness.command import Result, say
 from tools.bench.harness.daemon import private_daemon
 from tools.bench.serving.decode import decode_s, first_token_s
 
+GIB = 1 << 30
 WARM_UP_TOKENS = 16
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -55,16 +56,17 @@ async def step_s(address: str, model: str, sessions: int, work: dict[str, Any], 
 @command.checkpoint
 @command.device
 @command.memory
+@click.option("--kv-gib", default=0.0, show_default=True, help="GiB of memory for KV pages; 0: as much as fits.")
 @click.option("--context", default=512, show_default=True, help="Tokens of each prompt.")
 @click.option("--tokens", default=65, show_default=True, help="Tokens that a session generates in a run.")
 @click.option("--runs", default=3, show_default=True)
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
-def main(checkpoint: Path, device: str, memory: str, **work: Any) -> Result:
+def main(checkpoint: Path, device: str, memory: str, kv_gib: float, **work: Any) -> Result:
     rates, active = bus.measured_apart(device), active_bytes(checkpoint)
     say(f"memory {rates.memory / 1e9:,.0f} GB/s, bus {rates.up / 1e9:.1f} GB/s, {active / 1e9:.2f} GB active")
     with private_daemon({"device": device, "memory": memory}) as address:
         model = str(checkpoint)
-        info = djinn.load(model, host_kv_bytes=0, disk_kv_bytes=0, address=address)
+        info = djinn.load(model, kv_bytes=round(kv_gib * GIB), host_kv_bytes=0, disk_kv_bytes=0, address=address)
         blocks = {"plain": info.blocks_plain, "coded": info.blocks_packed, "streamed": info.blocks_streamed}
         say(f"{blocks}, {info.notes}")
         first = first_token_s(address, model, work["context"], info.vocab)
@@ -89,7 +91,7 @@ def main(checkpoint: Path, device: str, memory: str, **work: Any) -> Result:
         table.add_row(str(n), f"{each:.2f}", f"{each / limit / 1e3:.2f}" if n == 1 else "")
     told = ", ".join(f"{n}: {each:.2f} ms" for n, each in ms.items())
     summary = f"a step of {told}; limit of one {limit * 1e3:.2f} ms; first token {results['first_token_ms']:.1f} ms"
-    return Result({"model": checkpoint.name, "memory": memory, **work}, results, summary, [table])
+    return Result({"model": checkpoint.name, "memory": memory, "kv_gib": kv_gib, **work}, results, summary, [table])
 
 
 if __name__ == "__main__":
