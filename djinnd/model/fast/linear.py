@@ -1,17 +1,20 @@
-"""FastLinear: products with few rows by djinnd's kernels. cuBLAS takes about a tenth longer to read the weights."""
+"""FastLinear: products by what is fastest on their device. For few rows, cuBLAS takes about a tenth longer to read the
+weights than djinnd's kernels. On a CPU, torch may be slow with 16-bit weights (widened.py)."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from djinnd.model.fast.widened import is_wider_faster, widened_linear
 from djinnd.model.tuning import FEW_ROWS
 
 
 def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] → [..., out]: torch's `linear`, by djinnd's kernel if that is
-    faster."""
+    """x [..., in], weight [out, in], bias [out] → [..., out]: torch's `linear`, in another way if that is faster."""
     rows = x.numel() // weight.shape[1]
+    if is_wider_faster(rows, weight):
+        return widened_linear(x, weight, bias)
     if not weight.is_cuda or not 0 < rows <= FEW_ROWS or not weight.is_contiguous():
         return linear(x, weight, bias)
     from djinnd.model.kernels import few_rows, launches, matvec  # Triton comes with CUDA builds of torch

@@ -29,6 +29,8 @@ from djinnd.device.budget import at_least, gib
 from djinnd.model.family.derived import materialise_buffers
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
 from djinnd.model.family.wrapper import text_config
+from djinnd.model.fast.linear import fast_linear_of
+from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.placing.buffers import buffers_of, recipes_of
 from djinnd.model.placing.projections import Product, install_products
 from djinnd.model.placing.weight_placement import WeightPlacement
@@ -316,7 +318,9 @@ class ModelLoader:
         for first, others in skeleton.tied.items():
             views |= dict.fromkeys(others, views[first])
         bind(skeleton.model, views)
-        if self.device.torch_device.type == "cuda":
+        if self.device.torch_device.type == "cpu":
+            replace_modules(skeleton.model, fast_linear_of)
+        else:
             from djinnd.model.fast import path as fast_path
 
             def compiling(done: int, total: int) -> None:
