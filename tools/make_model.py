@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file
 
 import torch
 
-from tools.checkpoints.coded import FORMS
 from tools.checkpoints.corpus import standard_library
-from tools.checkpoints.random_model import DTYPES, make_random
-from tools.checkpoints.shapes import SHAPES
-from tools.checkpoints.tiny import make_tiny
+from tools.checkpoints.random_models.coded import FORMS
+from tools.checkpoints.random_models.model import DTYPES, make_random
+from tools.checkpoints.shapes.named import SHAPES
+from tools.checkpoints.tiny.model import make_tiny
 
 
 def main(arguments: list[str] | None = None) -> int:

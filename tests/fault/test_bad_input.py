@@ -47,8 +47,8 @@ from tests.support.daemon import Daemon, expect_held, holdings
 from tests.support.models import reduced_model
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
 from tests.support.served import Wire
-from tools.checkpoints.layout import stored_tensors
-from tools.checkpoints.shapes import config_of, shape_of
+from tools.checkpoints.random_models.layout import stored_tensors
+from tools.checkpoints.shapes.named import config_of, shape_of
 
 MISSING = (djinn.ModelNotFound, djinn.ModelRejected)
 Errors = type[djinn.DjinnError] | tuple[type[djinn.DjinnError], ...]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tools.checkpoints.random_model import make_random
+from tools.checkpoints.random_models.model import make_random
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from .files import write_json
+from tools.checkpoints.files import write_json
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0

@@ -22,13 +22,13 @@ from tests.support.loaded import MEMORY, load_weights
 from tests.support.models import FAMILIES, REPOSITORY, reduced_model, tiny_model
 from tests.support.parameters import FEW_FAMILIES
 from tools.checkpoints.corpus import Corpus, standard_library
-from tools.checkpoints.layout import StoredTensor, shards, stored_tensors
-from tools.checkpoints.random_model import make_random, prepare_folder
-from tools.checkpoints.shape import REDUCED_VOCABULARY
-from tools.checkpoints.shapes import SHAPES, config_of, shape_of
-from tools.checkpoints.tiny import MAX_FOLDER_BYTES, make_tiny
+from tools.checkpoints.random_models.layout import StoredTensor, shards, stored_tensors
+from tools.checkpoints.random_models.model import make_random, prepare_folder
+from tools.checkpoints.shapes.named import SHAPES, config_of, shape_of
+from tools.checkpoints.shapes.shape import REDUCED_VOCABULARY
+from tools.checkpoints.tiny.model import MAX_FOLDER_BYTES, make_tiny
+from tools.checkpoints.tiny.training import Recipe, train
 from tools.checkpoints.tokenizer import END_OF_TEXT_ID
-from tools.checkpoints.training import Recipe, train
 
 PROMPT = "async def main(loop):\n\tprint('§ 1 → 2 🧞')\n\n    return None\n"
 

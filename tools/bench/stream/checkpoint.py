@@ -31,8 +31,8 @@ def find(folder: Path) -> Checkpoint:
 
 def handed_over(shape: Shape) -> Checkpoint:
     """A checkpoint that is on no disk, because a client hands its weights over."""
-    from tools.checkpoints.random_model import DTYPES
-    from tools.checkpoints.shapes import config_of
+    from tools.checkpoints.random_models.model import DTYPES
+    from tools.checkpoints.shapes.named import config_of
 
     config = config_of(shape.shape, dtype=str(DTYPES[shape.dtype]).removeprefix("torch."), reduced=shape.reduced)
     return Checkpoint(None, config["vocab_size"], config["torch_dtype"])

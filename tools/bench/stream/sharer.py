@@ -37,7 +37,7 @@ def hand_over(sharing: Sharing) -> None:
 
 
 def main() -> None:
-    from tools.checkpoints.random_model import DTYPES, described
+    from tools.checkpoints.random_models.model import DTYPES, described
 
     sharing = msgspec.json.decode(sys.argv[1], type=Sharing)
     shape = sharing.shape

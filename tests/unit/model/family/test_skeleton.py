@@ -32,7 +32,7 @@ from djinnd.weights.layout import Layout
 from tests.families.configurations import reduced
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.open_files import read_config
-from tools.checkpoints.shapes import SHAPES, config_of
+from tools.checkpoints.shapes.named import SHAPES, config_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

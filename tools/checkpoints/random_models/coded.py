@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layout import StoredTensor
+from tools.checkpoints.random_models.layout import StoredTensor
 
 FP8_BLOCK, FP8_DEVIATION = 128, 32.0  # the deviation of codes
 GROUP, E2M1_DEVIATION = 32, 2.93  # numbers that share a scale; the deviation of random codes

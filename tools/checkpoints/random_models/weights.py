@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .coded import coded_values
-from .layout import StoredTensor
-from .shape import Config
-from .tokenizer import END_OF_TEXT_ID
+from tools.checkpoints.random_models.coded import coded_values
+from tools.checkpoints.random_models.layout import StoredTensor
+from tools.checkpoints.shapes.shape import Config
+from tools.checkpoints.tokenizer import END_OF_TEXT_ID
 
 ROW_SPREAD = 0.35
 NORM_NOISE = 0.05

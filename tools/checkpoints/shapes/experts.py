@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .shape import Shape, llama, reduced_llama
+from tools.checkpoints.shapes.shape import Shape, llama, reduced_llama
 
 _MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "max_position_embeddings": 32768}
 _QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936}

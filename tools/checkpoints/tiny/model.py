@@ -12,13 +12,12 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from tools.checkpoints.corpus import Corpus
+from tools.checkpoints.files import write_config, write_weights
+from tools.checkpoints.tiny.card import Facts, write_card
+from tools.checkpoints.tiny.training import Recipe, train
+from tools.checkpoints.tokenizer import END_OF_TEXT_ID, train_bpe, write_tokenizer
 from tools.transformers_cache import cache_argument
-
-from .card import Facts, write_card
-from .corpus import Corpus
-from .files import write_config, write_weights
-from .tokenizer import END_OF_TEXT_ID, train_bpe, write_tokenizer
-from .training import Recipe, train
 
 MAX_FOLDER_BYTES = 8_000_000  # it ships inside the wheel
 SAMPLE_TOKENS = 96

@@ -11,8 +11,8 @@ import tokenizers
 import torch
 import transformers
 
-from .corpus import Corpus
-from .training import Recipe, Trained
+from tools.checkpoints.corpus import Corpus
+from tools.checkpoints.tiny.training import Recipe, Trained
 
 
 @dataclass(frozen=True, slots=True)

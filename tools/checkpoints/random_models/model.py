@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from .coded import TOLD, in_form
-from .corpus import sample
-from .files import write_config, write_json, write_weights
-from .layout import StoredTensor, shards, stored_tensors
-from .random_weights import RandomWeights
-from .shape import REDUCED_VOCABULARY, Config
-from .shapes import config_of, shape_of
-from .tokenizer import train_bpe, write_tokenizer
+from tools.checkpoints.corpus import sample
+from tools.checkpoints.files import write_config, write_json, write_weights
+from tools.checkpoints.random_models.coded import TOLD, in_form
+from tools.checkpoints.random_models.layout import StoredTensor, shards, stored_tensors
+from tools.checkpoints.random_models.weights import RandomWeights
+from tools.checkpoints.shapes.named import config_of, shape_of
+from tools.checkpoints.shapes.shape import REDUCED_VOCABULARY, Config
+from tools.checkpoints.tokenizer import train_bpe, write_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARDS_AT_ONCE = 2  # bounds the memory used; two keep both the generator and the disk busy

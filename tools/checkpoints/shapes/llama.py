@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .shape import Shape, llama, reduced_llama
+from tools.checkpoints.shapes.shape import Shape, llama, reduced_llama
 
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",

@@ -18,7 +18,7 @@ class Shape:
     config: Mapping[str, Any]
     reduced: Mapping[str, Any]  # entries of `config` that a test-sized model replaces
     leftovers: Literal["none", "causal masks", "rope frequencies"] = "none"  # buffers among the hub's weights
-    reduced_gain: float = 1.5  # of the reduced model's random matrices; see random_weights
+    reduced_gain: float = 1.5  # of the reduced model's random matrices; see random_models/weights.py
 
 
 def llama(hidden: int, intermediate: int, blocks: int, heads: int, kv_heads: int, **more: Any) -> Config:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from .shape import Config, Shape
+from tools.checkpoints.shapes.shape import Config, Shape
 
 _MASKS = {"gpt2": ("h.{}.attn.bias", torch.float32), "gpt_neox": ("gpt_neox.layers.{}.attention.bias", torch.bool)}
 

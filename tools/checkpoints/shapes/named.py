@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .expert_shapes import EXPERT_SHAPES
-from .gpt_shapes import GPT_SHAPES
-from .llama_shapes import LLAMA_SHAPES
-from .shape import Config, Shape
-from .tokenizer import END_OF_TEXT_ID
+from tools.checkpoints.shapes.experts import EXPERT_SHAPES
+from tools.checkpoints.shapes.gpt import GPT_SHAPES
+from tools.checkpoints.shapes.llama import LLAMA_SHAPES
+from tools.checkpoints.shapes.shape import Config, Shape
+from tools.checkpoints.tokenizer import END_OF_TEXT_ID
 
 SHAPES: Mapping[str, Shape] = {**LLAMA_SHAPES, **EXPERT_SHAPES, **GPT_SHAPES}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .shape import REDUCED_VOCABULARY, Config, Shape
+from tools.checkpoints.shapes.shape import REDUCED_VOCABULARY, Config, Shape
 
 
 def _falcon(hidden: int, blocks: int, heads: int, **more: int) -> Config:

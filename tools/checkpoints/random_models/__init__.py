@@ -1,0 +1,1 @@
+"""Checkpoints of a named shape with random weights, laid out and coded as on the hub."""

@@ -1,0 +1,1 @@
+"""Named shapes: the configurations of checkpoints on the hub, and reduced ones for tests."""
