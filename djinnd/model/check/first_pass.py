@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from djinnd.model.step.paged_model import PagedModel
 
+TINY = torch.finfo(torch.float32).tiny
+
 
 class FirstPass:
     """A context. Its first pass runs all tokens; then `begin` is called before each pass. Keeps each block's input on
@@ -59,8 +61,8 @@ class FirstPass:
             return None
         given = self._rows(index, hidden.shape[1])
         if index == 0:
-            distance = (hidden.float() - given.float()).norm(dim=2) / given.float().norm(dim=2)
-            self._errors[-1].append(distance[0])
+            distance, norm = (hidden.float() - given.float()).norm(dim=2), given.float().norm(dim=2)
+            self._errors[-1].append((distance / norm.clamp(min=TINY))[0])
         return given.clone(), *args[1:]
 
     def _compare(self, index: int, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -86,4 +88,4 @@ def change_error(out: Tensor, wanted: Tensor, given: Tensor) -> Tensor:
     rounding = torch.finfo(out.dtype).eps * wanted.abs().float()
     beyond = ((out.float() - wanted.float()).abs() - rounding).clamp(min=0)
     change = (wanted.float() - given.float()).norm(dim=2)
-    return beyond.norm(dim=2) / change.clamp(min=torch.finfo(torch.float32).tiny)
+    return beyond.norm(dim=2) / change.clamp(min=TINY)
