@@ -33,12 +33,27 @@ class PagedBatch:
     # model keeps no states, or some row has several tokens.
     states: Tensor | None = None
     _read: tuple[list[int], list[int]] | None = field(default=None, init=False)
+    _pages: list[list[int]] | None = field(default=None, init=False)
+    _places: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def on_host(self) -> tuple[list[int], list[int]]:
         """Copies `query_starts` and `kv_lengths`, once. The first call waits for the device."""
         if self._read is None:
             self._read = self.query_starts.tolist(), self.kv_lengths.tolist()
         return self._read
+
+    def pages_on_host(self) -> list[list[int]]:
+        """Copies `page_table`, once. The first call waits for the device."""
+        if self._pages is None:
+            self._pages = self.page_table.tolist()
+        return self._pages
+
+    def places(self, page_size: int) -> tuple[Tensor, Tensor]:
+        """The page of each token of the batch, and its place in the page, int64 [tokens] each: `slots` divided, once.
+        All pages of a model have the same size."""
+        if self._places is None:
+            self._places = self.slots // page_size, self.slots % page_size
+        return self._places
 
     def singles(self, rows: Tensor, longest: int) -> PagedBatch:
         """The batch of some rows with one token each, for attention. rows: int64 [n]. longest: the most tokens in KV of
@@ -65,6 +80,12 @@ class Softmax:
     def is_plain(self) -> bool:
         """True if only the window or the chunks differ from ordinary causal attention."""
         return not self.softcap and self.sinks is None
+
+    def first_seen(self, length: int) -> int:
+        """The first position that the last one of `length` tokens sees."""
+        if self.chunk:
+            return (length - 1) // self.chunk * self.chunk
+        return max(length - self.window, 0) if self.window else 0
 
     def is_causal_only(self, length: int) -> bool:
         """True if rows of `length` tokens have ordinary causal attention."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,3 +28,16 @@ def gather_tokens(x: Tensor, table: Tensor, at: Tensor, dtype: torch.dtype) -> T
     if per_token > 1:
         place = place[..., None] + torch.arange(per_token, device=x.device)
     return units.index_select(0, place.flatten()).view(x.dtype).view(*at.shape, heads, width).to(dtype)
+
+
+def tokens_in(x: Tensor, pages: Sequence[int], tokens: range, dtype: torch.dtype) -> Tensor:
+    """The tokens of one session at these positions, from x [pages, page_size, heads, width] and the session's page
+    table `pages` → [tokens, heads, width], of `dtype`. Tokens of one page are a view of it, if it has this dtype."""
+    size = x.shape[1]
+    parts = [
+        x[pages[index], max(tokens.start - index * size, 0) : tokens.stop - index * size]
+        for index in range(tokens.start // size, -(-tokens.stop // size))
+    ]
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    return torch.cat([as_bytes(part) for part in parts]).view(x.dtype).to(dtype)

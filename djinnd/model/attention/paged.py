@@ -13,10 +13,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from djinnd.model.attention.chunks import attend_chunk, attend_in_steps
-from djinnd.model.attention.gathering import gather_tokens
+from djinnd.model.attention.chunks import attend_chunk, attend_single
+from djinnd.model.attention.gathering import tokens_in
 from djinnd.model.attention.latents import Latents, attend_latents
 from djinnd.model.fp8 import FP8, as_bytes, to_fp8
 from djinnd.model.paged_batch import PagedBatch, Softmax
@@ -63,12 +62,11 @@ def attention_for(device: torch.device) -> PagedAttention:
 
 
 class TorchAttention(PagedAttention):
-    """Gathers the pages of each row and calls torch's attention. Used on the CPU, as reference for the kernels in
-    tests, and on GPUs without the kernels."""
+    """Calls torch's attention for each row, so that no row's result depends on the others. Used on the CPU, as
+    reference for the kernels in tests, and on GPUs without the kernels."""
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        page_size = keys.shape[1]
-        at = (batch.slots // page_size, batch.slots % page_size)
+        at = batch.places(keys.shape[1])
         for pages, new in ((keys, k), (values, v)):
             as_bytes(pages).index_put_(at, as_bytes(to_fp8(new) if pages.dtype is FP8 else new))
 
@@ -85,49 +83,18 @@ class TorchAttention(PagedAttention):
     ) -> Tensor:
         if latents is not None:
             return attend_latents(q, k, v, keys, values, batch, softmax, latents)
-        starts, lengths = batch.query_starts.tolist(), batch.kv_lengths.tolist()
-        counts = [end - start for start, end in pairwise(starts)]
+        starts, lengths = batch.on_host()
         out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device)
-        singles = [row for row, count in enumerate(counts) if count == 1]
-        if singles:
-            rows = None if len(singles) == len(counts) else torch.tensor(singles, device=q.device)
-            _attend_singles(q, keys, values, batch, rows, softmax, out)
-        for row, count in enumerate(counts):
-            if count > 1:
-                tokens = slice(starts[row], starts[row + 1])
-                if k is None or v is None or lengths[row] > count:
-                    at = torch.arange(lengths[row], device=q.device)
-                    row_k, row_v = (gather_tokens(x, batch.page_table[row], at, q.dtype) for x in (keys, values))
-                else:
-                    row_k, row_v = k[tokens], v[tokens]
-                out[tokens] = attend_chunk(q[tokens], row_k, row_v, softmax)
+        for row, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):
+            count = end - start
+            if not count:
+                continue
+            if k is None or v is None or length > count:
+                seen = range(softmax.first_seen(length) if count == 1 else 0, length)
+                pages = batch.pages_on_host()[row]
+                row_k, row_v = (tokens_in(x, pages, seen, q.dtype) for x in (keys, values))
+            else:
+                row_k, row_v = k[start:end], v[start:end]
+            attend = attend_single if count == 1 else attend_chunk
+            out[start:end] = attend(q[start:end], row_k, row_v, softmax)
         return out
-
-
-def _attend_singles(
-    q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, rows: Tensor | None, softmax: Softmax, out: Tensor
-) -> None:
-    """Computes the rows of one token in one call; `rows` None means all rows. Writes to `out`.
-
-    Each row is padded to the longest with its own last token. Memory past the end of a row may hold NaN, which a weight
-    of 0 would not hide.
-    """
-    table, lengths, tokens = batch.page_table, batch.kv_lengths[:, None], torch.arange(len(out), device=q.device)
-    if rows is not None:
-        table, lengths, tokens = table[rows], lengths[rows], batch.query_starts[rows].long()
-    at = torch.arange(int(lengths.max()), device=q.device)
-    seen = at < lengths
-    if softmax.window:
-        seen &= at >= lengths - softmax.window
-    if softmax.chunk:
-        seen &= at >= (lengths - 1) // softmax.chunk * softmax.chunk
-    k, v = (gather_tokens(x, table, torch.minimum(at, lengths - 1), q.dtype).transpose(1, 2) for x in (keys, values))
-    q = q[tokens]
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
-    if softmax.is_plain:
-        # All heads of a group see the same keys, so they are passed as queries of their KV head.
-        seen = seen[:, None, None, :]
-        result = scaled_dot_product_attention(grouped, k, v, attn_mask=seen, scale=softmax.scale)
-    else:
-        result = attend_in_steps(grouped.unsqueeze(3), k, v, seen[:, None, None, None, :], softmax)
-    out[tokens] = result.reshape(len(q), out.shape[1], out.shape[2])

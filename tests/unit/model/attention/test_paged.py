@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,3 +110,30 @@ def test_a_session_gets_the_same_whether_it_runs_alone_or_not() -> None:
     alone.q, alone.k, alone.v = together.q[:1], together.k[:1], together.v[:1]
     out = attention.attend(alone.q, alone.k, alone.v, alone.keys, alone.values, alone.batch(), SOFTMAX)
     torch.testing.assert_close(out, everyone[:1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_rows_result_depends_on_the_other_rows(dtype: torch.dtype) -> None:
+    counts, lengths = ROWS["mixed"]
+    scene, attention = Scene(counts, lengths, group=3, dtype=dtype), TorchAttention()
+    together = attend_rows(attention, scene, range(len(counts)))
+    for row in range(len(counts)):
+        mine = slice(sum(counts[:row]), sum(counts[: row + 1]))
+        assert torch.equal(attend_rows(attention, scene, range(row, row + 1)), together[mine])
+
+
+def attend_rows(attention: TorchAttention, scene: Scene, rows: range) -> torch.Tensor:
+    """Attention of some neighbouring rows of the scene, as a batch of their own."""
+    first, last = sum(scene.counts[: rows.start]), sum(scene.counts[: rows.stop])
+    batch = scene.batch()
+    starts = batch.query_starts[rows.start : rows.stop + 1] - first
+    mine = replace(
+        batch,
+        query_starts=starts,
+        kv_lengths=batch.kv_lengths[rows.start : rows.stop],
+        page_table=batch.page_table[rows.start : rows.stop],
+        slots=batch.slots[first:last],
+    )
+    q, k, v = (x[first:last] for x in (scene.q, scene.k, scene.v))
+    attention.write(k, v, scene.keys, scene.values, mine)
+    return attention.attend(q, k, v, scene.keys, scene.values, mine, SOFTMAX)
