@@ -22,8 +22,8 @@ from djinn_client.errors import ModelRejected
 from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.family.adapter import Prologue
-from djinnd.model.family.boundaries import boundaries
-from djinnd.model.family.kinds import kind_of
+from djinnd.model.family.configuration.boundaries import boundaries
+from djinnd.model.family.learning.kinds import kind_of
 from djinnd.model.family.own_forward import Rule, prologue_after
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.step.paged_model import PagedModel

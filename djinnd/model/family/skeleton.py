@@ -20,13 +20,13 @@ from djinn_client.errors import ModelRejected
 from djinnd.model.attention import hf_attention
 from djinnd.model.families import ADAPTED, PATCHED
 from djinnd.model.family.adapter import Adapter, find_blocks
-from djinnd.model.family.block_runs import learn_blocks
-from djinnd.model.family.counts import check_counts
-from djinnd.model.family.derived import derived_bytes
+from djinnd.model.family.configuration.counts import check_counts
+from djinnd.model.family.configuration.derived import derived_bytes
+from djinnd.model.family.configuration.rope import fix_frequencies, keeping_the_first_set
+from djinnd.model.family.configuration.switches import set_switches
 from djinnd.model.family.experts import find_stack
-from djinnd.model.family.point_map import learn_points
-from djinnd.model.family.rope import fix_frequencies, keeping_the_first_set
-from djinnd.model.family.switches import set_switches
+from djinnd.model.family.learning.block_runs import learn_blocks
+from djinnd.model.family.learning.point_map import learn_points
 from djinnd.model.family.wrapper import language_model, make_model, text_config
 from djinnd.weights.layout import Layout
 from djinnd.weights.store import Routing

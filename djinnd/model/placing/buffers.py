@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from djinn_client.protocol.fields.placing import Quantise
 from djinnd.device import Device
-from djinnd.model.family.gguf_recipes import GgufRecipes
-from djinnd.model.family.recipes import RecipeBook
+from djinnd.model.family.recipes.gguf import GgufRecipes
+from djinnd.model.family.recipes.stored import RecipeBook
 from djinnd.model.family.skeleton import Skeleton
 from djinnd.model.placing.projections import quantisable
 from djinnd.weights.checkpoint import CheckpointFiles

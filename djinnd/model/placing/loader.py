@@ -26,7 +26,7 @@ from djinn_client.handover.packed import MAX_UNITS, Unpackable
 from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
 from djinnd.device.budget import at_least, gib
-from djinnd.model.family.derived import materialise_buffers
+from djinnd.model.family.configuration.derived import materialise_buffers
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
 from djinnd.model.family.wrapper import text_config
 from djinnd.model.fast.linear import fast_linear_of

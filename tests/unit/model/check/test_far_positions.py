@@ -19,7 +19,7 @@ from djinnd.model.check import far_positions
 from djinnd.model.check.far_positions import check_far_positions
 from djinnd.model.families import ADAPTED
 from djinnd.model.family.adapter import Prologue
-from djinnd.model.family.boundaries import MOST, boundaries
+from djinnd.model.family.configuration.boundaries import MOST, boundaries
 from djinnd.model.family.own_forward import Rule, prologue_after
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNKS, SINGLES

@@ -9,7 +9,7 @@ import torch
 from transformers import BartConfig
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.family.counts import MAX_TOWER
+from djinnd.model.family.configuration.counts import MAX_TOWER
 from djinnd.model.family.skeleton import Skeleton, build, make_config
 from tests.families.configurations import reduced_wrapper
 from tests.families.one_family import Outcome, try_family

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeForCausalLM as Qwen3Moe
 
 from djinn_client.files.model_files import ModelFiles
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.family.gguf_recipes import GgufRecipes
+from djinnd.model.family.recipes.gguf import GgufRecipes
 from djinnd.model.family.skeleton import build, make_config
 from djinnd.model.placing.loader import Weights
 from djinnd.weights.forms.coded_form import CodedForm

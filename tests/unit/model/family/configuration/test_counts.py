@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.family.counts import MAX_COUNT
+from djinnd.model.family.configuration.counts import MAX_COUNT
 from djinnd.model.family.skeleton import make_config
 
 MANY = 10**12

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from djinnd.model.family.code_recipes import stack_of_codes
+from djinnd.model.family.recipes.codes import stack_of_codes
 from tests.support import quantised as by
 from tests.support.open_files import checkpoint_of
 

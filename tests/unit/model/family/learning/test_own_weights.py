@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from djinnd.model.family.own_weights import OwnWeight, _read_outside
+from djinnd.model.family.learning.own_weights import OwnWeight, _read_outside
 from djinnd.model.family.skeleton import Skeleton, build
 from tests.families.configurations import reduced
 

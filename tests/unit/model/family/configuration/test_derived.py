@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, CodeGenConfig, GemmaConfig, GPTJConfig, PreTrainedConfig
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.family.derived import MAX_DERIVED, derived_bytes, materialise_buffers
+from djinnd.model.family.configuration.derived import MAX_DERIVED, derived_bytes, materialise_buffers
 from djinnd.model.family.skeleton import Skeleton, bind, build
 from tests.families.configurations import reduced
 from tests.support.models import FAMILIES, reduced_model

@@ -17,7 +17,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from djinn_client.protocol.fields.points import PointMap
-from djinnd.model.family.point_map import learn_points
+from djinnd.model.family.learning.point_map import learn_points
 from djinnd.model.family.skeleton import Skeleton, build
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.open_files import read_config

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from djinn_client.errors import ModelRejected
 from djinnd.device.budget import gib
-from djinnd.model.family.rope import stop_choosing
+from djinnd.model.family.configuration.rope import stop_choosing
 
 MAX_DERIVED = 256 << 20  # bytes, of all modules together; computing one takes a few times its size
 

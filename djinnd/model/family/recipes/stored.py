@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.family.code_recipes import stack_of_codes
+from djinnd.model.family.recipes.codes import stack_of_codes
 from djinnd.weights.checkpoint import CheckpointFiles, wrong_shape
 from djinnd.weights.forms.coded_form import Code, Coded
 from djinnd.weights.store import Recipe

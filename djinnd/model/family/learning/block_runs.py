@@ -11,10 +11,10 @@ from torch import Tensor
 from djinn_client.errors import ModelRejected
 from djinnd.model.attention.hf_attention import NoPages, Wanted
 from djinnd.model.family.adapter import Adapter, Prologue, check_inputs
-from djinnd.model.family.kv_shapes import KvMap, learn_kv, shared_arguments
-from djinnd.model.family.own_weights import keep_own_weights
+from djinnd.model.family.learning.kv_shapes import KvMap, learn_kv, shared_arguments
+from djinnd.model.family.learning.own_weights import keep_own_weights
+from djinnd.model.family.learning.states import learn_states
 from djinnd.model.states.layout import Stateful
-from djinnd.model.states.learning import learn_states
 
 # Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`. A hybrid block
 # has attention and a state beside each other.

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from djinnd.model.family.learning.states import _of_block
 from djinnd.model.family.skeleton import Skeleton, build
 from djinnd.model.states.carrier import StateSpec
 from djinnd.model.states.layout import state_bytes
-from djinnd.model.states.learning import _of_block
 from djinnd.model.step.page_regions import layout_of
 from tests.families.configurations import reduced
 

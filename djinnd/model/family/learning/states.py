@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from djinnd.model.family.adapter import Adapter, Prologue
-from djinnd.model.family.dry_run import dry
-from djinnd.model.family.kinds import kind_of
+from djinnd.model.family.learning.dry_run import dry
+from djinnd.model.family.learning.kinds import kind_of
 from djinnd.model.states.carrier import MOST_STATES, Carrier
 from djinnd.model.states.layout import Stateful
 from djinnd.model.states.step_calls import learn_calls

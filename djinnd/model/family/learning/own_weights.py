@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from djinnd.model.family.adapter import Adapter, Prologue
-from djinnd.model.family.dry_run import dry
-from djinnd.model.family.kinds import kind_of
+from djinnd.model.family.learning.dry_run import dry
+from djinnd.model.family.learning.kinds import kind_of
 
 log = logging.getLogger("djinnd.engine")
 

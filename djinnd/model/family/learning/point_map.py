@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from djinn_client.protocol.fields.points import PointMap
 from djinnd.model.family.adapter import Adapter
-from djinnd.model.family.dry_run import dry
-from djinnd.model.family.kinds import kind_of
+from djinnd.model.family.learning.dry_run import dry
+from djinnd.model.family.learning.kinds import kind_of
 
 _TOKENS = 2
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from djinn_client.errors import ModelRejected
-from djinnd.model.family.recipes import RecipeBook
+from djinnd.model.family.recipes.stored import RecipeBook
 from tests.support.checkpoints import Tensors, altered
 from tests.support.models import FAMILIES, reduced_model
 from tests.support.open_files import checkpoint_of

@@ -10,8 +10,8 @@ from transformers import AutoConfig, PhimoeConfig
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from djinn_client.errors import ModelRejected, PromptTooLong
-from djinnd.model.family.derived import materialise_buffers
-from djinnd.model.family.rope import fix_frequencies
+from djinnd.model.family.configuration.derived import materialise_buffers
+from djinnd.model.family.configuration.rope import fix_frequencies
 from djinnd.model.family.skeleton import Skeleton, build
 from tests.support.checkpoints import altered
 from tests.support.loaded import Served

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from djinn_client.errors import ModelRejected
 from djinn_client.files.model_files import ModelFiles
-from djinnd.model.family.gguf_recipes import GgufRecipes
+from djinnd.model.family.recipes.gguf import GgufRecipes
 from djinnd.model.family.skeleton import Skeleton, build, make_config
 from djinnd.weights.gguf.checkpoint import GgufCheckpoint
 from djinnd.weights.opening import open_checkpoint

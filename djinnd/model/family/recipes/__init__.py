@@ -1,0 +1,1 @@
+"""Recipes: how each parameter is made from a checkpoint's tensors, plain, coded, or of a GGUF file."""
