@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import threading
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from tools.checkpoints.corpus import sample
 from tools.checkpoints.files import write_config, write_json, write_weights
@@ -48,8 +50,13 @@ def make_random(
     prepare_folder(out, sum(tensor.nbytes for tensor in tensors))
     _write_weights(out, shards(tensors, shard_bytes), weights)
     positions = config.get("max_position_embeddings") or config["n_positions"]
-    write_tokenizer(train_bpe(sample(), REDUCED_VOCABULARY), out, positions)
+    write_tokenizer(_trained(), out, positions)
     write_config(out, config)
+
+
+@functools.cache
+def _trained() -> Tokenizer:
+    return train_bpe(sample(), REDUCED_VOCABULARY)
 
 
 def described(
