@@ -35,8 +35,8 @@ VECTOR_TILES = [
     for rows, width, warps, run in itertools.product((1, 2), (512, 1024, 2048), (1, 2, 4), (4, 8))
 ]
 MATRIX_TILES = [
-    ProductTiles(rows, width, 16, 4, stages, splits)
-    for rows, width, stages, splits in itertools.product((32, 64), (64, 128), (2, 3, 4), (2, 4, 8))
+    ProductTiles(64, width, min(run, width), warps, 3, splits)
+    for width, run, warps, splits in itertools.product((64, 128, 256), (16, 128, 256), (4, 8), (1, 2, 4, 8))
 ]
 
 

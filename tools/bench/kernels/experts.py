@@ -67,7 +67,7 @@ def measure_experts(ceiling: float, sweep: bool, codings: Sequence[str]) -> Iter
             for _ in range(math.ceil(COLD / (shape.experts * size * DTYPE.itemsize)) + 1)
         ]
         blocks = [(plain_matrices(first), plain_matrices(second)) for first, second in plain]
-        yield from _measure(shape, "bf16", size * DTYPE.itemsize, blocks, ceiling, sweep, plain)
+        yield from _measure(shape, "bf16", size * DTYPE.itemsize, blocks, ceiling, sweep and not codings, plain)
         del plain, blocks
         for name, coding in chosen_codings(codings or CODINGS).items():
             if not all(coding.fits(*each) for each in shape.products):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ def main(checkpoint: Path, device: str, memory: str, kv_gib: float, **work: Any)
     say(f"memory {rates.memory / 1e9:,.0f} GB/s, bus {rates.up / 1e9:.1f} GB/s, {active / 1e9:.2f} GB active")
     with private_daemon({"device": device, "memory": memory}) as address:
         model = str(checkpoint)
+        began = time.perf_counter()
         info = djinn.load(model, kv_bytes=round(kv_gib * GIB), host_kv_bytes=0, disk_kv_bytes=0, address=address)
         blocks = {"plain": info.blocks_plain, "coded": info.blocks_packed, "streamed": info.blocks_streamed}
-        say(f"{blocks}, {info.notes}")
+        say(f"loaded in {time.perf_counter() - began:.1f} s: {blocks}, {info.notes}")
         first = first_token_s(address, model, work["context"], info.vocab)
         steps = {n: asyncio.run(step_s(address, model, n, work, info.vocab)) for n in work["sessions"]}
         used = djinn.status(address=address).devices[0].used_bytes

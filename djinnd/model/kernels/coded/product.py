@@ -124,9 +124,10 @@ def product_tiles(tokens: int, rows: int, facts: Facts, element_size: int, proce
     rows to keep the device busy."""
     widest = triton.next_power_of_2(facts.row_bytes)
     if tokens == 1:
-        # A thread loads as many codes as it loads numbers of x in 16 bytes: nothing is exchanged between threads.
-        run = min(facts.run, 16 // element_size // (2 if facts.span == 1 else 1), widest)
-        return ProductTiles(rows=2, width=min(512, widest), run=run, warps=1, stages=1)
+        # Measured on an H200, FP8 and MXFP4, 4,096 and 28,672 rows: within 6 % of the best of 36 tiles. A program for
+        # each row gives a processor more warps, and these hide how long decoding takes.
+        run = min(facts.run, 16 // element_size, widest)
+        return ProductTiles(rows=1, width=min(512, widest), run=run, warps=2, stages=1)
     width = min(128 if element_size == 2 else 32, widest)  # float32 takes long to compile
     splits = round(2 * processors / triton.cdiv(rows, 64))
     splits = min(max(splits, 1), MAX_SPLITS, triton.cdiv(facts.row_bytes, 2 * width))
