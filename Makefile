@@ -44,8 +44,8 @@ demo-remote: $(VENV)/demo.stamp
 # wait for is often another process.
 # The long tests of kernels, in Triton's interpreter and by its compiler, are no part of CI: `tests/gpu` runs the same
 # kernels on a card.
-KERNEL_TESTS := test_kernels.py test_compile_times.py $(notdir $(wildcard tests/unit/model/test_*cubins.py))
-KERNEL_TESTS := $(addprefix tests/unit/model/,$(KERNEL_TESTS))
+KERNEL_TESTS := test_interpreted.py attention/test_compile_times.py test_cubins.py
+KERNEL_TESTS := $(addprefix tests/unit/model/kernels/,$(KERNEL_TESTS)) $(wildcard tests/unit/model/kernels/*/test_cubins.py)
 test: which := not long
 test-long: which := long
 test-long: less := $(addprefix --ignore=,$(KERNEL_TESTS))

@@ -35,7 +35,7 @@ MODEL = "djinn-tiny"
 # The longest files are begun first: at the end a worker would wait for another one's.
 FIRST = (
     *("families/test_page.py", "fault/test_kills.py", "integration/test_kv_bench.py", "integration/test_sharing.py"),
-    *("conformance/test_generation.py", "unit/model/test_kernels.py", "unit/server/test_restart.py"),
+    *("conformance/test_generation.py", "unit/model/kernels/test_interpreted.py", "unit/server/test_restart.py"),
 )
 
 

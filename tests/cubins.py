@@ -1,7 +1,7 @@
 """`make cubins`: compiles attention's kernels for published head widths, types and GPUs, and says how long that takes.
 
 Fails where one takes more than LONGEST seconds of one core, or more shared memory than the GPU has. On two cores it
-takes most of an hour; the tests do this for the few that took longest (tests/unit/model/test_compile_times.py).
+takes most of an hour; the tests do this for the few that took longest (attention/test_compile_times.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.check.rehearsal import EveryBound
-from djinnd.model.kernels.variants import Variant, compile_variant
+from djinnd.model.kernels.launching.variants import Variant, compile_variant
 from djinnd.model.paged_batch import Softmax
 from djinnd.model.step.inputs import StepInputs
 from tests.support.compiled import AMPERE, HOPPER, hopper
@@ -45,7 +45,9 @@ class Attention(NamedTuple):
 def variants_of(attention: Attention, window: int = 0) -> list[Variant]:
     """All that a model with such attention launches of it."""
     target, dtype, head_dim, heads, kv_heads = attention
-    mixed, scratch = (importlib.import_module(f"djinnd.model.kernels.{name}") for name in ("mixed", "scratch"))
+    mixed, scratch = (
+        importlib.import_module(f"djinnd.model.kernels.{name}") for name in ("attention.mixed", "launching.scratch")
+    )
     device = CpuDevice(1 << 30)
     pool = torch.zeros(2, 1, 2, 16, kv_heads, head_dim, dtype=dtype)
     q, k = (torch.zeros(_TOKENS, n, head_dim, dtype=dtype) for n in (heads, kv_heads))

@@ -69,7 +69,9 @@ class AdapterLoads:
         """Compiles the kernels of adapters in another process, before a request waits for them."""
         if self._compiler is None:
             return
-        from djinnd.model.kernels.launches import launches  # needs Triton, which only CUDA builds of torch bring
+        from djinnd.model.kernels.launching.launches import (
+            launches,  # needs Triton, which only CUDA builds of torch bring
+        )
 
         with launches.listing() as listed, self._device.computing():
             runner.model.install_adapters().launch_empty(runner.model.dtype)

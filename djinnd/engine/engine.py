@@ -102,7 +102,9 @@ class Engine:
         )
         self._adapters = AdapterLoads(device, self._runners, channel, self._background, compiler)
         if compiler is not None:
-            from djinnd.model.kernels.launches import launches  # needs Triton, which only CUDA builds of torch bring
+            from djinnd.model.kernels.launching.launches import (
+                launches,  # needs Triton, which only CUDA builds of torch bring
+            )
 
             launches.install(compiler.compile, self._send_alive)
         self._unwaited_s = 0.0  # seconds of steps whose results the host has not waited for

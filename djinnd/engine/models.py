@@ -36,7 +36,7 @@ from djinnd.engine.windows.deliveries import Deliveries
 from djinnd.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
-    from djinnd.model.kernels.variants import Variant
+    from djinnd.model.kernels.launching.variants import Variant
 
 log = logging.getLogger("djinnd.engine")
 

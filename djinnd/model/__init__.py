@@ -5,5 +5,6 @@ block        a decoder layer. Its module is the family's own (family/adapter.py)
 cache        pages of keys and values. A block's attention has its views of the pool (BlockKV), and a step's batch
              says where the tokens' pages are (paged_batch.py).
 weight form  the bytes in which a block is stored and copied: plain, or packed (PackedForm). A packed block is
-             unpacked before it runs (kernels/unpack.py), or products read it directly (kernels/packed_product.py).
+             unpacked before it runs (kernels/packed/unpack.py), or products read it directly
+             (kernels/packed/product.py).
 """

@@ -1,4 +1,4 @@
-"""Edits as tensors, for the arithmetic in PyTorch (whitebox/editing.py) and the kernel (kernels/edit.py)."""
+"""Edits as tensors, for the arithmetic in PyTorch (whitebox/editing.py) and the kernel (kernels/fused/edit.py)."""
 
 from __future__ import annotations
 

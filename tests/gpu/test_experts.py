@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 from djinn_client.handover.packed import PackedForm
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.device.cuda import CudaDevice
-from djinnd.model.kernels.fetch import fetch_packed
+from djinnd.model.kernels.host_memory.fetch import fetch_packed
 from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import altered, cast
 from tests.support.cuda import cuda_device

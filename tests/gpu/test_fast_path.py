@@ -20,7 +20,7 @@ from djinnd.model.fast.linear import FastLinear, fast_linear, fast_linear_of
 from djinnd.model.fast.mlp import GatedMLP, gated_mlp_of
 from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import NAME, FastRope, replace_rope
-from djinnd.model.kernels.rope import rope
+from djinnd.model.kernels.fused.rope import rope
 from djinnd.model.tuning import FEW_ROWS
 from tests.support.cuda import cuda_device
 from tests.support.loaded import load_weights

@@ -13,10 +13,10 @@ if not torch.cuda.is_available():
 from djinn_client.protocol import Placing
 from djinnd.model.attention.paged import TorchAttention
 from djinnd.model.attention.triton_attention import TritonAttention
-from djinnd.model.kernels import fp8
-from djinnd.model.kernels.kv_write import kv_write
-from djinnd.model.kernels.latent_decode import latent_decode
-from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.attention import fp8
+from djinnd.model.kernels.attention.kv_write import kv_write
+from djinnd.model.kernels.attention.latent_decode import latent_decode
+from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import Softmax
 from tests.families.configurations import reduced
 from tests.support.checkpoints import random_model

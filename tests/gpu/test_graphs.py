@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
 import triton
 
 from djinn_client.protocol.fields.placing import Placing
-from djinnd.model.kernels.decode import combine_kernel, decode_kernel
-from djinnd.model.kernels.mixed import combine_mixed_kernel, mixed_kernel
+from djinnd.model.kernels.attention.decode import combine_kernel, decode_kernel
+from djinnd.model.kernels.attention.mixed import combine_mixed_kernel, mixed_kernel
 from tests.support import reference
 from tests.support.graphed import (
     FOLDER,

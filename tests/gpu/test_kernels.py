@@ -12,11 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from djinnd.model.attention.paged import TorchAttention, attention_for
 from djinnd.model.attention.triton_attention import TritonAttention
-from djinnd.model.kernels.decode import MAX_QUERY, decode
-from djinnd.model.kernels.kv_write import kv_write
-from djinnd.model.kernels.mixed import mixed
-from djinnd.model.kernels.rms_norm import rms_norm
-from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.attention.decode import MAX_QUERY, decode
+from djinnd.model.kernels.attention.kv_write import kv_write
+from djinnd.model.kernels.attention.mixed import mixed
+from djinnd.model.kernels.fused.rms_norm import rms_norm
+from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from tests.support.paged import BLOCK, BLOCKS, Scene, check, same_bytes
 

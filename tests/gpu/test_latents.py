@@ -16,9 +16,9 @@ from djinnd.model.attention.absorption import Absorption
 from djinnd.model.attention.latent_kernels import LatentKernels
 from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.triton_attention import TritonAttention
-from djinnd.model.kernels.kv_write import kv_write
-from djinnd.model.kernels.latent_decode import latent_decode
-from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.attention.kv_write import kv_write
+from djinnd.model.kernels.attention.latent_decode import latent_decode
+from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import Softmax
 from tests.families.configurations import reduced
 from tests.support import reference

@@ -6,8 +6,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from djinnd.model.kernels.packed_product import ProductTiles, packed_product
-from djinnd.model.kernels.unpack import unpack
+from djinnd.model.kernels.packed.product import ProductTiles, packed_product
+from djinnd.model.kernels.packed.unpack import unpack
 from djinnd.model.tuning import FEW_ROWS
 from tests.support.packed import ODD, check_product, form_of, packed, same_weights, tame, weights
 

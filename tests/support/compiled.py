@@ -11,8 +11,8 @@ from unittest import mock
 import triton
 from triton.backends.compiler import GPUTarget
 
-from djinnd.model.kernels.launches import Launches, Told, launches
-from djinnd.model.kernels.variants import Variant, _source, all_functions
+from djinnd.model.kernels.launching.launches import Launches, Told, launches
+from djinnd.model.kernels.launching.variants import Variant, _source, all_functions
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 << 10  # bytes that a program may use on it

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from djinn_client.handover.packed import PackedForm
-from djinnd.model.kernels.fetch import fetch_packed, fetch_plain
+from djinnd.model.kernels.host_memory.fetch import fetch_packed, fetch_plain
 from tests.support.packed import form_of
 
 CANARY = -7.0

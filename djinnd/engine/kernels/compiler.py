@@ -22,7 +22,7 @@ import torch
 from djinnd.engine.tuning import COMPILER_STARTS_IN, COMPILERS, TELL_EVERY
 
 if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
-    from djinnd.model.kernels.variants import Variant
+    from djinnd.model.kernels.launching.variants import Variant
 
 log = logging.getLogger("djinnd.engine")
 
@@ -104,7 +104,7 @@ def kernel_compiler_for(device: torch.device, seconds: float) -> KernelCompiler 
     """→ None if the device runs no kernels of ours."""
     if device.type != "cuda":
         return None
-    from djinnd.model.kernels.scratch import shared_memory  # only CUDA builds of torch bring Triton
+    from djinnd.model.kernels.launching.gpu import shared_memory  # only CUDA builds of torch bring Triton
 
     major, minor = torch.cuda.get_device_capability(device)
     return KernelCompiler(10 * major + minor, shared_memory(device), seconds)

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 
 from djinnd.engine.tuning import MOST_MEMORY, NICENESS
 from djinnd.lifeline import tie_to
-from djinnd.model.kernels.variants import Variant, compile_variant, settle_keys
+from djinnd.model.kernels.launching.variants import Variant, compile_variant, settle_keys
 
 _REASON_BYTES = 2000  # less than a pipe takes without a reader
 

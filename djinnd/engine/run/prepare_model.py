@@ -24,7 +24,7 @@ from djinnd.model.step.page_regions import layout_of
 from djinnd.model.step.paged_model import PagedModel
 
 if TYPE_CHECKING:  # only CUDA builds of torch bring Triton
-    from djinnd.model.kernels.variants import Variant
+    from djinnd.model.kernels.launching.variants import Variant
 
 Compile = Callable[[list["Variant"]], Compiling]
 
@@ -124,7 +124,7 @@ def _missing_kernels(runner: ModelRunner) -> list[Variant]:
 def _use_compiled(runner: ModelRunner, compiling: Compiling) -> None:
     """Takes over the compiled kernels. Kernels that could not be compiled are replaced by torch. Raises ModelRejected
     if torch cannot replace one of them."""
-    from djinnd.model.kernels.launches import launches
+    from djinnd.model.kernels.launching.launches import launches
 
     failed = compiling.failed
     launches.settle(compiling.variants, failed)

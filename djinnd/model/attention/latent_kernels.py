@@ -2,7 +2,7 @@
 
 Absorption multiplies about three times as many numbers for a score, and saves an expansion of all tokens of a session,
 which pays for few queries. For many queries, keys and values are expanded for some heads at a time, so that memory
-stays bounded. They are put into pages of their own, and kernels/mixed.py gets each head as a row:
+stays bounded. They are put into pages of their own, and kernels/attention/mixed.py gets each head as a row:
 
     keys    [heads at a time * pages, EXPANDED_PAGE, 1, plain + rotary]
     values  [heads at a time * pages, EXPANDED_PAGE, 1, value]
@@ -20,9 +20,9 @@ from torch import Tensor
 from djinnd.model.attention.absorption import Absorption
 from djinnd.model.attention.gathering import gather_tokens
 from djinnd.model.attention.latents import Latents
-from djinnd.model.kernels.latent_decode import latent_decode
-from djinnd.model.kernels.mixed import mixed
-from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.attention.latent_decode import latent_decode
+from djinnd.model.kernels.attention.mixed import mixed
+from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.tuning import EXPANDED_BYTES, EXPANDED_PAGE, EXPANDED_TOKENS
 
@@ -30,7 +30,7 @@ from djinnd.model.tuning import EXPANDED_BYTES, EXPANDED_PAGE, EXPANDED_TOKENS
 @dataclass(frozen=True, slots=True)
 class LatentKernels:
     """One call of attention over a block's pages of latents and rotary keys, [pages, page_size, 1, width] each. The
-    methods raise the errors in UNAVAILABLE (kernels/launches.py)."""
+    methods raise the errors in UNAVAILABLE (kernels/launching/launches.py)."""
 
     pages: tuple[Tensor, Tensor]
     softmax: Softmax
@@ -88,7 +88,7 @@ class LatentKernels:
 
 def heads_as_rows(heads: int, queries: int, length: int, device: torch.device) -> PagedBatch:
     """The batch in which each head is a row of `queries` tokens, with pages one after another. Nothing waits for the
-    device. Only kernels/mixed.py can read it: there are no slots."""
+    device. Only kernels/attention/mixed.py can read it: there are no slots."""
     rows = torch.arange(heads, dtype=torch.int32, device=device)
     pages = -(-length // EXPANDED_PAGE)
     ones = torch.ones_like(rows)

@@ -6,7 +6,7 @@ all heads share. The pages hold only these two: 576 numbers a token for DeepSeek
 it is given.
 
 In PyTorch, earlier tokens are expanded again in each step, some at a time, so that memory stays bounded. The softmax
-runs on through these pieces as in kernels/tile.py. A GPU has kernels for that (latent_kernels.py).
+runs on through these pieces as in kernels/attention/tile.py. A GPU has kernels for that (latent_kernels.py).
 """
 
 from __future__ import annotations

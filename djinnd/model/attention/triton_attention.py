@@ -9,12 +9,12 @@ from djinnd.model.attention.chunks import attend_chunk
 from djinnd.model.attention.latent_kernels import LatentKernels
 from djinnd.model.attention.latents import Latents, attend_latents
 from djinnd.model.attention.paged import PagedAttention, TorchAttention
-from djinnd.model.kernels.decode import decode, fits_decode
-from djinnd.model.kernels.kv_write import kv_write
-from djinnd.model.kernels.latent_decode import MAX_QUERY
-from djinnd.model.kernels.launches import UNAVAILABLE
-from djinnd.model.kernels.mixed import mixed
-from djinnd.model.kernels.scratch import Scratch
+from djinnd.model.kernels.attention.decode import decode, fits_decode
+from djinnd.model.kernels.attention.kv_write import kv_write
+from djinnd.model.kernels.attention.latent_decode import MAX_QUERY
+from djinnd.model.kernels.attention.mixed import mixed
+from djinnd.model.kernels.launching.launches import UNAVAILABLE
+from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 

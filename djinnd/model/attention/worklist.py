@@ -1,4 +1,4 @@
-"""The worklist: the rows of a batch that have tokens in this step, sorted for attention (kernels/mixed.py).
+"""The worklist: the rows of a batch that have tokens in this step, sorted for attention (kernels/attention/mixed.py).
 
     worklist  int32 [R, 4]  (row, its first token, its tokens in this step, its tokens in KV including this step's);
                           rows with a chunk come before rows with one token

@@ -22,9 +22,9 @@ from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.copies.pinned_io import ResultReader
-from djinnd.model.kernels.decode import MAX_QUERY
-from djinnd.model.kernels.launches import launches
-from djinnd.model.kernels.variants import Variant
+from djinnd.model.kernels.attention.decode import MAX_QUERY
+from djinnd.model.kernels.launching.launches import launches
+from djinnd.model.kernels.launching.variants import Variant
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from djinnd.model.sampling import token_masks
 from djinnd.model.step.inputs import StepInputs

@@ -25,7 +25,9 @@ def send(target: Tensor, source: Tensor) -> None:
     if not target.is_cuda:
         target.copy_(source)
     elif target.numel():
-        from djinnd.model.kernels.pinned_copy import copy  # needs Triton, which comes with CUDA builds of torch
+        from djinnd.model.kernels.host_memory.pinned_copy import (
+            copy,  # needs Triton, which comes with CUDA builds of torch
+        )
 
         copy(source, target)
 
@@ -34,7 +36,7 @@ def send_counted(target: Tensor, source: Tensor) -> None:
     """Like `send`, but copies only as many 64-bit words as the first word of `source` says, including that word. A
     replay of a graph that captured this call reads the source, and the count, at the time of the replay."""
     if target.is_cuda:
-        from djinnd.model.kernels.pinned_copy import copy_counted
+        from djinnd.model.kernels.host_memory.pinned_copy import copy_counted
 
         copy_counted(source, target)
     else:
@@ -59,7 +61,7 @@ class ResultReader:
         if not (values.is_cuda and values.numel()):
             meanwhile()
             return list[int](values.tolist())
-        from djinnd.model.kernels.pinned_copy import copy
+        from djinnd.model.kernels.host_memory.pinned_copy import copy
 
         count = values.numel()
         if self._event is None or count > self._staging.numel():

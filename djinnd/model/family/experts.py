@@ -178,7 +178,10 @@ class Experts:
             self._fetch_by_copies(source, scratch)
 
     def _fetch_by_kernel(self, source: Tensor, scratch: Tensor) -> None:
-        from djinnd.model.kernels.fetch import fetch_packed, fetch_plain  # Triton comes with CUDA builds of torch
+        from djinnd.model.kernels.host_memory.fetch import (  # Triton comes with CUDA builds of torch
+            fetch_packed,
+            fetch_plain,
+        )
 
         if isinstance(self.form, CodedForm):
             from djinnd.model.kernels.coded.buffers import fetch_coded

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from djinnd.model.kernels.experts.forward import experts_forward, reads_codes
 from djinnd.model.kernels.experts.gating import CLAMPED, GELU_TANH, RELU_SQUARED, SILU, Activation, reference
 from djinnd.model.kernels.experts.matrices import Matrices, plain_matrices
-from djinnd.model.kernels.launches import UNAVAILABLE
+from djinnd.model.kernels.launching.launches import UNAVAILABLE
 
 STACKS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))  # with a gate, and without
 _WIDTH, _ROWS, _PICKS = 16, 4, 2  # of the trial's tensors

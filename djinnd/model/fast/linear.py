@@ -17,7 +17,8 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return widened_linear(x, weight, bias)
     if not weight.is_cuda or not 0 < rows <= FEW_ROWS or not weight.is_contiguous():
         return linear(x, weight, bias)
-    from djinnd.model.kernels import few_rows, launches, matvec  # Triton comes with CUDA builds of torch
+    from djinnd.model.kernels.launching import launches  # Triton comes with CUDA builds of torch
+    from djinnd.model.kernels.products import few_rows, matvec
 
     try:
         if rows == 1:

@@ -11,8 +11,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from djinnd.model.kernels.gate import ACTIVATIONS, gated
-from djinnd.model.kernels.launches import UNAVAILABLE
+from djinnd.model.kernels.fused.gate import ACTIVATIONS, gated
+from djinnd.model.kernels.launching.launches import UNAVAILABLE
 
 PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 _WIDTH = 512  # of the trial's tensors

@@ -13,8 +13,8 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
-from djinnd.model.kernels.launches import UNAVAILABLE
-from djinnd.model.kernels.rms_norm import rms_norm
+from djinnd.model.kernels.fused.rms_norm import rms_norm
+from djinnd.model.kernels.launching.launches import UNAVAILABLE
 
 
 class FusedRMSNorm(nn.Module):

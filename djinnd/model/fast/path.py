@@ -20,7 +20,7 @@ from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import replace_rope
 from djinnd.model.fast.state_chunks import replace_chunks
 from djinnd.model.fast.state_steps import replace_steps
-from djinnd.model.kernels.launches import launches
+from djinnd.model.kernels.launching.launches import launches
 from djinnd.model.states.layout import Stateful
 
 

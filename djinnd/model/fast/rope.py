@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from djinnd.model.kernels.launches import UNAVAILABLE
-from djinnd.model.kernels.rope import rope
+from djinnd.model.kernels.fused.rope import rope
+from djinnd.model.kernels.launching.launches import UNAVAILABLE
 
 NAME = "apply_rotary_pos_emb"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from djinnd.model.kernels.launches import UNAVAILABLE
+from djinnd.model.kernels.launching.launches import UNAVAILABLE
 from djinnd.model.kernels.states.chunks import CHUNK, Rule, run_chunks
 from djinnd.model.states.layout import Stateful
 from djinnd.model.states.step_calls import StepCall, arguments_of, names_of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from djinnd.model.kernels.launches import UNAVAILABLE
+from djinnd.model.kernels.launching.launches import UNAVAILABLE
 from djinnd.model.kernels.states.delta_rule import delta_step
 from djinnd.model.kernels.states.selective import selective_step
 from djinnd.model.kernels.states.short_convolution import ACTIVATIONS, convolve

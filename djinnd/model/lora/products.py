@@ -31,8 +31,8 @@ class LoraProducts:
         self.has_kernels = device.type == "cuda"
         self._slots: list[dict[int, Pair]] = [{} for _ in range(slots)]
         if self.has_kernels:
-            from djinnd.model.kernels.adapters import FIELDS  # Triton comes with CUDA builds of torch
-            from djinnd.model.kernels.scratch import Scratch
+            from djinnd.model.kernels.launching.scratch import Scratch  # Triton comes with CUDA builds of torch
+            from djinnd.model.kernels.products.adapters import FIELDS
 
             self._table = torch.zeros((len(targets), slots, FIELDS), dtype=torch.int64, device=device)
             self._scratch = Scratch(device)
@@ -82,8 +82,8 @@ class LoraProducts:
 
     def _launch(self, target: int, x: Tensor, y: Tensor, rows: AdapterRows) -> bool:
         """Adds the products by kernels. → False if they cannot be compiled for this device."""
-        from djinnd.model.kernels.adapters import add_products  # Triton comes with CUDA builds of torch
-        from djinnd.model.kernels.launches import UNAVAILABLE
+        from djinnd.model.kernels.launching.launches import UNAVAILABLE  # Triton comes with CUDA builds of torch
+        from djinnd.model.kernels.products.adapters import add_products
 
         try:
             add_products(x.contiguous(), y, rows, self._table[target], self.targets[target].sizes, self._scratch)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def decode_all(form: BufferForm, stored: Tensor, out: Tensor) -> None:
     """Writes the whole plain buffer to `out`: [numel], bfloat16 if the form is packed, else any float dtype."""
     if isinstance(form, PackedForm) and out.is_cuda:
-        from djinnd.model.kernels.unpack import unpack
+        from djinnd.model.kernels.packed.unpack import unpack
 
         unpack(form, stored, out)
     else:
@@ -66,7 +66,7 @@ def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: 
         return coded_few_rows(form, products, stored)
     if len(products) < len(layout.units):
         return {}
-    from djinnd.model.kernels.packed_product import packed_product, product_fits
+    from djinnd.model.kernels.packed.product import packed_product, product_fits
 
     if not all(map(product_fits, form.units)):
         return {}

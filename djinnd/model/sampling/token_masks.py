@@ -40,7 +40,9 @@ class TokenMasks:
         """logits: [rows, vocab], changed in place."""
         rows, words = self._gathered(masks, logits.is_cuda)
         if logits.is_cuda:
-            from djinnd.model.kernels.block_tokens import block_tokens  # needs Triton, which comes with CUDA builds
+            from djinnd.model.kernels.host_memory.block_tokens import (
+                block_tokens,  # needs Triton, which comes with CUDA builds
+            )
 
             block_tokens(logits, rows, words)
         else:

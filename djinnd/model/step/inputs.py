@@ -85,7 +85,7 @@ class StepInputs:
 
     def clear(self) -> None:
         """Sets both sides to zero: tokens of no row, and rows without tokens. `send` cannot do this for the device
-        while launches of kernels are listed, because they are skipped (kernels/launches.py)."""
+        while launches of kernels are listed, because they are skipped (kernels/launching/launches.py)."""
         self._staging.zero_()
         self._device_bytes.zero_()
 

@@ -31,7 +31,7 @@ def apply(target: Tensor, where: Tensor, edits: EditRows) -> None:
     dimension of target and bank has stride 1.
     """
     if target.is_cuda:
-        from djinnd.model.kernels.edit import edit  # needs Triton, which comes with CUDA builds of torch
+        from djinnd.model.kernels.fused.edit import edit  # needs Triton, which comes with CUDA builds of torch
 
         if len(where):
             edit(target, where, edits)

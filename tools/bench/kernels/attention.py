@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
-from djinnd.model.kernels.decode import decode
-from djinnd.model.kernels.kv_write import kv_write
-from djinnd.model.kernels.mixed import mixed
-from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import Tiles
+from djinnd.model.kernels.attention.decode import decode
+from djinnd.model.kernels.attention.kv_write import kv_write
+from djinnd.model.kernels.attention.mixed import mixed
+from djinnd.model.kernels.attention.tile import Tiles
+from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
 from tools.bench.kernels.timing import (
     CHOSEN,

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from djinn_client.handover.packed import PackedForm, Unit
-from djinnd.model.kernels.few_rows import RowTiles, few_rows
-from djinnd.model.kernels.gate import gated
-from djinnd.model.kernels.matvec import matvec
-from djinnd.model.kernels.packed_product import ProductTiles, packed_product
-from djinnd.model.kernels.rms_norm import rms_norm
-from djinnd.model.kernels.rope import rope
-from djinnd.model.kernels.unpack import unpack
+from djinnd.model.kernels.fused.gate import gated
+from djinnd.model.kernels.fused.rms_norm import rms_norm
+from djinnd.model.kernels.fused.rope import rope
+from djinnd.model.kernels.packed.product import ProductTiles, packed_product
+from djinnd.model.kernels.packed.unpack import unpack
+from djinnd.model.kernels.products.few_rows import RowTiles, few_rows
+from djinnd.model.kernels.products.matvec import matvec
 from tools.bench.kernels.timing import CHOSEN, COLD, DTYPE, HEAD_DIM, LLAMA_8B, LLAMA_13B, Case, Measured, compile_all
 
 MLP_13B = 13_824  # width of its MLP

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from djinnd.model.kernels.coded.decode import decode_on_device
-from djinnd.model.kernels.fetch import fetch_plain
+from djinnd.model.kernels.host_memory.fetch import fetch_plain
 from djinnd.weights.forms.coded_form import CodedForm
 
 

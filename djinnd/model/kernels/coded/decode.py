@@ -16,7 +16,7 @@ from torch import Tensor
 from djinnd.model.kernels.coded.facts import Facts, arguments, facts_of
 from djinnd.model.kernels.coded.numbers import rounded
 from djinnd.model.kernels.coded.tiles import load_weights
-from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.weights.forms.coding import Coding
 
 PROGRAMS = 512  # most programs of a matrix, if only picked matrices are decoded

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from djinnd.gguf.formats import FORMATS
 from djinnd.model.kernels.coded import kinds
-from djinnd.model.kernels.fp8 import has_fp8
+from djinnd.model.kernels.launching.gpu import has_fp8
 from djinnd.weights.forms.coding import Coding
 from djinnd.weights.forms.codings import Float4, Grouped, Scaled
 from djinnd.weights.forms.gguf_blocks import GgufBlocks

@@ -21,8 +21,8 @@ from djinnd.model.kernels.coded.facts import Facts, arguments, facts_of
 from djinnd.model.kernels.coded.loads import load_x
 from djinnd.model.kernels.coded.numbers import rounded
 from djinnd.model.kernels.coded.tiles import load_weights
-from djinnd.model.kernels.scratch import processors
-from djinnd.model.kernels.tile import INTERPRETED, dot
+from djinnd.model.kernels.launching.gpu import processors
+from djinnd.model.kernels.launching.interpreter import INTERPRETED, dot
 from djinnd.model.tuning import FEW_ROWS
 from djinnd.weights.forms.coding import Coding
 

@@ -20,8 +20,8 @@ from djinnd.model.kernels.experts.gating import NONE, Activation
 from djinnd.model.kernels.experts.grouping import Groups, group_pairs
 from djinnd.model.kernels.experts.matrices import Matrices
 from djinnd.model.kernels.experts.product import grouped_kernel, sum_kernel, vector_kernel
-from djinnd.model.kernels.scratch import shared_memory
-from djinnd.model.kernels.tile import INTERPRETED
+from djinnd.model.kernels.launching.gpu import shared_memory
+from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.tuning import CODED_PAIRS, PAIR_TILES
 
 _BLOCK = 1024  # columns of a program of sums

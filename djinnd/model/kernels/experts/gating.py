@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from djinnd.model.kernels.coded.numbers import rounded
-from djinnd.model.kernels.gate import TWICE_SQRT_2_OVER_PI
+from djinnd.model.kernels.fused.gate import TWICE_SQRT_2_OVER_PI
 
 # The first two have no gate.
 NONE, RELU_SQUARED, SILU, GELU_TANH, CLAMPED = (tl.constexpr(number) for number in range(5))

@@ -19,7 +19,7 @@ from djinnd.model.kernels.coded.numbers import rounded
 from djinnd.model.kernels.coded.tiles import load_weights
 from djinnd.model.kernels.experts.gating import NONE, RELU_SQUARED, activated
 from djinnd.model.kernels.experts.grouping import load_picks, real_pairs
-from djinnd.model.kernels.tile import dot
+from djinnd.model.kernels.launching.interpreter import dot
 
 
 @triton.jit

@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 from djinnd import messages
 from djinnd.engine.kernels.compiler import Compiling, KernelCompiler
 from djinnd.engine.run import prepare_model
-from djinnd.model.kernels.gate import gated
-from djinnd.model.kernels.rms_norm import rms_norm
-from djinnd.model.kernels.tile import INTERPRETED
-from djinnd.model.kernels.variants import Variant, is_compiled
+from djinnd.model.kernels.fused.gate import gated
+from djinnd.model.kernels.fused.rms_norm import rms_norm
+from djinnd.model.kernels.launching.interpreter import INTERPRETED
+from djinnd.model.kernels.launching.variants import Variant, is_compiled
 from tests.support.compiled import HOPPER, SHARED_MEMORY, hopper
 from tests.support.engine_thread import FOREVER, EngineThread
 from tests.support.models import reduced_model
@@ -129,7 +129,7 @@ def begin_load(engine: EngineThread, name: str) -> int:
 
 
 def attention_variant(variants: list[Variant], name: str) -> Variant:
-    return variants[0]._replace(module="djinnd.model.kernels.decode", name=name, specialization=_NOTHING)
+    return variants[0]._replace(module="djinnd.model.kernels.attention.decode", name=name, specialization=_NOTHING)
 
 
 _NOTHING = '{"signature": {}, "constant_keys": [], "constant_vals": []}'

@@ -14,10 +14,10 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.model.attention.latent_kernels import LatentKernels
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.check.rehearsal import list_kernels
-from djinnd.model.kernels.launches import Launches
-from djinnd.model.kernels.scratch import Scratch
-from djinnd.model.kernels.tile import INTERPRETED
-from djinnd.model.kernels.variants import Variant
+from djinnd.model.kernels.launching.interpreter import INTERPRETED
+from djinnd.model.kernels.launching.launches import Launches
+from djinnd.model.kernels.launching.scratch import Scratch
+from djinnd.model.kernels.launching.variants import Variant
 from djinnd.model.paged_batch import Softmax
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("djinnd.model.kernels.scratch.processors", lambda device: 132)
+    monkeypatch.setattr("djinnd.model.kernels.launching.scratch.processors", lambda device: 132)
     with hopper() as launches:
         yield launches
 

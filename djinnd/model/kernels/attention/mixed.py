@@ -1,0 +1,205 @@
+"""Attention of a batch with prefill chunks and decode rows: prefill.py and decode.py in one launch.
+
+The number of rows of each kind changes from step to step, but the grid of a captured graph does not. So each kind has a
+fixed number of programs, no more than it can use and the device can hold. They take one piece of work after another,
+and find the work in `worklist` and `extent` (djinnd/model/attention/worklist.py). A grid for all possible rows would
+have tens of thousands of programs without work, at some nanoseconds each.
+
+A chunk is bound by the matrix units and a decode row by memory, so both run side by side (as in POD-Attention: Kamath
+et al., 2025). A second kernel combines the pieces of either kind.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from djinnd.model.kernels.attention.decode import (
+    COMBINED_AT_ONCE,
+    attend_split,
+    combine_splits,
+    decode_tiles,
+    split_bounds,
+    splits_to_fill,
+)
+from djinnd.model.kernels.attention.fp8 import readable
+from djinnd.model.kernels.attention.prefill import (
+    attend_block,
+    chunk_splits,
+    combine_blocks,
+    prefill_splits,
+    prefill_tiles,
+)
+from djinnd.model.kernels.attention.tile import Tiles, padded_width, pool_strides, reach, score_factors, width_options
+from djinnd.model.kernels.launching.interpreter import INTERPRETED
+from djinnd.model.kernels.launching.scratch import Scratch
+from djinnd.model.paged_batch import PagedBatch, Softmax
+
+# Programs a processor, for decode rows and for combining. A processor can run no more than SINGLES at once.
+SINGLES, COMBINING = tl.constexpr(6), 16
+NO_LIMIT = 1 << 30
+
+
+@triton.jit(do_not_specialize=["table_row", "window", "chunk_programs", "most_chunk_splits", "filling", "useful",
+                               "needed", "processors"])  # fmt: skip
+def mixed_kernel(
+    query, keys, values, out, chunk_partial, chunk_stats, partial, stats, page_table, worklist, extent, sinks,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+    score_scale, cap, window, chunk_programs, most_chunk_splits, filling, useful, needed, processors,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The first `chunk_programs` programs compute blocks of chunks, the others splits of rows with one token."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    program = tl.program_id(0)
+    if program < chunk_programs:
+        chunks, blocks, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
+        for piece in range(program, chunks * blocks * splits * KV_HEADS, chunk_programs):
+            row, start, queries, length = work_at(worklist, piece // KV_HEADS % chunks)
+            later = piece // (KV_HEADS * chunks)  # the blocks with the most keys come first
+            attend_block(
+                row, start, queries, length, piece % KV_HEADS, blocks - 1 - later // splits, later % splits,
+                query, keys, values, out, chunk_partial, chunk_stats, page_table, sinks,
+                query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+                score_scale, cap, window, splits,
+                HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, CHUNK_ROWS, TILE, CHUNKS_DIRECT, WINDOW, CAP, SINKS,
+                UPCAST,
+            )  # fmt: skip
+    else:
+        chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
+        programs = tl.num_programs(0) - chunk_programs
+        for piece in range(program - chunk_programs, singles * splits * KV_HEADS, programs):
+            nth = piece // (KV_HEADS * splits)
+            row, start, _, length = work_at(worklist, chunks + nth)
+            attend_split(
+                piece % splits, piece // splits % KV_HEADS, row, start, 1, length, nth,
+                query, keys, values, out, partial, stats, page_table, sinks,
+                query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+                score_scale, cap, window, splits,
+                HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["window", "most_chunk_splits", "filling", "useful", "needed", "processors"])
+def combine_mixed_kernel(
+    chunk_partial, chunk_stats, partial, stats, out, worklist, extent, sinks,
+    window, most_chunk_splits, filling, useful, needed, processors,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr,
+    TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Combines the splits of one head of one token after another. Takes the bounds that mixed_kernel got."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if not CHUNKS_DIRECT:
+        chunks, _, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
+        longest = tl.load(extent + 1)
+        for piece in range(program, chunks * longest * HEADS, programs):
+            _, start, queries, _ = work_at(worklist, piece // (longest * HEADS))
+            token = piece // HEADS % longest
+            if token < queries:
+                combine_blocks(
+                    piece % HEADS, start + token, chunk_partial, chunk_stats, out, sinks, splits,
+                    HEADS, VALUE, VALUE_DIM, CHUNK_SPLITS, SINKS,
+                )  # fmt: skip
+    if not DIRECT:
+        chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
+        for piece in range(program, singles * HEADS, programs):
+            nth = piece // HEADS
+            _, token, _, length = work_at(worklist, chunks + nth)
+            combine_splits(
+                piece % HEADS, token, 1, length, nth, partial, stats, out, sinks, window, splits,
+                HEADS, VALUE, VALUE_DIM, TILE, SPLITS, WINDOW, SINKS,
+            )  # fmt: skip
+
+
+@triton.jit
+def chunks_of(extent, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, most, filling):
+    """→ number of chunks, blocks of the longest chunk, splits of each block."""
+    chunks = tl.load(extent)
+    blocks = tl.cdiv(tl.load(extent + 1) * GROUP, ROWS)
+    return chunks, blocks, chunk_splits(chunks * blocks * KV_HEADS, filling, most)
+
+
+@triton.jit
+def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
+    """→ index of the first row with one token, number of such rows, splits of each."""
+    chunks = tl.load(extent)
+    singles = tl.load(extent + 2) - chunks
+    waves = tl.minimum(singles, SINGLES)
+    return chunks, singles, splits_to_fill(tl.maximum(singles, 1), KV_HEADS, waves * processors, useful, needed)
+
+
+@triton.jit
+def work_at(worklist, nth):
+    """→ the nth item: row, its first token, its tokens in this step, its tokens in KV."""
+    item = worklist + nth * 4
+    return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+
+
+def mixed(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    scratch: Scratch,
+    softmax: Softmax,
+    *,
+    splits: int | None = None,
+    tiles: Tiles | None = None,
+) -> None:
+    """Writes `out` [tokens, heads, value width] for the rows of `batch`.
+
+    `splits` (of chunks and of single tokens) and `tiles` (of chunks) are derived from the shapes; benchmarks set them.
+    """
+    assert q.stride(2) == 1
+    keys, values = readable(keys), readable(values)
+    tokens, heads, _ = q.shape
+    value_width = values.shape[3]
+    page_size, kv_heads = keys.shape[1:3]
+    rows, processors = batch.kv_lengths.numel(), scratch.processors
+    group, dim = heads // kv_heads, padded_width(keys, values)
+    packed_rows = batch.max_query * group
+    tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
+    assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
+    if splits is None:  # a row with one token has the most splits if it is alone in the batch
+        most = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, processors)
+        useful, needed = split_bounds(batch.max_kv)
+        useful = int(splits_to_fill.fn(1, kv_heads, processors, useful, needed))
+        filling = processors
+    else:
+        most, useful, needed, filling = splits, splits, splits, NO_LIMIT
+    chunk_programs = kv_heads * triton.cdiv(tokens * group, tiles.rows) * most
+    waves = min(rows, SINGLES.value)
+    programs = min(SINGLES.value * processors, rows * kv_heads * useful) or 1
+    chunk_pieces = tokens * heads * most if most > 1 else 0
+    pieces = heads * max(waves * processors // kv_heads + rows, rows * needed) if useful > 1 else 0
+    sizes = (chunk_pieces * value_width, chunk_pieces * 2, pieces * value_width, pieces * 2)
+    parts = scratch.take(*sizes) if sum(sizes) else (out,) * 4
+    shape = {"HEADS": heads, "GROUP": group, "TILE": tiles.keys, **width_options(values, "VALUE")}
+    options = {"CHUNK_ROWS": tiles.rows, "CHUNKS_DIRECT": most == 1, "DIRECT": useful == 1}
+    window, reaching = reach(softmax)
+    options |= {"WINDOW": reaching, "SINKS": softmax.sinks is not None}
+    sinks = q if softmax.sinks is None else softmax.sinks
+    mixed_kernel[(chunk_programs + programs,)](
+        q, keys, values, out, *parts, batch.page_table, batch.worklist, batch.extent, sinks,
+        q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
+        *score_factors(softmax), window, chunk_programs, most, filling, useful, needed, processors,
+        PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softmax.softcap > 0,
+        UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
+        **width_options(keys, "KEY"),
+    )  # fmt: skip
+    if sum(sizes):
+        combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
+            *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, processors,
+            CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
+        )  # fmt: skip
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

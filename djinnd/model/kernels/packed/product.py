@@ -1,0 +1,257 @@
+"""y = x Wᵀ for a few rows of x, with W read in packed form, which has three quarters of the bytes of bf16.
+
+Such products are bound by reading W. The low and high halves of a group of weights are decoded to two tiles, and each
+is multiplied by the matching columns of x, so nothing is interleaved. One row is multiplied on the ordinary cores,
+straight from registers; up to FEW_ROWS rows are multiplied on the tensor cores.
+
+Weights outside of their unit's window decode to a wrong number, and patches hold the right ones. The output is
+corrected instead of the tile: y[row] += x[col] * (weight - decoded number), over the patches of a program's rows.
+
+    low, high   columns j and j + 64 of a group, which share byte j of its nibbles
+    partial     float32 [splits, tokens, rows], if the columns are divided among several programs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from djinn_client.handover.packed import FIRST_BASE, GROUP, STRIPE, PackedForm, Unit
+from djinnd.model.kernels.launching.gpu import processors
+from djinnd.model.kernels.launching.interpreter import INTERPRETED, dot
+from djinnd.model.kernels.packed.code import decode_middle, decode_wide, load_patches, window_scale
+from djinnd.model.tuning import FEW_ROWS
+
+MAX_SPLITS = 8
+PATCHES = 32  # patches applied at once; nearly all programs have fewer
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """Rows of W and pairs of its columns in a tile, Triton's launch options, and the number of programs that share the
+    columns."""
+
+    rows: int
+    pairs: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+@triton.jit
+def load_bounds(stripes, first_row, end_row, STRIPE: tl.constexpr):
+    """→ int32 [2]: begin and end of the patches of the stripes that hold these rows.
+
+    The result is a tensor instead of two scalars so that the program does not wait for it here: the compiler moves
+    scalars to uniform registers, and waits for the load to do so.
+    """
+    stripe = tl.where(tl.arange(0, 2) == 0, first_row // STRIPE, (end_row - 1) // STRIPE + 1)
+    return tl.load(stripes + stripe)
+
+
+@triton.jit
+def patch_range(bounds, capacity):
+    """→ (first, end), clamped to the patches, because the buffer's contents are not trusted."""
+    bounds = tl.minimum(tl.maximum(bounds, 0), capacity)
+    return tl.min(bounds, 0), tl.max(bounds, 0)
+
+
+@triton.jit
+def patch_values(index, bits, offset, base, COLS: tl.constexpr):
+    """→ for each patch its row, its column, the right weight and the decoded weight (both bf16)."""
+    place = index - offset.to(tl.uint32)
+    decoded = (bits & 0x807F) | (base << 7)
+    is_weight = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    was_weight = decoded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return (place // COLS).to(tl.int32), (place % COLS).to(tl.int32), is_weight, was_weight
+
+
+@triton.jit
+def multiply_vector(
+    acc, sm, nibbles, x, FIRST: tl.constexpr, LAST: tl.constexpr,
+    COLS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of the pairs [FIRST, LAST) of these rows to acc [ROWS, PAIRS], element by element, in tiles."""
+    for start in tl.range(FIRST, LAST, PAIRS, num_stages=STAGES):
+        pair = start + tl.arange(0, PAIRS)
+        low = pair // 64 * 128 + pair % 64
+        # A thread loads eight bytes of W, and the eight numbers of x that match them: no exchange between threads.
+        pair_8, low_8 = tl.max_contiguous(pair, 8)[None, :], tl.max_contiguous(low, 8)[None, :]
+        if COLS // 2 % PAIRS:
+            there = pair < COLS // 2
+            low_x = tl.load(x + low, mask=there, other=0.0)[None, :]
+            high_x = tl.load(x + low + 64, mask=there, other=0.0)[None, :]
+            low_rest = tl.load(sm + low_8, mask=there[None, :], other=0)
+            high_rest = tl.load(sm + 64 + low_8, mask=there[None, :], other=0)
+            nibble = tl.load(nibbles + pair_8, mask=there[None, :], other=0)
+        else:
+            low_x = tl.load(x + low)[None, :]
+            high_x = tl.load(x + low + 64)[None, :]
+            low_rest = tl.load(sm + low_8)
+            high_rest = tl.load(sm + 64 + low_8)
+            nibble = tl.load(nibbles + pair_8)
+        acc += decode_wide(low_rest, nibble, False, PLAINLY) * low_x.to(tl.float32)
+        acc += decode_wide(high_rest, nibble, True, PLAINLY) * high_x.to(tl.float32)
+    return acc
+
+
+@triton.jit(do_not_specialize=["number", "offset"])
+def vector_kernel(
+    sm, nibbles, bases, stripes, patches, x, out, number, offset, capacity, rows,
+    COLS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr, STRIPE: tl.constexpr,
+    STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+):  # fmt: skip
+    """Multiplies ROWS rows of W by one row of x. Bounds and patches are loaded early, so that the end of the program
+    does not wait for them."""
+    first_row = tl.program_id(0) * ROWS
+    local = tl.arange(0, ROWS)
+    row = tl.minimum(first_row + local, rows - 1)[:, None].to(tl.int64)
+    sm += row * COLS
+    nibbles += row * (COLS // 2)
+    HALF: tl.constexpr = (COLS // 4 + PAIRS - 1) // PAIRS * PAIRS
+    bounds = load_bounds(stripes, first_row, tl.minimum(first_row + ROWS, rows), STRIPE)
+    acc = tl.zeros([ROWS, PAIRS], tl.float32)
+    acc = multiply_vector(acc, sm, nibbles, x, 0, HALF, COLS, PAIRS, STAGES, PLAINLY)
+    first, end = patch_range(bounds, capacity)
+    index, bits = load_patches(patches, first + tl.arange(0, PATCHES), end)
+    acc = multiply_vector(acc, sm, nibbles, x, HALF, COLS // 2, COLS, PAIRS, STAGES, PLAINLY)
+    base = tl.load(bases + number)
+    y = tl.sum(acc, 1) * window_scale(base)
+
+    for at in range(first + PATCHES, end + PATCHES, PATCHES):
+        patched, col, is_weight, was_weight = patch_values(index, bits, offset, base, COLS)
+        share = tl.load(x + col).to(tl.float32) * (is_weight.to(tl.float32) - was_weight.to(tl.float32))
+        for i in tl.static_range(ROWS):  # one lane a patch; with a tile [rows, patches] each lane would do all patches
+            y += tl.where(local == i, tl.sum(tl.where(patched == first_row + i, share, 0.0), 0), 0.0)
+        index, bits = load_patches(patches, at + tl.arange(0, PATCHES), end)
+    tl.store(out + first_row + local, y.to(out.dtype.element_ty), mask=first_row + local < rows)
+
+
+@triton.jit(do_not_specialize=["number", "offset", "tokens"])
+def matrix_kernel(
+    sm, nibbles, bases, stripes, patches, x, out, number, offset, capacity, rows, tokens,
+    COLS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr,
+    STRIPE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+):  # fmt: skip
+    """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns."""
+    first_row, split = tl.program_id(0) * ROWS, tl.program_id(1)
+    row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)[None, :]
+    token = tl.arange(0, TOKENS)[:, None]
+    sm += row.to(tl.int64) * COLS
+    nibbles += row.to(tl.int64) * (COLS // 2)
+    x += token * COLS
+    base = tl.load(bases + number)
+    first, end = patch_range(load_bounds(stripes, first_row, tl.minimum(first_row + ROWS, rows), STRIPE), capacity)
+    first += split * PATCHES
+    index, bits = load_patches(patches, first + tl.arange(0, PATCHES), end)
+    acc = tl.zeros([TOKENS, ROWS], tl.float32)
+    SPAN: tl.constexpr = (COLS // 2 + PAIRS * SPLITS - 1) // (PAIRS * SPLITS) * PAIRS
+    begin = split * SPAN
+    for start in tl.range(begin, tl.minimum(begin + SPAN, COLS // 2), PAIRS, num_stages=STAGES):
+        pair = start + tl.arange(0, PAIRS)
+        low = pair // 64 * 128 + pair % 64
+        there = pair < COLS // 2
+        low_x = tl.load(x + low[None, :], mask=(token < tokens) & there[None, :], other=0.0)
+        high_x = tl.load(x + low[None, :] + 64, mask=(token < tokens) & there[None, :], other=0.0)
+        if COLS // 2 % PAIRS:
+            low_rest = tl.load(sm + low[:, None], mask=there[:, None], other=0)
+            high_rest = tl.load(sm + low[:, None] + 64, mask=there[:, None], other=0)
+            nibble = tl.load(nibbles + pair[:, None], mask=there[:, None], other=0)
+        else:
+            low_rest = tl.load(sm + low[:, None])
+            high_rest = tl.load(sm + low[:, None] + 64)
+            nibble = tl.load(nibbles + pair[:, None])
+        low_weight = decode_middle(low_rest, nibble, False, PLAINLY)
+        high_weight = decode_middle(high_rest, nibble, True, PLAINLY)
+        acc = dot(low_x, low_weight, acc, PLAINLY)
+        acc = dot(high_x, high_weight, acc, PLAINLY)
+
+    acc *= window_scale(base)
+    local = tl.arange(0, ROWS)[None, :]
+    for at in tl.range(first + SPLITS * PATCHES, end + SPLITS * PATCHES, SPLITS * PATCHES, num_stages=1):
+        patched, col, is_weight, was_weight = patch_values(index, bits, offset, base, COLS)
+        part = tl.load(x + col[None, :], mask=token < tokens, other=0.0)
+        mine = (patched - first_row)[:, None] == local
+        # Two products: the difference of the weights may not fit bf16, and 0 times an infinite weight would be NaN.
+        acc = dot(part, tl.where(mine, is_weight.to(tl.float32)[:, None], 0.0).to(part.dtype), acc, PLAINLY)
+        acc = dot(part, tl.where(mine, -was_weight.to(tl.float32)[:, None], 0.0).to(part.dtype), acc, PLAINLY)
+        index, bits = load_patches(patches, at + tl.arange(0, PATCHES), end)
+
+    out += (split * tokens + token).to(tl.int64) * rows + first_row
+    tl.store(out + local, acc.to(out.dtype.element_ty), mask=(token < tokens) & (first_row + local < rows))
+
+
+@triton.jit
+def sum_kernel(partial, out, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums over the splits, in their order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < elements
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in range(SPLITS):
+        total += tl.load(partial + split * elements + at, mask=there, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
+
+
+def product_fits(unit: Unit) -> bool:
+    """Returns True if packed_product supports the unit: its rows must be whole groups."""
+    return unit.cols % GROUP == 0
+
+
+def product_tiles(tokens: int, unit: Unit, processors: int) -> ProductTiles:
+    """Tiles chosen by a sweep on an H200. Columns are divided if the rows alone would give fewer than two programs a
+    processor."""
+    if tokens == 1:
+        return ProductTiles(rows=2, pairs=256, warps=1, stages=1)
+    programs = triton.cdiv(unit.rows, 64)
+    splits = min(max(round(2 * processors / programs), 1), MAX_SPLITS, triton.cdiv(unit.cols, 2 * 128))
+    return ProductTiles(rows=64, pairs=128, warps=4, stages=3, splits=splits)
+
+
+def packed_product(
+    form: PackedForm, number: int, packed: Tensor, x: Tensor, *, tiles: ProductTiles | None = None
+) -> Tensor:
+    """x bf16 [tokens, cols] times the transposed unit `number` of packed (uint8 [form.nbytes]) → bf16 [tokens, rows].
+
+    At most FEW_ROWS tokens, and units for which `product_fits`. Sums in float32, in an order that depends only on the
+    shapes and the device. In a CUDA graph, a replay reads the contents of the buffer at that time. `tiles` is derived
+    from the shapes; benchmarks set it.
+    """
+    unit, tokens = form.units[number], len(x)
+    assert product_fits(unit) and 0 < tokens <= FEW_ROWS and x.shape[1] == unit.cols and x.is_contiguous()
+    assert packed.numel() == form.nbytes and x.dtype == torch.bfloat16
+    tiles = tiles or product_tiles(tokens, unit, processors(x.device))
+    out = torch.empty(tokens, unit.rows, dtype=x.dtype, device=x.device)
+    arguments = (
+        form.sm_view(packed)[unit.offset :],
+        form.nibbles_view(packed)[unit.offset // 2 :],
+        form.head_view(packed)[FIRST_BASE:],
+        form.stripes_view(packed)[form.first_stripe(number) :],
+        form.patches_view(packed),
+        x,
+    )
+    options = {
+        "COLS": unit.cols, "ROWS": tiles.rows, "PAIRS": tiles.pairs, "STRIPE": STRIPE, "STAGES": tiles.stages,
+        "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
+    }  # fmt: skip
+    programs = triton.cdiv(unit.rows, tiles.rows)
+    if tokens == 1:
+        vector_kernel[(programs,)](
+            *arguments, out, number, unit.offset, form.capacity, unit.rows, PATCHES=PATCHES, **options
+        )
+        return out
+    target = out
+    if tiles.splits > 1:
+        target = torch.empty(tiles.splits, tokens, unit.rows, dtype=torch.float32, device=x.device)
+    matrix_kernel[(programs, tiles.splits)](
+        *arguments, target, number, unit.offset, form.capacity, unit.rows, tokens,
+        TOKENS=FEW_ROWS, PATCHES=PATCHES, SPLITS=tiles.splits, **options,
+    )  # fmt: skip
+    if tiles.splits > 1:
+        sum_kernel[(triton.cdiv(out.numel(), 512),)](
+            target, out, out.numel(), SPLITS=tiles.splits, BLOCK=512, num_warps=4
+        )
+    return out

@@ -1,0 +1,1 @@
+"""Products with plain weights for a few tokens, and those of LoRA adapters."""
