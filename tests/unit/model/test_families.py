@@ -16,9 +16,9 @@ from djinnd.model.attention.hf_attention import NAME
 from djinnd.model.families import PATCHED
 from tests.support import reference
 from tests.support.loaded import Served, random_prompt, small_pages
-from tests.support.models import FAMILIES, reduced_model
+from tests.support.models import reduced_model
 from tests.support.paged import same_bytes
-from tests.support.parameters import BUILDS
+from tests.support.parameters import ALL_FAMILIES, BUILDS
 
 SEED = 3  # with this seed no family comes to a near-tie: the two highest logits differ by at least 1e-3
 
@@ -45,7 +45,7 @@ def largest_difference(got: Tensor, family: str, tokens: list[int]) -> float:
     return (got - wanted).abs().max().item()
 
 
-@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+@pytest.mark.parametrize("family", ALL_FAMILIES, indirect=True)
 def test_logits_in_mixed_batches_equal_transformers(family: str, served: Served) -> None:
     lengths = [1, 7, 40, 90, 150]  # page and, for Mistral, window are passed
     sessions = [served.open() for _ in lengths]

@@ -126,9 +126,15 @@ def test_a_window_that_only_a_mask_would_enforce_is_refused() -> None:
 # --- learnt properties ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=FAMILIES, scope="module")
 def config(request: pytest.FixtureRequest) -> PreTrainedConfig:
     return read_config(reduced_model(request.param))
+
+
+@pytest.fixture(scope="module")
+def skeleton(config: PreTrainedConfig) -> Skeleton:
+    """A skeleton that tests share and do not change."""
+    return skeleton_of(config)
 
 
 def test_latent_attention_keeps_latents_and_rotary_keys() -> None:
@@ -171,20 +177,17 @@ def test_a_block_that_shares_kv_names_the_block_whose_kv_it_reads() -> None:
     assert skeleton_of(config).kv == (BlockShape(2, 8, 8), BlockShape(2, 16, 16), 0, 1)
 
 
-def test_a_skeleton_has_no_memory(config: PreTrainedConfig) -> None:
-    model = build(config, torch.bfloat16)
-    Skeleton(model)
-    assert {parameter.device.type for parameter in model.parameters()} <= {"meta"}
+def test_a_skeleton_has_no_memory(skeleton: Skeleton) -> None:
+    assert {parameter.device.type for parameter in skeleton.model.parameters()} <= {"meta"}
 
 
 def block_layouts(skeleton: Skeleton) -> list[Layout]:
     return [layout for _, layout, _ in list(skeleton.layouts())[: skeleton.num_blocks]]
 
 
-def test_blocks_and_rest_together_have_every_parameter(config: PreTrainedConfig) -> None:
+def test_blocks_and_rest_together_have_every_parameter(config: PreTrainedConfig, skeleton: Skeleton) -> None:
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
-    skeleton = skeleton_of(config)
     assert skeleton.num_blocks == config.num_hidden_layers
     entries = [
         (prefix + entry.name, entry.shape)
@@ -195,9 +198,8 @@ def test_blocks_and_rest_together_have_every_parameter(config: PreTrainedConfig)
     assert dict(entries) == {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
 
 
-def test_the_shape_of_kv_is_the_attention_s_own(config: PreTrainedConfig) -> None:
+def test_the_shape_of_kv_is_the_attention_s_own(config: PreTrainedConfig, skeleton: Skeleton) -> None:
     heads = config.num_attention_heads
-    skeleton = skeleton_of(config)
     if config.model_type == "falcon":
         kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
     else:
@@ -206,8 +208,7 @@ def test_the_shape_of_kv_is_the_attention_s_own(config: PreTrainedConfig) -> Non
     assert skeleton.kv == (BlockShape(kv_heads, head_dim, head_dim),) * skeleton.num_blocks
 
 
-def test_blocks_of_one_family_have_one_layout(config: PreTrainedConfig) -> None:
-    skeleton = skeleton_of(config)
+def test_blocks_of_one_family_have_one_layout(config: PreTrainedConfig, skeleton: Skeleton) -> None:
     layouts = block_layouts(skeleton)
     dense = getattr(config, "mlp_only_layers", [])
     assert all(layout.entries == layouts[0].entries for index, layout in enumerate(layouts) if index not in dense)

@@ -27,9 +27,9 @@ from djinnd.model.whitebox.editing import apply
 from djinnd.model.whitebox.probe import Probe, watching
 from tests.support import ops, reference
 from tests.support.loaded import MEMORY, InputRow, fill, load_weights, paged_model, random_prompt
-from tests.support.models import FAMILIES, reduced_model
+from tests.support.models import reduced_model
 from tests.support.paged import same_bytes
-from tests.support.parameters import BUILDS
+from tests.support.parameters import ALL_FAMILIES, BUILDS
 from tests.support.probing import Change, Looking, all_points
 
 PAGE, PAGES = 4, 12
@@ -154,7 +154,7 @@ def path_of(points: PointMap, point: Point) -> str:
 # --- reads ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+@pytest.mark.parametrize("family", ALL_FAMILIES, indirect=True)
 def test_a_probe_sees_every_point_as_hooks_do(family: Driven) -> None:
     check_what_is_seen(family)
 
