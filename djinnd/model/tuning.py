@@ -17,6 +17,10 @@ PACKED_ROWS = 8  # measured on an H200 (docs/log): most rows for which a product
 NARROW_ROWS = 4  # most rows that torch multiplies as they are
 WIDENED_NUMBERS = 1 << 18  # weights in float32 at a time: 1 MiB. Half and twice of it take up to 40 % longer
 
+# Chosen. Most parameters of a bfloat16 checkpoint that is computed in float32 on a CPU unless told otherwise: 128 MiB.
+# djinn-tiny takes as long in both. SmolLM2-135M takes 1.5 times as long in float32.
+SMALL_PARAMETERS = 1 << 25
+
 # --- Experts ----------------------------------------------------------------------------------------------------------
 
 # Chosen. Most pairs of a row and an expert, on average for an expert, and pairs of a tile of products up to there.

@@ -127,6 +127,11 @@ class CheckpointFiles:
     def _logical(self) -> dict[str, TensorInfo]:
         return self.stored
 
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors for a model."""
+        return sum(math.prod(info.shape) for info in self.tensors.values())
+
     def _computed(self) -> torch.dtype:
         """The dtype that most of the weights have, among those that djinnd reads."""
         sizes: Counter[str] = Counter()

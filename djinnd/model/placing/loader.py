@@ -34,6 +34,7 @@ from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.placing.buffers import buffers_of, recipes_of
 from djinnd.model.placing.projections import Product, install_products
 from djinnd.model.placing.weight_placement import WeightPlacement
+from djinnd.model.tuning import SMALL_PARAMETERS
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
@@ -120,7 +121,7 @@ class ModelLoader:
             raise InvalidRequest(told, field="quantise")
         config = make_config(checkpoint.config)
         _check_depth(text_config(config).num_hidden_layers, self.checkpoint)
-        self.dtype = compute_dtype(dtype, given, device)
+        self.dtype = compute_dtype(dtype, given, device, self.checkpoint.parameters if self.checkpoint else 0)
         model = build(config, self.dtype)
         recipes = None if self.checkpoint is None else recipes_of(model, self.checkpoint)
         self.skeleton = Skeleton(model)
@@ -384,11 +385,15 @@ def _check_depth(blocks: int, checkpoint: CheckpointFiles | None) -> None:
         raise ModelRejected(f"the model has {blocks:,} blocks; djinnd loads at most {MAX_BLOCKS:,}", blocks=blocks)
 
 
-def compute_dtype(wanted: str, stored: torch.dtype, device: Device) -> torch.dtype:
-    """`auto` is the checkpoint's dtype on a GPU, and float32 on a CPU, where 16-bit products are slow or inexact.
-    Raises InvalidRequest for an unknown name."""
+def compute_dtype(wanted: str, stored: torch.dtype, device: Device, parameters: int = 0) -> torch.dtype:
+    """`auto` is the checkpoint's dtype on a GPU. On a CPU it is bfloat16 for large models in bfloat16, as a step's time
+    goes into reading weights, and else float32: small models lose no time, and float16 overflows.
+
+    parameters: of the checkpoint; 0: unknown. Raises InvalidRequest for an unknown name.
+    """
     if wanted == "auto":
-        return torch.float32 if device.torch_device.type == "cpu" else stored
+        is_small = parameters <= SMALL_PARAMETERS or stored is not torch.bfloat16
+        return torch.float32 if device.torch_device.type == "cpu" and is_small else stored
     if wanted not in DTYPES:
         raise InvalidRequest(f"dtype {wanted!r} is not one of auto, {', '.join(DTYPES)}")
     return DTYPES[wanted]

@@ -17,6 +17,7 @@ from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing.loader import ModelLoader, compute_dtype
 from djinnd.model.placing.projections import Projection
+from djinnd.model.tuning import SMALL_PARAMETERS
 from djinnd.weights.plan import BlockPlace
 from tests.support.checkpoints import Tensors, altered, cast, random_model
 from tests.support.loaded import MEMORY, anonymous_arena, load_weights
@@ -132,6 +133,17 @@ def test_bf16_is_stored_unchanged_and_computed_in_float32_on_a_cpu(device: CpuDe
 )
 def test_the_requested_dtype_is_computed_in(device: CpuDevice, wanted: str, dtype: torch.dtype) -> None:
     assert compute_dtype(wanted, torch.bfloat16, device) == dtype
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32), (torch.float32, torch.float32)],
+)
+def test_only_large_models_in_bfloat16_are_computed_in_it_on_a_cpu(
+    device: CpuDevice, stored: torch.dtype, dtype: torch.dtype
+) -> None:
+    assert compute_dtype("auto", stored, device, SMALL_PARAMETERS + 1) == dtype
+    assert compute_dtype("auto", stored, device, SMALL_PARAMETERS) == torch.float32
 
 
 def test_an_unknown_dtype_is_refused(device: CpuDevice) -> None:
