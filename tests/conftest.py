@@ -34,8 +34,13 @@ settings.load_profile("djinnd")
 MODEL = "djinn-tiny"
 # The longest files are begun first: at the end a worker would wait for another one's.
 FIRST = (
-    *("families/test_page.py", "fault/test_kills.py", "integration/test_kv_bench.py", "integration/test_sharing.py"),
-    *("conformance/test_generation.py", "unit/model/kernels/test_interpreted.py", "unit/server/test_restart.py"),
+    *("families/test_page.py", "unit/model/test_kernels.py"),
+    *("fault/test_bad_functions.py", "fault/test_bad_input.py", "fault/test_engine_killed.py", "fault/test_kills.py"),
+    *("fault/test_hostile_models.py", "fault/test_under_attack.py", "integration/test_remote_bench.py"),
+    *("integration/test_kv_bench.py", "integration/test_sharing.py", "integration/test_walks.py"),
+    *("conformance/test_generation.py", "unit/server/test_restart.py", "unit/tools/test_make_model.py"),
+    *("unit/engine/test_breakpoints.py", "unit/engine/test_budgeting.py", "unit/engine/kernels/test_compiler.py"),
+    *("unit/model/test_expert_cubins.py", "unit/model/test_families.py", "unit/model/states/test_hybrids.py"),
 )
 
 
