@@ -34,13 +34,13 @@ settings.load_profile("djinnd")
 MODEL = "djinn-tiny"
 # The longest files are begun first: at the end a worker would wait for another one's.
 FIRST = (
-    *("families/test_page.py", "unit/model/test_kernels.py"),
+    *("families/test_page.py", "unit/model/kernels/test_interpreted.py"),
     *("fault/test_bad_functions.py", "fault/test_bad_input.py", "fault/test_engine_killed.py", "fault/test_kills.py"),
     *("fault/test_hostile_models.py", "fault/test_under_attack.py", "integration/test_remote_bench.py"),
     *("integration/test_kv_bench.py", "integration/test_sharing.py", "integration/test_walks.py"),
     *("conformance/test_generation.py", "unit/server/test_restart.py", "unit/tools/test_make_model.py"),
     *("unit/engine/test_breakpoints.py", "unit/engine/test_budgeting.py", "unit/engine/kernels/test_compiler.py"),
-    *("unit/model/test_expert_cubins.py", "unit/model/test_families.py", "unit/model/states/test_hybrids.py"),
+    *("unit/model/kernels/experts/test_cubins.py", "unit/model/test_families.py", "unit/model/states/test_hybrids.py"),
 )
 
 
@@ -62,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_file_of(item)))
+    assert all(Path(__file__).with_name(file).exists() for file in FIRST)
     items.sort(key=lambda item: _file_of(item) not in FIRST)
 
 
