@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_file_of(item)))
-    assert all(Path(__file__).with_name(file).exists() for file in FIRST)
+    assert all((Path(__file__).parent / file).exists() for file in FIRST)
     items.sort(key=lambda item: _file_of(item) not in FIRST)
 
 
