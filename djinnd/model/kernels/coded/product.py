@@ -128,9 +128,11 @@ def product_tiles(tokens: int, rows: int, facts: Facts, element_size: int, proce
         # each row gives a processor more warps, and these hide how long decoding takes.
         run = min(facts.run, 16 // element_size, widest)
         return ProductTiles(rows=1, width=min(512, widest), run=run, warps=2, stages=1)
-    width = min(128 if element_size == 2 else 32, widest)  # float32 takes long to compile
-    splits = round(2 * processors / triton.cdiv(rows, 64))
-    splits = min(max(splits, 1), MAX_SPLITS, triton.cdiv(facts.row_bytes, 2 * width))
+    # Measured on the same matrices with 4 and 16 rows: the widths, and 4 programs or more for each processor. float32
+    # takes long to compile.
+    width = min(32 if element_size == 4 else 64 if facts.span else 256, widest)
+    splits = triton.cdiv(4 * processors, triton.cdiv(rows, 64))
+    splits = min(splits, MAX_SPLITS, triton.cdiv(facts.row_bytes, 2 * width))
     return ProductTiles(rows=64, width=width, run=min(facts.run, width), warps=4, stages=3, splits=splits)
 
 
