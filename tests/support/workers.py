@@ -67,11 +67,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _groups(items: Sequence[pytest.Item]) -> list[Group]:
-    """In the order of their first tests."""
+    """In the order of their first tests. A test without a group belongs to its file."""
     found: dict[str, Group] = {}
     for item in items:
-        (marker, *_) = item.iter_markers("xdist_group")
-        found.setdefault(marker.args[0], []).append(item)
+        marker = item.get_closest_marker("xdist_group")
+        found.setdefault(marker.args[0] if marker else str(item.path), []).append(item)
     return list(found.values())
 
 
