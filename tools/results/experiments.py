@@ -65,6 +65,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         serving.decode,
         peers=serving.decode_peers,
     ),
+    "cpu": Experiment(
+        "The CPU as a device, in turns with transformers' `generate` in bfloat16:",
+        "tools.bench.serving.cpu",
+        serving.cpu,
+        options=("dtype", "rounds", "prompt", "context", "tokens"),
+        within=lambda result: f"{result.parameters['threads']} threads",
+        peers=serving.cpu_peers,
+    ),
     "stream": Experiment(
         "A model larger than its share of the card:",
         "tools.bench.stream",

@@ -39,6 +39,20 @@ def decode_peers(result: Report) -> str:
     return f"transformers' `generate`: {first_and_steps(peer['first_token_ms'] / 1e3, steps)}"
 
 
+def cpu(result: Report) -> str:
+    times = result.results["ms"]
+    each = (
+        f"{name} {ms(middle(times[name]['djinnd']) / 1e3)} ({ratio:.2f} times as fast)"
+        for name, ratio in result.results["ratios"].items()
+    )
+    return ", ".join(each)
+
+
+def cpu_peers(result: Report) -> str:
+    each = (f"{name} {ms(middle(times['transformers']) / 1e3)}" for name, times in result.results["ms"].items())
+    return f"transformers' `generate`: {', '.join(each)}"
+
+
 def stream(result: Report) -> str:
     bus = max(result.results["bus"].values())
     told = (_contender(name, found, bus) for name, found in _measured(result).items() if name in OURS)
