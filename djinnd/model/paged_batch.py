@@ -34,7 +34,6 @@ class PagedBatch:
     states: Tensor | None = None
     _read: tuple[list[int], list[int]] | None = field(default=None, init=False)
     _pages: list[list[int]] | None = field(default=None, init=False)
-    _places: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def on_host(self) -> tuple[list[int], list[int]]:
         """Copies `query_starts` and `kv_lengths`, once. The first call waits for the device."""
@@ -47,13 +46,6 @@ class PagedBatch:
         if self._pages is None:
             self._pages = self.page_table.tolist()
         return self._pages
-
-    def places(self, page_size: int) -> tuple[Tensor, Tensor]:
-        """The page of each token of the batch, and its place in the page, int64 [tokens] each: `slots` divided, once.
-        All pages of a model have the same size."""
-        if self._places is None:
-            self._places = self.slots // page_size, self.slots % page_size
-        return self._places
 
     def singles(self, rows: Tensor, longest: int) -> PagedBatch:
         """The batch of some rows with one token each, for attention. rows: int64 [n]. longest: the most tokens in KV of
