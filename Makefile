@@ -53,7 +53,8 @@ test-kernels: which := long
 test-kernels: only := $(KERNEL_TESTS)
 test test-long test-kernels: $(VENV)/dev.stamp
 	@echo "==> the tests that are $(which), on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' --workers 4 --ignore=tests/foreign $(less) $(only) $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 4 --dist loadgroup --no-loadscope-reorder \
+		--ignore=tests/foreign $(less) $(only) $(ARGS)
 
 # Sockets that these clients leave open at their end are not ours to close.
 test-foreign: $(VENV)/foreign.stamp

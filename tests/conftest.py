@@ -16,9 +16,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.daemon import Daemon
-from tests.support.workers import pytest_addoption, pytest_runtestloop, pytest_sessionstart
-
-__all__ = ["pytest_addoption", "pytest_runtestloop", "pytest_sessionstart"]  # hooks
 
 # A busy machine is no failure: only benchmarks measure time. The examples are the same each time, so that only a change
 # can break a test; with DJINND_TEST_EXPLORE set they are new ones.

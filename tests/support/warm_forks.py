@@ -48,7 +48,6 @@ class WarmForks:
     """Owns the process. The libraries are imported with `environ`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._owner = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="djinnd-warm-forks-", dir="/tmp"))  # no other user may enter
         self._address = str(self._folder / "socket")
         self.python = self._folder / "python"
@@ -77,8 +76,6 @@ class WarmForks:
         self.python.chmod(0o700)
 
     def _close(self) -> None:
-        if os.getpid() != self._owner:  # a forked child inherits the hook
-            return
         self._lifeline.close()
         self._process.wait()
         shutil.rmtree(self._folder)

@@ -67,7 +67,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "cpu": Experiment(
         "The CPU as a device, in turns with transformers' `generate` in bfloat16:",
-        "tools.bench.serving.cpu",
+        "tools.bench.peers.cpu",
         serving.cpu,
         options=("dtype", "rounds", "prompt", "context", "tokens"),
         within=lambda result: f"{result.parameters['threads']} threads",

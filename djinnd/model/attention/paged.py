@@ -66,7 +66,7 @@ class TorchAttention(PagedAttention):
     reference for the kernels in tests, and on GPUs without the kernels."""
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
-        # Divided in each block: rows that join or leave between blocks have other slots (engine/probes/partial_rows.py).
+        # Divided in each block: slots change where rows join or leave between blocks (engine/probes/partial_rows.py).
         at = batch.slots // keys.shape[1], batch.slots % keys.shape[1]
         for pages, new in ((keys, k), (values, v)):
             as_bytes(pages).index_put_(at, as_bytes(to_fp8(new) if pages.dtype is FP8 else new))

@@ -1,6 +1,6 @@
 """The CPU as a device: prompts and decoding through the daemon, in turns with transformers' generate in bfloat16.
 
-    OMP_NUM_THREADS=2 python -m tools.bench.serving.cpu CHECKPOINT [--record]
+    OMP_NUM_THREADS=2 python -m tools.bench.peers.cpu CHECKPOINT [--record]
 
 Both have the same threads for their products: OMP_NUM_THREADS, or all cores. A round measures each figure once on each
 side, so that other work on the machine falls on both. Ratios above 1 say how many times as fast djinnd is; the median

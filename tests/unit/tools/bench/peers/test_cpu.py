@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from tools.bench.serving import cpu
-from tools.bench.serving.cpu import measure, ratios
+from tools.bench.peers import cpu
+from tools.bench.peers.cpu import measure, ratios
 
 
 class Side:
