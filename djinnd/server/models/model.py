@@ -105,10 +105,15 @@ class ServedModel:
         return self.info, self.text
 
     def placed(self, wish: Placing | None) -> Placing:
-        """The placing of its blocks for a load. A shared model keeps its form of packing and its host copy, because the
-        client's memory holds the only copy of its weights."""
-        if wish is None or self.share is None:
-            return wish or self.placing
+        """The placing of its blocks for a load: the configured one, or a caller's wish with what only the configuration
+        sets. A shared model keeps its form of packing and its host copy, because the client's memory holds the only
+        copy of its weights."""
+        if wish is None:
+            return self.placing
+        of_daemon = ("adapter_bytes", "prefetch", "piece_bytes")
+        wish = replace(wish, **{name: getattr(self.source.placing, name) for name in of_daemon})
+        if self.share is None:
+            return wish
         if wish.quantise:
             told = f"{self.name} has the weights that a client shares, which cannot be quantised"
             raise InvalidRequest(told, field="quantise")

@@ -55,7 +55,7 @@ class ModelRequests:
             loaded = f"{model.name} is {'being loaded' if model.state == 'loading' else 'loaded'} already"
             if kv.over(model.kv) != model.kv:
                 raise InvalidRequest(f"{loaded}: unload it first, to give it other KV memory")
-            if request.placing not in (None, model.placing):
+            if model.placed(request.placing) != model.placing:
                 raise InvalidRequest(f"{loaded}: unload it first, to change the placement of its blocks")
             if request.chat_template not in ("", model.template):
                 raise InvalidRequest(f"{loaded}: unload it first, to give it another chat template")
