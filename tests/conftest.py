@@ -36,7 +36,7 @@ FIRST = (
     *("fault/test_hostile_models.py", "fault/test_under_attack.py", "integration/test_remote_bench.py"),
     *("integration/test_kv_bench.py", "integration/test_sharing.py", "integration/test_walks.py"),
     *("conformance/test_generation.py", "unit/server/test_restart.py", "unit/tools/test_make_model.py"),
-    *("unit/engine/test_breakpoints.py", "unit/engine/test_budgeting.py", "unit/engine/kernels/test_compiler.py"),
+    *("unit/engine/test_breakpoints.py", "unit/engine/test_budgeting.py"),
     *("unit/model/kernels/experts/test_cubins.py", "unit/model/test_families.py", "unit/model/states/test_hybrids.py"),
 )
 

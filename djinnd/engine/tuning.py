@@ -27,7 +27,8 @@ GRAMMAR_IDLE = 60.0  # chosen: seconds without a run, after which a process ends
 # --- Compilation of kernels -------------------------------------------------------------------------------------------
 
 TELL_EVERY = 0.5  # chosen: most seconds between two calls of `told`
-COMPILER_STARTS_IN = 60.0  # chosen: seconds for the process to import its modules
+# Chosen. Seconds for the process to import its modules: a minute was too little with a cold disk and busy cores.
+COMPILER_STARTS_IN = 180.0
 COMPILERS = 2  # chosen: most processes; further loads wait for one to end
 NICENESS = 10  # chosen: how much lower than the engine's the priority of the compiling process is
 MOST_MEMORY = 8 << 30  # chosen: bytes of data of one fork; LLVM has no limit of its own
