@@ -79,5 +79,5 @@ def check(data: bytes) -> None:
         file.close()
 
 
-PARSERS = ("rows", "examination", "database", "file")
+PARSERS = ("tables.rows", "examination", "database", "file")
 TARGET = Target(tuple(f"djinnd.server.journal.{name}" for name in PARSERS), seeds, check)
