@@ -8,7 +8,7 @@ from djinnd.model.kernels.launching.interpreter import INTERPRETED
 
 
 def processors(device: torch.device) -> int:
-    """The device's multiprocessors, each of which runs programs beside the others; 1 on a CPU."""
+    """The number of the device's multiprocessors; 1 on a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 1

@@ -9,7 +9,7 @@ from tools.bench.peers.cpu import measure, ratios
 
 
 class Side:
-    """A side whose figures are known: in seconds, a growing one for each measurement."""
+    """Stands for djinnd or transformers: its first measurement takes `factor` seconds, its second twice as long."""
 
     def __init__(self, factor: float) -> None:
         self._numbers, self._factor = itertools.count(1), factor
