@@ -15,6 +15,9 @@ engine works while the resident blocks between them compute.
 
 If a streamed block has stacked experts, only its trunk (the rest of the block) passes through the ring. The experts
 stay in host memory, and the experts that its router picks are fetched to scratch: see model/family/experts.py.
+
+Scratch has room for all experts of a block, decoded, because large batches compute faster from decoded ones. Where that
+room is missing and kernels can multiply by the codes, no expert is decoded, so that no block has to stream instead.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ class ExpertsSize(_FormSizes):
 
     count: int  # experts of the block
     picked: int  # experts that its router picks for each row; fewer than `count`
+    codes_suffice: bool = False  # resident, the block computes from their codes alone, for any number of rows
 
     def share(self, rows: int) -> float:
         """Expected share of the experts that `rows` rows need, if each row picks uniformly and independently."""
@@ -108,9 +112,14 @@ class PlacementPlan:
     ring_bytes: int  # 0 if no block streams
     scratch_bytes: int  # 0 if every block is plain
     slots: int  # how many of the largest streamed block the ring holds
+    decodes_experts: bool = True  # False: scratch has no room for resident experts if their codes suffice
 
     def count(self, place: BlockPlace) -> int:
         return self.places.count(place)
+
+    def decodes_experts_of(self, block: int) -> bool:
+        """False if the resident block computes from the codes of its experts for any number of rows."""
+        return self.decodes_experts or not _codes_suffice(self.sizes[block], self.places[block])
 
     @property
     def streamed(self) -> list[int]:
@@ -192,9 +201,9 @@ def fewest_streams(placing: Placing, blocks: int) -> int:
 
 
 def _peak(plan: PlacementPlan, staging: int) -> int:
-    """Bytes of device memory while the blocks are brought to their places. Scratch, if there is any, serves as
+    """Bytes of device memory while the blocks are brought to their places. Scratch that is large enough serves as
     staging."""
-    return plan.nbytes + (staging if BlockPlace.PLAIN in plan.places and not plan.scratch_bytes else 0)
+    return plan.nbytes + (staging if BlockPlace.PLAIN in plan.places and plan.scratch_bytes < staging else 0)
 
 
 def spread(count: int, among: int) -> list[int]:
@@ -246,9 +255,11 @@ def _plans(
     for index in spread(streams, len(sizes)) if streams else []:
         places[index] = BlockPlace.STREAMED
     travelling = [aligned(sizes[index].passing) for index in range(len(sizes)) if places[index] is BlockPlace.STREAMED]
-    scratch = aligned(max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True)))
+    scratch, least = (scratch_bytes(sizes, places, decodes_experts=decodes) for decodes in (True, False))
     if not travelling:
         yield PlacementPlan(tuple(sizes), tuple(places), 0, scratch, 0)
+        if least < scratch:
+            yield PlacementPlan(tuple(sizes), tuple(places), 0, least, 0, decodes_experts=False)
         return
     for ring in _ring_sizes(travelling, placing, fewest_slots, is_more):
         yield PlacementPlan(tuple(sizes), tuple(places), ring, scratch, min(ring // max(travelling), len(travelling)))
@@ -290,13 +301,25 @@ def _upgraded(plan: PlacementPlan, free: int, pages_share: float) -> PlacementPl
     return replace(plan, places=tuple(places))
 
 
-def _in_scratch(size: BlockSize, place: BlockPlace) -> int:
+def scratch_bytes(sizes: Sequence[BlockSize], places: Sequence[BlockPlace], *, decodes_experts: bool = True) -> int:
+    """Bytes of scratch for blocks of these sizes at these places. decodes_experts: see PlacementPlan."""
+    return aligned(max(_in_scratch(*each, decodes_experts) for each in zip(sizes, places, strict=True)))
+
+
+def _in_scratch(size: BlockSize, place: BlockPlace, decodes_experts: bool) -> int:
     """Bytes of scratch that the block needs while it computes."""
     if place is BlockPlace.PLAIN:
         return 0
-    if size.packed is not None:
-        return size.plain
-    return size.experts.plain if size.experts is not None else 0
+    experts = size.experts
+    if size.packed is None:
+        return 0 if experts is None else experts.plain
+    if experts is not None and _codes_suffice(size, place) and not decodes_experts:
+        return size.plain - experts.plain
+    return size.plain
+
+
+def _codes_suffice(size: BlockSize, place: BlockPlace) -> bool:
+    return place is BlockPlace.PACKED and size.experts is not None and size.experts.codes_suffice
 
 
 def _resident(size: BlockSize, place: BlockPlace) -> int:

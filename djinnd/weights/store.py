@@ -48,6 +48,7 @@ class Buffer:
     recipes: dict[str, Recipe]  # parameter without a code → function that fills it; empty if a client fills the store
     routing: Routing | None = None  # set for a buffer of experts
     coded: dict[str, Coded] = field(default_factory=dict)  # parameters that are kept in the checkpoint's code
+    codes_suffice: bool = False  # experts only: see ExpertsSize
 
 
 class WeightStore:
@@ -102,9 +103,10 @@ class WeightStore:
         own = self.parts(block)
         plain = [self.buffers[index].layout.nbytes(dtype) for index in own]
         packed = [form.nbytes for form in (self.forms[index] for index in own) if form is not None]
-        experts, routing = None, self.buffers[own[-1]].routing
-        if routing is not None:
-            experts = ExpertsSize(plain[-1], packed[-1] if packed else None, routing.count, routing.picked)
+        experts, last = None, self.buffers[own[-1]]
+        if (routing := last.routing) is not None:
+            stored = packed[-1] if packed else None
+            experts = ExpertsSize(plain[-1], stored, routing.count, routing.picked, last.codes_suffice)
         keeps_form = self._keeps_codes and any(isinstance(self.forms[index], CodedForm) for index in own)
         return BlockSize(sum(plain), sum(packed) if packed else None, experts, keeps_form)
 

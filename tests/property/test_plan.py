@@ -21,11 +21,14 @@ from djinnd.weights.plan import (
     spread,
 )
 
+PACKED = BlockPlace.PACKED
+
 
 @st.composite
 def block_sizes(draw: st.DrawFn, most: int = 12) -> list[BlockSize]:
     """Blocks of one kind or a few kinds, some with experts. All of them can be packed or none, as in a store."""
     packable = draw(st.booleans())
+    suffice = packable and draw(st.booleans())
 
     def size(trunk: int, experts: int) -> BlockSize:
         def packed(plain: int) -> int | None:
@@ -34,7 +37,8 @@ def block_sizes(draw: st.DrawFn, most: int = 12) -> list[BlockSize]:
         if not experts:
             return BlockSize(trunk, packed(trunk))
         both = (packed(trunk) or 0) + (packed(experts) or 0) or None
-        return BlockSize(trunk + experts, both, ExpertsSize(experts, packed(experts), count=8, picked=2))
+        stack = ExpertsSize(experts, packed(experts), count=8, picked=2, codes_suffice=suffice)
+        return BlockSize(trunk + experts, both, stack)
 
     kinds = draw(
         st.lists(st.tuples(st.integers(1, 1 << 14), st.just(0) | st.integers(1, 1 << 13)), min_size=1, max_size=3)
@@ -42,12 +46,13 @@ def block_sizes(draw: st.DrawFn, most: int = 12) -> list[BlockSize]:
     return [size(*kind) for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most))]
 
 
-def in_scratch(size: BlockSize, place: BlockPlace) -> int:
+def in_scratch(size: BlockSize, place: BlockPlace, decodes_experts: bool = True) -> int:
     """Bytes that must be in plain form outside the block's own memory."""
     if place is BlockPlace.PLAIN:
         return 0
     if size.packed:
-        return size.plain
+        has_codes = place is PACKED and size.experts is not None and size.experts.codes_suffice
+        return size.plain - (size.experts.plain if has_codes and size.experts and not decodes_experts else 0)
     return size.experts.plain if size.experts else 0
 
 
@@ -77,7 +82,11 @@ def test_a_plan_is_sound_and_fits(sizes: list[BlockSize], free: int, placing: Pl
     assert plan.sizes == tuple(sizes) and len(plan.places) == len(sizes)
     streamed = plan.streamed
     assert all(s.packed for s, place in zip(sizes, plan.places, strict=True) if place is BlockPlace.PACKED)
-    assert plan.scratch_bytes >= max(in_scratch(size, place) for size, place in zip(sizes, plan.places, strict=True))
+    decodes = plan.decodes_experts
+    held = zip(sizes, plan.places, strict=True)
+    assert plan.scratch_bytes >= max(in_scratch(size, place, decodes) for size, place in held)
+    if not decodes:
+        assert not plan.streamed and all(size.experts is None or size.experts.codes_suffice for size in sizes)
     whole = sum(sizes[i].least for i in streamed)
     assert plan.passing_bytes <= plan.streamed_bytes <= plan.passing_bytes + plan.fetched_bytes(10_000) == whole
     assert all(plan.fetched_bytes(rows) <= plan.fetched_bytes(rows + 1) for rows in (1, 2, 16))
@@ -148,7 +157,8 @@ def test_no_plan_that_fits_streams_fewer(sizes: list[BlockSize], free: int) -> N
         passing = [aligned(sizes[i].passing) for i in streamed]
         form = [size.least if rest_packed else size.plain for size in resident]
         decoded = [in_scratch(sizes[i], BlockPlace.STREAMED) for i in streamed]
-        decoded += [size.plain for size in resident if rest_packed and size.packed]
+        decodes = count > 0  # blocks that stream need the scratch for experts in any case
+        decoded += [in_scratch(size, PACKED, decodes) for size in resident if rest_packed and size.packed]
         ring = min(slots * max(passing), sum(passing)) if passing else 0
         return sum(map(aligned, form)) + ring + aligned(max(decoded, default=0)) <= free
 

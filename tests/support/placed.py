@@ -14,17 +14,19 @@ from transformers import AutoModelForCausalLM
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing.loader import Weights
 from djinnd.model.placing.projections import Product, Projection
-from djinnd.weights.plan import BlockPlace, PlacementPlan, _in_scratch
+from djinnd.weights.plan import BlockPlace, PlacementPlan, scratch_bytes
 
 
-def plan_of(weights: Weights, places: Sequence[BlockPlace], slots: int = 2) -> PlacementPlan:
+def plan_of(
+    weights: Weights, places: Sequence[BlockPlace], slots: int = 2, *, decodes_experts: bool = True
+) -> PlacementPlan:
     """The planner's plan, if it had chosen these places."""
     sizes = weights.store.sizes(weights.dtype)
     travelling = [size.passing for size, place in zip(sizes, places, strict=True) if place is BlockPlace.STREAMED]
-    scratch = max(_in_scratch(size, place) for size, place in zip(sizes, places, strict=True))
+    scratch = scratch_bytes(sizes, places, decodes_experts=decodes_experts)
     slots = min(slots, len(travelling))
     ring = min(slots * max(travelling), sum(travelling)) if travelling else 0
-    return PlacementPlan(tuple(sizes), tuple(places), ring, scratch, slots)
+    return PlacementPlan(tuple(sizes), tuple(places), ring, scratch, slots, decodes_experts)
 
 
 class WatchedDevice(CpuDevice):

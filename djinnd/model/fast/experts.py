@@ -16,15 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from djinnd.model.kernels.coded.facts import facts_of
 from djinnd.model.kernels.experts.forward import experts_forward, reads_codes
 from djinnd.model.kernels.experts.gating import CLAMPED, GELU_TANH, RELU_SQUARED, SILU, Activation, reference
 from djinnd.model.kernels.experts.matrices import Matrices, plain_matrices
 from djinnd.model.kernels.launching.launches import UNAVAILABLE
+from djinnd.weights.forms.coded_form import Code
+from djinnd.weights.layout import Layout
 
 STACKS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))  # with a gate, and without
 _WIDTH, _ROWS, _PICKS = 16, 4, 2  # of the trial's tensors
 
 Fetch = Callable[[Tensor], Tensor]  # picks of all rows → picks to compute with; fetches those to the parameters' memory
+Decode = Callable[[str, int], Tensor]  # a parameter's name, an expert → the expert's matrix of that parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,11 @@ class Kind:
 class FusedExperts:
     """Takes the place of the module's `forward`. The module keeps its parameters and hooks.
 
-    A batch whose experts have few rows each reads their codes, if `bind` has given any. Every other batch reads the
+    A batch with few rows for each expert reads their codes, if `bind` has given any. Every other batch reads the
     module's parameters, after the fetch if there is one. The family's forward computes where a kernel is not available.
+
+    If `bind` has given a `decode`, the parameters have no memory: every batch reads the codes, and where a kernel is
+    not available, experts are decoded one after the other.
     """
 
     def __init__(self, module: nn.Module, kind: Kind, real: Callable[[], Tensor | None]) -> None:
@@ -53,25 +60,33 @@ class FusedExperts:
         self._real = real
         self._stored: tuple[Matrices, Matrices] | None = None
         self._fetch: Fetch | None = None
+        self._decode: Decode | None = None
         module.forward = self
 
-    def bind(self, stored: Mapping[str, Matrices] | None, fetch: Fetch | None) -> None:
-        """Sets where the weights are. stored: the stacks by their parameters' names, without biases, if the device has
-        them in a code. fetch: None if the parameters always hold all experts."""
+    def bind(self, stored: Mapping[str, Matrices] | None, fetch: Fetch | None, decode: Decode | None = None) -> None:
+        """Sets where the weights are.
+
+        stored: the stacks by their parameters' names, without biases, if the device has them in a code.
+        fetch: None if the parameters always hold all experts, or never.
+        decode: None if the parameters hold the experts that a batch needs, after its fetch.
+        """
         first, second = self.kind.stacks
         self._stored = None if stored is None else (stored[first], stored[second])
-        self._fetch = fetch
+        self._fetch, self._decode = fetch, decode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """x [rows, hidden], picks int64 [rows, picks], and their weights → [rows, hidden]."""
         x, picked, weights = self._signature.bind(*args, **kwargs).args
-        real, activation = self._real(), self.kind.activation
-        if self._stored is not None and reads_codes(len(picked), picked.shape[1], self._stored[0].experts):
+        real, activation, decode = self._real(), self.kind.activation, self._decode
+        if self._stored is not None and (
+            decode is not None or reads_codes(len(picked), picked.shape[1], self._stored[0].experts)
+        ):
             try:
                 first, second = (replace(each, bias=self._bias(number)) for number, each in enumerate(self._stored))
                 return experts_forward(x, picked, weights, first, second, activation, real)
             except UNAVAILABLE:
-                pass
+                if decode is not None:
+                    return self._one_by_one(x, picked, weights, decode)
         if self._fetch is not None:
             picked = self._fetch(picked)
         try:
@@ -79,6 +94,20 @@ class FusedExperts:
         except UNAVAILABLE:
             out: Tensor = self._own(x, picked, weights)
             return out
+
+    def _one_by_one(self, x: Tensor, picked: Tensor, weights: Tensor, decode: Decode) -> Tensor:
+        """Like `__call__`. Waits for the device, and takes the memory of one decoded expert."""
+        out, experts = torch.zeros_like(x), range(self._stored[0].experts if self._stored is not None else 0)
+        for expert in filter(experts.__contains__, picked.unique().tolist()):
+            rows, picks = (picked == expert).nonzero(as_tuple=True)
+            y = x[rows]
+            for number, name in enumerate(self.kind.stacks):
+                weight, bias = decode(name, expert), self._bias(number)
+                y = y @ (weight if self.kind.is_transposed else weight.T)
+                y = y if bias is None else y + bias[expert]
+                y = y if number else reference(self.kind.activation, y)
+            out.index_add_(0, rows, (y * weights[rows, picks, None]).to(out.dtype))
+        return out
 
     def _plain(self, number: int) -> Matrices:
         weight = self._module._parameters[self.kind.stacks[number]]
@@ -93,6 +122,19 @@ def fused_experts_of(module: nn.Module, real: Callable[[], Tensor | None]) -> Fu
     """Installs the kernels in a module of stacked experts. None if they do not compute what the module does."""
     kind = None if isinstance(module.forward, FusedExperts) else kind_of(module)
     return None if kind is None else FusedExperts(module, kind, real)
+
+
+def codes_suffice(module: nn.Module, layout: Layout, codes: Mapping[str, Code]) -> bool:
+    """Returns True if the kernels compute what the module does from the codes of its stacks alone. layout: of the
+    stacks. codes: by their names in the layout."""
+    kind = kind_of(module) if codes else None
+    if kind is None:
+        return False
+    shapes = {name: code.stack_shape(layout.entries[name].shape) for name, code in codes.items()}
+    return all(
+        code.is_transposed == kind.is_transposed and facts_of(code.coding, *shapes[name][1:]) is not None
+        for name, code in codes.items()
+    )
 
 
 @torch.inference_mode()

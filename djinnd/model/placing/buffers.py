@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from djinn_client.protocol.fields.placing import Quantise
@@ -32,16 +33,18 @@ def buffers_of(skeleton: Skeleton, recipes: Recipes | None, device: Device, quan
     """recipes: None if a client fills the store. quantise: of parameters that the checkpoint has without a code."""
     buffers = []
     for prefix, layout, routing in skeleton.layouts():
-        buffer = Buffer(prefix, layout, {}, routing)
+        coded: dict[str, Coded] = {}
+        suffice = False
+        # The rest has no prefix. It is decoded when it is loaded, because modules read its parameters in many ways.
+        if recipes is not None and prefix:
+            block = skeleton.adapter.blocks[skeleton.prefixes.index(prefix)]
+            names = quantisable(block, layout) if quantise else []
+            coded = _coded(prefix, layout, recipes, device, dict.fromkeys(names, quantise))
+            suffice = routing is not None and _codes_suffice(block, layout, coded, device)
+        filled = {}
         if recipes is not None:
-            # The rest has no prefix. It is decoded when it is loaded, because modules read its parameters in many ways.
-            if prefix:
-                block = skeleton.adapter.blocks[skeleton.prefixes.index(prefix)]
-                names = quantisable(block, layout) if quantise else []
-                buffer.coded.update(_coded(prefix, layout, recipes, device, dict.fromkeys(names, quantise)))
-            plain = (name for name in layout.entries if name not in buffer.coded)
-            buffer.recipes.update({name: recipes.recipe(prefix + name) for name in plain})
-        buffers.append(buffer)
+            filled = {name: recipes.recipe(prefix + name) for name in layout.entries if name not in coded}
+        buffers.append(Buffer(prefix, layout, filled, routing, coded, suffice))
     return buffers
 
 
@@ -59,6 +62,16 @@ def _coded(
         if found is not None and _decodes(device, found.code, shape):
             coded[name] = found
     return coded
+
+
+def _codes_suffice(block: nn.Module, layout: Layout, coded: dict[str, Coded], device: Device) -> bool:
+    """Returns True if the device computes the block's experts from their codes alone. On a CPU it does not."""
+    if device.torch_device.type == "cpu":
+        return False
+    from djinnd.model.fast.experts import codes_suffice  # Triton comes with CUDA builds of torch
+
+    module = block.get_submodule(next(iter(layout.entries)).rpartition(".")[0])
+    return codes_suffice(module, layout, {name: each.code for name, each in coded.items()})
 
 
 def _decodes(device: Device, code: Code, shape: tuple[int, ...]) -> bool:

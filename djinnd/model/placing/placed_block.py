@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import FewRows, Product
 from djinnd.model.placing.stored_form import decode_for_step, few_rows, in_place, stored_experts, weight_of
 from djinnd.model.tuning import PACKED_ROWS
+from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockPlace
 from djinnd.weights.store import BufferForm
@@ -46,10 +48,11 @@ class PlacedBlock:
         assert self.form is not None and scratch is not None
         decode_for_step(self.form, self.packed, scratch[: self.layout.numel])
 
-    def bind(self, scratch: Tensor | None, experts: Tensor | None) -> None:
+    def bind(self, scratch: Tensor | None, experts: Tensor | None, *, decodes_experts: bool = True) -> None:
         """Binds the modules to views of the memory. Copies nothing.
 
         experts: for a plain block, its stacked experts, flat; otherwise the memory to fetch them from.
+        decodes_experts: False lets kernels multiply by the codes of the experts for any number of rows.
         """
         layout, packed, form = self.layout, self.packed, self.form
         if packed is None:
@@ -62,7 +65,10 @@ class PlacedBlock:
             views = layout.views(plain) | in_place(form, layout, packed)
         if self.experts is not None:
             assert experts is not None
-            views |= self.experts.layout.views(self._bind_experts(self.experts, experts, scratch))
+            if decodes_experts:
+                views |= self.experts.layout.views(self._bind_experts(self.experts, experts, scratch))
+            else:
+                views |= self._bind_codes(self.experts, experts)
         few: dict[int, FewRows] = {}
         if form is not None and packed is not None and self.place is BlockPlace.PACKED and not self._has_latents():
             few = few_rows(form, layout, self.products, packed)
@@ -92,6 +98,17 @@ class PlacedBlock:
             self.fused.bind(stored, experts.fetch_for_step)
         return fetched
 
+    def _bind_codes(self, experts: Experts, source: Tensor) -> dict[str, Tensor]:
+        """Lets the kernels multiply by the codes for any number of rows. → the module's parameters, of which those
+        with a code have no memory."""
+        fused, form = self.fused, experts.form
+        assert fused is not None and isinstance(form, CodedForm)
+        stored = stored_experts(form, source, fused.kind.is_transposed)
+        assert stored is not None, "the plan decodes experts that kernels cannot multiply by"
+        fused.bind(stored, None, partial(_decoded, form, source))
+        nothing = experts.layout.views(torch.empty(experts.layout.numel, dtype=form.dtype, device="meta"))
+        return nothing | form.plain(source)
+
     def _has_latents(self) -> bool:
         """True if a matrix of the block expands latents: it multiplies those of whole sessions, or attention reads
         it."""
@@ -114,6 +131,14 @@ class PlacedBlock:
     def _of_products(self) -> set[str]:
         """Names of the parameters that products own; the others are bound to their modules."""
         return {name for product in self.products for name in (*product.unit, *product.biases)}
+
+
+def _decoded(form: CodedForm, stored: Tensor, name: str, expert: int) -> Tensor:
+    """One expert's matrix, as the parameter that ends in `name` has it."""
+    full = next(entry for entry in form.layout.entries if entry.rpartition(".")[2] == name)
+    out = torch.empty(form.layout.entries[full].shape[1:], dtype=form.dtype, device=stored.device)
+    form.unpack_expert(stored, full, expert, out)
+    return out
 
 
 def _joined_bias(views: dict[str, Tensor], biases: tuple[str, ...]) -> Tensor | None:

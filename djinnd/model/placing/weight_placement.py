@@ -7,7 +7,7 @@
 
 Stacked experts of packed and streamed blocks are handled apart: the experts that the router has picked are fetched into
 the scratch buffer, behind the block's own weights (model/family/experts.py). The ring carries a streamed block without
-them.
+them. Resident experts are not fetched where the plan has no scratch for them: kernels multiply by their codes.
 
 A pass over the blocks calls, for each block in order, either `begin`, `prepare`, the module and `end`, or `skip`.
 `prepare` queues only kernels over fixed addresses, so a captured graph may hold it. The other calls order copies, and
@@ -177,7 +177,7 @@ class WeightPlacement:
             self._ring = self._make_ring(plan)
         self.plan = plan
         for index, block in enumerate(self._blocks):
-            block.bind(self._scratch, self._source_of_experts(index))
+            block.bind(self._scratch, self._source_of_experts(index), decodes_experts=plan.decodes_experts_of(index))
 
     def make_room(self, plan: PlacementPlan) -> None:
         """First part of `move(plan)`, which must follow: frees the ring, scratch, and each block that will move."""
@@ -211,19 +211,19 @@ class WeightPlacement:
                         target[: len(source)].copy_(source, non_blocking=True)
             done += plan.sizes[index].plain
             progress(done, total)
-        if staging is not None and staging is not self._scratch:
-            del staging
-            self._release("staging")
+        del staging
+        self._release("staging")
 
     def _staging(self, staged: list[int]) -> Tensor | None:
-        """Memory for the packed form of a block while it is unpacked to its plain place: the scratch buffer if there is
-        one. None if no block of `staged` needs it."""
+        """Memory for the packed form of a block while it is unpacked to its plain place: the scratch buffer if that is
+        large enough. None if no block of `staged` needs it."""
         if not staged:
             return None
-        if self._scratch is not None:
-            return self._scratch.view(torch.uint8)
         forms = [self._store.forms[number] for i in staged for number in self._store.parts(i)]
-        return self._allocate("staging", max(form.nbytes for form in forms if form is not None), torch.uint8)
+        largest = max(form.nbytes for form in forms if form is not None)
+        if self._scratch is not None and self._scratch.nbytes >= largest:
+            return self._scratch.view(torch.uint8)
+        return self._allocate("staging", largest, torch.uint8)
 
     def _parts(self, index: int) -> list[Tensor]:
         """Splits the memory of a resident block into its buffers: the block itself, then its stacked experts if any."""

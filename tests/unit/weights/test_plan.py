@@ -197,6 +197,18 @@ def test_plain_experts_need_scratch_only_if_they_stream() -> None:
     assert places(MIXED_FLOAT, 4, 1 << 20).scratch_bytes == 0
 
 
+def test_experts_are_not_decoded_if_their_codes_suffice_and_scratch_for_them_does_not_fit() -> None:
+    experts = ExpertsSize(4096, 3072, count=8, picked=2, codes_suffice=True)
+    size = BlockSize(5120, 3840, experts, keeps_form=True)
+    roomy = places(size, 8, 8 * 3840 + 5120)
+    assert (roomy.count(PACKED), roomy.scratch_bytes, roomy.decodes_experts) == (8, 5120, True)
+    tight = places(size, 8, 8 * 3840 + 5119)
+    assert (tight.count(PACKED), tight.scratch_bytes, tight.decodes_experts) == (8, 1024, False)
+    assert places(size, 8, 8 * 3840 + 1024) == tight
+    streaming = places(size, 8, 8 * 3840 + 1023)
+    assert streaming.streamed and (streaming.scratch_bytes, streaming.decodes_experts) == (5120, True)
+
+
 def test_resident_blocks_include_their_experts() -> None:
     assert places(MIXED, 4, 4 * 5120).places == (PLAIN,) * 4
     plan = places(MIXED, 8, 8 * 3840 + 5120)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.fast import experts as fast
-from djinnd.model.fast.experts import FusedExperts, fused_experts_of, kind_of
+from djinnd.model.fast.experts import FusedExperts, codes_suffice, fused_experts_of, kind_of
 from djinnd.model.kernels.experts.gating import CLAMPED, RELU_SQUARED, SILU
 from djinnd.model.kernels.experts.matrices import Matrices
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.kernels.launching.launches import KernelUnavailable
 from djinnd.model.placing.loader import Weights
+from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.plan import BlockPlace
 from tests.support import quantised as by
 from tests.support.checkpoints import random_model
@@ -114,13 +116,14 @@ def test_modules_that_compute_something_else_keep_their_forward(module: nn.Modul
     assert "forward" not in vars(module)
 
 
+def unavailable(*_: object) -> Tensor:
+    raise KernelUnavailable(None, "no compiler")  # type: ignore[arg-type]
+
+
 def test_the_family_computes_where_a_kernel_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     module, (x, picked, weights) = module_of(MixtralExperts), call(3)
     wanted = module(x, picked, weights)
     fused, fetched = fused_experts_of(module, nothing), []
-
-    def unavailable(*_: object) -> Tensor:
-        raise KernelUnavailable(None, "no compiler")  # type: ignore[arg-type]
 
     def fetch(picked: Tensor) -> Tensor:
         fetched.append(picked)
@@ -133,16 +136,31 @@ def test_the_family_computes_where_a_kernel_is_not_available(monkeypatch: pytest
 
 
 @contextmanager
-def loaded(folder: Path, place: BlockPlace) -> Iterator[tuple[Weights, FusedExperts, nn.Module]]:
+def loaded(
+    folder: Path, place: BlockPlace, *, decodes_experts: bool = True
+) -> Iterator[tuple[Weights, FusedExperts, nn.Module]]:
     """Loads a checkpoint with all blocks at `place`. → its weights, and the first block's fused experts and module."""
     with closing(CpuDevice(MEMORY)) as device:
         weights = load_weights(folder, device, "bfloat16")
+        _mark_codes(weights)
         weights.placement.fuse_experts()
-        weights.placement.move(plan_of(weights, [place] * weights.skeleton.num_blocks))
+        places = [place] * weights.skeleton.num_blocks
+        weights.placement.move(plan_of(weights, places, decodes_experts=decodes_experts))
         block = weights.placement._blocks[0]
         assert block.fused is not None and block.experts is not None
         yield weights, block.fused, block.experts.module
         weights.release(device)
+
+
+def _mark_codes(weights: Weights) -> None:
+    """Notes for each buffer of experts whether its codes suffice, as a load on a GPU does."""
+    blocks, store = weights.skeleton.adapter.blocks, weights.store
+    for index, number in store.experts.items():
+        layout, form = store.buffers[number].layout, store.forms[number]
+        assert isinstance(form, CodedForm)
+        module = blocks[index].get_submodule(next(iter(layout.entries)).rpartition(".")[0])
+        suffice = codes_suffice(module, layout, form.codes)
+        store.buffers[number] = replace(store.buffers[number], codes_suffice=suffice)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("qwen3-moe, fp8", marks=pytest.mark.long), "gpt-oss, mxfp4"])
@@ -188,3 +206,28 @@ def test_codes_are_read_where_they_are_resident_and_rows_are_few(
         assert plain.abs().max() > 0
         torch.testing.assert_close(found[BlockPlace.STREAMED, name], plain, rtol=0, atol=0)
         torch.testing.assert_close(found[BlockPlace.PACKED, name], plain, rtol=2e-2, atol=1e-2 * float(plain.max()))
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_without_scratch_for_experts_every_batch_reads_codes(
+    checkpoint: Path, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, picked, given = call(5)
+    x, given = x.bfloat16(), given.bfloat16()
+    with loaded(checkpoint, BlockPlace.PLAIN) as (_, _, module):
+        wanted = module(x, picked, given)
+    monkeypatch.setattr(fast, "reads_codes", lambda rows, picks, experts: False)
+    if not has_kernel:
+        monkeypatch.setattr(fast, "experts_forward", unavailable)
+    fetches = FetchCounter(monkeypatch)
+    with loaded(checkpoint, BlockPlace.PACKED, decodes_experts=False) as (weights, fused, module):
+        plan, experts = weights.placement.plan, weights.store.sizes(weights.dtype)[0].experts
+        assert plan is not None and experts is not None
+        assert plan.scratch_bytes + experts.plain == plan_of(weights, plan.places).scratch_bytes
+        assert all(module.get_parameter(name).is_meta for name in fused.kind.stacks)
+        weights.placement.begin(0)
+        weights.placement.prepare(0, len(x))
+        found = module(x, picked, given)
+        weights.placement.end(0)
+    assert fetches.total() == 0
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-2 * float(wanted.max()))
