@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from djinn_client.errors import ModelRejected
 from djinnd.model.attention.hf_attention import NoPages, Wanted
 from djinnd.model.family.adapter import Adapter, Prologue, check_inputs
+from djinnd.model.family.learning.kinds import kind_of
 from djinnd.model.family.learning.kv_shapes import KvMap, learn_kv, shared_arguments
 from djinnd.model.family.learning.own_weights import keep_own_weights
 from djinnd.model.family.learning.states import learn_states
@@ -46,16 +49,34 @@ def learn_blocks(adapter: Adapter, config: Any) -> tuple[KvMap, list[Stateful]]:
 
 
 class _Runs:
-    """Runs of a block up to its first call of attention, which carries the shapes of K and V."""
+    """Runs of a block up to its first call of attention, which carries the shapes of K and V.
+
+    Blocks of one kind are run once, unless their runs leave something behind: KV that later blocks share, or latents.
+    """
 
     def __init__(self, adapter: Adapter, config: Any) -> None:
         self.family: str = config.model_type
         self.stateful: list[Stateful] = []
         self._adapter = adapter
         self._kinds = getattr(config, "layer_types", None)
+        self._by_kind: dict[object, tuple[str, Wanted] | None] = {}  # a path within the block, and the call there
 
     def attention_of(self, index: int, prologue: Prologue) -> Wanted | None:
         """None: the block has no attention, and belongs to a model with states."""
+        block = self._adapter.blocks[index]
+        is_shared = any(isinstance(value, MutableMapping) for value in prologue.arguments[index].values())
+        if is_shared or any(hasattr(module, "expand_kv") for module in block.modules()):
+            return self._run(index, prologue)
+        kind = (kind_of(block), self._kinds and self._kinds[index])
+        if kind not in self._by_kind:
+            wanted = self._run(index, prologue)
+            self._by_kind[kind] = None if wanted is None else (_path(block, wanted.module), wanted)
+        if (known := self._by_kind[kind]) is None:
+            return None
+        path, wanted = known
+        return replace(wanted, module=block.get_submodule(path), key=torch.empty_like(wanted.key))
+
+    def _run(self, index: int, prologue: Prologue) -> Wanted | None:
         kind = str(self._kinds[index]) if self._kinds else None  # None: the configuration names no kinds
         if not self.stateful and kind not in (*_FULL, *_SLIDING, *_CHUNKED):
             self._refuse(f"block {index} of {self.family} is of a kind that djinnd does not serve: {kind}")
@@ -91,3 +112,7 @@ class _Runs:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ModelRejected(reason, family=self.family)
+
+
+def _path(block: nn.Module, module: nn.Module) -> str:
+    return next(path for path, own in block.named_modules() if own is module)
