@@ -10,6 +10,7 @@ from tools.results.raw import Report
 
 MODELS = {
     "m13": "Llama-2-13B",
+    "oss": "gpt-oss-20b",
     "llama-2-13b": "Llama-2-13B",
     "m7": "Llama-2-7B",
     "gpt2": "GPT-2",
@@ -72,6 +73,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         options=("dtype", "rounds", "prompt", "context", "tokens"),
         within=lambda result: f"{result.parameters['threads']} threads",
         peers=serving.cpu_peers,
+    ),
+    "stored": Experiment(
+        "Weights as the checkpoint stores them, in their codes:",
+        "tools.bench.serving.stored",
+        serving.stored,
+        options=("memory", "kv_gib"),
+        within=lambda result: f"{result.parameters['memory']} of device memory",
     ),
     "stream": Experiment(
         "A model larger than its share of the card:",

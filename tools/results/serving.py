@@ -53,6 +53,19 @@ def cpu_peers(result: Report) -> str:
     return f"transformers' `generate`: {', '.join(each)}"
 
 
+def stored(result: Report) -> str:
+    found = result.results
+    steps = {count: value / 1e3 for count, value in found["step_ms"].items()}
+    places = ", ".join(f"{count} {place}" for place, count in found["blocks"].items() if count)
+    return sentences(
+        (
+            f"blocks: {places}",
+            first_and_steps(found["first_token_ms"] / 1e3, steps),
+            f"reading the active bytes once ({gb(found['active_bytes'])}) takes {ms(found['limit_ms'] / 1e3)}",
+        )
+    )
+
+
 def stream(result: Report) -> str:
     bus = max(result.results["bus"].values())
     told = (_contender(name, found, bus) for name, found in _measured(result).items() if name in OURS)

@@ -15,10 +15,10 @@ import click
 from rich.table import Table
 
 from djinn_client.protocol import ModelInfo
+from tools.bench.engine.direct_engine import DirectEngine
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
 from tools.bench.harness.prompts import prompt
-from tools.bench.serving.direct_engine import DirectEngine
 from tools.bench.stream.memory import DeviceMemory, nvml_meter
 
 if TYPE_CHECKING:

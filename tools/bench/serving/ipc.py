@@ -26,12 +26,12 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 import djinn_client as djinn
+from tools.bench.engine.direct_engine import DirectEngine
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
 from tools.bench.harness.daemon import device_name, private_daemon
 from tools.bench.harness.sessions import open_sessions
 from tools.bench.harness.spread import Median, median
-from tools.bench.serving.direct_engine import DirectEngine
 
 PROMPT = 'def fibonacci(n):\n    """The first n Fibonacci numbers."""\n    numbers = [0, 1]\n'
 

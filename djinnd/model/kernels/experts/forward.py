@@ -58,6 +58,14 @@ def turning_rows(picks: int, experts: int) -> list[int]:
     return sorted({1, *(max(pairs // picks + 1, 2) for pairs in most)})
 
 
+def _most_pairs(matrices: Matrices) -> int:
+    """The most pairs of a tile. Triton 3.6 cannot compile runs of fewer than 8 bytes for Hopper's products of 64 rows
+    ("Illegal shared layout"); 16 pairs make another product."""
+    if matrices.is_plain:
+        return PAIR_TILES[-1][1]
+    return CODED_TILE if matrices.facts.run >= 8 else PAIR_TILES[0][1]
+
+
 def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) -> ExpertTiles:
     """Tiles of codes are measured on an H200 with Qwen3-30B's experts in FP8 and MXFP4; plain ones are chosen. pairs:
     of a tile. shared: bytes of shared memory that a program may have."""
@@ -110,7 +118,7 @@ def experts_forward(
     x, picked, weights = x.contiguous(), picked.contiguous(), weights.contiguous()
     if tiles is None:
         size, shared = pairs_of_tile(rows, picks, first.experts), shared_memory(x.device)
-        size = size if first.is_plain else min(size, CODED_TILE)
+        size = min(size, _most_pairs(first), _most_pairs(second))
         tiles = (
             tiles_for(first, size, x.element_size(), shared),
             tiles_for(second, size, x.element_size(), shared),

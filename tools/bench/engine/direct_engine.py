@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Self, TypeVar
 
 import posix_ipc
 
-from djinn_client.protocol import FrameDecoder, Sampling
+from djinn_client.protocol import FrameDecoder, ModelInfo, Sampling
 from djinnd.messages import (
     MAX_FRAME,
     ArenaReady,
@@ -49,38 +49,49 @@ class DirectEngine:
 
     def __init__(self, device: str, memory: int) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            options = [f"--fd={theirs.fileno()}", f"--parent={os.getpid()}", f"--device={device}", f"--memory={memory}"]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "djinnd.engine", *options, "--log-level=error"], pass_fds=[theirs.fileno()]
-            )
+        self._join = self._start(theirs, device, memory)
         self._decoder = FrameDecoder(MAX_FRAME)
         self._incoming = self._messages()
         self._arena: posix_ipc.SharedMemory | None = None
         self._requests = count(1)
         self._wait_for(Ready)
 
-    def load(self, model: str, path: str) -> None:
+    def _start(self, theirs: socket.socket, device: str, memory: int) -> Callable[[float], object]:
+        """Starts the engine, which owns the socket. → a call that waits for its end, for so many seconds."""
+        with theirs:
+            options = [f"--fd={theirs.fileno()}", f"--parent={os.getpid()}", f"--device={device}", f"--memory={memory}"]
+            command = [sys.executable, "-m", "djinnd.engine", *options, "--log-level=error"]
+            return subprocess.Popen(command, pass_fds=[theirs.fileno()]).wait
+
+    def load(self, model: str, path: str, kv_bytes: int = 0) -> ModelInfo:
         """Loads a model without lower tiers, so that no copies run beside the measurement."""
-        self._send(Load(request=next(self._requests), model=model, path=path, host_kv_bytes=0, disk_kv_bytes=0))
-        self._wait_for(Loaded)
+        request = next(self._requests)
+        self._send(Load(request=request, model=model, path=path, kv_bytes=kv_bytes, host_kv_bytes=0, disk_kv_bytes=0))
+        info = self._wait_for(Loaded).model
         self._drop_arena()
+        return info
 
     def rate(self, model: str, prompt: list[int], sessions: int, tokens: int) -> float:
         """Greedy tokens a second of all sessions together, after their prompts. The sessions are closed afterwards."""
-        names = [f"direct-{index}" for index in range(sessions)]
-        for name in names:
-            self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
-        self._run(names, prompt, 1)
-        began = time.perf_counter()
-        generated = self._run(names, [], tokens)
-        seconds = time.perf_counter() - began
-        for name in names:
-            self._send(Close(session=name))
+        with self.sessions(model, prompt, sessions) as names:
+            began = time.perf_counter()
+            generated = self.run(names, [], tokens)
+            seconds = time.perf_counter() - began
         assert generated == sessions * tokens, (generated, sessions, tokens)
         return generated / seconds
 
-    def _run(self, names: list[str], prompt: list[int], tokens: int) -> int:
+    @contextmanager
+    def sessions(self, model: str, prompt: list[int], count: int) -> Iterator[list[str]]:
+        """Names of sessions that have read the prompt. They are closed afterwards."""
+        names = [f"direct-{index}" for index in range(count)]
+        for name in names:
+            self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
+        self.run(names, prompt, 1)
+        yield names
+        for name in names:
+            self._send(Close(session=name))
+
+    def run(self, names: list[str], prompt: list[int], tokens: int) -> int:
         """Lets the sessions generate, and returns the number of tokens."""
         for name in names:
             self._send(Run(next(self._requests), name, prompt, max_tokens=tokens, sampling=Sampling(seed=0)))
@@ -163,4 +174,4 @@ class DirectEngine:
         with suppress(BrokenPipeError):
             self._send(Shutdown())
         self._socket.close()
-        self._process.wait(STOP_LIMIT_S)
+        self._join(STOP_LIMIT_S)

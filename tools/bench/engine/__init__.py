@@ -1,0 +1,1 @@
+"""Benches of an engine without its server: its rate, and the kernels of its steps."""

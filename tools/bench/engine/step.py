@@ -1,0 +1,103 @@
+"""The kernels of a decode step: how often each is launched, and how long it takes on the device.
+
+    python -m tools.bench.engine.step CHECKPOINT [--memory 16GiB] [--sessions 1] [--json FILE]
+
+The engine runs in a thread of this process, so that torch's profiler sees its kernels, also those of CUDA graphs. On a
+CPU, torch's operations are counted instead. The profiler makes a step slower by the clock; so the time of a step is
+measured before, without it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.table import Table
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from djinnd.config.units import read_size
+from djinnd.device import open_device
+from djinnd.engine.engine import Engine
+from djinnd.engine.io.channel import ServerChannel
+from djinnd.engine.kernels.compiler import kernel_compiler_for
+from djinnd.engine.tuning import STEP_LIMITS
+from tools.bench.engine.direct_engine import DirectEngine
+from tools.bench.harness import command
+from tools.bench.harness.command import Result, say
+
+GIB = 1 << 30
+KERNEL_SECONDS = 120.0  # limit for compiling one kernel
+SHOWN = 25  # rows of the table
+
+
+class EngineThread(DirectEngine):
+    """The engine in a thread of this process."""
+
+    def _start(self, theirs: socket.socket, device: str, memory: int) -> Callable[[float], object]:
+        def serve() -> None:
+            channel = ServerChannel(theirs.detach())
+            opened = open_device(device, memory)
+            try:
+                compiler = kernel_compiler_for(opened.torch_device, KERNEL_SECONDS)
+                Engine(channel, opened, *STEP_LIMITS[opened.torch_device.type], compiler).serve()
+            finally:
+                opened.close()
+                channel.close()
+
+        thread = threading.Thread(target=serve, name="engine", daemon=True)
+        thread.start()
+        return thread.join
+
+
+def kernels_of(run: Callable[[], object], steps: int, *, is_cuda: bool) -> list[dict[str, Any]]:
+    """Profiles `run`. → the kernels, the one with the most time first: name, launches a step, microseconds a step."""
+    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
+    with profile(activities=[activity], experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiled:
+        run()
+    found = []
+    for event in profiled.key_averages():
+        microseconds = event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        if microseconds > 0:
+            found.append({"name": event.key, "launches": event.count / steps, "us": microseconds / steps})
+    return sorted(found, key=lambda kernel: -kernel["us"])
+
+
+@command.bench("step", __doc__)
+@command.checkpoint
+@command.device
+@command.memory
+@click.option("--kv-gib", default=0.0, show_default=True, help="GiB of memory for KV pages; 0: as much as fits.")
+@click.option("--sessions", default=1, show_default=True)
+@click.option("--context", default=512, show_default=True, help="Tokens of each prompt.")
+@click.option("--steps", default=32, show_default=True, help="Steps that are profiled.")
+def main(checkpoint: Path, device: str, memory: str, kv_gib: float, sessions: int, context: int, steps: int) -> Result:
+    is_cuda = device != "cpu" and torch.cuda.is_available()
+    prompt = [100 + position % 400 for position in range(context)]
+    with EngineThread(device, read_size(memory)) as engine:
+        info = engine.load("m", os.fspath(checkpoint), round(kv_gib * GIB))
+        engine.rate("m", prompt, sessions, 2 * steps)  # captures the graphs
+        ms = sessions / engine.rate("m", prompt, sessions, 2 * steps) * 1e3
+        with engine.sessions("m", prompt, sessions) as names:
+            kernels = kernels_of(lambda: engine.run(names, [], steps), steps, is_cuda=is_cuda)
+    launches, busy = (sum(kernel[what] for kernel in kernels) for what in ("launches", "us"))
+    told = f"a step of {sessions} takes {ms:.2f} ms: {launches:.0f} launches, {busy / 1e3:.2f} ms of kernels"
+    say(told)
+    table = Table("kernel", "launches a step", "µs a step", "µs each", caption=told)
+    for kernel in kernels[:SHOWN]:
+        each = kernel["us"] / kernel["launches"]
+        table.add_row(kernel["name"][:90], f"{kernel['launches']:.1f}", f"{kernel['us']:.0f}", f"{each:.1f}")
+    blocks = {"plain": info.blocks_plain, "coded": info.blocks_packed, "streamed": info.blocks_streamed}
+    parameters = {"model": checkpoint.name, "memory": memory, "kv_gib": kv_gib, "sessions": sessions, "steps": steps}
+    results = {"step_ms": ms, "kernels_ms": busy / 1e3, "launches": launches, "blocks": blocks, "kernels": kernels}
+    return Result(parameters | {"context": context}, results, told, [table])
+
+
+if __name__ == "__main__":
+    main()
