@@ -67,21 +67,22 @@ def test_rope_is_llamas_to_the_bit(tokens: int, heads: tuple[int, int], dim: int
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("family", "plain", "wide"),
+    ("family", "half", "plain", "wide"),
     [
-        ("llama", True, False),
-        ("qwen3", True, False),
-        ("olmo2", True, True),  # float32 angles; the result has the dtype of q
-        ("cohere", False, False),  # interleaved pairs
-        ("gpt_oss", False, False),  # angles of half a head
+        ("llama", False, True, False),
+        ("qwen3", False, True, False),
+        ("olmo2", False, True, True),  # float32 angles; the result has the dtype of q
+        ("cohere", False, False, False),  # interleaved pairs
+        ("gpt_oss", True, True, False),  # angles of half a head
     ],
 )
 def test_a_trial_finds_the_families_that_the_rope_kernel_serves(
-    family: str, plain: bool, wide: bool, dtype: torch.dtype
+    family: str, half: bool, plain: bool, wide: bool, dtype: torch.dtype
 ) -> None:
     fast = own_rope(family)
-    assert fast.agrees(dtype, dtype, CUDA) == plain
-    assert fast.agrees(dtype, torch.float32, CUDA) == (plain if dtype == torch.float32 else wide)
+    assert fast.agrees(dtype, dtype, CUDA, half=half) == plain
+    assert fast.agrees(dtype, torch.float32, CUDA, half=half) == (plain if dtype == torch.float32 else wide)
+    assert not fast.agrees(dtype, dtype, CUDA, half=not half)
 
 
 def test_calls_that_the_kernel_does_not_serve_go_to_the_familys_function() -> None:

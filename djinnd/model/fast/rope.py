@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ Rope = Callable[..., tuple[Tensor, Tensor]]
 
 
 class FastRope:
-    """Replaces the family's function `own`. Calls the kernel for the dtypes whose trial agreed, and `own` otherwise."""
+    """Replaces the family's function `own`. Calls the kernel where a trial with such tensors agreed, and `own`
+    otherwise."""
 
     def __init__(self, own: Rope) -> None:
         self.own = own
-        self._served: set[tuple[torch.dtype, torch.dtype]] = set()  # (dtype of q and k, dtype of the angles)
+        # (dtype of q and k, dtype of the angles, whether the two halves of a head share their angles)
+        self._served: set[tuple[torch.dtype, torch.dtype, bool]] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 4 and not kwargs and self._serves(*args):
@@ -35,20 +38,23 @@ class FastRope:
         return self.own(*args, **kwargs)
 
     def _serves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        return (q.dtype, cos.dtype) in self._served and _is_plain(q, k, cos, sin)
+        is_half = cos.shape[-1] != q.shape[-1]
+        return (q.dtype, cos.dtype, is_half) in self._served and _is_plain(q, k, cos, sin)
 
     def try_with(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Tries the kernel with queries and keys of `dtype`. Returns True if it agrees for some dtype of the angles."""
-        agreeing = {angles for angles in (dtype, torch.float32) if self.agrees(dtype, angles, device)}
-        self._served |= {(dtype, angles) for angles in agreeing}
+        """Tries the kernel with queries and keys of `dtype`. Returns True if it agrees for some kind of angles."""
+        kinds = product({dtype, torch.float32}, (False, True))
+        agreeing = {(dtype, angles, half) for angles, half in kinds if self.agrees(dtype, angles, device, half=half)}
+        self._served |= agreeing
         return bool(agreeing)
 
-    def agrees(self, dtype: torch.dtype, angles: torch.dtype, device: torch.device) -> bool:
-        """Returns True if the kernel gives the same as `own` for queries and keys of `dtype` and such angles."""
-        generator = torch.Generator(device).manual_seed(0)
+    def agrees(self, dtype: torch.dtype, angles: torch.dtype, device: torch.device, *, half: bool = False) -> bool:
+        """Returns True if the kernel gives the same as `own` for queries and keys of `dtype` and such angles. half: the
+        two halves of a head share their angles."""
+        generator, width = torch.Generator(device).manual_seed(0), 32 if half else 64
         q, k, cos, sin = (
             torch.randn(shape, device=device, dtype=kind, generator=generator)
-            for shape, kind in (((1, 4, 5, 64), dtype), ((1, 2, 5, 64), dtype), *[((1, 5, 64), angles)] * 2)
+            for shape, kind in (((1, 4, 5, 64), dtype), ((1, 2, 5, 64), dtype), *[((1, 5, width), angles)] * 2)
         )
         try:
             wanted = self.own(q, k, cos, sin)
@@ -64,13 +70,14 @@ class FastRope:
 
 
 def _is_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Returns True for a flattened batch on a CUDA device whose angles cover whole heads."""
-    angles = (1, q.shape[2], q.shape[3])
+    """Returns True for a flattened batch on a CUDA device whose angles cover whole heads, or half of each."""
     return (
         q.is_cuda
         and q.dtype == k.dtype
         and q.shape[0] == 1
-        and cos.shape == sin.shape == angles
+        and cos.shape == sin.shape
+        and cos.shape[:2] == (1, q.shape[2])
+        and cos.shape[2] in (q.shape[3], q.shape[3] // 2)
         and cos.stride() == sin.stride()
         and q.stride(3) == k.stride(3) == cos.stride(2) == 1
     )

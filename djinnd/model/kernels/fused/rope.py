@@ -15,8 +15,10 @@ def rope_kernel(
     q, k, q_out, k_out, cos, sin,
     q_token, q_head, k_token, k_head, angle_token,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    ANGLES: tl.constexpr,
 ):  # fmt: skip
-    """Rotates HEADS heads of one token. The first programs take heads of q, the others heads of k."""
+    """Rotates HEADS heads of one token. The first programs take heads of q, the others heads of k. ANGLES: of a
+    head, HEAD_DIM or half of it."""
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
     if first < tl.cdiv(Q_HEADS, HEADS) * HEADS:
@@ -29,6 +31,7 @@ def rope_kernel(
     at = tl.arange(0, HALF)
     upper = at + HEAD_DIM // 2
     inside = at < HEAD_DIM // 2
+    of_upper = at + ANGLES - HEAD_DIM // 2  # angles of the second half
     cos += token * angle_token
     sin += token * angle_token
     head = first + tl.arange(0, HEADS)[:, None]
@@ -37,7 +40,9 @@ def rope_kernel(
     x2 = tl.load(x + head * x_head + upper[None, :], mask=mask, other=0.0)
     kind = out.dtype.element_ty
     y1 = rotated(x1, -x2, tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0))
-    y2 = rotated(x2, x1, tl.load(cos + upper, mask=inside, other=0.0), tl.load(sin + upper, mask=inside, other=0.0))
+    y2 = rotated(
+        x2, x1, tl.load(cos + of_upper, mask=inside, other=0.0), tl.load(sin + of_upper, mask=inside, other=0.0)
+    )
     tl.store(out + head * HEAD_DIM + at[None, :], y1.to(kind), mask=mask)
     tl.store(out + head * HEAD_DIM + upper[None, :], y2.to(kind), mask=mask)
 
@@ -52,21 +57,23 @@ def rotated(x, across, cos, sin):
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], cos and sin [1, tokens, head_dim] → rotated q
-    and k of the same shapes, with each token's heads contiguous in memory.
+    """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], cos and sin [1, tokens, head_dim] or [1,
+    tokens, head_dim / 2] → rotated q and k of the same shapes, with each token's heads contiguous in memory.
 
-    The two halves of a head are rotated against each other. cos and sin have q's dtype, or float32, with which only the
-    result is rounded. The last dimension of each argument has stride 1; the other strides are free.
+    The two halves of a head are rotated against each other, by the same angles if there are head_dim / 2. cos and sin
+    have q's dtype, or float32, with which only the result is rounded. The last dimension of each argument has stride 1;
+    the other strides are free.
     """
     assert q.stride(3) == k.stride(3) == cos.stride(2) == 1 and cos.stride() == sin.stride()
     (_, q_heads, tokens, head_dim), k_heads = q.shape, k.shape[1]
+    assert cos.shape[2] in (head_dim, head_dim // 2)
     half = triton.next_power_of_2(head_dim // 2)
     heads = min(triton.next_power_of_2(max(q_heads, k_heads)), max(1, ELEMENTS // half))
     q_out, k_out = (torch.empty((1, tokens, n, head_dim), dtype=q.dtype, device=q.device) for n in (q_heads, k_heads))
     rope_kernel[(tokens, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads))](
         q, k, q_out, k_out, cos, sin,
         q.stride(2), q.stride(1), k.stride(2), k.stride(1), cos.stride(1),
-        Q_HEADS=q_heads, K_HEADS=k_heads, HEAD_DIM=head_dim, HALF=half, HEADS=heads,
+        Q_HEADS=q_heads, K_HEADS=k_heads, HEAD_DIM=head_dim, HALF=half, HEADS=heads, ANGLES=cos.shape[2],
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

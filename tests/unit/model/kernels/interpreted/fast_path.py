@@ -32,17 +32,20 @@ def fast_rope(family: str) -> FastRope:
 
 
 @pytest.mark.parametrize(
-    ("family", "angles"),
+    ("family", "half", "angles"),
     [
-        ("llama", [torch.float16]),
-        ("olmo2", [torch.float16, torch.float32]),  # float32 angles; the result has the dtype of q
-        ("cohere", []),  # interleaved pairs
-        ("gpt_oss", []),  # angles of half a head
+        ("llama", False, [torch.float16]),
+        ("olmo2", False, [torch.float16, torch.float32]),  # float32 angles; the result has the dtype of q
+        ("cohere", False, []),  # interleaved pairs
+        ("gpt_oss", True, [torch.float16]),  # angles of half a head
     ],
 )
-def test_a_trial_finds_the_families_that_the_rope_kernel_serves(family: str, angles: list[torch.dtype]) -> None:
-    fast = fast_rope(family)
-    assert [kind for kind in (torch.float16, torch.float32) if fast.agrees(torch.float16, kind, CPU)] == angles
+def test_a_trial_finds_the_families_that_the_rope_kernel_serves(
+    family: str, half: bool, angles: list[torch.dtype]
+) -> None:
+    fast, kinds = fast_rope(family), (torch.float16, torch.float32)
+    assert [kind for kind in kinds if fast.agrees(torch.float16, kind, CPU, half=half)] == angles
+    assert not any(fast.agrees(torch.float16, kind, CPU, half=not half) for kind in kinds)
 
 
 def test_tensors_on_the_cpu_go_to_the_familys_function() -> None:
