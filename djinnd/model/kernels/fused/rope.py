@@ -57,8 +57,8 @@ def rotated(x, across, cos, sin):
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], cos and sin [1, tokens, angles] → rotated q and
-    k of the same shapes. Each token's heads are contiguous in memory. There are head_dim angles, or head_dim / 2.
+    """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], cos and sin [1, tokens, angles] → rotated q
+    and k of the same shapes. Each token's heads are contiguous in memory. There are head_dim angles, or head_dim / 2.
 
     The two halves of a head are rotated against each other, by the same angles if there are head_dim / 2. cos and sin
     have q's dtype, or float32, with which only the result is rounded. The last dimension of each argument has stride 1.
