@@ -13,7 +13,7 @@ TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 OLDEST := transformers==5.17.0 huggingface_hub<2
 OLD_TESTS := attention check families family placing states test_families.py test_kv_shapes.py
 
-.PHONY: help demo demo-remote test test-long test-kernels test-oldest test-foreign fuzz cubins lint types layers docs man check clean
+.PHONY: help demo demo-remote test test-long test-all test-kernels test-oldest test-foreign fuzz cubins lint types layers docs man check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make demo-remote  the same from another machine: two network namespaces and a cable; ARGS=--toy fetches no model"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-long  soaks, runs of many examples, hostile input and killed processes, which make test leaves out"
+	@echo "make test-all  both in one run, which starts fewer daemons and collects the tests once"
 	@echo "make test-kernels  the long tests of GPU kernels, in an interpreter and by a compiler; needs no GPU"
 	@echo "make test-oldest  the tests of the model, on the oldest transformers that djinnd allows"
 	@echo "make test-foreign  the clients of other people's, against the HTTP gateway"
@@ -44,17 +45,15 @@ demo-remote: $(VENV)/demo.stamp
 # wait for is often another process.
 # The long tests of kernels, in Triton's interpreter and by its compiler, are no part of CI: `tests/gpu` runs the same
 # kernels on a card.
-KERNEL_TESTS := test_interpreted.py attention/test_compile_times.py test_cubins.py
-KERNEL_TESTS := $(addprefix tests/unit/model/kernels/,$(KERNEL_TESTS)) $(wildcard tests/unit/model/kernels/*/test_cubins.py)
 test: which := not long
-test-long: which := long
-test-long: less := $(addprefix --ignore=,$(KERNEL_TESTS))
-test-kernels: which := long
-test-kernels: only := $(KERNEL_TESTS)
-test test-long test-kernels: $(VENV)/dev.stamp
+test-long: which := long and not kernels
+test-all: which := not (long and kernels)
+test-kernels: which := long and kernels
+test-kernels: only := tests/unit/model/kernels
+test test-long test-all test-kernels: $(VENV)/dev.stamp
 	@echo "==> the tests that are $(which), on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 4 --dist loadgroup --no-loadscope-reorder \
-		--ignore=tests/foreign $(less) $(only) $(ARGS)
+		--ignore=tests/foreign $(only) $(ARGS)
 
 # Sockets that these clients leave open at their end are not ours to close.
 test-foreign: $(VENV)/foreign.stamp

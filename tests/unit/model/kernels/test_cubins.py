@@ -35,7 +35,10 @@ from djinnd.model.kernels.products.matvec import matvec_kernel
 from djinnd.model.tuning import TILE_TOKENS
 from tests.support.parameters import long_except
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
+]
 
 AMPERE, ADA, HOPPER = 80, 89, 90
 GPUS = pytest.mark.parametrize("capability", long_except((HOPPER,), (AMPERE, HOPPER)))

@@ -9,6 +9,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.kernels
 
 FOLDER = Path(__file__).with_name("interpreted")
 CASES = sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))

@@ -17,6 +17,7 @@ from tests.support.compiled import HOPPER
 PATHOLOGICAL = 60.0  # seconds of one core, however slow and busy; they take 10
 
 pytestmark = [
+    pytest.mark.kernels,
     pytest.mark.long,
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="launches would run"),

@@ -17,7 +17,10 @@ from djinnd.weights.forms.gguf_blocks import GgufBlocks
 from tests.support.compiled import AMPERE, HOPPER, compile_launches
 from tests.support.parameters import long_except
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
+]
 
 FP8 = torch.float8_e4m3fn
 CODINGS = [

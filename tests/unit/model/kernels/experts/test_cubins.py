@@ -23,7 +23,10 @@ from tests.support.compiled import AMPERE, HOPPER, compile_launches
 from tests.support.parameters import long_except
 from tests.support.stacked_experts import ACTIVATIONS, SILU_HALVES
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process")
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
+]
 
 EXPERTS, PICKS, HIDDEN, WIDTH = 128, 8, 2048, 768  # of Qwen3-30B-A3B
 SHARED_MEMORY = {AMPERE: 163 << 10, HOPPER: 227 << 10}

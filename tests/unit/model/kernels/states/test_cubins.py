@@ -21,6 +21,7 @@ from tests.support.compiled import AMPERE, HOPPER, SHARED_MEMORY, compile_launch
 from tests.support.parameters import long_except
 
 pytestmark = [
+    pytest.mark.kernels,
     pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted in this process"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="launches would run"),
 ]
