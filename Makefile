@@ -13,7 +13,7 @@ TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 OLDEST := transformers==5.17.0 huggingface_hub<2
 OLD_TESTS := attention check families family placing states test_families.py test_kv_shapes.py
 
-.PHONY: help demo demo-remote test test-long test-all test-kernels test-oldest test-foreign fuzz cubins lint types layers docs man check clean
+.PHONY: help demo demo-remote test test-long test-all test-kernels test-oldest test-foreign fuzz cubins lint types layers docs man check installed clean
 .DEFAULT_GOAL := help
 
 help:
@@ -101,6 +101,9 @@ man: $(VENV)/demo.stamp
 	@echo "==> the man pages, in build/man"
 
 check: lint types layers docs test
+
+# Whatever the other targets install, so that they may run at the same time: two pips in one environment may not.
+installed: $(addprefix $(VENV)/,docs.stamp fuzz.stamp foreign.stamp)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
