@@ -13,7 +13,7 @@ TORCH := $(if $(wildcard /dev/nvidiactl),torch>=2.11,$(TESTED))
 OLDEST := transformers==5.17.0 huggingface_hub<2
 OLD_TESTS := attention check families family placing states test_families.py test_kv_shapes.py
 
-.PHONY: help demo demo-remote test test-long test-all test-kernels test-oldest test-foreign fuzz cubins lint types layers docs man check installed clean
+.PHONY: help demo demo-remote test test-long test-kernels test-oldest test-foreign fuzz cubins lint types layers docs man check installed clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,6 @@ help:
 	@echo "make demo-remote  the same from another machine: two network namespaces and a cable; ARGS=--toy fetches no model"
 	@echo "make test     install the test tools and run the tests; ARGS='-k name' passes arguments to pytest"
 	@echo "make test-long  soaks, runs of many examples, hostile input and killed processes, which make test leaves out"
-	@echo "make test-all  both in one run, which starts fewer daemons and collects the tests once"
 	@echo "make test-kernels  the long tests of GPU kernels, in an interpreter and by a compiler; needs no GPU"
 	@echo "make test-oldest  the tests of the model, on the oldest transformers that djinnd allows"
 	@echo "make test-foreign  the clients of other people's, against the HTTP gateway"
@@ -47,10 +46,9 @@ demo-remote: $(VENV)/demo.stamp
 # kernels on a card.
 test: which := not long
 test-long: which := long and not kernels
-test-all: which := not (long and kernels)
 test-kernels: which := long and kernels
 test-kernels: only := tests/unit/model/kernels
-test test-long test-all test-kernels: $(VENV)/dev.stamp
+test test-long test-kernels: $(VENV)/dev.stamp
 	@echo "==> the tests that are $(which), on $$($(RUN) -c 'import platform, torch; print("Python", platform.python_version(), "and torch", torch.__version__)')"
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -m '$(which)' -n 4 --dist loadgroup --no-loadscope-reorder \
 		--ignore=tests/foreign $(only) $(ARGS)
