@@ -134,6 +134,8 @@ class PlacingOptions(TypedDict, total=False):
                          loaded, which changes results; every reply says so in its notes; default: they are not
     kv_dtype             "fp8": keys and values are rounded to e4m3 and take a byte each, which changes results; every
                          reply says so in its notes; "auto" (the default): they are in the dtype of computing
+    speculation          "auto": a step also runs tokens that a session is likely to get next, as its own text says, and
+                         keeps those that it would have sampled; no token changes; "off" (the default): it does not
     keep_host            False: the copy in host memory is dropped once every block is resident; default True
     """
 
@@ -143,6 +145,7 @@ class PlacingOptions(TypedDict, total=False):
     packing: bool | None
     quantise: Literal["fp8", "int8"] | None
     kv_dtype: Literal["auto", "fp8"] | None
+    speculation: Literal["auto", "off"] | None
     keep_host: bool | None
 
 
@@ -193,9 +196,17 @@ def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
         fields["resident"] = None
     if fields.get("kv_dtype") == "auto":
         fields["kv_dtype"] = ""
+    if "speculation" in fields:
+        fields["speculation"] = _is_auto("speculation", fields["speculation"])
     if "ring_gb" in fields:
         fields["ring_bytes"] = ring_bytes(fields.pop("ring_gb"))
     return fields or None
+
+
+def _is_auto(name: str, value: Any) -> bool:
+    if value not in ("auto", "off"):
+        raise InvalidRequest(f"{name} is {value!r}; it must be 'auto' or 'off'", field=name)
+    return bool(value == "auto")
 
 
 def token_ids(tokens: Iterable[Any]) -> list[int]:

@@ -73,6 +73,8 @@ class Usage(msgspec.Struct, frozen=True):
     session_tokens: int = 0  # in the session after the call
     computed_tokens: int = 0  # the model has run before the first generated token
     cached_tokens: int = 0  # before the first generated token whose KV was there
+    guessed_tokens: int = 0  # of guesses that steps have run, with `speculation`
+    kept_tokens: int = 0  # how many of these were right: each has saved a step
 
 
 class Timings(msgspec.Struct, frozen=True):

@@ -166,6 +166,7 @@ class Model(Struct, frozen=True):
     packing: Packing = True  # pack blocks in the 12-bit code, if they can be
     quantise: Literal["none", "fp8", "int8"] = "none"  # plain matrices of blocks, when they are loaded
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values in pages; auto: that of computing
+    speculation: Packing = False  # steps run guesses of next tokens, if that pays
     keep_host: bool = True  # keep the host copy of a model that is resident
     prefetch: bool = True  # copy streamed blocks ahead of their turn
     piece: Size = 0  # bytes of one copy over the bus; 0: the engine decides
@@ -194,6 +195,7 @@ class Model(Struct, frozen=True):
             packing=self.packing,
             quantise="" if self.quantise == "none" else self.quantise,
             kv_dtype="" if self.kv_dtype == "auto" else self.kv_dtype,
+            speculation=self.speculation,
             adapter_bytes=self.adapter_memory,
             keep_host=self.keep_host,
             prefetch=self.prefetch,

@@ -11,12 +11,16 @@ from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.core.stops import Stage
 
-# In place of a row's token: the row has none because its grammar mask came too late. Its last position is run again.
+# In place of a row's token: the row has none, because its grammar mask came too late, or because a guess spoilt it. Its
+# session's last position is run again.
 LATE = -1
 
 
 class Row(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a session, to be run through blocks [first_block, last_block).
+
+    The last tokens may be a guess: tokens that the session does not have, and may get. The step then samples behind
+    each of them, too.
 
     `request` and `stage` are the session's when the batch was composed. Before the step has run, the request may end,
     the session may get another one, and the stage may be lost.
@@ -33,15 +37,21 @@ class Row(msgspec.Struct, frozen=True):
     last_block: int
     samples: bool  # the row ends with the session's last token, behind the last block: the step samples the next token
     stage: Stage | None = None  # the session's stage when the batch was composed
+    guess: tuple[int, ...] = ()  # counted in `count`; only with `samples`
 
     @property
     def end(self) -> int:
         return self.start + self.count
 
+    @property
+    def decodes(self) -> bool:
+        """True if it has one token of its session."""
+        return self.count == 1 + len(self.guess)
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one model. Decode rows (one token) come first, then chunks of prefill."""
+    """Rows of one model. Decode rows (one token) come first, then rows with guesses and chunks of prefill."""
 
     model: str
     rows: tuple[Row, ...]

@@ -51,6 +51,8 @@ class Request:
     `seen_from`: the first position that has to be run because more than its KV is wanted; FOREVER if there is none.
     `stops`: breakpoints inside the model; the request ends at the first one that it reaches. `resume_block`: the
     request has no prompt and continues before this block, where the last request stopped.
+
+    `may_guess`: steps may run guesses of its next tokens (Row.guess).
     """
 
     id: int
@@ -66,6 +68,7 @@ class Request:
     seen_from: int = FOREVER
     stops: tuple[Stop, ...] = ()
     resume_block: int | None = None
+    may_guess: bool = False
     expected_tokens: int = 0  # how many tokens are likely to be generated; 0: unknown
     deadline: float = math.inf  # when the last token is wanted, in seconds on the engine's clock
     between_tokens: float | None = None  # target in seconds; inf: none; None: that of the session's class
@@ -73,6 +76,8 @@ class Request:
     state: RequestState = RequestState.QUEUED
     holders: set[str] = field(default_factory=set)  # reasons why it gets no row; it is HELD while there is one
     computed: int = 0  # prompt tokens that the model has run for it
+    guessed: int = 0  # tokens of guesses that steps have run for it
+    kept: int = 0  # how many of these were right
     finish_reason: FinishReason | None = None
     stopped: Stop | None = None  # where it stopped, if finish_reason is "breakpoint"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from djinn_client.protocol import Class
 from djinnd.core.edits import FOREVER, Edit, cut
+from djinnd.core.guesser import Guesser
 from djinnd.core.names import Names
 from djinnd.core.request import Request
 from djinnd.core.stops import LeftStage, Stage
@@ -43,6 +44,7 @@ class Session:
     edits: tuple[Edit, ...] = ()  # in ascending order of their numbers
     # The next request computes from this position on at the latest: edits changed it, or the last one stopped there.
     due_from: int = FOREVER
+    guesser: Guesser | None = None  # guesses its next tokens, once a request that may guess has decoded
 
     @property
     def next_position(self) -> int:
@@ -90,6 +92,8 @@ class Session:
         if length < len(self.tokens):
             self.lose_stage()
         del self.tokens[length:]
+        if self.guesser is not None:
+            self.guesser.cut(length)
         self.edits = cut(self.edits, length)
         self.computed = min(self.computed, length)
         self.left_at = min(self.left_at, length)

@@ -233,7 +233,7 @@ class Engine:
         tokens = batch.tokens
         self._unwaited[batch.model] += tokens
         if tokens > len(batch.rows):
-            self._hides_prefill = self._hides_prefill or any(row.stage is not None for row in batch.rows)
+            self._hides_prefill = self._hides_prefill or any(row.stage is not None or row.guess for row in batch.rows)
             if again := recomputed(batch):
                 self._channel.send(messages.Recomputed(again))
         sampling = [row for row in batch.rows if row.samples]
@@ -244,7 +244,8 @@ class Engine:
         self._send_tokens([row.request for row in sampling], sampled)
         waits = bool(sampled.tokens or scored) or any(row.request.logits for row in batch.rows)
         seconds = self._waited_for(batch) if waits else 0.0
-        for request in self._scheduler.complete(batch, self._usable_tokens(sampling, sampled), seconds):
+        further = {index: [token for token, _ in some] for index, some in sampled.further.items()}
+        for request in self._scheduler.complete(batch, self._usable_tokens(sampling, sampled), seconds, further):
             self._requests.finish(request)
         if masks is not None:
             self._guidance.hold_back()
@@ -282,6 +283,8 @@ class Engine:
             for index, (request, token, logprobs) in enumerate(given)
             if index not in tokenless
         ]
+        for index, some in sampled.further.items():
+            tokens += [messages.Token(requests[index].id, token, logprobs) for token, logprobs in some]
         self._reporter.generated += len(tokens)
         self._send_started()
         if tokens:

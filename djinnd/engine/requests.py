@@ -31,6 +31,7 @@ from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.engine.windows.deliveries import Deliveries
 from djinnd.engine.windows.kv_transfers import KvTransfers
 from djinnd.engine.windows.stop_captures import StopCaptures
+from djinnd.model.sampling.draw import is_penalised
 from djinnd.scheduler.scheduler import Scheduler
 
 
@@ -102,6 +103,7 @@ class Requests:
             seen_from=seen_from,
             stops=tuple(message.stops),
             resume_block=message.resume_block,
+            may_guess=self._may_guess(message, session),
             expected_tokens=message.expected_tokens,
             deadline=message.deadline or math.inf,
             between_tokens=_target(message.between_tokens),
@@ -130,6 +132,15 @@ class Requests:
         self._stop_captures.expect(request)
         self.under_way[request.id] = session
         self._waiting.add(request.id)
+
+    def _may_guess(self, message: messages.Run, session: Session) -> bool:
+        """True if steps may run guesses of the Run's next tokens: the model's load allows it, it keeps no states, which
+        cannot be taken back, and nothing about the Run depends on the tokens of one step or on the tokens before."""
+        runner = self._runners[session.model]
+        if not (runner.speculates and message.max_tokens) or message.grammar is not None or session.edits:
+            return False
+        looks_inside = message.capture or message.stops or message.resume_block is not None
+        return not (looks_inside or message.prompt_logprobs is not None or is_penalised(message.sampling))
 
     def _make_room(self, session: Session, request: Request) -> None:
         """Reserves memory for the session's adapter and edits, and the request's captures and logits. Raises
@@ -192,6 +203,7 @@ class Requests:
             assert request.finish_reason is not None
             generated = length - request.prompt_end
             reply = messages.Finished(request.id, request.finish_reason, length, generated, request.computed)
+            reply.guessed, reply.kept = request.guessed, request.kept
             reply.stopped = self._stopped(session, request)
             if reply.stopped is not None or (request.capture and request.finish_reason != "cancelled"):
                 self.deliveries.ended(request, reply)

@@ -133,7 +133,8 @@ class CaptureLayout(msgspec.Struct, frozen=True):
 
 
 class Finished(FromEngine, tag="finished"):
-    """Final reply of a Run. `length`: of the session. `generated`: the generated tokens that stay in it."""
+    """Final reply of a Run. `length`: of the session. `generated`: the generated tokens that stay in it. `guessed`,
+    `kept`: see Usage."""
 
     request: int
     reason: FinishReason
@@ -142,6 +143,8 @@ class Finished(FromEngine, tag="finished"):
     computed: int
     capture: CaptureLayout | None = None  # at a breakpoint between blocks, it has that point
     stopped: int | None = None  # with reason "breakpoint": the block before which the Run stopped
+    guessed: int = 0
+    kept: int = 0
 
 
 class PromptScored(FromEngine, tag="prompt_scored"):

@@ -51,7 +51,9 @@ class ModelQueue:
         self.num_blocks = num_blocks
         self.sessions: dict[str, Session] = {}
         self._quotas = quotas
-        self.batch_builder = BatchBuilder(self.residency, num_blocks, shares, quotas, policy, self._evictable)
+        self.batch_builder = BatchBuilder(
+            self.residency, num_blocks, shares, quotas, policy, self._evictable, self.limit_of
+        )
         self.active: dict[str, Session] = {}
         self.held: dict[str, Session] = {}
         self.awaited: dict[str, Session] = {}  # sessions that wait for room before their pages can be fetched

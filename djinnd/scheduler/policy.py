@@ -52,7 +52,7 @@ class Policy:
 
     def protects(self, row: Row) -> bool:
         """True if the row decodes and its session has a target between tokens."""
-        return row.count == 1 and self.target(row.session).between_tokens < math.inf
+        return row.decodes and self.target(row.session).between_tokens < math.inf
 
 
 DEFAULT = Policy()

@@ -12,7 +12,7 @@ KV: the next batch runs its tokens again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from djinn_client.errors import SessionNotFound
 from djinn_client.protocol import CLASSES, Class, FinishReason
@@ -31,6 +31,8 @@ from djinnd.scheduler.policy import DEFAULT, Policy
 from djinnd.scheduler.turns.device_quotas import DeviceQuotas
 from djinnd.scheduler.turns.shares import Shares
 from djinnd.scheduler.why import Explanation
+
+NO_FURTHER: Mapping[int, Sequence[int]] = {}
 
 
 class Scheduler:
@@ -397,11 +399,18 @@ class Scheduler:
                 return Batch(name, rows, self._step)
         return None
 
-    def complete(self, batch: Batch, next_tokens: Sequence[int | None], seconds: float = 0.0) -> list[Request]:
+    def complete(
+        self,
+        batch: Batch,
+        next_tokens: Sequence[int | None],
+        seconds: float = 0.0,
+        further: Mapping[int, Sequence[int]] = NO_FURTHER,
+    ) -> list[Request]:
         """Applies the results of a step and returns the requests that it ended.
 
         `batch` is the last one composed. `next_tokens` has one token for each of its rows that samples, in order, or
-        None if none could be sampled. `seconds` is the step's time on the device (0: see BatchBuilder.ran).
+        None if none could be sampled. `further` has the tokens after these, by index in `next_tokens`, where guesses
+        were right. `seconds` is the step's time on the device (0: see BatchBuilder.ran).
         """
         assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
         sampling = sum([row.samples for row in batch.rows])
@@ -412,11 +421,12 @@ class Scheduler:
         if queue is None:  # the model was unloaded while the step ran, so all requests of the step have ended
             return []
         queue.batch_builder.ran(batch.rows, seconds)
-        tokens = iter(next_tokens)
+        tokens = iter(enumerate(next_tokens))
         apply = StepResults(queue).apply
         finished = []
         for row in batch.rows:
-            reason = apply(row, next(tokens) if row.samples else None)
+            index, token = next(tokens) if row.samples else (-1, None)
+            reason = apply(row, token, further.get(index, ()))
             if reason is not None:
                 finished.append(self._finish(row.session, reason))
         return finished

@@ -32,6 +32,7 @@ from djinnd.core.stops import Stop
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.scheduler import Scheduler
 from djinnd.scheduler.why import PAGES
+from tests.support.guessed import further, sampled
 from tests.support.virtual import UNLIMITED, measured
 
 MODELS = ("m", "n")
@@ -291,14 +292,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt=st.lists(TOKENS, max_size=14),
         max_tokens=st.sampled_from([0, 1, 4, 8]),
         stop=st.frozensets(st.integers(0, 1)),
-        captures=st.booleans(),
+        extras=st.sampled_from(["captures", "guesses", ""]),
     )
     def submit(
-        self, data: st.DataObject, prompt: list[int], max_tokens: int, stop: frozenset[int], captures: bool
+        self, data: st.DataObject, prompt: list[int], max_tokens: int, stop: frozenset[int], extras: str
     ) -> None:
         shadow = self.draw_shadow(data, lambda shadow: shadow.call is None)
+        captures, may_guess = extras == "captures", extras == "guesses"
         if shadow and (prompt or (shadow.tokens and (max_tokens or captures))):
-            self.start(shadow, prompt, max_tokens, stop, captures)
+            self.start(shadow, prompt, max_tokens, stop, captures, may_guess=may_guess)
 
     @rule(data=st.data(), prompt=st.lists(TOKENS, max_size=14), max_tokens=st.sampled_from([0, 1, 4]), stops=STOPS)
     def submit_with_breakpoints(
@@ -387,11 +389,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         captures: bool = False,
         stops: Sequence[tuple[int, int]] = (),
         resumes: bool = False,
+        may_guess: bool = True,
     ) -> None:
         """`stops`: blocks, and how far behind the first position that the call is about."""
         session = shadow.session
         first, end = len(shadow.tokens), len(shadow.tokens) + len(prompt)
         request = Request(next(self.ids), first, end, max_tokens, stop_tokens=stop)
+        looks_inside = captures or stops or resumes or shadow.changes
+        request.may_guess = may_guess and not (looks_inside or self.keeps_states)
         if captures:
             request.capture = (POINT,)
             request.seen_from = min(first if prompt else now(first), session.due_from)
@@ -593,7 +598,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_row(self, row: Row) -> None:
         shadow = self.shadows[row.session.id]
         assert shadow.call and row.request is shadow.call.request and row.request.state is RequestState.RUNNING
-        assert row.count >= 1 and row.start == row.session.next_position and row.end <= len(shadow.tokens)
+        assert row.count >= 1 and row.start == row.session.next_position
+        assert row.end - len(row.guess) <= len(shadow.tokens)
+        assert not row.guess or (row.decodes and row.samples and row.request.may_guess)
         stage, stop = row.session.stage, shadow.call.next_stop(len(shadow.tokens))
         assert row.stage is stage and row.first_block == (0 if stage is None else stage.first)
         if stop is None or row.start < stop.position:
@@ -601,10 +608,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert stage is not None and row.last_block == stage.last == stop.block
             assert row.session.computed == stop.position
-        assert row.samples == (row.end == len(shadow.tokens) and shadow.call.max_tokens > 0 and stop is None)
+        assert row.samples == (
+            row.end - len(row.guess) == len(shadow.tokens) and shadow.call.max_tokens > 0 and stop is None
+        )
 
     def is_full(self, batch: Batch) -> bool:
-        return batch.tokens == self.scheduler.max_batch_tokens or len(batch.rows) == self.scheduler.max_rows
+        guessed = sum(len(row.guess) for row in batch.rows)
+        return batch.tokens - guessed == self.scheduler.max_batch_tokens or len(batch.rows) == self.scheduler.max_rows
 
     def has_pages_for_all(self, model: str) -> bool:
         kv = self.kv[model]
@@ -624,6 +634,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.run_states(row)
         for row in batch.rows:
             shadow = self.shadows[row.session.id]
+            shadow = replace(shadow, tokens=[*shadow.tokens, *row.guess])
             name, blocks = row.session.id, range(row.first_block, row.last_block)
             for position, slot in enumerate(slots_of(kv, name, row.start, row.count), row.start):
                 assert kv.may_write(slot // kv.page_size), "a session writes into a page that others hold, or find"
@@ -668,30 +679,37 @@ class SchedulerMachine(RuleBasedStateMachine):
     def complete(self, data: st.DataObject) -> None:
         assert self.in_step
         sampling = sum(row.samples for row in self.in_step[0].rows)
-        self.finish_step(data.draw(st.lists(TOKENS, min_size=sampling, max_size=sampling)))
+        tokens = data.draw(st.lists(TOKENS, min_size=sampling, max_size=sampling))
+        self.finish_step(tokens, data.draw(st.integers(0, 9)))
 
-    def finish_step(self, next_tokens: Sequence[int]) -> None:
+    def finish_step(self, next_tokens: Sequence[int], right: int = 0) -> None:
+        """`right`: how many tokens of each guess are right, at least."""
         assert self.in_step
         (batch, calls), self.in_step = self.in_step, None
-        tokens = iter(next_tokens)
+        sampling = [row for row in batch.rows if row.samples]
+        samples = [sampled(row, token, right) for row, token in zip(sampling, next_tokens, strict=True)]
+        given = iter(samples)
         expected = []
         for row, call in zip(batch.rows, calls, strict=True):
-            token = next(tokens) if row.samples else None
+            tokens = next(given) if row.samples else []
             shadow = self.shadows.get(row.session.id)
             if shadow is None or call is None or shadow.call is not call:
                 continue  # its request has ended since
             if row.session.stage is not row.stage:
                 continue  # its stage has been dropped since
             if len(shadow.tokens) == call.prompt_end:
-                call.computed += row.count
+                call.computed += row.count - len(row.guess)
             call.seen.update(range(row.start, row.end))
-            reason = self.outcome(shadow, row, token)
+            reason = self.outcome(shadow, row, tokens[0] if tokens else None)
+            for token in tokens[1:]:
+                assert reason is None, f"{shadow.session.id} goes on behind its end"
+                reason = self.outcome(shadow, row, token)
             if reason:
                 expected.append((shadow, reason))
         seconds = seconds_of(batch.model, batch.tokens)
         self.now += seconds
         self.scheduler.tick(self.now)
-        finished = self.scheduler.complete(batch, next_tokens, seconds)
+        finished = self.scheduler.complete(batch, [some[0] for some in samples], seconds, further(samples))
         for (shadow, reason), request in zip(expected, finished, strict=True):
             assert shadow.call
             generated = len(shadow.tokens) - shadow.call.prompt_end
@@ -808,4 +826,44 @@ class TestSchedulerOfHybrids(StatesMachine.TestCase):
 
 @pytest.mark.long
 class TestSchedulerOfHybridsAtLength(StatesMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=50)
+
+
+class GuessesMachine(SchedulerMachine):
+    """Steps and pages have room for guesses, and texts repeat themselves."""
+
+    @initialize(
+        pages=st.tuples(st.integers(8, 30), st.integers(8, 30)),
+        page_size=st.sampled_from([8, 6, 4]),
+        sessions=st.lists(WHO, min_size=4, max_size=8),
+    )
+    def begin(self, pages: tuple[int, int], page_size: int, sessions: list[tuple[str, int, Class]]) -> None:
+        super().begin(pages, page_size, 24, 16, sessions)
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(pattern=st.lists(TOKENS, min_size=1, max_size=2), stop=st.frozensets(TOKENS, max_size=1), data=st.data())
+    def go_on_with_repetitive_texts(self, pattern: list[int], stop: frozenset[int], data: st.DataObject) -> None:
+        """Steps guess the next tokens, and are right for a while."""
+        for shadow in self.shadows.values():
+            if shadow.call is None:
+                self.start(shadow, pattern * 3, 12, stop)
+        for right in data.draw(st.lists(st.sampled_from([0, 1, 9]), min_size=1, max_size=12)):
+            self.compose()
+            if self.in_step:
+                self.finish_step([pattern[0]] * sum(row.samples for row in self.in_step[0].rows), right)
+                self.agrees()
+
+    @rule(pattern=st.lists(TOKENS, min_size=1, max_size=2), stop=st.frozensets(TOKENS, max_size=1))
+    def submit_repetitive_texts(self, pattern: list[int], stop: frozenset[int]) -> None:
+        for shadow in self.shadows.values():
+            if shadow.call is None:
+                self.start(shadow, pattern * 3, 8, stop)
+
+
+class TestSchedulerWithGuesses(GuessesMachine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=50)
+
+
+@pytest.mark.long
+class TestSchedulerWithGuessesAtLength(GuessesMachine.TestCase):
     settings = settings(max_examples=100, stateful_step_count=50)

@@ -7,12 +7,13 @@ import random
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from djinn_client.protocol import Class, Placing, Sampling
-from djinnd.core.batch import Batch
+from djinnd.core.batch import LATE, Batch
 from djinnd.core.edits import FOREVER, now
 from djinnd.core.request import Request
 from djinnd.core.session import Session
@@ -172,6 +173,7 @@ class Served:
         sampling: Sampling | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        **more: Any,
     ) -> Request:
         """Without `max_tokens` and `prompt_logprobs`, this is a forward pass; `logits_of` returns its logits."""
         first, end = len(session.tokens), len(session.tokens) + len(tokens)
@@ -185,6 +187,7 @@ class Served:
             prompt_logprobs=prompt_logprobs,
             logits=not max_tokens and prompt_logprobs is None,
             seen_from=FOREVER if max_tokens else first,
+            **more,
         )
         if prompt_logprobs is not None:
             request.seen_from = now(first)
@@ -211,7 +214,11 @@ class Served:
         return batch
 
     def complete(self, batch: Batch, sampled: Sampled) -> None:
-        for request in self.scheduler.complete(batch, sampled.tokens):
+        tokens: list[int | None] = [*sampled.tokens]
+        for index in sampled.late:
+            tokens[index] = LATE
+        further = {index: [token for token, _ in some] for index, some in sampled.further.items()}
+        for request in self.scheduler.complete(batch, tokens, further=further):
             if not request.logits:
                 self.runner.forget(request)
         self.scheduler.check_integrity()

@@ -97,6 +97,11 @@ def placing_options(command: F) -> F:
             type=click.Choice(["auto", "fp8"]),
             help="Keep KV in a byte for each number, half of 16 bits. Changes results.",
         ),
+        click.option(
+            "--speculation",
+            type=click.Choice(["auto", "off"]),
+            help="Whether steps also run guesses of a session's next tokens, from its own text. Changes no token.",
+        ),
         click.option("--slots", type=click.IntRange(0, MAX_SLOTS), metavar="N", help="Slots of the ring."),
         click.option(
             "--ring-gb", type=float, metavar="G", help="Memory for the ring, in 10^9 bytes, instead of --slots."

@@ -241,7 +241,7 @@ class Guidance:
     def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
         """Notes in `sampled` which rows get no token from this step, because their masks were late. For the other rows,
         the processes begin to compute the next masks."""
-        late, advances = [], dict[GrammarProcess, list[tuple[int, int]]]()
+        late, advances = [*sampled.late], dict[GrammarProcess, list[tuple[int, int]]]()
         unsound, now = set(sampled.unsound), time.monotonic()
         for index, row in enumerate(rows):
             number = row.request.id

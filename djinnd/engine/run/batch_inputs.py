@@ -50,6 +50,7 @@ def _compose_chunks(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32]
     ids: list[int] = []
     for row in rows:
         ids += row.session.tokens[row.start : row.end]
+        ids += row.guess
     host["ids"][:tokens] = ids
     host["positions"][:tokens] = positions
     host["slots"][:tokens] = table[of_row, positions // page_size].astype(np.int64) * page_size + positions % page_size
@@ -74,9 +75,11 @@ def in_order(sampled: Sampled, sampling: Rows, wanted: Rows) -> Sampled:
     sample."""
     entries = {row.request.id: entry for entry, row in enumerate(sampling)}
     order = [entries[row.request.id] for row in wanted if row.samples]
-    unsound = set(sampled.unsound)
+    unsound, late, further = set(sampled.unsound), set(sampled.late), sampled.further
     return Sampled(
         [sampled.tokens[entry] for entry in order],
         [sampled.logprobs[entry] for entry in order],
         [index for index, entry in enumerate(order) if entry in unsound],
+        [index for index, entry in enumerate(order) if entry in late],
+        {index: further[entry] for index, entry in enumerate(order) if entry in further},
     )

@@ -25,6 +25,7 @@ from djinnd.engine.probes.parked_states import ParkedStates
 from djinnd.engine.probes.partial_rows import with_partial_rows
 from djinnd.engine.probes.step_probe import Part, Touched
 from djinnd.engine.run.batch_inputs import Rows, compose, in_order, told_positions
+from djinnd.engine.run.guessed_rows import of_rows, of_samples, sampled_tokens, samples_of
 from djinnd.engine.run.logit_rows import LogitRows
 from djinnd.engine.run.logits_window import LogitsWindow
 from djinnd.engine.run.prompt_scores import PromptScorer
@@ -118,6 +119,15 @@ class ModelRunner:
             self.graphs = None
         self.recover()
         return False
+
+    @property
+    def speculates(self) -> bool:
+        """True if steps may run guesses. The states of a hybrid model cannot be taken back. On a GPU, a step with
+        guesses needs a graph, unless weights stream: models with latent attention have no graphs for it."""
+        if not self.load.placing.speculation or self.model.has_states:
+            return False
+        on_gpu = isinstance(self.device, CudaDevice)
+        return not on_gpu or self.model.placement.streams or not (self._is_eager or self.model.latents)
 
     def page_bytes(self) -> Tensor:
         """The current pool, uint8 [pages, page_bytes]."""
@@ -216,9 +226,17 @@ class ModelRunner:
             if masks is not None:
                 with self.device.span("compute", "masks"):  # for as long as the device has to wait for them
                     masked = masks(sampling, meanwhile)
-            sampled = self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masked)
+            sampled = self._sample(logits, sampling, meanwhile, masked)
             self._inputs = None  # the device has read them
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
+
+    def _sample(self, logits: Tensor, sampling: Rows, meanwhile: Callable[[], bool], masks: RowMasks | None) -> Sampled:
+        """Samples the tokens of these rows, and further ones for those whose guess is right."""
+        if not any(row.guess for row in sampling):
+            return self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masks)
+        sessions, ahead = samples_of(sampling)
+        masks = None if masks is None else of_samples(masks, sampling)
+        return of_rows(self.sampler.sample(logits, sessions, meanwhile, masks, ahead), sampling)
 
     def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:
         """Sets the session's edits from the next step on. Raises OutOfMemory if their values have no room, and then the
@@ -270,12 +288,12 @@ class ModelRunner:
         graphs = self.graphs
         assert graphs is not None
         counts = [row.count for row in rows]
-        shape = graphs.fitting(sum(counts), len(rows), max(counts), _have_adapters(rows))
+        sampling = sampled_tokens(rows)  # a graph has logits for as many tokens as rows
+        shape = graphs.fitting(sum(counts), max(len(rows), len(sampling)), max(counts), _have_adapters(rows))
         if shape is None:
             return self._mixed(rows, part)
         inputs = graphs.inputs(shape)
         self._compose(inputs, rows)
-        sampling = [end - 1 for row, end in zip(rows, accumulate(counts), strict=True) if row.samples]
         inputs.host["logit_rows"][: len(sampling)] = sampling
         inputs.pad(sum(counts), len(rows), len(sampling))
         probe = self._probe(inputs, rows, part)
@@ -299,7 +317,7 @@ class ModelRunner:
         inputs = StepInputs(self.device, sum(counts), len(rows), width, tiles, self.model.state_tokens)
         self._compose(inputs, rows)
         ends = list(accumulate(counts))
-        sampling = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        sampling = sampled_tokens(rows)
         told = [at + end - row.end for row, end in zip(rows, ends, strict=True) for at in told_positions(row)]
         seen = [] if part is None else part.seen_behind(sampling)
         logit_rows = LogitRows(self.model, inputs, part, [*sampling, *told, *seen])

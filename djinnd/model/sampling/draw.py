@@ -23,7 +23,7 @@ _WEIGHT_OF_PEAK = 1 << 40  # fixed point: the weights of 2^22 tokens still sum u
 
 def is_greedy(request: Request) -> bool:
     """Returns True if the request's token is always the argmax of the raw logits."""
-    return request.sampling.temperature == 0 and not _is_penalised(request.sampling) and not is_shifted(request)
+    return request.sampling.temperature == 0 and not is_penalised(request.sampling) and not is_shifted(request)
 
 
 class Draw:
@@ -36,7 +36,7 @@ class Draw:
         """members: indices of the rows in the batch. requests: one for each member, in the same order."""
         samplings = [request.sampling for request in requests]
         top_ks = [_ranks_of(sampling, shifts.vocab) for sampling in samplings]
-        slots = [marks.slot(request) if _is_penalised(request.sampling) else BLANK for request in requests]
+        slots = [marks.slot(request) if is_penalised(request.sampling) else BLANK for request in requests]
         self.members = members
         self._marks = marks
         self._random = any(sampling.temperature > 0 for sampling in samplings)
@@ -68,21 +68,22 @@ class Draw:
             else None,
         )
 
-    def choose(self, logits: Tensor, counters: Tensor, sessions: Sequence[Session]) -> Tensor:
+    def choose(self, logits: Tensor, counters: Tensor, sessions: Sequence[Session], lengths: Sequence[int]) -> Tensor:
         """Chooses a token for each member → int64 [members].
 
-        logits: raw logits [rows, vocab] of the whole batch. sessions: one for each member.
+        logits: raw logits [rows, vocab] of the whole batch. sessions, and the positions of their tokens: one for each
+            member.
         """
         logits = logits.index_select(0, self.rows).float()
         if self._shifts:
-            self._shifts.add_to(logits, sessions)
+            self._shifts.add_to(logits, lengths)
         if self._marked:
             self._marks.follow(sessions[index] for index in self._marked)
             logits = penalised(logits, self._marks.rows(self._slots), self._penalties)
         if not self._random:
             return logits.argmax(dim=-1)
-        lengths = torch.tensor([len(session.tokens) for session in sessions])
-        self._keys_staging.copy_(noise_keys(self._streams, lengths))  # safe: the last step's keys have been sent
+        keys = noise_keys(self._streams, torch.tensor(lengths))
+        self._keys_staging.copy_(keys)  # safe: the last step's keys have been sent
         send(self._keys, self._keys_staging)
         noise = gumbel(self._keys, counters)
         score = noise.mul_(self._temperature).add_(logits)
@@ -118,7 +119,8 @@ class Draw:
         return (logits.amax(dim=-1, keepdim=True) - self._depth).float()
 
 
-def _is_penalised(sampling: Sampling) -> bool:
+def is_penalised(sampling: Sampling) -> bool:
+    """Returns True if a token depends on which tokens came before, beside the model."""
     return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from djinnd.core.request import Request
-from djinnd.core.session import Session
 from djinnd.model.copies.upload import upload
 
 Numbers = npt.NDArray[np.int64] | npt.NDArray[np.float32]
@@ -79,16 +78,17 @@ class LogitShifts:
     def __bool__(self) -> bool:
         return bool(self._barred) or self._biases.places.numel() > 0
 
-    def add_to(self, logits: Tensor, sessions: Sequence[Session]) -> None:
-        """Adds the shifts in place. logits: float32 [rows, vocab], contiguous; sessions: one for each row."""
+    def add_to(self, logits: Tensor, lengths: Sequence[int]) -> None:
+        """Adds the shifts in place. logits: float32 [rows, vocab], contiguous; lengths: tokens before each row's
+        own."""
         self._biases.add_to(logits)
         if self._barred:
-            self._follow(sessions)
+            self._follow(lengths)
             self._bars.add_to(logits)
 
-    def _follow(self, sessions: Sequence[Session]) -> None:
+    def _follow(self, lengths: Sequence[int]) -> None:
         """Updates the bars. Uploads only if a row has reached its min_tokens since the last step."""
-        closed = [row for row, until in self._barred if len(sessions[row].tokens) < until]
+        closed = [row for row, until in self._barred if lengths[row] < until]
         if closed != self._closed:
             self._closed = closed
             self._bars = self._shift(closed, [self._table.bar(self._requests[row]) for row in closed])

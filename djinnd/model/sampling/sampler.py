@@ -18,8 +18,8 @@ device; log probabilities add three short copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,12 +48,15 @@ class Sampled:
 
     `unsound` lists the rows with NaN or +inf among their logits, or with no logit above -inf. Their token is the
     likeliest of the finite ones, and they have no log probabilities. The caller decides how their requests end.
+
+    `further`, by row: the tokens after the row's own, because its guess was right.
     """
 
     tokens: list[int]
     logprobs: list[Logprobs | None]
     unsound: list[int]
-    late: Sequence[int] = ()  # rows that had no mask in time: their tokens are discarded
+    late: Sequence[int] = ()  # rows that had no mask in time, or a spoilt guess: their tokens are discarded
+    further: Mapping[int, Sequence[tuple[int, Logprobs | None]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,15 @@ class Sampler:
         sessions: Sequence[Session],
         meanwhile: Callable[[], bool] = lambda: False,
         masks: RowMasks | None = None,
+        ahead: Sequence[int] | None = None,
     ) -> Sampled:
         """Chooses each session's token at position len(tokens) by its request's sampling. The caller appends it.
 
         logits: [rows, vocab], any float dtype; unchanged except for tokens that `masks` forbid.
         sessions: one a row, each with a request, which has a seed if its temperature is above 0.
         meanwhile: see ResultReader.read.
+        ahead: for each row, how many further positions its token is ahead; None: 0. A session may have several rows.
+            With penalties, only one with 0: they depend on all tokens before.
         """
         assert logits.shape == (len(sessions), self._vocab)
         plan = self._plan_for(sessions)
@@ -111,7 +117,10 @@ class Sampler:
         peak, chosen = logits.max(dim=-1)
         for draw in plan.draws:
             members = [sessions[row] for row in draw.members]
-            chosen.index_copy_(0, draw.rows, draw.choose(logits, self._counters, members))
+            lengths = [len(session.tokens) for session in members]
+            if ahead is not None:
+                lengths = [length + ahead[row] for length, row in zip(lengths, draw.members, strict=True)]
+            chosen.index_copy_(0, draw.rows, draw.choose(logits, self._counters, members, lengths))
         # One copy brings both to the host: -1 marks an unsound row.
         tokens = self._inbox.read(torch.where(peak.abs() < math.inf, chosen, -1), meanwhile)
         unsound = [row for row, token in enumerate(tokens) if token < 0]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
 from djinnd.core.session import Session
+from djinnd.scheduler.batch.guesses import with_guesses
 from djinnd.scheduler.batch.step_budget import StepBudget, step_limits
 from djinnd.scheduler.batch.step_builder import Decoders, StepBuilder
 from djinnd.scheduler.batch.step_pages import Evictable, Order, StepPages
@@ -32,7 +33,7 @@ Account = tuple[Class, int]  # a class, and a tenant in it
 class BatchBuilder:
     """Composes the steps of one model. `shares` and `quotas` are shared by all models of the device. `evictable` takes
     the active sessions in serving order. It returns sessions in eviction order, with the active ones last and
-    reversed."""
+    reversed. `limit_of`: the length in tokens that a tenant's session can reach."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class BatchBuilder:
         quotas: DeviceQuotas,
         policy: Policy,
         evictable: Evictable,
+        limit_of: Callable[[int], int],
     ) -> None:
         self.times = StepTimes()
         self.served = 0  # number of this model's last step
@@ -52,6 +54,7 @@ class BatchBuilder:
         self._quotas = quotas
         self._policy = policy
         self._evictable = evictable
+        self._limit_of = limit_of
         self._run_queue = RunQueue()
         self._ageing = Ageing(policy.ageing)
         # by class: when a step was last composed while a session with a target had a request, and the tightest target
@@ -166,7 +169,8 @@ class BatchBuilder:
             assert waits_elsewhere or not self._is_stuck(first, made), f"step {step}: no active session can run"
         if first is None:
             return ()
-        rows = made.rows
+        spare = min(made.spare, max_rows - len(made.rows))  # logits have memory for `max_rows` rows
+        rows = with_guesses(made.rows, spare, self.times, self._kv, self._limit_of)
         if pages.are_short:
             self._short_until = step + STEP.short_steps
         self._ageing.served([row.session for row in rows], now, self._aged_reader(step))

@@ -94,6 +94,11 @@ class StepBudget:
     def is_full(self) -> bool:
         return not (self._rows and self._tokens)
 
+    @property
+    def spare(self) -> int:
+        """How many tokens of guesses the step has room for, when all of its rows have been chosen."""
+        return max(min(self._tokens, self._times.further_within(self._chunk_limit, self._taken) - self._further), 0)
+
     def share(self, priority: Class, remaining: int) -> int:
         """How many of a session's `remaining` tokens this step has room for; 0 if none."""
         if priority != self._priority:

@@ -55,6 +55,11 @@ class StepBuilder:
         self._closed: set[Class] = set()  # no further session of these classes can have a row
         self._has_partial_rows = False  # some row passes only some of the blocks
 
+    @property
+    def spare(self) -> int:
+        """How many tokens of guesses the step has room for, when its rows have been chosen."""
+        return 0 if self._has_partial_rows else self._budget.spare
+
     def compose(self) -> Session | None:
         """Chooses the rows. Returns the session that was considered first, or None if none could be."""
         moves = self._pages.moves

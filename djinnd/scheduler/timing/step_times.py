@@ -47,6 +47,11 @@ class StepTimes:
     def _further_seconds(self, further: int) -> float:
         return self._further.at(further) if further else 0.0
 
+    def of_guess(self, tokens: int) -> float:
+        """Seconds that this many tokens of guesses add to a step. 0 if no step with so few further tokens is known:
+        some have to be tried."""
+        return self._further.at(tokens) if 0 < self._further.smallest <= tokens else 0.0
+
     def rows_within(self, seconds: float, further: int = 0) -> int:
         """How many rows a step of at most `seconds` may have if it brings `further` further tokens."""
         return self._rows.within(seconds - self._further_seconds(further))
@@ -103,6 +108,11 @@ class Curve:
     def largest(self) -> int:
         """The largest known size; 0 if none is known."""
         return self._points[-1][0] if self._points else 0
+
+    @property
+    def smallest(self) -> int:
+        """The smallest known size; 0 if none is known."""
+        return self._points[0][0] if self._points else 0
 
     def measured(self, bucket: int) -> int:
         return len(self._measured.get(bucket, ()))

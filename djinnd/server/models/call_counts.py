@@ -18,6 +18,8 @@ class UserCounts:
     cached_tokens: int = 0  # of a session, in front of the first computed token: the KV was there, or shared
     computed_tokens: int = 0  # of a session, up to the first generated token
     generated_tokens: int = 0
+    guessed_tokens: int = 0
+    kept_tokens: int = 0
 
 
 class CallCounts:
@@ -36,6 +38,8 @@ class CallCounts:
         counts.cached_tokens += usage.cached_tokens
         counts.computed_tokens += usage.computed_tokens
         counts.generated_tokens += usage.generated_tokens
+        counts.guessed_tokens += usage.guessed_tokens
+        counts.kept_tokens += usage.kept_tokens
         self.whole.add(timings.total)
         if usage.generated_tokens:
             self.first_token.add(timings.first_token)

@@ -343,7 +343,7 @@ class GenerateRun(SessionRun):
             computed = max(1, len(self._prompt))
         reason = self._reason if self._reason and message.reason == "length" else message.reason
         try:
-            reply = self._generation.finish(reason, computed, time.monotonic())
+            reply = self._generation.finish(reason, computed, time.monotonic(), (message.guessed, message.kept))
         except BaseException as fault:
             self._blame(fault)
             return None

@@ -38,6 +38,8 @@ _TOKENS_OF_CALLS = {
     "cached_tokens": "Tokens before the first computed one of a call: their KV was there, or shared.",
     "computed_tokens": "Tokens computed before the first generated one of a call.",
     "generated_tokens": "Generated tokens.",
+    "guessed_tokens": "Tokens of guesses that steps have run.",
+    "kept_tokens": "Tokens of guesses that were right.",
 }
 _TIMES_OF_CALLS = {
     "first_token": "From the receipt of a call to its first token, by model.",

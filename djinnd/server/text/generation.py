@@ -134,8 +134,9 @@ class Generation:
         self._note_read(self._asked, read.text)
         return self._piece() if self._is_streamed else None
 
-    def finish(self, reason: FinishReason, computed: int, at: float) -> Generated:
-        """The final reply. `computed` counts the prompt's tokens that the model ran."""
+    def finish(self, reason: FinishReason, computed: int, at: float, guesses: tuple[int, int] = (0, 0)) -> Generated:
+        """The final reply. `computed` counts the prompt's tokens that the model ran; `guesses`, the tokens of guesses
+        that it ran and those that were right."""
         if not self._is_late:
             self._read_text()
         if self._reader is not None:
@@ -154,6 +155,8 @@ class Generation:
                 session_tokens=len(self._tokens),
                 computed_tokens=computed,
                 cached_tokens=max(0, self.prompt_end - computed),
+                guessed_tokens=guesses[0],
+                kept_tokens=guesses[1],
             ),
             timings=Timings(
                 queued=max(0.0, self._started - self._received) if self._started else 0.0,

@@ -16,7 +16,7 @@ log: {level: warning}
 models:
   'odd: name': {path: "/models/a b", kv: 1MiB}
   plain: {path: org/name}
-  count: {path: org/name, resident: 29, slots: 4, packing: auto, prefetch: false}
+  count: {path: org/name, resident: 29, slots: 4, packing: auto, speculation: auto, prefetch: false}
   share: {path: org/name, resident: 0.73, ring_gb: 4.5, packing: off, keep_host: false, piece: 64MiB}
   all: {path: org/name, resident: auto, host_kv: auto, disk_kv: 0}
   tiers: {path: org/name, host_kv: 16GiB, disk_kv: 1TiB}

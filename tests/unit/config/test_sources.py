@@ -83,6 +83,8 @@ admins: [0, 1001]
         ("packing: auto\n    keep_host: false", Placing(keep_host=False)),
         ("ring_gb: 20\n    piece: 64MiB", Placing(ring_bytes=20_000_000_000, piece_bytes=64 << 20)),
         ("slots: 4", Placing(slots=4)),
+        ("speculation: auto", Placing(speculation=True)),
+        ("speculation: off", Placing()),
     ],
 )
 def test_a_model_s_placing_is_read(configured, text, placing):

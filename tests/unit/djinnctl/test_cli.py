@@ -494,6 +494,7 @@ def test_models_say_where_the_blocks_are_and_why(daemon: ScriptedDaemon) -> None
         (("--resident", "0.73", "--ring-gb", "4.5"), Placing(resident=0.73, ring_bytes=4_500_000_000)),
         (("--packing", "off"), Placing(packing=False)),
         (("--packing", "auto"), Placing()),
+        (("--speculation", "auto"), Placing(speculation=True)),
     ],
     ids=str,
 )

@@ -417,9 +417,9 @@ def test_the_time_of_unwaited_steps_counts_towards_the_next_one(
         time.sleep(0.02)
         return run(runner, *given)
 
-    def seen(scheduler: Scheduler, batch: Any, tokens: Any, seconds: float) -> Any:
+    def seen(scheduler: Scheduler, batch: Any, tokens: Any, seconds: float, further: Any) -> Any:
         steps.append((batch.tokens, seconds))
-        return complete(scheduler, batch, tokens, seconds)
+        return complete(scheduler, batch, tokens, seconds, further)
 
     monkeypatch.setattr(ModelRunner, "run", slow)
     monkeypatch.setattr(Scheduler, "complete", seen)

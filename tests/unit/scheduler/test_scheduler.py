@@ -912,6 +912,59 @@ def test_a_row_with_a_late_mask_runs_its_last_token_again() -> None:
     assert (session.computed, session.tokens[6:]) == (6, [9])
 
 
+def guessing(harness: Harness, **more: object) -> tuple[Session, Request, Batch]:
+    """A session whose next step has a guess of two tokens, both 7."""
+    session = harness.open("a")
+    request = harness.submit("a", 6, may_guess=True, **more)
+    harness.step(7)
+    batch = harness.scheduler.next_batch()
+    assert batch is not None and batch.decode_only is False
+    assert [(row.start, row.count, row.guess) for row in batch.rows] == [(6, 2, (7,))]
+    return session, request, batch
+
+
+@pytest.mark.parametrize(("tokens", "computed", "kept"), [((7, 5), 8, 1), ((5,), 7, 0)], ids=["right", "wrong"])
+def test_kv_behind_the_last_token_that_is_kept_is_written_again(
+    tokens: tuple[int, ...], computed: int, kept: int
+) -> None:
+    harness = Harness()
+    session, request, batch = guessing(harness)
+    further = {0: tokens[1:]} if tokens[1:] else {}
+    assert harness.scheduler.complete(batch, [tokens[0]], 0.0, further) == []
+    harness.scheduler.check_integrity()
+    assert (session.tokens[6:], session.computed) == ([7, *tokens], computed)
+    assert (request.guessed, request.kept, request.computed) == (1, kept, 6)
+    following, _ = harness.step(4)
+    assert [(row.start, row.count) for row in following.rows] == [(computed, 1)]
+
+
+def test_a_guess_that_ends_with_the_last_token_ends_the_request() -> None:
+    harness = Harness()
+    session, request, batch = guessing(harness, max_tokens=3)
+    assert harness.scheduler.complete(batch, [7], 0.0, {0: [5]}) == [request]
+    assert (request.finish_reason, session.tokens[6:]) == ("length", [7, 7, 5])
+    harness.scheduler.check_integrity()
+
+
+def test_a_request_whose_guess_spoilt_a_step_goes_on_without_guesses() -> None:
+    harness = Harness()
+    session, request, batch = guessing(harness)
+    assert harness.complete(batch, LATE) == []
+    assert (session.computed, len(session.tokens), request.may_guess) == (6, 7, False)
+    batch, _ = harness.step(7)
+    assert [(row.start, row.count) for row in batch.rows] == [(6, 1)]
+    batch, _ = harness.step(7)
+    assert [(row.start, row.count) for row in batch.rows] == [(7, 1)]
+
+
+def test_a_row_with_a_guess_has_no_effect_once_its_request_has_ended() -> None:
+    harness = Harness()
+    session, request, batch = guessing(harness)
+    harness.scheduler.cancel(request.id)
+    assert harness.scheduler.complete(batch, [7], 0.0, {0: [5]}) == []
+    assert len(session.tokens) == 7
+
+
 def test_forced_tokens_run_in_one_chunk() -> None:
     harness = Harness()
     session = harness.open("a")

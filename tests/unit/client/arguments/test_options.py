@@ -113,6 +113,7 @@ def test_placing_options() -> None:
     assert placing(resident="auto") == Placing()
     assert placing(ring_gb=4.5, packing=False) == Placing(ring_bytes=4_500_000_000, packing=False)
     assert placing(kv_dtype="fp8") == Placing(kv_dtype="fp8") and placing(kv_dtype="auto") == Placing()
+    assert placing(speculation="auto") == Placing(speculation=True) and placing(speculation="off") == Placing()
     assert placing(keep_host=False, slots=None) == Placing(keep_host=False)
 
 
@@ -123,7 +124,14 @@ def test_every_placing_option_is_documented() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"resident": "most"}, {"resident": True}, {"slots": 1.5}, {"packing": "off"}, {"ring_gb": float("nan")}],
+    [
+        {"resident": "most"},
+        {"resident": True},
+        {"slots": 1.5},
+        {"packing": "off"},
+        {"speculation": "on"},
+        {"ring_gb": float("nan")},
+    ],
     ids=str,
 )
 def test_placing_options_of_the_wrong_type(options: dict[str, Any]) -> None:

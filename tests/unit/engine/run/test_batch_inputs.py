@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from djinnd.core.batch import Row
 from djinnd.core.edits import FOREVER
@@ -30,6 +31,17 @@ def test_rows_are_contiguous_at_their_positions_and_pages() -> None:
     assert host["starts"][:3].tolist() == [0, 3, 4]
     assert host["lengths"][:2].tolist() == [6, 9]
     assert host["table"][:2, :3].tolist() == table.tolist()
+    device.close()
+
+
+def test_the_tokens_of_a_guess_follow_the_session_s_last_one() -> None:
+    device = CpuDevice(1 << 20)
+    inputs = StepInputs(device, tokens=8, rows=3, width=4)
+    guessed = structs.replace(row(1, 49, 3), guess=(8, 9))
+    compose(inputs, [row(2, 8, 1), guessed], np.arange(1, 9, dtype=np.int32).reshape(2, 4), page_size=16)
+    assert inputs.host["ids"][:4].tolist() == [208, 149, 8, 9]
+    assert inputs.host["positions"][:4].tolist() == [8, 49, 50, 51]
+    assert inputs.host["lengths"][:2].tolist() == [9, 52]
     device.close()
 
 
@@ -63,5 +75,6 @@ def test_a_prompt_is_scored_up_to_the_position_before_its_last_token(start: int,
 
 def test_sampled_tokens_are_put_into_the_wanted_order() -> None:
     a, b, c, silent = row(1, 0, 1), row(2, 0, 1), row(3, 0, 1), row(4, 0, 1, samples=False)
-    found = in_order(Sampled([30, 10, 20], [None, None, None], [2]), [c, a, b], [a, silent, b, c])
-    assert (found.tokens, found.unsound) == ([10, 20, 30], [1])
+    sampled = Sampled([30, 10, 20], [None, None, None], [2], [1], {0: [(31, None)]})
+    found = in_order(sampled, [c, a, b], [a, silent, b, c])
+    assert (found.tokens, found.unsound, found.late, found.further) == ([10, 20, 30], [1], [0], {2: [(31, None)]})

@@ -206,6 +206,20 @@ def stream(seed: int, length: int = 40) -> list[int]:
     return session.tokens[1:]
 
 
+def test_tokens_ahead_are_those_of_later_steps():
+    """Also with a bar that ends between them: see min_tokens."""
+    logits = torch.zeros(4, 1000)
+    logits[:, 3] = 20.0
+    sampling, others = Sampling(temperature=1.0, seed=11, min_tokens=2), wanting(Sampling())
+    session, sampler = wanting(sampling, stop_tokens=[3]), new_sampler(1000)
+    told = sampler.sample(logits, [session, session, session, others], ahead=[0, 1, 2, 0]).tokens
+    tokens = []
+    for _ in range(3):
+        tokens += sampler.sample(logits[:1], [session]).tokens
+        session.tokens.append(tokens[-1])
+    assert told == [*tokens, 3] and 3 not in tokens[:2] and tokens[2] == 3
+
+
 def test_a_seed_determines_the_tokens():
     assert stream(11) == stream(11)
     assert len(set(stream(11))) > 30  # positions differ

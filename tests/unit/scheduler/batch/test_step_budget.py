@@ -68,6 +68,17 @@ def shares(budget: StepBudget, sessions: list[Session]) -> list[int]:
     return counts
 
 
+def test_guesses_may_take_the_tokens_and_the_time_that_no_row_has_taken() -> None:
+    order = [session("a"), session("b", remaining=6)]
+    whole = budget(order, max_tokens=20)
+    assert shares(whole, order) == [1, 6] and whole.spare == 13
+    times = known({1: 0.01, 2: 0.01, 4: 0.01}, {8: 0.01, 16: 0.02, 32: 0.04})
+    limited = budget(order[:1], times=times, targets={"batch": 0.03 / STEP.headroom})
+    assert shares(limited, order[:1]) == [1] and limited.spare == 16
+    late = budget(order[:1], times=times, targets={"batch": 0.001})
+    assert shares(late, order[:1]) == [1] and late.spare == 2, "overrun, as for prompts"
+
+
 @pytest.mark.parametrize(
     ("remaining", "max_tokens", "max_rows", "expected"),
     [

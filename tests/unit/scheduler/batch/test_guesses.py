@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+
+from djinnd.core.batch import Row
+from djinnd.core.request import Request
+from djinnd.core.session import Session
+from djinnd.core.tuning import GUESSES
+from djinnd.kvcache.manager import KvManager
+from djinnd.scheduler.batch.guesses import with_guesses
+from djinnd.scheduler.timing.step_times import StepTimes
+from tests.support.virtual import measured, rising
+
+LOOP = [1, 2, 3, 4] * 8  # the next tokens are 1, 2, 3, 4, 1 …
+PAGE = 64
+FREE = StepTimes()
+measured(FREE, rising(0.01, 0.0))
+
+
+def made(
+    *texts: list[int],
+    max_tokens: int = 100,
+    may_guess: bool = True,
+    stop: frozenset[int] = frozenset(),
+    page: int = PAGE,
+) -> tuple[list[Row], KvManager]:
+    """Rows that decode, of sessions with these tokens."""
+    kv, rows = KvManager(100, page, 1 << 20, 1 << 12), []
+    for number, tokens in enumerate(texts):
+        request = Request(number, 0, len(tokens) - 1, max_tokens, stop_tokens=stop, may_guess=may_guess)
+        session = Session(f"s{number}", "m", 0, "agent", [*tokens], len(tokens) - 1, request)
+        kv.reserve(session.id, 0, len(tokens))
+        rows.append(Row(session, request, len(tokens) - 1, 1, 0, 2, max_tokens > 0))
+    return rows, kv
+
+
+def guesses(
+    rows: list[Row], kv: KvManager, room: int = 1000, times: StepTimes = FREE, limit: int = 1 << 12
+) -> list[tuple[int, ...]]:
+    found = with_guesses(rows, room, times, kv, lambda tenant: limit)
+    for before, after in zip(rows, found, strict=True):
+        assert (after.session, after.start, after.count) == (before.session, before.start, 1 + len(after.guess))
+        assert after.decodes
+    return [row.guess for row in found]
+
+
+def sure(rows: list[Row]) -> None:
+    """From now on the sessions' guesses are as long as they may be."""
+    for row in rows:
+        row.session.guesser = None
+        with_guesses([row], 100, FREE, KvManager(9, PAGE, 1, 64), lambda tenant: 1 << 12)
+        assert row.session.guesser is not None
+        row.session.guesser._right = row.session.guesser._judged = 10.0
+
+
+def test_a_session_that_repeats_itself_gets_a_guess_and_another_none() -> None:
+    rows, kv = made(LOOP, list(range(30)))
+    assert guesses(rows, kv) == [(1, 2), ()]
+
+
+def test_a_guess_is_as_long_as_its_session_is_sure() -> None:
+    rows, kv = made(LOOP)
+    sure(rows)
+    assert guesses(rows, kv) == [tuple(LOOP[: GUESSES.longest])]
+
+
+def test_only_requests_that_may_guess_get_one() -> None:
+    assert guesses(*made(LOOP, may_guess=False)) == [()]
+    assert guesses(*made(LOOP, max_tokens=0)) == [()]
+
+
+@pytest.mark.parametrize("room", [0, 1, 3, 5])
+def test_guesses_take_only_what_is_left_in_serving_order(room: int) -> None:
+    rows, kv = made(LOOP, LOOP)
+    lengths = [len(guess) for guess in guesses(rows, kv, room)]
+    assert lengths == [min(2, room), min(2, max(room - 2, 0))]
+
+
+@pytest.mark.parametrize(("max_tokens", "count"), [(1, 0), (2, 0), (3, 1), (6, 4)])
+def test_a_request_never_gets_more_than_its_tokens(max_tokens: int, count: int) -> None:
+    rows, kv = made(LOOP, max_tokens=max_tokens)  # it has one
+    sure(rows)
+    assert len(guesses(rows, kv)[0]) == count
+
+
+def test_a_guess_stays_within_the_pages_of_its_session_and_its_limit() -> None:
+    rows, kv = made(LOOP, page=len(LOOP) + 5)
+    sure(rows)
+    assert len(guesses(rows, kv)[0]) == 5
+    assert len(guesses(rows, kv, limit=len(LOOP) + 4)[0]) == 3
+    assert guesses(rows, kv, limit=len(LOOP)) == [()]
+
+
+def test_a_guess_ends_before_a_stop_token() -> None:
+    rows, kv = made(LOOP, stop=frozenset([3]))
+    sure(rows)
+    assert guesses(rows, kv) == [(1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rows", "expected"),
+    [
+        ({1: 0.01}, 1, 2),  # a step takes no longer with further tokens
+        ({1: 0.01, 4: 0.012}, 1, 2),  # each costs a twentieth of a step
+        ({1: 0.01, 4: 0.03}, 1, 1),  # each costs half of a step
+        ({1: 0.01, 4: 0.05}, 1, 0),  # each costs a step
+    ],
+)
+def test_a_guess_is_run_if_it_saves_more_than_it_costs(seconds: Mapping[int, float], rows: int, expected: int) -> None:
+    times = StepTimes()
+    for _ in range(4):
+        times.note(rows, 0, seconds[1])
+    for _ in range(4):
+        for tokens, takes in seconds.items():
+            times.note(rows, tokens, takes)
+    found, kv = made(*[LOOP] * rows)
+    assert [len(guess) for guess in guesses(found, kv, times=times)] == [expected] * rows
+
+
+def test_a_step_with_too_many_sessions_to_look_for_guesses_runs_none() -> None:
+    few, many = (round(GUESSES.lookup_share * seconds / GUESSES.lookup_s) for seconds in (0.009, 0.011))
+    assert set(guesses(*made(*[LOOP] * few))) == {(1, 2)}
+    assert set(guesses(*made(*[LOOP] * many))) == {()}
+
+
+def test_guesses_are_tried_until_their_cost_is_known() -> None:
+    times = StepTimes()
+    for _ in range(4):
+        times.note(1, 0, 0.01)
+        times.note(1, 512, 0.5)  # a prompt
+    assert times.of_guess(4) == 0.0
+    assert guesses(*made(LOOP), times=times) == [(1, 2)]
+    for _ in range(4):
+        times.note(1, 4, 0.05)
+    assert math.isclose(times.of_guess(4), 0.04)
+    assert guesses(*made(LOOP), times=times) == [()]
