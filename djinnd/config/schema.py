@@ -11,6 +11,7 @@ from djinn_client.protocol.fields.placing import MAX_SLOTS, Placing, ring_bytes
 from djinn_client.protocol.fields.scheduling import Class
 from djinnd.config.units import (
     MAX_COUNT,
+    AutoOrOff,
     AutoSize,
     Device,
     Gigabytes,
@@ -18,7 +19,6 @@ from djinnd.config.units import (
     LimitCount,
     LimitRate,
     LimitSize,
-    Packing,
     PathText,
     Principal,
     Resident,
@@ -163,10 +163,10 @@ class Model(Struct, frozen=True):
     resident: Resident = None  # blocks, or a share of them; None: as many as fit
     ring_gb: Gigabytes = 0.0  # device memory of the ring, in 10^9 bytes; 0: by slots
     slots: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] = 0  # of the ring; 0: the engine decides
-    packing: Packing = True  # pack blocks in the 12-bit code, if they can be
+    packing: AutoOrOff = True  # pack blocks in the 12-bit code, if they can be
     quantise: Literal["none", "fp8", "int8"] = "none"  # plain matrices of blocks, when they are loaded
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values in pages; auto: that of computing
-    speculation: Packing = False  # steps run guesses of next tokens, if that pays
+    speculation: AutoOrOff = False  # steps run guesses of next tokens, if that pays
     keep_host: bool = True  # keep the host copy of a model that is resident
     prefetch: bool = True  # copy streamed blocks ahead of their turn
     piece: Size = 0  # bytes of one copy over the bus; 0: the engine decides

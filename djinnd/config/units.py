@@ -150,7 +150,7 @@ def read_gigabytes(value: Any) -> float:
     return float(value)
 
 
-def read_packing(value: Any) -> bool:
+def read_auto_or_off(value: Any) -> bool:
     """True for `auto`, False for `off`, which YAML reads as false."""
     if value == "auto":
         return True
@@ -200,4 +200,6 @@ Resident = Annotated[
 ]
 Gigabytes = Annotated[float, Meta(extra={"unit": ConfigUnit(read_gigabytes)})]
 PathText = Annotated[str, Meta(extra={"unit": ConfigUnit(read_path)})]
-Packing = Annotated[bool, Meta(extra={"unit": ConfigUnit(read_packing, lambda value: "auto" if value else "off")})]
+AutoOrOff = Annotated[
+    bool, Meta(extra={"unit": ConfigUnit(read_auto_or_off, lambda value: "auto" if value else "off")})
+]

@@ -17,13 +17,14 @@ class GuessTuning:
     # Chosen: a guessed token that seems to cost nothing is run if it has this chance.
     least_chance: float = 0.2
     usual: int = 4  # Chosen: tokens of a guess for which the cost of guesses is predicted.
-    # Measured: looking for a guess takes 2.7 µs, and 5 µs for a text in a loop. A step in which this would take more
-    # than the share (chosen) runs no guesses: with so many rows, a token of a guess costs about as much as a row.
+    # Measured on a Xeon core beside other work: looking for a guess takes 2.7 µs, and 5 µs for a text in a loop. A step
+    # in which this would take more than the share (chosen) runs no guesses: with so many rows, a token of a guess costs
+    # about as much as a row.
     lookup_s: float = 3e-6
     lookup_share: float = 0.015
     least_slots: int = 1 << 12  # Chosen: 16 KiB a session; slots are twice the session's tokens, up to the next limit.
     most_slots: int = 1 << 17  # Chosen: 512 KiB a session.
-    indexed_at_once: int = 2048  # Measured: 0.09 ms. So a long prompt is indexed over several steps.
+    indexed_at_once: int = 2048  # Measured there: 0.09 ms. So a long prompt is indexed over several steps.
 
 
 GUESSES = GuessTuning()
