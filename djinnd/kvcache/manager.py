@@ -296,7 +296,8 @@ class KvManager:
         Returns how many of these tokens it still has pages for.
 
         A page of which only a part would be kept is taken too, if another session holds it, if it is public, or if the
-        part to be written is being copied. In a hybrid model it is also taken unless `has_state`.
+        part to be written is being copied. In a hybrid model, that part includes the page's state, and the page is also
+        taken unless `has_state`.
         """
         row = self._row.get(session_id)
         if row is None:
@@ -307,7 +308,8 @@ class KvManager:
         if kept <= held and tokens % self.page_size:
             last = int(self._table[row, kept - 1])
             is_others = self.holders(last) > 1 or self.pool.is_public(last)
-            if is_others or tokens % self.page_size < self._read.get(last, 0):
+            read = self._read.get(last, 0)
+            if is_others or tokens % self.page_size < read or (self.keeps_states and read):
                 kept -= 1
             else:
                 self._prefixes.forget([last])

@@ -335,12 +335,14 @@ class KvResidency:
 
     def keep_to_state(self, session: Session) -> bool:
         """Before the session runs: if its KV reaches further than a state from which it can go on, it goes on earlier.
-        This is so after a step that failed or was not counted. Returns False if that has to be asked again, because the
+        This is so after a step that failed or was not counted. It also does if its last page is being copied, because
+        the step would change the state that the copy reads. Returns False if that has to be asked again, because the
         session is in the middle of its blocks or of a move."""
         if session.stage is not None or self.is_moving(session):
             return False
-        if not self.kv.has_state(session.id, session.computed):
-            self.rewind(session, session.computed)
+        kv, computed = self.kv, session.computed
+        if not kv.has_state(session.id, computed) or kv.is_end_read(session.id, computed):
+            self.rewind(session, computed)
         return True
 
     def advance(self, session: Session, computed: int) -> None:

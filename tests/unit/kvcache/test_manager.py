@@ -10,9 +10,10 @@ from djinnd.kvcache.tuning import FIRST_ROWS
 ALICE, BOB = 1000, 1001
 
 
-def manager(pages: int = 8, page_size: int = 4, max_context: int = 64) -> KvManager:
+def manager(pages: int = 8, page_size: int = 4, max_context: int = 64, *, keeps_states: bool = False) -> KvManager:
     """A manager with `pages` pages to give."""
-    return KvManager(pages + 1, page_size, page_bytes=page_size * 100, max_context=max_context)
+    bytes_ = page_size * 100
+    return KvManager(pages + 1, page_size, page_bytes=bytes_, max_context=max_context, keeps_states=keeps_states)
 
 
 @pytest.mark.parametrize(
@@ -376,3 +377,17 @@ def test_a_page_given_to_a_fork_is_no_longer_found_by_its_old_key() -> None:
     _, copy = kv.fork("b", "c", ALICE, 7)
     assert copy is not None
     assert kv.adopt("d", ALICE, STORY[20:], computed=0, most=19) == 0
+
+
+@pytest.mark.parametrize(("keeps_states", "kept"), [(False, 6), (True, 4)])
+def test_a_state_is_not_written_while_its_page_is_copied(keeps_states: bool, kept: int) -> None:
+    """Behind the tokens that are copied, KV may be written into the page. Its state would change under the copy."""
+    kv = manager(keeps_states=keeps_states)
+    kv.reserve("a", ALICE, 6)
+    kv.set_state("a", 6)
+    last = kv.pages_of("a")[-1]
+    kv.protect([last], 2)
+    assert kv.is_end_read("a", 6) and kv.has_state("a", 6)
+    assert kv.trim("a", 6) == kept
+    kv.unprotect(last)
+    kv.check_integrity()
