@@ -231,7 +231,7 @@ class ModelRunner:
             return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
 
     def _sample(self, logits: Tensor, sampling: Rows, meanwhile: Callable[[], bool], masks: RowMasks | None) -> Sampled:
-        """Samples the tokens of these rows, and further ones for those whose guess is right."""
+        """Samples a token for each of these rows. A row with a right guess gets further tokens."""
         if not any(row.guess for row in sampling):
             return self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masks)
         sessions, ahead = samples_of(sampling)

@@ -70,7 +70,7 @@ class FastRope:
 
 
 def _is_plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Returns True for a flattened batch on a CUDA device whose angles cover whole heads, or half of each."""
+    """Returns True for a flattened batch on a CUDA device. Its angles must cover whole heads, or half of each."""
     return (
         q.is_cuda
         and q.dtype == k.dtype

@@ -99,7 +99,7 @@ class PlacedBlock:
         return fetched
 
     def _bind_codes(self, experts: Experts, source: Tensor) -> dict[str, Tensor]:
-        """Lets the kernels multiply by the codes for any number of rows. → the module's parameters, of which those
+        """Lets the kernels multiply by the codes for any number of rows. Returns the module's parameters. Parameters
         with a code have no memory."""
         fused, form = self.fused, experts.form
         assert fused is not None and isinstance(form, CodedForm)
