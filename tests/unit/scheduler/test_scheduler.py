@@ -913,7 +913,7 @@ def test_a_row_with_a_late_mask_runs_its_last_token_again() -> None:
 
 
 def guessing(harness: Harness, **more: object) -> tuple[Session, Request, Batch]:
-    """Returns a session. Its next step has a guess of two tokens, both 7."""
+    """Returns a session, its request, and its next step. The step has a guess of one token, 7."""
     session = harness.open("a")
     request = harness.submit("a", 6, may_guess=True, **more)
     harness.step(7)
