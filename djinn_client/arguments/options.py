@@ -134,8 +134,9 @@ class PlacingOptions(TypedDict, total=False):
                          loaded, which changes results; every reply says so in its notes; default: they are not
     kv_dtype             "fp8": keys and values are rounded to e4m3 and take a byte each, which changes results; every
                          reply says so in its notes; "auto" (the default): they are in the dtype of computing
-    speculation          "auto": a step also runs tokens that a session is likely to get next, as its own text says, and
-                         keeps those that it would have sampled; no token changes; "off" (the default): it does not
+    speculation          "auto": a step also runs tokens that a session is likely to get next, as its own text
+                         and its user's other sessions say, and keeps those that it would have sampled; no token
+                         changes; "off" (the default): it does not
     keep_host            False: the copy in host memory is dropped once every block is resident; default True
     """
 

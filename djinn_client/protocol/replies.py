@@ -313,6 +313,8 @@ class StatusReply(Reply, tag="status_reply"):
     connections: int
     arena_bytes: int  # POSIX shared memory that the daemon holds
     latency: dict[str, Latency] = {}  # by class, since the daemon began
+    guessed_tokens: int = 0  # of the caller's calls, or of all calls for an administrator: see Usage
+    kept_tokens: int = 0
     integrity: list[str] = []  # findings of the check, if one was asked for
     notes: list[str] = []  # for administrators to read
 

@@ -19,6 +19,9 @@ LATE = -1
 class Row(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a session, to be run through blocks [first_block, last_block).
 
+    `fed`: the row's token is the one that the step before samples as its `fed`-th, and the session does not have it
+    yet: that step still runs.
+
     The last tokens may be a guess: tokens that the session does not have, and may get. The step then samples behind
     each of them, too.
 
@@ -38,6 +41,7 @@ class Row(msgspec.Struct, frozen=True):
     samples: bool  # the row ends with the session's last token, behind the last block: the step samples the next token
     stage: Stage | None = None  # the session's stage when the batch was composed
     guess: tuple[int, ...] = ()  # counted in `count`; only with `samples`
+    fed: int | None = None  # only with a count of 1
 
     @property
     def end(self) -> int:

@@ -6,57 +6,62 @@ bounded, it forgets the oldest runs of very long sessions, and each place that i
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
+from djinnd.core.runs import RUN, hash_of, hashes_of
 from djinnd.core.tuning import GUESSES
-
-_FACTORS = (0x9E3779B97F, 0xC2B2AE3D27, 0x165667B19F)  # odd, 40 bits: with tokens of 20 bits, sums stay below 2^63
-_SHIFT = 20  # the bits of a sum from here on depend on all bits of its tokens
-RUN = len(_FACTORS)  # tokens of a run
 
 
 class SuffixIndex:
-    """Knows the runs that end at positions up to `_indexed`. A slot has the position behind a run; 0: none."""
+    """Knows the runs that end at positions up to `end`. A slot has the position behind a run; 0: none."""
 
     def __init__(self) -> None:
-        self._indexed = RUN - 1
         self._resize(GUESSES.least_slots)
 
     def _resize(self, slots: int) -> None:
+        self.end = RUN - 1
         self._slots = array("i", bytes(4 * slots))
         self._numbers = np.frombuffer(self._slots, dtype=np.int32)  # the same memory: faster for many runs at once
         self._mask = slots - 1
+        self._full = slots // 2 if slots < GUESSES.most_slots else math.inf  # tokens from which on the table grows
+
+    def _grow(self, end: int) -> None:
+        self._resize(min(1 << (2 * end - 1).bit_length(), GUESSES.most_slots))
 
     def cut(self, length: int) -> None:
-        """Notes that the session has kept only its first `length` tokens."""
-        self._indexed = max(min(self._indexed, length), RUN - 1)
+        """Notes that the session has kept only its first `length` tokens. The latest of their runs are added again,
+        as runs that were cut may have taken their slots."""
+        self.end = max(min(self.end, length - GUESSES.indexed_at_once), RUN - 1)
 
-    def follow(self, tokens: Sequence[int], end: int) -> None:
-        """Adds the runs that end at positions up to `end`, at most `GUESSES.indexed_at_once` of them."""
-        if end > len(self._slots) // 2 and len(self._slots) < GUESSES.most_slots:
-            self._resize(min(1 << (2 * end - 1).bit_length(), GUESSES.most_slots))
-            self._indexed = RUN - 1
-        first, end = self._indexed + 1, min(end, self._indexed + GUESSES.indexed_at_once)
-        if end - first < RUN:
-            for at in range(first, end + 1):
-                self._slots[self._slot(tokens, at)] = at
-        else:
-            ids = np.array(tokens[first - RUN : end], np.int64)
-            sums = sum(ids[place : len(ids) - RUN + 1 + place] * factor for place, factor in enumerate(_FACTORS))
-            self._numbers[sums >> _SHIFT & self._mask] = np.arange(first, end + 1)  # of equal slots, the last one stays
-        self._indexed = max(self._indexed, end)
+    def follow(self, tokens: Sequence[int], end: int) -> tuple[int, Sequence[int] | np.ndarray]:
+        """Adds the runs that end at positions up to `end`, at most `GUESSES.indexed_at_once` of them. Returns the first
+        of these positions, and the hashes of the runs."""
+        if end > self._full:
+            self._grow(end)
+        first, end = self.end + 1, min(end, self.end + GUESSES.indexed_at_once)
+        if end - first >= RUN:
+            many = hashes_of(tokens, first, end)
+            self._numbers[many & self._mask] = np.arange(first, end + 1)  # of equal slots, the last one stays
+            self.end = end
+            return first, many
+        few = [hash_of(tokens, at) for at in range(first, end + 1)]
+        for hashed in few:
+            self.add(hashed)
+        return first, few
 
-    def last(self, tokens: Sequence[int]) -> int:
-        """The position behind the last known occurrence of the tokens' last run; 0: there is none."""
-        length = len(tokens)
-        if length < RUN:
-            return 0
-        at = self._slots[self._slot(tokens, length)]
+    def add(self, hashed: int) -> None:
+        """Adds the next run, which has this hash. If the table has to grow, it forgets all runs."""
+        self.end += 1
+        self._slots[hashed & self._mask] = self.end
+        if self.end > self._full:
+            self._grow(self.end)
+
+    def last(self, tokens: Sequence[int], hashed: int) -> int:
+        """The position behind the last known occurrence of the tokens' last run, which has this hash; 0: there is
+        none."""
+        at, length = self._slots[hashed & self._mask], len(tokens)
         return at if at < length and tokens[at - RUN : at] == tokens[length - RUN :] else 0
-
-    def _slot(self, tokens: Sequence[int], end: int) -> int:
-        a, b, c = tokens[end - RUN : end]
-        return (a * _FACTORS[0] + b * _FACTORS[1] + c * _FACTORS[2]) >> _SHIFT & self._mask

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GuessTuning:
-    """How a session's next tokens are guessed from its own tokens."""
+    """How a session's next tokens are guessed from its own tokens, and those of its tenant's others."""
 
     longest: int = 16  # Chosen: tokens of a guess.
     decay: float = 0.8  # Chosen: how much an earlier forecast counts, for each later one.
@@ -17,13 +17,17 @@ class GuessTuning:
     # Chosen: a guessed token that seems to cost nothing is run if it has this chance.
     least_chance: float = 0.2
     usual: int = 4  # Chosen: tokens of a guess for which the cost of guesses is predicted.
-    # Measured on a Xeon core beside other work: looking for a guess takes 2.7 µs, and 5 µs for a text in a loop. A step
-    # in which this would take more than the share (chosen) runs no guesses: with so many rows, a token of a guess costs
-    # about as much as a row.
-    lookup_s: float = 3e-6
+    # Chosen: after this many steps without a guess, guesses that have seemed too dear are tried again. If they are too
+    # dear, this costs less than half of a percent.
+    again: int = 256
+    # Measured on a Xeon core beside other work: looking for a guess in the own text and in 20 others takes 3.1 µs if
+    # there is none, and 5 µs if there is one. A step in which this would take more than the share (chosen) runs no
+    # guesses: with so many rows, a token of a guess costs about as much as a row.
+    lookup_s: float = 4e-6
     lookup_share: float = 0.015
     least_slots: int = 1 << 12  # Chosen: 16 KiB a session; slots are twice the session's tokens, up to the next limit.
     most_slots: int = 1 << 17  # Chosen: 512 KiB a session.
+    most_shared_slots: int = 1 << 17  # Chosen: 1 MiB for all sessions of a tenant on a model.
     indexed_at_once: int = 2048  # Measured there: 0.09 ms. So a long prompt is indexed over several steps.
 
 

@@ -101,11 +101,15 @@ class CpuDevice(Device):
         self._touched_at_start = anonymous_bytes()
         _warn_of_overcommitment(memory)
         self._queue: queue.SimpleQueue[_Copy | None] = queue.SimpleQueue()
-        self._engine = threading.Thread(target=self._copy_loop, name="djinn-copy", daemon=True)
+        begun = threading.Event()
+        self._engine = threading.Thread(target=self._copy_loop, args=(begun,), name="djinn-copy", daemon=True)
         self._engine.start()
+        begun.wait()  # threads that start meanwhile would compute alone, too
 
     @torch.inference_mode()  # a tensor made in inference mode can only be written in inference mode
-    def _copy_loop(self) -> None:
+    def _copy_loop(self, begun: threading.Event) -> None:
+        _compute_alone()
+        begun.set()
         while (job := self._queue.get()) is not None:
             job.stamps[0].pass_now()
             try:
@@ -167,6 +171,20 @@ class CpuDevice(Device):
     def close(self) -> None:
         self._queue.put(None)
         self._engine.join()
+
+
+def _compute_alone() -> None:
+    """From now on, the calling thread's operations use no other threads. Other threads' use as many as before.
+
+    OpenMP keeps a pool of threads for each thread that has ever used some. GNU's lets the threads of all pools spin
+    between two operations only while they are no more than the cores. A second pool made a decode step on two cores
+    sleep and wake 330 times.
+    """
+    others = torch.get_num_threads()  # torch gives a thread its number at the first use, and would undo the next line
+    torch.set_num_threads(1)
+    restoring = threading.Thread(target=torch.set_num_threads, args=(others,))  # it is also the number of new threads
+    restoring.start()
+    restoring.join()
 
 
 @cache  # the machine's rates do not change while the process runs

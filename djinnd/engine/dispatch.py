@@ -59,6 +59,11 @@ class Dispatcher:
             self._handle(self._received.popleft())
         return not self._received
 
+    @property
+    def has_some(self) -> bool:
+        """True if messages have been received and wait for the end of the step."""
+        return bool(self._received)
+
     def take_calls(self) -> int:
         """The number of Runs handled since the last call."""
         calls, self._calls = self._calls, 0

@@ -1,4 +1,4 @@
-"""The engine: receives messages, lets the scheduler compose a batch, runs it on the model, and sends the results."""
+"""The engine: receives messages, and in each turn of its loop runs a step and whatever has to be done beside steps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import logging
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
-
-from djinn_client.errors import DjinnError, OutOfMemory, SessionLost, SessionNotFound
+from djinn_client.errors import SessionNotFound
 from djinnd import messages
-from djinnd.core.batch import LATE, Batch, Row, recomputed
-from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.adapter_loads import AdapterLoads
@@ -34,19 +29,14 @@ from djinnd.engine.paging.tiers import Tiers
 from djinnd.engine.report import Reporter
 from djinnd.engine.requests import Requests
 from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.engine.steps import Steps
 from djinnd.engine.tracing import Tracer
 from djinnd.engine.tuning import ALIVE_EVERY
-from djinnd.model.sampling.sampler import Sampled
 from djinnd.scheduler.policy import Policy, Target
 from djinnd.scheduler.scheduler import Scheduler
-from djinnd.scheduler.tuning import STEP
 
 log = logging.getLogger("djinnd.engine")
 
-LOST = (
-    "the session's KV was imported from a client and its pages are gone, so it cannot be computed again: import the KV "
-    "into a new session, or open a new session with the session's tokens"
-)
 GRAMMAR_LIMITS = (10.0, 1 << 30)  # default configuration: seconds, and bytes of memory
 
 
@@ -107,23 +97,31 @@ class Engine:
             )
 
             launches.install(compiler.compile, self._send_alive)
-        self._unwaited_s = 0.0  # seconds of steps whose results the host has not waited for
-        self._unwaited: Counter[str] = Counter()  # tokens of these steps, by model
-        self._hides_prefill = False  # True if the seconds of these steps say nothing about prefill: see `_waited_for`
         self._inquiries: list[messages.Inquire] = []
-        self._started: list[messages.Started] = []  # requests with their first row in the current step, not sent yet
         self._alive_at = 0.0
         self._stopping = False
         self._dispatcher = Dispatcher(channel, self._scheduler, self._requests, self._handlers())
         self._idle_work = IdleWork(
             [
-                self._send_started,
+                lambda: self._steps.send_started(),
                 self._tiers.work_during_step,
                 self._dispatcher.handle_during_step,
                 self._answer_inquiries,
                 self._tracer.answer,
                 self._requests.deliveries.advance,
             ]
+        )
+        self._steps = Steps(
+            device,
+            self._scheduler,
+            self._runners,
+            self._requests,
+            self._tiers,
+            self._reporter,
+            self._tracer,
+            self._idle_work,
+            channel,
+            may_go_on=self._nothing_waits,
         )
 
     def _handlers(self) -> dict[type, Callable[[Any], None]]:
@@ -176,12 +174,19 @@ class Engine:
                 self._tracer.turn()
                 quiet = not received and (quiet or not busy)
                 self._idle_work.turn()
+                if self._steps.is_ahead:  # the next step already runs
+                    busy = self._steps.run()
+                    self._beat()
+                    continue
                 self._dispatcher.handle_between_steps(step_follows=self._idle_work.is_expected)
                 self._models.turn()
                 self._tracer.did("messages", calls=self._dispatcher.take_calls())
                 moving = self._tiers.turn(step_follows=self._idle_work.is_expected)
                 self._tracer.did("pages")
-                stepped = self._step()
+                stepped = self._steps.run()
+                if self._steps.is_ahead:
+                    busy = True
+                    continue
                 leaving = self._tiers.after_step(has_overlapped=self._idle_work.has_run)
                 self._answer_inquiries()
                 busy = stepped or leaving or self._models.is_adopting or (quiet and self._models.prepare())
@@ -203,129 +208,6 @@ class Engine:
             self._background.close()
             self._guidance.close()
             self._tiers.stop()
-
-    # --- the step ---------------------------------------------------------------------------------------------------
-
-    def _step(self) -> bool:
-        """Composes and runs one batch. → False if there is nothing to run."""
-        self._guidance.turn()
-        batch = self._scheduler.next_batch()
-        if batch is None:
-            self._hides_prefill = bool(self._unwaited)
-            return False
-        if self._fail_lost(batch) or self._requests.fail_unseen(batch):
-            return True
-        self._started, began = self._requests.note_started(batch), time.monotonic()
-        self._tiers.note_step(batch)
-        self._tracer.did("compose")
-        try:
-            with self._tracer.step(batch):
-                masks = self._guidance.masks if self._guidance else None
-                sampled = self._runners[batch.model].run(batch, self._idle_work.run, masks)
-                scored = self._runners[batch.model].scores.take()
-        except ServerGone:
-            raise
-        except Exception as error:
-            self._fail_batch(batch, error)
-            return True
-        self._reporter.steps += 1
-        self._unwaited_s += time.monotonic() - began
-        tokens = batch.tokens
-        self._unwaited[batch.model] += tokens
-        if tokens > len(batch.rows):
-            self._hides_prefill = self._hides_prefill or any(row.stage is not None or row.guess for row in batch.rows)
-            if again := recomputed(batch):
-                self._channel.send(messages.Recomputed(again))
-        sampling = [row for row in batch.rows if row.samples]
-        if masks is not None:
-            sampled = self._guidance.settle(sampling, sampled)
-        for message in scored:
-            self._channel.send(message)
-        self._send_tokens([row.request for row in sampling], sampled)
-        waits = bool(sampled.tokens or scored) or any(row.request.logits for row in batch.rows)
-        seconds = self._waited_for(batch) if waits else 0.0
-        further = {index: [token for token, _ in some] for index, some in sampled.further.items()}
-        for request in self._scheduler.complete(batch, self._usable_tokens(sampling, sampled), seconds, further):
-            self._requests.finish(request)
-        if masks is not None:
-            self._guidance.hold_back()
-        self._runners[batch.model].settle()
-        self._tracer.did("complete")
-        return True
-
-    def _waited_for(self, batch: Batch) -> float:
-        """The seconds of this step, and of the steps before it whose results the host did not wait for.
-
-        Also updates the measured prefill speed, with two exceptions. Rows that ran a part of the blocks do not measure
-        prefill. If the device was idle in between, the end of the earlier steps was not observed.
-        """
-        seconds, self._unwaited_s = self._unwaited_s, 0.0
-        tells, self._hides_prefill = not self._hides_prefill, False
-        tokens = self._unwaited.pop(batch.model)
-        if tells and tokens - len(batch.rows) >= STEP.least_chunk and not self._unwaited:
-            self._tiers.note_prefill(batch.model, tokens, seconds)
-        self._unwaited.clear()
-        return seconds
-
-    def _send_started(self) -> None:
-        """Sends Stepping. As a rule the device still runs the step, so the server has handled the message before the
-        first tokens come."""
-        if self._started:
-            self._channel.send(messages.Stepping(self._started))
-            self._started = []
-
-    def _send_tokens(self, requests: Sequence[Request], sampled: Sampled) -> None:
-        """Sends the step's tokens. An unsound or late row has none."""
-        given = zip(requests, sampled.tokens, sampled.logprobs, strict=True)
-        tokenless = {*sampled.unsound, *sampled.late}
-        tokens = [
-            messages.Token(request.id, token, logprobs)
-            for index, (request, token, logprobs) in enumerate(given)
-            if index not in tokenless
-        ]
-        for index, some in sampled.further.items():
-            tokens += [messages.Token(requests[index].id, token, logprobs) for token, logprobs in some]
-        self._reporter.generated += len(tokens)
-        self._send_started()
-        if tokens:
-            self._channel.send(messages.Stepped(tokens))
-
-    def _usable_tokens(self, sampling: Sequence[Row], sampled: Sampled) -> Sequence[int | None]:
-        """The tokens of these rows for the scheduler. A late row has LATE. A row whose logits are not finite has None:
-        its call ends there if the session has edits, and fails otherwise."""
-        tokens: list[int | None] = [*sampled.tokens]
-        for index in sampled.late:
-            tokens[index] = LATE
-        for index in sampled.unsound:
-            tokens[index], row = None, sampling[index]
-            if not row.session.edits:
-                dtype = self._runners[row.session.model].model.dtype
-                told = (
-                    "the model gave logits that are no numbers: its weights hold NaN, or its activations overflow "
-                    f"{dtype}; the session is as it was before the call"
-                )
-                self._requests.fail(row.request, DjinnError(told))
-        return tokens
-
-    def _fail_lost(self, batch: Batch) -> bool:
-        """Fails requests that would have to recompute imported KV: the session's tokens do not determine it. → True if
-        there were any."""
-        lost = [row.request for row in batch.rows if row.start < row.session.foreign_tokens]
-        for request in lost:
-            self._requests.fail(request, SessionLost(LOST))
-        return bool(lost)
-
-    def _fail_batch(self, batch: Batch, error: Exception) -> None:
-        """Fails every request of the step. A permanent error of the device is raised again, and the engine exits."""
-        log.error("step_failed model=%s rows=%d", batch.model, len(batch.rows), exc_info=error)
-        self._device.synchronize()  # raises again if the error is permanent
-        self._runners[batch.model].recover()
-        told = DjinnError(f"the step failed: {error!r}")
-        if isinstance(error, torch.OutOfMemoryError):
-            torch.cuda.empty_cache()
-            told = OutOfMemory(f"the step ran out of device memory: {error}")
-        for row in batch.rows:
-            self._requests.fail(row.request, told)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -385,6 +267,11 @@ class Engine:
         for message in self._inquiries:
             self._channel.send(self._reporter.report(message))
         self._inquiries.clear()
+
+    def _nothing_waits(self) -> bool:
+        """True if nothing is known that has to be done between two steps, so that the next step may be launched before
+        the running one ends."""
+        return not (self._dispatcher.has_some or self._tiers.is_busy or self._guidance or self._device.trace)
 
     def _beat(self) -> None:
         now = time.monotonic()

@@ -137,7 +137,7 @@ class Requests:
         """True if steps may run guesses of the Run's next tokens: the model's load allows it, it keeps no states, which
         cannot be taken back, and nothing about the Run depends on the tokens of one step or on the tokens before."""
         runner = self._runners[session.model]
-        if not (runner.speculates and message.max_tokens) or message.grammar is not None or session.edits:
+        if not (runner.speculates and message.max_tokens) or session.edits:
             return False
         looks_inside = message.capture or message.stops or message.resume_block is not None
         return not (looks_inside or message.prompt_logprobs is not None or is_penalised(message.sampling))

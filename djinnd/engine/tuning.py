@@ -10,10 +10,22 @@ from dataclasses import dataclass
 # long.
 STEP_ROWS = 256
 STEP_LIMITS = {"cpu": (512, STEP_ROWS), "cuda": (2048, STEP_ROWS)}
+# By kind of device: whether a decode step is launched before the tokens of the last one are read. A CPU computes a step
+# when it is launched, and gains nothing. No GPU has run it yet.
+LAUNCHES_AHEAD = {"cpu": False, "cuda": False}
+AHEAD_FOR_S = 0.1  # chosen: most seconds of such steps in a row, before other work gets a turn between two steps
 ALIVE_EVERY = 0.5  # chosen: seconds between two Alive messages
 WORTH = 10  # chosen: collections of the middle generation, after which Python would start a full one
 LONGEST = 600.0  # chosen: seconds after a full collection, after which the next one runs even between requests
 READ_AT_ONCE = 128  # chosen: spans; reading one takes a few microseconds
+
+# --- Threads of decode steps on a CPU ---------------------------------------------------------------------------------
+
+FIRST_THREAD_TRIAL = 16  # chosen: steps before the first trial of another number, and after a change
+RAREST_THREAD_TRIAL = 512  # chosen: most steps between two trials; each one without success doubles them
+THREAD_TRIAL_STEPS = 4  # chosen: steps of a trial; it is compared with the last steps before and between them
+CLEARLY_FASTER = 0.95  # chosen: a median below this share of the other one counts as faster
+HOPELESS = 2.0  # chosen: one step that takes so many times as long ends a trial
 
 # --- Grammars ---------------------------------------------------------------------------------------------------------
 

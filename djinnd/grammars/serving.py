@@ -3,8 +3,9 @@
     Begin ──► compiled in a thread of its own, as that may take seconds ──► mask
     Advance ──► consumed ──► masks of all, in parallel, where the engine reads them
                                  └──► where only one text can follow: its tokens, and the mask behind them
+    Try ──► tokens of guesses, one after another: consumed ──► masks of all ──► all taken back
 
-The state of a run depends only on its grammar and its tokens.
+The state of a run depends only on its grammar and its tokens, not on guesses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from djinn_client.errors import GrammarRejected
 from djinnd.confinement.channel import ConfinedChannel
-from djinnd.jobs.grammar import WORD, AdvanceGrammars, BeginGrammar, EndGrammar, GrammarState, GrammarStates, ToProcess
+from djinnd.jobs.grammar import (
+    WORD,
+    AdvanceGrammars,
+    BeginGrammar,
+    EndGrammar,
+    GrammarState,
+    GrammarStates,
+    ToProcess,
+    TryTokens,
+)
 from djinnd.text.grammar import compiled, expect_sound
 
 Masks = npt.NDArray[np.uint32]  # [runs, words]: a bit a token, 1 where it may follow
@@ -35,6 +45,7 @@ class GrammarRun:
     slot: int
     matcher: LLMatcher | None = None  # None: it is being compiled
     is_over: bool = False
+    is_forced: bool = False  # the matcher is ahead of the output by forced tokens
 
 
 class GrammarService:
@@ -70,6 +81,8 @@ class GrammarService:
                     self._compiling.submit(self._begin, run, message)
                 case AdvanceGrammars():
                     self._advance(message)
+                case TryTokens():
+                    self._try(message)
                 case EndGrammar():
                     self._runs.pop(message.run).is_over = True
         self._compiling.shutdown(cancel_futures=True)
@@ -91,10 +104,39 @@ class GrammarService:
 
     def _advance(self, message: AdvanceGrammars) -> None:
         runs = [self._runs[number] for number, _ in message.tokens]
+        tokens = [tokens for _, tokens in message.tokens]
         self._executor.consume_token_par(
-            [(_matcher(run), token) for run, (_, token) in zip(runs, message.tokens, strict=True)]
+            [(_matcher(run), first) for run, (first, *_) in zip(runs, tokens, strict=True)]
         )
+        for run, (_, *further) in zip(runs, tokens, strict=True):
+            if further:
+                _matcher(run).consume_tokens(further)
         self._tell(self._look(runs))
+
+    # --- guesses ----------------------------------------------------------------------------------------------------
+
+    def _try(self, message: TryTokens) -> None:
+        """Computes the masks behind the tokens of each guess, as far as the grammar allows these. The output must be
+        able to go on behind each, because the end of an output is found when its last token is told."""
+        guesses = [(self._runs[number], tokens, slots) for number, tokens, slots in message.guesses]
+        counts = dict.fromkeys([number for number, _, _ in message.guesses], 0)
+        active = [(run, tokens[: _allowed(run, tokens)], slots) for run, tokens, slots in guesses]
+        consumed = dict.fromkeys([run for run, _, _ in guesses], 0)
+        at = 0
+        while active := [each for each in active if at < len(each[1])]:
+            for run, tokens, _ in active:
+                _matcher(run).consume_token(tokens[at])
+                consumed[run] += 1
+            active = [each for each in active if not _matcher(each[0]).is_stopped()]
+            self._compute([(run, slots[at]) for run, _, slots in active])
+            active = [each for each in active if (self._table[each[2][at]] & self._goes_on).any()]
+            self._publish([slots[at] for _, _, slots in active])
+            at += 1
+            counts.update({run.number: at for run, _, _ in active})
+        for run, count in consumed.items():
+            if count:
+                _matcher(run).rollback(count)
+        self._tell(GrammarStates(step=message.step, tried=[*counts.items()]))
 
     def _tell(self, states: GrammarStates) -> None:
         with self._sending:
@@ -104,25 +146,32 @@ class GrammarService:
 
     def _look(self, runs: Sequence[GrammarRun]) -> GrammarStates:
         """Writes each run's mask into its slot, for the position after the forced tokens."""
-        self._compute(runs)
+        self._compute([(run, run.slot) for run in runs])
         unclear = [run for run, is_clear in zip(runs, self._are_clear(runs), strict=True) if not is_clear]
         single = [run for run in unclear if np.bitwise_count(self._table[run.slot]).sum() == 1]
         forced = {run: tokens for run in single if (tokens := _forced(_matcher(run)))}
-        self._compute([*forced])  # masks behind the forced tokens
-        if self._table is not self._masks:
-            slots = [run.slot for run in runs]
-            self._masks[slots] = self._table[slots, : self._masks.shape[1]]
+        self._compute([(run, run.slot) for run in forced])  # masks behind the forced tokens
+        for run in runs:
+            run.is_forced = run in forced
+        self._publish([run.slot for run in runs])
         others = [state for run in unclear if (state := self._state(run, forced.get(run, [])))]
         told = {state.run for state in others}
         return GrammarStates([run.number for run in runs if run.number not in told], others)
 
-    def _compute(self, runs: Sequence[GrammarRun]) -> None:
+    def _compute(self, places: Sequence[tuple[GrammarRun, int]]) -> None:
+        """Writes each run's mask into a slot of the table."""
         nbytes = 4 * self._table.shape[1]
-        if len(runs) == 1:
-            _matcher(runs[0]).unsafe_compute_mask_ptr(self._table[runs[0].slot].ctypes.data, nbytes)
-        elif runs:
-            jobs: list[Any] = [(_matcher(run), run.slot) for run in runs]
+        if len(places) == 1:
+            ((run, slot),) = places
+            _matcher(run).unsafe_compute_mask_ptr(self._table[slot].ctypes.data, nbytes)
+        elif places:
+            jobs: list[Any] = [(_matcher(run), slot) for run, slot in places]
             self._executor.unsafe_compute_mask_ptr(jobs, self._table.ctypes.data, nbytes, len(self._table))
+
+    def _publish(self, slots: list[int]) -> None:
+        """Copies these masks to where the engine reads them, if the table is elsewhere."""
+        if self._table is not self._masks:
+            self._masks[slots] = self._table[slots, : self._masks.shape[1]]
 
     def _are_clear(self, runs: Sequence[GrammarRun]) -> list[bool]:
         """→ for each run, True if a few words of its mask show that the output has a choice: two tokens that do not end
@@ -166,6 +215,13 @@ def _forced(matcher: LLMatcher) -> list[int]:
     if tokens:
         matcher.consume_tokens(tokens)
     return tokens
+
+
+def _allowed(run: GrammarRun, tokens: list[int]) -> int:
+    """How many first tokens of a guess may follow; 0 if the run is not where its output is."""
+    if run.matcher is None or run.is_forced or run.matcher.is_stopped():
+        return 0
+    return int(run.matcher.validate_tokens(tokens))
 
 
 def _matcher(run: GrammarRun) -> LLMatcher:

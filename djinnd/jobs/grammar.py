@@ -2,11 +2,13 @@
 
     engine ──Begin──────────────► process ──States, with the first mask──► engine
            ──Advance, once a step──►      ──States─────────────────────────►
+           ──Try, for guesses──────►      ──States, with counts of masks───►
            ──End─────────────────►
 
 The masks are in memory that both processes have mapped. A run has a slot with a bit for each token, which is 1 if the
 token may come next. The grammar process writes a slot before it sends the state; the engine reads it until it sends the
-next message about that run.
+next message about that run. A Try lends the run further slots, for the masks behind the tokens of a guess. The process
+handles messages in order, so a slot may be lent again when the step of the guess is over.
 """
 
 from __future__ import annotations
@@ -41,9 +43,17 @@ class BeginGrammar(msgspec.Struct, tag="begin", array_like=True):
 
 
 class AdvanceGrammars(msgspec.Struct, tag="advance", array_like=True):
-    """The next token of each run. Tokens that a state has listed as `forced` are not sent."""
+    """The next tokens of each run: one, and as many more as guesses were right. Tokens that a state has listed as
+    `forced` are not sent."""
 
-    tokens: list[tuple[int, int]]  # (run, token)
+    tokens: list[tuple[int, list[int]]]  # (run, tokens)
+
+
+class TryTokens(msgspec.Struct, tag="try", array_like=True):
+    """Asks for the masks behind each token of a guess, as if the run's output went on with it."""
+
+    step: int  # the answer has it, too
+    guesses: list[tuple[int, list[int], list[int]]]  # (run, tokens, a slot for each)
 
 
 class EndGrammar(msgspec.Struct, tag="end", array_like=True):
@@ -69,9 +79,11 @@ class GrammarStates(msgspec.Struct, tag="states", array_like=True):
 
     plain: list[int] = []  # runs with a new mask, without forced tokens, end or error
     others: list[GrammarState] = []
+    step: int = 0  # of the Try that this answers
+    tried: list[tuple[int, int]] = []  # (run, how many first tokens of its guess have a mask behind them)
 
 
-ToProcess = BeginGrammar | AdvanceGrammars | EndGrammar
+ToProcess = BeginGrammar | AdvanceGrammars | TryTokens | EndGrammar
 
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -356,6 +356,7 @@ class ModelQueue:
         held = busy.keys() - active
         assert self.held.keys() == held, f"held sessions of {self.name} differ: {sorted(held ^ self.held.keys())}"
         self.batch_builder.check_integrity(self.active)
+        self.batch_builder.guesses.check_integrity(self.sessions.values())
         tenants: dict[int, int] = {}  # tenant of each page
         for session in self.sessions.values():
             check_session(session, self.residency, self.limit, self.num_blocks)

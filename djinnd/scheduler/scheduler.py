@@ -7,6 +7,9 @@ It owns the sessions and the requests in progress, and a `ModelQueue` for each m
 The scheduler reads no clock: `tick` sets the time of the events that follow. Any event may come between these calls.
 `complete` ignores a row whose request has ended meanwhile. A batch that is never completed has no effect on tokens or
 KV: the next batch runs its tokens again.
+
+`follow` composes the next batch before the running one completes. While two batches run, only events may come that
+change no session with a row: see djinnd/engine/steps.py.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Scheduler:
         self._sessions: dict[str, Session] = {}
         self._in_progress: dict[int, tuple[Session, Request]] = {}  # by request id
         self._step = 0
+        self._followed = 0  # number of the step before it, if the last one was composed by `follow`
         self._completed = 0  # number of the last step that completed
         self._ran: tuple[Row, ...] = ()  # the rows of that step
         self.next_wake = math.inf  # earliest time at which a waiting session is expected back
@@ -130,6 +134,7 @@ class Scheduler:
         request = self._finish(session, "cancelled") if session.request else None
         queue = self.queues[session.model]
         queue.residency.close(session)
+        queue.batch_builder.guesses.close(session)
         del queue.sessions[session_id], self._sessions[session_id]
         return request
 
@@ -395,9 +400,24 @@ class Scheduler:
         for _, name in sorted(urgencies):
             rows = builders[name].compose(self._step + 1, self.max_batch_tokens, self.max_rows, self._now)
             if rows:
+                self._followed = 0
                 self._step += 1
                 return Batch(name, rows, self._step)
         return None
+
+    def follow(self, batch: Batch) -> Batch | None:
+        """Composes the step after `batch`, which is the last one composed and still runs: each session with a row gets
+        the next one, with the token that `batch` samples for it. None if the next step may be another: some session
+        waits for a row, or a row needs more than its next token."""
+        assert self._completed < batch.step == self._step
+        if sum([len(queue.active) for queue in self.queues.values()]) != len(batch.rows):
+            return None
+        rows = self.queues[batch.model].batch_builder.follow(batch.rows, self._step + 1, self._now)
+        if not rows:
+            return None
+        self._followed = self._step
+        self._step += 1
+        return Batch(batch.model, rows, self._step)
 
     def complete(
         self,
@@ -408,11 +428,12 @@ class Scheduler:
     ) -> list[Request]:
         """Applies the results of a step and returns the requests that it ended.
 
-        `batch` is the last one composed. `next_tokens` has one token for each of its rows that samples, in order, or
-        None if none could be sampled. `further` has the tokens after these, by index in `next_tokens`, where guesses
-        were right. `seconds` is the step's time on the device (0: see BatchBuilder.ran).
+        Batches complete in the order in which they were composed. `next_tokens` has one token for each of the batch's
+        rows that samples, in order, or None if none could be sampled. `further` has the tokens after these, by index in
+        `next_tokens`, where guesses were right. `seconds` is the step's time on the device (0: see BatchBuilder.ran).
         """
-        assert batch.step == self._step, f"step {batch.step} completes after step {self._step} was composed"
+        in_order = batch.step in (self._step, self._followed)
+        assert in_order, f"step {batch.step} completes after step {self._step} was composed"
         sampling = sum([row.samples for row in batch.rows])
         assert len(next_tokens) == sampling, f"{len(next_tokens)} tokens for {sampling} rows that sample"
         assert batch.step > self._completed, f"step {batch.step} completes twice"

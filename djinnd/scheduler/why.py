@@ -47,7 +47,10 @@ def explain(
     if session.touched == last_step and last_step and not residency.is_leaving(session):
         length = len(session.tokens)
         left = max(0, min(request.max_tokens - max(length - request.prompt_end, 0), limit - length))
-        return Explanation("running", "it had a row in the model's last step", {"step": last_step, "tokens_left": left})
+        figures: dict[str, int | float | str] = {"step": last_step, "tokens_left": left}
+        if request.guessed:
+            figures |= {"guessed_tokens": request.guessed, "kept_tokens": request.kept}
+        return Explanation("running", "it had a row in the model's last step", figures)
     return _passed_over(session, residency, order, now)
 
 

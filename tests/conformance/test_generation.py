@@ -6,6 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import djinn_client as djinn
 
@@ -44,7 +45,9 @@ async def test_a_stream_is_what_generate_returns(session: OpenSession, options: 
         text, tokens = await collected(stream)
         assert (text, tokens) == (whole.text, whole.token_ids)
         assert (stream.result.text, stream.result.token_ids) == (whole.text, whole.token_ids)
-        assert (stream.result.finish_reason, stream.result.usage) == (whole.finish_reason, whole.usage)
+        assert stream.result.finish_reason == whole.finish_reason
+        guesses = {"guessed_tokens": 0, "kept_tokens": 0}  # may differ, as the times of steps do
+        assert replace(stream.result.usage, **guesses) == replace(whole.usage, **guesses)
         assert await a.token_ids() == await b.token_ids()
 
 

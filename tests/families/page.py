@@ -18,7 +18,14 @@ from tests.families.one_family import Outcome, try_family
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
 _LONGROPE = "with `longrope`, up to `original_max_position_embeddings` tokens"
-NOTES = {"phi3": _LONGROPE}  # limits of what is served
+_INDEXERS = "up to `index_topk` tokens"
+_INDEXED_BLOCKS = "with indexers, up to `index_topk_blocks` blocks"
+NOTES = {  # limits of what is served
+    "phi3": _LONGROPE,
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), _INDEXERS),
+    "dots3_note_text": f"with indexers, {_INDEXERS}",
+    **dict.fromkeys(("minimax_m3_vl", "minimax_m3_vl_text"), _INDEXED_BLOCKS),
+}
 
 _HEAD = """# Model types
 

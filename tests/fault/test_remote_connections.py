@@ -15,7 +15,7 @@ import transformers
 import djinn_client as djinn
 from djinn_client.transport.remote import channel
 from tests.conftest import MODEL
-from tests.support.bad_proxy import HARMS, BadProxy, CuttingProxy
+from tests.support.bad_proxy import HARMS, BadProxy, CuttingProxy, MutingProxy
 from tests.support.daemon import Daemon, descriptors_of, expect_held, holdings, wait_for
 from tests.support.remote import RemoteGateway, daemon_fixture, gateway_fixture, token_of
 
@@ -24,7 +24,7 @@ TOKENS = [7, 20, 101, 300, 55]
 
 
 daemon = daemon_fixture()
-gateway = gateway_fixture({"grace": "5s"})
+gateway = gateway_fixture({"grace": "8s"})
 
 
 def generate(s: djinn.Session, n: int) -> Any:
@@ -101,6 +101,18 @@ def test_calls_over_a_bad_network_have_the_results_of_undisturbed_ones(
     assert found.count(None) <= calls // 50, "a broken connection is continued"
     wait_for(lambda: len(descriptors_of(gateway.process.pid)) <= descriptors + 1)
     expect_held(daemon, before)
+
+
+def test_a_call_continues_when_the_first_new_connections_are_not_answered(
+    daemon: Daemon, gateway: RemoteGateway
+) -> None:
+    with MutingProxy(gateway.port) as proxy:
+        with djinn.Session(MODEL, address=gateway.address_for(token_of(daemon, "muted"), proxy.port)) as s:
+            expected = generate(s, 0)
+            s.truncate(0)
+            proxy.cut(muted=channel.ATTEMPTS - 2)
+            assert generate(s, 0) == expected
+        assert not proxy.muted
 
 
 def test_uploads_and_downloads_that_are_cut_go_on_from_the_last_acknowledged_part(

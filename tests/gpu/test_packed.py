@@ -13,7 +13,7 @@ from tests.support.packed import ODD, check_product, form_of, packed, same_weigh
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(70, 128), (1030, 384), (33, 50), (90, 1152), (640, 5120), (129, 13_824)]
+SHAPES = [(70, 128), (1030, 384), (33, 50), (90, 1152), (640, 5120), (129, 13_824), (641, 2880), (33, 64), (1, 320)]
 STRANGE = [*ODD, float("inf"), float("-inf"), float("nan")]
 
 
@@ -53,7 +53,7 @@ def test_patches_with_bad_places_write_nothing() -> None:
     assert not memory[form.numel :].any()
 
 
-@pytest.mark.parametrize("number", [0, 1, 3, 4, 5])
+@pytest.mark.parametrize("number", [0, 1, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("tokens", [1, 2, 7, FEW_ROWS])
 def test_product(number: int, tokens: int) -> None:
     form = form_of(SHAPES)
@@ -79,7 +79,7 @@ def test_product(number: int, tokens: int) -> None:
 def test_product_with_other_tiles(tokens: int, tiles: ProductTiles) -> None:
     form = form_of(SHAPES)
     plain = weights(form, ODD, "cuda")
-    for number in (1, 4):
+    for number in (1, 4, 6):
         x = torch.randn(tokens, form.units[number].cols, device="cuda").to(torch.bfloat16)
         check_product(form, number, plain, x, packed_product(form, number, packed(form, plain), x, tiles=tiles))
 

@@ -64,9 +64,9 @@ def test_a_read_does_not_wait_for_copies_on_another_stream(bulk: tuple[Tensor, T
     host, device = bulk
     inbox, seen = ResultReader(), list[bool]()
     values = torch.arange(5, device="cuda")
-    assert inbox.read(values, lambda: False) == [0, 1, 2, 3, 4]  # compiles
+    assert inbox.read(inbox.ask(values), lambda: False) == [0, 1, 2, 3, 4]  # compiles
     all_of_it = begin(host, device)
-    assert inbox.read(values, lambda: bool(seen.append(all_of_it.query()))) == [0, 1, 2, 3, 4]
+    assert inbox.read(inbox.ask(values), lambda: bool(seen.append(all_of_it.query()))) == [0, 1, 2, 3, 4]
     assert seen == [False] and not all_of_it.query()
 
 
@@ -82,7 +82,7 @@ def test_meanwhile_is_called_again_while_the_device_is_busy() -> None:
         torch.cuda.synchronize()
         calls.clear()
         torch.cuda._sleep(cycles)
-        assert inbox.read(values, there_is_more) == [0, 1, 2, 3, 4]
+        assert inbox.read(inbox.ask(values), there_is_more) == [0, 1, 2, 3, 4]
         return len(calls)
 
     some_ten_milliseconds = 50_000_000
@@ -111,6 +111,6 @@ def test_a_read_may_have_more_numbers_than_the_one_before() -> None:
     inbox = ResultReader()
     for count in (1, 2, 7, 300, 4, 4097):
         values = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")
-        assert inbox.read(values, lambda: False) == values.tolist()
+        assert inbox.read(inbox.ask(values), lambda: False) == values.tolist()
         assert inbox.read(values[::2], lambda: False) == values[::2].tolist()
     assert inbox.read(values[:0], lambda: False) == []

@@ -13,12 +13,14 @@ from tests.support import reference
 from tests.support.checkpoints import random_model
 from tests.support.daemon import Daemon
 from tests.support.loaded import random_prompt
-from tests.unit.model.test_kv_shapes import COMMON, EXPERTS, GEMMA_4, LATENT
+from tests.unit.model.test_kv_shapes import COMMON, EXPERTS, GEMMA_3N, GEMMA_4, LATENT
 
 NEW = 6
 MODELS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**GEMMA_4, "num_kv_shared_layers": 2},
+    "gemma3n_text": GEMMA_3N,
     "deepseek_v3": {**LATENT, **EXPERTS},
+    "glm_moe_dsa": {**LATENT, **EXPERTS, "indexer_types": ["full", "shared"] * 2},
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,7 +17,8 @@ from djinn_client import AsyncSession, GrammarRejected, Session
 from djinn_client.errors import InvalidRequest
 from tests.conftest import MODEL, DaemonStarter
 from tests.support.chat_families import TOOLS
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, targets_of, wait_for
+from tests.support.models import tiny_model
 
 PERSON = {
     "type": "object",
@@ -178,3 +181,19 @@ def test_several_outputs_of_one_prompt_have_the_format(open_session: Callable[[]
         assert [choice.message.tool_calls[0].name for choice in calls.choices if choice.message] == ["weather"] * 2
         with pytest.raises(InvalidRequest, match="leave min_tokens out"):
             s.generate("Year: ", regex="[0-9]{4}", min_tokens=2)
+
+
+def test_an_unloaded_model_leaves_no_tokens_in_memory(chatty: Daemon, tmp_path: Path) -> None:
+    """The server keeps a table of the tokens of a model that users brought. Calls that have ended do not keep it."""
+    folder = str(shutil.copytree(tiny_model(), tmp_path / "brought"))
+
+    def has_table() -> bool:
+        return any("djinn-tokens" in target for target in targets_of(chatty.pid))
+
+    with chatty.client() as client:
+        client.load(folder, kv_bytes=4 << 20, host_kv_bytes=0, disk_kv_bytes=0)
+        with Session(folder, address=chatty.address) as s:
+            s.generate("x", max_tokens=8, regex="[ab]+")
+        assert has_table()
+        client.unload(folder)
+        wait_for(lambda: not has_table())

@@ -27,6 +27,7 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.core.batch import Batch, Row
 from djinnd.core.edits import FOREVER, Edit, Extent, now
 from djinnd.core.request import Request, RequestState
+from djinnd.core.runs import RUN
 from djinnd.core.session import Session
 from djinnd.core.stops import Stop
 from djinnd.kvcache.manager import KvManager
@@ -600,7 +601,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert shadow.call and row.request is shadow.call.request and row.request.state is RequestState.RUNNING
         assert row.count >= 1 and row.start == row.session.next_position
         assert row.end - len(row.guess) <= len(shadow.tokens)
-        assert not row.guess or (row.decodes and row.samples and row.request.may_guess)
+        if row.guess:
+            assert row.decodes and row.samples and row.request.may_guess
+            self.check_guess(shadow, row.guess[0])
         stage, stop = row.session.stage, shadow.call.next_stop(len(shadow.tokens))
         assert row.stage is stage and row.first_block == (0 if stage is None else stage.first)
         if stop is None or row.start < stop.position:
@@ -611,6 +614,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert row.samples == (
             row.end - len(row.guess) == len(shadow.tokens) and shadow.call.max_tokens > 0 and stop is None
         )
+
+    def check_guess(self, shadow: Shadow, token: int) -> None:
+        """The token has followed the session's latest ones before, in an open session of its tenant on its model."""
+        run, session = [*shadow.tokens[-RUN:], token], shadow.session
+        texts = [
+            other.tokens
+            for other in self.shadows.values()
+            if (other.session.tenant, other.session.model) == (session.tenant, session.model)
+        ]
+        found = any(text[at : at + len(run)] == run for text in texts for at in range(len(text)))
+        assert found, f"{session.id} has a guess from nowhere: {run}"
 
     def is_full(self, batch: Batch) -> bool:
         guessed = sum(len(row.guess) for row in batch.rows)
@@ -625,10 +639,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The device: zeroes pages, continues waiting positions, writes each row's KV once in each block, and checks
         all KV that the row reads."""
         kv, memory = self.kv[batch.model], self.device[batch.model]
-        for page in kv.pool.take_stale():
-            for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
-                memory.pop(slot, None)
-            memory.pop(state_of(page), None)
+        self.zero_stale(batch.model)
         for row in batch.rows:
             if self.keeps_states:
                 self.run_states(row)
@@ -656,6 +667,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tenants = {written.tenant for slot in slots for written in memory.get(slot, {}).values()}
                 assert tenants <= {row.session.tenant}, f"page {page} of {row.session.id} holds another's KV"
 
+    def zero_stale(self, model: str) -> None:
+        kv, memory = self.kv[model], self.device[model]
+        for page in kv.pool.take_stale():
+            for slot in range(page * kv.page_size, (page + 1) * kv.page_size):
+                memory.pop(slot, None)
+            memory.pop(state_of(page), None)
+
     def run_states(self, row: Row) -> None:
         """Checks the state that the row reads in each block, and writes those at the ends of its pages."""
         kv, memory, shadow = self.kv[row.session.model], self.device[row.session.model], self.shadows[row.session.id]
@@ -681,6 +699,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling = sum(row.samples for row in self.in_step[0].rows)
         tokens = data.draw(st.lists(TOKENS, min_size=sampling, max_size=sampling))
         self.finish_step(tokens, data.draw(st.integers(0, 9)))
+
+    @precondition(lambda self: self.in_step is not None)
+    @rule(data=st.data())
+    def follow(self, data: st.DataObject) -> None:
+        """Launches the step that follows the one that runs, then completes that one. The device writes where the block
+        tables pointed at the launch, also for sessions that end with the first of these two steps."""
+        assert self.in_step
+        batch, _ = self.in_step
+        free = {name: kv.pool.free for name, kv in self.kv.items()}
+        following = self.scheduler.follow(batch)
+        if following is None:
+            assert free == {name: kv.pool.free for name, kv in self.kv.items()}
+            return
+        model, rows = following.model, following.rows
+        shadows = [self.shadows[row.session.id] for row in rows]
+        assert not [row for row in rows if row.count > 1 or row.stage or row.guess or not row.samples]
+        assert [row.start for row in rows] == [len(shadow.tokens) for shadow in shadows]
+        kv, memory, calls = self.kv[model], self.device[model], [shadow.call for shadow in shadows]
+        self.zero_stale(model)
+        slots = [slots_of(kv, row.session.id, 0, row.end) for row in rows]
+        assert all(kv.may_write(own[-1] // kv.page_size) for own in slots)
+        self.complete(data)
+        for shadow, (*own, last) in zip(shadows, slots, strict=True):
+            for block in range(NUM_BLOCKS):
+                for position, slot in enumerate(own):
+                    assert memory.get(slot, {}).get(block) == shadow.written(position, block)
+            memory[last] = {block: shadow.written(len(own), block) for block in range(NUM_BLOCKS)}
+        self.in_step = (following, calls)
 
     def finish_step(self, next_tokens: Sequence[int], right: int = 0) -> None:
         """`right`: how many tokens of each guess are right, at least."""
@@ -829,13 +875,62 @@ class TestSchedulerOfHybridsAtLength(StatesMachine.TestCase):
     settings = settings(max_examples=100, stateful_step_count=50)
 
 
+class AheadMachine(SchedulerMachine):
+    """A few sessions of one model decode together, so steps can follow each other."""
+
+    @initialize(
+        pages=st.integers(4, 20),
+        page_size=st.integers(1, 4),
+        sessions=st.lists(st.tuples(st.just("m"), st.integers(0, 1), st.just("batch")), min_size=1, max_size=4),
+    )
+    def begin(self, pages: int, page_size: int, sessions: list[tuple[str, int, Class]]) -> None:
+        super().begin((pages, 8), page_size, 24, 8, sessions)
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(
+        data=st.data(),
+        prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=3), min_size=1, max_size=4),
+        max_tokens=st.sampled_from([2, 4, 8]),
+        stop=st.frozensets(st.integers(0, 1), max_size=1),
+        steps=st.integers(2, 12),
+    )
+    def decode_ahead(
+        self, data: st.DataObject, prompts: list[list[int]], max_tokens: int, stop: frozenset[int], steps: int
+    ) -> None:
+        """The last step still runs afterwards, if it follows another."""
+        for shadow in self.shadows.values():
+            if shadow.call:
+                self.ended(shadow, self.scheduler.cancel(shadow.call.request.id), "cancelled")
+        for shadow, prompt in zip(list(self.shadows.values()), prompts, strict=False):
+            self.start(shadow, prompt, max_tokens, stop, may_guess=False)
+        for _ in range(steps):
+            if self.in_step is None:
+                self.compose()
+            running = self.in_step
+            if running is None:
+                return
+            self.follow(data)
+            if self.in_step is running:
+                self.finish_step([QUIET] * sum(row.samples for row in running[0].rows))
+            self.agrees()
+
+
+class TestSchedulerAhead(AheadMachine.TestCase):
+    settings = settings(max_examples=25, stateful_step_count=30)
+
+
+@pytest.mark.long
+class TestSchedulerAheadAtLength(AheadMachine.TestCase):
+    settings = settings(max_examples=100, stateful_step_count=50)
+
+
 class GuessesMachine(SchedulerMachine):
-    """Steps and pages have room for guesses, and texts repeat themselves."""
+    """Steps and pages have room for guesses, and texts repeat themselves and those of the tenant's other sessions."""
 
     @initialize(
         pages=st.tuples(st.integers(8, 30), st.integers(8, 30)),
         page_size=st.sampled_from([8, 6, 4]),
-        sessions=st.lists(WHO, min_size=4, max_size=8),
+        sessions=st.lists(st.tuples(st.just("m"), st.integers(0, 1), st.sampled_from(CLASSES)), min_size=5, max_size=8),
     )
     def begin(self, pages: tuple[int, int], page_size: int, sessions: list[tuple[str, int, Class]]) -> None:
         super().begin(pages, page_size, 24, 16, sessions)
@@ -852,6 +947,20 @@ class GuessesMachine(SchedulerMachine):
             if self.in_step:
                 self.finish_step([pattern[0]] * sum(row.samples for row in self.in_step[0].rows), right)
                 self.agrees()
+
+    @precondition(lambda self: self.in_step is None)
+    @rule(script=st.permutations(range(QUIET + 1)), right=st.sampled_from([0, 1, 9]), steps=st.integers(1, 6))
+    def write_the_same_text(self, script: list[int], right: int, steps: int) -> None:
+        """Sessions write a text without repetition, each a few steps behind another."""
+        for shadow in [shadow for shadow in self.shadows.values() if shadow.call is None]:
+            self.start(shadow, script[:RUN], len(script) - RUN, frozenset())
+            for _ in range(steps):
+                self.compose()
+                if self.in_step:
+                    rows = [row for row in self.in_step[0].rows if row.samples]
+                    ends = [len(row.session.tokens) - row.request.prompt_end + RUN for row in rows]
+                    self.finish_step([script[end % len(script)] for end in ends], right)
+                    self.agrees()
 
     @rule(pattern=st.lists(TOKENS, min_size=1, max_size=2), stop=st.frozensets(TOKENS, max_size=1))
     def submit_repetitive_texts(self, pattern: list[int], stop: frozenset[int]) -> None:

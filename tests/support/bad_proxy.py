@@ -136,3 +136,35 @@ class CuttingProxy(Proxy):
                 return
             writer.write(data)
             await writer.drain()
+
+
+class MutingProxy(Proxy):
+    """Forwards nothing on the next `muted` connections. They stay open until the client gives up."""
+
+    muted = 0
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self._clients: set[asyncio.StreamWriter] = set()
+
+    def cut(self, muted: int) -> None:
+        """Ends all connections, and mutes the next ones."""
+        self.muted = muted
+        for writer in list(self._clients):
+            self._loop.call_soon_threadsafe(writer.transport.abort)
+
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(CHUNK):
+            writer.write(data)
+            await writer.drain()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.muted:
+            self.muted -= 1
+            while await reader.read(CHUNK):
+                pass
+            writer.transport.abort()
+            return
+        self._clients.add(writer)
+        await super()._serve(reader, writer)
+        self._clients.discard(writer)

@@ -282,14 +282,31 @@ def is_alive(pid: int) -> bool:
 
 
 def descriptors_of(pid: int) -> list[str]:
+    """The kind of each of the process's descriptors: a path, or a word such as socket or /memfd."""
+    return [target.split(":")[0] for target in targets_of(pid)]
+
+
+def targets_of(pid: int) -> list[str]:
     """The target of each of the process's descriptors."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            found.append(os.readlink(link).split(":")[0])
+            found.append(os.readlink(link))
         except FileNotFoundError:  # closed meanwhile
             continue
     return sorted(found)
+
+
+def expect_no_windows(server: int, engine: int) -> None:
+    """Asserts that neither process has a memfd open, once they have ended their work."""
+
+    def windows() -> list[str]:
+        named = {"server": server, "engine": engine}
+        return [f"{name} {to}" for name, pid in named.items() for to in targets_of(pid) if to.startswith("/memfd:")]
+
+    with suppress(AssertionError):
+        wait_for(lambda: not windows())
+    assert not (left := windows()), left
 
 
 def expect_held(daemon: Daemon, before: dict[str, object]) -> None:
@@ -342,7 +359,7 @@ def holdings(daemon: Daemon) -> dict[str, object]:
         wait_for(lambda: not any(client.status().sessions.values()))
         wait_for(lambda: not any(map(lacks_tiers, client.models())))
         wait_for(lambda: not any(model.pages_used for model in client.models()))
-        wait_for(lambda: "/memfd" not in descriptors_of(engine) + descriptors_of(daemon.pid))
+        expect_no_windows(daemon.pid, engine)
         wait_for(lambda: daemon.log.count("inspection_started") == daemon.log.count("inspection_ended"))
         status = client.status(check=True)
         return {

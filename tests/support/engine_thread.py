@@ -80,6 +80,8 @@ class EngineThread:
         self.socket.close()
         self.join()
         for runner in self.engine._runners.values():  # the exit of a real process would free all this
+            if (file := self.transfers(runner.name).disk) is not None:
+                file.close()
             runner.release()
         self.device.close()
         for fd in self.descriptors:

@@ -24,11 +24,11 @@ class Tiered(EngineThread):
         return self
 
     def load_with_tiers(self, disk: Path | None = None, **more: Any) -> None:
-        """Loads llama-2 as "m". Returns when its tiers are set up."""
+        """Loads llama-2, as "m" unless `more` has a name. Returns when its tiers are set up."""
         folder = "" if disk is None else str(disk)
         self.loaded(FOLDER, host_kv_bytes=TIER, disk_kv_bytes=TIER, disk_folder=folder, **more)
         self.send(self.grant(self.until(messages.NeedArena)))
-        while not (info := self.report().models[0]).host_pages or info.host_pages_pinned < info.host_pages:
+        while not all(0 < info.host_pages == info.host_pages_pinned for info in self.report().models):
             pass
 
     def use(self, session: str) -> messages.SessionUse:

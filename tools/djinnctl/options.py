@@ -100,7 +100,7 @@ def placing_options(command: F) -> F:
         click.option(
             "--speculation",
             type=click.Choice(["auto", "off"]),
-            help="Whether steps also run guesses of a session's next tokens, from its own text. Changes no token.",
+            help="Whether steps also run guesses of a session's next tokens. Changes no token.",
         ),
         click.option("--slots", type=click.IntRange(0, MAX_SLOTS), metavar="N", help="Slots of the ring."),
         click.option(

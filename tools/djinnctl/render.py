@@ -26,6 +26,8 @@ from djinn_client.protocol.fields.scheduling import Latency, Spread
 from djinnctl.layout import Group, Renderable, Span, line, new_table
 from djinnctl.units import count, duration, exact_size, interval, rate, size
 
+LONG_SESSION = 32_768  # tokens: a plan says how much memory their pages take
+
 STYLES = {
     "ready": "green",
     "running": "green",
@@ -85,6 +87,8 @@ def summary(reply: StatusReply) -> Iterator[Renderable]:
     )
     yield f"requests: {reply.requests_running} running, {reply.requests_queued} queued   sessions: {running}"
     yield f"connections: {reply.connections}   arena: {size(reply.arena_bytes)}"
+    if reply.guessed_tokens:
+        yield f"guessed tokens: {count(reply.guessed_tokens)}, {count(reply.kept_tokens)} of them right"
 
 
 def devices(infos: Sequence[DeviceInfo]) -> Renderable:
@@ -243,12 +247,14 @@ def _step(sessions: int, seconds: float) -> str:
 
 
 def _plan_memory(plan: ModelPlan) -> Renderable:
+    pages = -(-LONG_SESSION // plan.page_tokens) if plan.page_tokens else 0  # 0: from an older daemon
+    of_session = f"{size(pages * plan.page_bytes)} for a session of {LONG_SESSION:,} tokens" if pages else ""
     parts = (
         ("resident blocks", plan.resident_bytes, f"{plan.blocks_plain} plain, {plan.blocks_packed} packed"),
         ("ring", plan.ring_bytes, f"{plan.slots} slots"),
         ("scratch", plan.scratch_bytes, "where packed blocks are decoded"),
         ("other weights", plan.rest_bytes, "embedding, norms, head"),
-        ("KV pages", plan.kv_bytes, ""),
+        ("KV pages", plan.kv_bytes, of_session),
         ("workspace", plan.workspace_bytes, ""),
         ("adapters", plan.adapter_bytes, "set aside for them"),
         ("device", plan.reserved_bytes, "its context and libraries"),

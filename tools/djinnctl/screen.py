@@ -18,6 +18,7 @@ from djinnctl.render import plain
 T = TypeVar("T")
 
 UNCUT = 10_000  # columns, if the output is no screen: `grep` finds text that is not cut
+LONGEST_SLEEP_S = 0.25
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
 
@@ -45,10 +46,17 @@ def _watch(value: T, read: Callable[[], T], put: Callable[[T], None], every_s: f
     try:
         while True:
             put(value)
-            time.sleep(every_s)
+            _wait(every_s)
             value = read()
     except KeyboardInterrupt:
         return value
+
+
+def _wait(seconds: float) -> None:
+    """Waits in pieces. Python sees a Ctrl-C that comes just before a sleep only after it."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, LONGEST_SLEEP_S))
 
 
 class _Picture:

@@ -34,9 +34,13 @@ def decode(result: Report) -> str:
 
 
 def decode_peers(result: Report) -> str:
-    peer = result.results["transformers"]
+    peers = {"transformers' `generate`": result.results["transformers"]} | result.results.get("engines", {})
+    return sentences(f"{name}: {_engine(peer)}" for name, peer in peers.items() if peer["first_token_ms"] is not None)
+
+
+def _engine(peer: dict[str, Any]) -> str:
     steps = {count: value / 1e3 for count, value in peer["step_ms"].items()}
-    return f"transformers' `generate`: {first_and_steps(peer['first_token_ms'] / 1e3, steps)}"
+    return first_and_steps(peer["first_token_ms"] / 1e3, steps)
 
 
 def cpu(result: Report) -> str:
@@ -49,8 +53,17 @@ def cpu(result: Report) -> str:
 
 
 def cpu_peers(result: Report) -> str:
-    each = (f"{name} {ms(middle(times['transformers']) / 1e3)}" for name, times in result.results["ms"].items())
-    return f"transformers' `generate`: {', '.join(each)}"
+    found = result.results["ms"]
+
+    def told(side: str) -> str:
+        return ", ".join(f"{name} {ms(middle(times[side]) / 1e3)}" for name, times in found.items())
+
+    sides = {
+        "transformers": "transformers' `generate`",
+        "llama.cpp": f"llama.cpp with {result.parameters.get('gguf')}",
+    }
+    measured = next(iter(found.values()))
+    return sentences(f"{name}: {told(side)}" for side, name in sides.items() if side in measured)
 
 
 def stored(result: Report) -> str:

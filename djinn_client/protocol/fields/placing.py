@@ -77,6 +77,8 @@ class ModelPlan(msgspec.Struct, kw_only=True):
     scratch_bytes: int  # where packed blocks are decoded
     rest_bytes: int  # of weights beside the blocks: embedding, norms, head
     kv_bytes: int
+    page_bytes: int = 0  # of KV
+    page_tokens: int = 0
     workspace_bytes: int
     adapter_bytes: int = 0  # set aside for LoRA adapters
     reserved_bytes: int  # for the device's context and libraries

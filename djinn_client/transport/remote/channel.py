@@ -23,7 +23,8 @@ from djinn_client.transport.remote.tls import client_context, expect_pinned, not
 from djinn_client.transport.steps import Steps, Wait
 from djinn_client.transport.transfer import OnMoved
 
-CONNECT_S = 10.0  # for one attempt, TLS included
+CONNECT_S = 10.0  # the longest that one attempt takes, TLS included
+ATTEMPTS = 4  # that fit in the time that the gateway keeps a broken link, even if none is answered
 PING_S = 10.0  # without a byte from the gateway, while a call waits
 DEAD_S = 20.0  # without a byte from the gateway, after which the TLS connection counts as broken
 FIRST_PAUSE_S = 0.05  # before the second attempt to connect again; each pause is twice the one before
@@ -56,7 +57,7 @@ class RemoteChannel:
 
     def open(self) -> Steps[None]:
         """Raises OSError, CertificateNotTrusted."""
-        self._carrier = Carrier((yield from _connect(self._address)))
+        self._carrier = Carrier((yield from _connect(self._address, CONNECT_S)))
         self._heard = time.monotonic()
         self._link.put(Kind.OPEN, bytes([VERSION]))
 
@@ -210,23 +211,25 @@ class RemoteChannel:
     def _begun_again(self) -> Steps[Carrier]:
         """Opens the link anew if the gateway has not answered yet. Only the Hello was sent, so it is sent again.
         Raises OSError, CertificateNotTrusted."""
-        carrier = Carrier((yield from _connect(self._address)))
+        carrier = Carrier((yield from _connect(self._address, CONNECT_S)))
         self._link.resume(0)
         self._link.put(Kind.OPEN, bytes([VERSION]))
         return carrier
 
     def _continued(self) -> Steps[Carrier]:
         """Raises OSError, CertificateNotTrusted, ConnectionLost."""
-        carrier = Carrier((yield from _connect(self._address)))
+        seconds = min(CONNECT_S, self._grace / ATTEMPTS)
+        until = time.monotonic() + seconds
+        carrier = Carrier((yield from _connect(self._address, seconds)))
         try:
-            asking, until = Link(), time.monotonic() + CONNECT_S
+            asking = Link()
             asking.put(Kind.RESUME, RESUMING.pack(self._secret, self._link.received))
             while carrier.write(asking):
-                yield Wait("write", carrier.fileno(), CONNECT_S)
+                yield Wait("write", carrier.fileno(), seconds)
             while (record := carrier.read(asking)[1]) is None:
                 if time.monotonic() > until:
-                    raise TimeoutError(f"no answer came within {CONNECT_S:g} s")
-                yield Wait("read", carrier.fileno(), CONNECT_S)
+                    raise TimeoutError(f"no answer came within {seconds:g} s")
+                yield Wait("read", carrier.fileno(), seconds)
         except BaseException:
             carrier.close()
             raise
@@ -253,14 +256,14 @@ def reach(address: RemoteAddress) -> Steps[RemoteChannel]:
     return channel
 
 
-def _connect(address: RemoteAddress) -> Steps[ssl.SSLSocket]:
-    """A TLS connection. Raises OSError, CertificateNotTrusted."""
+def _connect(address: RemoteAddress, seconds: float) -> Steps[ssl.SSLSocket]:
+    """A TLS connection. Each of TCP and TLS may take so long. Raises OSError, CertificateNotTrusted."""
     failure = OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
     for family, target in (yield from _resolved(address)):
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            yield from _reach(sock, target)
-            return (yield from _secure(sock, address))
+            yield from _reach(sock, target, seconds)
+            return (yield from _secure(sock, address, seconds))
         except OSError as error:
             sock.close()
             failure = error
@@ -303,14 +306,14 @@ def prepare(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _reach(sock: socket.socket, target: Any) -> Steps[None]:
+def _reach(sock: socket.socket, target: Any, seconds: float) -> Steps[None]:
     prepare(sock)
     status = sock.connect_ex(target)
     if status == errno.EINPROGRESS:
-        yield Wait("write", sock.fileno(), CONNECT_S)
+        yield Wait("write", sock.fileno(), seconds)
         status = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if status == 0 and not _is_connected(sock):
-            raise TimeoutError(f"no connection came about within {CONNECT_S:g} s")
+            raise TimeoutError(f"no connection came about within {seconds:g} s")
     if status:
         raise OSError(status, os.strerror(status))
 
@@ -323,11 +326,11 @@ def _is_connected(sock: socket.socket) -> bool:
         return False
 
 
-def _secure(sock: socket.socket, address: RemoteAddress) -> Steps[ssl.SSLSocket]:
+def _secure(sock: socket.socket, address: RemoteAddress, seconds: float) -> Steps[ssl.SSLSocket]:
     context = client_context(bool(address.fingerprint), address.ca)
     secured = context.wrap_socket(sock, server_hostname=address.host, do_handshake_on_connect=False)
     try:
-        yield from shake_hands(secured)
+        yield from shake_hands(secured, seconds)
         expect_pinned(secured, address)
     except ssl.SSLCertVerificationError as error:
         secured.close()
@@ -338,16 +341,16 @@ def _secure(sock: socket.socket, address: RemoteAddress) -> Steps[ssl.SSLSocket]
     return secured
 
 
-def shake_hands(sock: ssl.SSLSocket) -> Steps[None]:
-    until = time.monotonic() + CONNECT_S
+def shake_hands(sock: ssl.SSLSocket, seconds: float = CONNECT_S) -> Steps[None]:
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:
             return sock.do_handshake()
         except ssl.SSLWantReadError:
-            yield Wait("read", sock.fileno(), CONNECT_S)
+            yield Wait("read", sock.fileno(), seconds)
         except ssl.SSLWantWriteError:
-            yield Wait("write", sock.fileno(), CONNECT_S)
-    raise TimeoutError(f"TLS was not ready within {CONNECT_S:g} s")
+            yield Wait("write", sock.fileno(), seconds)
+    raise TimeoutError(f"TLS was not ready within {seconds:g} s")
 
 
 def _told(error: OSError) -> str:

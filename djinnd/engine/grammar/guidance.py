@@ -8,6 +8,10 @@ Masks come while the device runs the step that needs them. A row whose mask is l
 until the mask is there, and then its last token is run again. So a slow grammar delays other requests by at most
 PATIENCE, and not in every step.
 
+A guess of a request's next tokens needs a mask behind each of them, too. The process is asked for these when the step
+has been composed (`try_guesses`), and computes them beside the step. Only samples with a mask count. A guess that the
+grammar forbids ends where it does so, because its next token is masked.
+
 Forced tokens, the only ones that can come next, are appended between two steps and run in one chunk. Until that is
 possible, steps choose them one after another, whatever the model says.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from multiprocessing.connection import wait
 
 import numpy as np
@@ -24,14 +29,14 @@ import numpy.typing as npt
 
 from djinn_client.errors import Busy, DjinnError, GrammarRejected, TextFailed
 from djinnd import messages
-from djinnd.core.batch import Row
+from djinnd.core.batch import Batch, Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
 from djinnd.engine.grammar.process import GrammarProcess
 from djinnd.engine.grammar.processes import GrammarProcesses
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.tuning import LOOK_EVERY, PATIENCE
-from djinnd.jobs.grammar import WORD, AdvanceGrammars, BeginGrammar, EndGrammar, GrammarStates
+from djinnd.jobs.grammar import WORD, AdvanceGrammars, BeginGrammar, EndGrammar, GrammarStates, TryTokens
 from djinnd.model.sampling.sampler import Sampled
 from djinnd.model.sampling.token_masks import RowMasks
 from djinnd.scheduler.scheduler import Scheduler
@@ -54,6 +59,8 @@ class Guided:
     forced: list[int] = field(default_factory=list)
     ended: bool = False  # the output ends after `forced`
     error: str = ""
+    lent: list[int] = field(default_factory=list)  # slots for the masks behind the tokens of this step's guess
+    tried: int | None = None  # how many of them are filled; None: the process has not answered
 
     @property
     def may_go_on(self) -> bool:
@@ -86,6 +93,7 @@ class Guidance:
     _slow: set[int] = field(init=False, default_factory=set)
     _late: set[int] = field(init=False, default_factory=set)  # the mask of this step is late
     _to_act: dict[int, Guided] = field(init=False, default_factory=dict)  # requests with work for `_act`
+    _trying: dict[int, Guided] = field(init=False, default_factory=dict)  # requests with a guess in this step
     _looked: float = field(init=False, default=0.0)  # time of the last look at the processes
 
     def __bool__(self) -> bool:
@@ -118,6 +126,8 @@ class Guidance:
         process = run.process
         process.forget(request.id)
         process.free.append(run.slot)
+        self._trying.pop(request.id, None)
+        process.free += run.lent
         process.idle_since = time.monotonic()
         if not process.failure:
             process.ask(EndGrammar(request.id))
@@ -187,6 +197,9 @@ class Guidance:
     def _take(self, heard: GrammarStates) -> None:
         """Notes answers, which may come during a step. `_act` appends tokens and ends requests between two steps."""
         self._due.difference_update(heard.plain)
+        for number, count in heard.tried:
+            if number in self._trying:  # otherwise the request has ended, or its step is over
+                self._trying[number].tried = count
         for state in heard.others:
             run = self._runs[state.run]
             self._due.discard(state.run)
@@ -208,6 +221,18 @@ class Guidance:
 
     # --- in a step --------------------------------------------------------------------------------------------------
 
+    def try_guesses(self, batch: Batch) -> None:
+        """Asks for the masks behind the guesses of a step that is about to run."""
+        asked: dict[GrammarProcess, list[tuple[int, list[int], list[int]]]] = {}
+        for row in batch.rows:
+            run = self._runs.get(row.request.id) if row.guess else None
+            if run is not None and not run.forced and len(run.process.free) >= len(row.guess):
+                run.lent, run.tried = [run.process.free.pop() for _ in row.guess], None
+                self._trying[row.request.id] = run
+                asked.setdefault(run.process, []).append((row.request.id, [*row.guess], run.lent))
+        for process, guesses in asked.items():
+            process.ask(TryTokens(batch.step, guesses))
+
     def masks(self, rows: Sequence[Row], meanwhile: Callable[[], bool]) -> RowMasks | None:
         """The masks of the rows with a grammar, without late ones. All rows are about to get a token. `meanwhile` does
         other work while the device runs; it is called if a mask is not there yet."""
@@ -217,11 +242,30 @@ class Guidance:
         due = self._due.intersection([run.request.id for _, run in guided])
         self._await(due - self._slow, meanwhile)
         self._late = {n for _, run in guided if (n := run.request.id) in self._due or not run.may_go_on}
-        masked = [(index, run) for index, run in guided if run.request.id not in self._late]
-        return RowMasks([index for index, _ in masked], [run.mask for _, run in masked]) if masked else None
+        first = [*accumulate([1 + len(row.guess) for row in rows], initial=0)]  # sample of each row
+        samples, words, guessed = list[int](), list[npt.NDArray[np.uint32]](), dict[int, int]()
+        for index, run in guided:
+            if run.request.id in self._late:
+                continue
+            samples.append(first[index])
+            words.append(run.mask)
+            if rows[index].guess:
+                guessed[index] = count = self._count_tried(run)
+                samples += range(first[index] + 1, first[index] + 1 + count)
+                words += [run.process.masks[slot] for slot in run.lent[:count]]
+        return RowMasks(samples, words, guessed) if samples else None
+
+    def _count_tried(self, run: Guided) -> int:
+        """How many masks the run's guess has. A request gets no more guesses if its process answers too late."""
+        if run.request.id not in self._trying or run.forced:
+            return 0
+        if run.tried is None:
+            run.request.may_guess = False
+        return run.tried or 0
 
     def _await(self, due: set[int], meanwhile: Callable[[], bool]) -> None:
-        """Waits at most PATIENCE for the masks of these requests."""
+        """Waits at most PATIENCE for the masks of these requests, and of guesses."""
+        due = due.union(self._trying)
         self._read_answers(due)
         if self._awaited(due):
             meanwhile()
@@ -232,7 +276,8 @@ class Guidance:
 
     def _awaited(self, due: set[int]) -> set[int]:
         """The requests among `due` that may still get a mask."""
-        return {number for number in due & self._due if not self._runs[number].process.failure}
+        unanswered = {number for number, run in self._trying.items() if run.tried is None}
+        return {number for number in due & (self._due | unanswered) if not self._runs[number].process.failure}
 
     def _read_answers(self, due: set[int]) -> None:
         for process in {self._runs[number].process for number in due}:
@@ -241,12 +286,13 @@ class Guidance:
     def settle(self, rows: Sequence[Row], sampled: Sampled) -> Sampled:
         """Notes in `sampled` which rows get no token from this step, because their masks were late. For the other rows,
         the processes begin to compute the next masks."""
-        late, advances = [*sampled.late], dict[GrammarProcess, list[tuple[int, int]]]()
-        unsound, now = set(sampled.unsound), time.monotonic()
+        late, advances = [*sampled.late], dict[GrammarProcess, list[tuple[int, list[int]]]]()
+        tokenless, now = {*sampled.unsound, *sampled.late}, time.monotonic()
+        self._take_back_slots()
         for index, row in enumerate(rows):
             number = row.request.id
             run = self._runs.get(number)
-            if run is None or index in unsound:
+            if run is None or index in tokenless:
                 continue
             if number in self._late:
                 late.append(index)
@@ -258,12 +304,22 @@ class Guidance:
                 del run.forced[0]
             else:
                 run.asked = now
-                advances.setdefault(run.process, []).append((number, sampled.tokens[index]))
+                further = [token for token, _ in sampled.further.get(index, ())]
+                advances.setdefault(run.process, []).append((number, [sampled.tokens[index], *further]))
         for process, tokens in advances.items():
             numbers = [number for number, _ in tokens]
             process.ask(AdvanceGrammars(tokens), numbers)
             self._due.update(numbers)
-        return replace(sampled, late=late) if late else sampled
+        if not late:
+            return sampled
+        kept = {index: some for index, some in sampled.further.items() if index not in late}
+        return replace(sampled, late=late, further=kept)
+
+    def _take_back_slots(self) -> None:
+        for run in self._trying.values():
+            run.process.free += run.lent
+            run.lent = []
+        self._trying.clear()
 
     def hold_back(self) -> None:
         """Called after a step. Holds the requests with late masks: each gets no row until its mask is there. A request

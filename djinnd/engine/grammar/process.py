@@ -19,7 +19,16 @@ from djinn_client.protocol import FrameDecoder
 from djinn_client.transport.shm import SEALS
 from djinnd.confinement.cpu import cpu_seconds
 from djinnd.engine.tuning import GRAMMAR_ENDS_IN, GRAMMAR_STARTS_IN
-from djinnd.jobs.grammar import MAX_FRAME, SLOTS, GrammarStates, ToProcess, decode_to_engine, encode, words_of
+from djinnd.jobs.grammar import (
+    MAX_FRAME,
+    SLOTS,
+    GrammarStates,
+    ToProcess,
+    TryTokens,
+    decode_to_engine,
+    encode,
+    words_of,
+)
 
 _READ = 1 << 18
 _THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # that compute masks, of one principal
@@ -67,6 +76,7 @@ class GrammarProcess:
         self._has_spoken = False
         self._used = 0.0  # CPU seconds
         self._unanswered: dict[int, float] = {}  # runs with a pending state, and since when
+        self._trying = TryTokens(0, [])  # the last one that was sent
 
     @property
     def fd(self) -> int:
@@ -75,6 +85,8 @@ class GrammarProcess:
     def ask(self, message: ToProcess, runs: Sequence[int] = ()) -> None:
         """Sends a message. The answer will be the states of `runs`."""
         self._unanswered.update(dict.fromkeys(runs, time.monotonic()))
+        if isinstance(message, TryTokens):
+            self._trying = message
         self._unsent += encode(message)
         self._send()
 
@@ -94,6 +106,7 @@ class GrammarProcess:
                     said = decode_to_engine(frame.payload)
                     heard.plain += self._answered(said.plain)
                     heard.others += [state for state in said.others if self._answered([state.run])]
+                    heard.tried += self._tried(said)
                 if len(data) < _READ:
                     break
             else:
@@ -108,6 +121,13 @@ class GrammarProcess:
         """Keeps the runs that an answer was due for. Other runs have ended, or belong to another process."""
         self._has_spoken = True
         return [run for run in runs if self._unanswered.pop(run, None) is not None]
+
+    def _tried(self, said: GrammarStates) -> list[tuple[int, int]]:
+        """Keeps counts of masks that were asked for by the last Try."""
+        if not said.tried or said.step != self._trying.step:
+            return []
+        lent = {run: len(slots) for run, _, slots in self._trying.guesses}
+        return [(run, count) for run, count in said.tried if 0 <= count <= lent.get(run, -1)]
 
     def check(self, now: float) -> None:
         """Marks the process as failed if an answer has taken too long."""

@@ -349,7 +349,7 @@ def model_shape(loader: ModelLoader) -> ModelShape:
         kv=skeleton.kv,
         state_bytes=state_bytes(skeleton.stateful),
         states=largest(told.workspace for told in skeleton.stateful),
-        width=config.hidden_size,
+        width=skeleton.points.width,
         widest=max(max(shape[-2:]) for shape in projections),  # both dimensions: GPT-2's weights are stored transposed
         vocab=config.vocab_size,
         itemsize=loader.dtype.itemsize,

@@ -72,6 +72,8 @@ def describe(
         scratch_bytes=plan.scratch_bytes,
         rest_bytes=loader.rest_bytes,
         kv_bytes=kv.num_pages * kv.page_bytes,
+        page_bytes=kv.page_bytes,
+        page_tokens=kv.page_size,
         workspace_bytes=workspace,
         adapter_bytes=loader.placing.adapter_bytes,
         reserved_bytes=device.reserved,

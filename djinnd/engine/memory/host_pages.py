@@ -166,6 +166,12 @@ def slots_in(nbytes: int, page_bytes: int) -> int:
     return slots
 
 
+def page_file_name(model: str, fingerprint: str) -> str:
+    """The name of a model's page file. Two models of one checkpoint have a file each, which the next engine finds by
+    the model's name."""
+    return hashlib.sha256(f"{model} {fingerprint}".encode()).hexdigest()[:16]
+
+
 def pages_fingerprint(weights: str, dtype: torch.dtype, shape: ModelShape, page_size: int) -> str:
     """Identifies everything that a page's bytes depend on, except its tokens. `weights`: fingerprint of the weights;
     `dtype`: of computing."""

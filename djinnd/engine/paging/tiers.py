@@ -17,7 +17,7 @@ from djinnd.core.batch import Batch
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.load.loading import LoadQueue, PagesResult, WantFile, WantPages
-from djinnd.engine.memory.host_pages import pages_fingerprint
+from djinnd.engine.memory.host_pages import page_file_name, pages_fingerprint
 from djinnd.engine.memory.host_room import host_room
 from djinnd.engine.memory.memory import tier_pages
 from djinnd.engine.paging.pauses import NO_PAGES, Pauses
@@ -64,7 +64,7 @@ class Tiers:
         """Makes the model's Paging, for the scheduler's `add_model`, and submits the job that sets up its tiers."""
         load, plan = runner.load, runner.plan
         fingerprint = pages_fingerprint(runner.weights.fingerprint, runner.model.dtype, runner.shape, plan.page_size)
-        name = fingerprint[:16]
+        name = page_file_name(load.model, fingerprint)
         room = host_room(load.disk_folder, self._device.untouched_host_bytes)
         room = replace(room, disk=room.disk + allocated_bytes(load.disk_folder, name) if load.disk_folder else 0)
         sizes = plan.page_bytes, runner.pool_bytes, runner.weights.store.nbytes

@@ -18,7 +18,7 @@ _NO_POSITIONS = range(0)
 
 def compose(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32], page_size: int) -> None:
     """Fills the host side of `inputs`, which may be larger. `table` [rows, pages]: the block tables of the rows'
-    sessions."""
+    sessions. The n-th token that the step before samples has the id -1 - n, see StepInputs."""
     if all(row.count == 1 for row in rows):
         _compose_tokens(inputs, rows, table, page_size)
     else:
@@ -32,7 +32,7 @@ def _compose_tokens(inputs: StepInputs, rows: Rows, table: npt.NDArray[np.int32]
     host, count = inputs.host, len(rows)
     order, positions = np.arange(count + 1), np.array([row.start for row in rows])
     pages, offsets = np.divmod(positions, page_size)
-    host["ids"][:count] = [row.session.tokens[row.start] for row in rows]
+    host["ids"][:count] = [row.session.tokens[row.start] if row.fed is None else -1 - row.fed for row in rows]
     host["positions"][:count] = positions
     host["slots"][:count] = table[order[:count], pages].astype(np.int64) * page_size + offsets
     host["starts"][: count + 1] = order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -10,7 +11,8 @@ from djinnd.core.guesser import agreeing
 from djinnd.core.session import Session
 from djinnd.engine.run.batch_inputs import Rows
 from djinnd.model.sampling.sampler import Sampled
-from djinnd.model.sampling.token_masks import RowMasks
+
+ALL: Mapping[int, int] = {}
 
 
 def sampled_tokens(rows: Rows) -> list[int]:
@@ -28,15 +30,9 @@ def samples_of(sampling: Rows) -> tuple[list[Session], list[int]]:
     return sessions, [count for row in sampling for count in range(1 + len(row.guess))]
 
 
-def of_samples(masks: RowMasks, sampling: Rows) -> RowMasks:
-    """The masks of rows as masks of samples. A row with a mask has no guess."""
-    first = list(accumulate([1 + len(row.guess) for row in sampling], initial=0))
-    return RowMasks([first[row] for row in masks.rows], masks.words)
-
-
-def of_rows(sampled: Sampled, sampling: Rows) -> Sampled:
+def of_rows(sampled: Sampled, sampling: Rows, masked: Mapping[int, int] = ALL) -> Sampled:
     """The samples that count, row by row: the first one of each row, and the next one for each token of the guess that
-    was sampled.
+    was sampled. `masked`: see RowMasks.guessed.
 
     If some logits are no numbers, the guess may have spoilt its row. The row is late then: its session's last token is
     run again, without a guess.
@@ -53,7 +49,7 @@ def of_rows(sampled: Sampled, sampling: Rows) -> Sampled:
         logprobs.append(sampled.logprobs[at])
         if not bad.isdisjoint(range(at, end)):
             (late if row.guess else unsound).append(index)
-        elif right := agreeing(row.guess, sampled.tokens[at:end]):
+        elif right := min(agreeing(row.guess, sampled.tokens[at:end]), masked.get(index, len(row.guess))):
             last = at + 1 + right
             further[index] = list(zip(sampled.tokens[at + 1 : last], sampled.logprobs[at + 1 : last], strict=True))
         at = end

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from djinn_client.protocol import ModelInfo
-from djinnd.core.batch import Batch, blocks_of
+from djinnd.core.batch import Batch
 from djinnd.core.edits import Edit
 from djinnd.core.request import Request
 from djinnd.device import Device
@@ -22,30 +22,49 @@ from djinnd.engine.memory.memory import KvPlan, ModelShape, workspace_bytes
 from djinnd.engine.probes.captures import Captures
 from djinnd.engine.probes.edit_table import EditTable
 from djinnd.engine.probes.parked_states import ParkedStates
-from djinnd.engine.probes.partial_rows import with_partial_rows
-from djinnd.engine.probes.step_probe import Part, Touched
-from djinnd.engine.run.batch_inputs import Rows, compose, in_order, told_positions
-from djinnd.engine.run.guessed_rows import of_rows, of_samples, sampled_tokens, samples_of
-from djinnd.engine.run.logit_rows import LogitRows
+from djinnd.engine.probes.step_probe import Touched
+from djinnd.engine.run.batch_inputs import Rows, in_order
+from djinnd.engine.run.guessed_rows import ALL, of_rows, samples_of
 from djinnd.engine.run.logits_window import LogitsWindow
+from djinnd.engine.run.passes import Passes
 from djinnd.engine.run.prompt_scores import PromptScorer
-from djinnd.engine.tuning import RESIZED_AT_ONCE
+from djinnd.engine.run.step_threads import StepThreads
+from djinnd.engine.tuning import LAUNCHES_AHEAD, RESIZED_AT_ONCE
 from djinnd.kvcache.manager import KvManager
 from djinnd.messages import Load
-from djinnd.model.adapter_rows import most_tiles
 from djinnd.model.placing.loader import Weights
-from djinnd.model.sampling.sampler import Sampled, Sampler
+from djinnd.model.sampling.draw import is_penalised
+from djinnd.model.sampling.sampler import Queued, Sampled, Sampler
 from djinnd.model.sampling.token_masks import RowMasks
 from djinnd.model.step.graphs import Shape, StepGraphs
 from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import TILE_TOKENS
-from djinnd.model.whitebox.probe import Probe
 from djinnd.weights.plan import BlockPlace, PlacementPlan
 
 log = logging.getLogger("djinnd.engine")
 
 FindMasks = Callable[[Rows, Callable[[], bool]], RowMasks | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has got, and that the host has not read."""
+
+    batch: Batch
+    sampling: Rows  # rows that sample, in the order of the passes
+    is_reordered: bool  # that is not the order of the batch
+    queued: Queued | None  # None: no row samples
+    inputs: StepInputs | None  # of its last pass
+    shape: Shape | None  # of its pass, if a graph serves all its rows and blocks
+    masked: Mapping[int, int] = field(default_factory=dict)  # see RowMasks.guessed
+
+    def hand_over(self, last_tokens: LastTokens | None) -> None:
+        """Keeps its tokens on the device for the step that follows, which will overwrite its logits."""
+        assert self.queued is not None and last_tokens is not None
+        last_tokens.keep(self.queued.asked.values)
+        self.queued.logits = None
 
 
 @dataclass(eq=False)
@@ -77,17 +96,30 @@ class ModelRunner:
         self.parked = ParkedStates(device, self.name, points.width, model.dtype)
         self._touched: Touched | None = None  # the last batch that edits or captures may have touched
         self._is_eager = False
-        self._tile_tokens = TILE_TOKENS if device.torch_device.type == "cuda" else self.max_tokens
+        self._threads = StepThreads()
+        kind = device.torch_device.type
+        self._last_tokens = LastTokens(self.max_rows, device.torch_device) if LAUNCHES_AHEAD[kind] else None
+        self._passes = Passes(
+            model,
+            device,
+            self.kv,
+            self.captures,
+            self.parked,
+            self.adapters,
+            self.windows,
+            self.scores,
+            plan.page_size,
+            TILE_TOKENS if kind == "cuda" else self.max_tokens,
+            self._last_tokens,
+        )
         self.graphs = self._new_graphs()
-        self._ran: Shape | None = None  # shape of the last step, until `settle`
-        self._inputs: StepInputs | None = None  # inputs of the last pass; the device may still read them
 
     def _new_graphs(self) -> StepGraphs | None:
         if self._is_eager or not isinstance(self.device, CudaDevice):
             return None
         context = self.plan.max_context
         limits = self.max_tokens, self.max_rows, self.kv.pages_for(context), context
-        return StepGraphs(self.model, self.device, *limits)
+        return StepGraphs(self.model, self.device, *limits, self._last_tokens)
 
     def run_without_graphs(self) -> None:
         """Drops the graphs for good: a step of this model needs code that cannot be captured."""
@@ -200,43 +232,93 @@ class ModelRunner:
         with self.device.computing():
             self.model.copy_page(source, target)
 
-    @torch.inference_mode()
     def run(
         self, batch: Batch, meanwhile: Callable[[], bool] = lambda: False, masks: FindMasks | None = None
     ) -> Sampled:
-        """Runs one step: samples a token for every row that samples, in the order of the rows, and writes the logits of
-        forward passes to their windows.
+        """`launch`, and then `finish`."""
+        return self.finish(self.launch(batch, meanwhile, masks), meanwhile)
 
-        `meanwhile`: called while the device works, and again as long as it returns True. `masks`: finds the grammar
-        masks of rows that sample; None: no request has a grammar.
+    @torch.inference_mode()
+    def launch(
+        self,
+        batch: Batch,
+        meanwhile: Callable[[], bool] = lambda: False,
+        masks: FindMasks | None = None,
+        after: Launched | None = None,
+    ) -> Launched:
+        """Queues one step on the device: samples a token for every row that samples, and writes the logits of forward
+        passes to their windows. Only masks and the device's last inputs are waited for.
+
+        `masks`: finds the grammar masks of rows that sample, and calls `meanwhile` while it waits for them; None: no
+        request has a grammar. `after`: the step that `batch` follows. It has been launched and not finished.
         """
-        self._ran = None
-        with self.device.computing(late=True):
+        self._passes.ran = None
+        threads = nullcontext() if isinstance(self.device, CudaDevice) else self._threads.of(batch)
+        with self.device.computing(late=True), threads:
+            if after is not None:
+                after.hand_over(self._last_tokens)
             stale = self.kv.pool.take_stale()
             if stale:
                 self.device.catch_up()  # a copy into a page that has changed hands must not land after the zeros
                 self.model.zero_pages(stale)
             touched = self._touch(batch) if self.edits or self._captures_in(batch) else None
-            rows, logits = self._passes(batch.rows, touched)
+            rows, logits = self._passes.run(batch.rows, touched, self.graphs)
             self.device.catch_up()  # all rows may have ended before the block where a full pass catches up
             if logits is None:
-                return Sampled([], [], [])
+                return Launched(batch, (), False, None, None, self._passes.ran)
             sampling = [row for row in rows if row.samples]
             masked = None
             if masks is not None:
                 with self.device.span("compute", "masks"):  # for as long as the device has to wait for them
                     masked = masks(sampling, meanwhile)
-            sampled = self._sample(logits, sampling, meanwhile, masked)
-            self._inputs = None  # the device has read them
-            return sampled if rows is batch.rows else in_order(sampled, sampling, batch.rows)
+            queued = self._queue(logits, sampling, masked)
+            passes, guessed = self._passes, ALL if masked is None else masked.guessed
+            return Launched(batch, sampling, rows is not batch.rows, queued, passes.inputs, passes.ran, guessed)
 
-    def _sample(self, logits: Tensor, sampling: Rows, meanwhile: Callable[[], bool], masks: RowMasks | None) -> Sampled:
-        """Samples a token for each of these rows. A row with a right guess gets further tokens."""
-        if not any(row.guess for row in sampling):
-            return self.sampler.sample(logits, [row.session for row in sampling], meanwhile, masks)
-        sessions, ahead = samples_of(sampling)
-        masks = None if masks is None else of_samples(masks, sampling)
-        return of_rows(self.sampler.sample(logits, sessions, meanwhile, masks, ahead), sampling)
+    def _queue(self, logits: Tensor, sampling: Rows, masks: RowMasks | None) -> Queued:
+        """Queues the sampling of these rows. A row with a guess has a sample for each of its tokens."""
+        if any(row.guess for row in sampling):
+            sessions, ahead = samples_of(sampling)
+            return self.sampler.queue(logits, sessions, masks, ahead)
+        follows = sampling[0].fed is not None  # and so does every row
+        return self.sampler.queue(
+            logits, [row.session for row in sampling], masks, [1] * len(sampling) if follows else None
+        )
+
+    def finish(self, launched: Launched, meanwhile: Callable[[], bool] = lambda: False) -> Sampled:
+        """Waits for a launched step. → its tokens, one for each row that samples, in the order of the batch. A row with
+        a right guess has further tokens. Steps finish in the order in which they were launched.
+
+        `meanwhile`: called while the device works, and again as long as it returns True.
+        """
+        if launched.queued is None:
+            return Sampled([], [], [])
+        with self.device.computing(late=True):
+            sampled = self.sampler.read(launched.queued, meanwhile)
+        if self._passes.inputs is launched.inputs:
+            self._passes.inputs = None  # the device has read them
+        sampling = launched.sampling
+        if any(row.guess for row in sampling):
+            sampled = of_rows(sampled, sampling, launched.masked)
+        return in_order(sampled, sampling, launched.batch.rows) if launched.is_reordered else sampled
+
+    def can_follow(self, launched: Launched) -> bool:
+        """True if the step after this one may be launched before this one's tokens are read.
+
+        The next step must be a decode step of the same kind, by a graph that exists. Some features need the tokens, or
+        read results on the host: penalties, log probabilities, captures and edits. A streamed model waits for the bus
+        and gains nothing.
+        """
+        if self._last_tokens is None or self.model.has_states or self.model.placement.streams:
+            return False
+        if self.edits or self.captures or self.parked:
+            return False
+        graphs, shape = self.graphs, launched.shape
+        if graphs is None:
+            has_graph = not isinstance(self.device, CudaDevice)
+        else:
+            has_graph = shape is not None and not graphs.wants(shape)
+        return has_graph and not any(_reads_tokens(row.request) for row in launched.batch.rows)
 
     def use_edits(self, session: str, edits: tuple[Edit, ...]) -> None:
         """Sets the session's edits from the next step on. Raises OutOfMemory if their values have no room, and then the
@@ -258,114 +340,12 @@ class ModelRunner:
             self._touched = touched
         return touched
 
-    def _passes(self, rows: Rows, touched: Touched | None) -> tuple[Rows, Tensor | None]:
-        """Runs the batch. → the rows in the order of the passes, and the logits of rows that sample, or None.
-
-        Rows that need more than a graph gives run eagerly. They get a pass of their own, so that the other rows keep
-        the graph. If weights stream, all rows run eagerly together, because each pass over the blocks costs the bus.
-        """
-        whole = None if touched is None else touched.part(range(len(rows)))
-        if self.graphs is None or (_have_adapters(rows) and not self.adapters.can_be_captured):
-            return rows, self._mixed(rows, whole)
-        behind = frozenset[int]() if touched is None else touched.behind
-        apart = [
-            i for i, row in enumerate(rows) if i in behind or (row.request.wants_prompt_logits and told_positions(row))
-        ]
-        if not apart:
-            return rows, self._replay(rows, whole)
-        if len(apart) == len(rows) or self.model.placement.streams:
-            return rows, self._mixed(rows, whole)
-        others = sorted(set(range(len(rows))).difference(apart))
-        first, last = (None if touched is None else touched.part(some) for some in (others, apart))
-        order = [rows[index] for index in (*others, *apart)]
-        given = [self._replay(order[: len(others)], first), self._mixed(order[len(others) :], last)]
-        logits = [some for some in given if some is not None]
-        return order, torch.cat(logits) if logits else None
-
-    def _replay(self, rows: Rows, part: Part | None) -> Tensor | None:
-        """Replays a graph for these rows. None of them is edited or captured after the last block. → the logits of
-        rows that sample, or None."""
-        graphs = self.graphs
-        assert graphs is not None
-        counts = [row.count for row in rows]
-        sampling = sampled_tokens(rows)  # a graph has logits for as many tokens as rows
-        shape = graphs.fitting(sum(counts), max(len(rows), len(sampling)), max(counts), _have_adapters(rows))
-        if shape is None:
-            return self._mixed(rows, part)
-        inputs = graphs.inputs(shape)
-        self._compose(inputs, rows)
-        inputs.host["logit_rows"][: len(sampling)] = sampling
-        inputs.pad(sum(counts), len(rows), len(sampling))
-        probe = self._probe(inputs, rows, part)
-        blocks = blocks_of(rows)
-        if len(blocks) == self.model.num_blocks:
-            self._ran = shape
-        return graphs.run(shape, len(sampling), probe, blocks)
-
     def settle(self) -> None:
-        """After a step, when its results have been sent: captures a graph for the step's shape, if that pays."""
-        graphs, shape, self._ran = self.graphs, self._ran, None
+        """After a step, when its results have been sent: captures a graph for the shape of the last step that was
+        launched, if that pays."""
+        graphs, shape = self.graphs, self._passes.ran
         if graphs is not None and shape is not None and graphs.wants(shape):
             self._attempt(graphs, lambda: graphs.capture(shape))
-
-    def _mixed(self, rows: Rows, part: Part | None) -> Tensor | None:
-        """Runs these rows eagerly. → the logits of rows that sample, or None."""
-        counts = [row.count for row in rows]
-        width, tiles = max(self.kv.pages_held(row.session.id) for row in rows), 0
-        if _have_adapters(rows):
-            tiles = most_tiles(sum(counts), len(rows), self._tile_tokens)
-        inputs = StepInputs(self.device, sum(counts), len(rows), width, tiles, self.model.state_tokens)
-        self._compose(inputs, rows)
-        ends = list(accumulate(counts))
-        sampling = sampled_tokens(rows)
-        told = [at + end - row.end for row, end in zip(rows, ends, strict=True) for at in told_positions(row)]
-        seen = [] if part is None else part.seen_behind(sampling)
-        logit_rows = LogitRows(self.model, inputs, part, [*sampling, *told, *seen])
-        probe = self._probe(inputs, rows, part)
-        inputs.send()
-        longest, fresh = max(row.end for row in rows), all(row.start == 0 for row in rows)
-        batch = inputs.paged_batch(max_query=max(counts), max_kv=longest, fresh=fresh)
-        logit_rows.hidden = self.model.forward(inputs, batch, probe, blocks_of(rows))
-        logits = logit_rows.logits(0, len(sampling)) if sampling else None
-        self._tell_logits(logit_rows, len(sampling), rows)
-        for _ in logit_rows.pieces(len(sampling) + len(told), len(seen)):
-            pass  # the probe reads them
-        return logits
-
-    def _probe(self, inputs: StepInputs, rows: Rows, part: Part | None) -> Probe | None:
-        """The probe of a pass's prologue and blocks. `inputs` have been filled for the pass."""
-        probe = None if part is None else part.probe()
-        if not self.parked and not self.captures:  # a row that will wait is captured, one that has waited is parked
-            return probe
-        return with_partial_rows(self.device, inputs, self.parked, rows, self.model.num_blocks, probe)
-
-    def _tell_logits(self, logit_rows: LogitRows, first: int, rows: Rows) -> None:
-        """Writes the logits from entry `first` of `logit_rows` on to the windows of forward passes, and scores the
-        prompts that want it."""
-        for row in rows:
-            positions = told_positions(row)
-            if not positions:
-                continue
-            pieces = logit_rows.pieces(first, len(positions))
-            if row.request.logits:
-                position = positions.start - row.request.first
-                for logits in pieces:
-                    self.windows[row.request.id].write(position, logits)
-                    position += len(logits)
-            else:
-                self.scores.add(row, positions, pieces)
-            first += len(positions)
-
-    def _compose(self, inputs: StepInputs, rows: Rows) -> None:
-        """Fills `inputs`. If the host has not read the last pass's results (chunks of a long prompt), it first waits
-        until the device has taken the last inputs, which may be the same buffers. So the host is at most one pass
-        ahead."""
-        if self._inputs is not None:
-            self._inputs.wait()
-        self._inputs = inputs
-        compose(inputs, rows, self.kv.page_table([row.session.id for row in rows]), self.plan.page_size)
-        if inputs.tiles:
-            inputs.fill_adapters(self.adapters.slots_of(rows), [row.count for row in rows], self._tile_tokens)
 
     def open_window(self, request: Request) -> None:
         """Raises OSError or OutOfMemory if the host has no memory for the logits."""
@@ -432,8 +412,9 @@ class ModelRunner:
         )
 
 
-def _have_adapters(rows: Rows) -> bool:
-    return any(row.session.adapter for row in rows)
+def _reads_tokens(request: Request) -> bool:
+    """True if sampling for the request needs the tokens before, or reads more than tokens."""
+    return is_penalised(request.sampling) or request.logprobs is not None
 
 
 def kv_label(name: str) -> str:

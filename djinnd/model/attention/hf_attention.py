@@ -55,6 +55,13 @@ class Wanted:
     chunk: int = 0  # 0: no chunks
 
 
+class NoMask:
+    """Takes the place of a mask that a family's forward slices before it calls attention."""
+
+    def __getitem__(self, part: object) -> NoMask:
+        return self
+
+
 class NoPages(Exception):
     """Raised by `paged_attention` if the module has no pages yet. `wanted` describes the call."""
 
@@ -68,7 +75,7 @@ def paged_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | NoMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -81,6 +88,8 @@ def paged_attention(
     Signature and names are transformers' attention interface. The size of chunks is not among its arguments: the module
     has it as `attention_chunk`.
     """
+    if isinstance(attention_mask, NoMask):
+        attention_mask = None
     chunk: int = getattr(module, "attention_chunk", 0)
     paged: BlockKV | None = getattr(module, "paged", None)
     if paged is None:

@@ -6,6 +6,7 @@ also differ with the bounds of a batch, so each call of attention is repeated wi
 kernel.
 
 A skipped kernel leaves its output unchanged. That is safe because no index comes from such an output: inputs are zeros.
+The picks of a router are indices, so they are allocated as zeros here (kernels/experts/routing.py).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def list_kernels(model: PagedModel, max_tokens: int, max_kv: int) -> list[Varian
                 for width in (model.skeleton.points.width, model.vocab):
                     editing.warm_up(width, model.dtype, model.pool.device)
                 token_masks.warm_up(model.vocab, model.dtype, model.pool.device)
-                ResultReader().read(torch.zeros(1, dtype=torch.int64, device=model.pool.device), lambda: False)
+                reader = ResultReader()
+                reader.read(reader.ask(torch.zeros(1, dtype=torch.int64, device=model.pool.device)))
         except Exception as fault:  # the check at load reports the fault of the model
             log.warning("kernels_not_listed family=%s error=%r", model.skeleton.family, fault)
             model.placement.restart()

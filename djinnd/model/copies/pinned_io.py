@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,37 +45,60 @@ def send_counted(target: Tensor, source: Tensor) -> None:
         target[: 8 * words].copy_(source[: 8 * words])
 
 
+class _Staging:
+    """Pinned host memory of at least `count` numbers, and an event behind the copy into it."""
+
+    def __init__(self, count: int) -> None:
+        self.memory = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=True)
+        self.numbers = self.memory.numpy()  # the same memory: numpy's `tolist` is faster than torch's
+        self.event = torch.cuda.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An array that `ResultReader.ask` has queued a copy of."""
+
+    values: Tensor
+    staging: _Staging | None  # None: `values` is on the host
+
+
 class ResultReader:
-    """Reads the results of a step on the host. Used by one thread, for one array at a time."""
+    """Reads the results of steps on the host. Used by one thread. Two arrays may be asked for at a time; they are read
+    in the same order."""
 
     def __init__(self) -> None:
-        self._staging = torch.empty(0, dtype=torch.int64)
-        self._numbers = self._staging.numpy()  # the same memory: numpy's `tolist` is faster than torch's
-        self._event: torch.cuda.Event | None = None
+        self._stagings: list[_Staging | None] = [None, None]
         self._seconds = 0.0  # duration of the last read
 
-    def read(self, values: Tensor, meanwhile: Callable[[], bool]) -> list[int]:
-        """Waits for the current stream, and returns `values`, int64 [n] on the device.
+    def ask(self, values: Tensor) -> Asked:
+        """Queues a copy of `values`, int64 [n] on the device, on the current stream."""
+        count = values.numel()
+        if not (values.is_cuda and count):
+            return Asked(values, None)
+        from djinnd.model.kernels.host_memory.pinned_copy import copy
+
+        self._stagings.reverse()
+        staging = self._stagings[0]
+        if staging is None or count > staging.memory.numel():
+            staging = self._stagings[0] = _Staging(count)
+        copy(values.contiguous(), staging.memory[:count])
+        staging.event.record()
+        return Asked(values, staging)
+
+    def read(self, asked: Asked, meanwhile: Callable[[], bool] = lambda: False) -> list[int]:
+        """Waits for the copy, and returns the values.
 
         Calls `meanwhile` at least once, and again as long as it returns True and the result is not expected soon.
         """
-        if not (values.is_cuda and values.numel()):
+        staging = asked.staging
+        if staging is None:
             meanwhile()
-            return list[int](values.tolist())
-        from djinnd.model.kernels.host_memory.pinned_copy import copy
-
-        count = values.numel()
-        if self._event is None or count > self._staging.numel():
-            self._staging = torch.empty(1 << (count - 1).bit_length(), dtype=torch.int64, pin_memory=True)
-            self._numbers = self._staging.numpy()
-            self._event = torch.cuda.Event()
-        copy(values.contiguous(), self._staging[:count])
-        self._event.record()
+            return list[int](asked.values.tolist())
         began = time.perf_counter()
         until = began + self._seconds * IDLE_SHARE
-        while meanwhile() and time.perf_counter() < until and not self._event.query():
+        while meanwhile() and time.perf_counter() < until and not staging.event.query():
             time.sleep(NAP_S)
-        self._event.synchronize()
+        staging.event.synchronize()
         self._seconds = time.perf_counter() - began
-        tokens: list[int] = self._numbers[:count].tolist()
+        tokens: list[int] = staging.numbers[: asked.values.numel()].tolist()
         return tokens

@@ -68,9 +68,18 @@ def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) 
         at = slice(piece, piece + PIECE)
         factors = torch.exp(a[None, :, None] * dt[:, :, at, None])  # [rows, width, tokens, states]
         added = dt[:, :, at, None] * b[:, :, at].transpose(1, 2)[:, None].float() * x[:, :, at, None].float()
-        states = []
-        for factor, more in zip(factors.unbind(2), added.unbind(2), strict=True):
-            state = factor * state + more
-            states.append(state)
+        states = _after_each(state, factors, added)
+        state = states[-1]
         made.append(torch.einsum("rwtn,rnt->rwt", torch.stack(states, 2).to(x.dtype), c[:, :, at]))
     return torch.cat(made, 2), state
+
+
+def _after_each(state: Tensor, factors: Tensor, added: Tensor) -> list[Tensor]:
+    """state: [rows, width, states]; factors, added: [rows, width, tokens, states] → the state after each token."""
+    if added.is_meta:  # nothing is computed there, and two operations for each token would still take long
+        return list(torch.empty_like(added).unbind(2))
+    states = []
+    for factor, more in zip(factors.unbind(2), added.unbind(2), strict=True):
+        state = factor * state + more
+        states.append(state)
+    return states

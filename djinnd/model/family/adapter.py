@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from djinn_client.errors import ModelRejected
 from djinn_client.protocol.fields.kv_layout import BlockShape
+from djinnd.model.families import altup
 
 
 class PrologueDone(Exception):
@@ -43,17 +44,18 @@ class _StandIn(nn.Module):
         self.index = index
         self.last = index == len(adapter.blocks) - 1
         self.adapter = weakref.proxy(adapter)  # the adapter owns this object: a cycle would keep unloaded weights alive
+        self.states: int = getattr(block, "hidden_states", 0)  # of a token, if they are several
         object.__setattr__(self, "block", block)  # bypasses nn.Module, which would register the block as a child
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         adapter = self.adapter
         if adapter.final_hidden is None:
-            adapter.record(self.index, hidden, args, kwargs)
+            adapter.record(self.index, altup.fold(hidden) if self.states else hidden, args, kwargs)
             if self.last:
                 raise PrologueDone
             out = hidden
         else:
-            out = adapter.final_hidden
+            out = altup.unfold(adapter.final_hidden, self.states) if self.states else adapter.final_hidden
         return (out, *[HANDED_ON] * (adapter.values - 1)) if adapter.values else out
 
     def __getattr__(self, name: str) -> Any:  # the model's forward reads attributes of its layers (`attention_type`)
@@ -71,14 +73,17 @@ class Prologue:
     arguments: list[dict[str, Any]]  # keyword arguments of each block
 
 
-def check_inputs(prologue: Prologue, family: str) -> None:
-    """prologue: of two tokens. Raises ModelRejected if blocks take anything but a hidden state for each token."""
+def check_inputs(prologue: Prologue, blocks: Sequence[nn.Module], family: str) -> None:
+    """prologue: of two tokens. Raises ModelRejected if `blocks` take anything but a hidden state for each token. The
+    arguments in a block's `unread` do not count: a family's code (djinnd.model.families) has removed their readers."""
     hidden = prologue.hidden
     if hidden.dim() != 3 or hidden.shape[:2] != (1, 2):
         raise ModelRejected(
             f"the blocks of {family} take more than one hidden state a token: {list(hidden.shape)}", family=family
         )
-    handed = {name for given in prologue.arguments for name, value in given.items() if value is HANDED_ON}
+    handed: set[str] = set()
+    for block, given in zip(blocks, prologue.arguments, strict=True):
+        handed |= {name for name, value in given.items() if value is HANDED_ON} - {*getattr(block, "unread", ())}
     if handed:
         raise ModelRejected(
             f"each block of {family} hands `{min(handed)}` on to the next one beside the hidden states; this is not "

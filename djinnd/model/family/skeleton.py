@@ -18,11 +18,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from djinn_client.errors import ModelRejected
 from djinnd.model.attention import hf_attention
-from djinnd.model.families import ADAPTED, PATCHED
+from djinnd.model.families import ADAPTED, PATCHED, indexers
 from djinnd.model.family.adapter import Adapter, find_blocks
 from djinnd.model.family.configuration.counts import check_counts
 from djinnd.model.family.configuration.derived import derived_bytes
-from djinnd.model.family.configuration.rope import fix_frequencies, keeping_the_first_set
+from djinnd.model.family.configuration.rope import end_context, fix_frequencies, keeping_the_first_set
 from djinnd.model.family.configuration.switches import set_switches
 from djinnd.model.family.experts import find_stack
 from djinnd.model.family.learning.block_runs import learn_blocks
@@ -54,6 +54,8 @@ def make_config(told: Mapping[str, Any]) -> PreTrainedConfig:
         raise ModelRejected(f"config.json: {error}", family=family) from error
     text = text_config(config)
     fix_frequencies(text)
+    if (longest := indexers.longest(text)) is not None:
+        end_context(text, longest)
     for each in (config, text):
         set_switches(each, is_wrapper=text is not config)
     quantised = getattr(config, "quantization_config", None)
@@ -150,7 +152,12 @@ def _tied(model: nn.Module) -> dict[str, list[str]]:
 def _unused(model: PreTrainedModel) -> list[str]:
     """Patterns of tensor names that a checkpoint of the family may have and that are ignored."""
     derived = [name for name, _ in model.named_buffers() if name not in model.state_dict()]
-    return [*(f"^{re.escape(name)}$" for name in derived), *(model._keys_to_ignore_on_load_unexpected or ())]
+    removed = [path for path, module in model.named_modules() if isinstance(module, indexers.Removed)]
+    return [
+        *(f"^{re.escape(name)}$" for name in derived),
+        *(rf"^{re.escape(path)}\." for path in removed),
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+    ]
 
 
 def _parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,8 @@
 
 The wrapper's own forward runs, with text only, so ties, scales and caps of the logits are the family's. If the language
 model inside has a head of its own (Llama 4), that one runs. The towers for images, audio and video are removed before
-anything is laid out, and their tensors in a checkpoint are ignored.
+anything is laid out, and their tensors in a checkpoint are ignored. Towers of timm are not even built: that would take
+packages that text does not need.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from djinn_client.errors import ModelRejected
+
+# Modules beside the language model that the wrapper's forward runs for text: Gemma 3n's tables of tokens for images and
+# sounds.
+_FOR_TEXT = {"Gemma3nMultimodalEmbedder"}
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -33,12 +38,22 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> 
     Raises whatever the family's constructor raises.
     """
     is_wrapper = text_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if is_wrapper:
+        leave_out_timm()
     of = AutoModelForMultimodalLM if is_wrapper else AutoModelForCausalLM
     model: PreTrainedModel = of.from_config(config, dtype=dtype, attn_implementation=attention)  # type: ignore[no-untyped-call]
     model.tie_weights()
     if is_wrapper:
         _remove_towers(model)
     return model
+
+
+def leave_out_timm() -> None:
+    """Lets transformers build towers of timm without modules in them."""
+    # imported here, because most engines serve no wrapper: the fork server has not imported it for them
+    from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
+
+    TimmWrapperModel.__init__ = PreTrainedModel.__init__  # type: ignore[method-assign]
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -49,8 +64,9 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _remove_towers(wrapper: PreTrainedModel) -> None:
-    """Removes every module and parameter that is neither in the decoder or the head nor around them."""
+    """Removes every module and parameter that is neither in the decoder, the head or _FOR_TEXT nor around them."""
     kept = {id(module) for module in (wrapper.get_decoder(), wrapper.get_output_embeddings())}
+    kept |= {id(module) for module in wrapper.modules() if type(module).__name__ in _FOR_TEXT}
     paths = [path for path, module in wrapper.named_modules() if id(module) in kept]
     inside = [path for path in paths if not any(_is_around(other, path) for other in paths)]
     for path, module in list(wrapper.named_modules()):

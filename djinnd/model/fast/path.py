@@ -18,6 +18,7 @@ from djinnd.model.fast.mlp import gated_mlp_of
 from djinnd.model.fast.norm import fused_norm_of
 from djinnd.model.fast.replacing import replace_modules
 from djinnd.model.fast.rope import replace_rope
+from djinnd.model.fast.router import fuse_routers
 from djinnd.model.fast.state_chunks import replace_chunks
 from djinnd.model.fast.state_steps import replace_steps
 from djinnd.model.kernels.launching.launches import launches
@@ -57,3 +58,4 @@ def _replace(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, 
         replace_modules(block, fused_norm_of)
         replace_modules(block, partial(gated_mlp_of, dtype=dtype, device=device))
         replace_rope(block, dtype, device)
+    fuse_routers(blocks, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,11 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from djinn_client.handover.packed import PackedForm
 from djinnd.model.attention.latents import Latents
 from djinnd.model.family.experts import Experts
 from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import FewRows, Product
-from djinnd.model.placing.stored_form import decode_for_step, few_rows, in_place, stored_experts, weight_of
+from djinnd.model.placing.stored_form import (
+    decode_for_step,
+    decode_units,
+    few_rows,
+    in_place,
+    stored_experts,
+    units_beside,
+    weight_of,
+)
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.layout import Layout
@@ -39,14 +49,20 @@ class PlacedBlock:
     memory: Tensor | None = None  # resident: flat in the compute dtype, or uint8 in its form; then stacked experts
     packed: Tensor | None = None  # the stored form while the block computes: resident or in the ring
     few_rows_as_packed: bool = False  # products of few rows read the stored form directly
+    units_beside: Sequence[int] = ()  # packed units that those products do not read
 
     def prepare(self, rows: int, scratch: Tensor | None) -> None:
-        """Decodes the block to `scratch`, unless a batch of `rows` tokens reads the stored form directly. Queues only
-        kernels over fixed addresses."""
-        if self.packed is None or (self.few_rows_as_packed and rows <= PACKED_ROWS):
+        """Decodes the block to `scratch`, except for what a batch of `rows` tokens reads in the stored form. Queues
+        only kernels over fixed addresses."""
+        if self.packed is None:
             return
         assert self.form is not None and scratch is not None
-        decode_for_step(self.form, self.packed, scratch[: self.layout.numel])
+        out = scratch[: self.layout.numel]
+        if not (self.few_rows_as_packed and rows <= PACKED_ROWS):
+            decode_for_step(self.form, self.packed, out)
+        elif self.units_beside:
+            assert isinstance(self.form, PackedForm)
+            decode_units(self.form, self.units_beside, self.packed, out)
 
     def bind(self, scratch: Tensor | None, experts: Tensor | None, *, decodes_experts: bool = True) -> None:
         """Binds the modules to views of the memory. Copies nothing.
@@ -73,6 +89,8 @@ class PlacedBlock:
         if form is not None and packed is not None and self.place is BlockPlace.PACKED and not self._has_latents():
             few = few_rows(form, layout, self.products, packed)
         self.few_rows_as_packed = bool(few)
+        if form is not None:
+            self.units_beside = units_beside(form, layout, [self.products[index].unit for index in few])
         for index, product in enumerate(self.products):
             weight = layout.joined(plain, product.unit)
             if form is not None and packed is not None:

@@ -6,6 +6,7 @@ Triton comes only with CUDA builds of torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,13 @@ def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
         form.decode(stored, out)
 
 
+def decode_units(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: Tensor) -> None:
+    """Writes these units of a packed block on the GPU to their places in `out`, for a step of few rows."""
+    from djinnd.model.kernels.packed.unpack import unpack_units
+
+    unpack_units(form, numbers, stored, out)
+
+
 def in_place(form: BufferForm, layout: Layout, stored: Tensor) -> dict[str, Tensor]:
     """The parameters that modules read in the stored form itself, as views."""
     return form.plain(stored) if isinstance(form, CodedForm) else layout.vectors(form.vectors_view(stored))
@@ -58,20 +66,31 @@ def weight_of(form: BufferForm, layout: Layout, unit: tuple[str, ...], stored: T
 def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
     """Functions that multiply few rows by the stored form, by the product's index.
 
-    Empty if some matrix of the block has none: the block is then decoded before every step.
+    Of a packed block, units without one are decoded before every step (`decode_units`). Of a block in a checkpoint's
+    code, either all matrices with a code have one, or none: the block is then decoded before every step.
     """
     if not stored.is_cuda:
         return {}
     if isinstance(form, CodedForm):
         return coded_few_rows(form, products, stored)
-    if len(products) < len(layout.units):
-        return {}
+    return packed_few_rows(form, layout, products, stored)
+
+
+def packed_few_rows(form: PackedForm, layout: Layout, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
+    """The functions of a packed block: one for each matrix that a kernel can multiply by in its packed form."""
     from djinnd.model.kernels.packed.product import packed_product, product_fits
 
-    if not all(map(product_fits, form.units)):
-        return {}
-    numbers = [layout.units.index(product.unit) for product in products]
-    return {i: partial(packed_product, form, number, stored) for i, number in enumerate(numbers)}
+    numbers = {i: layout.units.index(product.unit) for i, product in enumerate(products)}
+    fitting = {i: number for i, number in numbers.items() if product_fits(form.units[number])}
+    return {i: partial(packed_product, form, number, stored) for i, number in fitting.items()}
+
+
+def units_beside(form: BufferForm, layout: Layout, multiplied: Iterable[tuple[str, ...]]) -> list[int]:
+    """The numbers of the packed units that are not `multiplied` as they are stored, such as the matrix of a router."""
+    if not isinstance(form, PackedForm):
+        return []
+    known = set(multiplied)
+    return [number for number, unit in enumerate(layout.units) if unit not in known]
 
 
 def coded_few_rows(form: CodedForm, products: list[Product], stored: Tensor) -> dict[int, FewRows]:

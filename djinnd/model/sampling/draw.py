@@ -51,7 +51,10 @@ class Draw:
 
         self.rows = upload(members, torch.int64, marks.device)
         self._streams = noise_streams(torch.tensor([_seed(sampling) for sampling in samplings]))  # on the host
-        self._keys_staging = torch.empty(len(members), dtype=torch.int64, pin_memory=marks.device.type == "cuda")
+        # Two, in turns: a step may be launched before the device has read the keys of the last one. That of the step
+        # before the last has been read, because the host has its tokens.
+        pinned = marks.device.type == "cuda"
+        self._keys_stagings = [torch.empty(len(members), dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self._keys = torch.empty(len(members), dtype=torch.int64, device=marks.device)
         self._slots = upload(slots, torch.int64, marks.device)
         self._ranks = torch.arange(max(top_ks), device=marks.device)  # empty where no row has a top-k or a top-p
@@ -83,8 +86,10 @@ class Draw:
         if not self._random:
             return logits.argmax(dim=-1)
         keys = noise_keys(self._streams, torch.tensor(lengths))
-        self._keys_staging.copy_(keys)  # safe: the last step's keys have been sent
-        send(self._keys, self._keys_staging)
+        self._keys_stagings.reverse()
+        staging = self._keys_stagings[0]
+        staging.copy_(keys)
+        send(self._keys, staging)
         noise = gumbel(self._keys, counters)
         score = noise.mul_(self._temperature).add_(logits)
         if self._ranks.numel():

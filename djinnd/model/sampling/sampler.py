@@ -27,7 +27,7 @@ from torch import Tensor
 from djinn_client.protocol import Logprobs
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.model.copies.pinned_io import ResultReader
+from djinnd.model.copies.pinned_io import Asked, ResultReader
 from djinnd.model.copies.upload import upload
 from djinnd.model.sampling.draw import Draw, is_greedy
 from djinnd.model.sampling.logit_shifts import ShiftTable
@@ -47,7 +47,8 @@ class Sampled:
     """The result of a step, one entry a row.
 
     `unsound` lists the rows with NaN or +inf among their logits, or with no logit above -inf. Their token is the
-    likeliest of the finite ones, and they have no log probabilities. The caller decides how their requests end.
+    likeliest of the finite ones, or 0 if the next step has been launched, and they have no log probabilities. The
+    caller decides how their requests end.
 
     `further`, by row: the tokens after the row's own, because its guess was right.
     """
@@ -78,6 +79,18 @@ class _Plan:
     told: tuple[_Told, ...] = ()
 
 
+@dataclass(slots=True)
+class Queued:
+    """Tokens that the device is choosing, for `Sampler.read`. Keeps the plan's host memory, which the device may still
+    read."""
+
+    asked: Asked
+    plan: _Plan
+    logits: Tensor | None  # None: the next step may have overwritten them, and unsound rows get token 0
+    chosen: Tensor  # int64 [rows], on the device
+    raw: list[Tensor]  # logits of the rows that report log probabilities, before masks
+
+
 class Sampler:
     """Owns the token marks (penalties) and logit shifts (biases) of requests, each until `forget`."""
 
@@ -92,7 +105,6 @@ class Sampler:
         self._plan = _Plan()
         self._inbox = ResultReader()
 
-    @torch.inference_mode()
     def sample(
         self,
         logits: Tensor,
@@ -101,11 +113,22 @@ class Sampler:
         masks: RowMasks | None = None,
         ahead: Sequence[int] | None = None,
     ) -> Sampled:
-        """Chooses each session's token at position len(tokens) by its request's sampling. The caller appends it.
+        """`queue`, and then `read`."""
+        return self.read(self.queue(logits, sessions, masks, ahead), meanwhile)
+
+    @torch.inference_mode()
+    def queue(
+        self,
+        logits: Tensor,
+        sessions: Sequence[Session],
+        masks: RowMasks | None = None,
+        ahead: Sequence[int] | None = None,
+    ) -> Queued:
+        """Chooses each session's token at position len(tokens) by its request's sampling, on the device. The caller
+        appends it. At most two calls may be unread.
 
         logits: [rows, vocab], any float dtype; unchanged except for tokens that `masks` forbid.
         sessions: one a row, each with a request, which has a seed if its temperature is above 0.
-        meanwhile: see ResultReader.read.
         ahead: for each row, how many further positions its token is ahead; None: 0. A session may have several rows.
             With penalties, only one with 0: they depend on all tokens before.
         """
@@ -122,14 +145,22 @@ class Sampler:
                 lengths = [length + ahead[row] for length, row in zip(lengths, draw.members, strict=True)]
             chosen.index_copy_(0, draw.rows, draw.choose(logits, self._counters, members, lengths))
         # One copy brings both to the host: -1 marks an unsound row.
-        tokens = self._inbox.read(torch.where(peak.abs() < math.inf, chosen, -1), meanwhile)
+        asked = self._inbox.ask(torch.where(peak.abs() < math.inf, chosen, -1))
+        return Queued(asked, plan, logits, chosen, raw)
+
+    @torch.inference_mode()
+    def read(self, queued: Queued, meanwhile: Callable[[], bool] = lambda: False) -> Sampled:
+        """Waits for the tokens. Results are read in the order in which they were queued. `meanwhile`: see
+        ResultReader.read."""
+        tokens = self._inbox.read(queued.asked, meanwhile)
         unsound = [row for row, token in enumerate(tokens) if token < 0]
         if unsound:
-            for row, token in zip(unsound, _likeliest_finite(logits[unsound]), strict=True):
+            finite = [0] * len(unsound) if queued.logits is None else _likeliest_finite(queued.logits[unsound])
+            for row, token in zip(unsound, finite, strict=True):
                 tokens[row] = token
-        logprobs: list[Logprobs | None] = [None] * len(sessions)
-        for told, own in zip(plan.told, raw, strict=True):
-            for row, entry in zip(told.members, _logprobs(own, chosen, told), strict=True):
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
+        for told, own in zip(queued.plan.told, queued.raw, strict=True):
+            for row, entry in zip(told.members, _logprobs(own, queued.chosen, told), strict=True):
                 logprobs[row] = None if row in unsound else entry
         return Sampled(tokens, logprobs, unsound)
 

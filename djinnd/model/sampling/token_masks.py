@@ -7,8 +7,8 @@ device    a kernel reads them there, and sets the logits of all other tokens to 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,15 @@ _WORD_BYTES, _ROW_BYTES = 4, 8
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """`rows`: rows of the logits, ascending. `words`: the mask of each row, all of the same even length."""
+    """`rows`: rows of the logits, ascending. `words`: the mask of each row, all of the same even length.
+
+    `guessed`: for rows of the step with a guess and a grammar, by index among the rows that sample, how many tokens of
+    the guess have a mask behind them. Samples behind further tokens do not count.
+    """
 
     rows: Sequence[int]
     words: Sequence[npt.NDArray[np.uint32]]
+    guessed: Mapping[int, int] = field(default_factory=dict)
 
 
 class TokenMasks:

@@ -2,7 +2,9 @@
 
 transformers' functions of torch hold several tensors of a chunk at a time, and the states of all rows of one token.
 Their sum depends on the family's code, so it is measured: the module runs on the meta device, and the bytes of all
-tensors that exist at a time are counted. Two sizes are measured, as the bytes grow linearly with tokens and rows.
+tensors that exist at a time are counted. With rows they grow linearly. With the tokens of a part of a row they may grow
+faster, as some code has a tensor with an element for each pair of chunks, or needs most memory at another operation. So
+parts are measured up to the longest one: between two measured sizes, a line is never below what is needed.
 """
 
 from __future__ import annotations
@@ -14,32 +16,36 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from djinnd.kvcache.tuning import MOST_STATE_TOKENS
 from djinnd.model.families.selective_scan import starting_from
 from djinnd.model.states.carrier import Carrier, StateSpec
 
 log = logging.getLogger("djinnd.engine")
 
-TOKENS = 256  # measured for these and for twice as many; families compute in chunks of up to 256
-ROWS = 8
+PARTS = (256, 1024, MOST_STATE_TOKENS)  # tokens of the measured parts; families compute in chunks of up to 256
+ROWS = 8  # measured for these and for twice as many
 
 
 @dataclass(frozen=True, slots=True)
 class StateWorkspace:
     """Bytes of all tensors that exist at a time in a call of a module with a state, as it has been measured."""
 
-    token_bytes: int = 0  # of each token of the longest part of a row
+    part_bytes: tuple[int, ...] = (0,) * len(PARTS)  # of parts of a row with as many tokens as PARTS has
     row_bytes: int = 0  # of each row of one token
     fixed_bytes: int = 0
 
     def of(self, tokens: int, rows: int) -> int:
         """Bytes for a step with up to `rows` rows of one token, and with longer parts of rows. These run after each
-        other, and have up to `tokens` tokens each. An eighth is for what grows faster: factors between all chunks."""
-        return (self.fixed_bytes + max(tokens * self.token_bytes, rows * self.row_bytes)) * 9 // 8
+        other, and have up to `tokens` tokens each. An eighth is for memory that stays free between tensors."""
+        assert tokens <= PARTS[-1], tokens
+        part = int(np.interp(tokens, PARTS, self.part_bytes))
+        return max(part, self.fixed_bytes + rows * self.row_bytes) * 9 // 8
 
 
 NOTHING = StateWorkspace()
@@ -47,8 +53,11 @@ NOTHING = StateWorkspace()
 
 def largest(each: Iterable[StateWorkspace]) -> StateWorkspace:
     """Enough for modules that run after each other."""
-    parts = [(one.token_bytes, one.row_bytes, one.fixed_bytes) for one in each]
-    return StateWorkspace(*map(max, zip(*parts, strict=True))) if parts else NOTHING
+    parts = [(*one.part_bytes, one.row_bytes, one.fixed_bytes) for one in each]
+    if not parts:
+        return NOTHING
+    *part_bytes, row_bytes, fixed_bytes = map(max, zip(*parts, strict=True))
+    return StateWorkspace(tuple(part_bytes), row_bytes, fixed_bytes)
 
 
 def measure(module: nn.Module, cache: str, specs: Sequence[StateSpec], hidden: Tensor, given: Any) -> StateWorkspace:
@@ -62,13 +71,13 @@ def measure(module: nn.Module, cache: str, specs: Sequence[StateSpec], hidden: T
         return peak + 2 * sum(state.nbytes for state in states)  # gathered, and being written
 
     try:
-        few, many = run(1, TOKENS), run(1, 2 * TOKENS)
+        parts = tuple(run(1, tokens) for tokens in PARTS)
         one, several = run(ROWS, 1), run(2 * ROWS, 1)
     except Exception as error:  # a family's forward may raise exceptions of any type on the meta device
         log.warning("workspace_not_measured kind=%s error=%r", type(module).__name__, error)
         return NOTHING
-    a_token, a_row = (many - few) // TOKENS, (several - one) // ROWS
-    return StateWorkspace(a_token, a_row, max(few - a_token * TOKENS, one - a_row * ROWS, 0))
+    a_row = (several - one) // ROWS
+    return StateWorkspace(parts, a_row, max(one - a_row * ROWS, 0))
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

@@ -39,6 +39,7 @@ from djinnd.model.copies.borrowed_tensor import borrow
 from djinnd.model.family.adapter import Prologue
 from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.step.inputs import StepInputs
+from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNK_ROWS, CHUNK_TOKENS, DECODE_ROWS, KINDS, ROWS_IN_ADVANCE, TILE_TOKENS
 from djinnd.model.whitebox.probe import Probe, look, looks_behind, looks_inside
@@ -72,9 +73,18 @@ class StepGraphs:
     """Owns the graphs of one model, their inputs, and the memory pool that they share."""
 
     def __init__(
-        self, model: PagedModel, device: CudaDevice, max_tokens: int, max_rows: int, width: int, max_kv: int
+        self,
+        model: PagedModel,
+        device: CudaDevice,
+        max_tokens: int,
+        max_rows: int,
+        width: int,
+        max_kv: int,
+        last_tokens: LastTokens | None = None,
     ) -> None:
-        """width, max_kv: most pages and tokens of a row, for as long as the graphs live."""
+        """width, max_kv: most pages and tokens of a row, for as long as the graphs live. `last_tokens`: for decode
+        steps that are launched before the last step's tokens are read; None: there are none."""
+        self._last_tokens = last_tokens
         self._model = model
         self._device = device
         self._width = width
@@ -109,7 +119,13 @@ class StepGraphs:
         if shape not in self._inputs:
             tiles = most_tiles(shape.tokens, shape.rows, TILE_TOKENS) if shape.adapters else 0
             self._inputs[shape] = StepInputs(
-                self._device, shape.tokens, shape.rows, self._width, tiles, self._model.state_tokens
+                self._device,
+                shape.tokens,
+                shape.rows,
+                self._width,
+                tiles,
+                self._model.state_tokens,
+                self._last_tokens if shape.max_query == 1 else None,
             )
         return self._inputs[shape]
 
@@ -120,8 +136,8 @@ class StepGraphs:
         is 0.
 
         Replays graphs if the shape has been captured, and runs eagerly otherwise. `blocks` and `probe`: as in
-        PagedModel.forward. The logits are valid until the next step. The caller may fill the inputs again after it has
-        read a result that depends on the logits or, without logits, after `StepInputs.wait`.
+        PagedModel.forward. The logits are valid until the next step. The caller may fill the inputs again after
+        `StepInputs.wait`.
         """
         blocks = range(self._model.num_blocks) if blocks is None else blocks
         assert not logit_rows or blocks.stop == self._model.num_blocks, "logits need a step through the last block"
@@ -134,8 +150,7 @@ class StepGraphs:
         inputs.seal()
         with self._device.span("compute", "prologue"):
             prologue.replay()
-        if not logit_rows:
-            inputs.sent()
+        inputs.sent()
         if blocks.start:
             captured.resid[blocks.start].copy_(captured.resid[0])
         placement.skip(range(blocks.start))

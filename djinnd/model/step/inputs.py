@@ -12,6 +12,9 @@ are compiled for:
 T: tokens, R: rows, W: pages of the widest row, A: tiles of tokens with adapters (adapter_rows.py). If A is 0, `order`
 is empty, too. `states` is empty for a model that keeps none.
 
+A negative id, -1 - n, is the n-th token of the step before: the host has not read it yet. When the inputs are on the
+device, the tokens take the place of such ids.
+
 A captured graph keeps the addresses, so its inputs are allocated once and padded. The page table is by far the largest
 array, and only its used rows are sent: `words` is the number of 64-bit words to send. Because the count is in the data,
 a captured graph can send too, and the host launches one kernel less while the device waits for it.
@@ -34,6 +37,7 @@ from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
 from djinnd.model.copies.pinned_io import send_counted
 from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.states.slots import fill_slots
+from djinnd.model.step.last_tokens import LastTokens
 
 _ALIGNMENT = 16
 Array = npt.NDArray[np.int64] | npt.NDArray[np.int32]
@@ -49,8 +53,17 @@ class StepInputs:
     """
 
     def __init__(
-        self, device: Device, tokens: int, rows: int, width: int, tiles: int = 0, state_tokens: int = 0
+        self,
+        device: Device,
+        tokens: int,
+        rows: int,
+        width: int,
+        tiles: int = 0,
+        state_tokens: int = 0,
+        last_tokens: LastTokens | None = None,
     ) -> None:
+        """`last_tokens`: the tokens for negative ids; None: no id is negative."""
+        self._last_tokens = last_tokens
         self.tokens, self.rows, self.width, self.tiles = tokens, rows, width, tiles
         self._state_tokens = state_tokens
         shapes: dict[str, tuple[tuple[int, ...], type]] = {
@@ -108,10 +121,11 @@ class StepInputs:
         """Queues the copy of a sealed host side. A graph that captured this call copies the contents of the host side
         at the time of the replay."""
         send_counted(self._device_bytes, self._staging)
+        if self._last_tokens is not None:
+            self._last_tokens.feed(self._views["ids"])
 
     def sent(self) -> None:
-        """Records the event that `wait` waits for. Not needed if the caller reads results of the step, since that waits
-        for the device anyway."""
+        """Records the event that `wait` waits for."""
         if self._taken is not None:
             self._taken.record()
 

@@ -13,7 +13,8 @@ from itertools import chain
 from djinn_client.protocol import CLASSES, Class
 from djinnd.core.batch import Row
 from djinnd.core.session import Session
-from djinnd.scheduler.batch.guesses import with_guesses
+from djinnd.scheduler.batch.following import following_rows
+from djinnd.scheduler.batch.guesses import Guesses
 from djinnd.scheduler.batch.step_budget import StepBudget, step_limits
 from djinnd.scheduler.batch.step_builder import Decoders, StepBuilder
 from djinnd.scheduler.batch.step_pages import Evictable, Order, StepPages
@@ -55,6 +56,7 @@ class BatchBuilder:
         self._policy = policy
         self._evictable = evictable
         self._limit_of = limit_of
+        self.guesses = Guesses(self.times, self._kv, limit_of)
         self._run_queue = RunQueue()
         self._ageing = Ageing(policy.ageing)
         # by class: when a step was last composed while a session with a target had a request, and the tightest target
@@ -170,7 +172,7 @@ class BatchBuilder:
         if first is None:
             return ()
         spare = min(made.spare, max_rows - len(made.rows))  # logits have memory for `max_rows` rows
-        rows = with_guesses(made.rows, spare, self.times, self._kv, self._limit_of)
+        rows = self.guesses.added(made.rows, spare)
         if pages.are_short:
             self._short_until = step + STEP.short_steps
         self._ageing.served([row.session for row in rows], now, self._aged_reader(step))
@@ -183,6 +185,21 @@ class BatchBuilder:
                 self._unsettled[row.session.id] = row.session
         rows.sort(key=_is_chunk)
         return tuple(rows)
+
+    def follow(self, rows: Sequence[Row], step: int, now: float) -> tuple[Row, ...]:
+        """The rows of the step after one with `rows`, which still runs: see `following_rows`. Empty if there is no such
+        step, if guesses seem to pay more, and for a hybrid model: the state of a session that turns out to have ended
+        could not be taken back."""
+        if self._kv.keeps_states or self._residency.sessions_move or self.guesses.go_further(rows):
+            return ()
+        found = following_rows(rows, self._kv, self._quotas, self._limit_of)
+        if found is None:
+            return ()
+        for row in found:
+            row.session.touched = step
+        self._ageing.served([row.session for row in found], now)
+        self.served = step
+        return tuple(found)
 
     def _composed(
         self,

@@ -6,61 +6,114 @@ the last one that is kept: the tokens that a step samples behind it need no cutt
 
 A guessed token that is right with chance p saves p / rows of a step. So it pays if it takes less than this share of the
 step's time, as it does with streamed weights.
+
+A session's guesses come from texts of its own tenant only, as its pages do: another's could tell what is in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from djinnd.core.batch import Row
 from djinnd.core.guesser import Guesser
+from djinnd.core.session import Session
+from djinnd.core.shared_texts import SharedTexts
 from djinnd.core.tuning import GUESSES
 from djinnd.kvcache.manager import KvManager
 from djinnd.scheduler.timing.step_times import StepTimes
 
 
-def with_guesses(
-    rows: Sequence[Row], room: int, times: StepTimes, kv: KvManager, limit_of: Callable[[int], int]
-) -> list[Row]:
-    """The rows, some of them with guesses of at most `room` tokens in all. `limit_of`: the length in tokens that a
-    tenant's session can reach."""
-    may_guess = [index for index, row in enumerate(rows) if row.request.may_guess and row.samples and row.count == 1]
-    found = list(rows)
-    if not may_guess or not room:
+class Guesses:
+    """The guesses of one model's sessions. `limit_of`: the length in tokens that a tenant's session can reach."""
+
+    def __init__(self, times: StepTimes, kv: KvManager, limit_of: Callable[[int], int]) -> None:
+        self._times = times
+        self._kv = kv
+        self._limit_of = limit_of
+        self._steps_without = 0  # since the last one with guesses
+        self._texts: dict[int, SharedTexts] = {}  # by tenant, of its sessions that have a guesser
+
+    def added(self, rows: Sequence[Row], room: int) -> list[Row]:
+        """The rows, some of them with guesses of at most `room` tokens in all."""
+        found, may_guess = list(rows), _that_may_guess(rows)
+        if not room or not self._may_look(rows, may_guess):
+            return found
+        worth = self._worth(rows, may_guess, room)
+        self._steps_without += 1
+        if worth >= 1.0:
+            return found
+        for index in may_guess:
+            row = rows[index]
+            if row.stage is None and room:
+                guess = self._guess(row, min(room, self._most(row)), worth)
+                if guess:
+                    room -= len(guess)
+                    self._steps_without = 0
+                    found[index] = msgspec.structs.replace(row, count=1 + len(guess), guess=guess)
         return found
-    seconds = times.predict(len(rows))
-    if seconds and GUESSES.lookup_s * len(may_guess) > GUESSES.lookup_share * seconds:
-        return found
-    cost = times.of_guess(usual := min(room, GUESSES.usual * len(may_guess))) / usual
-    worth = max(GUESSES.least_chance, cost * len(rows) / seconds if seconds else 0.0)
-    if worth >= 1.0:
-        return found
-    for index in may_guess:
-        row = rows[index]
-        if row.stage is None and room:
-            guess = _guess(row, min(room, _most(row, kv, limit_of(row.session.tenant))), worth)
-            if guess:
-                room -= len(guess)
-                found[index] = msgspec.structs.replace(row, count=1 + len(guess), guess=guess)
-    return found
+
+    def go_further(self, rows: Sequence[Row]) -> bool:
+        """True if some row of a step that runs has a guess that goes beyond the token that the step samples for it. The
+        next step should then be composed when that token is known."""
+        may_guess = _that_may_guess(rows)
+        if not self._may_look(rows, may_guess):
+            return False
+        worth = self._worth(rows, may_guess, GUESSES.longest)
+        return worth < 1.0 and any(len(self._guess(rows[at], self._most(rows[at]), worth)) > 1 for at in may_guess)
+
+    def _may_look(self, rows: Sequence[Row], may_guess: Sequence[int]) -> bool:
+        """True if looking for guesses of these rows takes a small share of the step's time."""
+        seconds = self._times.predict(len(rows))
+        allowed = GUESSES.lookup_share * seconds if seconds else math.inf
+        return 0 < len(may_guess) * GUESSES.lookup_s <= allowed
+
+    def _worth(self, rows: Sequence[Row], may_guess: Sequence[int], room: int) -> float:
+        """The chance to be right from which on a guessed token pays in a step with these rows. `room`: the step's room
+        for guessed tokens; the cost is predicted for this many, or for the usual number."""
+        seconds, usual = self._times.predict(len(rows)), min(room, GUESSES.usual * len(may_guess))
+        if not seconds or self._steps_without >= GUESSES.again:
+            return GUESSES.least_chance
+        return max(GUESSES.least_chance, self._times.of_guess(usual) / usual * len(rows) / seconds)
+
+    def _most(self, row: Row) -> int:
+        """The longest guess for the row: the step samples one token more."""
+        session, request = row.session, row.request
+        length = len(session.tokens)
+        wanted = request.prompt_end + request.max_tokens
+        held = self._kv.pages_held(session.id) * self._kv.page_size
+        return max(min(held, wanted - 1, self._limit_of(session.tenant) - 1) - length, 0)
+
+    def _guess(self, row: Row, most: int, worth: float) -> tuple[int, ...]:
+        session, stop_tokens = row.session, row.request.stop_tokens
+        if session.guesser is None:
+            session.guesser = Guesser(session.tokens, self._texts.setdefault(session.tenant, SharedTexts()))
+        guess = session.guesser.guess(most, worth)
+        for count, token in enumerate(guess):
+            if token in stop_tokens:
+                return guess[:count]
+        return guess
+
+    def close(self, session: Session) -> None:
+        """Called when a session is closed: its text is no longer guessed from."""
+        if session.guesser is not None:
+            session.guesser.close()
+            session.guesser = None
+            if not self._texts[session.tenant].numbers():
+                del self._texts[session.tenant]
+
+    def check_integrity(self, sessions: Iterable[Session]) -> None:
+        """Asserts that each tenant's texts are those of its open sessions."""
+        texts = {tenant: shared.numbers() for tenant, shared in self._texts.items()}
+        expected: dict[int, set[int]] = {}
+        for session in sessions:
+            if session.guesser is not None:
+                expected.setdefault(session.tenant, set()).add(session.guesser.number)
+        assert texts == expected, f"guesses know the texts {texts}, and the sessions are {expected}"
 
 
-def _most(row: Row, kv: KvManager, limit: int) -> int:
-    """The longest guess for the row: the step samples one token more."""
-    session, request = row.session, row.request
-    length = len(session.tokens)
-    wanted = request.prompt_end + request.max_tokens
-    return max(min(kv.pages_held(session.id) * kv.page_size, wanted - 1, limit - 1) - length, 0)
-
-
-def _guess(row: Row, most: int, worth: float) -> tuple[int, ...]:
-    session, stop_tokens = row.session, row.request.stop_tokens
-    if session.guesser is None:
-        session.guesser = Guesser()
-    guess = session.guesser.guess(session.tokens, most, worth)
-    for count, token in enumerate(guess):
-        if token in stop_tokens:
-            return guess[:count]
-    return guess
+def _that_may_guess(rows: Sequence[Row]) -> list[int]:
+    """Indices of the rows that decode, without a guess, and may have one."""
+    return [at for at, row in enumerate(rows) if row.request.may_guess and row.samples and row.count == 1]

@@ -48,9 +48,9 @@ class StepTimes:
         return self._further.at(further) if further else 0.0
 
     def of_guess(self, tokens: int) -> float:
-        """Seconds that this many tokens of guesses add to a step. 0 if no step with so few further tokens is known:
-        some have to be tried."""
-        return self._further.at(tokens) if 0 < self._further.smallest <= tokens else 0.0
+        """Seconds that this many tokens of guesses add to a step. 0 until `TIMES.sure` steps with so few further tokens
+        have been measured: some have to be tried, and one may be slow by chance."""
+        return self._further.at(tokens) if self._further.measured_to(tokens) >= TIMES.sure else 0.0
 
     def rows_within(self, seconds: float, further: int = 0) -> int:
         """How many rows a step of at most `seconds` may have if it brings `further` further tokens."""
@@ -109,13 +109,13 @@ class Curve:
         """The largest known size; 0 if none is known."""
         return self._points[-1][0] if self._points else 0
 
-    @property
-    def smallest(self) -> int:
-        """The smallest known size; 0 if none is known."""
-        return self._points[0][0] if self._points else 0
-
     def measured(self, bucket: int) -> int:
         return len(self._measured.get(bucket, ()))
+
+    def measured_to(self, count: int) -> int:
+        """How many measurements of sizes up to `count` are kept."""
+        last = _bucket(count)
+        return sum([len(some) for bucket, some in self._measured.items() if bucket <= last])
 
     def _rebuild_points(self) -> None:
         """Makes the curve monotonic: a size takes at most what a larger one took. So a size that was slow by chance

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -135,7 +136,7 @@ class Folders:
         model.users = set()
         self._give_files(model, opened, client)
         self._models[name] = model
-        asyncio.get_running_loop().call_later(_UNUSED, self._drop_if_unused, model)
+        asyncio.get_running_loop().call_later(_UNUSED, self._drop_if_unused, weakref.ref(model))
         return model
 
     def _give_files(self, model: ServedModel, opened: OpenFiles, client: ConnectedClient) -> None:
@@ -146,7 +147,10 @@ class Folders:
             model.owner, model.users = client.user, set()
         model.files, model.marks, model.ledger = opened.files, opened.marks, ledger
 
-    def _drop_if_unused(self, model: ServedModel) -> None:
+    def _drop_if_unused(self, found: weakref.ref[ServedModel]) -> None:
+        model = found()  # the timer keeps no model that was unloaded meanwhile
+        if model is None:
+            return
         if model.state == "available" and model.changing is None and self._models.get(model.name) is model:
             self._unused(model)
 

@@ -30,7 +30,7 @@ ModelState = Literal["available", "loading", "ready", "asleep", "failed", "set a
 OnLoading = Callable[[Loading], None]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ServedModel:
     """State of one model.
 

@@ -67,6 +67,7 @@ class Status:
         expected = [s for model in self._models if model.engine for s in self._sessions.of_model(model.name)]
         report = await self.report(check)
         running, queued = self.requests(report)
+        guessed, kept = self._guesses(client)
         return StatusReply(
             id=request,
             version=__version__,
@@ -82,6 +83,8 @@ class Status:
             connections=len(self._clients),
             arena_bytes=self._arena.nbytes,
             latency={name: latencies.told() for name, latencies in self._sessions.latency.items()},
+            guessed_tokens=guessed,
+            kept_tokens=kept,
             integrity=self._audit(expected, report) if check else [],
         )
 
@@ -112,6 +115,16 @@ class Status:
     def calls(self) -> Iterator[tuple[str, CallCounts]]:
         """The counts of calls, by name of the model."""
         return ((model.name, model.calls) for model in self._models)
+
+    def _guesses(self, client: ConnectedClient) -> tuple[int, int]:
+        """Guessed and kept tokens of the client's calls; of all calls for an administrator."""
+        counted = [
+            counts
+            for _, calls in self.calls()
+            for user, counts in calls.users.items()
+            if client.is_admin or user == client.user
+        ]
+        return sum([each.guessed_tokens for each in counted]), sum([each.kept_tokens for each in counted])
 
     def requests(self, report: Report | None) -> tuple[int, int]:
         """Numbers of running requests, and of requests that wait for their first row."""

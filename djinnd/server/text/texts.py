@@ -219,17 +219,11 @@ class Texts:
         """Asks a worker. Raises the error in its answer. If the caller stops waiting, the job continues within its
         limits."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def then(answer: T | DjinnError) -> None:
-            if future.done():  # cancelled
-                return
-            if isinstance(answer, DjinnError):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-
-        worker.ask(question, then, fds)
-        return await future
+        worker.ask(question, partial(_settle, future), fds)
+        try:
+            return await future
+        finally:
+            del future  # or an error would refer to itself through this frame, and keep the callers' objects
 
     def _turn(self, user: int, where: str) -> asyncio.Lock:
         """Returns the lock by which a user has one text at a time in the threads, and one in its worker."""
@@ -253,6 +247,16 @@ class Texts:
                 worker.kill()
         if self._workers:
             self._sweep_later()
+
+
+def _settle(future: asyncio.Future[T], answer: T | DjinnError) -> None:
+    """Gives the answer to the caller, unless it was cancelled."""
+    if future.done():
+        return
+    if isinstance(answer, DjinnError):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
 
 
 def _read(name: str, files: ModelFiles, template: str) -> Vocabulary | TokensOnly:

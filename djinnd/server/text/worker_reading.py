@@ -48,7 +48,7 @@ class WorkerReading:
         """`chat`: the text is the answer of a chat, which the worker reads."""
         self._number = next(_numbers)
         self._worker = worker
-        self._reader = reader
+        self._reader: TextReceiver | None = reader  # None: it is over. The reader keeps this reading
         self._is_asked = False
         self._asked = 0  # tokens of the last Read
         self._is_over = False
@@ -80,6 +80,7 @@ class WorkerReading:
             self._is_over = True
             self._worker.readings -= 1
             self._worker.tell(EndReading(self._number))
+        self._reader = None
 
     def _ask(self, generation: Generation) -> None:
         tokens = generation.take_unread(READ_TOKENS)
@@ -91,20 +92,22 @@ class WorkerReading:
 
     def _answered(self, generation: Generation, question: ReadTokens, answer: ReadText | DjinnError) -> None:
         self._is_asked = False
-        if self._is_over:
+        reader = self._reader
+        if reader is None:
             return
         try:
             read = self._expect_text(answer, question)
             generation.name({token: read.token_bytes.get(token, b"") for token in question.named})
         except DjinnError as error:
             self._finished()
-            self._reader.text_failed(error)
+            reader.text_failed(error)
         else:
             if question.last or read.stopped_after is not None:
                 self._finished()
-            self._reader.text_came(read)
-        if self._is_over and self._then is not None:
-            self._then()
+            reader.text_came(read)
+        if self._is_over and (then := self._then) is not None:
+            self._then = None
+            then()
         else:
             self.go_on(generation)
 
@@ -127,4 +130,5 @@ class WorkerReading:
     def _note_behind(self, is_behind: bool) -> None:
         if is_behind != self._is_behind:
             self._is_behind = is_behind
-            self._reader.text_behind(is_behind)
+            if self._reader is not None:
+                self._reader.text_behind(is_behind)

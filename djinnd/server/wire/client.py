@@ -279,6 +279,7 @@ class ConnectedClient:
 
     def _finish(self, call: ClientCall, task: asyncio.Task[FinalReply]) -> None:
         del self.calls[call.id]
+        call.run = None  # which keeps the call
         if call.is_ordinary:
             self._ordinary -= 1
             self.tenant.ledger.release(REQUESTS)

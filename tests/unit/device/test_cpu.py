@@ -234,3 +234,23 @@ def test_a_budget_beyond_available_memory_is_kept_and_logged(
     ]
     for each in (device, own):
         each.close()
+
+
+def test_the_copying_thread_computes_alone_and_new_threads_as_before() -> None:
+    before, found = torch.get_num_threads(), dict[str, int]()
+
+    class Target:
+        def copy_(self, source: object) -> None:
+            found["copying"] = torch.get_num_threads()
+
+    torch.set_num_threads(2)
+    device = CpuDevice(1 << 20)
+    try:
+        device.copy(Target(), torch.empty(0)).wait()  # type: ignore[arg-type]
+        new = threading.Thread(target=lambda: found.update(new=torch.get_num_threads()))
+        new.start()
+        new.join()
+        assert found == {"copying": 1, "new": 2} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        device.close()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ from djinn_client.protocol import (
 )
 from djinn_client.protocol.fields.placing import ModelPlan, Placing
 from djinn_client.protocol.fields.scheduling import CLASSES, Latency, Spread
-from djinnctl import top
+from djinnctl import screen, top
 from djinnctl.cli import main
 from djinnctl.render import plain
 from tests.support.scripted_daemon import Line, ScriptedDaemon, session_info
@@ -108,6 +109,8 @@ PLAN = ModelPlan(
     scratch_bytes=0,
     rest_bytes=5 << 27,
     kv_bytes=1 << 30,
+    page_bytes=7 << 19,
+    page_tokens=96,
     workspace_bytes=1 << 28,
     reserved_bytes=1 << 29,
     host_bytes=24 << 30,
@@ -146,6 +149,8 @@ STATUS = StatusReply(
     requests_queued=1,
     connections=5,
     arena_bytes=3 << 29,
+    guessed_tokens=5_000,
+    kept_tokens=4_000,
     latency={
         "interactive": Latency(
             queued=Spread(1_234_567, 0.000_123, 0.000_113, 0.000_127, 0.001_1, 0.002),
@@ -275,6 +280,7 @@ def test_status(address: str) -> None:
     shown = words(result.stdout)
     assert "djinnd 0.1.0 ready pid 4711 up 5h02m /run/djinnd/djinnd.sock" in shown
     assert "requests: 3 running, 1 queued sessions: 4 interactive, 1 agent connections: 5 arena: 1.5 GiB" in shown
+    assert "guessed tokens: 5.0 k, 4.0 k of them right" in shown
     assert "cuda:0 ready 13.0 GiB of 20.0 GiB 12 k 99 k 0 NVIDIA H200" in shown
     assert "djinn-tiny ready float32 4.1 M 2048 16.0 MiB 64.0 MiB 3/128 2" in shown
     assert "broken: config.json is not JSON" in shown
@@ -566,7 +572,7 @@ def test_plan(address: str) -> None:
     for line in (
         "resident blocks 17.0 GiB 29 plain, 0 packed",
         "ring 2.2 GiB 3 slots",
-        "KV pages 1.0 GiB",
+        "KV pages 1.0 GiB 1.2 GiB for a session of 32,768 tokens",  # 342 pages of 96 tokens
         "in all 21.6 GiB of 22.0 GiB",
         "host 24.0 GiB shared memory",
         "first token of 512 tokens: 130 ms",
@@ -800,6 +806,25 @@ def test_watch_shows_every_table_where_there_is_no_terminal(
     result = run("models", "--watch", "0.1", "--address", daemon.play(three_times), **colour)
     assert result.exit_code == 2
     assert [word for word in result.stdout.split() if word.endswith("/128")] == ["1/128", "2/128", "3/128"]
+
+
+def test_watch_sleeps_in_pieces_as_a_sleep_that_has_begun_misses_ctrl_c(
+    daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+        if now > 60:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(screen, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    result = run("models", "--watch", "3600", "--json", "--address", daemon.play(answer))
+    assert result.exit_code == 0 and len(result.stdout.splitlines()) == 1
+    assert max(slept) <= 0.5
 
 
 @pytest.mark.parametrize("ends", [os.pipe, pty.openpty], ids=["a pipe", "a terminal"])

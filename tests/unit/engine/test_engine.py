@@ -286,14 +286,14 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._arrived = threading.Semaphore(0)
         self._tickets = threading.Semaphore(0)
-        run = ModelRunner.run
+        launch = ModelRunner.launch
 
         def gated(runner: ModelRunner, *given: Any) -> Any:
             self._arrived.release()
             assert self._tickets.acquire(timeout=FOREVER)
-            return run(runner, *given)
+            return launch(runner, *given)
 
-        monkeypatch.setattr(ModelRunner, "run", gated)
+        monkeypatch.setattr(ModelRunner, "launch", gated)
 
     def let_through(self, steps: int) -> None:
         self._tickets.release(steps)
@@ -410,18 +410,18 @@ def test_the_time_of_unwaited_steps_counts_towards_the_next_one(
     serving: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the last of a prompt's three chunks gives a token; the host does not wait for the others."""
-    run, complete = ModelRunner.run, Scheduler.complete
+    launch, complete = ModelRunner.launch, Scheduler.complete
     steps: list[tuple[int, float]] = []
 
     def slow(runner: ModelRunner, *given: Any) -> Any:
         time.sleep(0.02)
-        return run(runner, *given)
+        return launch(runner, *given)
 
     def seen(scheduler: Scheduler, batch: Any, tokens: Any, seconds: float, further: Any) -> Any:
         steps.append((batch.tokens, seconds))
         return complete(scheduler, batch, tokens, seconds, further)
 
-    monkeypatch.setattr(ModelRunner, "run", slow)
+    monkeypatch.setattr(ModelRunner, "launch", slow)
     monkeypatch.setattr(Scheduler, "complete", seen)
     serving.outcome(serving.run("s", prompt(150), 2))
     (*chunks, last), after = steps[:3], steps[3]

@@ -57,6 +57,14 @@ GEMMA_4 = {
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 512,
 }
+GEMMA_3N = {
+    **ALTERNATING,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 512,
+    "laurel_rank": 4,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.9],
+}
 LONGCAT = {
     "num_layers": 2,
     "ffn_hidden_size": 96,
@@ -69,10 +77,13 @@ LONGCAT = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 4: two widths": ("gemma4_text", {**GEMMA_4, "num_kv_shared_layers": 0}),
     "gemma 4: shared KV": ("gemma4_text", {**GEMMA_4, "num_kv_shared_layers": 2}),
+    "gemma 3n": ("gemma3n_text", GEMMA_3N),
     "mimo-v2-flash": ("mimo_v2_flash", {**EXPERTS, "head_dim": 24, "v_head_dim": 16, **ALTERNATING}),
     "minicpm 3": ("minicpm3", LATENT),
     "deepseek-v2": ("deepseek_v2", {**LATENT, **EXPERTS}),
     "deepseek-v3": ("deepseek_v3", {**LATENT, **EXPERTS}),
+    "deepseek-v3.2": ("deepseek_v32", {**LATENT, **EXPERTS}),
+    "glm-5": ("glm_moe_dsa", {**LATENT, **EXPERTS, "indexer_types": ["full", "shared"] * 2}),
     "glm-4-moe-lite": ("glm4_moe_lite", {**LATENT, **EXPERTS}),
     "longcat-flash": ("longcat_flash", {**LATENT, **LONGCAT}),
     "youtu": ("youtu", LATENT),
@@ -80,7 +91,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "a.x-k1": ("axk1", {**LATENT, **EXPERTS}),
 }
 KNOWN = {name: given for name, given in FAMILIES.items() if given[0] in CONFIG_MAPPING}
-QUICK = ("gemma 4: shared KV", "mimo-v2-flash", "deepseek-v3", "longcat-flash")
+QUICK = ("gemma 4: shared KV", "gemma 3n", "mimo-v2-flash", "deepseek-v3", "glm-5", "longcat-flash")
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -122,10 +133,11 @@ class Replaced:
         value.copy_(self.hidden)
 
 
-def test_a_step_may_begin_behind_the_block_that_stores_shared_kv(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma 4: shared KV", "gemma 3n"])
+def test_a_step_may_begin_behind_the_block_that_stores_shared_kv(name: str, tmp_path: Path) -> None:
     """A row that was stopped at a breakpoint goes on in a step in which no block has stored its keys and values."""
     device = CpuDevice(MEMORY)
-    weights = load_weights(random_model(tmp_path / "model", config_of("gemma 4: shared KV")), device)
+    weights = load_weights(random_model(tmp_path / "model", config_of(name)), device)
     model = paged_model(weights, 4, 16)
     inputs = StepInputs(device, 20, 1, 2)
     fill(inputs, [(prompt(20), 0, [2, 1])], 16)

@@ -1001,3 +1001,101 @@ def test_a_held_request_is_forced_later_and_released_by_each_of_its_holders() ->
     harness.scheduler.release(request.id, "grammar")
     assert harness.scheduler.force(request.id, [1]) == ([1], None)
     harness.scheduler.check_integrity()
+
+
+# --- steps that follow a step that runs -----------------------------------------------------------------------------
+
+
+def decoding(harness: Harness, *calls: tuple[str, int]) -> Batch:
+    """Opens these sessions with calls of a prompt of 3 tokens and so many generated ones. → their first decode step,
+    which runs."""
+    for name, max_tokens in calls:
+        harness.open(name)
+        harness.submit(name, 3, max_tokens)
+    harness.step()
+    batch = harness.scheduler.next_batch()
+    assert batch is not None and batch.decode_only
+    return batch
+
+
+def test_a_step_follows_with_the_sessions_that_do_not_reach_their_last_token() -> None:
+    harness = Harness()
+    batch = decoding(harness, ("a", 2), ("b", 3), ("c", 9))
+    following = harness.scheduler.follow(batch)
+    assert following is not None
+    assert [(row.session.id, row.start, row.count, row.fed) for row in following.rows] == [
+        ("b", 4, 1, 1),
+        ("c", 4, 1, 2),
+    ]
+    assert harness.kv["m"].pages_held("c") == 2, "its fifth token is in another page"
+    harness.complete(batch)
+    assert harness.scheduler.follow(following) is not None
+    harness.complete(following)
+    assert harness.scheduler.session("c").tokens == [7, 7, 7, 5, 5, 5]
+
+
+def test_a_session_that_a_stop_token_ends_has_its_row_in_vain() -> None:
+    harness = Harness()
+    session = harness.open("a")
+    request = harness.submit("a", 3, 9, stop_tokens=frozenset([6]))
+    harness.step()
+    batch = harness.scheduler.next_batch()
+    assert batch is not None
+    following = harness.scheduler.follow(batch)
+    assert following is not None
+    assert harness.complete(batch, 6) == [request] and harness.kv["m"].pages_held("a") == 1
+    assert harness.complete(following, 5) == []
+    assert session.tokens == [7, 7, 7, 5, 6] and session.computed == 4
+
+
+def test_no_step_follows_if_a_session_waits_for_a_row() -> None:
+    harness = Harness("m", "n")
+    batch = decoding(harness, ("a", 9))
+    harness.open("b", "n")
+    harness.submit("b", 3)
+    assert harness.scheduler.follow(batch) is None
+    harness.scheduler.close("b")
+    assert harness.scheduler.follow(batch) is not None
+
+
+def test_no_step_follows_a_chunk() -> None:
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", 3, 9)
+    batch = harness.scheduler.next_batch()
+    assert batch is not None and harness.scheduler.follow(batch) is None
+
+
+def test_no_step_follows_where_a_guess_goes_further_than_the_running_step() -> None:
+    harness = Harness()
+    harness.open("a")
+    harness.submit("a", 1, 40, may_guess=True)
+    for token in (1, 2, 3, 4, 5, 6, 1, 2):
+        harness.step(token)
+    batch = harness.scheduler.next_batch()
+    assert batch is not None
+    following = harness.scheduler.follow(batch)
+    assert following is not None, "6 1 2 is new"
+    harness.complete(batch, 3)
+    assert harness.scheduler.follow(following) is None, "4 5 6 followed 1 2 3"
+    harness.complete(following, 4)
+    batch = harness.scheduler.next_batch()
+    assert batch is not None and batch.rows[0].guess == (5,), "its page has room for one"
+
+
+def test_no_step_follows_without_pages_for_all_of_its_rows() -> None:
+    harness = Harness(pages=3)
+    batch = decoding(harness, ("a", 9), ("b", 9))
+    assert harness.scheduler.follow(batch) is None and harness.kv["m"].pool.free == 1
+    harness.complete(batch)
+
+
+def test_no_step_follows_if_a_user_with_a_quota_needs_a_page() -> None:
+    harness = Harness()
+    harness.scheduler.set_tenant(1000, 1.0, 8 << 20)
+    batch = decoding(harness, ("a", 9))
+    assert harness.scheduler.follow(batch) is None
+    harness.complete(batch)
+    batch, _ = harness.step()
+    batch = harness.scheduler.next_batch()  # type: ignore[assignment]
+    assert harness.scheduler.follow(batch) is not None, "it holds the page"

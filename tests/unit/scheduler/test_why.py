@@ -22,6 +22,16 @@ def test_a_session_in_the_last_step_is_running() -> None:
         assert "model's last step" in why.reason and why.ahead == []
 
 
+def test_a_running_session_says_how_many_guessed_tokens_were_right() -> None:
+    device = VirtualDevice()
+    session = device.open("s", max_tokens=10)
+    device.step()
+    assert session.request is not None
+    session.request.guessed, session.request.kept = 8, 5
+    figures = device.scheduler.why("s").figures
+    assert (figures["guessed_tokens"], figures["kept_tokens"]) == (8, 5)
+
+
 def test_no_more_tokens_are_left_than_the_session_can_reach() -> None:
     device = VirtualDevice()
     device.open("s", max_tokens=1 << 30)

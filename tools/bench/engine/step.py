@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from rich.table import Table
+from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,6 +36,7 @@ from tools.bench.harness.command import Result, say
 GIB = 1 << 30
 KERNEL_SECONDS = 120.0  # limit for compiling one kernel
 SHOWN = 25  # rows of the table
+GAPS = ((2_000, "< 2 µs"), (10_000, "< 10 µs"), (100_000, "< 100 µs"))  # nanoseconds
 
 
 class EngineThread(DirectEngine):
@@ -56,8 +58,28 @@ class EngineThread(DirectEngine):
         return thread.join
 
 
-def kernels_of(run: Callable[[], object], steps: int, *, is_cuda: bool) -> list[dict[str, Any]]:
-    """Profiles `run`. → the kernels, the one with the most time first: name, launches a step, microseconds a step."""
+def gaps_of(spans: Iterable[tuple[str, int, int]], steps: int) -> list[dict[str, Any]]:
+    """How long the device was idle between kernels. spans: name, start and end in nanoseconds, of one stream. → by the
+    gap's length and the kernel behind it, the most time first: gaps a step, microseconds a step."""
+    found: dict[tuple[str, str], list[float]] = {}
+    ended = 0
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        if ended and start > ended:
+            size = next((size for most, size in GAPS if start - ended < most), "longer")
+            found.setdefault((size, name), []).append((start - ended) / 1e3)
+        ended = max(ended, end)
+    gaps = [
+        {"gap": size, "before": name, "gaps": len(each) / steps, "us": sum(each) / steps}
+        for (size, name), each in found.items()
+    ]
+    return sorted(gaps, key=lambda gap: -gap["us"])
+
+
+def kernels_of(
+    run: Callable[[], object], steps: int, *, is_cuda: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Profiles `run`. → the kernels, the one with the most time first: name, launches a step, microseconds a step; and
+    the gaps between kernels on a GPU."""
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     with profile(activities=[activity], experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiled:
         run()
@@ -66,16 +88,20 @@ def kernels_of(run: Callable[[], object], steps: int, *, is_cuda: bool) -> list[
         microseconds = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         if microseconds > 0:
             found.append({"name": event.key, "launches": event.count / steps, "us": microseconds / steps})
-    return sorted(found, key=lambda kernel: -kernel["us"])
+    events = profiled.profiler.kineto_results.events() if is_cuda and profiled.profiler is not None else []
+    spans = [
+        (event.name(), event.start_ns(), event.end_ns()) for event in events if event.device_type() == DeviceType.CUDA
+    ]
+    return sorted(found, key=lambda kernel: -kernel["us"]), gaps_of(spans, steps)
 
 
 @command.bench("step", __doc__)
 @command.checkpoint
 @command.device
 @command.memory
-@click.option("--kv-gib", default=0.0, show_default=True, help="GiB of memory for KV pages; 0: as much as fits.")
+@command.kv_gib
 @click.option("--sessions", default=1, show_default=True)
-@click.option("--context", default=512, show_default=True, help="Tokens of each prompt.")
+@command.context
 @click.option("--steps", default=32, show_default=True, help="Steps that are profiled.")
 def main(checkpoint: Path, device: str, memory: str, kv_gib: float, sessions: int, context: int, steps: int) -> Result:
     is_cuda = device != "cpu" and torch.cuda.is_available()
@@ -85,9 +111,12 @@ def main(checkpoint: Path, device: str, memory: str, kv_gib: float, sessions: in
         engine.rate("m", prompt, sessions, 2 * steps)  # captures the graphs
         ms = sessions / engine.rate("m", prompt, sessions, 2 * steps) * 1e3
         with engine.sessions("m", prompt, sessions) as names:
-            kernels = kernels_of(lambda: engine.run(names, [], steps), steps, is_cuda=is_cuda)
+            kernels, gaps = kernels_of(lambda: engine.run(names, [], steps), steps, is_cuda=is_cuda)
     launches, busy = (sum(kernel[what] for kernel in kernels) for what in ("launches", "us"))
+    idle = sum(gap["us"] for gap in gaps)
     told = f"a step of {sessions} takes {ms:.2f} ms: {launches:.0f} launches, {busy / 1e3:.2f} ms of kernels"
+    for gap in gaps[: SHOWN // 2]:
+        say(f"idle {gap['us']:.0f} µs in {gap['gaps']:.1f} gaps {gap['gap']} before {gap['before'][:60]}")
     say(told)
     table = Table("kernel", "launches a step", "µs a step", "µs each", caption=told)
     for kernel in kernels[:SHOWN]:
@@ -95,7 +124,8 @@ def main(checkpoint: Path, device: str, memory: str, kv_gib: float, sessions: in
         table.add_row(kernel["name"][:90], f"{kernel['launches']:.1f}", f"{kernel['us']:.0f}", f"{each:.1f}")
     blocks = {"plain": info.blocks_plain, "coded": info.blocks_packed, "streamed": info.blocks_streamed}
     parameters = {"model": checkpoint.name, "memory": memory, "kv_gib": kv_gib, "sessions": sessions, "steps": steps}
-    results = {"step_ms": ms, "kernels_ms": busy / 1e3, "launches": launches, "blocks": blocks, "kernels": kernels}
+    results = {"step_ms": ms, "kernels_ms": busy / 1e3, "idle_ms": idle / 1e3, "launches": launches, "blocks": blocks}
+    results |= {"kernels": kernels, "gaps": gaps}
     return Result(parameters | {"context": context}, results, told, [table])
 
 

@@ -15,15 +15,21 @@ import djinn_client as djinn
 from tools.bench.harness.report import ROOT, keep, report
 
 SHIPPED = ROOT / "djinnd" / "models" / "djinn-tiny"
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path, resolve_path=True)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path, resolve_path=True)
 
 checkpoint = click.argument("checkpoint", type=FOLDER)
 checkpoint_or_tiny = click.argument("checkpoint", type=FOLDER, default=SHIPPED)
 device = click.option("--device", default="auto", show_default=True)
 memory = click.option("--memory", default="0", show_default=True, help="Budget of the daemon; 0: its default.")
+kv_gib = click.option(
+    "--kv-gib", default=0.0, show_default=True, help="GiB of memory for KV pages; 0: as much as fits."
+)
+context = click.option("--context", default=512, show_default=True, help="Tokens of each prompt.")
 kv = click.option("--kv", help="Device memory for KV pages; by default the daemon's choice.")
 host_kv = click.option("--host-kv", help="Host memory for KV pages; by default the daemon's choice.")
 disk_kv = click.option("--disk-kv", help="Disk space for KV pages; by default the daemon's choice.")
+gguf = click.option("--gguf", type=FILE, help="The model in a GGUF file, to measure llama.cpp too.")
 folder = click.option("--folder", type=FOLDER, help="Folder for the daemon's state and its KV on disk.")
 
 

@@ -18,7 +18,7 @@ import torch
 
 from tools.bench.harness import command
 from tools.bench.harness.command import Result
-from tools.bench.kernels import attention, coded, experts, states
+from tools.bench.kernels import attention, coded, experts, routing, states
 from tools.bench.kernels import blocks as block
 from tools.bench.kernels.timing import CHOSEN, DTYPE, HEAD_DIM, PAGE_SIZE, Measured, copy_rate
 
@@ -37,6 +37,7 @@ KERNELS = (
     "coded_decode",
     "coded_product",
     "experts",
+    "routing",
     "states",
 )
 
@@ -78,6 +79,7 @@ def main(sweep: bool, only: tuple[str, ...], codings: tuple[str, ...]) -> Result
         "coded_decode": lambda: coded.measure_decode(ceiling, codings),
         "coded_product": lambda: coded.measure_product(ceiling, sweep, codings),
         "experts": lambda: experts.measure_experts(ceiling, sweep, codings),
+        "routing": lambda: routing.measure_routing(ceiling),
         "states": lambda: states.measure_states(ceiling),
     }
     click.echo(f"copy: {ceiling:,.0f} GB/s read and written")

@@ -40,13 +40,17 @@ class Shape:
         return (2 * self.width, self.hidden), (self.hidden, self.width)
 
 
-SHAPES = (Shape("Qwen3-30B-A3B", 128, 8, 2048, 768), Shape("gpt-oss-20b", 32, 4, 2880, 2880))
+SHAPES = (
+    Shape("Qwen3-30B-A3B", 128, 8, 2048, 768),
+    Shape("gpt-oss-20b", 32, 4, 2880, 2880),
+    Shape("DeepSeek-V2-Lite", 64, 6, 2048, 1408),
+)
 
 
 def sweep_of(pairs: int, *, is_plain: bool) -> list[ExpertTiles]:
     """Tiles to try for tiles of so many pairs."""
     if pairs == 1:
-        rows, widths = (1, 2, 4), itertools.product((512, 1024, 2048), (1, 2, 4))
+        rows, widths = (2, 4), itertools.product((512, 1024, 2048), (1, 2, 4))
         return [ExpertTiles(1, each, width, warps, 1) for each, (width, warps) in itertools.product(rows, widths)]
     shapes = itertools.product((64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4))
     return [

@@ -1,8 +1,11 @@
 """The CPU as a device: prompts and decoding through the daemon, in turns with transformers' generate in bfloat16.
 
-    OMP_NUM_THREADS=2 python -m tools.bench.peers.cpu CHECKPOINT [--record]
+    OMP_NUM_THREADS=2 python -m tools.bench.peers.cpu CHECKPOINT [--gguf FILE] [--record]
 
-Both have the same threads for their products: OMP_NUM_THREADS, or all cores. A round measures each figure once on each
+With --gguf, llama.cpp has its turns too, for the same model in a GGUF file; llama-bench and llama-batched-bench must be
+on the PATH. They sample nothing, and their weights are in the file's format.
+
+All have the same threads for their products: OMP_NUM_THREADS, or all cores. A round measures each figure once on each
 side, so that other work on the machine falls on both. Ratios above 1 say how many times as fast djinnd is; the median
 over the rounds counts.
 
@@ -32,8 +35,12 @@ from tools.bench.harness.daemon import device_name, private_daemon
 from tools.bench.harness.prompts import prompt
 from tools.bench.harness.sessions import open_sessions, step_seconds
 from tools.bench.harness.turns import in_turns
+from tools.bench.peers import llama_bench
+from tools.bench.peers.llama_bench import LlamaBench, LlamaFailed
 
 MODEL = "m"
+
+LLAMA = "llama.cpp"
 
 Prompts = Callable[[int], list[int]]  # tokens → a prompt that no measurement has had
 
@@ -88,9 +95,12 @@ class Transformers:
         return times
 
 
-def measure(sides: dict[str, Daemon | Transformers], work: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+Side = Daemon | Transformers | LlamaBench
+
+
+def measure(sides: dict[str, Side], work: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of each figure, by the figure and the side. The first round warms up, and is left out."""
-    figures: dict[str, Callable[[Daemon | Transformers], float]] = {
+    figures: dict[str, Callable[[Side], float]] = {
         f"first token of {work['prompt']:,}": lambda side: side.first_token(work["prompt"])
     }
     for sessions in work["sessions"]:
@@ -103,18 +113,32 @@ def measure(sides: dict[str, Daemon | Transformers], work: dict[str, Any]) -> di
     return found
 
 
-def ratios(times: dict[str, list[float]]) -> list[float]:
+def ratios(times: dict[str, list[float]], peer: str = "transformers") -> list[float]:
     """For each round, how many times as fast djinnd was."""
-    return [theirs / ours for ours, theirs in zip(times["djinnd"], times["transformers"], strict=True)]
+    return [theirs / ours for ours, theirs in zip(times["djinnd"], times[peer], strict=True)]
 
 
-def shown(found: dict[str, dict[str, list[float]]], device: str) -> Table:
-    table = Table("ms, medians", "djinnd", "transformers", "ratio", "of rounds", caption=device)
+def shown(found: dict[str, dict[str, list[float]]], caption: str, absent: dict[str, str]) -> Table:
+    """`absent`: why a peer was not measured, by its name."""
+    peers = [side for side in next(iter(found.values())) if side != "djinnd"]
+    columns = [column for peer in peers for column in (peer, "ratio, of rounds")]
+    table = Table("ms, medians", "djinnd", *columns, *absent, caption=caption)
     for name, times in found.items():
-        each = ratios(times)
-        middles = [f"{statistics.median(times[side]):.1f}" for side in ("djinnd", "transformers")]
-        table.add_row(name, *middles, f"{statistics.median(each):.2f}", f"{min(each):.2f} to {max(each):.2f}")
+        cells = [f"{statistics.median(times['djinnd']):.1f}"]
+        for peer in peers:
+            each = ratios(times, peer)
+            cells.append(f"{statistics.median(times[peer]):.1f}")
+            cells.append(f"{statistics.median(each):.2f}, {min(each):.2f} to {max(each):.2f}")
+        table.add_row(name, *cells, *absent.values())
     return table
+
+
+def with_llama(sides: dict[str, Side], gguf: Path, sessions: Sequence[int]) -> dict[str, str]:
+    """Adds llama.cpp to the sides, or returns why it cannot be measured, by its name."""
+    if program := llama_bench.missing(sessions):
+        return {LLAMA: f"{program} is not on the PATH"}
+    sides[LLAMA] = LlamaBench(gguf, torch.get_num_threads(), "cpu")
+    return {}
 
 
 @command.bench("cpu", __doc__)
@@ -126,7 +150,8 @@ def shown(found: dict[str, dict[str, list[float]]], device: str) -> Table:
 @click.option("--context", default=128, show_default=True, help="Tokens of each prompt before decoding.")
 @click.option("--tokens", default=33, show_default=True, help="Tokens that a session generates.")
 @click.option("--sessions", default=(1, 8), show_default=True, multiple=True, type=int)
-def main(checkpoint: Path, memory: str, dtype: str, **work: Any) -> Result:
+@command.gguf
+def main(checkpoint: Path, memory: str, dtype: str, gguf: Path | None, **work: Any) -> Result:
     models = {MODEL: {"path": str(checkpoint), "dtype": dtype}}
     with private_daemon({"device": "cpu", "memory": memory, "models": models}) as address:
         began, seeds = time.perf_counter(), count()
@@ -136,18 +161,28 @@ def main(checkpoint: Path, memory: str, dtype: str, **work: Any) -> Result:
         def new_prompt(tokens: int) -> list[int]:
             return prompt(tokens, info.vocab, next(seeds))
 
-        sides: dict[str, Daemon | Transformers] = {
+        sides: dict[str, Side] = {
             "djinnd": Daemon(address, new_prompt),
             "transformers": Transformers(checkpoint, new_prompt),
         }
-        found = measure(sides, work)
+        absent = {} if gguf is None else with_llama(sides, gguf, work["sessions"])
+        try:
+            found = measure(sides, work)
+        except LlamaFailed as error:
+            raise click.ClickException(str(error)) from error
         device = device_name(address)
     threads = torch.get_num_threads()
     parameters = {"model": checkpoint.name, "dtype": info.dtype, "threads": threads, "memory": memory, **work}
-    middle = {name: statistics.median(ratios(times)) for name, times in found.items()}
-    told = ", ".join(f"{name} {ratio:.2f} times as fast as transformers" for name, ratio in middle.items())
-    results = {"ms": found, "ratios": middle, "weight_bytes": info.weight_bytes, "device": device}
-    return Result(parameters, results, f"{info.dtype}, {threads} threads: {told}", [shown(found, device)])
+    parameters |= command.given(gguf=None if gguf is None else gguf.name)
+    peers = [side for side in sides if side != "djinnd"]
+    middle = {peer: {name: statistics.median(ratios(times, peer)) for name, times in found.items()} for peer in peers}
+    told = "; ".join(
+        ", ".join(f"{name} {ratio:.2f} times as fast as {peer}" for name, ratio in each.items())
+        for peer, each in middle.items()
+    )
+    results = {"ms": found, "ratios": middle["transformers"], "weight_bytes": info.weight_bytes, "device": device}
+    caption = device if gguf is None else f"{device}; {LLAMA} with {gguf.name}"
+    return Result(parameters, results, f"{info.dtype}, {threads} threads: {told}", [shown(found, caption, absent)])
 
 
 if __name__ == "__main__":

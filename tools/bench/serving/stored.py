@@ -50,15 +50,17 @@ async def step_s(address: str, model: str, sessions: int, work: dict[str, Any], 
     """Seconds of a step, one figure a run."""
     context, tokens = work["context"], work["tokens"]
     await decode_s(address, model, sessions, context, WARM_UP_TOKENS, vocab)
-    return [await decode_s(address, model, sessions, context, tokens, vocab) for _ in range(work["runs"])]
+    found = [await decode_s(address, model, sessions, context, tokens, vocab) for _ in range(work["runs"])]
+    say(f"a step of {sessions}: {statistics.median(found) * 1e3:.2f} ms")
+    return found
 
 
 @command.bench("stored", __doc__)
 @command.checkpoint
 @command.device
 @command.memory
-@click.option("--kv-gib", default=0.0, show_default=True, help="GiB of memory for KV pages; 0: as much as fits.")
-@click.option("--context", default=512, show_default=True, help="Tokens of each prompt.")
+@command.kv_gib
+@command.context
 @click.option("--tokens", default=65, show_default=True, help="Tokens that a session generates in a run.")
 @click.option("--runs", default=3, show_default=True)
 @click.option("--sessions", default=(1, 16), show_default=True, multiple=True)
@@ -68,10 +70,19 @@ def main(checkpoint: Path, device: str, memory: str, kv_gib: float, **work: Any)
     with private_daemon({"device": device, "memory": memory}) as address:
         model = str(checkpoint)
         began = time.perf_counter()
-        info = djinn.load(model, kv_bytes=round(kv_gib * GIB), host_kv_bytes=0, disk_kv_bytes=0, address=address)
+        stages: dict[str, float] = {}  # seconds at which each began
+
+        def note(progress: Any) -> None:
+            stages.setdefault(progress.stage, time.perf_counter() - began)
+
+        kv_bytes = round(kv_gib * GIB)
+        info = djinn.load(model, kv_bytes=kv_bytes, host_kv_bytes=0, disk_kv_bytes=0, on_progress=note, address=address)
         blocks = {"plain": info.blocks_plain, "coded": info.blocks_packed, "streamed": info.blocks_streamed}
-        say(f"loaded in {time.perf_counter() - began:.1f} s: {blocks}, {info.notes}")
+        stages["ready"] = time.perf_counter() - began
+        say(", ".join(f"{stage} {second:.1f} s" for stage, second in stages.items()))
+        say(f"{blocks}, {info.notes}")
         first = first_token_s(address, model, work["context"], info.vocab)
+        say(f"first token {statistics.median(first) * 1e3:.1f} ms")
         steps = {n: asyncio.run(step_s(address, model, n, work, info.vocab)) for n in work["sessions"]}
         used = djinn.status(address=address).devices[0].used_bytes
     over_bus = info.streamed_bytes
@@ -87,6 +98,7 @@ def main(checkpoint: Path, device: str, memory: str, kv_gib: float, **work: Any)
         "memory_bytes_per_s": rates.memory,
         "bus_bytes_per_s": rates.up,
         "blocks": blocks,
+        "stages_s": stages,
     }
     table = Table("sessions", "ms a step", "times the limit", caption=f"limit of one session {limit * 1e3:.2f} ms")
     for n, each in ms.items():

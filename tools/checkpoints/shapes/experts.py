@@ -10,6 +10,15 @@ _MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "m
 _QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936}
 _GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088}
 _QWEN_3_5_MOE = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "vocab_size": 248320}
+_DEEPSEEK_2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400}
+_DEEPSEEK_YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 _THREE_TO_ONE = ["linear_attention"] * 3 + ["full_attention"]
 _YARN = {
     "rope_type": "yarn",
@@ -49,6 +58,17 @@ EXPERT_SHAPES: Mapping[str, Shape] = {
         reduced_llama(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
         | {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 32, "layer_types": _THREE_TO_ONE},
+    ),
+    "deepseek-v2-lite": Shape(  # latent attention: 576 numbers a token and block
+        llama(2048, 10944, 27, 16, 16, **_DEEPSEEK_2, max_position_embeddings=163840, rope_theta=1e4, rms_norm_eps=1e-6)
+        | {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 1, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy"}
+        | {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "attention_bias": False}
+        | {"rope_scaling": _DEEPSEEK_YARN | {"original_max_position_embeddings": 4096}},
+        reduced_llama(kv_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"rope_scaling": _DEEPSEEK_YARN | {"factor": 32, "original_max_position_embeddings": 64}},
     ),
     "gpt-oss-20b": Shape(  # as in the BF16 checkpoints: the original's experts are mxfp4
         llama(2880, 2880, 24, 64, 8, **_GPT_OSS, max_position_embeddings=131072, rope_theta=150000.0)

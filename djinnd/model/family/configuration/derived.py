@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from djinn_client.errors import ModelRejected
 from djinnd.device.budget import gib
@@ -38,7 +39,7 @@ def _derived(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch.device) -> None:
+def materialise_buffers(model: PreTrainedModel, blocks: list[nn.Module], device: torch.device) -> None:
     """Computes the derived buffers and puts them on `device`.
 
     On the meta device these buffers have no values. The family's own `_init_weights` computes them; parameters come
@@ -46,18 +47,19 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
     the module around the blocks (Falcon-H1).
     """
     roots = (model, *blocks)
+    around = _models_around(model, blocks)
     missing: dict[nn.Module, list[str]] = {}
     for module in dict.fromkeys(m for root in roots for m in root.modules()):
         without = {name: buffer for name, buffer in _derived(module).items() if buffer.is_meta}
         if without:
             missing[module] = sorted(without)  # a set has no order of its own
             module._buffers |= {name: _without_values(buffer) for name, buffer in without.items()}
-            _compute(model, module)
+            _compute(around[module], module)
     if any(_unset(module, names) for module, names in missing.items()):
         for parameter in (p for root in roots for p in root.parameters()):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         for module in (m for m in model.modules() if m._modules):
-            _compute(model, module)
+            _compute(around[module], module)
     for module, names in missing.items():
         for name in _unset(module, names):
             raise ModelRejected(f"{type(module).__name__}.{name} cannot be computed from the configuration")
@@ -66,11 +68,22 @@ def materialise_buffers(model: nn.Module, blocks: list[nn.Module], device: torch
         stop_choosing(module)
 
 
-def _compute(model: nn.Module, module: nn.Module) -> None:
+def _models_around(model: PreTrainedModel, blocks: list[nn.Module]) -> dict[nn.Module, PreTrainedModel]:
+    """For each module the innermost model around it. transformers, too, initialises a module by that model, as a
+    family's `_init_weights` may read attributes that other models around it do not have."""
+    around: dict[nn.Module, PreTrainedModel] = {}
+    for each in model.modules():  # a model comes before those inside of it
+        if isinstance(each, PreTrainedModel):
+            around |= dict.fromkeys(each.modules(), each)
+    decoder = around[model.get_decoder()]
+    return around | {module: decoder for block in blocks for module in block.modules()}
+
+
+def _compute(model: PreTrainedModel, module: nn.Module) -> None:
     for parameter in module.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then passes over it
     try:
-        model._init_weights(module)  # type: ignore[operator]
+        model._init_weights(module)
     except Exception as error:  # a family's code may raise exceptions of any type
         raise ModelRejected(f"{type(module).__name__} cannot be computed from the configuration: {error!r}") from error
 

@@ -23,17 +23,28 @@ def fix_frequencies(config: PreTrainedConfig) -> None:
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     types = _types(parameters)
     if parameters.get("rope_type") == "longrope":
-        pretrained = int(parameters["original_max_position_embeddings"])
-        # The scale of cos and sin depends on this ratio, which must not change with the limit below.
-        if parameters.get("factor") is None:
-            parameters["factor"] = config.max_position_embeddings / pretrained
-        config.max_position_embeddings = min(config.max_position_embeddings, pretrained)
+        end_context(config, int(parameters["original_max_position_embeddings"]))
         types.remove("longrope")
     chosen = types & {"dynamic", "longrope"}
     if chosen:
         raise ModelRejected(
             f"{config.model_type} with {', '.join(sorted(chosen))} RoPE is refused: its frequencies depend on the "
             "longest row of a batch, so sessions would change each other's output",
+            family=config.model_type,
+        )
+
+
+def end_context(config: PreTrainedConfig, longest: int) -> None:
+    """Limits the context of a configuration to `longest` tokens. The frequencies and scales stay the same. Raises
+    ModelRejected if no token is left."""
+    for parameters in _each(getattr(config, "rope_parameters", None)):
+        pretrained = parameters.get("original_max_position_embeddings")
+        if pretrained and parameters.get("factor") is None:  # it would follow from the limit
+            parameters["factor"] = config.max_position_embeddings / pretrained
+    config.max_position_embeddings = min(config.max_position_embeddings, longest)
+    if config.max_position_embeddings < 1:
+        raise ModelRejected(
+            f"config.json: the context of {config.model_type} ends after {config.max_position_embeddings} tokens",
             family=config.model_type,
         )
 
@@ -64,8 +75,12 @@ def _chooses(module: nn.Module) -> bool:
 
 
 def _types(parameters: Any) -> set[str]:
-    """All RoPE types in `rope_parameters`, which may nest parameters for each kind of layer."""
-    if not isinstance(parameters, dict):
-        return set()
-    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
-    return own.union(*(_types(value) for value in parameters.values()))
+    return {each["rope_type"] for each in _each(parameters) if isinstance(each.get("rope_type"), str)}
+
+
+def _each(parameters: Any) -> Iterator[dict[str, Any]]:
+    """All dicts in `rope_parameters`, which may nest parameters for each kind of layer."""
+    if isinstance(parameters, dict):
+        yield parameters
+        for value in parameters.values():
+            yield from _each(value)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from djinn_client.errors import ModelRejected
 from djinnd.model.attention.hf_attention import NoPages, Wanted
+from djinnd.model.families import indexers
 from djinnd.model.family.adapter import Adapter, Prologue, check_inputs
 from djinnd.model.family.learning.kinds import kind_of
 from djinnd.model.family.learning.kv_shapes import KvMap, learn_kv, shared_arguments
@@ -20,8 +21,8 @@ from djinnd.model.family.learning.states import learn_states
 from djinnd.model.states.layout import Stateful
 
 # Names of block kinds in configurations (`layer_types`). None: the configuration has no `layer_types`. A hybrid block
-# has attention and a state beside each other.
-_FULL = ("full_attention", "attention", "hybrid", None)
+# has attention and a state beside each other. Indexers are removed.
+_FULL = ("full_attention", "attention", "hybrid", None, *indexers.KINDS)
 _SLIDING = ("sliding_attention", None)
 _CHUNKED = ("chunked_attention",)
 
@@ -36,7 +37,7 @@ def learn_blocks(adapter: Adapter, config: Any) -> tuple[KvMap, list[Stateful]]:
     ids: Tensor = torch.zeros(1, 2, dtype=torch.long, device="meta")
     try:
         prologue = adapter.learn_prologue(ids)
-        check_inputs(prologue, runs.family)
+        check_inputs(prologue, adapter.blocks, runs.family)
         keep_own_weights(adapter, prologue)
         runs.stateful = learn_states(adapter, prologue)
         found = learn_kv(adapter.blocks, lambda index: runs.attention_of(index, prologue))

@@ -1,1 +1,1 @@
-"""Kernels of stacked experts: a router's picks are grouped, and each picked expert's matrices are read once."""
+"""Kernels of stacked experts: routers' picks are found and grouped, and each picked expert's matrices are read once."""

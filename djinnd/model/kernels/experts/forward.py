@@ -67,8 +67,8 @@ def _most_pairs(matrices: Matrices) -> int:
 
 
 def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) -> ExpertTiles:
-    """Tiles of codes are measured on an H200 with Qwen3-30B's experts in FP8 and MXFP4; plain ones are chosen. pairs:
-    of a tile. shared: bytes of shared memory that a program may have."""
+    """Tiles of codes are measured on an H200 with experts of Qwen3-30B and of gpt-oss-20b in FP8 and MXFP4; plain ones
+    are chosen. pairs: of a tile. shared: bytes of shared memory that a program may have."""
     facts = matrices.facts
     widest, columns = triton.next_power_of_2(facts.row_bytes), 2 if facts.span else 1  # columns: of a byte
     if pairs == 1:
@@ -76,7 +76,10 @@ def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) ->
             return ExpertTiles(1, 64, 32, 4, 1)
         if matrices.is_plain:
             return ExpertTiles(1, 2, min(1024, widest), 2, 1)
-        return ExpertTiles(1, 2, min(2048 // columns, widest), 1, 1)
+        width = 2048 // columns
+        if facts.row_bytes > width and facts.row_bytes % width:  # most of a wide second tile would lie outside of W
+            return ExpertTiles(1, 4, 512, 2, 1)
+        return ExpertTiles(1, 2, min(width, widest), 1, 1)
     if not matrices.is_plain:
         if element_size == 4:  # float32 takes long to compile
             return ExpertTiles(pairs, 64, min(32, widest), 4, 3)

@@ -69,6 +69,11 @@ class Launches:
             self._refused.pop(variant, None)
         self._refused.update(failed)
 
+    @property
+    def is_listing(self) -> bool:
+        """True for a thread within `listing`. A launch may then leave its outputs as they were allocated."""
+        return getattr(self._thread, "listed", None) is not None
+
     @contextmanager
     def listing(self, *, leave_out: bool = True) -> Iterator[dict[Variant, None]]:
         """Collects the variants that this thread launches in the context and that need compiling. Such a launch is

@@ -7,7 +7,6 @@ straight from registers; up to FEW_ROWS rows are multiplied on the tensor cores.
 Weights outside of their unit's window decode to a wrong number, and patches hold the right ones. The output is
 corrected instead of the tile: y[row] += x[col] * (weight - decoded number), over the patches of a program's rows.
 
-    low, high   columns j and j + 64 of a group, which share byte j of its nibbles
     partial     float32 [splits, tokens, rows], if the columns are divided among several programs
 """
 
@@ -24,6 +23,7 @@ from djinn_client.handover.packed import FIRST_BASE, GROUP, STRIPE, PackedForm, 
 from djinnd.model.kernels.launching.gpu import processors
 from djinnd.model.kernels.launching.interpreter import INTERPRETED, dot
 from djinnd.model.kernels.packed.code import decode_middle, decode_wide, load_patches, window_scale
+from djinnd.model.kernels.packed.rows import columns_there, load_bounds, patch_range, patch_values, row_step, rows_of
 from djinnd.model.tuning import FEW_ROWS
 
 MAX_SPLITS = 8
@@ -43,37 +43,9 @@ class ProductTiles:
 
 
 @triton.jit
-def load_bounds(stripes, first_row, end_row, STRIPE: tl.constexpr):
-    """→ int32 [2]: begin and end of the patches of the stripes that hold these rows.
-
-    The result is a tensor instead of two scalars so that the program does not wait for it here: the compiler moves
-    scalars to uniform registers, and waits for the load to do so.
-    """
-    stripe = tl.where(tl.arange(0, 2) == 0, first_row // STRIPE, (end_row - 1) // STRIPE + 1)
-    return tl.load(stripes + stripe)
-
-
-@triton.jit
-def patch_range(bounds, capacity):
-    """→ (first, end), clamped to the patches, because the buffer's contents are not trusted."""
-    bounds = tl.minimum(tl.maximum(bounds, 0), capacity)
-    return tl.min(bounds, 0), tl.max(bounds, 0)
-
-
-@triton.jit
-def patch_values(index, bits, offset, base, COLS: tl.constexpr):
-    """→ for each patch its row, its column, the right weight and the decoded weight (both bf16)."""
-    place = index - offset.to(tl.uint32)
-    decoded = (bits & 0x807F) | (base << 7)
-    is_weight = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    was_weight = decoded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return (place // COLS).to(tl.int32), (place % COLS).to(tl.int32), is_weight, was_weight
-
-
-@triton.jit
 def multiply_vector(
-    acc, sm, nibbles, x, FIRST: tl.constexpr, LAST: tl.constexpr,
-    COLS: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+    acc, sm, nibbles, x, shift, FIRST: tl.constexpr, LAST: tl.constexpr, ROW_PAIRS: tl.constexpr,
+    STEP: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the products of the pairs [FIRST, LAST) of these rows to acc [ROWS, PAIRS], element by element, in tiles."""
     for start in tl.range(FIRST, LAST, PAIRS, num_stages=STAGES):
@@ -81,16 +53,19 @@ def multiply_vector(
         low = pair // 64 * 128 + pair % 64
         # A thread loads eight bytes of W, and the eight numbers of x that match them: no exchange between threads.
         pair_8, low_8 = tl.max_contiguous(pair, 8)[None, :], tl.max_contiguous(low, 8)[None, :]
-        if COLS // 2 % PAIRS:
-            there = pair < COLS // 2
-            low_x = tl.load(x + low, mask=there, other=0.0)[None, :]
-            high_x = tl.load(x + low + 64, mask=there, other=0.0)[None, :]
+        if STEP > 1 or ROW_PAIRS % PAIRS:
+            low_there, high_there = columns_there(pair, shift, ROW_PAIRS, STEP)
+            low_x = tl.load(x + (low - shift), mask=low_there, other=0.0)[None, :]
+            high_x = tl.load(x + (low - shift) + 64, mask=high_there, other=0.0)[None, :]
+        else:
+            low_x = tl.load(x + low)[None, :]
+            high_x = tl.load(x + low + 64)[None, :]
+        if ROW_PAIRS % PAIRS:
+            there = pair < ROW_PAIRS
             low_rest = tl.load(sm + low_8, mask=there[None, :], other=0)
             high_rest = tl.load(sm + 64 + low_8, mask=there[None, :], other=0)
             nibble = tl.load(nibbles + pair_8, mask=there[None, :], other=0)
         else:
-            low_x = tl.load(x + low)[None, :]
-            high_x = tl.load(x + low + 64)[None, :]
             low_rest = tl.load(sm + low_8)
             high_rest = tl.load(sm + 64 + low_8)
             nibble = tl.load(nibbles + pair_8)
@@ -102,23 +77,24 @@ def multiply_vector(
 @triton.jit(do_not_specialize=["number", "offset"])
 def vector_kernel(
     sm, nibbles, bases, stripes, patches, x, out, number, offset, capacity, rows,
-    COLS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr, STRIPE: tl.constexpr,
-    STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+    COLS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr,
+    STRIPE: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
     """Multiplies ROWS rows of W by one row of x. Bounds and patches are loaded early, so that the end of the program
     does not wait for them."""
-    first_row = tl.program_id(0) * ROWS
-    local = tl.arange(0, ROWS)
-    row = tl.minimum(first_row + local, rows - 1)[:, None].to(tl.int64)
-    sm += row * COLS
-    nibbles += row * (COLS // 2)
-    HALF: tl.constexpr = (COLS // 4 + PAIRS - 1) // PAIRS * PAIRS
-    bounds = load_bounds(stripes, first_row, tl.minimum(first_row + ROWS, rows), STRIPE)
+    first_row, last_row, shift = rows_of(tl.program_id(0), rows, ROWS, STEP)
+    local = tl.arange(0, ROWS) * STEP
+    row = tl.minimum(first_row + local, last_row)[:, None].to(tl.int64)
+    sm += row * COLS - shift
+    nibbles += row * (COLS // 2) - shift // 2
+    ROW_PAIRS: tl.constexpr = COLS // 2 + 32 * (STEP - 1)
+    HALF: tl.constexpr = (ROW_PAIRS // 2 + PAIRS - 1) // PAIRS * PAIRS
+    bounds = load_bounds(stripes, first_row, tl.minimum(first_row + (ROWS - 1) * STEP + 1, rows), STRIPE)
     acc = tl.zeros([ROWS, PAIRS], tl.float32)
-    acc = multiply_vector(acc, sm, nibbles, x, 0, HALF, COLS, PAIRS, STAGES, PLAINLY)
+    acc = multiply_vector(acc, sm, nibbles, x, shift, 0, HALF, ROW_PAIRS, STEP, PAIRS, STAGES, PLAINLY)
     first, end = patch_range(bounds, capacity)
     index, bits = load_patches(patches, first + tl.arange(0, PATCHES), end)
-    acc = multiply_vector(acc, sm, nibbles, x, HALF, COLS // 2, COLS, PAIRS, STAGES, PLAINLY)
+    acc = multiply_vector(acc, sm, nibbles, x, shift, HALF, ROW_PAIRS, ROW_PAIRS, STEP, PAIRS, STAGES, PLAINLY)
     base = tl.load(bases + number)
     y = tl.sum(acc, 1) * window_scale(base)
 
@@ -126,7 +102,8 @@ def vector_kernel(
         patched, col, is_weight, was_weight = patch_values(index, bits, offset, base, COLS)
         share = tl.load(x + col).to(tl.float32) * (is_weight.to(tl.float32) - was_weight.to(tl.float32))
         for i in tl.static_range(ROWS):  # one lane a patch; with a tile [rows, patches] each lane would do all patches
-            y += tl.where(local == i, tl.sum(tl.where(patched == first_row + i, share, 0.0), 0), 0.0)
+            mine = patched == first_row + i * STEP
+            y += tl.where(local == i * STEP, tl.sum(tl.where(mine, share, 0.0), 0), 0.0)
         index, bits = load_patches(patches, at + tl.arange(0, PATCHES), end)
     tl.store(out + first_row + local, y.to(out.dtype.element_ty), mask=first_row + local < rows)
 
@@ -134,30 +111,35 @@ def vector_kernel(
 @triton.jit(do_not_specialize=["number", "offset", "tokens"])
 def matrix_kernel(
     sm, nibbles, bases, stripes, patches, x, out, number, offset, capacity, rows, tokens,
-    COLS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr,
-    STRIPE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+    COLS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    PATCHES: tl.constexpr, STRIPE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
     """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns."""
-    first_row, split = tl.program_id(0) * ROWS, tl.program_id(1)
-    row = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1)[None, :]
+    first_row, last_row, shift = rows_of(tl.program_id(0), rows, ROWS, STEP)
+    split = tl.program_id(1)
+    row = tl.minimum(first_row + tl.arange(0, ROWS) * STEP, last_row)[None, :]
     token = tl.arange(0, TOKENS)[:, None]
-    sm += row.to(tl.int64) * COLS
-    nibbles += row.to(tl.int64) * (COLS // 2)
+    sm += row.to(tl.int64) * COLS - shift
+    nibbles += row.to(tl.int64) * (COLS // 2) - shift // 2
     x += token * COLS
     base = tl.load(bases + number)
-    first, end = patch_range(load_bounds(stripes, first_row, tl.minimum(first_row + ROWS, rows), STRIPE), capacity)
+    bounds = load_bounds(stripes, first_row, tl.minimum(first_row + (ROWS - 1) * STEP + 1, rows), STRIPE)
+    first, end = patch_range(bounds, capacity)
     first += split * PATCHES
     index, bits = load_patches(patches, first + tl.arange(0, PATCHES), end)
     acc = tl.zeros([TOKENS, ROWS], tl.float32)
-    SPAN: tl.constexpr = (COLS // 2 + PAIRS * SPLITS - 1) // (PAIRS * SPLITS) * PAIRS
+    ROW_PAIRS: tl.constexpr = COLS // 2 + 32 * (STEP - 1)
+    SPAN: tl.constexpr = (ROW_PAIRS + PAIRS * SPLITS - 1) // (PAIRS * SPLITS) * PAIRS
     begin = split * SPAN
-    for start in tl.range(begin, tl.minimum(begin + SPAN, COLS // 2), PAIRS, num_stages=STAGES):
+    for start in tl.range(begin, tl.minimum(begin + SPAN, ROW_PAIRS), PAIRS, num_stages=STAGES):
         pair = start + tl.arange(0, PAIRS)
         low = pair // 64 * 128 + pair % 64
-        there = pair < COLS // 2
-        low_x = tl.load(x + low[None, :], mask=(token < tokens) & there[None, :], other=0.0)
-        high_x = tl.load(x + low[None, :] + 64, mask=(token < tokens) & there[None, :], other=0.0)
-        if COLS // 2 % PAIRS:
+        low_there, high_there = columns_there(pair, shift, ROW_PAIRS, STEP)
+        col = (low - shift)[None, :]
+        low_x = tl.load(x + col, mask=(token < tokens) & low_there[None, :], other=0.0)
+        high_x = tl.load(x + col + 64, mask=(token < tokens) & high_there[None, :], other=0.0)
+        if ROW_PAIRS % PAIRS:
+            there = pair < ROW_PAIRS
             low_rest = tl.load(sm + low[:, None], mask=there[:, None], other=0)
             high_rest = tl.load(sm + low[:, None] + 64, mask=there[:, None], other=0)
             nibble = tl.load(nibbles + pair[:, None], mask=there[:, None], other=0)
@@ -171,7 +153,7 @@ def matrix_kernel(
         acc = dot(high_x, high_weight, acc, PLAINLY)
 
     acc *= window_scale(base)
-    local = tl.arange(0, ROWS)[None, :]
+    local = tl.arange(0, ROWS)[None, :] * STEP
     for at in tl.range(first + SPLITS * PATCHES, end + SPLITS * PATCHES, SPLITS * PATCHES, num_stages=1):
         patched, col, is_weight, was_weight = patch_values(index, bits, offset, base, COLS)
         part = tl.load(x + col[None, :], mask=token < tokens, other=0.0)
@@ -197,8 +179,8 @@ def sum_kernel(partial, out, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def product_fits(unit: Unit) -> bool:
-    """Returns True if packed_product supports the unit: its rows must be whole groups."""
-    return unit.cols % GROUP == 0
+    """Returns True if packed_product supports the unit: its rows must be whole halves of groups."""
+    return unit.cols % (GROUP // 2) == 0
 
 
 def product_tiles(tokens: int, unit: Unit, processors: int) -> ProductTiles:
@@ -233,11 +215,12 @@ def packed_product(
         form.patches_view(packed),
         x,
     )
+    step = row_step(unit.cols)
     options = {
-        "COLS": unit.cols, "ROWS": tiles.rows, "PAIRS": tiles.pairs, "STRIPE": STRIPE, "STAGES": tiles.stages,
-        "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
+        "COLS": unit.cols, "STEP": step, "ROWS": tiles.rows, "PAIRS": tiles.pairs, "STRIPE": STRIPE,
+        "STAGES": tiles.stages, "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
     }  # fmt: skip
-    programs = triton.cdiv(unit.rows, tiles.rows)
+    programs = sum(triton.cdiv(len(range(first, unit.rows, step)), tiles.rows) for first in range(step))
     if tokens == 1:
         vector_kernel[(programs,)](
             *arguments, out, number, unit.offset, form.capacity, unit.rows, PATCHES=PATCHES, **options

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -51,8 +53,17 @@ def unpack(form: PackedForm, packed: Tensor, out: Tensor) -> None:
     In a CUDA graph, a replay decodes the contents of the buffer at that time, with its bases and patches.
     """
     assert packed.numel() == form.nbytes and out.numel() == form.numel and out.dtype == torch.bfloat16
+    unpack_units(form, range(len(form.units)), packed, out)
+    if form.matrices < form.numel:
+        out[form.matrices :].copy_(form.vectors_view(packed))
+
+
+def unpack_units(form: PackedForm, numbers: Iterable[int], packed: Tensor, out: Tensor) -> None:
+    """Writes these units to their places in out, like `unpack`. In other units it writes patches, and in the vectors
+    nothing."""
     head, sm, nibbles = form.head_view(packed), form.sm_view(packed), form.nibbles_view(packed)
-    for number, unit in enumerate(form.units):
+    for number in numbers:
+        unit = form.units[number]
         pairs = unit.numel // 2
         unpack_kernel[(triton.cdiv(pairs, PAIRS),)](
             sm[unit.offset :], nibbles[unit.offset // 2 :], head[FIRST_BASE:], out[unit.offset :], number, pairs,
@@ -62,5 +73,3 @@ def unpack(form: PackedForm, packed: Tensor, out: Tensor) -> None:
         form.patches_view(packed), head, out.view(torch.int16), form.capacity, form.matrices,
         PATCHES=PATCHES, num_warps=4,
     )  # fmt: skip
-    if form.matrices < form.numel:
-        out[form.matrices :].copy_(form.vectors_view(packed))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from djinnd.engine.grammar.process import GrammarProcess
-from djinnd.jobs.grammar import BeginGrammar, GrammarState, GrammarStates, encode
+from djinnd.jobs.grammar import BeginGrammar, GrammarState, GrammarStates, TryTokens, encode
 
 
 @pytest.fixture
@@ -43,6 +43,16 @@ def test_only_what_it_has_been_asked_about_is_heard_and_that_once(ends: tuple[Gr
     theirs.sendall(told + told)
     assert process.read_answers() == GrammarStates([1], [GrammarState(2, [5])])
     assert process.read_answers() == GrammarStates() and not process.failure
+
+
+def test_counts_of_masks_are_heard_that_the_last_try_asked_for(ends: tuple[GrammarProcess, socket.socket]) -> None:
+    """Another run may belong to another user, and a larger count would make the engine read slots that are not lent."""
+    process, theirs = ends
+    process.ask(TryTokens(5, [(1, [7, 8], [10, 11])]))
+    process.ask(TryTokens(6, [(1, [7, 8], [10, 11]), (2, [9], [12]), (3, [9], [13])]))
+    theirs.sendall(encode(GrammarStates(step=5, tried=[(1, 2)])))
+    theirs.sendall(encode(GrammarStates(step=6, tried=[(1, 1), (2, 2), (3, -1), (4, 0)])))
+    assert process.read_answers() == GrammarStates(tried=[(1, 1)])
 
 
 def test_garbage_and_its_end_are_failures(ends: tuple[GrammarProcess, socket.socket]) -> None:

@@ -105,11 +105,18 @@ def test_a_plan_equals_the_loaded_model(folder: Path, wish: str, more: int) -> N
         assert getattr(plan, name) == getattr(info, name), name
     for name in ("scratch_bytes", "kv_bytes", "notes", "family", "dtype"):
         assert getattr(plan, name) == getattr(info, name), name
+    assert plan.kv_bytes == (info.pages + 1) * plan.page_bytes  # with the scratch page
     on_device = plan.resident_bytes + plan.ring_bytes + plan.scratch_bytes + plan.rest_bytes
     assert on_device == info.weight_bytes
     others = plan.kv_bytes + plan.workspace_bytes + plan.adapter_bytes + plan.reserved_bytes
     assert on_device + others == used <= plan.budget_bytes == budget
     assert [need.nbytes for need in wanted] == [plan.host_bytes]
+
+
+def test_a_plan_tells_the_tokens_and_the_bytes_of_a_page(folder: Path) -> None:
+    plans = [planned(folder, dtype="bfloat16", placing=Placing(kv_dtype=form)) for form in ("", "fp8")]
+    plain, in_fp8 = (plan.page_bytes / plan.page_tokens for plan in plans)
+    assert plain == 2 * in_fp8 == 4 * 2 * 2 * 16 * 2  # blocks, K and V, heads, width, bytes
 
 
 def test_a_plan_uses_the_device_s_budget_by_default(folder: Path) -> None:

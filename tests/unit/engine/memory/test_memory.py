@@ -127,7 +127,7 @@ def test_the_workspace_has_room_for_a_part_of_a_row_or_for_all_rows_of_one_token
     without = dataclasses.replace(SHAPE, state_bytes=1 << 20)
     assert without.page_size == 32
     for states, wanted in (
-        (StateWorkspace(token_bytes=9 << 20), 32 * 9 << 20),
+        (StateWorkspace(part_bytes=(9 << 20, 10 << 20, 11 << 20)), 9 << 20),
         (StateWorkspace(row_bytes=800), 800 * 256),
     ):
         shape = dataclasses.replace(without, states=states)

@@ -500,6 +500,30 @@ def test_a_tenant_keeps_its_host_quota_and_recomputes_the_rest(engine: Tiered) -
 # --- the next engine --------------------------------------------------------------------------------------------------
 
 
+def test_two_models_of_one_checkpoint_have_disk_pages_of_their_own_which_the_next_engine_finds(tmp_path: Path) -> None:
+    sessions = {"m": "s", "n": "t"}  # by model
+    spoken: dict[str, list[int]] = {}
+    with Tiered(max_batch_tokens=256) as first:
+        for model, session in sessions.items():
+            first.load_with_tiers(tmp_path, name=model, kv_bytes=TIER)
+            first.open(session, model)
+            spoken[session] = [*PROMPT, *first.ran(session)]
+        for session in sessions.values():
+            assert first.paused(session, "disk").pages == 3
+        assert [info.disk_pages_used for info in first.report().models] == [3, 3]
+        first.send(messages.Shutdown(keep_pages=True))
+        first.join()
+    with Tiered(max_batch_tokens=256) as second:
+        for model, session in reversed(sessions.items()):
+            second.load_with_tiers(tmp_path, name=model, kv_bytes=TIER)
+            second.open(session, model, tokens=spoken[session])
+            run = second.run_message(session, [5], NEW)
+            second.send(run)
+            more, reply = second.outcome(run.request)
+            assert isinstance(reply, messages.Finished) and more == expected([*spoken[session], 5])
+            assert reply.computed <= 2, "its pages were there"
+
+
 def test_kept_pages_are_found_by_the_next_engine() -> None:
     with Tiered(max_batch_tokens=256) as first:
         first.load_with_tiers()

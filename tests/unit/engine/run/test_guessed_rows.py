@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import numpy as np
-
 from djinn_client.protocol import Logprobs
 from djinnd.core.batch import Row
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from djinnd.engine.run.guessed_rows import of_rows, of_samples, sampled_tokens, samples_of
+from djinnd.engine.run.guessed_rows import of_rows, sampled_tokens, samples_of
 from djinnd.model.sampling.sampler import Sampled
-from djinnd.model.sampling.token_masks import RowMasks
 
 
 def row(count: int = 1, guess: tuple[int, ...] = (), samples: bool = True) -> Row:
@@ -33,12 +30,6 @@ def test_each_sample_has_its_session_and_its_place_in_the_guess() -> None:
     assert ahead == [0, 0, 1, 2, 0]
 
 
-def test_masks_move_to_the_samples_of_their_rows() -> None:
-    words = [np.zeros(2, np.uint32), np.ones(2, np.uint32)]
-    moved = of_samples(RowMasks([0, 2], words), [row(), row(guess=(1, 2)), row()])
-    assert (moved.rows, moved.words) == ([0, 4], words)
-
-
 def test_tokens_count_up_to_the_first_that_differs_from_the_guess() -> None:
     rows = [row(), row(guess=(1, 2)), row(guess=(1, 2)), row(guess=(1, 2)), row(guess=(1,))]
     found = of_rows(flat([9, 1, 2, 3, 1, 5, 3, 6, 2, 3, 1, 4]), rows)
@@ -47,6 +38,13 @@ def test_tokens_count_up_to_the_first_that_differs_from_the_guess() -> None:
     assert [entry.token for entry in found.logprobs if entry] == [-9.0, -1.0, -1.0, -6.0, -1.0]
     assert [entry.token for _, entry in found.further[1] if entry] == [-2.0, -3.0]
     assert not found.unsound and not found.late
+
+
+def test_samples_without_a_mask_do_not_count() -> None:
+    rows = [row(guess=(1, 2, 3)), row(guess=(1, 2)), row(guess=(1,))]
+    found = of_rows(flat([1, 2, 3, 4, 1, 2, 3, 1, 4]), rows, {0: 1, 1: 0})
+    assert found.tokens == [1, 1, 1]
+    assert {index: [token for token, _ in some] for index, some in found.further.items()} == {0: [2], 2: [4]}
 
 
 def test_a_row_with_a_guess_and_logits_that_are_no_numbers_is_run_again() -> None:

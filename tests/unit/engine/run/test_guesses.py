@@ -59,6 +59,25 @@ def test_guesses_change_no_token(pages: int, temperature: float) -> None:
     assert steps < most and kept > 100 and none == 0
 
 
+def test_a_tenant_s_next_sessions_take_half_of_the_steps_of_the_first_and_another_s_do_not() -> None:
+    """They write the same text, which has no repetition. Step times are unknown: guesses seem to cost nothing."""
+    sampling = Sampling(temperature=1.5, seed=3)
+    with Served(tiny_model(), plan=small_pages(400)) as served:
+        sessions, rates = [], []
+        for tenant in (1, 1, 2, 2):
+            sessions.append(served.open(tenant=tenant))
+            served.submit(sessions[-1], [5, 6, 7], 120, sampling, may_guess=True)
+            rates.append(120 / len(served.run()))
+        for session in sessions[2:]:
+            served.scheduler.close(session.id)
+        sessions.append(served.open(tenant=2))
+        served.submit(sessions[-1], [5, 6, 7], 120, sampling, may_guess=True)
+        rates.append(120 / len(served.run()))
+    assert all(session.tokens == sessions[0].tokens for session in sessions)
+    assert min(rates[1], rates[3]) >= 2.0
+    assert max(rates[0], rates[2], rates[4]) < 1.1
+
+
 def with_guess(batch: Batch, session: Session, *guess: int) -> Batch:
     """The batch, in which the session's row has this guess."""
     rows = [
@@ -116,7 +135,7 @@ def test_rows_with_guesses_beside_rows_whose_logits_are_returned() -> None:
 def test_a_model_whose_states_cannot_be_taken_back_runs_no_guesses(tmp_path: Path) -> None:
     hybrid = random_model(tmp_path, reduced("qwen3_5_text"))
     found = []
-    for folder, placing in ((FOLDER, Placing(speculation=True)), (FOLDER, None), (hybrid, Placing(speculation=True))):
-        with Served(folder, placing=placing) as served:
+    for folder, speculation in ((FOLDER, True), (FOLDER, False), (hybrid, True)):
+        with Served(folder, placing=Placing(speculation=speculation)) as served:
             found.append(served.runner.speculates)
     assert found == [True, False, False]

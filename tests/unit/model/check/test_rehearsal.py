@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -14,6 +15,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.model.attention.latent_kernels import LatentKernels
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.check.rehearsal import list_kernels
+from djinnd.model.fast.router import fuse_routers
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.kernels.launching.launches import Launches
 from djinnd.model.kernels.launching.scratch import Scratch
@@ -110,6 +112,29 @@ def test_steps_of_latent_attention_launch_only_listed_kernels(
     assert set(launched) <= listed
     attention = {"latent_kernel", "combine_kernel", "mixed_kernel", "combine_mixed_kernel"}
     assert {variant.name for variant in listed} == attention | {"kv_write_kernel"}
+
+
+def test_routers_kernels_are_listed_and_a_skipped_one_picks_experts_that_exist(
+    launches: Launches, device: CpuDevice
+) -> None:
+    """The family's own experts run here, and fail for picks outside of them."""
+    model = model_of("gpt-oss", device)
+    blocks = model.skeleton.adapter.blocks
+    fuse_routers(blocks, model.dtype)
+    picked: list[Tensor] = []
+    for block in blocks:
+        block.mlp.router.register_forward_hook(lambda router, given, result: picked.append(result[2].clone()))
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with the largest number
+    try:
+        listed = list_kernels(model, MAX_TOKENS, MAX_KV)
+        with launches.listing() as launched:
+            for rows in (1, 2, 17):
+                step(model, device, rows, rows, 1, 16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {len(each) for each in picked} >= {1, 8, 17, MAX_TOKENS} and not torch.cat(picked).any()
+    routing = [variant for variant in launched if variant.name == "route_kernel"]
+    assert len(routing) == 1 and set(launched) <= set(listed)
 
 
 def windows(listed: list[Variant]) -> set[bool]:

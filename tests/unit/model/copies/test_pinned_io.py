@@ -14,6 +14,7 @@ def test_on_a_cpu_a_send_is_a_copy() -> None:
 
 def test_on_a_cpu_meanwhile_is_called_once_a_read() -> None:
     inbox, done = ResultReader(), list[str]()
-    assert inbox.read(torch.tensor([3, -1]), lambda: bool(done.append("a"))) == [3, -1]
-    assert inbox.read(torch.tensor([], dtype=torch.int64), lambda: bool(done.append("b"))) == []
+    one, other = inbox.ask(torch.tensor([3, -1])), inbox.ask(torch.tensor([], dtype=torch.int64))
+    assert inbox.read(one, lambda: bool(done.append("a"))) == [3, -1]
+    assert inbox.read(other, lambda: bool(done.append("b"))) == []
     assert done == ["a", "b"]

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.models.mamba import modeling_mamba
 
 from djinnd.model.families.selective_scan import PIECE, _Scan, scan, starting_from
+from djinnd.model.states.workspace import peak_bytes
 
 WIDTH, STATES, TOKENS = 6, 4, 2 * PIECE + 5
 OWN = getattr(modeling_mamba.mamba_selective_scan, "_own", modeling_mamba.mamba_selective_scan)  # if installed before
@@ -52,3 +53,11 @@ def test_two_parts_equal_the_whole(cut: int) -> None:
     second, state = scan(x[..., cut:], dt[..., cut:], a, b[..., cut:], c[..., cut:], between)
     torch.testing.assert_close(torch.cat([first, second], 2), whole)
     torch.testing.assert_close(state, last)
+
+
+def test_the_meta_device_takes_the_memory_that_the_host_takes() -> None:
+    (x, dt, a, b, c), _ = given()
+    tensors = (x, dt, a, b, c, torch.zeros(1, WIDTH, STATES))
+    on_meta = tuple(tensor.to("meta") for tensor in tensors)
+    assert peak_bytes(lambda: scan(*on_meta)) == peak_bytes(lambda: scan(*tensors))
+    assert [each.shape for each in scan(*on_meta)] == [each.shape for each in scan(*tensors)]

@@ -15,7 +15,6 @@ from transformers import (
     DeepseekV3Config,
     DogeConfig,
     FalconConfig,
-    Gemma3nTextConfig,
     Gemma4TextConfig,
     GPTNeoConfig,
     MiniMaxConfig,
@@ -41,13 +40,6 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "pad_token_id": 0,
-}
-GEMMA_3N: dict[str, Any] = {
-    "vocab_size_per_layer_input": 64,
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 4,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "activation_sparsity_pattern": [0.0, 0.0],
 }
 
 
@@ -100,13 +92,10 @@ def test_a_quantised_configuration_without_files_is_refused(tmp_path: Path) -> N
         (GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "gpt_neo does not use .* interface"),
         (reduced("jetmoe"), "block 0 of jetmoe needs the values of tokens before its attention"),
         (MiniMaxConfig(**SMALL), "block 1 of minimax is of a kind that djinnd does not serve: linear_attention"),
-        (reduced("glm_moe_dsa"), "each block of glm_moe_dsa hands `prev_topk_indices` on to the next one"),
+        (reduced("zaya"), "each block of zaya hands `prev_router_hidden_states` on to the next one"),
         (BertConfig(**SMALL), "attention of bert needs .*: attention to later tokens"),
         (DogeConfig(**SMALL, num_key_value_heads=2), "attention of doge needs .*: a mask of its own"),
-        (
-            Gemma3nTextConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_kv_shared_layers=0, **GEMMA_3N),
-            r"gemma3n_text take more than one hidden state a token: \[4, 1, 2, 32\]",
-        ),
+        (reduced("deepseek_v4"), r"deepseek_v4 take more than one hidden state a token: \[1, 2, 4, 64\]"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )

@@ -15,8 +15,12 @@ from tests.families.configurations import reduced_wrapper
 from tests.families.one_family import Outcome, try_family
 from tests.support.parameters import long_except
 
-# One head beside the language model, frequencies in three sections, a tied head, norms of the tower in a list.
-WRAPPERS = long_except(("gemma3", "qwen2_5_vl"), ("gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3", "llava", "blip-2"))
+# One head beside the language model, frequencies in three sections, towers of timm (two), a tied head, and norms of the
+# tower in a list.
+WRAPPERS = long_except(
+    ("gemma3", "qwen2_5_vl", "gemma3n"),
+    ("gemma3", "qwen2_5_vl", "gemma3n", "fast_vlm", "qwen3_vl", "mistral3", "llava", "blip-2"),
+)
 
 
 def told(model_type: str) -> dict[str, Any]:
@@ -37,6 +41,12 @@ def test_the_towers_have_no_place_in_memory() -> None:
     assert {name.split(".")[1] for name in skeleton.shapes if name.startswith("model.")} == {"language_model"}
     assert (skeleton.family, skeleton.num_blocks) == ("gemma3_text", 4)
     assert skeleton.points.layers == "model.language_model.layers"
+
+
+def test_modules_that_gemma_3n_runs_for_text_stay() -> None:
+    skeleton = skeleton_of("gemma3n")
+    inside = {name.split(".")[1] for name in skeleton.shapes if name.startswith("model.")}
+    assert inside == {"language_model", "embed_vision", "embed_audio"}
 
 
 def test_an_encoder_and_decoder_is_refused() -> None:

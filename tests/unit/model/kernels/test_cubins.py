@@ -28,6 +28,7 @@ from djinnd.model.kernels.host_memory.fetch import fetch_packed_kernel, fetch_pa
 from djinnd.model.kernels.host_memory.pinned_copy import pinned_copy_kernel
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.kernels.packed.product import matrix_kernel, sum_kernel, vector_kernel
+from djinnd.model.kernels.packed.rows import row_step
 from djinnd.model.kernels.packed.unpack import patch_kernel, unpack_kernel
 from djinnd.model.kernels.products import adapters
 from djinnd.model.kernels.products.few_rows import few_rows_kernel, row_tiles
@@ -217,16 +218,18 @@ def test_few_rows_are_multiplied_by_tensor_cores(rows: int, capability: int) -> 
         assert re.search("mma.sync|wgmma.mma", compiled.asm["ptx"]) and "cp.async.cg" in compiled.asm["ptx"]  # 16 bytes
 
 
-PACKED = {"COLS": 5120, "PATCHES": 32, "STRIPE": 8, "PLAINLY": False}
+PACKED = {"PATCHES": 32, "STRIPE": 8, "PLAINLY": False}
 
 
 @GPUS
-def test_products_of_packed_weights_decode_in_registers(capability: int) -> None:
-    one = compile_for(capability, vector_kernel, warps=1, ROWS=2, PAIRS=256, STAGES=1, **PACKED)
+@pytest.mark.parametrize("cols", [5120, 2880])  # 40 groups; 22.5, as gpt-oss has it
+def test_products_of_packed_weights_decode_in_registers(cols: int, capability: int) -> None:
+    shape = {"COLS": cols, "STEP": row_step(cols), **PACKED}
+    one = compile_for(capability, vector_kernel, warps=1, ROWS=2, PAIRS=256, STAGES=1, **shape)
     assert "ld.global.v4" in one.asm["ptx"]
     assert one.metadata.shared == 0  # x stays with the threads that read it
     tile = {"ROWS": 64, "PAIRS": 128, "STAGES": 3, "SPLITS": 3, "TOKENS": 16}
-    several = compile_for(capability, matrix_kernel, **tile, **PACKED)
+    several = compile_for(capability, matrix_kernel, **tile, **shape)
     assert "mma.sync" in several.asm["ptx"]
     # Weights are decoded in the registers that multiply: no tile of bf16 goes through shared memory.
     loop = several.asm["ttgir"].split("scf.for")[1]

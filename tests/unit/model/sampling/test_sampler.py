@@ -442,3 +442,16 @@ def test_an_unsound_row_harms_no_other(row_of: Any, place: int):
     for row in set(range(len(MIXED))) - {place}:
         assert sampled.tokens[row] == whole.tokens[row]
         assert sampled.logprobs[row] == whole.logprobs[row]
+
+
+def test_two_queued_calls_are_read_in_order_also_when_the_first_logits_are_gone():
+    """A step is launched before the last one's tokens are read, and overwrites its logits."""
+    sampler, sessions = new_sampler(8), [wanting(GREEDY) for _ in range(2)]
+    logits = torch.eye(8)[:2].clone()
+    logits[1] = math.nan
+    first = sampler.queue(logits, sessions)
+    first.logits = None
+    logits.copy_(torch.eye(8)[4:6])
+    second = sampler.queue(logits, sessions)
+    assert sampler.read(first) == Sampled([0, 0], [None, None], [1])
+    assert sampler.read(second) == Sampled([4, 5], [None, None], [])

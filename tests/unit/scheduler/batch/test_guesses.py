@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from djinnd.core.batch import Row
+from djinnd.core.guesser import Guesser
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.core.shared_texts import SharedTexts
 from djinnd.core.tuning import GUESSES
 from djinnd.kvcache.manager import KvManager
-from djinnd.scheduler.batch.guesses import with_guesses
+from djinnd.scheduler.batch.guesses import Guesses
 from djinnd.scheduler.timing.step_times import StepTimes
 from tests.support.virtual import measured, rising
 
@@ -26,12 +28,13 @@ def made(
     may_guess: bool = True,
     stop: frozenset[int] = frozenset(),
     page: int = PAGE,
+    tenants: Sequence[int] = (0, 0),
 ) -> tuple[list[Row], KvManager]:
-    """Rows that decode, of sessions with these tokens."""
+    """Rows that decode, of sessions with these tokens, which belong to the tenants by turns."""
     kv, rows = KvManager(100, page, 1 << 20, 1 << 12), []
     for number, tokens in enumerate(texts):
         request = Request(number, 0, len(tokens) - 1, max_tokens, stop_tokens=stop, may_guess=may_guess)
-        session = Session(f"s{number}", "m", 0, "agent", [*tokens], len(tokens) - 1, request)
+        session = Session(f"s{number}", "m", tenants[number % 2], "agent", [*tokens], len(tokens) - 1, request)
         kv.reserve(session.id, 0, len(tokens))
         rows.append(Row(session, request, len(tokens) - 1, 1, 0, 2, max_tokens > 0))
     return rows, kv
@@ -40,7 +43,7 @@ def made(
 def guesses(
     rows: list[Row], kv: KvManager, room: int = 1000, times: StepTimes = FREE, limit: int = 1 << 12
 ) -> list[tuple[int, ...]]:
-    found = with_guesses(rows, room, times, kv, lambda tenant: limit)
+    found = Guesses(times, kv, lambda tenant: limit).added(rows, room)
     for before, after in zip(rows, found, strict=True):
         assert (after.session, after.start, after.count) == (before.session, before.start, 1 + len(after.guess))
         assert after.decodes
@@ -50,10 +53,8 @@ def guesses(
 def sure(rows: list[Row]) -> None:
     """From now on the sessions' guesses are as long as they may be."""
     for row in rows:
-        row.session.guesser = None
-        with_guesses([row], 100, FREE, KvManager(9, PAGE, 1, 64), lambda tenant: 1 << 12)
-        assert row.session.guesser is not None
-        row.session.guesser._right = row.session.guesser._judged = 10.0
+        row.session.guesser = Guesser(row.session.tokens, SharedTexts())
+        row.session.guesser.own._right = row.session.guesser.own._judged = 10.0
 
 
 def test_a_session_that_repeats_itself_gets_a_guess_and_another_none() -> None:
@@ -137,3 +138,37 @@ def test_guesses_are_tried_until_their_cost_is_known() -> None:
         times.note(1, 4, 0.05)
     assert math.isclose(times.of_guess(4), 0.04)
     assert guesses(*made(LOOP), times=times) == [()]
+
+
+def test_guesses_that_seem_too_dear_are_tried_again_after_a_while() -> None:
+    rows, kv = made(LOOP)
+    times = StepTimes()
+    measured(times, rising(0.01, 0.01))
+    dear = Guesses(times, kv, lambda tenant: 1 << 12)
+    tried = [bool(dear.added(rows, 100)[0].guess) for _ in range(2 * GUESSES.again + 2)]
+    assert [step for step, guess in enumerate(tried) if guess] == [GUESSES.again, 2 * GUESSES.again + 1]
+
+
+# --- from other sessions --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tenants", "expected"), [((1, 1), (3, 4)), ((1, 2), ())])
+def test_a_session_is_guessed_from_its_tenant_s_sessions_only(
+    tenants: tuple[int, int], expected: tuple[int, ...]
+) -> None:
+    rows, kv = made([0, 1, 2, 3, 4, 5], [9, 8, 0, 1, 2], tenants=tenants)
+    several = Guesses(FREE, kv, lambda tenant: 1 << 12)
+    assert [row.guess for row in several.added(rows, 100)] == [(), expected]
+    several.check_integrity([row.session for row in rows])
+
+
+def test_a_closed_session_leaves_nothing_behind() -> None:
+    rows, kv = made([0, 1, 2, 3, 4, 5], [9, 8, 0, 1, 2])
+    several = Guesses(FREE, kv, lambda tenant: 1 << 12)
+    several.added(rows[:1], 100)
+    several.close(rows[0].session)
+    several.check_integrity([])
+    assert [row.guess for row in several.added(rows[1:], 100)] == [()]
+    several.close(rows[1].session)
+    assert not several._texts
+    several.close(rows[1].session)

@@ -160,3 +160,15 @@ def test_rows_are_wanted_for_a_limited_number_of_steps() -> None:
 def test_asking_what_is_wanted_does_not_count() -> None:
     times = StepTimes()
     assert all(times.wants(4) for _ in range(1000))
+
+
+def test_the_cost_of_guesses_is_unknown_until_enough_steps_with_few_further_tokens_were_measured() -> None:
+    times = StepTimes()
+    measured(times, 1, 0, 1.0)
+    measured(times, 1, 64, 5.0)
+    assert times.of_guess(8) == 0.0
+    for tokens, seconds in ((2, 9.0), (2, 9.0), (5, 1.25), (5, 1.25)):  # the first of each size is dropped
+        times.note(1, tokens, seconds)
+    assert times.of_guess(8) == 0.0
+    times.note(1, 5, 1.25)
+    assert times.of_guess(5) == 0.25

@@ -16,11 +16,13 @@ from djinnd.model.kernels.experts import forward
 from djinnd.model.kernels.experts.forward import experts_forward
 from djinnd.model.kernels.experts.gating import Activation
 from djinnd.model.kernels.experts.matrices import Matrices, coded_matrices, plain_matrices
+from djinnd.model.kernels.experts.routing import Weighting, route
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.weights.forms.coding import Coding
 from djinnd.weights.forms.codings import Float4, Grouped, Scaled
 from tests.support.compiled import AMPERE, HOPPER, compile_launches
 from tests.support.parameters import long_except
+from tests.support.routed import WEIGHTINGS, correction_of
 from tests.support.stacked_experts import ACTIVATIONS, SILU_HALVES
 
 pytestmark = [
@@ -90,3 +92,12 @@ def test_coded_products_decode_in_registers(coding: Coding, rows: int, target: G
     first, second = coded(coding, 2 * WIDTH, HIDDEN), coded(coding, HIDDEN, WIDTH)
     for compiled in products(rows, first, second, SILU_HALVES, target):
         assert ("mma" in compiled.asm["ptx"]) == (rows > 1)
+
+
+@pytest.mark.parametrize(("experts", "picks"), [(32, 4), (128, 8), pytest.param(256, 8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("weighting", WEIGHTINGS, ids=str)
+def test_a_warp_routes_a_row_in_registers(weighting: Weighting, experts: int, picks: int, target: GPUTarget) -> None:
+    logits, correction = torch.empty(2, experts, dtype=torch.bfloat16), correction_of(weighting, experts)
+    (compiled,) = compile_launches(lambda: route(logits, correction, picks, weighting, torch.bfloat16), target)
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.shared == 0 and "bar.sync" not in ptx and "redux.sync" in ptx

@@ -14,6 +14,7 @@ from tests.support.packed import ODD, check_product, form_of, matrix, packed, sa
 assert INTERPRETED
 
 SHAPES = [(70, 128), (66, 384), (33, 50), (9, 1152)]
+HALVES = [(33, 50), (37, 192), (8, 64), (1, 320), (131, 576), (20, 128)]  # of most of them, odd rows begin in a group
 VECTOR = [ProductTiles(1, 256, 1, 1), ProductTiles(4, 64, 1, 2), ProductTiles(16, 512, 1, 1)]
 MATRIX = [ProductTiles(16, 64, 2, 3), ProductTiles(64, 128, 4, 2, splits=3), ProductTiles(32, 32, 4, 2, splits=2)]
 
@@ -106,5 +107,40 @@ def test_bad_stripes_read_nothing_outside_of_the_patches(tokens: int) -> None:
     check_product(form, 0, plain, x, packed_product(form, 0, buffer, x))
 
 
-def test_rows_that_share_a_group_are_not_supported() -> None:
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("tokens", "tiles"),
+    [
+        *((1, t) for t in (None, VECTOR[1], VECTOR[2])),
+        (3, None),
+        *((FEW_ROWS, t) for t in (MATRIX[0], MATRIX[2])),
+        *(pytest.param(3, t, marks=pytest.mark.long) for t in MATRIX),
+    ],
+    ids=str,
+)
+def test_rows_may_begin_in_the_middle_of_a_group(number: int, tokens: int, tiles: ProductTiles | None) -> None:
+    """The first and last columns of the first two and last two rows have patches, too."""
+    form = form_of(HALVES)
+    plain = weights(form, ODD[:5])
+    unit = matrix(form, number, plain)
+    for rows in (unit[:2], unit[-2:]):
+        rows[:, [0, 63, -64, -1]] = 9.0 * torch.randn(len(rows), 4).to(torch.bfloat16)
+    x = torch.randn(tokens, form.units[number].cols).to(torch.bfloat16)
+    check_product(form, number, plain, x, packed_product(form, number, packed(form, plain), x, tiles=tiles))
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # of numpy, which the interpreter uses
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_an_infinite_weight_does_not_affect_the_row_in_the_other_half_of_its_group(tokens: int) -> None:
+    form = form_of([(6, 192)])
+    plain = weights(form)
+    matrix(form, 0, plain)[0, 191], matrix(form, 0, plain)[3, 0] = float("inf"), float("nan")
+    x = torch.randn(tokens, 192).to(torch.bfloat16)
+    y = packed_product(form, 0, packed(form, plain), x)
+    check_product(form, 0, plain, x, y)
+    assert y.isfinite().all(0).tolist() == [False, True, True, False, True, True]
+
+
+def test_rows_that_are_no_half_groups_are_not_supported() -> None:
     assert [product_fits(unit) for unit in form_of(SHAPES).units] == [True, True, False, True]
+    assert [product_fits(unit) for unit in form_of(HALVES).units] == [False, True, True, True, True, True]

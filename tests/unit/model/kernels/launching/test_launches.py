@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_a_listing_has_each_variant_once_and_launches_none(launches: Launches) -
         "rms_norm_kernel (fp32, WIDTH=64, BLOCK=64)",
         "rms_norm_kernel (bf16, WIDTH=64, BLOCK=64)",
     ]
+
+
+def test_only_the_thread_of_a_listing_is_listing(launches: Launches) -> None:
+    with ThreadPoolExecutor(1) as other:
+        for leave_out in (True, False):
+            with launches.listing(leave_out=leave_out):
+                assert launches.is_listing and not other.submit(lambda: launches.is_listing).result()
+            assert not launches.is_listing
 
 
 @pytest.mark.parametrize(("converts", "read"), [(True, "*fp8e4nv"), (False, "*u8")])

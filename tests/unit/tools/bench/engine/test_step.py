@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tools.bench.engine.step import main
+from tools.bench.engine.step import gaps_of, main
 from tools.bench.harness.command import SHIPPED
 
 pytestmark = pytest.mark.timeout(120)
@@ -21,3 +21,11 @@ def test_operations_of_a_step_are_counted(tmp_path: Path) -> None:
     assert found["blocks"]["plain"] > 0 and found["step_ms"] > 0
     products = next(kernel for kernel in found["kernels"] if kernel["name"] in ("aten::mm", "aten::addmm"))
     assert products["launches"] > found["blocks"]["plain"]  # several in each block of every step
+
+
+def test_gaps_lie_between_the_end_of_all_earlier_kernels_and_the_next_one() -> None:
+    spans = [("first", 0, 10_000), ("inside", 2_000, 4_000), ("next", 11_000, 12_000), ("late", 62_000, 63_000)]
+    assert gaps_of(spans, steps=2) == [
+        {"gap": "< 100 µs", "before": "late", "gaps": 0.5, "us": 25.0},
+        {"gap": "< 2 µs", "before": "next", "gaps": 0.5, "us": 0.5},
+    ]
