@@ -218,6 +218,8 @@ class ModelLifecycle:
             await self._arena_requests.remove(model.name)
         finally:
             model.changing = None
+        if model.text is not None:
+            model.text.close()
         self._folders.close(model)
         self._gone(model)
         log.info("model_unloaded model=%s", model.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -10,6 +12,7 @@ from typing import NamedTuple
 
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Generate
+from djinn_client.transport.shm import new_window
 from djinnd.jobs.text import MAX_TEMPLATES, ModelOpened, opened
 from djinnd.text.chat.answer import ChatAnswer
 from djinnd.text.chat.reply import ChatReply
@@ -33,13 +36,25 @@ class TokenizedPrompt(NamedTuple):
     tools: Tools = MappingProxyType({})
 
 
+class TokenMemory:
+    """A memfd with the table of a model's tokens, for engines. It is closed with its model, or when nothing refers to
+    it. `special`: the ids of the special tokens, by their texts."""
+
+    def __init__(self, table: bytes, special: dict[str, int]) -> None:
+        self.special = special
+        self.fd = new_window("djinn-tokens", max(1, len(table)))
+        os.pwrite(self.fd, table, 0)
+        self.close = weakref.finalize(self, os.close, self.fd)  # closes it once, however often it is called
+
+
 class ModelText:
-    """The text side of one loaded model.
+    """The text side of one loaded model, until `close`.
 
     - `files`: the model's open files; the model closes them.
     - `vocabulary`: of a configured model. None if it has no tokenizer, and where only text workers read the files.
     - `template`: a chat template that replaces the checkpoint's.
     - `told`: the description of the files, from the vocabulary or from a text worker.
+    - `tokens`: set when an engine first needs them, because it may not read the model's tokenizer.
     """
 
     def __init__(
@@ -57,6 +72,14 @@ class ModelText:
         self.template = template
         self._configured_format = configured_format
         self.told = ModelOpened(False, []) if vocabulary is None else opened(vocabulary)
+        self.tokens: TokenMemory | None = None
+        self.is_closed = False
+
+    def close(self) -> None:
+        """Called when the model is unloaded. Calls that still run may hold this object."""
+        self.is_closed = True
+        if self.tokens is not None:
+            self.tokens.close()
 
     @property
     def lacking(self) -> str:

@@ -22,10 +22,9 @@ import msgspec
 from djinn_client.errors import InvalidRequest, NoTokenizer, TextFailed
 from djinn_client.protocol import Generate, OutputFormat
 from djinn_client.protocol.fields.chat import FUNCTION
-from djinn_client.transport.shm import new_window
 from djinnd.jobs.text import CheckGrammar
 from djinnd.messages import Grammar
-from djinnd.server.models.text import ModelText, TokenizedPrompt
+from djinnd.server.models.text import ModelText, TokenizedPrompt, TokenMemory
 from djinnd.server.text.texts import SHORT_TEXT, Texts
 from djinnd.text.grammar import TokenTable, grammar_text
 from djinnd.text.replies.grammar import lark_around
@@ -38,36 +37,28 @@ _ANYTHING = grammar_text(OutputFormat("json_object"))
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The grammar of a run's output. `table`: a memfd of the model's tokens, if its tokenizer is not trusted."""
+    """The grammar of a run's output. `tokens`: the model's tokens, if its tokenizer is not trusted."""
 
     text: ModelText
     grammar: str
-    table: int | None
+    tokens: TokenMemory | None
 
     def message(self) -> tuple[Grammar, int]:
         """For an engine, with the descriptor that comes with it. Raises TextFailed where the model has been unloaded
         meanwhile."""
-        if self.table is None and TOKENIZER not in self.text.files:
-            raise TextFailed(f"{self.text.name} has been unloaded: load it again")
-        fd = os.dup(self.text.files.descriptor(TOKENIZER) if self.table is None else self.table)
+        _expect_loaded(self.text)
+        fd = os.dup(self.text.files.descriptor(TOKENIZER) if self.tokens is None else self.tokens.fd)
         eos = sorted(self.text.eos | self.text.turn_ends)
-        return Grammar(self.grammar, self.text.number, self.table is not None, eos), fd
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    fd: int
-    special: dict[str, int]  # ids of special tokens, by their texts
+        return Grammar(self.grammar, self.text.number, self.tokens is not None, eos), fd
 
 
 class Formats:
-    """Checks formats. Remembers the grammars that have passed for each model, and the token tables of untrusted
-    tokenizers."""
+    """Checks formats. Remembers the grammars that have passed for each model. The tokens of untrusted tokenizers are
+    remembered with the model's text."""
 
     def __init__(self, texts: Texts) -> None:
         self._texts = texts
         self._checked: weakref.WeakKeyDictionary[ModelText, OrderedDict[bytes, None]] = weakref.WeakKeyDictionary()
-        self._tables: weakref.WeakKeyDictionary[ModelText, _Table] = weakref.WeakKeyDictionary()
 
     async def guide(self, text: ModelText, user: int, request: Generate, prompt: TokenizedPrompt) -> Guide | None:
         """Returns the grammar of the request's output; None if the output is free. Raises GrammarRejected,
@@ -78,15 +69,15 @@ class Formats:
         self._expect_possible(text, request)
         self._texts.grammar_time.expect(user)
         if text.vocabulary is not None and TOKENIZER in text.files:
-            table, ids = None, text.vocabulary.special_ids
+            tokens, ids = None, text.vocabulary.special_ids
         else:
-            table = await self._table(text, user)
-            ids = table.special
+            tokens = await self._tokens(text, user)
+            ids = tokens.special
         special = text.reply_format.ids_of(ids)
-        make = partial(_grammar, text, request, prompt, special, forces=table is None)
+        make = partial(_grammar, text, request, prompt, special, forces=tokens is None)
         grammar = make() if _size(request) <= SHORT_TEXT else await self._texts.in_thread(user, make)
         await self._check(text, user, grammar)
-        return Guide(text, grammar, None if table is None else table.fd)
+        return Guide(text, grammar, tokens)
 
     def _expect_possible(self, text: ModelText, request: Generate) -> None:
         if text.lacking:
@@ -108,18 +99,16 @@ class Formats:
         if len(checked) > _REMEMBERED:
             checked.popitem(last=False)
 
-    async def _table(self, text: ModelText, user: int) -> _Table:
-        """The table of the model's tokens. A stranger may have made up the worker's answer, so an engine only takes
-        bytes from it."""
-        if text not in self._tables:
+    async def _tokens(self, text: ModelText, user: int) -> TokenMemory:
+        """Returns the table of the model's tokens. A stranger may have made up the worker's answer, so an engine only
+        takes bytes from it. Raises TextFailed, QuotaExceeded."""
+        if text.tokens is None:
             answer = await self._texts.ask(text, user, CheckGrammar(text.number, _ANYTHING, wants_table=True))
             special = await self._texts.in_thread(user, lambda: _special_in(answer.table))
-            if text not in self._tables:
-                fd = new_window("djinn-tokens", max(1, len(answer.table)))
-                os.pwrite(fd, answer.table, 0)
-                self._tables[text] = _Table(fd, special)
-                weakref.finalize(text, os.close, fd)
-        return self._tables[text]
+            _expect_loaded(text)
+            if text.tokens is None:  # no other call has asked meanwhile
+                text.tokens = TokenMemory(answer.table, special)
+        return text.tokens
 
 
 def expect_no_stops(request: Generate, guide: Guide | None, *, has_breakpoints: bool) -> None:
@@ -189,6 +178,12 @@ def _wanted(tools: Tools, choice: str) -> Tools:
         told = f"tool_choice is {choice!r}; it must be auto, none, required, or {FUNCTION} and the name of a tool"
         raise InvalidRequest(told, field="tool_choice")
     return {name: tools[name]}
+
+
+def _expect_loaded(text: ModelText) -> None:
+    """Raises TextFailed if the model has been unloaded."""
+    if text.is_closed:
+        raise TextFailed(f"{text.name} has been unloaded: load it again")
 
 
 def _special_in(table: bytes) -> dict[str, int]:
