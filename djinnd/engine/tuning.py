@@ -11,8 +11,9 @@ from dataclasses import dataclass
 STEP_ROWS = 256
 STEP_LIMITS = {"cpu": (512, STEP_ROWS), "cuda": (2048, STEP_ROWS)}
 # By kind of device: whether a decode step is launched before the tokens of the last one are read. A CPU computes a step
-# when it is launched, and gains nothing. No GPU has run it yet.
-LAUNCHES_AHEAD = {"cpu": False, "cuda": False}
+# when it is launched, and gains nothing. Measured on an H200, Llama-3-8B: a step of 1, 16, 64 and 256 sessions takes
+# 4.68, 5.90, 6.77 and 13.23 ms; one after another 5.33, 6.20, 8.67 and 15.53.
+LAUNCHES_AHEAD = {"cpu": False, "cuda": True}
 AHEAD_FOR_S = 0.1  # chosen: most seconds of such steps in a row, before other work gets a turn between two steps
 ALIVE_EVERY = 0.5  # chosen: seconds between two Alive messages
 WORTH = 10  # chosen: collections of the middle generation, after which Python would start a full one

@@ -112,5 +112,5 @@ def test_a_read_may_have_more_numbers_than_the_one_before() -> None:
     for count in (1, 2, 7, 300, 4, 4097):
         values = torch.randint(-(1 << 62), 1 << 62, (count,), device="cuda")
         assert inbox.read(inbox.ask(values), lambda: False) == values.tolist()
-        assert inbox.read(values[::2], lambda: False) == values[::2].tolist()
-    assert inbox.read(values[:0], lambda: False) == []
+        assert inbox.read(inbox.ask(values[::2]), lambda: False) == values[::2].tolist()
+    assert inbox.read(inbox.ask(values[:0]), lambda: False) == []

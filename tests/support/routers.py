@@ -7,7 +7,9 @@ from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
 
+import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from djinnd.model.fast.router import FusedRouter, kind_of
@@ -43,9 +45,12 @@ FAMILIES = [
 
 
 def class_of(name: str) -> type[nn.Module]:
+    """Skips the test where the installed transformers is older than the router."""
     module, _, name = name.partition(".")
-    found: type[nn.Module] = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)
-    return found
+    found: type[nn.Module] | None = getattr(
+        import_module(f"transformers.models.{module}.modeling_{module}"), name, None
+    )
+    return found or pytest.skip(f"transformers {transformers.__version__} has no {name}")
 
 
 def router_of(of: type[nn.Module], dtype: torch.dtype = torch.float32, **changed: object) -> nn.Module:
@@ -79,10 +84,12 @@ def check_family(name: str, weighting: Weighting, dtype: torch.dtype, rows: int 
     assert kind.weighting == weighting or {kind.weighting, weighting} == alike
     fused = FusedRouter(router, kind)
     assert router.forward is fused
-    got = router(*given)
-    assert [each.dtype for each in got] == [each.dtype for each in wanted]
-    assert torch.equal(got[0], wanted[0])
-    order, own = got[2].sort(1).indices, wanted[2].sort(1).indices  # some families leave the order of picks open
-    assert torch.equal(got[2].gather(1, order), wanted[2].gather(1, own))
-    tolerance = max(torch.finfo(got[1].dtype).eps, 1e-5)
-    torch.testing.assert_close(got[1].gather(1, order), wanted[1].gather(1, own), rtol=tolerance, atol=0)
+    found = router(*given)
+    assert [each.dtype for each in found] == [each.dtype for each in wanted]
+    names = [name for name, _ in kind.items]  # transformers 5.17 has another order than later versions in some families
+    got, own = dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True))
+    assert torch.equal(got["logits"], own["logits"])
+    order, theirs = got["picks"].sort(1).indices, own["picks"].sort(1).indices  # some families leave their order open
+    assert torch.equal(got["picks"].gather(1, order), own["picks"].gather(1, theirs))
+    one, other = got["weights"].gather(1, order), own["weights"].gather(1, theirs)
+    torch.testing.assert_close(one, other, rtol=max(torch.finfo(one.dtype).eps, 1e-5), atol=0)
