@@ -14,6 +14,7 @@ WHOLE, LOW, HIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of a byt
 
 # A byte under the bits of 2**23 is the float32 2**23 + byte.
 BIAS = tl.constexpr(8388608.0)
+E2M1_UNIT = tl.constexpr(16384.0)  # 2**14
 
 
 def _with_bias(codes: str) -> tl.constexpr:
@@ -28,10 +29,10 @@ def _with_bias(codes: str) -> tl.constexpr:
     }}""")
 
 
-def _e2m1(sign_and_rest: str) -> tl.constexpr:
-    """Assembly: e2m1 → float16, two a word, in $0 and $1. `sign_and_rest` computes from $2 the sign in the bits
-    0x80 of each byte of `sign`, and the rest in the bits 0x0e of `rest`. These are the first bytes of float16, but for
-    the bias of the exponent, which a factor of 2**14 corrects."""
+def _e2m1(sign_and_rest: str, multiply: str = "") -> tl.constexpr:
+    """Assembly: e2m1 → float16, two a word, in $0 and $1, in units of E2M1_UNIT. `sign_and_rest` computes from $2 the
+    sign in the bits 0x80 of each byte of `sign`, and the rest in the bits 0x0e of `rest`. These are the first bytes of
+    float16, but for the bias of the exponent, which the unit corrects. `multiply` may do that with $0 and $1."""
     return tl.constexpr(f"""{{
         .reg .b32 sign, rest, factor;
         {sign_and_rest}
@@ -39,9 +40,7 @@ def _e2m1(sign_and_rest: str) -> tl.constexpr:
         lop3.b32 rest, rest, 0x0e0e0e0e, sign, 0xea;
         prmt.b32 $0, rest, 0, 0x1404;
         prmt.b32 $1, rest, 0, 0x3424;
-        mov.b32 factor, 0x74007400;
-        mul.rn.f16x2 $0, $0, factor;
-        mul.rn.f16x2 $1, $1, factor;
+        {multiply}
     }}""")
 
 
@@ -53,8 +52,10 @@ _CHOOSE = "shr.u32 more, $5, 2; lop3.b32 more, more, $5, $6, 0xe4;"
 _JOIN = "and.b32 codes, codes, 0x0f0f0f0f; lop3.b32 codes, more, 0x30303030, codes, 0xea;"
 _LOW_SIX_BITS = _with_bias(f"{_CHOOSE} mov.b32 codes, $4; shl.b32 more, more, 4; {_JOIN}")
 _HIGH_SIX_BITS = _with_bias(f"{_CHOOSE} shr.u32 codes, $4, 4; {_JOIN}")
-_LOW_E2M1 = _e2m1("shl.b32 sign, $2, 4; shl.b32 rest, $2, 1;")
-_HIGH_E2M1 = _e2m1("mov.b32 sign, $2; shr.u32 rest, $2, 3;")
+_LOW_HALF, _HIGH_HALF = "shl.b32 sign, $2, 4; shl.b32 rest, $2, 1;", "mov.b32 sign, $2; shr.u32 rest, $2, 3;"
+_MULTIPLY = "mov.b32 factor, 0x74007400; mul.rn.f16x2 $0, $0, factor; mul.rn.f16x2 $1, $1, factor;"
+_LOW_E2M1, _LOW_E2M1_IN_UNITS = _e2m1(_LOW_HALF, _MULTIPLY), _e2m1(_LOW_HALF)
+_HIGH_E2M1, _HIGH_E2M1_IN_UNITS = _e2m1(_HIGH_HALF, _MULTIPLY), _e2m1(_HIGH_HALF)
 
 
 @triton.jit
@@ -105,12 +106,19 @@ def six_bits(code, more, odd, PART: tl.constexpr, PLAINLY: tl.constexpr):
 
 
 @triton.jit
-def from_e2m1(code, PART: tl.constexpr, PLAINLY: tl.constexpr):
-    """Floats of 4 bits, in the LOW or HIGH halves of bytes → float32."""
+def from_e2m1(code, PART: tl.constexpr, IN_UNITS: tl.constexpr, PLAINLY: tl.constexpr):
+    """Floats of 4 bits, in the LOW or HIGH halves of bytes → float32. IN_UNITS: divided by E2M1_UNIT, by which a
+    product multiplies its sums instead of every weight."""
     if PLAINLY:
         bits = (code & 15 if PART == LOW else code >> 4).to(tl.int32)
         bits = (bits & 8) << 28 | (bits & 7) << 22
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126 corrects the bias
+        number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2**126 corrects the bias
+        return number / E2M1_UNIT if IN_UNITS else number
+    elif IN_UNITS:
+        return tl.inline_asm_elementwise(
+            _LOW_E2M1_IN_UNITS if PART == LOW else _HIGH_E2M1_IN_UNITS,
+            "=r,=r,r", [code], tl.float16, is_pure=True, pack=4,
+        ).to(tl.float32)  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
             _LOW_E2M1 if PART == LOW else _HIGH_E2M1, "=r,=r,r", [code], tl.float16, is_pure=True, pack=4

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 
 from djinnd.model.kernels.coded.gguf_tiles import load_blocks
-from djinnd.model.kernels.coded.kinds import BYTES, FP8, GGUF, INT8, MXFP4, NIBBLES
+from djinnd.model.kernels.coded.kinds import BYTES, FP8, GGUF, INT8, MXFP4, NIBBLES, NVFP4
 from djinnd.model.kernels.coded.loads import load_part
-from djinnd.model.kernels.coded.numbers import HIGH, LOW, WHOLE, from_e2m1, from_e4m3, from_e8m0, less_zero
+from djinnd.model.kernels.coded.numbers import E2M1_UNIT, HIGH, LOW, WHOLE, from_e2m1, from_e4m3, from_e8m0, less_zero
 
 
 @triton.jit
@@ -23,44 +23,74 @@ def load_weights(
     RUN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """→ the weights of the low columns, and of the high ones. If a byte is one column, both are the same."""
+    low, high, scale = load_numbers(
+        codes, scales, third, fourth, row, start, step,
+        KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED, False,
+    )  # fmt: skip
+    if KIND >= GGUF or ORDER:
+        return low, high
+    else:
+        return low * scale[:, :, None], high * scale[:, :, None]
+
+
+@triton.jit
+def unit_of(KIND: tl.constexpr):
+    """The unit of the numbers that `load_numbers` gives IN_UNITS."""
+    if KIND == MXFP4 or KIND == NVFP4:  # noqa: SIM109 - Triton has no `in`
+        return E2M1_UNIT
+    else:
+        return 1.0
+
+
+@triton.jit
+def load_numbers(
+    codes, scales, third, fourth, row, start, step,
+    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, PLAINLY: tl.constexpr, RUNS: tl.constexpr,
+    RUN: tl.constexpr, MASKED: tl.constexpr, IN_UNITS: tl.constexpr,
+):  # fmt: skip
+    """→ like `load_weights`, but without scales; and the scales, [ROWS, RUNS], with which a product multiplies the sum
+    of a run instead of each weight. The scale is 1.0 where the weights of a run have scales of their own."""
     inside = tl.arange(0, RUN)
     run = start + tl.arange(0, RUNS) * RUN
     if KIND >= GGUF:
-        return load_blocks(codes, scales, row, run, inside, KIND, ROW, STRIDE, PLAINLY, MASKED)
+        low, high = load_blocks(codes, scales, row, run, inside, KIND, ROW, STRIDE, PLAINLY, MASKED)
+        return low, high, 1.0
     else:
         there = run[None, :] < ROW
         byte = (run[:, None] + inside[None, :])[None, :, :]
         code = load_part(codes + row.to(tl.int64)[:, None, None] * ROW + byte, byte < ROW, MASKED)
         scale_row = (row // step).to(tl.int64)[:, None] * GROUPS
         if ORDER:
-            scale_row = scale_row[:, :, None]
-            return load_ordered(code, scales, third, fourth, scale_row, byte, KIND, ROW, GROUPS, ZEROS, PLAINLY, MASKED)
+            low, high = load_ordered(
+                code, scales, third, fourth, scale_row[:, :, None], byte, KIND, ROW, GROUPS, ZEROS, PLAINLY, MASKED
+            )
+            return low, high, 1.0
         else:
             # Neighbouring groups are loaded together only if the compiler sees that they are neighbours.
             group = start // GROUP + tl.arange(0, RUNS) if RUN == GROUP else run // GROUP
             at = scale_row + group[None, :]
             scale = load_part(scales + at, there, MASKED)
             if KIND == FP8:
-                weight = from_e4m3(code, NATIVE) * scale[:, :, None]
-                return weight, weight
+                number = from_e4m3(code, NATIVE)
+                return number, number, scale
             elif KIND == INT8:
-                weight = code.to(tl.float32) * scale[:, :, None]
-                return weight, weight
+                number = code.to(tl.float32)
+                return number, number, scale
             elif KIND == BYTES or KIND == NIBBLES:  # noqa: SIM109 - Triton has no `in`
-                scale = scale.to(tl.float32)[:, :, None]
                 zero = load_zero(third + at, there, KIND, ZEROS, MASKED)
                 if ZEROS:
                     zero = zero[:, :, None]
                 if KIND == BYTES:
-                    weight = less_zero(code, zero, WHOLE, PLAINLY) * scale
-                    return weight, weight
+                    number = less_zero(code, zero, WHOLE, PLAINLY)
+                    return number, number, scale.to(tl.float32)
                 else:
                     low, high = less_zero(code, zero, LOW, PLAINLY), less_zero(code, zero, HIGH, PLAINLY)
-                    return low * scale, high * scale
+                    return low, high, scale.to(tl.float32)
             else:
                 factor = from_e8m0(scale) if KIND == MXFP4 else from_e4m3(scale, NATIVE) * tl.load(third)
-                low, high = from_e2m1(code, LOW, PLAINLY), from_e2m1(code, HIGH, PLAINLY)
-                return low * factor[:, :, None], high * factor[:, :, None]
+                low = from_e2m1(code, LOW, IN_UNITS, PLAINLY)
+                return low, from_e2m1(code, HIGH, IN_UNITS, PLAINLY), factor
 
 
 @triton.jit

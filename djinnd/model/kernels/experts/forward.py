@@ -22,7 +22,7 @@ from djinnd.model.kernels.experts.matrices import Matrices
 from djinnd.model.kernels.experts.product import grouped_kernel, sum_kernel, vector_kernel
 from djinnd.model.kernels.launching.gpu import shared_memory
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
-from djinnd.model.tuning import CODED_PAIRS, CODED_TILE, PAIR_TILES
+from djinnd.model.tuning import CODED_PAIRS, CODED_TILE, PAIR_TILES, UNROLLED
 
 _BLOCK = 1024  # columns of a program of sums
 
@@ -171,8 +171,10 @@ def _multiply(
     }  # fmt: skip
     programs = triton.cdiv(matrices.rows, tiles.rows)
     if groups is None:
+        steps = triton.cdiv(facts.row_bytes, tiles.width)
+        unrolled = triton.cdiv(steps, triton.cdiv(steps, UNROLLED))
         vector_kernel[(programs, picked.numel())](
-            picked, picked if real is None else real, *arguments, PADDED=real is not None, **options
+            picked, picked if real is None else real, *arguments, PADDED=real is not None, UNROLLED=unrolled, **options
         )
         return
     grouped_kernel[(len(groups.owners), programs)](groups.order, groups.owners, *arguments, SIZE=groups.size, **options)

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from djinnd.model.kernels.coded.kinds import PLAIN
-from djinnd.model.kernels.coded.loads import load_part, load_x
+from djinnd.model.kernels.coded.loads import load_part, load_wide_x, load_x
 from djinnd.model.kernels.coded.numbers import rounded
-from djinnd.model.kernels.coded.tiles import load_weights
+from djinnd.model.kernels.coded.tiles import load_numbers, load_weights, unit_of
 from djinnd.model.kernels.experts.gating import NONE, RELU_SQUARED, activated
 from djinnd.model.kernels.experts.grouping import load_picks, real_pairs
 from djinnd.model.kernels.launching.interpreter import dot
@@ -89,9 +89,10 @@ def vector_kernel(
     GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, TRANSPOSED: tl.constexpr,
     BIAS: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
     PLAINLY: tl.constexpr, ACTIVATION: tl.constexpr, TURNS: tl.constexpr, PICKS: tl.constexpr, SHARED: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """SHARED: x has a row for each row of `picked`, not for each pair."""
+    """SHARED: x has a row for each row of `picked`, not for each pair. UNROLLED: tiles of a row that are loaded before
+    the first of them is multiplied."""
     pair, first = tl.program_id(1), tl.program_id(0) * ROWS
     if pair >= real_pairs(real, pairs, PICKS, PADDED):
         return
@@ -105,27 +106,30 @@ def vector_kernel(
     line = (pair // PICKS if SHARED else pair).to(tl.int64)
     x += line * (ROW * 2 if SPAN else ROW)
     words += line * ROW
-    MASKED: tl.constexpr = ROW % (RUNS * RUN) != 0
-    acc = tl.zeros([ROWS, RUNS, RUN], tl.float32)
-    for start in tl.range(0, ROW, RUNS * RUN, num_stages=STAGES):
-        run = start + tl.arange(0, RUNS) * RUN
-        byte = (run[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
-        low_x, high_x = load_x(x, words, byte, SPAN, ROW, MASKED)
-        if KIND == PLAIN:
-            if TRANSPOSED:
-                w = load_transposed(codes, first, rows, byte, ROWS, ROW)
+    WIDTH: tl.constexpr = RUNS * RUN * UNROLLED
+    MASKED: tl.constexpr = ROW % WIDTH != 0
+    acc = tl.zeros([ROWS, RUNS, RUN] if KIND == PLAIN else [ROWS, RUNS], tl.float32)
+    for begin in tl.range(0, ROW, WIDTH, num_stages=STAGES):
+        for tile in tl.static_range(UNROLLED):
+            start = begin + tile * RUNS * RUN
+            byte = (start + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, :, :]
+            low_x, high_x = load_wide_x(x, words, byte, SPAN, ROW, MASKED)
+            if KIND == PLAIN:
+                if TRANSPOSED:
+                    w = load_transposed(codes, first, rows, byte, ROWS, ROW)
+                else:
+                    w = load_part(codes + (row.to(tl.int64)[:, None, None] * ROW + byte), byte < ROW, MASKED)
+                acc += w.to(tl.float32) * low_x
             else:
-                w = load_part(codes + (row.to(tl.int64)[:, None, None] * ROW + byte), byte < ROW, MASKED)
-            acc += w.to(tl.float32) * low_x.to(tl.float32)
-        else:
-            low, high = load_weights(
-                codes, scales, third, fourth, row, start, step,
-                KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED,
-            )  # fmt: skip
-            acc += low * low_x.to(tl.float32)
-            if SPAN:
-                acc += high * high_x.to(tl.float32)
-    y = tl.sum(tl.sum(acc, 2), 1)
+                low, high, scale = load_numbers(
+                    codes, scales, third, fourth, row, start, step,
+                    KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED, True,
+                )  # fmt: skip
+                products = low * low_x
+                if SPAN:
+                    products += high * high_x
+                acc += tl.sum(products, 2) * scale
+    y = tl.sum(tl.sum(acc, 2), 1) if KIND == PLAIN else tl.sum(acc, 1) * unit_of(KIND)
     added = tl.load(bias + expert * rows + row).to(tl.float32)[None, :] if BIAS else 0.0
     place = pair + tl.zeros([1], tl.int32)
     store_result(y[None, :], added, out, place, place >= 0, first, rows, alpha, limit, ROWS, ACTIVATION, PLAINLY)
