@@ -35,8 +35,10 @@ def decode_all(form: BufferForm, stored: Tensor, out: Tensor) -> None:
 
 def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
     """Writes to `out` the parameters that modules do not read in place. Queues only kernels over fixed addresses."""
-    if isinstance(form, PackedForm):
-        decode_all(form, stored, out)
+    if isinstance(form, PackedForm) and out.is_cuda:
+        decode_units(form, range(len(form.units)), stored, out)
+    elif isinstance(form, PackedForm):
+        form.unpack(stored, out)
     elif out.is_cuda:
         from djinnd.model.kernels.coded.decode import decode_on_device
 
@@ -54,13 +56,16 @@ def decode_units(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: 
 
 def in_place(form: BufferForm, layout: Layout, stored: Tensor) -> dict[str, Tensor]:
     """The parameters that modules read in the stored form itself, as views."""
-    return form.plain(stored) if isinstance(form, CodedForm) else layout.vectors(form.vectors_view(stored))
+    return form.plain(stored) if isinstance(form, CodedForm) else layout.views_of_end(form.verbatim_view(stored))
 
 
 def weight_of(form: BufferForm, layout: Layout, unit: tuple[str, ...], stored: Tensor, plain: Tensor) -> Tensor:
-    """The matrix of a unit, [rows, cols]: in place where it has no code, else in the plain buffer."""
-    there = form.plain_unit(stored, unit) if isinstance(form, CodedForm) else None
-    return layout.joined(plain, unit) if there is None else there
+    """The matrix of a unit, [rows, cols]: in place where it is neither coded nor packed, else in the plain buffer."""
+    if isinstance(form, CodedForm):
+        there = form.plain_unit(stored, unit)
+        return layout.joined(plain, unit) if there is None else there
+    is_packed = layout.entries[unit[0]].offset < form.matrices
+    return layout.joined(plain if is_packed else form.verbatim_view(stored), unit)
 
 
 def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
@@ -77,20 +82,22 @@ def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: 
 
 
 def packed_few_rows(form: PackedForm, layout: Layout, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
-    """The functions of a packed block: one for each matrix that a kernel can multiply by in its packed form."""
+    """The functions of a packed block: one for each matrix that a kernel can multiply by in its packed form. Products
+    with small matrices, which are not packed, need none."""
     from djinnd.model.kernels.packed.product import packed_product, product_fits
 
     numbers = {i: layout.units.index(product.unit) for i, product in enumerate(products)}
-    fitting = {i: number for i, number in numbers.items() if product_fits(form.units[number])}
+    packed = {i: number for i, number in numbers.items() if number < len(form.units)}
+    fitting = {i: number for i, number in packed.items() if product_fits(form.units[number])}
     return {i: partial(packed_product, form, number, stored) for i, number in fitting.items()}
 
 
 def units_beside(form: BufferForm, layout: Layout, multiplied: Iterable[tuple[str, ...]]) -> list[int]:
-    """The numbers of the packed units that are not `multiplied` as they are stored, such as the matrix of a router."""
+    """The numbers of the packed units that are not `multiplied` as they are stored, such as a large router's matrix."""
     if not isinstance(form, PackedForm):
         return []
     known = set(multiplied)
-    return [number for number, unit in enumerate(layout.units) if unit not in known]
+    return [number for number, unit in enumerate(layout.units[: len(form.units)]) if unit not in known]
 
 
 def coded_few_rows(form: CodedForm, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
