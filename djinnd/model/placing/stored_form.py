@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from djinn_client.handover.packed import PackedForm
 from djinnd.model.placing.projections import FewRows, Product
@@ -113,17 +114,19 @@ def coded_few_rows(form: CodedForm, products: list[Product], stored: Tensor) -> 
     return {i: partial(_multiply_codes, form, unit, stored) for i, unit in own.items()}
 
 
-def _multiply_codes(form: CodedForm, unit: tuple[str, ...], stored: Tensor, x: Tensor) -> Tensor:
-    """x [rows, in] times the transposed matrices of a unit → [rows, out]; each matrix writes its own columns."""
+def _multiply_codes(form: CodedForm, unit: tuple[str, ...], stored: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] times the transposed matrices of a unit, plus bias [out] → [rows, out]; each matrix writes its own
+    columns."""
     from djinnd.model.kernels.coded.product import coded_product
 
     heights = [form.layout.entries[name].shape[0] for name in unit]
     y = torch.empty(len(x), sum(heights), dtype=x.dtype, device=x.device)
-    for name, columns in zip(unit, y.split(heights, dim=1), strict=True):
+    biases: Sequence[Tensor | None] = [None] * len(unit) if bias is None else bias.split(heights)
+    for name, columns, own in zip(unit, y.split(heights, dim=1), biases, strict=True):
         if name in form.codes:
-            coded_product(form.codes[name].coding, form.parts(stored, name), x, columns)
+            coded_product(form.codes[name].coding, form.parts(stored, name), x, columns, own)
         else:
-            columns.copy_(x @ form.alone(stored, name).T)
+            columns.copy_(linear(x, form.alone(stored, name), own))
     return y
 
 

@@ -73,7 +73,9 @@ def test_products_of_few_rows_read_packed_weights(block: PlacedBlock, rows: int)
     for index, multiply in few.items():
         number = layout.units.index(products[index].unit)
         x = torch.randn(rows, form.units[number].cols).to(torch.bfloat16)
-        check_product(form, number, plain, x, multiply(x))
+        bias = torch.randn(form.units[number].rows).to(torch.bfloat16)
+        check_product(form, number, plain, x, multiply(x, None))
+        check_product(form, number, plain, x, multiply(x, bias), bias)
 
 
 def test_only_units_beside_the_products_are_decoded(block: PlacedBlock) -> None:
