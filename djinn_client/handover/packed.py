@@ -6,14 +6,15 @@ in its unit's window [base, base + 16) the exponent is: code = exponent - base. 
 are put right from a list of patches. A window, and not a table of the commonest exponents, because decoding is then
 arithmetic on whole registers.
 
-A plain block is a flat buffer of bf16: the matrices as units, then vectors (norms, biases). A unit is what one matrix
-product reads: q, k and v joined, or a single matrix, or stacked experts. The packed block, each part 256-byte aligned:
+A plain block is a flat buffer of bf16: the large matrices as units, then all else (small matrices, norms, biases). A
+unit is what one matrix product reads: q, k and v joined, or a single matrix, or stacked experts. The packed block, each
+part 256-byte aligned:
 
-    ┌──────┬─────────┬───────────────┬─────────┬─────────┬─────────┐
-    │ head │ vectors │ sign+mantissa │ nibbles │ stripes │ patches │
-    └──────┴─────────┴───────────────┴─────────┴─────────┴─────────┘
+    ┌──────┬──────────┬───────────────┬─────────┬─────────┬─────────┐
+    │ head │ verbatim │ sign+mantissa │ nibbles │ stripes │ patches │
+    └──────┴──────────┴───────────────┴─────────┴─────────┴─────────┘
     head      int32 [64]: magic, version, patches, units, and from 16 on the base of each unit
-    vectors   bf16, verbatim
+    verbatim  bf16: what is behind the units
     sign+mantissa   a byte a weight, in the plain block's order: sign << 7 | mantissa
     nibbles   of each GROUP of 128 weights, byte j has the code of weight j in its low half and of j + 64 in its high
     stripes   int32: for each STRIPE of 8 rows of each unit, the first patch in or after it; at the end, patches
@@ -92,8 +93,8 @@ class PackedForm:
 
         self.capacity = _round_up(-(-self.matrices // 1024), ALIGNMENT // PATCH)
         self.stripes = sum(unit.stripes for unit in units) + 1
-        self.vectors_at = HEAD * 4
-        self.sm_at = _round_up(self.vectors_at + 2 * (numel - self.matrices), ALIGNMENT)
+        self.verbatim_at = HEAD * 4
+        self.sm_at = _round_up(self.verbatim_at + 2 * (numel - self.matrices), ALIGNMENT)
         self.nibbles_at = _round_up(self.sm_at + self.matrices, ALIGNMENT)
         self.stripes_at = _round_up(self.nibbles_at + self.matrices // 2, ALIGNMENT)
         self.patches_at = _round_up(self.stripes_at + 4 * self.stripes, ALIGNMENT)
@@ -133,7 +134,7 @@ class PackedForm:
         patches = self.patches_view(out)[: len(index)]
         patches[:, 0] = index  # an index of 32 bits wraps to a negative number, which has the same bits
         patches[:, 1] = bits[index].to(torch.int32).bitwise_and_(0xFFFF)
-        self.vectors_view(out).copy_(plain[self.matrices :])
+        self.verbatim_view(out).copy_(plain[self.matrices :])
         head = [MAGIC, VERSION, len(index), len(self.units), *[0] * (FIRST_BASE - 4), *bases]
         head += [0] * (HEAD - len(head))
         self.head_view(out).copy_(torch.tensor(head, dtype=torch.int32))
@@ -175,7 +176,7 @@ class PackedForm:
         index = patches[:, 0].to(torch.int64).bitwise_and_(0xFFFFFFFF)
         real = (torch.arange(self.capacity, device=packed.device) < count) & (index < self.matrices)
         bits[index[real]] = patches[real, 1].to(torch.int16)
-        out[self.matrices :] = self.vectors_view(packed)
+        out[self.matrices :] = self.verbatim_view(packed)
 
     def unpack_rows(self, packed: Tensor, number: int, first: int, rows: int, out: Tensor) -> None:
         """Writes rows [first, first + rows) of unit `number`, which are whole groups, to out (bf16 [rows * cols], same
@@ -202,9 +203,9 @@ class PackedForm:
         """int32 [64]. Like all views: of the same memory."""
         return packed[: HEAD * 4].view(torch.int32)
 
-    def vectors_view(self, packed: Tensor) -> Tensor:
+    def verbatim_view(self, packed: Tensor) -> Tensor:
         """bf16 [numel - matrices]."""
-        return packed[self.vectors_at :][: 2 * (self.numel - self.matrices)].view(torch.bfloat16)
+        return packed[self.verbatim_at :][: 2 * (self.numel - self.matrices)].view(torch.bfloat16)
 
     def sm_view(self, packed: Tensor) -> Tensor:
         """uint8 [matrices]."""
@@ -263,7 +264,7 @@ class PackedForm:
         """Zeroes what aligns the parts, so that equal blocks have equal bytes and nothing older is handed on."""
         used = self._used(patches)
         gaps = [
-            (self.vectors_at + 2 * (self.numel - self.matrices), self.sm_at),
+            (self.verbatim_at + 2 * (self.numel - self.matrices), self.sm_at),
             (self.sm_at + self.matrices, self.nibbles_at),
             (self.nibbles_at + self.matrices // 2, self.stripes_at),
             (self.stripes_at + 4 * self.stripes, self.patches_at),

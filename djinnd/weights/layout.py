@@ -1,12 +1,13 @@
 """Layout: the places of a block's tensors in its flat buffer.
 
-    ┌────────────┬───────────────────────────────┬─────┬────────────┬─────┬───────┬─────
-    │ q_proj     │ k_proj     │ v_proj           │ pad │ o_proj     │ …   │ norms │ biases …    row-major, in one dtype
-    └────────────┴───────────────────────────────┴─────┴────────────┴─────┴───────┴─────
-    ▲ ALIGNMENT   a run: no pad inside            ▲ ALIGNMENT              ▲ vectors: tensors of one dimension or none
+    ┌────────────┬───────────────────────────────┬─────┬────────────┬─────┬──────────┬─────┬───────┬─────
+    │ q_proj     │ k_proj     │ v_proj           │ pad │ o_proj     │ …   │ router   │ …   │ norms │ biases …
+    └────────────┴───────────────────────────────┴─────┴────────────┴─────┴──────────┴─────┴───────┴─────
+    ▲ ALIGNMENT   a run: no pad inside            ▲ ALIGNMENT              ▲ small matrices ▲ vectors
 
-A run is a group of tensors that one matrix product can serve: q, k and v, or gate and up. They are adjacent, without
-padding, so that their concatenation is a view of the buffer. The matrices come first, because only they can be packed.
+Tensors are row-major, in one dtype. Vectors have one dimension or none. A run is a group of tensors that one matrix
+product can serve: q, k and v, or gate and up. They are adjacent, without padding, so that their concatenation is a view
+of the buffer. The large matrices come first, because only they are packed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from torch import Tensor
 ALIGNMENT = 256  # bytes; the alignment of device allocators, and more than any vector load needs
 
 STEP = ALIGNMENT // 2  # elements; at least ALIGNMENT bytes for two- and four-byte dtypes
+
+# A matrix is small if it has fewer numbers than both. Packed, it would save half a byte a number: 0.5 MB, which an H200
+# reads in 0.15 µs. If no product reads it packed, such as a router's, unpacking it takes a launch of about 3 µs in
+# every step. The second bound keeps the saving for models of which all matrices are small.
+SMALL_NUMBERS = 1 << 20
+SMALL_SHARE = 1 / 16  # of the largest matrix
 
 _RUNS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -49,9 +56,13 @@ class Layout:
         self.entries: dict[str, LayoutEntry] = {}
         self.runs: list[tuple[str, ...]] = []
         self.units: list[tuple[str, ...]] = []  # the matrices: each run, and each matrix that is in no run
+        self.large: list[tuple[str, ...]] = []  # the units that are worth packing: the first ones
         self.matrices = 0  # elements of all matrices, including the padding after the last one
         offset = 0
-        for run in sorted(_runs({name: tuple(shape) for name, shape in shapes}), key=_is_vector):
+        runs = list(_runs({name: tuple(shape) for name, shape in shapes}))
+        largest = max((_numel(run) for run in runs if not _is_vector(run)), default=0)
+        least = min(SMALL_NUMBERS, largest * SMALL_SHARE)
+        for run in sorted(runs, key=lambda run: (_is_vector(run), _numel(run) < least)):
             names = tuple(name for name, _ in run)
             for name, shape in run:
                 self.entries[name] = LayoutEntry(name, shape, offset)
@@ -62,6 +73,8 @@ class Layout:
             if not _is_vector(run):
                 self.units.append(names)
                 self.matrices = offset
+                if _numel(run) >= least:
+                    self.large.append(names)
         self.numel = offset
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -72,22 +85,30 @@ class Layout:
         assert buffer.numel() == self.numel, (buffer.numel(), self.numel)
         return {e.name: buffer[e.offset : e.end].view(e.shape) for e in self.entries.values()}
 
-    def vectors(self, memory: Tensor) -> dict[str, Tensor]:
-        """name → view of the vector, for memory that holds only the vectors: [numel - matrices]."""
-        assert memory.numel() == self.numel - self.matrices, (memory.numel(), self.numel, self.matrices)
-        own = [entry for entry in self.entries.values() if entry.offset >= self.matrices]
-        return {e.name: memory[e.offset - self.matrices : e.end - self.matrices].view(e.shape) for e in own}
+    def views_of_end(self, end: Tensor) -> dict[str, Tensor]:
+        """name → view of each tensor that is in the end of a buffer, for memory that holds only this end: [n]. It
+        begins with a tensor."""
+        start = self.numel - len(end)
+        own = [entry for entry in self.entries.values() if entry.offset >= start]
+        return {e.name: end[e.offset - start : e.end - start].view(e.shape) for e in own}
 
     def joined(self, buffer: Tensor, run: tuple[str, ...]) -> Tensor:
-        """The tensors of a run as one view, concatenated along their first dimension."""
+        """The tensors of a run as one view, concatenated along their first dimension. buffer: [numel], or only an end
+        of it that has the run."""
+        start = self.numel - len(buffer)
         entries = [self.entries[name] for name in run]
+        assert entries[0].offset >= start, (run, start)
         rows = sum(e.shape[0] for e in entries)
-        return buffer[entries[0].offset : entries[-1].end].view(rows, *entries[0].shape[1:])
+        return buffer[entries[0].offset - start : entries[-1].end - start].view(rows, *entries[0].shape[1:])
 
     def unit_shape(self, unit: tuple[str, ...]) -> tuple[int, int]:
         """Rows and columns of a unit as one matrix. Stacked experts are concatenated along the rows."""
         shapes = [self.entries[name].shape for name in unit]
         return sum(math.prod(shape[:-1]) for shape in shapes), shapes[0][-1]
+
+
+def _numel(run: list[tuple[str, tuple[int, ...]]]) -> int:
+    return sum(math.prod(shape) for _, shape in run)
 
 
 def _is_vector(run: list[tuple[str, tuple[int, ...]]]) -> bool:

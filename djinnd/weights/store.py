@@ -50,6 +50,17 @@ class Buffer:
     coded: dict[str, Coded] = field(default_factory=dict)  # parameters that are kept in the checkpoint's code
     codes_suffice: bool = False  # experts only: see ExpertsSize
 
+    @property
+    def packed_units(self) -> list[tuple[str, ...]]:
+        """The matrices that are packed, the first ones of the layout. Of experts all are, since each is fetched by the
+        number of its unit."""
+        return self.layout.large if self.routing is None else self.layout.units
+
+    def packed_form(self) -> PackedForm:
+        """Raises Unpackable if a packed form cannot have so many weights."""
+        places = ((self.layout.entries[unit[0]].offset, *self.layout.unit_shape(unit)) for unit in self.packed_units)
+        return PackedForm([Unit(*place) for place in places], self.layout.numel)
+
 
 class WeightStore:
     """The buffers of one model over one range of host memory: uint8 [nbytes], shared and page-aligned."""
@@ -117,7 +128,7 @@ class WeightStore:
     def _forms(self, packed: bool) -> list[BufferForm | None]:
         """The form of each buffer; None for a plain one and for the rest. Equal packed buffers share one form. The
         buffers of one block have forms, or none has."""
-        known: dict[tuple[tuple[Unit, ...], int], PackedForm] = {}
+        known: dict[PackedForm, PackedForm] = {}
         forms: list[BufferForm | None] = [None] * len(self.buffers)
         for block in range(self.num_blocks):
             own = self.parts(block)
@@ -127,13 +138,8 @@ class WeightStore:
                 if coded or (is_coded and not packed):
                     forms[index] = CodedForm(layout, {name: each.code for name, each in coded.items()}, self.dtype)
                 elif packed:
-                    units = tuple(
-                        Unit(layout.entries[unit[0]].offset, *layout.unit_shape(unit)) for unit in layout.units
-                    )
-                    key = (units, layout.numel)
-                    if key not in known:
-                        known[key] = PackedForm(units, layout.numel)
-                    forms[index] = known[key]
+                    form = self.buffers[index].packed_form()
+                    forms[index] = known.setdefault(form, form)
         return forms
 
     def attach(self, memory: Tensor) -> None:

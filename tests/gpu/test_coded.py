@@ -72,6 +72,13 @@ def test_products(coding: Coding, dtype: torch.dtype) -> None:
                 check_product(coding, shape, tokens, dtype)
 
 
+@pytest.mark.parametrize("coding", [Scaled(FP8, 128, 128), Float4()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_bias_is_added_before_the_product_is_rounded(coding: Coding, dtype: torch.dtype) -> None:
+    for tokens in (1, 2, FEW_ROWS):
+        check_product(coding, (640, 1280), tokens, dtype, has_bias=True)
+
+
 def test_products_with_other_tiles() -> None:
     for coding in (Scaled(FP8, 4, 32), Float4()):
         for splits in (1, 3, 8):

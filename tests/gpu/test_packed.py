@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
 from djinnd.model.kernels.packed.product import ProductTiles, packed_product
 from djinnd.model.kernels.packed.unpack import unpack
 from djinnd.model.tuning import FEW_ROWS
-from tests.support.packed import ODD, check_product, form_of, packed, same_weights, tame, weights
+from tests.support.packed import ODD, cancelling, check_product, form_of, packed, same_weights, tame, weights
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +63,16 @@ def test_product(number: int, tokens: int) -> None:
     check_product(form, number, plain, x, y)
     again = packed_product(form, number, buffer, x)
     assert torch.equal(again.view(torch.int16), y.view(torch.int16))
+
+
+@pytest.mark.parametrize("number", [0, 3, 4, 6])
+@pytest.mark.parametrize("tokens", [1, 2, FEW_ROWS])
+def test_the_bias_is_added_before_the_product_is_rounded(number: int, tokens: int) -> None:
+    form = form_of(SHAPES)
+    plain = weights(form, ODD, "cuda")
+    x = torch.randn(tokens, form.units[number].cols, device="cuda").to(torch.bfloat16)
+    bias = cancelling(form, number, plain, x)
+    check_product(form, number, plain, x, packed_product(form, number, packed(form, plain), x, bias), bias)
 
 
 @pytest.mark.parametrize(

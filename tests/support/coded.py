@@ -110,19 +110,31 @@ def every_byte() -> list[tuple[Coding, list[Tensor]]]:
 
 
 def check_product(
-    coding: Coding, shape: tuple[int, int], tokens: int, dtype: torch.dtype, tiles: ProductTiles | None = None
+    coding: Coding,
+    shape: tuple[int, int],
+    tokens: int,
+    dtype: torch.dtype,
+    tiles: ProductTiles | None = None,
+    *,
+    has_bias: bool = False,
 ) -> None:
-    """Compares a product with one in float64 of the decoded matrix, rounded to x's dtype if tensor cores multiply."""
+    """Compares a product with one in float64 of the decoded matrix, rounded to x's dtype if tensor cores multiply.
+
+    has_bias: adds a bias that leaves of the first token's product only what the dtype cannot hold, so that it shows
+        whether the product was rounded before.
+    """
     rows, cols = shape
     # Small enough that no product overflows float16.
     parts, x = random_parts(coding, rows, cols), (torch.randn(tokens, cols) / 64).to(dtype)
     wide = torch.full((tokens, rows + 9), CANARY, dtype=dtype)
-    y = coded_product(coding, parts, x, wide[:, 4 : rows + 4], tiles=tiles)
-    assert (wide[:, :4] == CANARY).all() and (wide[:, rows + 4 :] == CANARY).all()
     weights = decoded(coding, parts, torch.empty(1, rows, cols, dtype=torch.float32 if tokens == 1 else dtype))[0]
     exact = x.double() @ weights.double().T
+    bias = -exact[0].to(dtype) if has_bias else None
+    y = coded_product(coding, parts, x, wide[:, 4 : rows + 4], bias, tiles=tiles)
+    assert (wide[:, :4] == CANARY).all() and (wide[:, rows + 4 :] == CANARY).all()
     size = x.double().abs() @ weights.double().abs().T
     error = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11 if dtype == torch.float16 else 0.0
     assert exact.std() > 0
+    exact = exact if bias is None else exact + bias.double()
     least = torch.finfo(dtype).smallest_normal  # numbers below it have fewer bits
     assert ((y.double() - exact).abs() <= exact.abs().clamp(min=least) * error + size * cols**0.5 * 2.0**-23).all()

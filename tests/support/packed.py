@@ -51,11 +51,20 @@ def same_weights(form: PackedForm, a: Tensor, b: Tensor) -> bool:
     return all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in pairs)
 
 
-def check_product(form: PackedForm, number: int, plain: Tensor, x: Tensor, y: Tensor) -> None:
-    """Compares y with the product in double precision. The tolerance is a unit in the last place of bf16, because
-    Triton's interpreter truncates where a GPU rounds, plus the error of such a sum in float32."""
+def cancelling(form: PackedForm, number: int, plain: Tensor, x: Tensor) -> Tensor:
+    """A bias that leaves of the product of the first token only what bf16 cannot hold, so that it shows whether the
+    product was rounded before the bias was added."""
+    return -(x[0].double() @ matrix(form, number, plain).double().T).nan_to_num(0, 0, 0).to(torch.bfloat16)
+
+
+def check_product(
+    form: PackedForm, number: int, plain: Tensor, x: Tensor, y: Tensor, bias: Tensor | None = None
+) -> None:
+    """Compares y with the product, plus the bias, in double precision. The tolerance is a unit in the last place of
+    bf16, because Triton's interpreter truncates where a GPU rounds, plus the error of such a sum in float32."""
     weight = matrix(form, number, plain).double()
     wanted, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    wanted = wanted if bias is None else wanted + bias.double()
     rounded = wanted.to(torch.bfloat16)
     assert y.dtype == torch.bfloat16 and y.shape == wanted.shape
     near = (y.double() - wanted).abs() <= 2.0**-7 * wanted.abs() + 1e-5 * size

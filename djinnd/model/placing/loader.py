@@ -37,6 +37,7 @@ from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.tuning import SMALL_PARAMETERS
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
+from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
 from djinnd.weights.store import WeightStore
@@ -168,9 +169,9 @@ class ModelLoader:
             stored, computed = (str(dtype).removeprefix("torch.") for dtype in (self._stored, self.dtype))
             what = stored if stored == computed else f"{stored}, computed in {computed}"
             return f"only bfloat16 weights can be packed, and these are {what}"
-        units = max(len(buffer.layout.units) for buffer in self._buffers[:-1])
+        units = max(len(buffer.packed_units) for buffer in self._buffers[:-1])
         if units > MAX_UNITS:
-            return f"they have {units} matrices, and a packed block has at most {MAX_UNITS}"
+            return f"they have {units} large matrices, and a packed block has at most {MAX_UNITS}"
         return ""
 
     @property
@@ -181,13 +182,13 @@ class ModelLoader:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the files' identity, as known before reading them, and of the store's layout. An arena with the same
-        fingerprint holds the same bytes and is not filled again."""
+        """Hash of the files' identity, as known before reading them, and of the store's layout, which may differ in
+        another version of djinnd. An arena with the same fingerprint holds the same bytes and is not filled again."""
         return self._laid_out("shared" if self.checkpoint is None else self.checkpoint.fingerprint())
 
     def _laid_out(self, weights: str) -> str:
         extents = zip(self._buffers, self.store.extents, strict=True)
-        layout = "".join(f"{buffer.name} {buffer.layout.numel} {extent};" for buffer, extent in extents)
+        layout = "".join(f"{buffer.name} {extent} {_places(buffer.layout)};" for buffer, extent in extents)
         layout += ",".join(self.store.codes) + self.placing.quantise
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
@@ -351,6 +352,11 @@ def _is_pinned(pinning: Pinning) -> bool:
     except OutOfMemory:
         return False
     return True
+
+
+def _places(layout: Layout) -> str:
+    """The offset of each tensor, and the end of the last one."""
+    return " ".join([*(f"{entry.name} {entry.offset}" for entry in layout.entries.values()), str(layout.numel)])
 
 
 def rest_label(name: str) -> str:

@@ -21,7 +21,8 @@ from djinnd.model.fast.linear import fast_linear
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
 
-FewRows = Callable[[Tensor], Tensor]  # x [rows, in], contiguous → x Wᵀ [rows, out], for at most PACKED_ROWS rows
+# x [rows, in], contiguous, and b [out] or None → x Wᵀ + b [rows, out], for at most PACKED_ROWS rows
+FewRows = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Product:
@@ -51,8 +52,7 @@ class Product:
         assert self.weight is not None
         few_rows = self._few_rows
         if few_rows is not None and x.numel() // x.shape[-1] <= PACKED_ROWS:
-            y = few_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
-            return y if self.bias is None else y + self.bias
+            return few_rows(x.reshape(-1, x.shape[-1]).contiguous(), self.bias).view(*x.shape[:-1], -1)
         return fast_linear(x, self.weight, self.bias)
 
 

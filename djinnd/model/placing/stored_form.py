@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from djinn_client.handover.packed import PackedForm
 from djinnd.model.placing.projections import FewRows, Product
@@ -35,8 +36,10 @@ def decode_all(form: BufferForm, stored: Tensor, out: Tensor) -> None:
 
 def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
     """Writes to `out` the parameters that modules do not read in place. Queues only kernels over fixed addresses."""
-    if isinstance(form, PackedForm):
-        decode_all(form, stored, out)
+    if isinstance(form, PackedForm) and out.is_cuda:
+        decode_units(form, range(len(form.units)), stored, out)
+    elif isinstance(form, PackedForm):
+        form.unpack(stored, out)
     elif out.is_cuda:
         from djinnd.model.kernels.coded.decode import decode_on_device
 
@@ -54,13 +57,16 @@ def decode_units(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: 
 
 def in_place(form: BufferForm, layout: Layout, stored: Tensor) -> dict[str, Tensor]:
     """The parameters that modules read in the stored form itself, as views."""
-    return form.plain(stored) if isinstance(form, CodedForm) else layout.vectors(form.vectors_view(stored))
+    return form.plain(stored) if isinstance(form, CodedForm) else layout.views_of_end(form.verbatim_view(stored))
 
 
 def weight_of(form: BufferForm, layout: Layout, unit: tuple[str, ...], stored: Tensor, plain: Tensor) -> Tensor:
-    """The matrix of a unit, [rows, cols]: in place where it has no code, else in the plain buffer."""
-    there = form.plain_unit(stored, unit) if isinstance(form, CodedForm) else None
-    return layout.joined(plain, unit) if there is None else there
+    """The matrix of a unit, [rows, cols]: in place where it is neither coded nor packed, else in the plain buffer."""
+    if isinstance(form, CodedForm):
+        there = form.plain_unit(stored, unit)
+        return layout.joined(plain, unit) if there is None else there
+    is_packed = layout.entries[unit[0]].offset < form.matrices
+    return layout.joined(plain if is_packed else form.verbatim_view(stored), unit)
 
 
 def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
@@ -77,20 +83,22 @@ def few_rows(form: BufferForm, layout: Layout, products: list[Product], stored: 
 
 
 def packed_few_rows(form: PackedForm, layout: Layout, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
-    """The functions of a packed block: one for each matrix that a kernel can multiply by in its packed form."""
+    """The functions of a packed block: one for each matrix that a kernel can multiply by in its packed form. Products
+    with small matrices, which are not packed, need none."""
     from djinnd.model.kernels.packed.product import packed_product, product_fits
 
     numbers = {i: layout.units.index(product.unit) for i, product in enumerate(products)}
-    fitting = {i: number for i, number in numbers.items() if product_fits(form.units[number])}
+    packed = {i: number for i, number in numbers.items() if number < len(form.units)}
+    fitting = {i: number for i, number in packed.items() if product_fits(form.units[number])}
     return {i: partial(packed_product, form, number, stored) for i, number in fitting.items()}
 
 
 def units_beside(form: BufferForm, layout: Layout, multiplied: Iterable[tuple[str, ...]]) -> list[int]:
-    """The numbers of the packed units that are not `multiplied` as they are stored, such as the matrix of a router."""
+    """The numbers of the packed units that are not `multiplied` as they are stored, such as a large router's matrix."""
     if not isinstance(form, PackedForm):
         return []
     known = set(multiplied)
-    return [number for number, unit in enumerate(layout.units) if unit not in known]
+    return [number for number, unit in enumerate(layout.units[: len(form.units)]) if unit not in known]
 
 
 def coded_few_rows(form: CodedForm, products: list[Product], stored: Tensor) -> dict[int, FewRows]:
@@ -106,17 +114,19 @@ def coded_few_rows(form: CodedForm, products: list[Product], stored: Tensor) -> 
     return {i: partial(_multiply_codes, form, unit, stored) for i, unit in own.items()}
 
 
-def _multiply_codes(form: CodedForm, unit: tuple[str, ...], stored: Tensor, x: Tensor) -> Tensor:
-    """x [rows, in] times the transposed matrices of a unit → [rows, out]; each matrix writes its own columns."""
+def _multiply_codes(form: CodedForm, unit: tuple[str, ...], stored: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] times the transposed matrices of a unit, plus bias [out] → [rows, out]; each matrix writes its own
+    columns."""
     from djinnd.model.kernels.coded.product import coded_product
 
     heights = [form.layout.entries[name].shape[0] for name in unit]
     y = torch.empty(len(x), sum(heights), dtype=x.dtype, device=x.device)
-    for name, columns in zip(unit, y.split(heights, dim=1), strict=True):
+    biases: Sequence[Tensor | None] = [None] * len(unit) if bias is None else bias.split(heights)
+    for name, columns, own in zip(unit, y.split(heights, dim=1), biases, strict=True):
         if name in form.codes:
-            coded_product(form.codes[name].coding, form.parts(stored, name), x, columns)
+            coded_product(form.codes[name].coding, form.parts(stored, name), x, columns, own)
         else:
-            columns.copy_(x @ form.alone(stored, name).T)
+            columns.copy_(linear(x, form.alone(stored, name), own))
     return y
 
 

@@ -114,7 +114,7 @@ class CodedForm:
     # --- views ------------------------------------------------------------------------------------------------------
 
     def vectors_view(self, stored: Tensor) -> Tensor:
-        """[numel - matrices], as Layout.vectors takes it."""
+        """[numel - matrices], as Layout.views_of_end takes it."""
         return self._vectors.of(stored)
 
     def parts(self, stored: Tensor, name: str) -> tuple[Tensor, ...]:
@@ -131,7 +131,7 @@ class CodedForm:
 
     def plain(self, stored: Tensor) -> dict[str, Tensor]:
         """Every parameter without a code, as a view."""
-        found = self.layout.vectors(self.vectors_view(stored))
+        found = self.layout.views_of_end(self.vectors_view(stored))
         for unit, region in self._plain.items():
             rest, sizes = region.of(stored).view(-1), [self.layout.entries[name].numel for name in unit]
             for name, own in zip(unit, rest.split(sizes), strict=True):

@@ -90,6 +90,54 @@ def test_a_name_without_a_module_stands_alone() -> None:
     assert layout.runs == [] and set(layout.entries) == {"scale", "q_proj"}
 
 
+GPT_OSS_20B = [
+    *((f"self_attn.{name}_proj.weight", (rows, 2880)) for name, rows in (("q", 4096), ("k", 512), ("v", 512))),
+    ("mlp.router.weight", (32, 2880)),
+    ("mlp.experts.gate_up_proj_bias", (32, 5760)),
+    ("mlp.experts.down_proj_bias", (32, 2880)),
+    ("input_layernorm.weight", (2880,)),
+    ("self_attn.o_proj.weight", (2880, 4096)),
+]
+
+
+def test_small_matrices_are_behind_the_large_ones_and_before_the_vectors() -> None:
+    layout = Layout(GPT_OSS_20B)
+    names = [name for name, _ in GPT_OSS_20B]
+    assert layout.large == [tuple(names[:3]), ("self_attn.o_proj.weight",)] == layout.units[:2]
+    assert layout.units[2:] == [(name,) for name in names[3:6]]
+    assert layout.matrices == layout.entries["input_layernorm.weight"].offset == layout.numel - 2944
+
+
+@pytest.mark.parametrize(
+    ("largest", "other", "is_large"),
+    [
+        ((1 << 12, 1 << 12), (1, 1 << 20), True),
+        ((1 << 12, 1 << 12), (1, (1 << 20) - 1), False),
+        ((1 << 20, 1 << 12), (1, 1 << 20), True),  # less than the share of the largest
+        ((16, 64), (1, 64), True),
+        ((16, 64), (1, 63), False),
+    ],
+)
+def test_a_large_matrix_has_a_million_numbers_or_a_share_of_the_largest(
+    largest: tuple[int, int], other: tuple[int, int], is_large: bool
+) -> None:
+    layout = Layout([("other", other), ("largest", largest)])
+    assert layout.large == ([("other",), ("largest",)] if is_large else [("largest",)])
+
+
+def test_an_end_of_a_buffer_has_the_tensors_in_it() -> None:
+    layout = Layout(GPT_OSS_20B)
+    buffer = numbered(layout)
+    run = layout.units[2]
+    end = buffer[layout.entries[run[0]].offset :]
+    found = layout.views_of_end(end)
+    assert list(found) == [name for name, _ in GPT_OSS_20B[3:7]]
+    assert all(torch.equal(view, layout.views(buffer)[name]) for name, view in found.items())
+    assert torch.equal(layout.joined(end, run), layout.joined(buffer, run))
+    with pytest.raises(AssertionError):
+        layout.joined(end, layout.units[0])
+
+
 def test_a_buffer_of_another_size_is_an_assertion() -> None:
     layout = Layout(BLOCK)
     with pytest.raises(AssertionError):

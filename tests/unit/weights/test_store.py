@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinn_client.handover.packed import Unpackable
+from djinn_client.handover.packed import PackedForm, Unpackable
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import BlockSize, ExpertsSize
 from djinnd.weights.store import PAGE, Buffer, Routing, WeightStore
@@ -63,6 +63,26 @@ def test_packed_blocks_are_bytes_and_the_rest_stays_plain() -> None:
 def test_equal_blocks_share_their_form() -> None:
     store = store_of(4, packed=True)
     assert store.forms[0] is store.forms[1] is store.forms[2]
+
+
+def test_small_matrices_of_a_packed_block_are_as_they_were() -> None:
+    layout = Layout({"router": (2, 40), **SHAPES}.items())
+    store = attached(WeightStore([Buffer(f"block{i}.", layout, {}) for i in range(2)], torch.bfloat16, packed=True))
+    form = store.forms[0]
+    assert isinstance(form, PackedForm) and [(unit.rows, unit.cols) for unit in form.units] == [SHAPES["a.weight"]]
+    plain = torch.randn(form.numel, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    form.pack(plain, store.host(0))
+    found = layout.views_of_end(form.verbatim_view(store.host(0)))
+    assert list(found) == ["router", "b"]
+    assert all(torch.equal(view, layout.views(plain)[name]) for name, view in found.items())
+
+
+def test_all_stacks_of_experts_are_packed() -> None:
+    """A fetch finds a stack by the number of its unit."""
+    trunk, experts = Layout(SHAPES.items()), Layout([("experts.gate", (4, 1, 64)), ("experts.up", (4, 64, 64))])
+    buffers = [Buffer("block.", trunk, {}), Buffer("block.", experts, {}, Routing(4, 1)), Buffer("", trunk, {})]
+    form = WeightStore(buffers, torch.bfloat16, packed=True).forms[1]
+    assert isinstance(form, PackedForm) and [unit.rows for unit in form.units] == [256, 4]
 
 
 def test_unused_patches_of_a_packed_block_are_not_copied() -> None:

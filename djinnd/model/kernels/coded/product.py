@@ -1,4 +1,4 @@
-"""y = x Wᵀ for a few rows of x, with W read in its code.
+"""y = x Wᵀ + b for a few rows of x, with W read in its code.
 
 Such products are bound by reading W. Weights are decoded in registers: a byte that holds two columns becomes two
 tiles, and each is multiplied by the matching columns of x, so nothing is interleaved. One row is multiplied on the
@@ -44,10 +44,10 @@ class ProductTiles:
 
 @triton.jit
 def coded_vector_kernel(
-    codes, scales, third, fourth, x, words, out, rows, step,
+    codes, scales, third, fourth, x, words, bias, out, rows, step,
     KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
-    RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
     """Multiplies ROWS rows of W by one row of x."""
     first_row = tl.program_id(0) * ROWS
@@ -66,19 +66,22 @@ def coded_vector_kernel(
         acc += low * low_x.to(tl.float32)
         if SPAN:
             acc += high * high_x.to(tl.float32)
-    y = rounded(tl.sum(tl.sum(acc, 2), 1), out.dtype.element_ty, PLAINLY)
-    tl.store(out + first_row + local, y, mask=first_row + local < rows)
+    y = tl.sum(tl.sum(acc, 2), 1)
+    if BIAS:
+        y += tl.load(bias + row).to(tl.float32)
+    tl.store(out + first_row + local, rounded(y, out.dtype.element_ty, PLAINLY), mask=first_row + local < rows)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def coded_matrix_kernel(
-    codes, scales, third, fourth, x, words, out, rows, step, tokens, row_stride,
+    codes, scales, third, fourth, x, words, bias, out, rows, step, tokens, row_stride,
     KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
-    RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr, TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, PLAINLY: tl.constexpr,
+    TOKENS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns."""
+    """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns. If there are several,
+    coded_sum_kernel adds the bias."""
     first_row, split = tl.program_id(0) * ROWS, tl.program_id(1)
     local, token = tl.arange(0, ROWS), tl.arange(0, TOKENS)
     row = tl.minimum(first_row + local, rows - 1)
@@ -103,19 +106,26 @@ def coded_matrix_kernel(
         if SPAN:
             high = rounded(high, x.dtype.element_ty, PLAINLY)
             acc = dot(high_x, tl.trans(tl.reshape(high, (ROWS, WIDTH))), acc, PLAINLY)
+    if BIAS and SPLITS == 1:
+        acc += tl.load(bias + row).to(tl.float32)[None, :]
     y = rounded(acc, out.dtype.element_ty, PLAINLY)
     out += (split * tokens + token).to(tl.int64)[:, None] * row_stride + first_row
     tl.store(out + local[None, :], y, mask=(token < tokens)[:, None] & (first_row + local < rows)[None, :])
 
 
 @triton.jit
-def coded_sum_kernel(partial, out, rows, row_stride, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PLAINLY: tl.constexpr):
-    """Sums over the splits, in their order."""
+def coded_sum_kernel(
+    partial, bias, out, rows, row_stride,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, PLAINLY: tl.constexpr,
+):  # fmt: skip
+    """Sums over the splits, in their order, and adds the bias."""
     at, token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
     there = at < rows
     total = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partial + (split * tl.num_programs(1) + token) * rows + at, mask=there, other=0.0)
+    if BIAS:
+        total += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
     tl.store(out + token * row_stride + at, rounded(total, out.dtype.element_ty, PLAINLY), mask=there)
 
 
@@ -142,13 +152,21 @@ def product_fits(coding: Coding, rows: int, cols: int) -> bool:
 
 
 def coded_product(
-    coding: Coding, parts: Sequence[Tensor], x: Tensor, out: Tensor | None = None, *, tiles: ProductTiles | None = None
+    coding: Coding,
+    parts: Sequence[Tensor],
+    x: Tensor,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    tiles: ProductTiles | None = None,
 ) -> Tensor:
-    """x [tokens, cols] times the transposed matrix [rows, cols] of the parts → out [tokens, rows], x's dtype.
+    """x [tokens, cols] times the transposed matrix [rows, cols] of the parts, plus bias [rows] → out [tokens, rows]. x,
+    bias and out are of one dtype.
 
     parts: of one matrix, [1, *shape] each, for which `product_fits`. At most FEW_ROWS tokens. `out` may be some columns
-    of a wider tensor. Sums in float32, in an order that depends only on the shapes and the device. In a CUDA graph, a
-    replay reads the contents of the parts at that time. `tiles` is derived from the shapes; benchmarks set it.
+    of a wider tensor. Sums in float32, in an order that depends only on the shapes and the device, and rounds once. In
+    a CUDA graph, a replay reads the contents of the parts at that time. `tiles` is derived from the shapes; benchmarks
+    set it.
     """
     tokens, cols = x.shape
     rows = parts[0].shape[1]
@@ -157,27 +175,30 @@ def coded_product(
     assert [tuple(part.shape) for part in parts] == [(1, *each.shape) for each in coding.parts(rows, cols)]
     out = torch.empty(tokens, rows, dtype=x.dtype, device=x.device) if out is None else out
     assert out.shape == (tokens, rows) and out.stride(1) == 1
+    assert bias is None or (bias.shape == (rows,) and bias.is_contiguous())
+    added = x if bias is None else bias
     x = x.contiguous()
     tiles = tiles or product_tiles(tokens, rows, facts, x.element_size(), processors(x.device))
     words = x.view(torch.int32) if facts.span == 1 and x.element_size() == 2 else x
     run = min(tiles.run, facts.run)
     options = facts.options(x.device) | {
         "ROWS": tiles.rows, "RUNS": tiles.width // run, "RUN": run, "STAGES": tiles.stages,
-        "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
+        "BIAS": bias is not None, "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
     }  # fmt: skip
     given, programs = arguments(facts, list(parts)), triton.cdiv(rows, tiles.rows)
     if tokens == 1:
-        coded_vector_kernel[(programs,)](*given, x, words, out, rows, facts.step, **options)
+        coded_vector_kernel[(programs,)](*given, x, words, added, out, rows, facts.step, **options)
         return out
     target = out
     if tiles.splits > 1:
         target = torch.empty(tiles.splits, tokens, rows, dtype=torch.float32, device=x.device)
     coded_matrix_kernel[(programs, tiles.splits)](
-        *given, x, words, target, rows, facts.step, tokens, target.stride(-2),
+        *given, x, words, added, target, rows, facts.step, tokens, target.stride(-2),
         TOKENS=FEW_ROWS, SPLITS=tiles.splits, **options,
     )  # fmt: skip
     if tiles.splits > 1:
         coded_sum_kernel[(triton.cdiv(rows, 512), tokens)](
-            target, out, rows, out.stride(0), SPLITS=tiles.splits, BLOCK=512, PLAINLY=INTERPRETED, num_warps=4
-        )
+            target, added, out, rows, out.stride(0),
+            SPLITS=tiles.splits, BLOCK=512, BIAS=bias is not None, PLAINLY=INTERPRETED, num_warps=4,
+        )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""y = x Wᵀ for a few rows of x, with W read in packed form, which has three quarters of the bytes of bf16.
+"""y = x Wᵀ + b for a few rows of x, with W read in packed form, which has three quarters of the bytes of bf16.
 
 Such products are bound by reading W. The low and high halves of a group of weights are decoded to two tiles, and each
 is multiplied by the matching columns of x, so nothing is interleaved. One row is multiplied on the ordinary cores,
@@ -76,12 +76,12 @@ def multiply_vector(
 
 @triton.jit(do_not_specialize=["number", "offset"])
 def vector_kernel(
-    sm, nibbles, bases, stripes, patches, x, out, number, offset, capacity, rows,
+    sm, nibbles, bases, stripes, patches, x, bias, out, number, offset, capacity, rows,
     COLS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, PATCHES: tl.constexpr,
-    STRIPE: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+    STRIPE: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, PLAINLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ROWS rows of W by one row of x. Bounds and patches are loaded early, so that the end of the program
-    does not wait for them."""
+    """Multiplies ROWS rows of W by one row of x. Bounds, patches and biases are loaded early, so that the end of the
+    program does not wait for them."""
     first_row, last_row, shift = rows_of(tl.program_id(0), rows, ROWS, STEP)
     local = tl.arange(0, ROWS) * STEP
     row = tl.minimum(first_row + local, last_row)[:, None].to(tl.int64)
@@ -94,6 +94,9 @@ def vector_kernel(
     acc = multiply_vector(acc, sm, nibbles, x, shift, 0, HALF, ROW_PAIRS, STEP, PAIRS, STAGES, PLAINLY)
     first, end = patch_range(bounds, capacity)
     index, bits = load_patches(patches, first + tl.arange(0, PATCHES), end)
+    there = first_row + local < rows
+    if BIAS:
+        added = tl.load(bias + first_row + local, mask=there, other=0.0).to(tl.float32)
     acc = multiply_vector(acc, sm, nibbles, x, shift, HALF, ROW_PAIRS, ROW_PAIRS, STEP, PAIRS, STAGES, PLAINLY)
     base = tl.load(bases + number)
     y = tl.sum(acc, 1) * window_scale(base)
@@ -105,16 +108,20 @@ def vector_kernel(
             mine = patched == first_row + i * STEP
             y += tl.where(local == i * STEP, tl.sum(tl.where(mine, share, 0.0), 0), 0.0)
         index, bits = load_patches(patches, at + tl.arange(0, PATCHES), end)
-    tl.store(out + first_row + local, y.to(out.dtype.element_ty), mask=first_row + local < rows)
+    if BIAS:
+        y += added
+    tl.store(out + first_row + local, y.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["number", "offset", "tokens"])
 def matrix_kernel(
-    sm, nibbles, bases, stripes, patches, x, out, number, offset, capacity, rows, tokens,
+    sm, nibbles, bases, stripes, patches, x, bias, out, number, offset, capacity, rows, tokens,
     COLS: tl.constexpr, STEP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
-    PATCHES: tl.constexpr, STRIPE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PLAINLY: tl.constexpr,
+    PATCHES: tl.constexpr, STRIPE: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+    PLAINLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns."""
+    """Multiplies ROWS rows of W by the rows of x, over one of SPLITS shares of the columns. If there are several,
+    sum_kernel adds the bias."""
     first_row, last_row, shift = rows_of(tl.program_id(0), rows, ROWS, STEP)
     split = tl.program_id(1)
     row = tl.minimum(first_row + tl.arange(0, ROWS) * STEP, last_row)[None, :]
@@ -163,18 +170,23 @@ def matrix_kernel(
         acc = dot(part, tl.where(mine, -was_weight.to(tl.float32)[:, None], 0.0).to(part.dtype), acc, PLAINLY)
         index, bits = load_patches(patches, at + tl.arange(0, PATCHES), end)
 
+    there = first_row + local < rows
+    if BIAS and SPLITS == 1:
+        acc += tl.load(bias + first_row + local, mask=there, other=0.0).to(tl.float32)
     out += (split * tokens + token).to(tl.int64) * rows + first_row
-    tl.store(out + local, acc.to(out.dtype.element_ty), mask=(token < tokens) & (first_row + local < rows))
+    tl.store(out + local, acc.to(out.dtype.element_ty), mask=(token < tokens) & there)
 
 
 @triton.jit
-def sum_kernel(partial, out, elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums over the splits, in their order."""
+def sum_kernel(partial, bias, out, elements, rows, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr):
+    """Sums over the splits, in their order, and adds the bias."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = at < elements
     total = tl.zeros([BLOCK], tl.float32)
     for split in range(SPLITS):
         total += tl.load(partial + split * elements + at, mask=there, other=0.0)
+    if BIAS:
+        total += tl.load(bias + at % rows, mask=there, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=there)
 
 
@@ -194,17 +206,25 @@ def product_tiles(tokens: int, unit: Unit, processors: int) -> ProductTiles:
 
 
 def packed_product(
-    form: PackedForm, number: int, packed: Tensor, x: Tensor, *, tiles: ProductTiles | None = None
+    form: PackedForm,
+    number: int,
+    packed: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tiles: ProductTiles | None = None,
 ) -> Tensor:
-    """x bf16 [tokens, cols] times the transposed unit `number` of packed (uint8 [form.nbytes]) → bf16 [tokens, rows].
+    """x bf16 [tokens, cols] times the transposed unit `number` of packed (uint8 [form.nbytes]), plus bias bf16 [rows]
+    → bf16 [tokens, rows].
 
     At most FEW_ROWS tokens, and units for which `product_fits`. Sums in float32, in an order that depends only on the
-    shapes and the device. In a CUDA graph, a replay reads the contents of the buffer at that time. `tiles` is derived
-    from the shapes; benchmarks set it.
+    shapes and the device, and rounds once. In a CUDA graph, a replay reads the contents of the buffer at that time.
+    `tiles` is derived from the shapes; benchmarks set it.
     """
     unit, tokens = form.units[number], len(x)
     assert product_fits(unit) and 0 < tokens <= FEW_ROWS and x.shape[1] == unit.cols and x.is_contiguous()
     assert packed.numel() == form.nbytes and x.dtype == torch.bfloat16
+    assert bias is None or (bias.shape == (unit.rows,) and bias.is_contiguous())
     tiles = tiles or product_tiles(tokens, unit, processors(x.device))
     out = torch.empty(tokens, unit.rows, dtype=x.dtype, device=x.device)
     arguments = (
@@ -214,11 +234,12 @@ def packed_product(
         form.stripes_view(packed)[form.first_stripe(number) :],
         form.patches_view(packed),
         x,
+        x if bias is None else bias,
     )
     step = row_step(unit.cols)
     options = {
         "COLS": unit.cols, "STEP": step, "ROWS": tiles.rows, "PAIRS": tiles.pairs, "STRIPE": STRIPE,
-        "STAGES": tiles.stages, "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
+        "STAGES": tiles.stages, "BIAS": bias is not None, "PLAINLY": INTERPRETED, "num_warps": tiles.warps,
     }  # fmt: skip
     programs = sum(triton.cdiv(len(range(first, unit.rows, step)), tiles.rows) for first in range(step))
     if tokens == 1:
@@ -235,6 +256,7 @@ def packed_product(
     )  # fmt: skip
     if tiles.splits > 1:
         sum_kernel[(triton.cdiv(out.numel(), 512),)](
-            target, out, out.numel(), SPLITS=tiles.splits, BLOCK=512, num_warps=4
-        )
+            target, arguments[-1], out, out.numel(), unit.rows,
+            SPLITS=tiles.splits, BLOCK=512, BIAS=bias is not None, num_warps=4,
+        )  # fmt: skip
     return out

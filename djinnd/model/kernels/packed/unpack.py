@@ -55,12 +55,12 @@ def unpack(form: PackedForm, packed: Tensor, out: Tensor) -> None:
     assert packed.numel() == form.nbytes and out.numel() == form.numel and out.dtype == torch.bfloat16
     unpack_units(form, range(len(form.units)), packed, out)
     if form.matrices < form.numel:
-        out[form.matrices :].copy_(form.vectors_view(packed))
+        out[form.matrices :].copy_(form.verbatim_view(packed))
 
 
 def unpack_units(form: PackedForm, numbers: Iterable[int], packed: Tensor, out: Tensor) -> None:
-    """Writes these units to their places in out, like `unpack`. In other units it writes patches, and in the vectors
-    nothing."""
+    """Writes these units to their places in out, like `unpack`. In other units it writes patches, and behind
+    the units nothing."""
     head, sm, nibbles = form.head_view(packed), form.sm_view(packed), form.nibbles_view(packed)
     for number in numbers:
         unit = form.units[number]

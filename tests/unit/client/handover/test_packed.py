@@ -32,7 +32,7 @@ def test_parts_are_aligned_and_do_not_overlap() -> None:
     stripes = sum(-(-rows // STRIPE) for rows, _ in SHAPES) + 1
     parts = [
         (0, 256),
-        (form.vectors_at, 2 * 77),
+        (form.verbatim_at, 2 * 77),
         (form.sm_at, form.matrices),
         (form.nibbles_at, form.matrices // 2),
         (form.stripes_at, 4 * stripes),
@@ -58,7 +58,7 @@ def test_packed_weights_unpack_bit_for_bit(odd: list[float]) -> None:
     buffer, out = packed(form, plain), torch.empty_like(plain)
     form.unpack(buffer, out)
     assert same_weights(form, out, plain)
-    assert torch.equal(form.vectors_view(buffer), plain[form.matrices :])
+    assert torch.equal(form.verbatim_view(buffer), plain[form.matrices :])
 
 
 def test_padding_of_a_unit_needs_no_patches() -> None:

@@ -222,9 +222,9 @@ PACKED = {"PATCHES": 32, "STRIPE": 8, "PLAINLY": False}
 
 
 @GPUS
-@pytest.mark.parametrize("cols", [5120, 2880])  # 40 groups; 22.5, as gpt-oss has it
-def test_products_of_packed_weights_decode_in_registers(cols: int, capability: int) -> None:
-    shape = {"COLS": cols, "STEP": row_step(cols), **PACKED}
+@pytest.mark.parametrize(("cols", "bias"), [(5120, False), (2880, True)])  # 40 groups; 22.5, as gpt-oss has it
+def test_products_of_packed_weights_decode_in_registers(cols: int, bias: bool, capability: int) -> None:
+    shape = {"COLS": cols, "STEP": row_step(cols), "BIAS": bias, **PACKED}
     one = compile_for(capability, vector_kernel, warps=1, ROWS=2, PAIRS=256, STAGES=1, **shape)
     assert "ld.global.v4" in one.asm["ptx"]
     assert one.metadata.shared == 0  # x stays with the threads that read it
@@ -234,7 +234,7 @@ def test_products_of_packed_weights_decode_in_registers(cols: int, capability: i
     # Weights are decoded in the registers that multiply: no tile of bf16 goes through shared memory.
     loop = several.asm["ttgir"].split("scf.for")[1]
     assert loop.count("local_load") == 5 and "local_alloc" not in loop and "convert_layout" not in loop
-    compile_for(capability, sum_kernel, SPLITS=3, BLOCK=512)
+    compile_for(capability, sum_kernel, SPLITS=3, BLOCK=512, BIAS=bias)
 
 
 @GPUS

@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import Product, Projection, SharedProduct, install_products
+from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.layout import Layout
 
 SIZES = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
@@ -121,6 +122,21 @@ def test_a_forward_may_ask_for_shape_and_dtype_of_the_weights_and_not_compute_wi
         assert (now.bias is None) == (was.bias is None)
         with pytest.raises(TypeError):
             linear(x(), now.weight)
+
+
+@pytest.mark.parametrize("rows", [1, PACKED_ROWS, PACKED_ROWS + 1])
+def test_a_product_of_few_rows_gives_its_bias_to_the_function_that_multiplies(rows: int) -> None:
+    product, weight, bias = Product(("up",), ("bias",)), torch.randn(4, 6), torch.randn(4)
+    given: list[Tensor | None] = []
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+        given.append(bias)
+        return linear(x, weight, bias)
+
+    product.bind(weight, bias, multiply)
+    x = torch.randn(1, rows, 6)
+    torch.testing.assert_close(product(x), linear(x, weight, bias))
+    assert given == ([bias] if rows <= PACKED_ROWS else [])
 
 
 class Gated(nn.Linear):

@@ -67,6 +67,21 @@ def test_modules_see_the_checkpoint_in_every_place(
         assert_as_in_the_checkpoint(weights, folder, passes=2)
 
 
+def test_modules_read_small_matrices_where_they_are_stored(device: CpuDevice, tmp_path: Path) -> None:
+    """gpt-oss has three: the matrix of its router, and two of biases of experts."""
+    folder = altered(tmp_path, "gpt-oss", lambda tensors: cast(tensors, torch.bfloat16))
+    weights = load_weights(folder, device, "bfloat16")
+    weights.placement.move(plan_of(weights, (K, S, P, S)))
+    assert_as_in_the_checkpoint(weights, folder, passes=2)
+    for block in weights.placement._blocks[:2]:
+        small = [name for (name,) in block.layout.units[len(block.layout.large) :]]
+        assert [name.rpartition(".")[2] for name in small] == ["weight", "gate_up_proj_bias", "down_proj_bias"]
+        assert block.packed is not None
+        where = block.packed.untyped_storage().data_ptr()
+        assert {block.module.get_parameter(name).untyped_storage().data_ptr() for name in small} == {where}
+    weights.release(device)
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 @pytest.mark.parametrize("options", [{}, {"prefetch": False}, {"piece_bytes": 1 << 16}], ids=str)
 def test_streamed_blocks_pass_in_any_number_of_slots(

@@ -62,10 +62,11 @@ def test_products_decode_in_registers(coding: Coding, monkeypatch: pytest.Monkey
     monkeypatch.setattr(product, "processors", lambda device: 132)
     parts = empty_parts(coding, 4096, 4096)
     one, several = (torch.empty(tokens, 4096, dtype=torch.bfloat16) for tokens in (1, 8))
-    (compiled,) = compile_launches(lambda: coded_product(coding, parts, one))
+    bias = torch.empty(4096, dtype=torch.bfloat16)
+    (compiled,) = compile_launches(lambda: coded_product(coding, parts, one, bias=bias))
     # x and W stay with the threads that read them; only the sums of the warps, float32, go through shared memory.
     assert compiled.metadata.shared == 4 * compiled.metadata.num_warps
-    compiled, _sum = compile_launches(lambda: coded_product(coding, parts, several))
+    compiled, _sum = compile_launches(lambda: coded_product(coding, parts, several, bias=bias))
     ptx = compiled.asm["ptx"]
     assert "mma.sync" in ptx and "cp.async.cg" in ptx
     loop = compiled.asm["ttgir"].split("scf.for")[1]

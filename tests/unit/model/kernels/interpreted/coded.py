@@ -108,6 +108,13 @@ def test_columns_may_be_divided_among_programs(coding: Coding, tokens: int) -> N
     check_product(coding, (21, 640), tokens, torch.bfloat16, ProductTiles(16, 64, 16, 4, 2, splits=3))
 
 
+@pytest.mark.parametrize(("tokens", "splits"), [(1, 1), (3, 1), (3, 3)])
+@pytest.mark.parametrize("coding", long_except([Float4()], [Scaled(FP8, 4, 32), Float4(), GgufBlocks(8)]), ids=str)
+def test_the_bias_is_added_before_the_product_is_rounded(coding: Coding, tokens: int, splits: int) -> None:
+    tiles = ProductTiles(16, 64, 16, 4, 2, splits)
+    check_product(coding, (21, 640), tokens, torch.bfloat16, tiles, has_bias=True)
+
+
 def test_bad_groups_read_nothing_outside_of_the_scales() -> None:
     coding = Grouped(4, 32, has_zeros=True, has_order=True)
     parts = random_parts(coding, 5, 64)

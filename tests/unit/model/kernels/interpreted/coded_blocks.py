@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from djinnd.model.kernels.coded.buffers import fetch_coded
 from djinnd.model.kernels.coded.decode import decode_on_device
@@ -59,8 +60,9 @@ def test_the_decoder_writes_what_the_reference_writes(form: CodedForm) -> None:
     assert torch.equal(found, wanted) and wanted.any()
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_products_of_few_rows_read_codes_and_matrices_without_one(form: CodedForm, rows: int) -> None:
+def test_products_of_few_rows_read_codes_and_matrices_without_one(form: CodedForm, rows: int, has_bias: bool) -> None:
     stored, plain = filled(form), torch.zeros(form.numel, dtype=torch.bfloat16)
     form.unpack(stored, plain)
     products = [Product(unit, ()) for unit in form.layout.units]
@@ -69,11 +71,14 @@ def test_products_of_few_rows_read_codes_and_matrices_without_one(form: CodedFor
     for index, product in enumerate(products):
         weight = form.layout.joined(plain, product.unit)
         x = torch.randn(rows, weight.shape[1]).bfloat16()
-        wanted = x.float() @ weight.float().T
+        wanted, bias = x.float() @ weight.float().T, None
+        if has_bias:
+            bias = (torch.randn(len(weight)) * wanted.abs().max()).bfloat16()
+            wanted += bias
         if index in few:
-            found = few[index](x)
+            found = few[index](x, bias)
         else:
-            found = x @ weight_of(form, form.layout, product.unit, stored, torch.zeros_like(plain)).T
+            found = linear(x, weight_of(form, form.layout, product.unit, stored, torch.zeros_like(plain)), bias)
         torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=float(wanted.abs().max()) * 1e-2)
 
 

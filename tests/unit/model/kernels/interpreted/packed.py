@@ -9,7 +9,7 @@ from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.kernels.packed.product import ProductTiles, packed_product, product_fits
 from djinnd.model.kernels.packed.unpack import unpack
 from djinnd.model.tuning import FEW_ROWS
-from tests.support.packed import ODD, check_product, form_of, matrix, packed, same_weights, tame, weights
+from tests.support.packed import ODD, cancelling, check_product, form_of, matrix, packed, same_weights, tame, weights
 
 assert INTERPRETED
 
@@ -64,6 +64,16 @@ def test_product(number: int, tokens: int, tiles: ProductTiles | None) -> None:
     plain = weights(form, ODD[:5])
     x = torch.randn(tokens, form.units[number].cols).to(torch.bfloat16)
     check_product(form, number, plain, x, packed_product(form, number, packed(form, plain), x, tiles=tiles))
+
+
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, None), (1, VECTOR[-1]), (3, MATRIX[0]), (3, MATRIX[1])], ids=str)
+def test_the_bias_is_added_before_the_product_is_rounded(tokens: int, tiles: ProductTiles | None) -> None:
+    form = form_of(SHAPES)
+    plain = weights(form, ODD[:5])
+    x = torch.randn(tokens, form.units[1].cols).to(torch.bfloat16)
+    bias = cancelling(form, 1, plain, x)
+    y = packed_product(form, 1, packed(form, plain), x, bias, tiles=tiles)
+    check_product(form, 1, plain, x, y, bias)
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
