@@ -15,9 +15,10 @@ from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.kernels.attention.decode import MAX_QUERY, decode
 from djinnd.model.kernels.attention.kv_write import kv_write
 from djinnd.model.kernels.attention.mixed import mixed
-from djinnd.model.kernels.fused.rms_norm import rms_norm
+from djinnd.model.kernels.fused.rms_norm import NormKind, rms_norm
 from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
+from tests.support.norms import NORM_KINDS, check_norm
 from tests.support.paged import BLOCK, BLOCKS, Scene, check, same_bytes
 
 pytestmark = pytest.mark.gpu
@@ -205,6 +206,14 @@ def test_a_captured_graph_serves_other_tables_and_lengths(attention: TritonAtten
 
 def test_speculation_of_up_to_max_query_tokens_stays_with_decode(attention: TritonAttention) -> None:
     check(attention, Scene([MAX_QUERY] * 3, [8, 77, 2000], group=8, head_dim=128, dtype=BF16, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("width", [96, 6144])
+@pytest.mark.parametrize("kind", NORM_KINDS, ids=str)
+def test_rms_norm_multiplies_by_weights_and_gates_like_torch(kind: NormKind, width: int, dtype: torch.dtype) -> None:
+    with torch.device("cuda"):
+        check_norm(kind, width, dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16])

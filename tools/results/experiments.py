@@ -129,6 +129,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         paging.resume,
         peers=paging.resume_peers,
     ),
+    "turns": Experiment(
+        "A long session that leaves the card in each wait for a tool:",
+        "tools.bench.paging.turns",
+        paging.turns,
+        options=("memory", "host_kv", "tokens", "turns", "new"),
+    ),
     "oversubscribe": Experiment(
         "More sessions than the card has room for:",
         "tools.bench.paging.oversubscribe",

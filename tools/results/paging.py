@@ -73,6 +73,19 @@ def resume_peers(result: Report) -> str:
     )
 
 
+def turns(result: Report) -> str:
+    found = result.results
+    ways = (("demote", "down", "leaves"), ("promote", "up", "comes back"))
+    shares = [f"{told} at {found[what]['rate'] / found['bus'][way]:.2f} of the bus" for what, way, told in ways]
+    times, again = ([turn[what] for turn in found["turns"]] for what in ("seconds", "again"))
+    return sentences(
+        [
+            f"{found['tokens']:,} tokens ({gb(found['session_bytes'])}): {', '.join(shares)}",
+            f"a turn of {result.parameters['new']} tokens: {ms(middle(times))}, at most {max(again)} computed again",
+        ]
+    )
+
+
 def oversubscribe(result: Report) -> str:
     demand = result.results["demand"]
     budget = result.results["budget"] / 2**30

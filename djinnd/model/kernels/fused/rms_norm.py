@@ -1,34 +1,83 @@
-"""RMSNorm in one kernel instead of seven."""
+"""RMSNorm in one kernel instead of seven to twelve, with the families' ways to multiply by a weight and by a gate."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+# How the normed numbers are multiplied by the weight: rounded to x's dtype before (Llama), in float32 (Olmo 2), or in
+# float32 by 1 + weight (Gemma).
+ROUNDED, WIDE, SHIFTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# A gate multiplies in float32: x by silu(gate) before the norm (Mamba 2), or the result by silu or sigmoid of the gate.
+NO_GATE, BEFORE, SILU, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@dataclass(frozen=True, slots=True)
+class NormKind:
+    """The computation of a norm. groups: parts of a row that are normed alone."""
+
+    scale: int = ROUNDED.value
+    gate: int = NO_GATE.value
+    groups: int = 1
+
+    def dtype(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        """The dtype of the result."""
+        is_product = self.scale == ROUNDED.value and self.gate <= BEFORE.value
+        return torch.promote_types(x, weight) if is_product else x
+
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * WIDTH
+def rms_norm_kernel(
+    x, weight, gate, out, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """A program norms one group of a row."""
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     mask = at < WIDTH
-    raw = tl.load(x + row + at, mask=mask, other=0.0)
-    w = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    raw = tl.load(x + start + at, mask=mask, other=0.0)
+    w = tl.load(weight + program % GROUPS * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
     wide = raw.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    tl.store(out + row + at, (normed.to(raw.dtype).to(tl.float32) * w).to(out.dtype.element_ty), mask=mask)
+    if GATE:
+        gates = tl.load(gate + start + at, mask=mask, other=0.0).to(tl.float32)
+        opened = 1 / (1 + tl.exp(-gates))
+        if GATE != SIGMOID:
+            opened *= gates
+        if GATE == BEFORE:
+            wide *= opened
+    y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    if SCALE == ROUNDED:
+        y = (y.to(raw.dtype).to(tl.float32) * w).to(out.dtype.element_ty).to(tl.float32)
+    elif SCALE == WIDE:
+        y *= w
+    else:
+        y *= 1 + w
+    if GATE > BEFORE:
+        y *= opened
+    tl.store(out + start + at, y.to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., width], weight [width] → [..., width], in the dtype of x * weight.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind | None = None, gate: Tensor | None = None) -> Tensor:
+    """x [..., width], weight [width], gate [..., width] if the kind has one → [..., width].
 
-    Rounds as transformers' LlamaRMSNorm does: normalises in float32, casts to x's dtype, then multiplies by weight.
+    Without a kind it rounds as transformers' LlamaRMSNorm does: it norms in float32, casts to x's dtype, and multiplies
+    by the weight.
     """
-    width = weight.numel()
+    kind = kind or NormKind()
+    width = weight.numel() // kind.groups
     x = x.contiguous()
-    out = torch.empty(x.shape, dtype=torch.result_type(x, weight), device=x.device)
+    gates = x if gate is None else gate.expand(x.shape).contiguous()
+    assert (gate is None) == (kind.gate == NO_GATE.value)
+    out = torch.empty(x.shape, dtype=kind.dtype(x.dtype, weight.dtype), device=x.device)
     block = triton.next_power_of_2(width)
     warps = min(max(block // 1024, 1), 16)
-    rms_norm_kernel[(x.numel() // width,)](x, weight, out, eps, WIDTH=width, BLOCK=block, num_warps=warps)
+    rms_norm_kernel[(x.numel() // width,)](
+        x, weight, gates, out, eps,
+        WIDTH=width, BLOCK=block, SCALE=kind.scale, GATE=kind.gate, GROUPS=kind.groups, num_warps=warps,
+    )  # fmt: skip
     return out

@@ -18,7 +18,7 @@ from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.kernels.attention.kv_write import kv_write
 from djinnd.model.kernels.attention.mixed import mixed
 from djinnd.model.kernels.fused.gate import gated
-from djinnd.model.kernels.fused.rms_norm import rms_norm
+from djinnd.model.kernels.fused.rms_norm import NormKind, rms_norm
 from djinnd.model.kernels.fused.rope import rope
 from djinnd.model.kernels.host_memory.block_tokens import block_tokens
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
@@ -26,6 +26,7 @@ from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.kernels.products.few_rows import few_rows
 from djinnd.model.kernels.products.matvec import matvec
 from djinnd.model.paged_batch import Softmax
+from tests.support.norms import NORM_KINDS, check_norm
 from tests.support.paged import Scene, check, same_bytes, saturated
 
 assert INTERPRETED
@@ -213,6 +214,12 @@ def test_rms_norm_rounds_like_llama(width: int, dtype: torch.dtype) -> None:
     else:  # rarely, one unit in the last place
         torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps, atol=0)
         assert (got == wanted).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("kind", NORM_KINDS, ids=str)
+def test_rms_norm_multiplies_by_weights_and_gates_like_torch(kind: NormKind, dtype: torch.dtype) -> None:
+    check_norm(kind, 96, dtype)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])
