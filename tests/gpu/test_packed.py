@@ -69,7 +69,7 @@ def test_product(number: int, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, FEW_ROWS])
 def test_the_bias_is_added_before_the_product_is_rounded(number: int, tokens: int) -> None:
     form = form_of(SHAPES)
-    plain = weights(form, ODD, "cuda")
+    plain = weights(form, ODD[:5], "cuda")  # a product with 3e38 is infinite in float32, and finite with its bias
     x = torch.randn(tokens, form.units[number].cols, device="cuda").to(torch.bfloat16)
     bias = cancelling(form, number, plain, x)
     check_product(form, number, plain, x, packed_product(form, number, packed(form, plain), x, bias), bias)
