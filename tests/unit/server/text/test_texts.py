@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from djinn_client.errors import InvalidRequest, ModelRejected, PromptTooLong, QuotaExceeded, TextFailed
+from djinn_client.errors import GrammarRejected, InvalidRequest, ModelRejected, PromptTooLong, QuotaExceeded, TextFailed
 from djinn_client.files.model_files import ModelFiles
 from djinn_client.protocol import Generate
 from djinn_client.protocol.fields.bounds import pack
 from djinn_client.protocol.fields.chat import ChatDelta
 from djinnd.config import Limits, Model
-from djinnd.jobs.text import BeginReading, ChatReading, ReadText, ReadTokens
+from djinnd.jobs.text import BeginReading, ChatReading, CheckGrammar, ReadText, ReadTokens
 from djinnd.server.models.text import ModelText, TokenizedPrompt
 from djinnd.server.text.texts import LONG_TEXT, SHORT_TEXT, Texts
 from djinnd.text.reader import ReadingRules
@@ -117,6 +117,24 @@ def test_a_job_that_takes_too_long_ends_the_worker_and_the_next_one_starts_anoth
         assert await prompt(texts, text, "def f") and texts.worker(ME) is not worker
 
     played(play, text_seconds=0.3)
+
+
+def test_an_error_keeps_nothing_of_the_call_that_got_it() -> None:
+    async def play(texts: Texts) -> None:
+        text = await opened(texts)
+        gone = weakref.ref(text)
+        with pytest.raises(GrammarRejected):
+            await texts.ask(text, ME, CheckGrammar(text.number, "no grammar", wants_table=False))
+        del text
+        await asyncio.sleep(0)  # until then, the loop itself holds the answer
+        assert gone() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        played(play)
+    finally:
+        gc.enable()
 
 
 def test_only_a_user_beyond_its_cpu_minute_waits(folder: Path) -> None:
