@@ -3,12 +3,16 @@ tokens are in the pages, and the family's softmax."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from djinnd.model.adapter_rows import AdapterRows
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class PagedBatch:
     states: Tensor | None = None
     _read: tuple[list[int], list[int]] | None = field(default=None, init=False)
     _pages: list[list[int]] | None = field(default=None, init=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def on_host(self) -> tuple[list[int], list[int]]:
         """Copies `query_starts` and `kv_lengths`, once. The first call waits for the device."""
@@ -46,6 +51,14 @@ class PagedBatch:
         if self._pages is None:
             self._pages = self.page_table.tolist()
         return self._pages
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns the result of `make`, which is called once for all blocks of the step. `key`: all that it depends on
+        beside the rows' lengths and pages, which stay the same during the step."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        made: T = self._derived[key]
+        return made
 
     def singles(self, rows: Tensor, longest: int) -> PagedBatch:
         """The batch of some rows with one token each, for attention. rows: int64 [n]. longest: the most tokens in KV of

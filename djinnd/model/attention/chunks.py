@@ -1,4 +1,4 @@
-"""Attention of one row in PyTorch, over all its keys in one tensor and all its values in another."""
+"""Attention of a row of many tokens in PyTorch, over all its keys in one tensor and all its values in another."""
 
 from __future__ import annotations
 
@@ -30,20 +30,6 @@ def attend_chunk(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
     else:
         out = attend_in_steps(q.unflatten(1, (k.shape[1], -1)), k, v, seen, softmax).flatten(1, 2)
     return out[0].transpose(0, 1)
-
-
-def attend_single(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-    """Computes a row of one query that sees all keys: q [1, heads, width], k and v [keys, kv_heads, width] →
-    [1, heads, value width]."""
-    k, v = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
-    # All heads of a group see the same keys, so they are passed as queries of their KV head.
-    grouped = q.reshape(1, k.shape[1], -1, q.shape[2])
-    if softmax.is_plain:
-        out = scaled_dot_product_attention(grouped, k, v, scale=softmax.scale)
-    else:
-        seen = torch.ones(1, dtype=torch.bool, device=q.device)
-        out = attend_in_steps(grouped.unsqueeze(3), k, v, seen, softmax)
-    return out.reshape(1, q.shape[1], v.shape[3])
 
 
 def attend_in_steps(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax) -> Tensor:

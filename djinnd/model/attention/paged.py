@@ -14,9 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from djinnd.model.attention.chunks import attend_chunk, attend_single
+from djinnd.model.attention.chunks import attend_chunk
 from djinnd.model.attention.gathering import tokens_in
 from djinnd.model.attention.latents import Latents, attend_latents
+from djinnd.model.attention.singles import attend_singles
 from djinnd.model.fp8 import FP8, as_bytes, to_fp8
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
@@ -62,8 +63,9 @@ def attention_for(device: torch.device) -> PagedAttention:
 
 
 class TorchAttention(PagedAttention):
-    """Calls torch's attention for each row, so that no row's result depends on the others. Used on the CPU, as
-    reference for the kernels in tests, and on GPUs without the kernels."""
+    """Calls torch's attention once for rows of one token that see about as many, and once for each chunk. No row's
+    result depends on the others. Used on the CPU, as reference for the kernels in tests, and on GPUs without the
+    kernels."""
 
     def write(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch) -> None:
         # Divided in each block: slots change where rows join or leave between blocks (engine/probes/partial_rows.py).
@@ -86,16 +88,15 @@ class TorchAttention(PagedAttention):
             return attend_latents(q, k, v, keys, values, batch, softmax, latents)
         starts, lengths = batch.on_host()
         out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device)
+        attend_singles(q, keys, values, batch, softmax, out)
         for row, ((start, end), length) in enumerate(zip(pairwise(starts), lengths, strict=True)):
             count = end - start
-            if not count:
+            if count <= 1:
                 continue
             if k is None or v is None or length > count:
-                seen = range(softmax.first_seen(length) if count == 1 else 0, length)
                 pages = batch.pages_on_host()[row]
-                row_k, row_v = (tokens_in(x, pages, seen, q.dtype) for x in (keys, values))
+                row_k, row_v = (tokens_in(x, pages, length, q.dtype) for x in (keys, values))
             else:
                 row_k, row_v = k[start:end], v[start:end]
-            attend = attend_single if count == 1 else attend_chunk
-            out[start:end] = attend(q[start:end], row_k, row_v, softmax)
+            out[start:end] = attend_chunk(q[start:end], row_k, row_v, softmax)
         return out

@@ -58,11 +58,24 @@ class _StandIn(nn.Module):
             out = altup.unfold(adapter.final_hidden, self.states) if self.states else adapter.final_hidden
         return (out, *[HANDED_ON] * (adapter.values - 1)) if adapter.values else out
 
+    # Every step calls every stand-in twice. torch's own `__call__` looks for hooks, and there are none.
+    __call__ = forward
+
     def __getattr__(self, name: str) -> Any:  # the model's forward reads attributes of its layers (`attention_type`)
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(object.__getattribute__(self, "block"), name)
+
+
+class _Places(nn.ModuleList):
+    """The stand-ins, where the model's own forward finds its layers. Most families take a slice of all layers in each
+    pass. It is this list itself, because torch would register each layer in a new one."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and range(len(self))[index] == range(len(self)):
+            return self
+        return super().__getitem__(index)
 
 
 @dataclass(slots=True)
@@ -127,6 +140,8 @@ class Adapter:
         self._is_shared: bool | None = None  # see _is_shared; learnt in the first prologue, the same on every device
         for index, block in enumerate(self.blocks):
             places[index] = _StandIn(index, self, block)
+        if type(places) is nn.ModuleList:
+            places.__class__ = _Places
 
     def record(self, index: int, hidden: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._recorded[index] = {**dict(zip(self._names[index], args, strict=False)), **kwargs}
