@@ -58,9 +58,6 @@ class _StandIn(nn.Module):
             out = altup.unfold(adapter.final_hidden, self.states) if self.states else adapter.final_hidden
         return (out, *[HANDED_ON] * (adapter.values - 1)) if adapter.values else out
 
-    # Every step calls every stand-in twice. torch's own `__call__` looks for hooks, and there are none.
-    __call__ = forward
-
     def __getattr__(self, name: str) -> Any:  # the model's forward reads attributes of its layers (`attention_type`)
         try:
             return super().__getattr__(name)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -75,17 +74,6 @@ def test_a_slice_of_all_stand_ins_makes_no_new_list() -> None:
     assert len(places) == len(adapter.blocks) > 1
     assert places[:] is places and places[: len(places)] is places and places[0:99] is places
     assert [*places[1:]] == [*places][1:] and [*places[::-1]] == [*places][::-1]
-
-
-@torch.inference_mode()
-def test_no_stand_in_is_called_by_way_of_torchs_hooks() -> None:
-    adapter, seen = Adapter(whole(reduced_model("llama-2"))), list[str]()
-    hook = register_module_forward_pre_hook(lambda module, _: seen.append(type(module).__name__))
-    try:
-        adapter.prologue(*batch())
-    finally:
-        hook.remove()
-    assert seen and "_StandIn" not in seen
 
 
 def test_an_adapter_is_freed_with_its_last_reference() -> None:
