@@ -28,7 +28,9 @@ from tests.support.models import reduced_model, tiny_model
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
 from tests.support.parameters import long_except
 
-PROMPT = [300, 20, 101, 7, 55, 430, 12]
+# It leads to no near-tie: Mixtral's and Llama's tokens are the same in bfloat16 and in float32. After many prompts they
+# are not, because rounding decides for another expert.
+PROMPT = [494, 446, 490, 439, 33, 51, 48]
 NEW_TOKENS = 24
 KV = 32 << 20
 

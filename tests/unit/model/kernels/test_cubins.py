@@ -21,7 +21,7 @@ from djinnd.model.kernels.attention.prefill import prefill_tiles
 from djinnd.model.kernels.attention.tile import Tiles
 from djinnd.model.kernels.fused.edit import edit_kernel
 from djinnd.model.kernels.fused.gate import ACTIVATIONS, gate_kernel
-from djinnd.model.kernels.fused.rms_norm import rms_norm_kernel
+from djinnd.model.kernels.fused.rms_norm import BEFORE, SHIFTED, WIDE, NormKind, rms_norm_kernel
 from djinnd.model.kernels.fused.rope import rope_kernel
 from djinnd.model.kernels.host_memory.block_tokens import WARPS, WORDS, block_tokens_kernel
 from djinnd.model.kernels.host_memory.fetch import fetch_packed_kernel, fetch_patches_kernel, fetch_plain_kernel
@@ -180,7 +180,9 @@ def test_the_small_kernels_compile(capability: int) -> None:
         compile_for(capability, combine_mixed_kernel, CHUNKS_DIRECT=chunks, DIRECT=singles, **combined)
     compile_for(capability, pinned_copy_kernel, WORDS=1024)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEADS=16, **WIDTHS)
-    compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192)
+    for kind in (NormKind(), NormKind(SHIFTED.value), NormKind(WIDE.value, BEFORE.value, 4)):
+        options = {"SCALE": kind.scale, "GATE": kind.gate, "GROUPS": kind.groups}
+        compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192, **options)
     for width in (5120, 128_256):
         compile_for(capability, edit_kernel, warps=8, WIDTH=width, BLOCK=2048)
 
