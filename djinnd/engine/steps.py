@@ -76,7 +76,7 @@ class Steps:
         self._ahead_since = 0.0  # when the last step was launched with nothing before it
         self._began = 0.0  # when the device could begin the step that runs
         self._started: list[messages.Started] = []  # requests with their first row in the current step, not sent yet
-        self._unwaited_s = 0.0  # seconds of steps whose results the host has not waited for
+        self._unwaited_s = 0.0  # seconds of the steps that the host has not waited for
         self._unwaited: Counter[str] = Counter()  # tokens of these steps, by model
         self._hides_prefill = False  # True if the seconds of these steps say nothing about prefill: see `_waited_for`
 
@@ -185,7 +185,7 @@ class Steps:
                 self._channel.send(messages.Recomputed(again))
 
     def _waited_for(self, batch: Batch) -> float:
-        """The seconds of this step, and of the steps before it whose results the host did not wait for.
+        """Returns the seconds of this step and of the steps before it that the host did not wait for.
 
         Also updates the measured prefill speed, with two exceptions. Rows that ran a part of the blocks do not measure
         prefill. If the device was idle in between, the end of the earlier steps was not observed.
@@ -225,8 +225,8 @@ class Steps:
             self._channel.send(messages.Stepped(tokens))
 
     def _usable_tokens(self, sampling: Sequence[Row], sampled: Sampled) -> Sequence[int | None]:
-        """The tokens of these rows for the scheduler. A late row has LATE. A row whose logits are not finite has None:
-        its call ends there if the session has edits, and fails otherwise."""
+        """Returns the rows' tokens for the scheduler. A late row has LATE. A row with logits that are not finite has
+        None; its call ends there if the session has edits, and fails otherwise."""
         tokens: list[int | None] = [*sampled.tokens]
         for index in sampled.late:
             tokens[index] = LATE

@@ -25,7 +25,7 @@ STEP = ALIGNMENT // 2  # elements; at least ALIGNMENT bytes for two- and four-by
 
 # A matrix is small if it has fewer numbers than both. Packed, it would save half a byte a number: 0.5 MB, which an H200
 # reads in 0.15 µs. If no product reads it packed, such as a router's, unpacking it takes a launch of about 3 µs in
-# every step. The second bound keeps the saving for models of which all matrices are small.
+# every step. Where all matrices of a model are small, the second bound lets the larger ones be packed.
 SMALL_NUMBERS = 1 << 20
 SMALL_SHARE = 1 / 16  # of the largest matrix
 

@@ -28,7 +28,7 @@ NORM_KINDS = [
 
 @torch.inference_mode()
 def check_norm(kind: NormKind, width: int, dtype: torch.dtype) -> None:
-    """Compares the kernel with torch, for rows of a product whose other part is the gate."""
+    """Compares the kernel with torch. x and the gate are two halves of one tensor, so their rows are not contiguous."""
     both, weight = torch.randn(2, 5, 2 * width).to(dtype), torch.randn(width).to(dtype)
     x, gate = both.chunk(2, -1)
     gates = (gate,) if kind.gate else ()

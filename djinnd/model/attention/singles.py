@@ -47,7 +47,7 @@ def attend_singles(q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, s
     groups = batch.derived(key, lambda: list(_groups(batch, keys.shape, units, softmax, q.dtype)))
     for group in groups:
         some = q if group.tokens is None else q.index_select(0, group.tokens)
-        shape = (len(some), -1, *keys.shape[2:3])
+        shape = (len(some), -1, keys.shape[2])
         k = units[0].take(keys, group.of_keys).to(q.dtype).view(*shape, keys.shape[3])
         v = units[1].take(values, group.of_values).to(q.dtype).view(*shape, values.shape[3])
         found = _attend(some, k.transpose(1, 2), v.transpose(1, 2), group, softmax)

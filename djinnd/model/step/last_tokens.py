@@ -14,8 +14,8 @@ class LastTokens:
         self._tokens = torch.zeros(1 + rows, dtype=torch.int64, device=device)
 
     def keep(self, tokens: Tensor) -> None:
-        """Queues a copy of a step's tokens, int64 [n]. A row whose logits were no numbers has -1, and
-        its request ends. Token 0 takes its place in the step that follows."""
+        """Queues a copy of a step's tokens, int64 [n]. -1 stands for a row with logits that are no numbers. Its request
+        ends, and in the step that follows it runs token 0."""
         torch.clamp(tokens, min=0, out=self._tokens[1 : 1 + len(tokens)])
 
     def feed(self, ids: Tensor) -> None:

@@ -46,7 +46,8 @@ class Guide:
     def message(self) -> tuple[Grammar, int]:
         """For an engine, with the descriptor that comes with it. Raises TextFailed where the model has been unloaded
         meanwhile."""
-        _expect_loaded(self.text)
+        if self.text.is_closed or (self.tokens is None and TOKENIZER not in self.text.files):
+            raise _unloaded(self.text)
         fd = os.dup(self.text.files.descriptor(TOKENIZER) if self.tokens is None else self.tokens.fd)
         eos = sorted(self.text.eos | self.text.turn_ends)
         return Grammar(self.grammar, self.text.number, self.tokens is not None, eos), fd
@@ -105,7 +106,8 @@ class Formats:
         if text.tokens is None:
             answer = await self._texts.ask(text, user, CheckGrammar(text.number, _ANYTHING, wants_table=True))
             special = await self._texts.in_thread(user, lambda: _special_in(answer.table))
-            _expect_loaded(text)
+            if text.is_closed:
+                raise _unloaded(text)
             if text.tokens is None:  # no other call has asked meanwhile
                 text.tokens = TokenMemory(answer.table, special)
         return text.tokens
@@ -180,10 +182,8 @@ def _wanted(tools: Tools, choice: str) -> Tools:
     return {name: tools[name]}
 
 
-def _expect_loaded(text: ModelText) -> None:
-    """Raises TextFailed if the model has been unloaded."""
-    if text.is_closed:
-        raise TextFailed(f"{text.name} has been unloaded: load it again")
+def _unloaded(text: ModelText) -> TextFailed:
+    return TextFailed(f"{text.name} has been unloaded: load it again")
 
 
 def _special_in(table: bytes) -> dict[str, int]:

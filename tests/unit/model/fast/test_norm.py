@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from djinnd.model.fast.norm import FusedRMSNorm, computed, fused_norm_of, norm_kind_of
 from djinnd.model.kernels.fused.rms_norm import (
     BEFORE,
-    NO_GATE,
     ROUNDED,
     SHIFTED,
     SIGMOID,
@@ -26,22 +25,18 @@ from tests.support.norms import NORM_KINDS
 WIDTH, EPS = 64, 1e-6
 
 
-def kind(scale: int, gate: int = NO_GATE.value, groups: int = 1) -> NormKind:
-    return NormKind(scale, gate, groups)
-
-
 FAMILIES = [
-    ("llama.LlamaRMSNorm", (WIDTH,), kind(ROUNDED.value)),
-    ("gemma.GemmaRMSNorm", (WIDTH,), kind(SHIFTED.value)),
-    ("gemma3.Gemma3RMSNorm", (WIDTH,), kind(SHIFTED.value)),
-    ("gemma3n.Gemma3nRMSNorm", (WIDTH,), kind(WIDE.value)),
-    ("olmo2.Olmo2RMSNorm", (WIDTH,), kind(WIDE.value)),
-    ("qwen3_next.Qwen3NextRMSNorm", (WIDTH,), kind(SHIFTED.value)),
-    ("qwen3_next.Qwen3NextRMSNormGated", (WIDTH,), kind(ROUNDED.value, SILU.value)),
-    ("qwen3_5_moe.Qwen3_5MoeRMSNormGated", (WIDTH,), kind(ROUNDED.value, SILU.value)),
-    ("falcon_h1.FalconH1RMSNormGated", (WIDTH, EPS, 4, True), kind(WIDE.value, SILU.value, 4)),
-    ("falcon_h1.FalconH1RMSNormGated", (WIDTH, EPS, 4, False), kind(WIDE.value, BEFORE.value, 4)),
-    ("zamba2.Zamba2RMSNormGated", (WIDTH, 16), kind(ROUNDED.value, BEFORE.value, 4)),
+    ("llama.LlamaRMSNorm", (WIDTH,), NormKind(ROUNDED.value)),
+    ("gemma.GemmaRMSNorm", (WIDTH,), NormKind(SHIFTED.value)),
+    ("gemma3.Gemma3RMSNorm", (WIDTH,), NormKind(SHIFTED.value)),
+    ("gemma3n.Gemma3nRMSNorm", (WIDTH,), NormKind(WIDE.value)),
+    ("olmo2.Olmo2RMSNorm", (WIDTH,), NormKind(WIDE.value)),
+    ("qwen3_next.Qwen3NextRMSNorm", (WIDTH,), NormKind(SHIFTED.value)),
+    ("qwen3_next.Qwen3NextRMSNormGated", (WIDTH,), NormKind(ROUNDED.value, SILU.value)),
+    ("qwen3_5_moe.Qwen3_5MoeRMSNormGated", (WIDTH,), NormKind(ROUNDED.value, SILU.value)),
+    ("falcon_h1.FalconH1RMSNormGated", (WIDTH, EPS, 4, True), NormKind(WIDE.value, SILU.value, 4)),
+    ("falcon_h1.FalconH1RMSNormGated", (WIDTH, EPS, 4, False), NormKind(WIDE.value, BEFORE.value, 4)),
+    ("zamba2.Zamba2RMSNormGated", (WIDTH, 16), NormKind(ROUNDED.value, BEFORE.value, 4)),
 ]
 
 
@@ -88,7 +83,7 @@ class Centred(nn.Module):
 def test_other_modules_stay() -> None:
     for module in (Centred(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Embedding(4, WIDTH)):
         assert fused_norm_of(module) is None
-    fused = FusedRMSNorm(torch.ones(WIDTH), EPS, kind(WIDE.value))
+    fused = FusedRMSNorm(torch.ones(WIDTH), EPS, NormKind(WIDE.value))
     assert fused_norm_of(fused) is None
 
 
@@ -96,4 +91,4 @@ def test_kimis_gate_is_a_sigmoid() -> None:
     name = "kimi_linear.KimiLinearRMSNormGated"
     pytest.importorskip("transformers.models.kimi_linear")
     with torch.inference_mode():
-        assert norm_kind_of(norm_of(name, (WIDTH,)), EPS) == kind(WIDE.value, SIGMOID.value)
+        assert norm_kind_of(norm_of(name, (WIDTH,)), EPS) == NormKind(WIDE.value, SIGMOID.value)

@@ -47,6 +47,14 @@ def test_an_unloaded_model_has_no_table_of_tokens_though_a_call_still_refers_to_
             guide.message()
 
 
+def test_a_model_without_its_files_gives_no_grammar_to_an_engine() -> None:
+    """A load that failed has closed them."""
+    with ModelFiles.open(str(TINY)) as files:
+        guide = Guide(ModelText("m", files), "grammar", None)
+    with pytest.raises(TextFailed, match="has been unloaded"):
+        guide.message()
+
+
 def test_a_table_of_tokens_goes_with_its_model() -> None:
     memory = TokenMemory(b"table", {})
     assert windows() == 1
