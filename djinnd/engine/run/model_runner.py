@@ -37,7 +37,6 @@ from djinnd.model.sampling.draw import is_penalised
 from djinnd.model.sampling.sampler import Queued, Sampled, Sampler
 from djinnd.model.sampling.token_masks import RowMasks
 from djinnd.model.step.graphs import Shape, StepGraphs
-from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import TILE_TOKENS
@@ -56,7 +55,6 @@ class Launched:
     sampling: Rows  # rows that sample, in the order of the passes
     is_reordered: bool  # that is not the order of the batch
     queued: Queued | None  # None: no row samples
-    inputs: StepInputs | None  # of its last pass
     shape: Shape | None  # of its pass, if a graph serves all its rows and blocks
     masked: Mapping[int, int] = field(default_factory=dict)  # see RowMasks.guessed
 
@@ -265,15 +263,15 @@ class ModelRunner:
             rows, logits = self._passes.run(batch.rows, touched, self.graphs)
             self.device.catch_up()  # all rows may have ended before the block where a full pass catches up
             if logits is None:
-                return Launched(batch, (), False, None, None, self._passes.ran)
+                return Launched(batch, (), False, None, self._passes.ran)
             sampling = [row for row in rows if row.samples]
             masked = None
             if masks is not None:
                 with self.device.span("compute", "masks"):  # for as long as the device has to wait for them
                     masked = masks(sampling, meanwhile)
             queued = self._queue(logits, sampling, masked)
-            passes, guessed = self._passes, ALL if masked is None else masked.guessed
-            return Launched(batch, sampling, rows is not batch.rows, queued, passes.inputs, passes.ran, guessed)
+            guessed = ALL if masked is None else masked.guessed
+            return Launched(batch, sampling, rows is not batch.rows, queued, self._passes.ran, guessed)
 
     def _queue(self, logits: Tensor, sampling: Rows, masks: RowMasks | None) -> Queued:
         """Queues the sampling of these rows. A row with a guess has a sample for each of its tokens."""
@@ -295,8 +293,6 @@ class ModelRunner:
             return Sampled([], [], [])
         with self.device.computing(late=True):
             sampled = self.sampler.read(launched.queued, meanwhile)
-        if self._passes.inputs is launched.inputs:
-            self._passes.inputs = None  # the device has read them
         sampling = launched.sampling
         if any(row.guess for row in sampling):
             sampled = of_rows(sampled, sampling, launched.masked)

@@ -46,7 +46,7 @@ class Passes:
     tile_tokens: int
     last_tokens: LastTokens | None  # of the last step, if the next one may be launched before they are read
     ran: Shape | None = field(init=False, default=None)  # of the last pass of all blocks that a graph can replay
-    inputs: StepInputs | None = field(init=False, default=None)  # of the last pass; the device may still read them
+    inputs: StepInputs | None = field(init=False, default=None)  # of the last pass; the device may not have taken them
 
     def run(self, rows: Rows, touched: Touched | None, graphs: StepGraphs | None) -> tuple[Rows, Tensor | None]:
         """Runs the rows of a batch. → the rows in the order of the passes, and the logits of rows that sample, or None.
@@ -141,8 +141,9 @@ class Passes:
             first += len(positions)
 
     def _compose(self, inputs: StepInputs, rows: Rows) -> None:
-        """Fills `inputs`. If the host has not read the last pass's results, it first waits until the device has taken
-        the last inputs, which may be the same buffers. So the host is at most one pass ahead."""
+        """Fills `inputs`. First waits until the device has taken the last pass's inputs, which may be the same buffers:
+        so the host is at most one pass ahead. That the results of an earlier step have been read does not tell that,
+        because the last step may have been launched behind it."""
         if self.inputs is not None:
             self.inputs.wait()
         self.inputs = inputs

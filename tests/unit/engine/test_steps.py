@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ from djinn_client.protocol import Placing, Sampling
 from djinnd import messages
 from djinnd.core.batch import Batch
 from djinnd.engine import steps, tuning
+from djinnd.engine.run import passes
 from djinnd.model.step.graphs import StepGraphs
+from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.scheduler.timing.step_times import StepTimes
 from tests.support import reference
@@ -57,20 +60,56 @@ def test_sessions_that_join_and_leave_get_the_same_tokens(
     assert {reason for _, reason, _ in ahead} == {"length", "stop"}
 
 
-def test_steps_of_graphs_follow_each_other(
-    serving: EngineThread, followers: list[Batch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The graphs are never captured, so each of their steps runs eagerly, in its padded shape."""
+@pytest.fixture
+def with_graphs(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's steps take the inputs of graphs. These are never captured, so each step runs eagerly, in its padded
+    shape."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     runner = serving.runner()
     limits = 64, 32, 8, 8 * runner.plan.page_size
     runner.graphs = StepGraphs(runner.model, serving.device, *limits, runner._last_tokens)  # type: ignore[arg-type]
     runner.graphs.stop_capturing()
+
+
+@pytest.mark.usefixtures("with_graphs")
+def test_steps_of_graphs_follow_each_other(serving: EngineThread, followers: list[Batch]) -> None:
     serving.open("s")
     prompt = random_prompt(10, VOCAB, 1)
     tokens, _ = serving.outcome(serving.run("s", prompt, 30))
     assert tokens == reference.greedy(FOLDER, prompt, 30)
     assert len(followers) == 28, "all but the prompt's step and the first after it"
+
+
+@pytest.mark.usefixtures("with_graphs")
+def test_inputs_are_filled_again_when_the_device_has_taken_them(
+    serving: EngineThread, followers: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the same shape share their inputs. The results of one step can be read before the next step, which has
+    been launched, has taken its inputs."""
+    sent, wait, compose = StepInputs.sent, StepInputs.wait, passes.compose
+    untaken, fillings = set[StepInputs](), Counter[StepInputs]()
+
+    def note_sent(inputs: StepInputs) -> None:
+        sent(inputs)
+        untaken.add(inputs)
+
+    def note_wait(inputs: StepInputs) -> None:
+        wait(inputs)
+        untaken.discard(inputs)
+
+    def note_filling(inputs: StepInputs, *args: Any) -> None:
+        assert inputs not in untaken
+        fillings[inputs] += 1
+        compose(inputs, *args)
+
+    monkeypatch.setattr(StepInputs, "sent", note_sent)
+    monkeypatch.setattr(StepInputs, "wait", note_wait)
+    monkeypatch.setattr(passes, "compose", note_filling)
+    serving.open("s")
+    prompt = random_prompt(10, VOCAB, 1)
+    tokens, _ = serving.outcome(serving.run("s", prompt, 30))
+    assert tokens == reference.greedy(FOLDER, prompt, 30)
+    assert len(followers) == 28 and fillings.most_common(1)[0][1] == 29
 
 
 @pytest.mark.parametrize("ends", ["cancel", "halt", "close"])

@@ -86,10 +86,10 @@ def again(found: dict[str, Any]) -> int:
 
 def table(name: str, found: dict[str, Any]) -> Table:
     shown = Table("measure", "found", "of the bus", title=f"{name} on {found['device']}, {found['tokens']:,} tokens")
-    for what, rate in (("demote", found["bus"]["down"]), ("promote", found["bus"]["up"])):
+    for what in ("demote", "promote"):
         copied = found[what]
-        told = f"{copied['nbytes'] / 1e9:.2f} GB in {copied['seconds'] * 1e3:.1f} ms, {copied['rate'] / 1e9:.1f} GB/s"
-        shown.add_row(what, told, f"{copied['rate'] / rate:.2f}")
+        told = f"{copied['nbytes'] / 1e9:.2f} GB in {copied['seconds'] * 1e3:.1f} ms"
+        shown.add_row(what, f"{told}, its copies at {_rate(copied) / 1e9:.1f} GB/s", f"{_share(found, what):.2f}")
     times = [turn["seconds"] for turn in found["turns"]]
     shown.add_row("a turn", f"{statistics.median(times) * 1e3:.1f} ms, at most {max(times) * 1e3:.1f}", "")
     shown.add_row("computed again", f"at most {again(found)} tokens, a page has {found['page_tokens']}", "")
@@ -97,11 +97,22 @@ def table(name: str, found: dict[str, Any]) -> Table:
 
 
 def summary(found: dict[str, Any]) -> str:
-    shares = [found[what]["rate"] / found["bus"][way] for what, way in (("demote", "down"), ("promote", "up"))]
+    leaves, comes = _share(found, "demote"), _share(found, "promote")
     return (
-        f"{found['tokens']:,} tokens, {found['session_bytes'] / 1e9:.2f} GB: leaves at {shares[0]:.2f} of the bus, "
-        f"comes back at {shares[1]:.2f}; a turn computes at most {again(found)} tokens again"
+        f"{found['tokens']:,} tokens, {found['session_bytes'] / 1e9:.2f} GB: copies leave at {leaves:.2f} of the bus "
+        f"and come back at {comes:.2f}; a turn computes at most {again(found)} tokens again"
     )
+
+
+def _share(found: dict[str, Any], what: str) -> float:
+    """The rate of the copies as a share of the bus's."""
+    return _rate(found[what]) / float(found["bus"]["down" if what == "demote" else "up"])
+
+
+def _rate(copied: dict[str, Any]) -> float:
+    """Bytes a second of the copies alone. A pause ends later, when the pages' checksums are known. A CPU's copies are
+    not in the trace."""
+    return float(copied["traced_rate"] or copied["rate"])
 
 
 @command.bench("turns", __doc__)
