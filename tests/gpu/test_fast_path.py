@@ -63,6 +63,9 @@ def test_rope_is_llamas_to_the_bit(tokens: int, heads: tuple[int, int], dim: int
     wanted = own_rope("llama").own(q, k, cos, sin)
     for got, want in zip(rope(q, k, cos, sin), wanted, strict=True):
         assert torch.equal(got, want)
+    transposed = [angles.transpose(1, 2).contiguous().transpose(1, 2) for angles in (cos, sin)]
+    for got, want in zip(rope(q, k, *transposed), wanted, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,6 +97,7 @@ def test_calls_that_the_kernel_does_not_serve_go_to_the_familys_function() -> No
     q, k = projected(3, (4, 2), 64, torch.bfloat16)
     cos, sin = (torch.randn(1, 3, 64, device=CUDA).bfloat16() for _ in range(2))
     fast(q, k, cos, sin)
+    fast(q, k, *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cos, sin)))
     assert calls == []
     fast(q, k, cos, sin, unsqueeze_dim=1)
     fast(*(x.cpu() for x in (q, k, cos, sin)))

@@ -199,8 +199,8 @@ def test_masks_are_read_16_bytes_at_a_time_and_each_part_once(capability: int) -
 
 @GPUS
 def test_the_kernels_of_the_fast_path_compile(capability: int) -> None:
-    compile_for(capability, rope_kernel, Q_HEADS=40, K_HEADS=8, HEAD_DIM=128, HALF=64, HEADS=32, ANGLES=128)
-    compile_for(capability, rope_kernel, Q_HEADS=3, K_HEADS=1, HEAD_DIM=80, HALF=64, HEADS=4, ANGLES=40)
+    compile_for(capability, rope_kernel, Q_HEADS=40, K_HEADS=8, HEAD_DIM=128, HALF=64, HEADS=32, ANGLES=128, DENSE=True)
+    compile_for(capability, rope_kernel, Q_HEADS=3, K_HEADS=1, HEAD_DIM=80, HALF=64, HEADS=4, ANGLES=40, DENSE=False)
     for activation in ACTIVATIONS:
         compile_for(capability, gate_kernel, WIDTH=13_824, BLOCK=1024, ACTIVATION=activation)
 

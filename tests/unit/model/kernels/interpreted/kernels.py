@@ -232,6 +232,9 @@ def test_rope_is_llamas_to_the_bit(heads: int, kv_heads: int, head_dim: int, dty
     cos, sin = (torch.randn(1, 3, head_dim).to(dtype) for _ in range(2))
     for got, wanted in zip(rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
         assert same_bytes(got, wanted)
+    transposed = [angles.transpose(1, 2).contiguous().transpose(1, 2) for angles in (cos, sin)]
+    for got, wanted in zip(rope(q, k, *transposed), rope(q, k, cos, sin), strict=True):
+        assert same_bytes(got, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of numpy: infinity is intended
