@@ -16,8 +16,9 @@ engine works while the resident blocks between them compute.
 If a streamed block has stacked experts, only its trunk (the rest of the block) passes through the ring. The experts
 stay in host memory, and the experts that its router picks are fetched to scratch: see model/family/experts.py.
 
-Scratch has room for all experts of a block, decoded, because large batches compute faster from decoded ones. Where that
-room is missing and kernels can multiply by the codes, no expert is decoded, so that no block has to stream instead.
+Scratch has room for all experts of a block, decoded, because large batches compute faster from decoded ones. If not all
+blocks fit with that room, and kernels can multiply by the codes, no expert is decoded. Scratch then has room for the
+codes of a streamed block's experts, and fewer blocks stream.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class ExpertsSize(_FormSizes):
 
     count: int  # experts of the block
     picked: int  # experts that its router picks for each row; fewer than `count`
-    codes_suffice: bool = False  # resident, the block computes from their codes alone, for any number of rows
+    codes_suffice: bool = False  # the block can compute from their codes alone, for any number of rows
 
     def share(self, rows: int) -> float:
         """Expected share of the experts that `rows` rows need, if each row picks uniformly and independently."""
@@ -112,13 +113,13 @@ class PlacementPlan:
     ring_bytes: int  # 0 if no block streams
     scratch_bytes: int  # 0 if every block is plain
     slots: int  # how many of the largest streamed block the ring holds
-    decodes_experts: bool = True  # False: scratch has no room for resident experts if their codes suffice
+    decodes_experts: bool = True  # False: scratch has no room for decoded experts if their codes suffice
 
     def count(self, place: BlockPlace) -> int:
         return self.places.count(place)
 
     def decodes_experts_of(self, block: int) -> bool:
-        """False if the resident block computes from the codes of its experts for any number of rows."""
+        """False if the block computes from the codes of its experts for any number of rows."""
         return self.decodes_experts or not _codes_suffice(self.sizes[block], self.places[block])
 
     @property
@@ -261,8 +262,10 @@ def _plans(
         if least < scratch:
             yield PlacementPlan(tuple(sizes), tuple(places), 0, least, 0, decodes_experts=False)
         return
+    decodes = not any(map(_codes_suffice, sizes, places))
     for ring in _ring_sizes(travelling, placing, fewest_slots, is_more):
-        yield PlacementPlan(tuple(sizes), tuple(places), ring, scratch, min(ring // max(travelling), len(travelling)))
+        slots = min(ring // max(travelling), len(travelling))
+        yield PlacementPlan(tuple(sizes), tuple(places), ring, scratch if decodes else least, slots, decodes)
 
 
 def _ring_sizes(travelling: Sequence[int], placing: Placing, fewest_slots: int, is_more: bool) -> Iterator[int]:
@@ -314,12 +317,13 @@ def _in_scratch(size: BlockSize, place: BlockPlace, decodes_experts: bool) -> in
     if size.packed is None:
         return 0 if experts is None else experts.plain
     if experts is not None and _codes_suffice(size, place) and not decodes_experts:
-        return size.plain - experts.plain
+        trunk = size.plain - experts.plain
+        return trunk if place is BlockPlace.PACKED else aligned(trunk) + experts.least
     return size.plain
 
 
 def _codes_suffice(size: BlockSize, place: BlockPlace) -> bool:
-    return place is BlockPlace.PACKED and size.experts is not None and size.experts.codes_suffice
+    return place is not BlockPlace.PLAIN and size.experts is not None and size.experts.codes_suffice
 
 
 def _resident(size: BlockSize, place: BlockPlace) -> int:

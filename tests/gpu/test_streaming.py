@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import GptOssConfig
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -20,8 +21,9 @@ from djinnd.device.cuda import CudaDevice
 from djinnd.engine.budgeting import change_budget
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.plan import BlockPlace
+from tests.support import quantised as by
 from tests.support import reference
-from tests.support.checkpoints import altered, cast
+from tests.support.checkpoints import altered, cast, random_model
 from tests.support.cuda import CUDA_MEMORY, cuda_device
 from tests.support.loaded import Served, load_weights, random_prompt
 from tests.support.models import reduced_model
@@ -101,6 +103,33 @@ def test_streamed_blocks_give_the_bits_of_resident_plain_ones(
         assert torch.equal(got[0], wanted[0]), name
         assert got[1:] == wanted[1:], name
         assert device.budget.used == device.reserved
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("rows", [3, MANY])
+def test_streamed_experts_in_a_code_give_the_bits_of_resident_ones(
+    device: CudaDevice, tmp_path: Path, rows: int, captured: bool
+) -> None:
+    """The picked experts are copied as they are stored, and kernels multiply by their codes in both places."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 32, "vocab_size": 512, "intermediate_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = GptOssConfig(**sizes, **heads, num_local_experts=8, num_experts_per_tok=2)
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    model = random_model(tmp_path / "m", config)
+    folder = by.write_quantised(tmp_path / "q", by.mxfp4_experts, quantised, model, "_proj")
+    found = []
+    for resident in (4, 0, 2):
+        placing = Placing(resident=resident, packing=False)
+        with Served(folder, device, dtype="bfloat16", placing=placing, max_batch_tokens=256) as served:
+            plan = served.runner.places
+            if resident == 4:
+                plan = plan_of(served.runner.weights, (BlockPlace.PACKED,) * 4, decodes_experts=False)
+                served.runner.move(plan, served.runner.plan.num_pages)
+            assert not plan.decodes_experts and len(plan.streamed) == 4 - resident
+            found.append(tell(served, rows, captured=captured))
+    for got in found[1:]:
+        assert torch.equal(got[0], found[0][0]) and got[1:] == found[0][1:]
+    assert found[0][0].std() > 0
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])

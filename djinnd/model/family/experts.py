@@ -2,9 +2,11 @@
 
     host memory, pinned (streamed)  ─┐  after the router: the picked experts,
     device memory (packed)          ─┴──► unpacked on the way ──► scratch, at their own places ──► the family's module
+    host memory, codes (streamed)   ────► as they are stored  ──► scratch, at their own places ──► kernels
 
 The family's module has its [experts, …] parameters over the scratch buffer, and reads only the picked ones. The places
-of the others hold leftovers of other blocks.
+of the others hold leftovers of other blocks. Kernels that multiply by codes read them there. Copied as they are, codes
+come at the rate of the bus; decoding on the way would read them in lines too short for it.
 
 The fetch runs on the compute stream between the router and the experts. The picks are not known earlier, so no
 computation hides the fetch. A decode step of one row moves `picked` of `count` experts; a prefill that needs all of
@@ -130,7 +132,8 @@ class Experts:
         """Sets the memory to fetch from and to.
 
         source: all experts of the block, in their form if there is one, in pinned host memory or on the device.
-        scratch: flat, in the compute dtype; the module reads the fetched experts there.
+        scratch: flat, in the compute dtype; the module reads the fetched experts there. uint8, if the form is a
+            CodedForm: of the form, and kernels read the fetched codes there.
         by_hook: otherwise the module's forward calls `fetch_for_step`.
         """
         self.unbind()
@@ -183,10 +186,14 @@ class Experts:
             fetch_plain,
         )
 
-        if isinstance(self.form, CodedForm):
+        if isinstance(self.form, CodedForm) and scratch.dtype != torch.uint8:
             from djinnd.model.kernels.coded.buffers import fetch_coded
 
             fetch_coded(self._picked, self.form, source, scratch)
+            return
+        if isinstance(self.form, CodedForm):
+            for stack, out in zip(self.form.stacks(source), self.form.stacks(scratch), strict=True):
+                fetch_plain(self._picked, stack, out)
             return
         if self.form is not None:
             fetch_packed(self._picked, self.form, source, scratch)
@@ -196,10 +203,14 @@ class Experts:
 
     def _fetch_by_copies(self, source: Tensor, scratch: Tensor) -> None:
         picked = self._picked.nonzero().squeeze(1).tolist()
-        if isinstance(self.form, CodedForm):
+        if isinstance(self.form, CodedForm) and scratch.dtype != torch.uint8:
             for name, out in self.layout.views(scratch).items():
                 for expert in picked:
                     self.form.unpack_expert(source, name, expert, out[expert])
+            return
+        if isinstance(self.form, CodedForm):
+            for stack, out in zip(self.form.stacks(source), self.form.stacks(scratch), strict=True):
+                out[picked] = stack[picked]
             return
         if self.form is not None:
             for number, out in enumerate(self._stacks(scratch)):

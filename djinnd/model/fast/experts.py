@@ -47,8 +47,8 @@ class FusedExperts:
     A batch with few rows for each expert reads their codes, if `bind` has given any. Every other batch reads the
     module's parameters, after the fetch if there is one. The family's forward computes where a kernel is not available.
 
-    If `bind` has given a `decode`, the parameters have no memory: every batch reads the codes, and where a kernel is
-    not available, experts are decoded one after the other.
+    If `bind` has given a `decode`, the parameters have no memory: every batch reads the codes, after the fetch if there
+    is one. Where a kernel is not available, experts are decoded one after the other.
     """
 
     def __init__(self, module: nn.Module, kind: Kind, real: Callable[[], Tensor | None]) -> None:
@@ -67,7 +67,7 @@ class FusedExperts:
         """Sets where the weights are.
 
         stored: the stacks by their parameters' names, without biases, if the device has them in a code.
-        fetch: None if the parameters always hold all experts, or never.
+        fetch: brings experts to the parameters; with `decode`, to `stored`. None if all are there, or none is.
         decode: None if the parameters hold the experts that a batch needs, after its fetch.
         """
         first, second = self.kind.stacks
@@ -78,6 +78,8 @@ class FusedExperts:
         """x [rows, hidden], picks int64 [rows, picks], and their weights → [rows, hidden]."""
         x, picked, weights = self._signature.bind(*args, **kwargs).args
         real, activation, decode = self._real(), self.kind.activation, self._decode
+        if decode is not None and self._fetch is not None:
+            picked = self._fetch(picked)
         if self._stored is not None and (
             decode is not None or reads_codes(len(picked), picked.shape[1], self._stored[0].experts)
         ):

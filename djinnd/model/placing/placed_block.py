@@ -27,7 +27,7 @@ from djinnd.model.placing.stored_form import (
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.layout import Layout
-from djinnd.weights.plan import BlockPlace
+from djinnd.weights.plan import BlockPlace, aligned
 from djinnd.weights.store import BufferForm
 
 if TYPE_CHECKING:  # Triton comes with CUDA builds of torch
@@ -84,7 +84,7 @@ class PlacedBlock:
             if decodes_experts:
                 views |= self.experts.layout.views(self._bind_experts(self.experts, experts, scratch))
             else:
-                views |= self._bind_codes(self.experts, experts)
+                views |= self._bind_codes(self.experts, experts, scratch)
         few: dict[int, FewRows] = {}
         if form is not None and packed is not None and self.place is BlockPlace.PACKED and not self._has_latents():
             few = few_rows(form, layout, self.products, packed)
@@ -116,16 +116,22 @@ class PlacedBlock:
             self.fused.bind(stored, experts.fetch_for_step)
         return fetched
 
-    def _bind_codes(self, experts: Experts, source: Tensor) -> dict[str, Tensor]:
-        """Lets the kernels multiply by the codes for any number of rows. Returns the module's parameters. Parameters
-        with a code have no memory."""
-        fused, form = self.fused, experts.form
+    def _bind_codes(self, experts: Experts, source: Tensor, scratch: Tensor | None) -> dict[str, Tensor]:
+        """Lets the kernels multiply by the codes for any number of rows. Codes of a streamed block are fetched to
+        scratch. Returns the module's parameters. Parameters with a code have no memory."""
+        fused, form, there = self.fused, experts.form, source
         assert fused is not None and isinstance(form, CodedForm)
-        stored = stored_experts(form, source, fused.kind.is_transposed)
+        is_streamed = self.place is BlockPlace.STREAMED
+        if is_streamed:
+            assert scratch is not None
+            start = 0 if self.packed is None else aligned(self.layout.numel * scratch.itemsize)
+            there = scratch.view(torch.uint8)[start : start + form.nbytes]
+            experts.bind(source, there, by_hook=False)
+        stored = stored_experts(form, there, fused.kind.is_transposed)
         assert stored is not None, "the plan decodes experts that kernels cannot multiply by"
-        fused.bind(stored, None, partial(_decoded, form, source))
+        fused.bind(stored, experts.fetch_for_step if is_streamed else None, partial(_decoded, form, there))
         nothing = experts.layout.views(torch.empty(experts.layout.numel, dtype=form.dtype, device="meta"))
-        return nothing | form.plain(source)
+        return nothing | form.plain(there)
 
     def _has_latents(self) -> bool:
         """True if a matrix of the block expands latents: it multiplies those of whole sessions, or attention reads

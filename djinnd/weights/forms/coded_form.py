@@ -138,6 +138,11 @@ class CodedForm:
                 found[name] = own.view(self.layout.entries[name].shape)
         return found | {name: region.of(stored) for name, region in self._alone.items()}
 
+    def stacks(self, stored: Tensor) -> list[Tensor]:
+        """All tensors of a buffer of stacked experts, [experts, …] each: parts of codes, and stacks without a code."""
+        parts = [region.of(stored) for regions in self._parts.values() for region in regions]
+        return [*parts, *(self.plain(stored)[name] for name in self.layout.entries if name not in self.codes)]
+
     # --- bytes ------------------------------------------------------------------------------------------------------
 
     def clear(self, stored: Tensor) -> None:

@@ -21,7 +21,7 @@ from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.kernels.packed.code import decode, load_patches
 
 PROGRAMS = 512  # most programs an expert
-WORDS = 2048  # words of 32 bits that a program copies at once
+WORDS = 2048  # words, of 32 bits as a rule, that a program copies at once
 PAIRS = 1024  # pairs of weights that a program decodes at once
 PATCHES = 512  # patches that a program applies at once
 PATCHERS = 32  # programs an expert that apply patches
@@ -30,7 +30,7 @@ WARPS = 4
 
 @triton.jit
 def fetch_plain_kernel(picked, source, target, words, WORDS: tl.constexpr):
-    """Copies one expert: `words` words of 32 bits."""
+    """Copies one expert: `words` words."""
     expert = tl.program_id(1).to(tl.int64)
     if tl.load(picked + expert) == 0:
         return
@@ -91,12 +91,13 @@ def fetch_patches_kernel(
 
 
 def fetch_plain(picked: Tensor, source: Tensor, out: Tensor) -> None:
-    """Fetches plain experts. source, out: [experts, …], of one dtype, contiguous; an expert's bytes are a multiple of
-    256."""
+    """Copies the picked experts. source, out: [experts, …], of one dtype, contiguous. An expert's bytes are a multiple
+    of 64 in large matrices and their scales: then loads are wide enough for the rate of the bus."""
     experts = len(picked)
     assert source.shape == out.shape and source.dtype == out.dtype and len(out) == experts
     assert source.is_contiguous() and out.is_contiguous()
-    source, out = (tensor.view(experts, -1).view(torch.int32) for tensor in (source, out))
+    word = torch.uint8 if source[0].nbytes % 4 else torch.int32
+    source, out = (tensor.view(experts, -1).view(word) for tensor in (source, out))
     words = source.shape[1]
     grid = (min(triton.cdiv(words, WORDS), PROGRAMS), experts)
     fetch_plain_kernel[grid](picked, source, out, words, WORDS=WORDS, num_warps=WARPS)
