@@ -11,6 +11,9 @@ from tools.results.raw import Report
 MODELS = {
     "m13": "Llama-2-13B",
     "oss": "gpt-oss-20b",
+    "oss120": "gpt-oss-120b",
+    "l70": "Llama-2-70B with 60 of 80 blocks in FP8",
+    "q36": "Qwen3.6-35B-A3B with 8 of 40 blocks in FP8",
     "llama-2-13b": "Llama-2-13B",
     "m7": "Llama-2-7B",
     "gpt2": "GPT-2",

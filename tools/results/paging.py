@@ -75,8 +75,9 @@ def resume_peers(result: Report) -> str:
 
 def turns(result: Report) -> str:
     found = result.results
-    ways = (("demote", "down", "leaves"), ("promote", "up", "comes back"))
-    shares = [f"{told} at {found[what]['rate'] / found['bus'][way]:.2f} of the bus" for what, way, told in ways]
+    ways = (("demote", "down", "leave"), ("promote", "up", "come back"))
+    rates = {what: found[what]["traced_rate"] or found[what]["rate"] for what, _, _ in ways}  # of the copies alone
+    shares = [f"its copies {told} at {rates[what] / found['bus'][way]:.2f} of the bus" for what, way, told in ways]
     times, again = ([turn[what] for turn in found["turns"]] for what in ("seconds", "again"))
     return sentences(
         [
