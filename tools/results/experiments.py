@@ -229,6 +229,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         as_printed,
         options=("sessions", "context", "tokens"),
     ),
+    "prefill": Experiment(
+        "First tokens of long prompts, beside large products and contiguous attention:",
+        "tools.bench.engine.prefill",
+        as_printed,
+    ),
     "kernels": Experiment(
         "Attention's kernels beside the rate of memory:", "tools.bench.kernels", as_printed, arguments=nothing
     ),
