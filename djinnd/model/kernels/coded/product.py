@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from djinnd.model.kernels.coded.facts import Facts, arguments, facts_of
-from djinnd.model.kernels.coded.loads import load_x
+from djinnd.model.kernels.coded.loads import load_wide_x, load_x
 from djinnd.model.kernels.coded.numbers import rounded
-from djinnd.model.kernels.coded.tiles import load_weights
+from djinnd.model.kernels.coded.tiles import load_numbers, load_weights, unit_of
 from djinnd.model.kernels.launching.gpu import processors
 from djinnd.model.kernels.launching.interpreter import INTERPRETED, dot
-from djinnd.model.tuning import FEW_ROWS
+from djinnd.model.tuning import FEW_ROWS, UNROLLED
 from djinnd.weights.forms.coding import Coding
 
 MAX_SPLITS = 8
@@ -48,25 +48,30 @@ def coded_vector_kernel(
     KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
     RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, PLAINLY: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ROWS rows of W by one row of x."""
+    """Multiplies ROWS rows of W by one row of x. A scale multiplies the sum of its run. UNROLLED: tiles of a row that
+    are loaded before the first of them is multiplied."""
     first_row = tl.program_id(0) * ROWS
     local = tl.arange(0, ROWS)
     row = tl.minimum(first_row + local, rows - 1)
-    MASKED: tl.constexpr = ROW % (RUNS * RUN) != 0
-    acc = tl.zeros([ROWS, RUNS, RUN], tl.float32)
-    for start in tl.range(0, ROW, RUNS * RUN, num_stages=STAGES):
-        run = start + tl.arange(0, RUNS) * RUN
-        byte = (run[:, None] + tl.arange(0, RUN)[None, :])[None, :, :]
-        low_x, high_x = load_x(x, words, byte, SPAN, ROW, MASKED)
-        low, high = load_weights(
-            codes, scales, third, fourth, row, start, step,
-            KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED,
-        )  # fmt: skip
-        acc += low * low_x.to(tl.float32)
-        if SPAN:
-            acc += high * high_x.to(tl.float32)
-    y = tl.sum(tl.sum(acc, 2), 1)
+    WIDTH: tl.constexpr = RUNS * RUN * UNROLLED
+    MASKED: tl.constexpr = ROW % WIDTH != 0
+    acc = tl.zeros([ROWS, RUNS], tl.float32)
+    for begin in tl.range(0, ROW, WIDTH, num_stages=STAGES):
+        for tile in tl.static_range(UNROLLED):
+            start = begin + tile * RUNS * RUN
+            byte = (start + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, :, :]
+            low_x, high_x = load_wide_x(x, words, byte, SPAN, ROW, MASKED)
+            low, high, scale = load_numbers(
+                codes, scales, third, fourth, row, start, step,
+                KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED, True,
+            )  # fmt: skip
+            products = low * low_x
+            if SPAN:
+                products += high * high_x
+            acc += tl.sum(products, 2) * scale
+    y = tl.sum(acc, 1) * unit_of(KIND)
     if BIAS:
         y += tl.load(bias + row).to(tl.float32)
     tl.store(out + first_row + local, rounded(y, out.dtype.element_ty, PLAINLY), mask=first_row + local < rows)
@@ -187,7 +192,9 @@ def coded_product(
     }  # fmt: skip
     given, programs = arguments(facts, list(parts)), triton.cdiv(rows, tiles.rows)
     if tokens == 1:
-        coded_vector_kernel[(programs,)](*given, x, words, added, out, rows, facts.step, **options)
+        steps = triton.cdiv(facts.row_bytes, tiles.width)
+        unrolled = triton.cdiv(steps, triton.cdiv(steps, UNROLLED))
+        coded_vector_kernel[(programs,)](*given, x, words, added, out, rows, facts.step, UNROLLED=unrolled, **options)
         return out
     target = out
     if tiles.splits > 1:
