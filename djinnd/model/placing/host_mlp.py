@@ -32,12 +32,17 @@ class Crossing:
     def __init__(self, device: Device, rows: int, width: int, dtype: torch.dtype) -> None:
         nbytes = rows * width * dtype.itemsize
         self._there, self._back = (device.staging(nbytes).view(dtype).view(rows, width) for _ in range(2))
+        self._device = device
         self._cores = Cores(device)
         self._event = torch.cuda.Event() if device.torch_device.type == "cuda" else None
 
     def compute(self, work: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """x [..., width] on the device → what `work` makes of its rows on the host, in the shape of x."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
+        with self._device.span("cpu", f"MLP of {len(rows)} rows"):
+            return self._cross(work, rows).view(x.shape)
+
+    def _cross(self, work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
         there, back = self._there[: len(rows)], self._back[: len(rows)]
         receive(there, rows)
         if self._event is not None:
@@ -47,7 +52,7 @@ class Crossing:
         back.copy_(work(there))  # the device has read the last rows in `back`: it did so before it wrote these
         out = torch.empty_like(rows)
         send(out, back)
-        return out.view(x.shape)
+        return out
 
 
 class Cores:

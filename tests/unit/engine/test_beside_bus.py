@@ -12,7 +12,7 @@ from djinn_client.protocol import Placing
 from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Extent
 from djinnd.core.session import Session
-from djinnd.device import CopyLane
+from djinnd.device import CopyLane, DeviceTrace
 from djinnd.weights.plan import BlockPlace
 from tests.support import reference
 from tests.support.adapters import KINDS, load_adapter, merged, open_with, write_adapter
@@ -163,6 +163,26 @@ def test_a_pass_that_is_broken_off_begins_again(monkeypatch: pytest.MonkeyPatch)
         placement.check_integrity()
         served.run()
         assert session.tokens[9:] == reference.greedy(LLAMA, session.tokens[:9], 8, session.tokens[9:])
+
+
+def test_a_trace_has_the_host_s_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_takes(monkeypatch, 3)
+    with Served(LLAMA, plan=small_pages(60), placing=STREAMS) as served:
+        served.submit(served.open(), random_prompt(9, VOCAB, 0), max_tokens=8)
+        for _ in range(3):
+            served.step()
+        device = served.device
+        device.trace = DeviceTrace(device.stamp)
+        served.step()
+        trace, device.trace = device.trace, None
+        while not trace.is_read:
+            trace.read(100)
+        found = {name: [span for span in trace.spans() if span.track == name] for name in ("cpu", "compute")}
+        assert [span.name for span in found["cpu"]] == ["MLP of 1 rows"] * 3
+        blocks = [span for span in found["compute"] if span.args.get("place") == "streamed"]
+        for own, block in zip(found["cpu"], blocks, strict=True):
+            assert block.start_us <= own.start_us
+            assert own.start_us + own.duration_us <= block.start_us + block.duration_us
 
 
 def test_without_gain_the_bus_carries_all(monkeypatch: pytest.MonkeyPatch) -> None:
