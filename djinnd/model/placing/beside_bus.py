@@ -29,6 +29,7 @@ from djinnd.model.placing.stored_form import decode_all
 from djinnd.model.tuning import BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PlacementPlan, spread
+from djinnd.weights.ring import PIECE
 from djinnd.weights.store import WeightStore
 
 Copies = Mapping[int, tuple[Tensor, Tensor]]  # streamed block → (target, source) of its copy over the bus
@@ -224,14 +225,18 @@ def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: i
     bus = device.rates().bus
     alone = min(seconds(rows) for rows in (1, 1, max(BESIDE_ROWS)))
     # The copies go on for twice the time that all products take if more rows take no longer than one.
-    count = 2 + int(2 * len(BESIDE_ROWS) * BESIDE_RUNS * alone * bus / source.nbytes)
+    times = 2 + int(2 * len(BESIDE_ROWS) * BESIDE_RUNS * alone * bus / source.nbytes)
+    items = max(1, PIECE // source.element_size())
+    pieces = [*zip(target.split(items), source.split(items), strict=True)] * times
     began = time.perf_counter()
-    events = [device.copy(target, source, name="measurement") for _ in range(count)]
+    events = [device.copy(to, of, name="measurement") for to, of in pieces]
     mlp_s, beside = dict[int, float](), bus
     for rows in BESIDE_ROWS:
         mlp_s[rows] = min(seconds(rows) for _ in range(BESIDE_RUNS))
-        if 0 < (passed := sum(event.has_passed() for event in events)) < count:
-            beside = passed * source.nbytes / (time.perf_counter() - began)
+        passed = [event.has_passed() for event in events]
+        if any(passed) and not all(passed):
+            copied = sum(of.nbytes for (_, of), is_there in zip(pieces, passed, strict=True) if is_there)
+            beside = copied / (time.perf_counter() - began)
     for event in events:
         event.wait()
     return BesideRates(bus, min(beside, bus), mlp_s)

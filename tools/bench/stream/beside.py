@@ -51,7 +51,7 @@ async def steps_s(address: str, model: str, sessions: int, vocab: int, work: dic
 @command.memory
 @command.context
 @click.option("--resident", default=0, show_default=True, help="Blocks that stay on the device.")
-@click.option("--slots", default=3, show_default=True, help="Slots of the ring.")
+@click.option("--slots", default=0, show_default=True, help="Slots of the ring; 0: the daemon's choice.")
 @click.option("--packing", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
 @click.option("--kv", default="2GiB", show_default=True, help="Device memory for KV pages.")
 @click.option("--tokens", default=33, show_default=True, help="Tokens that a session generates in a run.")
