@@ -26,7 +26,7 @@ from djinnd.model.placing.beside_plan import BesideRates, Streamed, best_share, 
 from djinnd.model.placing.host_mlp import Cores, Crossing, HostMlp, host_mlp_of
 from djinnd.model.placing.projections import Product
 from djinnd.model.placing.stored_form import decode_all
-from djinnd.model.tuning import BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS
+from djinnd.model.tuning import BESIDE_COPIES_S, BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PlacementPlan, spread
 from djinnd.weights.ring import PIECE
@@ -224,8 +224,10 @@ def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: i
 
     bus = device.rates().bus
     alone = min(seconds(rows) for rows in (1, 1, max(BESIDE_ROWS)))
-    # The copies go on for twice the time that all products take if more rows take no longer than one.
-    times = 2 + int(2 * len(BESIDE_ROWS) * BESIDE_RUNS * alone * bus / source.nbytes)
+    # The copies go on for twice the time that all products take if more rows take no longer than one. They are bounded,
+    # as copies of models that are served wait for them.
+    seconds_of_copies = min(2 * len(BESIDE_ROWS) * BESIDE_RUNS * alone, BESIDE_COPIES_S)
+    times = 2 + int(seconds_of_copies * bus / source.nbytes)
     items = max(1, PIECE // source.element_size())
     pieces = [*zip(target.split(items), source.split(items), strict=True)] * times
     began = time.perf_counter()

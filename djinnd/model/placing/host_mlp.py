@@ -8,6 +8,7 @@ queued already, and go on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -132,4 +133,6 @@ def host_mlp_of(block: nn.Module, layout: Layout, products: Sequence[Product], d
 @torch.inference_mode()
 def _computes_this(module: nn.Module, activation: Activation, dtype: torch.dtype) -> bool:
     trial = Trial(module, dtype, torch.device("cpu"))
-    return trial.agrees(activation(trial.gate) * trial.up)
+    with suppress(Exception):  # of an activation with parameters, which have no memory yet
+        return trial.agrees(activation(trial.gate) * trial.up)
+    return False

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import linear, silu
 
 from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing import beside_bus
 from djinnd.model.placing.beside_bus import measured
-from djinnd.model.placing.host_mlp import Crossing, HostMlp
+from djinnd.model.placing.host_mlp import Crossing, HostMlp, host_mlp_of
+from djinnd.model.placing.projections import install_products
 from djinnd.model.tuning import BESIDE_ROWS
+from djinnd.weights.layout import Layout
 from tests.support.beside import host_takes
 from tests.support.checkpoints import altered, cast
 from tests.support.loaded import MEMORY, load_weights
@@ -102,3 +105,34 @@ def test_copies_are_bounded_by_the_host_s_memory(
     assert sum(mlp.is_bound for mlp in beside._mlps.values()) == bound
     assert any("no memory" in note for note in beside.notes) == (not bound)
     weights.release(device)
+
+
+class Gated(nn.Module):
+    """A gated MLP with an activation that a test chooses."""
+
+    def __init__(self, activation: object, factor: float = 1.0) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(INNER, WIDTH, bias=False)
+        self.act_fn, self.factor = activation, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.factor * self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[operator]
+        return out
+
+
+WITHOUT_MEMORY = nn.PReLU(device="meta")
+
+
+@pytest.mark.parametrize(
+    ("mlp", "is_found"),
+    [(Gated(silu), True), (Gated(silu, factor=2.0), False), (Gated(WITHOUT_MEMORY), False), (Gated(None), False)],
+    ids=["gated", "with a factor", "an activation without memory", "no activation"],
+)
+def test_only_mlps_that_compute_what_the_host_computes_are_found(mlp: Gated, is_found: bool) -> None:
+    block = nn.Module()
+    block.mlp = mlp
+    layout = Layout((name, tuple(parameter.shape)) for name, parameter in block.named_parameters() if "act" not in name)
+    products = install_products(block, layout)
+    found = host_mlp_of(block, layout, products, torch.float32)
+    assert (found is not None and found.path == "mlp") == is_found
