@@ -326,6 +326,7 @@ class Span(msgspec.Struct, frozen=True):
     step        `step`                                                model, rows, tokens that the rows bring
     compute     `prologue`, `block N` with its decoding, `epilogue`   of a block: place (plain, packed or streamed)
                 `masks`, for as long as they are waited for
+    cpu         `MLP of N rows`, computed by the host
     copy        `block N`, a piece of it, queued in one of the steps  bytes
     pages up    `promote N`, a copy of N neighbouring pages           bytes
     pages down  `demote N`, likewise                                  bytes

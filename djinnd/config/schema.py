@@ -167,6 +167,7 @@ class Model(Struct, frozen=True):
     quantise: Literal["none", "fp8", "int8"] = "none"  # plain matrices of blocks, when they are loaded
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values in pages; auto: that of computing
     speculation: AutoOrOff = False  # steps run guesses of next tokens, if that pays
+    cpu_beside_bus: AutoOrOff = False  # the host's cores compute MLPs of streamed blocks, if that pays
     keep_host: bool = True  # keep the host copy of a model that is resident
     prefetch: bool = True  # copy streamed blocks ahead of their turn
     piece: Size = 0  # bytes of one copy over the bus; 0: the engine decides
@@ -196,6 +197,7 @@ class Model(Struct, frozen=True):
             quantise="" if self.quantise == "none" else self.quantise,
             kv_dtype="" if self.kv_dtype == "auto" else self.kv_dtype,
             speculation=self.speculation,
+            cpu_beside_bus=self.cpu_beside_bus,
             adapter_bytes=self.adapter_memory,
             keep_host=self.keep_host,
             prefetch=self.prefetch,

@@ -3,6 +3,7 @@
     step        │ step                                        │ step
     compute     │ prologue │ block 0 │   │ block 1 │ epilogue │
     host                                                       │ messages │ compose │
+    cpu                        │ MLP of 1 rows │                          inside of a block's span
     copy        │ block 2 │ block 2 │ block 1 │ block 1 │ …          a span a piece
     pages up         │ promote 16 │                                  a span a copy of neighbouring pages
     pages down                 │ demote 8 │ demote 3 │

@@ -41,6 +41,17 @@ CODED_PAIRS = 128
 UNROLLED = 4
 CODED_TILE = 64  # measured there: most pairs of a tile if weights are codes; the best tiles of each sweep had 64
 
+# --- CPU beside the bus -----------------------------------------------------------------------------------------------
+
+BESIDE_ROWS = (1, 2, 4, 8, 16)  # chosen: rows for which a load measures the host's products
+BESIDE_RUNS = 3  # chosen: measurements of each; the fastest counts
+BESIDE_COPIES_S = 0.3  # chosen: most seconds for which the bus is kept busy meanwhile
+BESIDE_GAIN = 0.95  # chosen: the host's share has to make a step at least so much shorter
+# Chosen. Cores that the host's products leave to the server and its clients. Beside the bus of an H200, 14 of 16 cores
+# read bfloat16 weights for one row at 56 GB/s.
+SPARE_CORES = 2
+BESIDE_MEMORY = 0.5  # chosen: most of the host's available memory that decoded copies of packed MLPs take
+
 # --- Captured graphs --------------------------------------------------------------------------------------------------
 
 # chosen: rows of decode shapes; a step is padded to the next one

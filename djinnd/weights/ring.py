@@ -7,11 +7,15 @@ Blocks of equal size thus share slots. A block has the same region in every pass
 address. Its copy waits until the last earlier block with an overlapping region has been computed. Copies are queued as
 early as that allows: the first blocks of the next pass are copied while this pass ends. Only events on the device keep
 the order, and the host never waits.
+
+A pass may be short: it leaves out the parts of blocks that the host computes itself (model/placing/beside_bus.py). The
+first copies of a pass are queued before its kind is known, and are those of the last kind. If a pass turns out to need
+the parts, they are copied behind everything that is queued; if it does not need them, they are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -56,6 +60,25 @@ def distances(regions: Sequence[RingRegion]) -> list[int]:
     ]
 
 
+_Pieces = list[tuple[Tensor, Tensor]]  # (target, source) of copies
+
+
+def _between(gaps: Iterable[range], end: int) -> Iterator[range]:
+    """The elements up to `end` that are in none of the gaps."""
+    start = 0
+    for gap in gaps:
+        yield range(start, gap.start)
+        start = gap.stop
+    yield range(start, end)
+
+
+def _split(target: Tensor, source: Tensor, span: range, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Copies of at most `count` elements each, which bring the span."""
+    for start in range(span.start, span.stop, count):
+        part = slice(start, min(start + count, span.stop))
+        yield target[part], source[part]
+
+
 class Ring:
     """Copies streamed blocks into their regions, in turns. Turn t belongs to streamed block t mod n.
 
@@ -74,6 +97,7 @@ class Ring:
         prefetch: bool = True,
         piece: int = PIECE,
         name: Callable[[int], str] = str,
+        left_out: Mapping[int, Sequence[range]] | None = None,
     ) -> None:
         """Queues the first copies.
 
@@ -82,14 +106,21 @@ class Ring:
             there; both are flat and of equal length.
         prefetch: False queues a block's copy only when its turn comes, for comparison.
         name: k → name of the block's copies in a trace.
+        left_out: k → the elements of the block that short passes leave out, in order.
         """
         self._device = device
         self._regions = list(regions)
         self._distances = distances(regions)
-        self._sources = [sources(k) for k in range(len(regions))]
         self._names = [name(k) for k in range(len(regions))]
         self._prefetch = prefetch
-        self._piece = piece
+        self._pieces: list[_Pieces] = []  # of each block, which every pass needs
+        self._others: list[_Pieces] = []  # of each block, which short passes leave out
+        for k in range(len(regions)):
+            target, source = sources(k)
+            count, gaps = max(1, piece // source.element_size()), (left_out or {}).get(k, ())
+            for pieces, spans in ((self._pieces, _between(gaps, len(source))), (self._others, gaps)):
+                pieces.append([pair for span in spans for pair in _split(target, source, span, count)])
+        self._is_short = False
         assert all(region.end <= memory.numel() for region in regions)
         self._start()
 
@@ -97,6 +128,7 @@ class Ring:
         self._queued = self._taken = self._given_back = 0
         self._ready: dict[int, list[Event]] = {}  # turn → an event for each piece, for turns queued and not yet taken
         self._passed: dict[int, StreamMark] = {}  # turn → mark, for turns given back that a later copy may wait for
+        self._lacking: set[int] = set()  # turns queued and not given back, whose other pieces are left out
         self._queue_copies()
 
     @property
@@ -104,21 +136,32 @@ class Ring:
         """Index of the streamed block that has the next turn."""
         return self._taken % len(self._regions)
 
-    def take(self) -> None:
+    def begin(self, *, short: bool) -> None:
+        """Begins a pass. If it is not short, copies what the blocks in the ring lack."""
+        self._is_short = short
+        if not short:
+            for turn in sorted(self._lacking):
+                self._copy(turn, self._others, None)  # the lane keeps order: it comes after the turn's other pieces
+            self._lacking.clear()
+
+    def take(self) -> bool:
         """Makes work that is queued on the compute stream from now on wait for the next block's copy. Raises the error
-        of a failed copy; after that only `restart` may be called."""
+        of a failed copy; after that only `restart` may be called. → False if the block lacks what short passes leave
+        out."""
         assert self._taken == self._given_back, "the block of the last turn has not been given back"
         if not self._prefetch:
             self._queue(self._device.mark())
         for event in self._ready.pop(self._taken):
             event.order()
         self._taken += 1
+        return self._taken - 1 not in self._lacking
 
     def give_back(self) -> None:
         """Ends the last taken turn, after all work on its block has been queued."""
         assert self._given_back == self._taken - 1
         self._passed[self._given_back] = self._device.mark()
         self._passed.pop(self._given_back - len(self._regions), None)
+        self._lacking.discard(self._given_back)
         self._given_back += 1
         self._queue_copies()
 
@@ -131,6 +174,7 @@ class Ring:
         mark = self._device.mark()
         for turn in range(self._taken, self._taken + count):
             self._ready.pop(turn, None)
+            self._lacking.discard(turn)
             self._passed[turn] = mark
             self._passed.pop(turn - len(self._regions), None)
         self._taken = self._given_back = self._taken + count
@@ -152,17 +196,24 @@ class Ring:
             self._queue(self._passed.get(before))
 
     def _queue(self, after: StreamMark | None) -> None:
-        k = self._queued % len(self._regions)
-        (target, source), name = self._sources[k], self._names[k]
-        count = max(1, self._piece // source.element_size())
-        pieces = zip(target.split(count), source.split(count), strict=True)
-        self._ready[self._queued] = [self._device.copy(to, of, after, name) for to, of in pieces]
+        turn = self._queued
+        self._ready[turn] = []
+        self._copy(turn, self._pieces, after)
+        if self._is_short and self._others[turn % len(self._regions)]:
+            self._lacking.add(turn)
+        else:
+            self._copy(turn, self._others, after)
         self._queued += 1
+
+    def _copy(self, turn: int, pieces: Sequence[_Pieces], after: StreamMark | None) -> None:
+        k = turn % len(self._regions)
+        self._ready[turn] += [self._device.copy(to, of, after, self._names[k]) for to, of in pieces[k]]
 
     def check_integrity(self) -> None:
         """Asserts that turns are in order and that no region is filled while another turn needs it."""
         assert self._given_back <= self._taken <= self._queued, (self._given_back, self._taken, self._queued)
         assert sorted(self._ready) == list(range(self._taken, self._queued)), sorted(self._ready)
+        assert self._lacking <= set(range(self._given_back, self._queued)), sorted(self._lacking)
         live = [self._regions[turn % len(self._regions)] for turn in range(self._given_back, self._queued)]
         for index, region in enumerate(live):
             for other in live[index + 1 :]:

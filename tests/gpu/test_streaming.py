@@ -19,10 +19,12 @@ from djinn_client.errors import OutOfMemory
 from djinn_client.protocol import Placing
 from djinnd.device.cuda import CudaDevice
 from djinnd.engine.budgeting import change_budget
+from djinnd.model.placing import beside_bus
 from djinnd.model.tuning import PACKED_ROWS
 from djinnd.weights.plan import BlockPlace
 from tests.support import quantised as by
 from tests.support import reference
+from tests.support.beside import ROWS, host_takes, rows_on_host
 from tests.support.checkpoints import altered, cast, random_model
 from tests.support.cuda import CUDA_MEMORY, cuda_device
 from tests.support.loaded import Served, load_weights, random_prompt
@@ -130,6 +132,38 @@ def test_streamed_experts_in_a_code_give_the_bits_of_resident_ones(
     for got in found[1:]:
         assert torch.equal(got[0], found[0][0]) and got[1:] == found[0][1:]
     assert found[0][0].std() > 0
+
+
+@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("mlps", [1, 3])
+def test_mlps_on_the_host_give_the_tokens_of_transformers(
+    device: CudaDevice, mlps: int, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt by the bus, then steps of ROWS - 1 rows, which graphs pad to ROWS - 1 or more."""
+    host_takes(monkeypatch, mlps)
+    placing = Placing(resident=1, slots=2, cpu_beside_bus=True)
+    with Served(FOLDER, device, dtype="float32", placing=placing, max_batch_tokens=256) as served:
+        on_host = rows_on_host(monkeypatch)
+        _, sessions, _ = tell(served, ROWS - 1, captured=captured)
+        assert ROWS - 1 in on_host
+    for seed, tokens in enumerate(sessions):
+        prompt = random_prompt(12, 512, seed)
+        assert tokens[12:] == reference.greedy(FOLDER, prompt, 8, tokens[12:])
+
+
+def test_mlps_of_packed_blocks_on_the_host_pass_the_check_at_load(
+    device: CudaDevice, sixteen_bit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its single steps compare each block with a pass by the bus. Here the rates are measured, too."""
+    on_host = rows_on_host(monkeypatch)
+    monkeypatch.setattr(beside_bus, "best_share", lambda streamed, rates, most: most)
+    monkeypatch.setattr(beside_bus, "most_rows", lambda streamed, rates, mlps: ROWS)
+    placing = Placing(resident=0, cpu_beside_bus=True)
+    with Served(sixteen_bit, device, dtype="bfloat16", placing=placing, max_batch_tokens=256) as served:
+        on_host.clear()
+        tell(served, 1, captured=True)
+        assert len(on_host) >= 4 * 5
+    assert device.budget.used == device.reserved
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])

@@ -30,6 +30,7 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
     quantise: Quantise = ""  # fp8, int8: plain matrices of blocks are quantised when they are loaded; "": never
     kv_dtype: KvForm = ""  # fp8: keys and values are kept as e4m3; "": in the dtype of computing
     speculation: bool = False  # steps also run guesses of next tokens, which changes no token
+    cpu_beside_bus: bool = False  # the host computes MLPs of streamed blocks; only the daemon's configuration sets this
     adapter_bytes: Whole = 0  # of device memory set aside for LoRA adapters; only the daemon's configuration sets this
     keep_host: bool = True  # False: the host's copy goes once every block is resident
     prefetch: bool = True  # False: each copy waits for its block's turn; only the daemon's configuration sets this

@@ -15,6 +15,7 @@ from djinnd.weights.store import Buffer
 
 FIRST_TOKEN_TOKENS = 512
 SESSIONS = (1, 16)
+BESIDE = "CPU beside the bus: a load measures the host's products and chooses its share; these figures are without it"
 
 
 def reserved_bytes(
@@ -91,7 +92,7 @@ def describe(
         codes=loader.store.codes,
         quantised=loader.placing.quantise,
         kv_dtype=loader.placing.kv_dtype,
-        notes=[*loader.notes, *plan.notes],
+        notes=[*loader.notes, *plan.notes, *([BESIDE] if asked.placing.cpu_beside_bus and plan.streamed else [])],
     )
 
 

@@ -373,7 +373,7 @@ class ModelRunner:
         return plan
 
     def info(self) -> ModelInfo:
-        kv, places = self.kv, self.places
+        kv, places, beside = self.kv, self.places, self.model.placement.beside
         return ModelInfo(
             name=self.name,
             path=self.load.path,
@@ -392,10 +392,10 @@ class ModelRunner:
             blocks_plain=places.count(BlockPlace.PLAIN),
             blocks_packed=places.count(BlockPlace.PACKED),
             blocks_streamed=places.count(BlockPlace.STREAMED),
-            streamed_bytes=places.streamed_bytes,
+            streamed_bytes=places.streamed_bytes - (0 if beside is None else beside.saved_bytes),
             ring_bytes=places.ring_bytes,
             scratch_bytes=places.scratch_bytes,
-            notes=[*self.weights.notes, *places.notes],
+            notes=[*self.weights.notes, *places.notes, *([] if beside is None else beside.notes)],
             kv_bytes=self.pool_bytes,
             fingerprint=self.weights.identity,
             kv_heads=self.model.layout.kv_heads,

@@ -81,6 +81,7 @@ def _check(model: PagedModel, rows: list[range], catching: _Catching) -> None:
     theirs = [prologue_after(model.adapter, ids[:, at], row.start) for at, row in zip(spans, rows, strict=True)]
     for (own, _), at, row in zip(theirs, spans, rows, strict=True):
         _compare(model, ours.hidden[0, at], own.hidden[0], row, "embeds")
+    model.placement.begin_pass(positions.numel(), adapters=False)
     for index in _one_of_each_kind(model):
         given, softmax = _run(model, index, ours, catching)
         for (own, rules), at, row in zip(theirs, spans, rows, strict=True):

@@ -47,8 +47,9 @@ def list_kernels(model: PagedModel, max_tokens: int, max_kv: int) -> list[Varian
         model.context.kernels = EveryBound(own)
         try:
             few = {*_TOKENS, *model.placement.turning_rows}
-            for tokens in (max_tokens, *sorted(each for each in few if each < max_tokens)):
-                _run_empty(model, tokens, max_kv)
+            with model.placement.by_the_bus():  # MLPs that the host computes in some steps need kernels in others
+                for tokens in (max_tokens, *sorted(each for each in few if each < max_tokens)):
+                    _run_empty(model, tokens, max_kv)
             with model.device.computing():
                 for width in (model.skeleton.points.width, model.vocab):
                     editing.warm_up(width, model.dtype, model.pool.device)

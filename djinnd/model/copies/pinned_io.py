@@ -33,6 +33,16 @@ def send(target: Tensor, source: Tensor) -> None:
         copy(source, target)
 
 
+def receive(target: Tensor, source: Tensor) -> None:
+    """Queues a copy to `target`, host memory from Device.staging, on the current stream. Like `send` otherwise."""
+    if not source.is_cuda:
+        target.copy_(source)
+    elif source.numel():
+        from djinnd.model.kernels.host_memory.pinned_copy import copy
+
+        copy(source, target)
+
+
 def send_counted(target: Tensor, source: Tensor) -> None:
     """Like `send`, but copies only as many 64-bit words as the first word of `source` says, including that word. A
     replay of a graph that captured this call reads the source, and the count, at the time of the replay."""

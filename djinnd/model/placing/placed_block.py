@@ -51,14 +51,16 @@ class PlacedBlock:
     few_rows_as_packed: bool = False  # products of few rows read the stored form directly
     units_beside: Sequence[int] = ()  # packed units that those products do not read
 
-    def prepare(self, rows: int, scratch: Tensor | None) -> None:
+    def prepare(self, rows: int, scratch: Tensor | None, units: Sequence[int] | None = None) -> None:
         """Decodes the block to `scratch`, except for what a batch of `rows` tokens reads in the stored form. Queues
-        only kernels over fixed addresses."""
+        only kernels over fixed addresses. units: the packed units that have come with the block; None: all."""
         if self.packed is None:
             return
         assert self.form is not None and scratch is not None
         out = scratch[: self.layout.numel]
-        if not (self.few_rows_as_packed and rows <= PACKED_ROWS):
+        if units is not None and isinstance(self.form, PackedForm):
+            decode_units(self.form, units, self.packed, out)
+        elif not (self.few_rows_as_packed and rows <= PACKED_ROWS):
             decode_for_step(self.form, self.packed, out)
         elif self.units_beside:
             assert isinstance(self.form, PackedForm)

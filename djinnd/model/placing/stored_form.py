@@ -49,7 +49,11 @@ def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
 
 
 def decode_units(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: Tensor) -> None:
-    """Writes these units of a packed block on the GPU to their places in `out`, for a step of few rows."""
+    """Writes these units of a packed block to their places in `out`, for a step of few rows. On a CPU it may write
+    anything to the places of the others."""
+    if not out.is_cuda:
+        form.unpack(stored, out)
+        return
     from djinnd.model.kernels.packed.unpack import unpack_units
 
     unpack_units(form, numbers, stored, out)

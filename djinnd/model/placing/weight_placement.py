@@ -12,11 +12,15 @@ them. Resident experts are not fetched where the plan has no scratch for them: k
 A pass over the blocks calls, for each block in order, either `begin`, `prepare`, the module and `end`, or `skip`.
 `prepare` queues only kernels over fixed addresses, so a captured graph may hold it. The other calls order copies, and
 stay outside of graphs.
+
+The host may compute a part of some streamed blocks itself, in passes of few rows: see beside_bus.py. Such a block is
+not replayed from a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
 from djinnd.model.family.experts import Experts, StepTokens
+from djinnd.model.placing.beside_bus import BesideBus
 from djinnd.model.placing.placed_block import PlacedBlock
 from djinnd.model.placing.projections import Product
 from djinnd.model.placing.stored_form import decode_all
@@ -61,6 +66,7 @@ class WeightPlacement:
         ]
         if device.torch_device.type == "cuda":
             self.fuse_experts()
+        self.beside = BesideBus(device, store, dtype, blocks, products) if placing.cpu_beside_bus else None
         self._scratch: Tensor | None = None
         self._ring: Ring | None = None
         self._labels: set[str] = set()
@@ -98,6 +104,20 @@ class WeightPlacement:
     def streams(self) -> bool:
         return self._ring is not None
 
+    def begin_pass(self, rows: int, *, adapters: bool) -> None:
+        """Comes before the first block of a pass that the host may take a share of. adapters: some row has one."""
+        if self._ring is not None:
+            self._ring.begin(short=self.beside is not None and self.beside.takes(rows, adapters=adapters))
+
+    @contextmanager
+    def by_the_bus(self) -> Iterator[None]:
+        """The host takes no share of passes within the context."""
+        beside, self.beside = self.beside, None
+        try:
+            yield
+        finally:
+            self.beside = beside
+
     def begin(self, index: int) -> None:
         """Makes the compute stream wait for the block's weights; its work may be queued afterwards. Raises the error of
         a failed copy."""
@@ -105,7 +125,9 @@ class WeightPlacement:
             self.device.catch_up()
         place = self._blocks[index].place
         if self._ring is not None and place is BlockPlace.STREAMED:
-            self._ring.take()
+            is_whole = self._ring.take()
+            if self.beside is not None:
+                self.beside.arrived(index, whole=is_whole)
         if (trace := self.device.trace) is not None:
             assert place is not None
             trace.begin("compute", f"block {index}", place=place.value)
@@ -118,7 +140,12 @@ class WeightPlacement:
 
     def prepare(self, index: int, rows: int) -> None:
         """Decodes the parts of the block that a batch of `rows` tokens reads in plain form."""
-        self._blocks[index].prepare(rows, self._scratch)
+        units = None if self.beside is None else self.beside.units_beside(index)
+        self._blocks[index].prepare(rows, self._scratch, units)
+
+    def is_shared(self, index: int) -> bool:
+        """True between `begin` and `end` of a block that the host computes a part of."""
+        return self.beside is not None and self.beside.units_beside(index) is not None
 
     def end(self, index: int) -> None:
         """Ends the block's turn, after all its work has been queued. A streamed block's region of the ring may be
@@ -127,6 +154,8 @@ class WeightPlacement:
             trace.end("compute")
         if self._ring is not None and self._blocks[index].place is BlockPlace.STREAMED:
             self._ring.give_back()
+            if self.beside is not None:
+                self.beside.arrived(index, whole=True)
 
     def skip(self, blocks: range) -> None:
         """Skips these blocks in this pass."""
@@ -136,6 +165,8 @@ class WeightPlacement:
     def restart(self) -> None:
         """Resets the ring to block 0 after a pass that was broken off."""
         if self._ring is not None:
+            if self.beside is not None:
+                self.beside.reset()
             self._ring.restart()
 
     def not_finite(self) -> str | None:
@@ -253,7 +284,10 @@ class WeightPlacement:
             assert target is not None
             return target[: len(source)], source
 
-        placing = self._placing
+        placing, left_out = self._placing, dict[int, list[range]]()
+        if self.beside is not None:
+            copies = {index: sources(k) for k, index in enumerate(streamed)}
+            left_out = self.beside.choose(plan, copies, self._scratch)
         return Ring(
             self.device,
             memory,
@@ -262,6 +296,7 @@ class WeightPlacement:
             prefetch=placing.prefetch,
             piece=placing.piece_bytes or PIECE,
             name=lambda k: f"block {streamed[k]}",
+            left_out={streamed.index(index): spans for index, spans in left_out.items()},
         )
 
     def _source_of_experts(self, index: int) -> Tensor | None:
@@ -287,6 +322,8 @@ class WeightPlacement:
         """Frees ring and scratch, and unbinds the modules that compute from them."""
         self._ring = None
         self._scratch = None
+        if self.beside is not None:
+            self.beside.drop()
         for index, block in enumerate(self._blocks):
             if block.place is BlockPlace.STREAMED:
                 self._drop(index)

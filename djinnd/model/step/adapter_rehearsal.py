@@ -65,7 +65,7 @@ def _run(model: PagedModel) -> None:
     host["slots"][:] = host["positions"] % model.page_size
     host["starts"][:] = [0, _COUNTS[0], tokens]
     host["lengths"][:] = _LENGTHS
-    with model.device.computing():
+    with model.device.computing(), model.placement.by_the_bus():  # MLPs on the host do not call their products
         inputs.send()
         batch = inputs.paged_batch(max_query=max(_COUNTS), max_kv=max(_LENGTHS), fresh=False)
         model.forward(inputs, batch, blocks=range(min(KINDS, model.num_blocks)))

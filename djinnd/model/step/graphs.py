@@ -17,7 +17,8 @@ in order, all of them or a range of blocks, and only `logits` is read afterwards
 
 Between the replays of two blocks, a probe may read and change the hidden states (model/whitebox/probe.py). A block with
 a point inside it runs eagerly, and its result is copied to where its graph would write it. The host launches it while
-the device still runs the blocks before it. The epilogue runs eagerly for the points behind the blocks.
+the device still runs the blocks before it. So does a block that the host computes a part of (placing/beside_bus.py).
+The epilogue runs eagerly for the points behind the blocks.
 
 A shape is captured after its first step, which runs eagerly, or before that in an idle moment (`capture_next`). Its
 kernels are compiled in advance, before a request waits for them (`compile`).
@@ -153,6 +154,7 @@ class StepGraphs:
         inputs.sent()
         if blocks.start:
             captured.resid[blocks.start].copy_(captured.resid[0])
+        placement.begin_pass(shape.tokens, adapters=shape.adapters)
         placement.skip(range(blocks.start))
         if probe is not None:
             look(probe, Point("resid", blocks.start), captured.resid[blocks.start])
@@ -160,10 +162,11 @@ class StepGraphs:
         if placement.streams or device.is_behind or device.trace is not None or probe is not None:
             for index in blocks:
                 placement.begin(index)
-                if probe is not None and looks_inside(probe, index):
+                inside = probe if probe is not None and looks_inside(probe, index) else None
+                if inside is not None or placement.is_shared(index):
                     self._model.attend(self._batch(shape))
                     given = captured.resid[index], captured.prologue.arguments[index]
-                    captured.resid[index + 1].copy_(self._model.run_block(index, *given, probe))
+                    captured.resid[index + 1].copy_(self._model.run_block(index, *given, inside))
                 else:
                     graphs[index].replay()
                 placement.end(index)

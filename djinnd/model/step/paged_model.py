@@ -49,6 +49,8 @@ class PagedModel:
         self.states = StateContext()
         self._state_modules = [self._replace_forward(told) for told in skeleton.stateful]
         self.adapters: LoraProducts | None = None  # once one was loaded
+        if placement.beside is not None:
+            placement.beside.install(self.adapter.blocks)
         self.use_pool(pool)
 
     def use_pool(self, pool: Tensor) -> None:
@@ -141,6 +143,7 @@ class PagedModel:
         with self.device.span("compute", "prologue"):
             prologue = self.adapter.prologue(inputs.ids, inputs.positions)
         hidden = prologue.hidden
+        self.placement.begin_pass(prologue.hidden.shape[1], adapters=batch.adapters is not None)
         self.placement.skip(range(blocks.start))
         if probe is not None:
             look(probe, Point("resid", blocks.start), hidden)

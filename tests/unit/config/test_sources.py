@@ -85,6 +85,7 @@ admins: [0, 1001]
         ("slots: 4", Placing(slots=4)),
         ("speculation: auto", Placing(speculation=True)),
         ("speculation: off", Placing()),
+        ("cpu_beside_bus: auto", Placing(cpu_beside_bus=True)),
     ],
 )
 def test_a_model_s_placing_is_read(configured, text, placing):

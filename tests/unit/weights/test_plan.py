@@ -118,6 +118,11 @@ def test_the_ring_has_three_slots_or_two_or_one_by_memory() -> None:
     assert [places(BLOCK, 8, base + n * 768, resident=0).slots for n in (5, 3, 2, 1)] == [3, 3, 2, 1]
 
 
+def test_beside_the_host_the_ring_has_a_slot_more() -> None:
+    found = [places(BLOCK, 8, 1024 + n * 768, resident=0, cpu_beside_bus=True).slots for n in (9, 4, 3, 1)]
+    assert found == [4, 4, 3, 1]
+
+
 @pytest.mark.parametrize("slots", [1, 2, 5, 8, 100])
 def test_the_ring_has_the_requested_slots(slots: int) -> None:
     plan = places(FLOAT, 8, 1 << 20, resident=0, slots=slots)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from djinnd.device import Device
+from djinnd.device import CopyLane, Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.weights.ring import Ring, RingRegion, place_regions
 from tests.support.streams import TwoStreams
@@ -207,3 +207,57 @@ def test_a_copy_after_a_skipped_block_waits_for_the_block_that_computes_before_i
         streams.advance_copies()
     streams.synchronize()
     assert found == [True]
+
+
+class ShortScene(Scene):
+    """The last 40 of each block's 100 bytes are left out by short passes. A block is zeroed before it is given back."""
+
+    def __init__(self, device: CpuDevice, capacity: int, **options: object) -> None:
+        left_out = {k: [range(60, 80), range(80, 100)] for k in (0, 1, 3)}
+        super().__init__(device, [100] * 4, capacity, left_out=left_out, **options)
+
+    def pass_(self) -> list[bool]:
+        """Takes each block → whether it came whole."""
+        found = []
+        for k in range(4):
+            found.append(self.ring.take())
+            self.ring.check_integrity()
+            self.device.synchronize()
+            end = 100 if found[-1] else 60
+            assert torch.equal(self.region(k)[:end], self.blocks[k][:end])
+            self.region(k).zero_()
+            self.ring.give_back()
+        return found
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_short_passes_leave_parts_of_blocks_out(device: TroubledDevice, prefetch: bool) -> None:
+    scene = ShortScene(device, 200, prefetch=prefetch)
+    scene.ring.begin(short=True)
+    ahead = [True] * 2 if prefetch else [False] * 2  # were queued before the kind of pass was known
+    assert scene.pass_() == [*ahead, True, False]
+    copied = device.copied[CopyLane.WEIGHTS]
+    scene.ring.begin(short=True)
+    assert scene.pass_() == [False, False, True, False]
+    assert device.copied[CopyLane.WEIGHTS] - copied == 4 * 100 - 3 * 40
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_whole_pass_after_a_short_one_gets_what_the_ring_lacks(device: TroubledDevice, prefetch: bool) -> None:
+    scene = ShortScene(device, 300, prefetch=prefetch)
+    for _ in range(3):
+        for short in (True, True, False, False):
+            scene.ring.begin(short=short)
+            found = scene.pass_()
+            assert short or found == [True] * 4
+
+
+def test_skipped_blocks_of_a_short_pass_lack_nothing_later(device: TroubledDevice) -> None:
+    scene = ShortScene(device, 200)
+    scene.ring.begin(short=True)
+    scene.pass_()
+    scene.ring.begin(short=True)
+    scene.ring.skip(4)
+    scene.ring.check_integrity()
+    scene.ring.begin(short=False)
+    assert scene.pass_() == [True] * 4

@@ -16,6 +16,8 @@ same blocks are resident if the contender has a setting for them:
 | `plain` | djinnd with packing off |
 | `packed` | djinnd |
 
+`python -m tools.bench.stream.beside CHECKPOINT` measures decode with the host's cores beside the bus.
+
 | module | what |
 |---|---|
 | `experiment` | an experiment's YAML file, checked |
@@ -24,4 +26,5 @@ same blocks are resident if the contender has a setting for them:
 | `memory` | NVML: device memory of this process's descendants |
 | `run` | one contender after another |
 | `table` | results as a table |
+| `beside`, `host_rates` | decode with the host's cores beside the bus, and their rates |
 """

@@ -142,6 +142,13 @@ def test_a_plan_says_why_blocks_stay_plain(folder: Path) -> None:
     assert "these are bfloat16, computed in float32" in note
 
 
+def test_a_plan_with_streamed_blocks_says_that_a_load_chooses_the_host_s_share(folder: Path) -> None:
+    for resident, count in ((2, 1), (4, 0)):
+        notes = planned(folder, placing=Placing(resident=resident, cpu_beside_bus=True)).notes
+        assert sum("CPU beside the bus: a load measures" in note for note in notes) == count
+    assert not any("CPU" in note for note in planned(folder, placing=Placing(resident=2)).notes)
+
+
 def test_impossible_placements_are_refused(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="the model has 4 blocks"):
         planned(folder, placing=Placing(resident=5))
