@@ -64,7 +64,7 @@ def test_steps_of_graphs_follow_each_other(
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     runner = serving.runner()
     limits = 64, 32, 8, 8 * runner.plan.page_size
-    runner.graphs = StepGraphs(runner.model, serving.device, *limits, runner._last_tokens)  # type: ignore[arg-type]
+    runner.graphs = StepGraphs(runner.model, serving.device, *limits, runner.last_tokens)  # type: ignore[arg-type]
     runner.graphs.stop_capturing()
     serving.open("s")
     prompt = random_prompt(10, VOCAB, 1)
