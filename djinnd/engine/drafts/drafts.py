@@ -51,6 +51,7 @@ class Drafts:
         name = target.load.placing.draft
         if name:
             builder = self._scheduler.queues[target.name].batch_builder
+            target.weights.notes.append(f"{name} guesses for it")
             self._drafters[target.name] = Drafter(self._runners[name], target.model.vocab, builder)
 
     def detach(self, model: str) -> None:
