@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from djinnd.core.guesser import Record, agreeing
+from djinnd.core.tuning import DRAFTS
 
 
 class Drafted:
@@ -23,7 +24,7 @@ class Drafted:
         self._tokens = tokens
         self.record = record
         self.computed = 0  # first tokens of the text with KV in the draft
-        self.idle_steps = 0  # steps of the session since its last guess
+        self.idle_steps = 0  # of the session, since a guess last seemed to pay
         self._guess: Sequence[int] = ()  # not compared yet
         self._at = 0  # the position of its first token
 
@@ -49,7 +50,18 @@ class Drafted:
     def guessed(self, guess: Sequence[int]) -> None:
         """Notes a guess of the next tokens: all tokens have KV now, and all guessed ones but the last."""
         self.computed = self._at = len(self._tokens)
-        self._guess, self.idle_steps = guess, 0
+        self._guess = guess
+
+    def best_length(self, cost: float) -> int:
+        """See Record.best_length. Called in each step that could run a guess of the session."""
+        length = self.record.best_length(cost)
+        if length:
+            self.idle_steps = 0
+            return length
+        self.idle_steps += 1
+        if self.idle_steps == DRAFTS.again:
+            self.record, self.idle_steps = Record(DRAFTS.first_rate), 0
+        return 0
 
     def settle(self) -> tuple[int, bool]:
         """Compares the last guess with the tokens that have come since, and keeps the KV of those that were right. The

@@ -36,12 +36,8 @@ class DraftTuning:
     """How a draft model guesses. All values are chosen."""
 
     first_rate: float = 0.8  # Share of right tokens that is expected of a draft that has not run yet.
-    again: int = (
-        256  # After this many steps of a session without a guess, a draft that has seemed not to pay guesses once.
-    )
-    hopeful: int = (
-        16  # One in so many new sessions expects `first_rate`; the others, what the draft's last guesses had.
-    )
+    again: int = 1024  # After this many steps of a session without a guess, `first_rate` is expected again.
+    hopeful: int = 16  # One in so many new sessions expects `first_rate`. The others expect the rate of all of late.
     behind: int = 32  # A session with at most this many tokens that the draft has not run gets a guess at once.
     # At most so many tokens of prompts are run by the draft in a step, and at least so many of a session that is
     # behind. Between the two, as many as take this share of the step.

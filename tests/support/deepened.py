@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.serving import TINY
 
 OWN = 8  # blocks of djinn-tiny
-_ENDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # what they give is added to the hidden state
+_ENDS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")  # their products are added to the hidden state
 
 
 def deepened(folder: Path, times: int = 4) -> Path:

@@ -33,20 +33,14 @@ class Choice:
         return bool(self.guesses or self.behind)
 
 
-def choose(
-    candidates: Sequence[Candidate], cost: float, longest: int, room: int, reading: int, most: int, may_try: bool
-) -> Choice:
+def choose(candidates: Sequence[Candidate], cost: float, longest: int, room: int, reading: int, most: int) -> Choice:
     """`cost`: of one more guessed token, see Record.best_length. `longest`: passes. `room`: tokens of guesses that the
     step may run. `reading`: tokens that the draft may read of sessions that it is behind with. `most`: all tokens of a
-    pass. `may_try`: a session whose guesses seem not to pay may have one after DRAFTS.again steps."""
+    pass."""
     choice, most = Choice(), most - reading
     for candidate in candidates:
         drafted = candidate.drafted
-        length = min(drafted.record.best_length(cost), longest)
-        if not length:
-            drafted.idle_steps += 1
-            length = int(may_try and drafted.idle_steps >= DRAFTS.again)
-        length = min(length, candidate.most)
+        length = min(drafted.best_length(cost), longest, candidate.most)
         if not length:
             continue
         if drafted.missing <= min(DRAFTS.behind, most):

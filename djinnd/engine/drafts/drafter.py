@@ -116,7 +116,7 @@ class Drafter:
         reading = self._times.further_within(limit, max(len(candidates), 1))
         most = self.draft.max_tokens
         reading = min(max(reading, DRAFTS.least_tokens), DRAFTS.most_tokens, most // 2)
-        return choose(candidates, cost, longest, batch.room, reading, most, may_try=cost < 1.0)
+        return choose(candidates, cost, longest, batch.room, reading, most)
 
     def _candidate(self, at: int, row: Row) -> Candidate:
         session = row.session
