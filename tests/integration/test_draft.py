@@ -18,7 +18,7 @@ from tests.support.daemon import Daemon
 from tests.support.deepened import contrary, deepened
 from tests.support.serving import TINY
 
-LIVES = 10
+LIVES = 6
 PROMPT = "class Stack:\n    def push(self"
 
 
@@ -31,7 +31,7 @@ def other_tokens(tokenizer: dict) -> None:  # type: ignore[type-arg]  # JSON
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("models")
-    deep = deepened(folder / "deep")
+    deep = deepened(folder / "deep", 3)
     paths: dict[str, tuple[Path, object]] = {
         "small": (TINY, "off"),
         "contrary": (contrary(folder / "contrary"), "off"),

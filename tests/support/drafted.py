@@ -15,10 +15,9 @@ from tests.support.loaded import MEMORY, Served
 
 
 class WithDraft(Served):
-    """Serves a model as `Served` does; a draft guesses for it. `seconds` is what each step of the model takes, 0: not
-    measured."""
+    """Serves a model as `Served` does; a draft guesses for it. Each step of the model seems to take `seconds`."""
 
-    def __init__(self, folder: Path, draft: Path | None, draft_plan: KvPlan, seconds: float = 0.0, **more: Any) -> None:
+    def __init__(self, folder: Path, draft: Path | None, draft_plan: KvPlan, seconds: float = 1.0, **more: Any) -> None:
         self._stack = ExitStack()
         device = CpuDevice(2 * MEMORY)
         self._stack.callback(device.close)

@@ -103,10 +103,15 @@ class Drafter:
     # --- what is guessed ----------------------------------------------------------------------------------------------
 
     def _choose(self, batch: Batch) -> Choice:
-        rows = batch.rows
+        """With a good draft each step would have guesses, and the cost of a token without them would stay unknown. So a
+        few steps of each number of rows run without."""
+        rows, times = batch.rows, self._builder.times
         candidates = [self._candidate(at, rows[at]) for at in that_may_guess(rows) if rows[at].stage is None]
+        if candidates and times.wants(len(rows)):
+            times.ask(len(rows))
+            return Choice()
         self._steps_without += bool(candidates)
-        cost, step_s = self._cost(rows, max(len(candidates), 1)), self._builder.times.predict(len(rows))
+        cost, step_s = self._cost(rows, max(len(candidates), 1)), times.predict(len(rows))
         pass_s, longest = self._times.predict(len(candidates)) if candidates else 0.0, GUESSES.longest
         if not self._is_known(len(candidates)):
             longest = GUESSES.usual
@@ -142,8 +147,8 @@ class Drafter:
         return rows > 0 and self._times.is_sure(rows) and self._steps_without < DRAFTS.measured_again
 
     def _with_pages(self, rows: Sequence[Row], choice: Choice) -> Choice:
-        """Gives pages to the chosen sessions. The draft leaves out sessions for which it has too few pages, and those
-        with tokens that it does not know."""
+        """Gives pages to the chosen sessions. The draft leaves out sessions for which it has too few pages, those that
+        are too long for its passes, and those with tokens that it does not know."""
         keep = {rows[candidate.row].session.id for candidate, _ in (*choice.guesses, *choice.behind)}
         passes = choice.passes
         guesses = [
@@ -162,9 +167,9 @@ class Drafter:
         drafted, most = session.drafted, self.draft.plan.max_context
         assert drafted is not None
         start = drafted.computed
-        if not within_vocabulary(session.tokens, start, count, self.draft.model.vocab):
+        tokens = start + count + max(passes - 1, 0)
+        if tokens > most or not within_vocabulary(session.tokens, start, count, self.draft.model.vocab):
             return False
-        tokens = min(start + count + max(passes - 1, 0), most)
         return self._pages.reserve(session.id, session.tenant, tokens, keep)
 
     # --- what it took -------------------------------------------------------------------------------------------------

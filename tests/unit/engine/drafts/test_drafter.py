@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from djinn_client.protocol import Sampling
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from tests.support import reference
 from tests.support.checkpoints import Tensors, altered
 from tests.support.drafted import WithDraft
 from tests.support.loaded import random_prompt, small_pages
@@ -73,9 +76,49 @@ def test_a_draft_that_thinks_as_its_target_is_right_and_changes_no_token(
     assert tokens == expected
     assert guesses > none == 0
     guessed, kept = (sum(getattr(request, what) for request in requests) for what in ("guessed", "kept"))
-    assert kept > 0.97 * guessed > 0
+    assert kept > 0.95 * guessed > 0
     if draft_pages == 400:
         assert steps < 0.6 * most
+
+
+def resized(vocab: int) -> Callable[[Tensors], None]:
+    """Gives a model that many tokens: the first ones of its own, and others that it never likes."""
+
+    def change(tensors: Tensors) -> None:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            own = tensors[name][:vocab]
+            tensors[name] = torch.cat([own, torch.zeros(vocab - len(own), own.shape[1])])
+
+    return change
+
+
+@pytest.mark.parametrize("vocab", [505, 600])
+def test_a_draft_may_have_rows_for_fewer_or_more_tokens_than_its_target(tmp_path: Path, vocab: int) -> None:
+    draft = altered(tmp_path, change=resized(vocab), config={"vocab_size": vocab})
+    tokens, requests, _, guesses = lives(draft, 400, 400, 0.0)
+    expected, *_ = lives(None, 400, 400, 0.0)
+    assert tokens == expected and guesses > 10
+    assert sum(request.kept for request in requests) > 10
+
+
+@pytest.mark.parametrize(("seconds", "is_worth"), [(1e-6, False), (10.0, True)])
+def test_a_draft_guesses_only_if_its_passes_are_short_beside_the_target_s_steps(seconds: float, is_worth: bool) -> None:
+    with WithDraft(FOLDER, FOLDER, small_pages(100), seconds, plan=small_pages(100)) as served:
+        for tenant in range(2):
+            before = served.guesses
+            sampling = Sampling(temperature=1.5, seed=3)  # text without repetition, which lookups cannot guess
+            request = served.submit(served.open(tenant=tenant), [5, 6, 7], 200, sampling, may_guess=True)
+            served.run()
+        assert (request.kept > 150) == is_worth
+        assert is_worth or served.guesses == before
+
+
+def test_a_session_longer_than_the_draft_s_context_goes_on_without_guesses() -> None:
+    with WithDraft(FOLDER, FOLDER, small_pages(100, max_context=64), plan=small_pages(100)) as served:
+        session = served.open()
+        served.submit(session, [5, 6, 7], 120, may_guess=True)
+        served.run()
+        assert session.tokens[3:] == reference.greedy(FOLDER, [5, 6, 7], 120) and served.guesses > 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -84,4 +127,4 @@ def test_a_draft_that_is_wrong_changes_no_token_and_soon_guesses_no_more(tempera
     expected, *_ = lives(None, 400, 400, temperature)
     assert tokens == expected
     assert 0 < guesses < 0.25 * sum(map(len, tokens))
-    assert sum(request.guessed for request in requests) < 200
+    assert sum(request.guessed for request in requests) < 300
