@@ -107,18 +107,21 @@ class Drafter:
         few steps of each number of rows run without."""
         rows, times = batch.rows, self._builder.times
         candidates = [self._candidate(at, rows[at]) for at in that_may_guess(rows) if rows[at].stage is None]
-        if candidates and times.wants(len(rows)):
+        count = len(candidates)
+        if not count:
+            return Choice()
+        if batch.decode_only and times.wants(len(rows)):
             times.ask(len(rows))
             return Choice()
-        self._steps_without += bool(candidates)
-        cost, step_s = self._cost(rows, max(len(candidates), 1)), times.predict(len(rows))
-        pass_s, longest = self._times.predict(len(candidates)) if candidates else 0.0, GUESSES.longest
-        if not self._is_known(len(candidates)):
+        self._steps_without += 1
+        cost, step_s, pass_s = self._cost(rows, count), times.predict(len(rows)), self._times.predict(count)
+        longest = GUESSES.longest
+        if not self._is_known(count):
             longest = GUESSES.usual
-        elif step_s and pass_s:
+        elif step_s:
             longest = max(min(longest, int(DRAFTS.longest_share * step_s / pass_s)), 1)
         limit = pass_s + DRAFTS.catch_up_share * step_s if step_s else math.inf
-        reading = self._times.further_within(limit, max(len(candidates), 1))
+        reading = self._times.further_within(limit, count)
         most = self.draft.max_tokens
         reading = min(max(reading, DRAFTS.least_tokens), DRAFTS.most_tokens, most // 2)
         return choose(candidates, cost, longest, batch.room, reading, most)
@@ -144,7 +147,7 @@ class Drafter:
         return max(self._builder.guesses.cost_of_draft(rows, may_guess, pass_s), DRAFTS.least_cost)
 
     def _is_known(self, rows: int) -> bool:
-        return rows > 0 and self._times.is_sure(rows) and self._steps_without < DRAFTS.measured_again
+        return self._times.is_sure(rows) and self._steps_without < DRAFTS.measured_again
 
     def _with_pages(self, rows: Sequence[Row], choice: Choice) -> Choice:
         """Gives pages to the chosen sessions. The draft leaves out sessions for which it has too few pages, those that
