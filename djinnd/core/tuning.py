@@ -46,7 +46,7 @@ class DraftTuning:
     catch_up_share: float = 0.25
     least_cost: float = 0.05  # A pass or a guessed token that seems to cost nothing costs this share of a step.
     measured_again: int = 4096  # After so many steps without a guess, the draft's passes are measured again.
-    longest_share: float = 1.0  # The draft's passes for guesses take at most this share of the step.
+    longest_share: float = 1.0  # While other rows wait, the passes for guesses take at most this share of the step.
 
 
 GUESSES = GuessTuning()

@@ -39,6 +39,7 @@ class DraftPages:
     def reserve(self, session_id: str, tenant: int, tokens: int, keep: Collection[str]) -> bool:
         """Gives the session pages until `tokens` tokens fit. Other sessions lose theirs for it, but none in `keep`. →
         False if there are too few pages."""
+        assert tokens <= self._kv.max_context, f"{tokens} tokens for a context of {self._kv.max_context}"
         held = self._pages.pop(session_id, [])
         self._pages[session_id] = held  # the most recently used
         wanted = self._kv.pages_for(tokens) - len(held)

