@@ -78,7 +78,7 @@ class Engine:
         )
         self._guidance = self._requests.guidance
         self._reporter = Reporter(
-            device, self._scheduler, self._tiers, self._runners, self._requests.under_way, self._guidance
+            device, self._scheduler, self._tiers, self._runners, self._requests.under_way, self._guidance, self._drafts
         )
         self._models = EngineModels(
             device,

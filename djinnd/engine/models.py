@@ -212,12 +212,12 @@ class EngineModels:
         def release() -> None:
             self._deliveries.abandon(self._runners[message.model])
             self._tiers.remove(message.model)
-            self._drafts.detach(message.model)
             self._scheduler.remove_model(message.model)
             self._runners.pop(message.model).release()
             gc.collect()  # modules are in cycles, which hold the model's shared memory and page files
             self._channel.send(messages.Unloaded(message.request))
 
+        self._drafts.detach(message.model)
         if message.keep_pages:
             self._tiers.retire(message.model, release)
         else:

@@ -51,6 +51,11 @@ class Drafter:
         """True if the draft's weights stream now: each of its passes would wait for the bus."""
         return self.draft.model.placement.streams
 
+    @property
+    def sessions(self) -> set[str]:
+        """Ids of the sessions that it knows. No other has pages of the draft."""
+        return {*self._sessions}
+
     def added(self, batch: Batch, meanwhile: Callable[[], bool]) -> Batch:
         """The batch, some of its rows with guesses. `meanwhile`: called while the device works."""
         self._had_room = batch.room > 0

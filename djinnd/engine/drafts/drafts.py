@@ -84,6 +84,12 @@ class Drafts:
             self._drafters.pop(batch.model).release()
             return batch
 
+    def check_integrity(self) -> None:
+        """Asserts that the drafts know and hold pages only for sessions that are open."""
+        for model, drafter in self._drafters.items():
+            stray = drafter.sessions - self._scheduler.queues[model].sessions.keys()
+            assert not stray, f"the draft of {model} knows the closed sessions {sorted(stray)}"
+
     def go_on(self, model: str, rows: Sequence[Row]) -> bool:
         """See Drafter.goes_on."""
         return model in self._drafters and self._drafters[model].goes_on(rows)

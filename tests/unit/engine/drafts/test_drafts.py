@@ -99,6 +99,11 @@ def test_rows_get_guesses_and_the_pages_come_back(served: WithDraft) -> None:
     (row,) = drafts.added(batch, lambda: False).rows
     assert row.guess and row.count == 1 + len(row.guess)
     assert drafts.go_on("m", batch.rows) and session.drafted is not None
+    drafts.check_integrity()
+    served.scheduler.close(session.id)
+    with pytest.raises(AssertionError, match="knows the closed sessions"):
+        drafts.check_integrity()
     drafts.close("m", session.id)
+    drafts.check_integrity()
     assert session.drafted is None
     assert served.draft.kv.lend(0, served.draft.kv.pool.free) is not None, "no page is lent any more"
