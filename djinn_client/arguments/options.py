@@ -136,7 +136,8 @@ class PlacingOptions(TypedDict, total=False):
                          reply says so in its notes; "auto" (the default): they are in the dtype of computing
     speculation          "auto": a step also runs tokens that a session is likely to get next, as its own text
                          and its user's other sessions say, and keeps those that it would have sampled; no token
-                         changes; "off" (the default): it does not
+                         changes; "off" (the default): it does not. {"draft": NAME}: as "auto", and where these texts
+                         say nothing, another model of the daemon's configuration guesses, which has the same tokens
     keep_host            False: the copy in host memory is dropped once every block is resident; default True
     """
 
@@ -146,7 +147,7 @@ class PlacingOptions(TypedDict, total=False):
     packing: bool | None
     quantise: Literal["fp8", "int8"] | None
     kv_dtype: Literal["auto", "fp8"] | None
-    speculation: Literal["auto", "off"] | None
+    speculation: Literal["auto", "off"] | Mapping[str, str] | None
     keep_host: bool | None
 
 
@@ -198,16 +199,19 @@ def placing_fields(options: PlacingOptions) -> dict[str, Any] | None:
     if fields.get("kv_dtype") == "auto":
         fields["kv_dtype"] = ""
     if "speculation" in fields:
-        fields["speculation"] = _is_auto("speculation", fields["speculation"])
+        fields |= _speculation(fields["speculation"])
     if "ring_gb" in fields:
         fields["ring_bytes"] = ring_bytes(fields.pop("ring_gb"))
     return fields or None
 
 
-def _is_auto(name: str, value: Any) -> bool:
+def _speculation(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping) and value.keys() == {"draft"} and isinstance(value["draft"], str) and value["draft"]:
+        return {"speculation": True, "draft": value["draft"]}
     if value not in ("auto", "off"):
-        raise InvalidRequest(f"{name} is {value!r}; it must be 'auto' or 'off'", field=name)
-    return bool(value == "auto")
+        told = f"speculation is {value!r}; it must be 'auto', 'off' or {{'draft': NAME}}, with the name of a model"
+        raise InvalidRequest(told, field="speculation")
+    return {"speculation": value == "auto"}
 
 
 def token_ids(tokens: Iterable[Any]) -> list[int]:

@@ -24,6 +24,7 @@ from djinnd.config.units import (
     Resident,
     Seconds,
     Size,
+    Speculation,
     User,
 )
 
@@ -166,7 +167,7 @@ class Model(Struct, frozen=True):
     packing: AutoOrOff = True  # pack blocks in the 12-bit code, if they can be
     quantise: Literal["none", "fp8", "int8"] = "none"  # plain matrices of blocks, when they are loaded
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of keys and values in pages; auto: that of computing
-    speculation: AutoOrOff = False  # steps run guesses of next tokens, if that pays
+    speculation: Speculation = False  # steps run guesses of next tokens, if that pays; a name: of a draft model
     cpu_beside_bus: AutoOrOff = False  # the host's cores compute MLPs of streamed blocks, if that pays
     keep_host: bool = True  # keep the host copy of a model that is resident
     prefetch: bool = True  # copy streamed blocks ahead of their turn
@@ -196,7 +197,8 @@ class Model(Struct, frozen=True):
             packing=self.packing,
             quantise="" if self.quantise == "none" else self.quantise,
             kv_dtype="" if self.kv_dtype == "auto" else self.kv_dtype,
-            speculation=self.speculation,
+            speculation=bool(self.speculation),
+            draft=self.speculation if isinstance(self.speculation, str) else "",
             cpu_beside_bus=self.cpu_beside_bus,
             adapter_bytes=self.adapter_memory,
             keep_host=self.keep_host,

@@ -159,6 +159,27 @@ def read_auto_or_off(value: Any) -> bool:
     raise ValueError(f"{value!r} is not one of auto, off")
 
 
+def read_speculation(value: Any) -> bool | str:
+    """True for `auto`, False for `off`, or the name of a draft: a mapping in YAML, `draft=NAME` in a text."""
+    if isinstance(value, str) and value.startswith("draft="):
+        value = {"draft": value.removeprefix("draft=")}
+    if isinstance(value, dict):
+        name = value.get("draft")
+        if len(value) == 1 and isinstance(name, str) and name:
+            return name
+        raise ValueError(f"{value!r} names no draft: write it as in {{draft: NAME}}, with the name of a model")
+    try:
+        return read_auto_or_off(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, {{draft: NAME}}") from None
+
+
+def write_speculation(value: bool | str) -> str | dict[str, str]:
+    if isinstance(value, str):
+        return {"draft": value}
+    return "auto" if value else "off"
+
+
 def read_path(value: Any) -> str:
     if isinstance(value, str) and "\0" not in value:
         return value
@@ -203,3 +224,4 @@ PathText = Annotated[str, Meta(extra={"unit": ConfigUnit(read_path)})]
 AutoOrOff = Annotated[
     bool, Meta(extra={"unit": ConfigUnit(read_auto_or_off, lambda value: "auto" if value else "off")})
 ]
+Speculation = Annotated[bool | str, Meta(extra={"unit": ConfigUnit(read_speculation, write_speculation)})]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -55,11 +55,15 @@ class Row(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one model. Decode rows (one token) come first, then rows with guesses and chunks of prefill."""
+    """Rows of one model. Decode rows (one token) come first, then rows with guesses and chunks of prefill.
+
+    `room`: how many further tokens of guesses the step may run.
+    """
 
     model: str
     rows: tuple[Row, ...]
     step: int
+    room: int = 0
 
     @property
     def tokens(self) -> int:
@@ -68,6 +72,11 @@ class Batch:
     @property
     def decode_only(self) -> bool:
         return all(row.count == 1 for row in self.rows)
+
+
+def in_step_order(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """The rows in the order of a batch. Rows of one kind stay in theirs."""
+    return tuple(sorted(rows, key=lambda row: row.count > 1))
 
 
 def recomputed(batch: Batch) -> dict[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from djinn_client.protocol import Class
+from djinnd.core.drafted import Drafted
 from djinnd.core.edits import FOREVER, Edit, cut
 from djinnd.core.guesser import Guesser
 from djinnd.core.names import Names
@@ -45,6 +46,7 @@ class Session:
     # The next request computes from this position on at the latest: edits changed it, or the last one stopped there.
     due_from: int = FOREVER
     guesser: Guesser | None = None  # guesses its next tokens, once a request that may guess has decoded
+    drafted: Drafted | None = None  # its KV and its guesses in its model's draft, if the draft has begun with it
 
     @property
     def next_position(self) -> int:
@@ -94,6 +96,8 @@ class Session:
         del self.tokens[length:]
         if self.guesser is not None:
             self.guesser.cut(length)
+        if self.drafted is not None:
+            self.drafted.cut(length)
         self.edits = cut(self.edits, length)
         self.computed = min(self.computed, length)
         self.left_at = min(self.left_at, length)

@@ -1,4 +1,4 @@
-"""The tuned constants of guesses. Each is measured (how, where) or chosen."""
+"""The tuned constants of guesses, from texts and from draft models. Each is measured (how, where) or chosen."""
 
 from __future__ import annotations
 
@@ -31,4 +31,23 @@ class GuessTuning:
     indexed_at_once: int = 2048  # Measured there: 0.09 ms. So a long prompt is indexed over several steps.
 
 
+@dataclass(frozen=True, slots=True)
+class DraftTuning:
+    """How a draft model guesses. All values are chosen."""
+
+    first_rate: float = 0.8  # Share of right tokens that is expected of a draft that has not run yet.
+    again: int = 1024  # After this many steps of a session without a guess, `first_rate` is expected again.
+    hopeful: int = 16  # One in so many new sessions expects `first_rate`. The others expect the rate of all of late.
+    behind: int = 32  # A session with at most this many tokens that the draft has not run gets a guess at once.
+    # At most so many tokens of prompts are run by the draft in a step, and at least so many of a session that is
+    # behind. Between the two, as many as take this share of the step.
+    most_tokens: int = 1024
+    least_tokens: int = 32
+    catch_up_share: float = 0.25
+    least_cost: float = 0.05  # A pass or a guessed token that seems to cost nothing costs this share of a step.
+    measured_again: int = 4096  # After so many steps without a guess, the draft's passes are measured again.
+    longest_share: float = 1.0  # While other rows wait, the passes for guesses take at most this share of the step.
+
+
 GUESSES = GuessTuning()
+DRAFTS = DraftTuning()

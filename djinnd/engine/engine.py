@@ -17,6 +17,7 @@ from djinnd.device import Device
 from djinnd.engine.adapter_loads import AdapterLoads
 from djinnd.engine.collector import Collector
 from djinnd.engine.dispatch import Dispatcher
+from djinnd.engine.drafts.drafts import Drafts
 from djinnd.engine.grammar.processes import GrammarProcesses
 from djinnd.engine.io.background import BackgroundWork
 from djinnd.engine.io.channel import ServerChannel, ServerGone
@@ -63,6 +64,7 @@ class Engine:
         self._pauses = Pauses(self._scheduler, self._runners, channel)
         self._tiers = Tiers(device, self._scheduler, self._loads, self._pauses)
         self._tracer = Tracer(device, channel.send)
+        self._drafts = Drafts(self._scheduler, self._runners)
         self._background = BackgroundWork(channel)
         self._requests = Requests(
             device,
@@ -76,7 +78,7 @@ class Engine:
         )
         self._guidance = self._requests.guidance
         self._reporter = Reporter(
-            device, self._scheduler, self._tiers, self._runners, self._requests.under_way, self._guidance
+            device, self._scheduler, self._tiers, self._runners, self._requests.under_way, self._guidance, self._drafts
         )
         self._models = EngineModels(
             device,
@@ -86,6 +88,7 @@ class Engine:
             self._requests.deliveries,
             self._reporter,
             self._runners,
+            self._drafts,
             channel,
             (max_batch_tokens, max_rows),
             compiler,
@@ -119,6 +122,7 @@ class Engine:
             self._tiers,
             self._reporter,
             self._tracer,
+            self._drafts,
             self._idle_work,
             channel,
             may_go_on=self._nothing_waits,
@@ -225,6 +229,7 @@ class Engine:
     def _close(self, message: messages.Close) -> None:
         runner = self._runners[self._scheduler.session(message.session).model]
         self._requests.finish(self._scheduler.close(message.session))
+        self._drafts.close(runner.name, message.session)
         runner.use_edits(message.session, ())
         runner.parked.drop(message.session)
 

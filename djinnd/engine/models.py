@@ -25,6 +25,7 @@ from djinnd import messages
 from djinnd.core.session import Session
 from djinnd.device import Device
 from djinnd.engine.budgeting import change_budget
+from djinnd.engine.drafts.drafts import Drafts
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.kernels.compiler import Compiling, KernelCompiler
 from djinnd.engine.load.loading import LoadQueue, LoadResult
@@ -61,6 +62,7 @@ class EngineModels:
     _deliveries: Deliveries
     _reporter: Reporter
     _runners: dict[str, ModelRunner]  # by model
+    _drafts: Drafts
     _channel: ServerChannel
     _limits: tuple[int, int]  # most tokens and rows of a step
     _compiler: KernelCompiler | None  # None: kernels are compiled at launch or not at all
@@ -108,6 +110,11 @@ class EngineModels:
             if result.error is not None:
                 raise result.error
             assert result.weights is not None and result.shape is not None
+            try:
+                self._drafts.check(load, result.weights.skeleton)
+            except DjinnError:
+                result.weights.release(self._device)
+                raise
             compile = None if self._compiler is None else partial(self._compile, self._compiler, load.model)
             runner = yield from prepare_model(load, result.weights, result.shape, self._device, *self._limits, compile)
         self._adopt(runner)
@@ -142,6 +149,7 @@ class EngineModels:
         self._runners[load.model] = runner
         paging = self._tiers.add(runner)
         self._scheduler.add_model(load.model, runner.kv, runner.plan.max_context, runner.model.num_blocks, paging)
+        self._drafts.attach(runner)
         self._channel.send(messages.Loaded(load.request, self._reporter.info(runner)))
 
     def close(self) -> None:
@@ -209,6 +217,7 @@ class EngineModels:
             gc.collect()  # modules are in cycles, which hold the model's shared memory and page files
             self._channel.send(messages.Unloaded(message.request))
 
+        self._drafts.detach(message.model)
         if message.keep_pages:
             self._tiers.retire(message.model, release)
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from djinn_client.protocol import ModelInfo
 from djinnd import messages
 from djinnd.device import CopyLane, Device
+from djinnd.engine.drafts.drafts import Drafts
 from djinnd.engine.grammar.guidance import Guidance
 from djinnd.engine.paging.tiers import Tiers
 from djinnd.engine.run.model_runner import ModelRunner
@@ -26,6 +27,7 @@ class Reporter:
     _runners: Mapping[str, ModelRunner]  # by model, a live view
     _under_way: Collection[int]  # numbers of running requests, a live view
     _guidance: Guidance
+    _drafts: Drafts
     steps: int = field(init=False, default=0)
     generated: int = field(init=False, default=0)  # tokens that steps have chosen
 
@@ -52,6 +54,7 @@ class Reporter:
     def _audit(self) -> list[str]:
         findings = []
         audits = {"scheduler": self._scheduler.check_integrity, "budget": self._device.budget.check_integrity}
+        audits["drafts"] = self._drafts.check_integrity
         audits |= {f"edits of {runner.name}": runner.edits.check_integrity for runner in self._runners.values()}
         audits |= {f"adapters of {runner.name}": runner.adapters.check_integrity for runner in self._runners.values()}
         audits |= {f"parked rows of {runner.name}": runner.parked.check_integrity for runner in self._runners.values()}

@@ -2,6 +2,8 @@
 
     compose ─► launch ─► (launch the step that follows) ─► idle work ─► read ─► tokens sent, results applied ─► …
 
+A model with a draft gets the draft's guesses between composing and launching.
+
 A step that follows has the same sessions, each with its next token, which is on the device when it is needed. So the
 device goes on while the host reads, sends and applies the results of the step before. It is launched only if nothing
 is known that has to be done between two steps. Such work can come up while it runs, and then waits for its end: only
@@ -22,6 +24,7 @@ from djinn_client.errors import DjinnError, OutOfMemory, SessionLost
 from djinnd import messages
 from djinnd.core.batch import LATE, Batch, Row, recomputed
 from djinnd.device import Device
+from djinnd.engine.drafts.drafts import Drafts
 from djinnd.engine.io.channel import ServerChannel, ServerGone
 from djinnd.engine.io.idle_work import IdleWork
 from djinnd.engine.paging.tiers import Tiers
@@ -54,6 +57,7 @@ class Steps:
         tiers: Tiers,
         reporter: Reporter,
         tracer: Tracer,
+        drafts: Drafts,
         idle_work: IdleWork,
         channel: ServerChannel,
         *,
@@ -69,6 +73,7 @@ class Steps:
         self._tiers = tiers
         self._reporter = reporter
         self._tracer = tracer
+        self._drafts = drafts
         self._idle_work = idle_work
         self._channel = channel
         self._may_go_on = may_go_on
@@ -105,6 +110,7 @@ class Steps:
         self._ahead_since = self._began
         self._tiers.note_step(batch)
         self._tracer.did("compose")
+        batch = self._with_drafts(batch)
         masks = None
         if self._guidance:
             masks = self._guidance.masks
@@ -114,6 +120,14 @@ class Steps:
             sampled = None if launched is None else self._read(launched)
         self._apply(batch, sampled, with_masks=masks is not None)
         return True
+
+    def _with_drafts(self, batch: Batch) -> Batch:
+        """The batch with the guesses of its model's draft. The step's own time begins behind the draft's passes."""
+        drafted = self._drafts.added(batch, self._idle_work.run)
+        if drafted is not batch:
+            self._tracer.did("draft")
+            self._began = self._ahead_since = time.monotonic()
+        return drafted
 
     def _launch(self, batch: Batch, masks: FindMasks | None, after: Launched | None = None) -> Launched | None:
         """`after`: the step that the batch follows. → None if the step has failed, and with it its requests."""
@@ -128,8 +142,9 @@ class Steps:
     def _follow(self, launched: Launched) -> None:
         """Launches the step that follows, if there is one."""
         lasts = time.monotonic() - self._ahead_since < AHEAD_FOR_S
-        if lasts and self._runners[launched.batch.model].can_follow(launched) and self._may_go_on():
-            batch = self._scheduler.follow(launched.batch)
+        model, rows = launched.batch.model, launched.batch.rows
+        if lasts and self._runners[model].can_follow(launched) and self._may_go_on():
+            batch = None if self._drafts.go_on(model, rows) else self._scheduler.follow(launched.batch)
             if batch is not None:
                 self._ahead = self._launch(batch, None, launched)
 

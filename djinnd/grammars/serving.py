@@ -45,6 +45,7 @@ class GrammarRun:
     slot: int
     matcher: LLMatcher | None = None  # None: it is being compiled
     is_over: bool = False
+    has_begun: bool = False  # its first mask is there; until then, the compiling thread uses the matcher
     is_forced: bool = False  # the matcher is ahead of the output by forced tokens
 
 
@@ -98,6 +99,7 @@ class GrammarService:
                 raise GrammarRejected(f"the output so far does not follow its grammar: {matcher.get_error()}")
             run.matcher = matcher
             states = self._look([run])
+            run.has_begun = True
         except GrammarRejected as error:
             states = GrammarStates(others=[GrammarState(run.number, error=error.message)])
         self._tell(states)
@@ -219,9 +221,9 @@ def _forced(matcher: LLMatcher) -> list[int]:
 
 def _allowed(run: GrammarRun, tokens: list[int]) -> int:
     """How many first tokens of a guess may follow; 0 if the run is not where its output is."""
-    if run.matcher is None or run.is_forced or run.matcher.is_stopped():
+    if not run.has_begun or run.is_forced or _matcher(run).is_stopped():
         return 0
-    return int(run.matcher.validate_tokens(tokens))
+    return int(_matcher(run).validate_tokens(tokens))
 
 
 def _matcher(run: GrammarRun) -> LLMatcher:

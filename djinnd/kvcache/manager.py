@@ -144,6 +144,14 @@ class KvManager:
         for page, key in enumerate(own[first:], first):
             self._know(key, int(self._table[self._row[session_id], page]))
 
+    def lend(self, tenant: int, count: int) -> list[int] | None:
+        """Lends free pages for scratch memory of the tenant: see PagePool.lend. No session finds their prefixes any
+        more."""
+        pages = self.pool.lend(count, tenant)
+        if pages is not None:
+            self._prefixes.forget(pages)
+        return pages
+
     # --- states of hybrid models --------------------------------------------------------------------------------------
 
     def has_state(self, session_id: str, tokens: int) -> bool:

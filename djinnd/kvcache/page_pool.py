@@ -11,6 +11,9 @@ it is stale until `take_stale` has returned it to be zeroed. The device zeroes t
 whose overwriting was announced and did not happen may hold KV of any tenant. It is zeroed before the next step, or, if
 its holder gives it back before that, when it is next given to a holder that does not overwrite it.
 
+Free pages can be lent as scratch memory, whose loss costs only time. They stay free: when all others are given away,
+the lender loses them, and `reclaimed` tells it so.
+
 The pool also counts pages by tenant. A held page counts once, however many sessions hold it, until its copies have
 ended. A public page counts for no tenant (`ANYBODY`), because the tenant that computed it may be gone.
 """
@@ -18,7 +21,8 @@ ended. A public page counts for no tenant (`ANYBODY`), because the tenant that c
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import islice
 
 from djinnd.kvcache.tenancy import ANYBODY
 
@@ -49,6 +53,8 @@ class PagePool:
         self._stale: set[int] = set()
         self._unfilled: set[int] = set()  # held pages that were to be overwritten and were not
         self._used_by = {ANYBODY: 0}  # held pages, by tenant
+        self._lent: set[int] = set()  # free pages that are in use as scratch memory
+        self.reclaimed = 0  # rises when lent pages are given away
 
     @property
     def free(self) -> int:
@@ -81,6 +87,9 @@ class PagePool:
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
         pages = sorted([self._free.popitem(last=False)[0] for _ in range(count)])
+        if self._lent and not self._lent.isdisjoint(pages):
+            self._lent.difference_update(pages)
+            self.reclaimed += 1
         last_tenant, references, harmless = self._last_tenant, self._references, (_NO_TENANT, tenant)
         if overwritten:
             self._stale.difference_update(pages)
@@ -91,6 +100,30 @@ class PagePool:
             references[page] = 1
         self._used_by[tenant] = self.used_by(tenant) + count
         return pages
+
+    def lend(self, count: int, tenant: int) -> list[int] | None:
+        """Lends `count` free pages for scratch memory of the tenant. They are given away as if they had just become
+        free. None if fewer are free and not lent."""
+        if count > len(self._free) - len(self._lent):
+            return None
+        pages = list(islice((page for page in self._free if page not in self._lent), count))
+        for page in pages:
+            self._free.move_to_end(page)
+            if self._last_tenant[page] not in (_NO_TENANT, tenant):
+                self._stale.add(page)
+            self._last_tenant[page] = tenant
+        self._lent.update(pages)
+        return pages
+
+    def is_lent(self, pages: Iterable[int]) -> bool:
+        """True if all these pages, which `lend` has returned, are still lent."""
+        return self._lent.issuperset(pages)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Ends the loan of these pages, as far as it has not ended."""
+        for page in self._lent.intersection(pages):
+            self._free.move_to_end(page, last=False)
+        self._lent.difference_update(pages)
 
     def mark_unfilled(self, page: int) -> None:
         """Notes that a held page was allocated with `overwritten`, and then was not overwritten whole."""
@@ -157,6 +190,9 @@ class PagePool:
         self._unfilled = {places[page] for page in self._unfilled}
         taken = set(places.values())
         self._free = OrderedDict.fromkeys(page for page in range(1, num_pages) if page not in taken)
+        if self._lent:
+            self._lent.clear()
+            self.reclaimed += 1
         return places
 
     def take_stale(self) -> list[int]:
@@ -179,5 +215,6 @@ class PagePool:
         assert held == self.used, f"{held} pages are held, the pool counts {self.used}"
         used = Counter(tenant for tenant, count in zip(self._last_tenant, self._references, strict=True) if count)
         assert self.uses() == used, f"tenants use {dict(used)} pages, the pool counts {dict(self.uses())}"
+        assert self._lent <= free, "a lent page is not free"
         assert all(SCRATCH < page <= self.capacity for page in self._stale), "a stale page is not one of this pool"
         assert all(self._references[page] for page in self._unfilled), "a free page is marked as not overwritten"

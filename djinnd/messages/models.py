@@ -29,6 +29,7 @@ class Load(CheckpointCall["Loaded"], tag="load"):
     disk_kv_bytes: int | None = None  # bytes of pages in files; None: the engine decides
     disk_folder: str = ""  # for those files; "": no disk tier
     max_context: int = 0  # 0: the model's own
+    is_draft: bool = False  # it guesses for other models: if the engine decides, it gets few pages
 
 
 class Unload(EngineCall["Unloaded"], tag="unload"):

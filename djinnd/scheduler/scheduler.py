@@ -402,7 +402,7 @@ class Scheduler:
             if rows:
                 self._followed = 0
                 self._step += 1
-                return Batch(name, rows, self._step)
+                return Batch(name, rows, self._step, builders[name].room)
         return None
 
     def follow(self, batch: Batch) -> Batch | None:

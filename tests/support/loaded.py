@@ -94,15 +94,15 @@ def _runner_with(
     plan: KvPlan, weights: Weights, figures: ModelShape, device: Device, max_tokens: int, max_rows: int
 ) -> ModelRunner:
     layout = layout_of(figures.kv_dtype(weights.dtype), plan.page_size, weights.skeleton.kv, figures.state_bytes)
-    device.budget.reserve(workspace_label("m"), 0)
-    pool = device.allocate(kv_label("m"), (plan.num_pages, layout.page_bytes), torch.uint8, zero=True)
+    device.budget.reserve(workspace_label(weights.name), 0)
+    pool = device.allocate(kv_label(weights.name), (plan.num_pages, layout.page_bytes), torch.uint8, zero=True)
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
     check_all(model, plan.max_context)
-    return ModelRunner(Load(0, "m", ""), weights, model, figures, plan, device, max_tokens, max_rows)
+    return ModelRunner(Load(0, weights.name, ""), weights, model, figures, plan, device, max_tokens, max_rows)
 
 
 class Served:
-    """A scheduler and the runner of one model, named "m", as in an engine."""
+    """A scheduler and the runner of one model, as in an engine."""
 
     def __init__(
         self,
@@ -114,22 +114,23 @@ class Served:
         max_batch_tokens: int = 64,
         max_rows: int = 32,
         placing: Placing | None = None,
+        name: str = "m",
     ) -> None:
         """`plan`: see `small_pages`. None: the engine's plan, with pages of 256 tokens for a reduced model."""
         self.device = device or CpuDevice(MEMORY)
         self._owns_device = device is None
-        loader = loader_of(folder, self.device, dtype, placing)
+        loader = loader_of(folder, self.device, dtype, placing, name=name)
         shape = model_shape(loader)
         budget = self.device.budget
         reserved = reserved_bytes(loader, shape, 0, max_batch_tokens, budget.total, budget.free)
         weights = loader.run(anonymous_arena, lambda stage, done, total: None, reserved)
         if plan is None:
-            load = Load(0, "m", str(folder), placing=placing or Placing())
+            load = Load(0, name, str(folder), placing=placing or Placing())
             self.runner = made_runner(load, weights, shape, self.device, max_batch_tokens, max_rows)
         else:
             self.runner = _runner_with(plan, weights, shape, self.device, max_batch_tokens, max_rows)
         self.scheduler = Scheduler(max_batch_tokens, max_rows)
-        self.scheduler.add_model("m", self.runner.kv, self.runner.plan.max_context, self.runner.model.num_blocks)
+        self.scheduler.add_model(name, self.runner.kv, self.runner.plan.max_context, self.runner.model.num_blocks)
         self._numbers = count(1)
 
     def close(self) -> None:
@@ -213,12 +214,12 @@ class Served:
             self.runner.settle()
         return batch
 
-    def complete(self, batch: Batch, sampled: Sampled) -> None:
+    def complete(self, batch: Batch, sampled: Sampled, seconds: float = 0.0) -> None:
         tokens: list[int | None] = [*sampled.tokens]
         for index in sampled.late:
             tokens[index] = LATE
         further = {index: [token for token, _ in some] for index, some in sampled.further.items()}
-        for request in self.scheduler.complete(batch, tokens, further=further):
+        for request in self.scheduler.complete(batch, tokens, seconds, further):
             if not request.logits:
                 self.runner.forget(request)
         self.scheduler.check_integrity()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from djinn_client.protocol.fields.placing import MAX_SLOTS
-from djinnctl.units import parse_resident, parse_seconds, parse_size
+from djinnctl.units import parse_resident, parse_seconds, parse_size, parse_speculation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -99,8 +99,10 @@ def placing_options(command: F) -> F:
         ),
         click.option(
             "--speculation",
-            type=click.Choice(["auto", "off"]),
-            help="Whether steps also run guesses of a session's next tokens. Changes no token.",
+            type=Written("speculation", parse_speculation),
+            metavar="auto|off|draft=MODEL",
+            help="Whether steps also run guesses of a session's next tokens, and a smaller model that guesses, too. "
+            "Changes no token.",
         ),
         click.option("--slots", type=click.IntRange(0, MAX_SLOTS), metavar="N", help="Slots of the ring."),
         click.option(

@@ -77,6 +77,16 @@ def parse_resident(text: str) -> int | float | Literal["auto"]:
     raise ValueError(f"{text!r} is no number of blocks; write auto, a count as 29, or a share from 0.0 to 1.0 as 0.73")
 
 
+def parse_speculation(text: str) -> str | dict[str, str]:
+    """`auto`, `off`, or `draft=MODEL`. Raises ValueError."""
+    kind, _, name = text.partition("=")
+    if kind == "draft" and name:
+        return {"draft": name}
+    if text in ("auto", "off"):
+        return text
+    raise ValueError(f"{text!r} is none of auto, off, draft=MODEL")
+
+
 def parse_seconds(text: str) -> float:
     """Seconds of `250ms`, `30s`, `1.5 min`, `2h`. Raises ValueError for anything else, a number without a unit too,
     unless it is 0."""

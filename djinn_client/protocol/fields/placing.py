@@ -30,6 +30,7 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
     quantise: Quantise = ""  # fp8, int8: plain matrices of blocks are quantised when they are loaded; "": never
     kv_dtype: KvForm = ""  # fp8: keys and values are kept as e4m3; "": in the dtype of computing
     speculation: bool = False  # steps also run guesses of next tokens, which changes no token
+    draft: str = ""  # a model of the daemon's configuration that guesses, too; only with speculation
     cpu_beside_bus: bool = False  # the host computes MLPs of streamed blocks; only the daemon's configuration sets this
     adapter_bytes: Whole = 0  # of device memory set aside for LoRA adapters; only the daemon's configuration sets this
     keep_host: bool = True  # False: the host's copy goes once every block is resident
@@ -49,6 +50,9 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
         _expect("adapter_bytes", self.adapter_bytes, MAX_BYTES)
         _expect("slots", self.slots, MAX_SLOTS)
         _expect("piece_bytes", self.piece_bytes, MAX_BYTES)
+        if self.draft and not self.speculation:
+            told = f"the draft {self.draft} is given without speculation: set both, or leave the draft out"
+            raise InvalidRequest(told, field="draft")
         if self.ring_bytes and self.slots:
             raise InvalidRequest("the ring is given in bytes and in slots: give one of them", field="slots")
         if 0 < self.piece_bytes < LEAST_PIECE:

@@ -26,7 +26,7 @@ from djinnd.engine.probes.step_probe import Touched
 from djinnd.engine.run.batch_inputs import Rows, in_order
 from djinnd.engine.run.guessed_rows import ALL, of_rows, samples_of
 from djinnd.engine.run.logits_window import LogitsWindow
-from djinnd.engine.run.passes import Passes
+from djinnd.engine.run.passes import BlockTables, Passes
 from djinnd.engine.run.prompt_scores import PromptScorer
 from djinnd.engine.run.step_threads import StepThreads
 from djinnd.engine.tuning import LAUNCHES_AHEAD, RESIZED_AT_ONCE
@@ -96,7 +96,7 @@ class ModelRunner:
         self._is_eager = False
         self._threads = StepThreads()
         kind = device.torch_device.type
-        self._last_tokens = LastTokens(self.max_rows, device.torch_device) if LAUNCHES_AHEAD[kind] else None
+        self.last_tokens = LastTokens(self.max_rows, device.torch_device) if LAUNCHES_AHEAD[kind] else None
         self._passes = Passes(
             model,
             device,
@@ -108,7 +108,7 @@ class ModelRunner:
             self.scores,
             plan.page_size,
             TILE_TOKENS if kind == "cuda" else self.max_tokens,
-            self._last_tokens,
+            self.last_tokens,
         )
         self.graphs = self._new_graphs()
 
@@ -117,7 +117,7 @@ class ModelRunner:
             return None
         context = self.plan.max_context
         limits = self.max_tokens, self.max_rows, self.kv.pages_for(context), context
-        return StepGraphs(self.model, self.device, *limits, self._last_tokens)
+        return StepGraphs(self.model, self.device, *limits, self.last_tokens)
 
     def run_without_graphs(self) -> None:
         """Drops the graphs for good: a step of this model needs code that cannot be captured."""
@@ -254,11 +254,8 @@ class ModelRunner:
         threads = nullcontext() if isinstance(self.device, CudaDevice) else self._threads.of(batch)
         with self.device.computing(late=True), threads:
             if after is not None:
-                after.hand_over(self._last_tokens)
-            stale = self.kv.pool.take_stale()
-            if stale:
-                self.device.catch_up()  # a copy into a page that has changed hands must not land after the zeros
-                self.model.zero_pages(stale)
+                after.hand_over(self.last_tokens)
+            self.zero_stale()
             touched = self._touch(batch) if self.edits or self._captures_in(batch) else None
             rows, logits = self._passes.run(batch.rows, touched, self.graphs)
             self.device.catch_up()  # all rows may have ended before the block where a full pass catches up
@@ -272,6 +269,33 @@ class ModelRunner:
             queued = self._queue(logits, sampling, masked)
             guessed = ALL if masked is None else masked.guessed
             return Launched(batch, sampling, rows is not batch.rows, queued, self._passes.ran, guessed)
+
+    def passes_over(self, tables: BlockTables, last_tokens: LastTokens) -> Passes:
+        """Further passes of the model, over other block tables and without edits and captures. No step may run
+        meanwhile: both may use the inputs of the same graphs."""
+        name, points, device = self.name, self.model.skeleton.points, self.device
+        captures = Captures(device, name, points.width, points.vocab, self.model.dtype)
+        parked = ParkedStates(device, name, points.width, self.model.dtype)
+        return replace(
+            self._passes,
+            kv=tables,
+            captures=captures,
+            parked=parked,
+            windows={},
+            scores=PromptScorer(),
+            last_tokens=last_tokens,
+        )
+
+    def wait(self) -> None:
+        """Waits until the device has taken the inputs of the last step."""
+        self._passes.wait()
+
+    def zero_stale(self) -> None:
+        """Clears pages that have changed hands, before a step uses them."""
+        stale = self.kv.pool.take_stale()
+        if stale:
+            self.device.catch_up()  # a copy into a page that has changed hands must not land after the zeros
+            self.model.zero_pages(stale)
 
     def _queue(self, logits: Tensor, sampling: Rows, masks: RowMasks | None) -> Queued:
         """Queues the sampling of these rows. A row with a guess has a sample for each of its tokens."""
@@ -305,7 +329,7 @@ class ModelRunner:
         read results on the host: penalties, log probabilities, captures and edits. A streamed model waits for the bus
         and gains nothing.
         """
-        if self._last_tokens is None or self.model.has_states or self.model.placement.streams:
+        if self.last_tokens is None or self.model.has_states or self.model.placement.streams:
             return False
         if self.edits or self.captures or self.parked:
             return False
@@ -339,7 +363,11 @@ class ModelRunner:
     def settle(self) -> None:
         """After a step, when its results have been sent: captures a graph for the shape of the last step that was
         launched, if that pays."""
-        graphs, shape = self.graphs, self._passes.ran
+        self.capture(self._passes.ran)
+
+    def capture(self, shape: Shape | None) -> None:
+        """Captures a graph for the shape of the last pass, if that pays. None: no graph can replay that pass."""
+        graphs = self.graphs
         if graphs is not None and shape is not None and graphs.wants(shape):
             self._attempt(graphs, lambda: graphs.capture(shape))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +24,6 @@ from djinnd.engine.run.guessed_rows import sampled_tokens
 from djinnd.engine.run.logit_rows import LogitRows
 from djinnd.engine.run.logits_window import LogitsWindow
 from djinnd.engine.run.prompt_scores import PromptScorer
-from djinnd.kvcache.manager import KvManager
 from djinnd.model.adapter_rows import most_tiles
 from djinnd.model.step.graphs import Shape, StepGraphs
 from djinnd.model.step.inputs import StepInputs
@@ -30,13 +32,21 @@ from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.whitebox.probe import Probe
 
 
+class BlockTables(Protocol):
+    """Where the KV of sessions is: see KvManager, which has these methods."""
+
+    def pages_held(self, session_id: str) -> int: ...
+
+    def page_table(self, session_ids: Sequence[str]) -> npt.NDArray[np.int32]: ...
+
+
 @dataclass(eq=False)
 class Passes:
     """The forward passes of one model. Owns the inputs of eager passes; a graph's inputs are the graph's."""
 
     model: PagedModel
     device: Device
-    kv: KvManager
+    kv: BlockTables
     captures: Captures
     parked: ParkedStates
     adapters: AdapterResidency
@@ -47,6 +57,11 @@ class Passes:
     last_tokens: LastTokens | None  # of the last step, if the next one may be launched before they are read
     ran: Shape | None = field(init=False, default=None)  # of the last pass of all blocks that a graph can replay
     inputs: StepInputs | None = field(init=False, default=None)  # of the last pass; the device may not have taken them
+
+    def wait(self) -> None:
+        """Waits until the device has taken the last inputs."""
+        if self.inputs is not None:
+            self.inputs.wait()
 
     def run(self, rows: Rows, touched: Touched | None, graphs: StepGraphs | None) -> tuple[Rows, Tensor | None]:
         """Runs the rows of a batch. → the rows in the order of the passes, and the logits of rows that sample, or None.
@@ -144,8 +159,7 @@ class Passes:
         """Fills `inputs`. First waits until the device has taken the last pass's inputs, which may be the same buffers:
         so the host is at most one pass ahead. That the results of an earlier step have been read does not tell that,
         because the last step may have been launched behind it."""
-        if self.inputs is not None:
-            self.inputs.wait()
+        self.wait()
         self.inputs = inputs
         compose(inputs, rows, self.kv.page_table([row.session.id for row in rows]), self.page_size)
         if inputs.tiles:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 
 from djinn_client.errors import ModelRejected
 from djinnd.device import Device
@@ -96,6 +97,8 @@ def _reserve(
     floor = kv_floor(shape, load.kv_bytes, device.budget.total)
     assert weights.placement.plan is not None
     greedy = takes_all(load.placing, weights.placement.plan)
+    if load.is_draft and not load.kv_bytes:
+        load = structs.replace(load, kv_bytes=min(floor, device.budget.free))  # also after a change of the budget
     plan = plan_kv(shape, device.budget.free, floor, load.kv_bytes, load.max_context, greedy)
     layout = layout_of(shape.kv_dtype(weights.dtype), plan.page_size, shape.kv, shape.state_bytes)
     assert layout.page_bytes == plan.page_bytes

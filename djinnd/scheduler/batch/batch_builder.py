@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from djinn_client.protocol import CLASSES, Class
-from djinnd.core.batch import Row
+from djinnd.core.batch import Row, in_step_order
 from djinnd.core.session import Session
 from djinnd.scheduler.batch.following import following_rows
 from djinnd.scheduler.batch.guesses import Guesses
@@ -48,6 +48,7 @@ class BatchBuilder:
     ) -> None:
         self.times = StepTimes()
         self.served = 0  # number of this model's last step
+        self.room = 0  # how many further tokens of guesses that step may run
         self._residency = residency
         self._kv = residency.kv
         self._num_blocks = num_blocks
@@ -173,6 +174,7 @@ class BatchBuilder:
             return ()
         spare = min(made.spare, max_rows - len(made.rows))  # logits have memory for `max_rows` rows
         rows = self.guesses.added(made.rows, spare)
+        self.room = spare - sum([len(row.guess) for row in rows])
         if pages.are_short:
             self._short_until = step + STEP.short_steps
         self._ageing.served([row.session for row in rows], now, self._aged_reader(step))
@@ -183,8 +185,7 @@ class BatchBuilder:
             for row in rows:
                 self._kv.set_state(row.session.id, row.end if row.stage is None else None)
                 self._unsettled[row.session.id] = row.session
-        rows.sort(key=_is_chunk)
-        return tuple(rows)
+        return in_step_order(rows)
 
     def follow(self, rows: Sequence[Row], step: int, now: float) -> tuple[Row, ...]:
         """The rows of the step after one with `rows`, which still runs: see `following_rows`. Empty if there is no such
@@ -325,6 +326,11 @@ class BatchBuilder:
         for (priority, tenant), charge in charges.items():
             shares.charge(priority, tenant, charge)
 
+    def charge_draft(self, rows: Sequence[Row], seconds: float) -> None:
+        """Charges the tenants of these rows, each alike, for the time in which a draft has guessed for them."""
+        for row in rows:
+            self._shares.charge(row.session.priority, row.session.tenant, seconds / len(rows))
+
     def check_integrity(self, active: dict[str, Session]) -> None:
         self._run_queue.check_integrity(active)
         assert {s.id for s in self._ageing} == active.keys(), "the queue and the sessions of Ageing differ"
@@ -336,7 +342,3 @@ class BatchBuilder:
 def _number(session: Session) -> int:
     assert session.request is not None
     return session.request.id
-
-
-def _is_chunk(row: Row) -> bool:
-    return row.count > 1

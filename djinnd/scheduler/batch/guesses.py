@@ -13,7 +13,7 @@ A session's guesses come from texts of its own tenant only, as its pages do: ano
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import msgspec
 
@@ -38,7 +38,7 @@ class Guesses:
 
     def added(self, rows: Sequence[Row], room: int) -> list[Row]:
         """The rows, some of them with guesses of at most `room` tokens in all."""
-        found, may_guess = list(rows), _that_may_guess(rows)
+        found, may_guess = list(rows), that_may_guess(rows)
         if not room or not self._may_look(rows, may_guess):
             return found
         worth = self._worth(rows, may_guess, room)
@@ -48,7 +48,7 @@ class Guesses:
         for index in may_guess:
             row = rows[index]
             if row.stage is None and room:
-                guess = self._guess(row, min(room, self._most(row)), worth)
+                guess = self._guess(row, min(room, self.most(row)), worth)
                 if guess:
                     room -= len(guess)
                     self._steps_without = 0
@@ -58,11 +58,11 @@ class Guesses:
     def go_further(self, rows: Sequence[Row]) -> bool:
         """True if some row of a step that runs has a guess that goes beyond the token that the step samples for it. The
         next step should then be composed when that token is known."""
-        may_guess = _that_may_guess(rows)
+        may_guess = that_may_guess(rows)
         if not self._may_look(rows, may_guess):
             return False
         worth = self._worth(rows, may_guess, GUESSES.longest)
-        return worth < 1.0 and any(len(self._guess(rows[at], self._most(rows[at]), worth)) > 1 for at in may_guess)
+        return worth < 1.0 and any(len(self._guess(rows[at], self.most(rows[at]), worth)) > 1 for at in may_guess)
 
     def _may_look(self, rows: Sequence[Row], may_guess: Sequence[int]) -> bool:
         """True if looking for guesses of these rows takes a small share of the step's time."""
@@ -78,7 +78,17 @@ class Guesses:
             return GUESSES.least_chance
         return max(GUESSES.least_chance, self._times.of_guess(usual) / usual * len(rows) / seconds)
 
-    def _most(self, row: Row) -> int:
+    def cost_of_draft(self, rows: Sequence[Row], may_guess: int, pass_s: float) -> float:
+        """The cost of a further token of a draft's guess for one of `may_guess` rows, as a share of a token's cost
+        without guesses. For all these rows together it is a pass of the draft, which takes `pass_s`, and a token of
+        each in the step."""
+        seconds = self._times.predict(len(rows))
+        if not seconds:
+            return GUESSES.least_chance
+        all_rows = pass_s + self._times.of_guess(GUESSES.usual * may_guess) / GUESSES.usual
+        return all_rows / may_guess * len(rows) / seconds
+
+    def most(self, row: Row) -> int:
         """The longest guess for the row: the step samples one token more."""
         session, request = row.session, row.request
         length = len(session.tokens)
@@ -90,11 +100,7 @@ class Guesses:
         session, stop_tokens = row.session, row.request.stop_tokens
         if session.guesser is None:
             session.guesser = Guesser(session.tokens, self._texts.setdefault(session.tenant, SharedTexts()))
-        guess = session.guesser.guess(most, worth)
-        for count, token in enumerate(guess):
-            if token in stop_tokens:
-                return guess[:count]
-        return guess
+        return before_stop(session.guesser.guess(most, worth), stop_tokens)
 
     def close(self, session: Session) -> None:
         """Called when a session is closed: its text is no longer guessed from."""
@@ -114,6 +120,14 @@ class Guesses:
         assert texts == expected, f"guesses know the texts {texts}, and the sessions are {expected}"
 
 
-def _that_may_guess(rows: Sequence[Row]) -> list[int]:
+def before_stop(guess: tuple[int, ...], stop_tokens: Container[int]) -> tuple[int, ...]:
+    """The guess up to its first stop token, which ends the request."""
+    for count, token in enumerate(guess):
+        if token in stop_tokens:
+            return guess[:count]
+    return guess
+
+
+def that_may_guess(rows: Sequence[Row]) -> list[int]:
     """Indices of the rows that decode, without a guess, and may have one."""
     return [at for at, row in enumerate(rows) if row.request.may_guess and row.samples and row.count == 1]

@@ -52,6 +52,10 @@ class StepTimes:
         have been measured: some have to be tried, and one may be slow by chance."""
         return self._further.at(tokens) if self._further.measured_to(tokens) >= TIMES.sure else 0.0
 
+    def is_sure(self, rows: int) -> bool:
+        """True if enough steps of at most so many rows and nothing else have been measured."""
+        return self._rows.measured_to(rows) >= TIMES.sure
+
     def rows_within(self, seconds: float, further: int = 0) -> int:
         """How many rows a step of at most `seconds` may have if it brings `further` further tokens."""
         return self._rows.within(seconds - self._further_seconds(further))

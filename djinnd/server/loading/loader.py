@@ -25,11 +25,13 @@ from djinnd.server.checkpoints.inspection import Inspector
 from djinnd.server.engines.blame import MOST_DEATHS
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.arena_requests import ArenaRequests
+from djinnd.server.loading.drafts import DraftModels, DraftMoved
 from djinnd.server.loading.load_deaths import LoadDeaths
 from djinnd.server.loading.user_deaths import UserDeaths
 from djinnd.server.models.keep_alive import KeepAlive
 from djinnd.server.models.model import ServedModel
 from djinnd.server.models.open_files import duplicates
+from djinnd.server.models.text import ModelText
 from djinnd.server.sessions.prefixes import PrefixTable
 from djinnd.server.sessions.session import SessionRecord
 from djinnd.server.sessions.sessions import SessionTable
@@ -58,7 +60,8 @@ class ModelLifecycle:
     _gone: Callable[[ServedModel], None]
 
     def __post_init__(self, next_engine: Callable[[], Awaitable[EngineClient]]) -> None:
-        self.keep_alive = KeepAlive(self._sessions, self.sleep)
+        self.drafts = DraftModels(self._models, self.load)
+        self.keep_alive = KeepAlive(self._sessions, self.sleep, self.drafts.is_needed)
         self.deaths = LoadDeaths(self._models, next_engine)
 
     async def plan(self, model: ServedModel, memory_bytes: int, kv_bytes: int, placing: Placing | None) -> ModelPlan:
@@ -93,7 +96,9 @@ class ModelLifecycle:
         model.changing.add_done_callback(mark_error_seen)
 
     async def unload(self, model: ServedModel) -> None:
-        """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded."""
+        """Unloads a model that has no sessions. Raises InvalidRequest while it is being loaded, or guesses for another
+        model."""
+        self.drafts.expect_unused(model)
         if model.changing is not None and model.state == "asleep":
             await model.join()
         if model.changing is not None:
@@ -129,9 +134,7 @@ class ModelLifecycle:
             await self._wait_for_leaving()
             if model.kv.host == 0:
                 await self._arena_requests.remove(model.name, "pages")
-            engine, loaded = await self.deaths.on_an_engine(
-                model, partial(self._check, model, files), partial(self._load_on, model, files)
-            )
+            engine, loaded = await self._loaded(model, files, text)
         except Exception as error:
             await self._load_failed(model, error, wakes)
             raise
@@ -146,6 +149,14 @@ class ModelLifecycle:
         for session in self._sessions.of_model(model.name):
             open_in(engine, session)
         log.info("model_ready model=%s bytes=%d", model.name, loaded.model.weight_bytes)
+
+    async def _loaded(self, model: ServedModel, files: ModelFiles, text: ModelText) -> tuple[EngineClient, Loaded]:
+        """Loads the model's draft, if it has one, and the model on the same engine."""
+        check, load = partial(self._check, model, files), partial(self._load_on, model, files)
+        while True:
+            await self.drafts.ready(model, text)
+            with suppress(DraftMoved):
+                return await self.deaths.on_an_engine(model, check, load)
 
     def _expect_load(self, model: ServedModel) -> None:
         """Raises QuotaExceeded if too many engines have died over models of the model's owner."""
@@ -162,9 +173,11 @@ class ModelLifecycle:
             model.passed = files
 
     async def _load_on(self, model: ServedModel, files: ModelFiles, engine: EngineClient) -> Loaded:
+        self.drafts.expect_on(engine, model)
         fields = model.load_fields(files, model.placing) | model.kv.fields
+        fields |= {"disk_folder": self._disk_folder(model), "is_draft": self.drafts.is_draft(model)}
         try:
-            loaded = await engine.call(Load, duplicates(files), **fields, disk_folder=self._disk_folder(model))
+            loaded = await engine.call(Load, duplicates(files), **fields)
         except EngineLost:
             await self._arena_requests.remove_incomplete(model.name)
             raise

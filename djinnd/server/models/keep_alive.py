@@ -19,11 +19,18 @@ from djinnd.server.sessions.sessions import SessionTable
 
 
 class KeepAlive:
-    """Watches ready models. `sleep` is called with a model that has been idle for its keep_alive."""
+    """Watches ready models. `sleep` is called with a model that has been idle for its keep_alive, unless another one
+    needs it as its draft (`is_needed`)."""
 
-    def __init__(self, sessions: SessionTable, sleep: Callable[[ServedModel], None]) -> None:
+    def __init__(
+        self,
+        sessions: SessionTable,
+        sleep: Callable[[ServedModel], None],
+        is_needed: Callable[[ServedModel], bool],
+    ) -> None:
         self._sessions = sessions
         self._sleep = sleep
+        self._is_needed = is_needed
 
     def begin(self, model: ServedModel) -> None:
         """Starts watching a model, when it is ready or its keep_alive has changed."""
@@ -47,7 +54,7 @@ class KeepAlive:
         rest = model.keep_alive - idle_seconds(model, sessions)
         if rest > 0:
             self._check_in(model, rest)
-        elif any(session.salt for session in sessions):
+        elif self._is_needed(model) or any(session.salt for session in sessions):
             self._check_in(model, model.keep_alive)
         else:
             self._sleep(model)

@@ -94,6 +94,7 @@ class ModelRequests:
     async def unload(self, call: ClientCall, request: protocol.UnloadModel) -> None:
         model = await self._models.named(request.model, call.client)
         self._expect_own(model, call.client)
+        self._models.lifecycle.drafts.expect_unused(model)
         sessions = self._sessions.of_model(model.name)
         used = sum(session.kept is None or session.call is not None for session in sessions)
         if used and not request.force:

@@ -85,6 +85,7 @@ admins: [0, 1001]
         ("slots: 4", Placing(slots=4)),
         ("speculation: auto", Placing(speculation=True)),
         ("speculation: off", Placing()),
+        ("speculation: {draft: small}", Placing(speculation=True, draft="small")),
         ("cpu_beside_bus: auto", Placing(cpu_beside_bus=True)),
     ],
 )
@@ -170,6 +171,8 @@ def test_unknown_variables_are_reported_without_an_error(configured):
         ("models:\n  a:\n    path: /x\n    ring_gb: .inf", 4, "inf is not a number of gigabytes"),
         ("models:\n  a:\n    path: /x\n    slots: -1", 4, "models.a.slots: Expected `int` >= 0"),
         ("models:\n  a:\n    path: /x\n    packing: on", 4, "True is not one of auto, off"),
+        ("models:\n  a:\n    path: /x\n    speculation: often", 4, "'often' is not one of auto, off, {draft: NAME}"),
+        ("models:\n  a:\n    path: /x\n    speculation: {model: b}", 4, "names no draft: write it as in {draft: NAME}"),
         ("models:\n  a:\n    path: /x\n    keep_host: 1", 4, "Expected `bool`"),
         ("models:\n  a:\n    path: /x\n    piece: 1kb", 4, "the units are B, KiB"),
         ("models:\n  a:\n    path: /x\n    host_kv: 1gib", 4, "the units are B, KiB"),

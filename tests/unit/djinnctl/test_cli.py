@@ -501,6 +501,7 @@ def test_models_say_where_the_blocks_are_and_why(daemon: ScriptedDaemon) -> None
         (("--packing", "off"), Placing(packing=False)),
         (("--packing", "auto"), Placing()),
         (("--speculation", "auto"), Placing(speculation=True)),
+        (("--speculation", "draft=small"), Placing(speculation=True, draft="small")),
     ],
     ids=str,
 )

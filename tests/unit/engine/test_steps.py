@@ -67,7 +67,7 @@ def with_graphs(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     runner = serving.runner()
     limits = 64, 32, 8, 8 * runner.plan.page_size
-    runner.graphs = StepGraphs(runner.model, serving.device, *limits, runner._last_tokens)  # type: ignore[arg-type]
+    runner.graphs = StepGraphs(runner.model, serving.device, *limits, runner.last_tokens)  # type: ignore[arg-type]
     runner.graphs.stop_capturing()
 
 

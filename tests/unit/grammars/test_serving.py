@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import numpy as np
+import pytest
 from llguidance import LLTokenizer
 
 from djinn_client.protocol.fields.output_format import OutputFormat
@@ -168,3 +169,17 @@ def test_a_run_that_is_ahead_of_its_output_or_at_its_end_has_no_masks_for_guesse
         forced, ended, AdvanceGrammars([(2, ids("x"))]), TryTokens(3, [(1, ids("!"), [10]), (2, ids("x"), [11])])
     )
     assert talk.tried == [{1: 0, 2: 0}]
+
+
+def test_a_run_gets_no_masks_for_guesses_while_another_thread_computes_its_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    look = GrammarService._look
+
+    def looking(service: GrammarService, runs: Any) -> Any:
+        service._try(TryTokens(5, [(1, ids("1"), [10])]))
+        return look(service, runs)
+
+    monkeypatch.setattr(GrammarService, "_look", looking)
+    talk, _ = talked(BeginGrammar(1, 0, regex("[0-9]{3}"), []))
+    assert talk.tried == [{1: 0}]

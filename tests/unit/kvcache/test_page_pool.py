@@ -191,3 +191,44 @@ def test_pages_allocated_together_are_in_rising_order() -> None:
     pages = pool.allocate(5, ALICE)
     pool.release(pages, of_use=set(pages))
     assert pool.allocate(4, ALICE) == [2, 3, 4, 5]
+
+
+def test_lent_pages_stay_free_and_are_given_away_after_others() -> None:
+    pool = PagePool(7)
+    lent = pool.lend(2, ALICE)
+    assert lent is not None and pool.is_lent(lent) and (pool.free, pool.used) == (6, 0)
+    own = pool.allocate(4, ALICE)
+    assert pool.is_lent(lent) and pool.reclaimed == 0 and not {*own} & {*lent}
+    pool.check_integrity()
+    assert pool.allocate(1, ALICE) == [lent[0]]
+    assert not pool.is_lent(lent) and pool.reclaimed == 1
+    pool.give_back(lent)
+    pool.check_integrity()
+
+
+def test_a_page_is_lent_once_and_only_if_it_is_free() -> None:
+    pool = PagePool(5)
+    pool.allocate(1, ALICE)
+    first, second = pool.lend(2, ALICE), pool.lend(2, ALICE)
+    assert first is not None and second is None
+    third = pool.lend(1, ALICE)
+    assert third is not None and not {*first} & {*third}
+    pool.give_back(first)
+    assert pool.lend(2, ALICE) is not None
+
+
+def test_a_lent_page_that_changes_hands_is_zeroed() -> None:
+    pool = PagePool(3)
+    assert pool.lend(2, ALICE) == [1, 2] and pool.take_stale() == []
+    pool.give_back([1, 2])
+    assert pool.lend(1, BOB) is not None and len(pool.take_stale()) == 1
+    pages = pool.allocate(2, ALICE)
+    assert len(pool.take_stale()) == 1, f"one of {pages} was Bob's"
+
+
+def test_a_resized_pool_has_lent_nothing() -> None:
+    pool = PagePool(5)
+    lent = pool.lend(2, ALICE)
+    pool.resize(4)
+    assert lent is not None and not pool.is_lent(lent) and pool.reclaimed == 1
+    pool.check_integrity()

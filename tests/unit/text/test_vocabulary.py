@@ -9,7 +9,8 @@ from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.files.model_files import ModelFiles
 from djinnd.text.encoder import TextRules
 from djinnd.text.reader import ReadingRules
-from djinnd.text.vocabulary import MAX_SETTINGS, TokensOnly, Vocabulary, lacking
+from djinnd.text.vocabulary import MAX_SETTINGS, TokensOnly, Vocabulary, differing_tokens, lacking
+from tests.support.checkpoint_files import tiny_with
 from tests.support.serving import TINY
 
 
@@ -122,3 +123,14 @@ def test_a_thousand_end_tokens_are_refused(checkpoint):
     """Each call would send them to the engine."""
     with pytest.raises(ModelRejected, match="1,000 tokens"):
         read("m", checkpoint(config={"eos_token_id": list(range(1000))}))
+
+
+def test_two_tokenizers_have_the_same_tokens_or_an_example_tells_that_they_have_not(tmp_path):
+    def swap(tokenizer):
+        vocabulary = tokenizer["model"]["vocab"]
+        first, second = sorted(vocabulary, key=vocabulary.__getitem__)[-2:]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+    own, other = read("m", TINY), read("m", tiny_with(tmp_path / "other", swap))
+    assert differing_tokens(own, read("m", TINY)) == ""
+    assert "2 of them, as " in differing_tokens(own, other) and "2046 and 2047" in differing_tokens(own, other)

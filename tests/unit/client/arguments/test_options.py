@@ -114,6 +114,7 @@ def test_placing_options() -> None:
     assert placing(ring_gb=4.5, packing=False) == Placing(ring_bytes=4_500_000_000, packing=False)
     assert placing(kv_dtype="fp8") == Placing(kv_dtype="fp8") and placing(kv_dtype="auto") == Placing()
     assert placing(speculation="auto") == Placing(speculation=True) and placing(speculation="off") == Placing()
+    assert placing(speculation={"draft": "small"}) == Placing(speculation=True, draft="small")
     assert placing(keep_host=False, slots=None) == Placing(keep_host=False)
 
 
@@ -130,6 +131,8 @@ def test_every_placing_option_is_documented() -> None:
         {"slots": 1.5},
         {"packing": "off"},
         {"speculation": "on"},
+        {"speculation": {"draft": ""}},
+        {"speculation": {"model": "small"}},
         {"ring_gb": float("nan")},
     ],
     ids=str,

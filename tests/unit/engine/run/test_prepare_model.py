@@ -48,6 +48,21 @@ def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
     runner.release()
 
 
+def test_a_draft_takes_few_pages_unless_a_number_was_asked_for(device: CpuDevice) -> None:
+    pools = []
+    for load in (
+        Load(1, "m", ""),
+        Load(1, "m", "", is_draft=True),
+        Load(1, "m", "", is_draft=True, kv_bytes=MEMORY // 8),
+    ):
+        weights, shape = loaded(device)
+        runner = made_runner(load, weights, shape, device, TOKENS, ROWS)
+        pools.append(runner.pool_bytes / device.budget.total)
+        assert bool(runner.load.kv_bytes) == load.is_draft, "a change of the budget keeps the number"
+        runner.release()
+    assert pools[1] <= 1 / 32 < pools[0] and 1 / 9 < pools[2] <= 1 / 8
+
+
 def test_a_model_is_served_in_the_least_budget_that_its_refusal_names() -> None:
     """The budget is then full. One byte less is refused as before."""
     device = CpuDevice(1)
