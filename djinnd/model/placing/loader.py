@@ -37,6 +37,7 @@ from djinnd.model.placing.weight_placement import WeightPlacement
 from djinnd.model.tuning import SMALL_PARAMETERS
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
+from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
@@ -190,6 +191,7 @@ class ModelLoader:
         extents = zip(self._buffers, self.store.extents, strict=True)
         layout = "".join(f"{buffer.name} {extent} {_places(buffer.layout)};" for buffer, extent in extents)
         layout += ",".join(self.store.codes) + self.placing.quantise
+        layout += ";".join(form.places for form in self.store.forms if isinstance(form, CodedForm))
         return hashlib.sha256(f"{weights} {self._stored} {layout}".encode()).hexdigest()
 
     def _identity(self) -> str:

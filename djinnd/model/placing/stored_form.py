@@ -119,10 +119,13 @@ def coded_few_rows(form: CodedForm, products: list[Product], stored: Tensor) -> 
 
 
 def _multiply_codes(form: CodedForm, unit: tuple[str, ...], stored: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] times the transposed matrices of a unit, plus bias [out] → [rows, out]; each matrix writes its own
-    columns."""
-    from djinnd.model.kernels.coded.product import coded_product
+    """x [rows, in] times the transposed matrices of a unit, plus bias [out] → [rows, out]. Where the unit is not one
+    coded matrix, each matrix writes its own columns."""
+    from djinnd.model.kernels.coded.product import coded_product, product_fits
 
+    joined = form.joined(stored, unit)
+    if joined is not None and product_fits(joined[0].coding, *form.layout.unit_shape(unit)):
+        return coded_product(joined[0].coding, joined[1], x, bias=bias)
     heights = [form.layout.entries[name].shape[0] for name in unit]
     y = torch.empty(len(x), sum(heights), dtype=x.dtype, device=x.device)
     biases: Sequence[Tensor | None] = [None] * len(unit) if bias is None else bias.split(heights)

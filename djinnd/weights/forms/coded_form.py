@@ -5,7 +5,9 @@
     └─────────┴───────────────┴────────────────┴────────────────────────┴─────
 
 Vectors and units without a code are in the dtype of computing, so modules read them in place. A unit (q, k and v, say)
-in which any matrix has a code is decoded to the plain buffer, to its places in the Layout.
+in which any matrix has a code is decoded to the plain buffer, to its places in the Layout. If all matrices of a unit
+have the same code, and its parts can be divided by their rows, each part of the unit is one region: q's codes, k's
+and v's, then the scales of all three. Products of few rows then read the unit as one matrix.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from torch import Tensor
 
 from djinnd.weights.forms.coding import Coding
 from djinnd.weights.layout import ALIGNMENT, Layout
+
+_OF_LOADS = 16  # bytes: kernels load as many at once, and are compiled for parts that begin at a multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +85,15 @@ class CodedForm:
         self._end = 0
         self._vectors = self._place((layout.numel - layout.matrices,), dtype)
         self._parts: dict[str, tuple[_Region, ...]] = {}
+        self._joined: dict[tuple[str, ...], tuple[_Region, ...]] = {}  # units that are one coded matrix
         self._alone: dict[str, _Region] = {}  # matrices without a code, in a unit with one
         self._plain: dict[tuple[str, ...], _Region] = {}  # units without a code
         for unit in layout.units:
             if not any(name in self.codes for name in unit):
                 self._plain[unit] = self._place(layout.unit_shape(unit), dtype)
+                continue
+            if (code := self._code_of(unit)) is not None:
+                self._place_joined(unit, code.coding)
                 continue
             for name in unit:
                 shape = layout.entries[name].shape
@@ -101,6 +109,43 @@ class CodedForm:
         region = _Region(self._end, shape, dtype)
         self._end = -(-region.end // ALIGNMENT) * ALIGNMENT
         return region
+
+    def _code_of(self, unit: tuple[str, ...]) -> Code | None:
+        """The code in which the matrices of the unit are one matrix; None if they are stored one by one."""
+        codes = {self.codes.get(name) for name in unit}
+        code = codes.pop()
+        if codes or code is None or len(unit) == 1 or code.is_transposed:
+            return None
+        shapes = [self.layout.entries[name].shape for name in unit]
+        if any(len(shape) != 2 for shape in shapes):
+            return None
+        whole = code.coding.parts(*self.layout.unit_shape(unit))
+        own = [code.coding.parts(*shape) for shape in shapes]
+        for parts, of_unit in zip(zip(*own, strict=True), whole, strict=True):
+            is_divided = {part.step for part in parts} == {of_unit.step} and all(
+                shape[0] % of_unit.step == 0 for shape in shapes[:-1]
+            )
+            if not is_divided or any(part.nbytes % _OF_LOADS for part in parts):
+                return None
+        return code
+
+    def _place_joined(self, unit: tuple[str, ...], coding: Coding) -> None:
+        whole = coding.parts(*self.layout.unit_shape(unit))
+        regions = self._joined[unit] = tuple(self._place((1, *part.shape), part.dtype) for part in whole)
+        starts = [region.start for region in regions]
+        for name in unit:
+            parts = coding.parts(*self.layout.entries[name].shape)
+            self._parts[name] = tuple(
+                _Region(start, (1, *part.shape), part.dtype) for start, part in zip(starts, parts, strict=True)
+            )
+            starts = [region.end for region in self._parts[name]]
+
+    @property
+    def places(self) -> str:
+        """Where each tensor begins. Buffers of equal layouts and places have their bytes in the same order."""
+        regions = [self._vectors, *self._plain.values(), *self._alone.values()]
+        regions += [region for parts in self._parts.values() for region in parts]
+        return " ".join(str(region.start) for region in regions)
 
     @property
     def names(self) -> list[str]:
@@ -120,6 +165,12 @@ class CodedForm:
     def parts(self, stored: Tensor, name: str) -> tuple[Tensor, ...]:
         """The parts of a parameter with a code: [stack, *Part.shape] each."""
         return tuple(region.of(stored) for region in self._parts[name])
+
+    def joined(self, stored: Tensor, unit: tuple[str, ...]) -> tuple[Code, tuple[Tensor, ...]] | None:
+        """The code of a unit that is one coded matrix, and its parts, [1, *Part.shape] each. None if it is none."""
+        if unit not in self._joined:
+            return None
+        return self.codes[unit[0]], tuple(region.of(stored) for region in self._joined[unit])
 
     def plain_unit(self, stored: Tensor, unit: tuple[str, ...]) -> Tensor | None:
         """The unit's matrices as one matrix [rows, cols]; None if one of them has a code."""

@@ -43,11 +43,14 @@ def filled(form: CodedForm) -> Tensor:
     return stored
 
 
-@pytest.fixture
-def form() -> CodedForm:
-    """q and k have codes, v and down have none."""
-    q, k, _ = ATTENTION
-    codes = {q: Code(Scaled(torch.int8, 1, 32)), k: Code(Grouped(4, 32, has_zeros=True))}
+@pytest.fixture(params=["several codes", "one code"])
+def form(request: pytest.FixtureRequest) -> CodedForm:
+    """q and k have codes, v and down have none. Or q, k and v have the same code, and are one matrix."""
+    q, k, v = ATTENTION
+    rows = Code(Scaled(torch.int8, 1, 32))
+    codes = {q: rows, k: Code(Grouped(4, 32, has_zeros=True))}
+    if request.param == "one code":
+        codes = dict.fromkeys((q, k, v), rows)
     codes["self_attn.o_proj.weight"] = Code(Float4())
     return CodedForm(Layout((ATTENTION | OTHERS).items()), codes, torch.bfloat16)
 
