@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Self, TypeVar
@@ -71,29 +71,29 @@ class DirectEngine:
         self._drop_arena()
         return info
 
-    def rate(self, model: str, prompt: list[int], sessions: int, tokens: int) -> float:
+    def rate(self, model: str, prompts: Sequence[list[int]], tokens: int) -> float:
         """Greedy tokens a second of all sessions together, after their prompts. The sessions are closed afterwards."""
-        with self.sessions(model, prompt, sessions) as names:
+        with self.sessions(model, prompts) as names:
             began = time.perf_counter()
-            generated = self.run(names, [], tokens)
+            generated = self.run(names, tokens)
             seconds = time.perf_counter() - began
-        assert generated == sessions * tokens, (generated, sessions, tokens)
+        assert generated == len(prompts) * tokens, (generated, len(prompts), tokens)
         return generated / seconds
 
     @contextmanager
-    def sessions(self, model: str, prompt: list[int], count: int) -> Iterator[list[str]]:
-        """Names of sessions that have read the prompt. They are closed afterwards."""
-        names = [f"direct-{index}" for index in range(count)]
+    def sessions(self, model: str, prompts: Sequence[list[int]]) -> Iterator[list[str]]:
+        """Names of sessions, one for each prompt, that have read it. They are closed afterwards."""
+        names = [f"direct-{index}" for index in range(len(prompts))]
         for name in names:
             self._send(Open(session=name, model=model, tenant=0, priority="interactive"))
-        self.run(names, prompt, 1)
+        self.run(names, 1, prompts)
         yield names
         for name in names:
             self._send(Close(session=name))
 
-    def run(self, names: list[str], prompt: list[int], tokens: int) -> int:
-        """Lets the sessions generate, and returns the number of tokens."""
-        for name in names:
+    def run(self, names: list[str], tokens: int, prompts: Sequence[list[int]] = ()) -> int:
+        """Lets the sessions generate, after their prompts if there are any. Returns the number of tokens."""
+        for name, prompt in zip(names, prompts or [[]] * len(names), strict=True):
             self._send(Run(next(self._requests), name, prompt, max_tokens=tokens, sampling=Sampling(seed=0)))
         return sum(self._wait_for(Finished).generated for _ in names)
 

@@ -105,13 +105,14 @@ def kernels_of(
 @click.option("--steps", default=32, show_default=True, help="Steps that are profiled.")
 def main(checkpoint: Path, device: str, memory: str, kv_gib: float, sessions: int, context: int, steps: int) -> Result:
     is_cuda = device != "cpu" and torch.cuda.is_available()
-    prompt = [100 + position % 400 for position in range(context)]
+    # No two are equal, so a mixture's sessions pick different experts.
+    prompts = [[100 + (position + 7 * number) % 400 for position in range(context)] for number in range(sessions)]
     with EngineThread(device, read_size(memory)) as engine:
         info = engine.load("m", os.fspath(checkpoint), round(kv_gib * GIB))
-        engine.rate("m", prompt, sessions, 2 * steps)  # captures the graphs
-        ms = sessions / engine.rate("m", prompt, sessions, 2 * steps) * 1e3
-        with engine.sessions("m", prompt, sessions) as names:
-            kernels, gaps = kernels_of(lambda: engine.run(names, [], steps), steps, is_cuda=is_cuda)
+        engine.rate("m", prompts, 2 * steps)  # captures the graphs
+        ms = sessions / engine.rate("m", prompts, 2 * steps) * 1e3
+        with engine.sessions("m", prompts) as names:
+            kernels, gaps = kernels_of(lambda: engine.run(names, steps), steps, is_cuda=is_cuda)
     launches, busy = (sum(kernel[what] for kernel in kernels) for what in ("launches", "us"))
     idle = sum(gap["us"] for gap in gaps)
     told = f"a step of {sessions} takes {ms:.2f} ms: {launches:.0f} launches, {busy / 1e3:.2f} ms of kernels"

@@ -158,7 +158,7 @@ def throughput(address: str, model: str, engine: DirectEngine, work: Workload, r
     warm up."""
 
     def alone() -> float:
-        return engine.rate(model, work.prompt, work.sessions, work.tokens)
+        return engine.rate(model, [work.prompt] * work.sessions, work.tokens)
 
     def through(used: Used, *, stream: bool) -> float:
         return asyncio.run(daemon_rate(address, model, work, used, stream=stream))
