@@ -22,15 +22,21 @@ from djinnd.model.states.step_calls import StepCall, arguments_of, names_of
 
 log = logging.getLogger("djinnd.engine")
 
-DELTA_RULE, SCAN = "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
-OF_STEP = {"torch_recurrent_gated_delta_rule": DELTA_RULE, "mamba2_selective_state_update": SCAN}  # by the step's name
+DELTA_RULE, CHANNEL_RULE, SCAN = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
+OF_STEP = {  # by the step's name
+    "torch_recurrent_gated_delta_rule": DELTA_RULE,
+    "recurrent_kimi_delta_attention": CHANNEL_RULE,
+    "mamba2_selective_state_update": SCAN,
+}
 TOKENS = 2 * CHUNK + 17  # of a trial: a last chunk that is not full
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 1.6e-2}  # beside the largest value
 _PRECISION = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "tf32"}
 
 # Which arguments decide about the kernel's variant. The others may have only values that change nothing.
+_OF_RULES = ("query", "key", "value", "g", "beta")
 _ARGUMENTS = {
-    DELTA_RULE: ("query", "key", "value", "g", "beta"),
+    DELTA_RULE: _OF_RULES,
+    CHANNEL_RULE: _OF_RULES,
     SCAN: ("hidden_states", "dt", "A", "B", "C", "D", "dt_bias"),
 }
 _NOTHING = ("z", "cu_seqlens", "seq_idx")
@@ -43,7 +49,7 @@ class ChunkFunction:
         self.own = own
         self._name = name
         self._served: set[object] = set()
-        self.compute = _delta_rule if name == DELTA_RULE else _scan
+        self.compute = _scan if name == SCAN else _delta_rule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._served:
@@ -84,7 +90,7 @@ def _close(got: Tensor, wanted: Tensor, tolerance: float) -> bool:
 
 
 def _delta_rule(given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    q, k, v, decay, rate = (given[name][0].contiguous() for name in _ARGUMENTS[DELTA_RULE])
+    q, k, v, decay, rate = (given[name][0].contiguous() for name in _OF_RULES)
     state = _state(given["initial_state"], (v.shape[1], k.shape[2], v.shape[2]), q)
     rule = Rule(True, k.shape[2] ** -0.5, given["use_qk_l2norm_in_kernel"])
     out, state = run_chunks(q, k, v, decay, rate, state, rule, _PRECISION[q.dtype])
@@ -147,12 +153,12 @@ def _example(name: str, call: StepCall, device: torch.device) -> dict[str, Any]:
     def random(like: Tensor, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(like.dtype)
 
-    if name == DELTA_RULE:
+    if name != SCAN:
         query, value = told["query"], told["value"]
         heads = value.shape[2]
         return {
             **{each: random(told[each], 1, TOKENS, *told[each].shape[2:]) for each in ("query", "key", "value")},
-            "g": -functional.softplus(random(told["g"], 1, TOKENS, heads)),
+            "g": -functional.softplus(random(told["g"], 1, TOKENS, *told["g"].shape[2:])),
             "beta": random(told["beta"], 1, TOKENS, heads).sigmoid(),
             "initial_state": random(query, 1, heads, query.shape[3], value.shape[3]).float(),
             "output_final_state": True,

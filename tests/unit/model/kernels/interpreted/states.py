@@ -17,6 +17,7 @@ from djinnd.model.family.skeleton import Skeleton, build
 from djinnd.model.fast.state_chunks import OF_STEP, ChunkFunction, replace_chunk_of
 from djinnd.model.fast.state_steps import StepFunction, agrees, replace_steps
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
+from djinnd.model.kernels.states.chunks import Rule, run_chunks
 from djinnd.model.states.carrier import SlotState
 from djinnd.model.states.layout import Stateful
 from djinnd.model.states.step_calls import StepCall, names_of
@@ -132,7 +133,9 @@ def test_an_unknown_variant_stays_with_the_family(monkeypatch: pytest.MonkeyPatc
     assert names[rule.function] is another_rule
 
 
-@pytest.mark.parametrize("family", long_except(("qwen3_5_text",), ("qwen3_5_text", "nemotron_h")))
+@pytest.mark.parametrize(
+    "family", long_except(("qwen3_5_text", "kimi_linear"), ("qwen3_5_text", "kimi_linear", "nemotron_h"))
+)
 def test_several_tokens_go_through_chunks(family: str) -> None:
     blocks, (told, *_) = learnt(family)
     names = dict(names_of(blocks[told.block].get_submodule(told.path)))
@@ -146,6 +149,27 @@ def test_several_tokens_go_through_chunks(family: str) -> None:
 
     another = ChunkFunction(OF_STEP[call.function], functools.wraps(function.own)(changed))
     assert not replace_chunk_of(call, {OF_STEP[call.function]: another}, CPU)
+
+
+@pytest.mark.parametrize("strength", [0.1, 30.0])
+def test_channels_that_decay_by_any_amount_have_the_results_of_single_steps(strength: float) -> None:
+    """Kimi Delta Attention token by token. Decays of e⁻³⁰ a token would overflow if they were divided."""
+    tokens, key_heads, heads, key, value = 2 * 64 + 21, 1, 2, 24, 40
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(tokens, key_heads, key, generator=generator) for _ in range(2))
+    v, state = (torch.randn(shape, generator=generator) for shape in ((tokens, heads, value), (heads, key, value)))
+    decay = -strength * torch.rand(tokens, heads, key, generator=generator)
+    rate = torch.rand(tokens, heads, generator=generator)
+    out, after = run_chunks(q, k, v, decay, rate, state, Rule(True, key**-0.5, True), "ieee")
+    wanted = []
+    for token in range(tokens):
+        query, known = (each[token] / (each[token].square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+        state = state * decay[token].exp().unsqueeze(-1)
+        new = rate[token].unsqueeze(-1) * (v[token] - torch.einsum("hk,hkv->hv", known.expand(heads, key), state))
+        state = state + known.expand(heads, key).unsqueeze(-1) * new.unsqueeze(1)
+        wanted.append(torch.einsum("hk,hkv->hv", query.expand(heads, key) * key**-0.5, state))
+    torch.testing.assert_close(out, torch.stack(wanted), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, state, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture

@@ -76,21 +76,25 @@ def test_selective_states_are_read_and_written_16_bytes_at_a_time_and_once(targe
 
 
 @pytest.mark.parametrize(
-    ("is_delta", "precision", "target"),
+    ("family", "precision", "target"),
     [
-        pytest.param(True, "tf32", HOPPER, id="Qwen3.5"),
-        pytest.param(False, "tf32", HOPPER, id="Nemotron-H"),
-        pytest.param(False, "tf32", AMPERE, id="Nemotron-H, Ampere", marks=pytest.mark.long),
-        pytest.param(True, "ieee", AMPERE, id="Qwen3.5 in float32, Ampere", marks=pytest.mark.long),  # needs the most
+        pytest.param("Qwen3.5", "tf32", HOPPER),
+        pytest.param("Kimi Linear", "tf32", HOPPER),
+        pytest.param("Nemotron-H", "tf32", HOPPER),
+        pytest.param("Nemotron-H", "tf32", AMPERE, marks=pytest.mark.long),
+        pytest.param("Qwen3.5", "ieee", AMPERE, marks=pytest.mark.long),  # needs the most
+        pytest.param("Kimi Linear", "ieee", AMPERE, marks=pytest.mark.long),
     ],
 )
-def test_chunks_compile_and_fit(is_delta: bool, precision: str, target: GPUTarget) -> None:
+def test_chunks_compile_and_fit(family: str, precision: str, target: GPUTarget) -> None:
+    is_delta, by_channel = family != "Nemotron-H", family == "Kimi Linear"
     key_heads, heads, key, value = (16, 32, 128, 128) if is_delta else (8, 128, 128, 64)
     q, v = bf16(200, key_heads, key), torch.zeros(200, heads, value)
     rate, state = torch.zeros(200, heads), torch.zeros(heads, value, key)
+    decay = torch.zeros(200, heads, key) if by_channel else rate
     rule = Rule(is_delta, 1.0, is_delta, by_value=not is_delta)
-    compiled = compile_launches(lambda: run_chunks(q, q, v, rate, rate, state, rule, precision), target)
-    assert len(compiled) == 2
+    compiled = compile_launches(lambda: run_chunks(q, q, v, decay, rate, state, rule, precision), target)
+    assert len(compiled) == 2 + by_channel
     for kernel in compiled:
         assert kernel.metadata.shared <= FITTING[target] and ("mma" in kernel.asm["ptx"]) == (precision == "tf32")
 
