@@ -230,6 +230,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         as_printed,
         options=("sessions", "context", "tokens"),
     ),
+    "beside": Experiment(
+        "Decode of a model that streams, with the host's cores beside the bus:",
+        "tools.bench.stream.beside",
+        as_printed,
+        options=("memory", "resident", "kv"),
+    ),
     "prefill": Experiment(
         "First tokens of long prompts, beside large products and contiguous attention:",
         "tools.bench.engine.prefill",
