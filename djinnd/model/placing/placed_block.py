@@ -16,6 +16,7 @@ from djinnd.model.family.experts import Experts
 from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import FewRows, Product
 from djinnd.model.placing.stored_form import (
+    decode_arrived,
     decode_for_step,
     decode_units,
     few_rows,
@@ -59,7 +60,7 @@ class PlacedBlock:
         assert self.form is not None and scratch is not None
         out = scratch[: self.layout.numel]
         if units is not None and isinstance(self.form, PackedForm):
-            decode_units(self.form, units, self.packed, out)
+            decode_arrived(self.form, units, self.packed, out)
         elif not (self.few_rows_as_packed and rows <= PACKED_ROWS):
             decode_for_step(self.form, self.packed, out)
         elif self.units_beside:

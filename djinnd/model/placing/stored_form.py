@@ -49,14 +49,19 @@ def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
 
 
 def decode_units(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: Tensor) -> None:
-    """Writes these units of a packed block to their places in `out`, for a step of few rows. On a CPU it may write
-    anything to the places of the others."""
-    if not out.is_cuda:
-        form.unpack(stored, out)
-        return
+    """Writes these units of a packed block on the GPU to their places in `out`, for a step of few rows."""
     from djinnd.model.kernels.packed.unpack import unpack_units
 
     unpack_units(form, numbers, stored, out)
+
+
+def decode_arrived(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: Tensor) -> None:
+    """Writes these units of a packed block, which has come without the others, to their places in `out`. On a CPU it
+    may write anything to the places of the others."""
+    if out.is_cuda:
+        decode_units(form, numbers, stored, out)
+    else:
+        form.unpack(stored, out)
 
 
 def in_place(form: BufferForm, layout: Layout, stored: Tensor) -> dict[str, Tensor]:
