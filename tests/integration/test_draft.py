@@ -18,7 +18,7 @@ from tests.support.daemon import Daemon
 from tests.support.deepened import contrary, deepened
 from tests.support.serving import TINY
 
-LIVES = 4
+LIVES = 2
 PROMPT = "class Stack:\n    def push(self"
 
 
@@ -31,7 +31,7 @@ def other_tokens(tokenizer: dict) -> None:  # type: ignore[type-arg]  # JSON
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("models")
-    deep = deepened(folder / "deep", 6)
+    deep = deepened(folder / "deep", 4)
     paths: dict[str, tuple[Path, object]] = {
         "small": (TINY, "off"),
         "contrary": (contrary(folder / "contrary"), "off"),
@@ -53,7 +53,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def test_sessions_get_the_tokens_that_they_get_without_a_draft(daemon: Daemon) -> None:
-    with ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(LIVES) as threads:
         found = {
             model: [*threads.map(partial(live, daemon, model), range(LIVES))] for model in ("deep", "misled", "plain")
         }
@@ -69,14 +69,14 @@ def test_sessions_get_the_tokens_that_they_get_without_a_draft(daemon: Daemon) -
 def drawn(daemon: Daemon, model: str) -> djinn.Generated:
     """A text without repetition, which lookups cannot guess. Its class has no targets that a busy machine may miss."""
     with djinn.Session(model, address=daemon.address, priority="batch") as session:
-        return session.generate(PROMPT, max_tokens=120, ignore_eos=True, temperature=1.2, seed=3)
+        return session.generate(PROMPT, max_tokens=60, ignore_eos=True, temperature=1.2, seed=3)
 
 
 def test_a_draft_that_thinks_as_its_target_saves_most_steps(daemon: Daemon) -> None:
     drawn(daemon, "deep")
     reply, plain = drawn(daemon, "deep"), drawn(daemon, "plain")
     assert reply.token_ids == plain.token_ids
-    assert reply.usage.kept_tokens > 40
+    assert reply.usage.kept_tokens > 20
     assert reply.usage.kept_tokens > 0.9 * reply.usage.guessed_tokens
 
 
@@ -90,7 +90,7 @@ def test_a_draft_that_is_wrong_is_hardly_asked(daemon: Daemon) -> None:
 def test_sessions_and_drafts_come_back_after_the_loss_of_the_engine(daemon: Daemon) -> None:
     expected = drawn(daemon, "plain").token_ids
     with djinn.Session("deep", address=daemon.address, priority="batch") as session:
-        stream = session.stream(PROMPT, max_tokens=120, ignore_eos=True, temperature=1.2, seed=3)
+        stream = session.stream(PROMPT, max_tokens=60, ignore_eos=True, temperature=1.2, seed=3)
         pieces = [next(stream)]
         daemon.kill_engine()
         pieces += stream
