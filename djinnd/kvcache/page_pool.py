@@ -11,8 +11,8 @@ it is stale until `take_stale` has returned it to be zeroed. The device zeroes t
 whose overwriting was announced and did not happen may hold KV of any tenant. It is zeroed before the next step, or, if
 its holder gives it back before that, when it is next given to a holder that does not overwrite it.
 
-Free pages can be lent as scratch memory, whose loss costs only time. They stay free: when all others are given away,
-the lender loses them, and `reclaimed` tells it so.
+Free pages can be lent as scratch memory for what can be computed again. A lent page still counts as free. It is given
+away when no other is left, and `reclaimed` rises, so that its borrower notices.
 
 The pool also counts pages by tenant. A held page counts once, however many sessions hold it, until its copies have
 ended. A public page counts for no tenant (`ANYBODY`), because the tenant that computed it may be gone.

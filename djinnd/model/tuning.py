@@ -36,7 +36,7 @@ PAIR_TILES = ((8, 16), (48, 64), (1 << 30, 128))
 # Measured on an H200, Qwen3-30B's experts in FP8 and MXFP4: with up to so many pairs of an expert, on average, products
 # that read codes are faster than decoding first (720 µs and 1,180). More pairs were not measured.
 CODED_PAIRS = 128
-# Chosen. Most tiles of a row that a product of one pair loads before it multiplies. On an H200, three such tiles of
+# Chosen. Most tiles of W that a product of one row loads before it multiplies. On an H200, three such tiles of
 # gpt-oss-20b take 35 µs a block, and 47 one after another, which includes fewer instructions a weight.
 UNROLLED = 4
 CODED_TILE = 64  # measured there: most pairs of a tile if weights are codes; the best tiles of each sweep had 64
@@ -48,7 +48,7 @@ BESIDE_RUNS = 3  # chosen: measurements of each; the fastest counts
 BESIDE_COPIES_S = 0.3  # chosen: most seconds for which the bus is kept busy meanwhile
 BESIDE_GAIN = 0.95  # chosen: the host's share has to make a step at least so much shorter
 # Chosen. Cores that the host's products leave to the server and its clients. Beside the bus of an H200, 14 of 16 cores
-# read bfloat16 weights for one row at 56 GB/s.
+# read bfloat16 weights for one row at 45 GB/s, and at 60 GB/s without the bus.
 SPARE_CORES = 2
 BESIDE_MEMORY = 0.5  # chosen: most of the host's available memory that decoded copies of packed MLPs take
 

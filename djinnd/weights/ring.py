@@ -128,7 +128,7 @@ class Ring:
         self._queued = self._taken = self._given_back = 0
         self._ready: dict[int, list[Event]] = {}  # turn → an event for each piece, for turns queued and not yet taken
         self._passed: dict[int, StreamMark] = {}  # turn → mark, for turns given back that a later copy may wait for
-        self._lacking: set[int] = set()  # turns queued and not given back, whose other pieces are left out
+        self._lacking: set[int] = set()  # queued turns that lack their other pieces, until they are given back
         self._queue_copies()
 
     @property

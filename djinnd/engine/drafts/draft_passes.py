@@ -23,7 +23,7 @@ from djinnd.model.step.last_tokens import LastTokens
 
 
 class DraftPasses:
-    """`vocab`: the target's tokens, of which guesses consist."""
+    """`vocab`: how many tokens the target knows. The draft guesses no others."""
 
     def __init__(self, draft: ModelRunner, vocab: int, pages: DraftPages) -> None:
         self._draft = draft

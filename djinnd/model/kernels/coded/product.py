@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from djinnd.model.kernels.coded.facts import Facts, arguments, facts_of
-from djinnd.model.kernels.coded.loads import load_wide_x, load_x
+from djinnd.model.kernels.coded.loads import load_x
 from djinnd.model.kernels.coded.numbers import rounded
-from djinnd.model.kernels.coded.tiles import load_numbers, load_weights, unit_of
+from djinnd.model.kernels.coded.tiles import load_weights, row_products, unit_of
 from djinnd.model.kernels.launching.gpu import processors
 from djinnd.model.kernels.launching.interpreter import INTERPRETED, dot
 from djinnd.model.tuning import FEW_ROWS, UNROLLED
@@ -50,8 +50,8 @@ def coded_vector_kernel(
     RUNS: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, PLAINLY: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies ROWS rows of W by one row of x. A scale multiplies the sum of its run. UNROLLED: tiles of a row that
-    are loaded before the first of them is multiplied."""
+    """Multiplies ROWS rows of W by one row of x. UNROLLED: tiles of a row that are loaded before the first of them is
+    multiplied."""
     first_row = tl.program_id(0) * ROWS
     local = tl.arange(0, ROWS)
     row = tl.minimum(first_row + local, rows - 1)
@@ -60,17 +60,10 @@ def coded_vector_kernel(
     acc = tl.zeros([ROWS, RUNS], tl.float32)
     for begin in tl.range(0, ROW, WIDTH, num_stages=STAGES):
         for tile in tl.static_range(UNROLLED):
-            start = begin + tile * RUNS * RUN
-            byte = (start + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, :, :]
-            low_x, high_x = load_wide_x(x, words, byte, SPAN, ROW, MASKED)
-            low, high, scale = load_numbers(
-                codes, scales, third, fourth, row, start, step,
-                KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED, True,
+            acc += row_products(
+                codes, scales, third, fourth, x, words, row, begin + tile * RUNS * RUN, step,
+                KIND, ROW, STRIDE, SPAN, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED,
             )  # fmt: skip
-            products = low * low_x
-            if SPAN:
-                products += high * high_x
-            acc += tl.sum(products, 2) * scale
     y = tl.sum(acc, 1) * unit_of(KIND)
     if BIAS:
         y += tl.load(bias + row).to(tl.float32)

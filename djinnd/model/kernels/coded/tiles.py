@@ -11,7 +11,7 @@ import triton.language as tl
 
 from djinnd.model.kernels.coded.gguf_tiles import load_blocks
 from djinnd.model.kernels.coded.kinds import BYTES, FP8, GGUF, INT8, MXFP4, NIBBLES, NVFP4
-from djinnd.model.kernels.coded.loads import load_part
+from djinnd.model.kernels.coded.loads import load_part, load_wide_x
 from djinnd.model.kernels.coded.numbers import E2M1_UNIT, HIGH, LOW, WHOLE, from_e2m1, from_e4m3, from_e8m0, less_zero
 
 
@@ -91,6 +91,27 @@ def load_numbers(
                 factor = from_e8m0(scale) if KIND == MXFP4 else from_e4m3(scale, NATIVE) * tl.load(third)
                 low = from_e2m1(code, LOW, IN_UNITS, PLAINLY)
                 return low, from_e2m1(code, HIGH, IN_UNITS, PLAINLY), factor
+
+
+@triton.jit
+def row_products(
+    codes, scales, third, fourth, x, words, row, start, step,
+    KIND: tl.constexpr, ROW: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, NATIVE: tl.constexpr, PLAINLY: tl.constexpr,
+    RUNS: tl.constexpr, RUN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Multiplies a tile by one row of x → float32 [ROWS, RUNS], in the unit that `unit_of` gives. A scale multiplies
+    the sum of its run."""
+    byte = (start + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, :, :]
+    low_x, high_x = load_wide_x(x, words, byte, SPAN, ROW, MASKED)
+    low, high, scale = load_numbers(
+        codes, scales, third, fourth, row, start, step,
+        KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED, True,
+    )  # fmt: skip
+    products = low * low_x
+    if SPAN:
+        products += high * high_x
+    return tl.sum(products, 2) * scale
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from djinnd.model.kernels.coded.kinds import PLAIN
 from djinnd.model.kernels.coded.loads import load_part, load_wide_x, load_x
 from djinnd.model.kernels.coded.numbers import rounded
-from djinnd.model.kernels.coded.tiles import load_numbers, load_weights, unit_of
+from djinnd.model.kernels.coded.tiles import load_weights, row_products, unit_of
 from djinnd.model.kernels.experts.gating import NONE, RELU_SQUARED, activated
 from djinnd.model.kernels.experts.grouping import load_picks, real_pairs
 from djinnd.model.kernels.launching.interpreter import dot
@@ -112,23 +112,19 @@ def vector_kernel(
     for begin in tl.range(0, ROW, WIDTH, num_stages=STAGES):
         for tile in tl.static_range(UNROLLED):
             start = begin + tile * RUNS * RUN
-            byte = (start + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, :, :]
-            low_x, high_x = load_wide_x(x, words, byte, SPAN, ROW, MASKED)
             if KIND == PLAIN:
+                byte = (start + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN)[None, :])[None, :, :]
+                row_x, _ = load_wide_x(x, words, byte, SPAN, ROW, MASKED)
                 if TRANSPOSED:
                     w = load_transposed(codes, first, rows, byte, ROWS, ROW)
                 else:
                     w = load_part(codes + (row.to(tl.int64)[:, None, None] * ROW + byte), byte < ROW, MASKED)
-                acc += w.to(tl.float32) * low_x
+                acc += w.to(tl.float32) * row_x
             else:
-                low, high, scale = load_numbers(
-                    codes, scales, third, fourth, row, start, step,
-                    KIND, ROW, STRIDE, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED, True,
+                acc += row_products(
+                    codes, scales, third, fourth, x, words, row, start, step,
+                    KIND, ROW, STRIDE, SPAN, GROUP, GROUPS, ZEROS, ORDER, NATIVE, PLAINLY, RUNS, RUN, MASKED,
                 )  # fmt: skip
-                products = low * low_x
-                if SPAN:
-                    products += high * high_x
-                acc += tl.sum(products, 2) * scale
     y = tl.sum(tl.sum(acc, 2), 1) if KIND == PLAIN else tl.sum(acc, 1) * unit_of(KIND)
     added = tl.load(bias + expert * rows + row).to(tl.float32)[None, :] if BIAS else 0.0
     place = pair + tl.zeros([1], tl.int32)

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor, empty
 
 from djinnd.model.kernels.states.slots import page_stride, slots_of
+from djinnd.model.kernels.states.vectors import EPS
 
 ELEMENTS = 4096  # of a state that a program holds: 32 a thread
-EPS = tl.constexpr(1e-6)  # beside a sum of squares, as in flash-linear-attention and transformers
 
 
 @triton.jit
