@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -15,6 +18,10 @@ from tests.families.configurations import reduced
 
 BLOCKS = 3  # of the target
 Tensors = dict[str, Tensor]
+
+no_reference = pytest.mark.skipif(
+    not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no heads"
+)
 
 
 def with_head(
@@ -57,3 +64,55 @@ def _by_expert(tensors: Tensors) -> Tensors:
             for part, own in (parts if what == "gate_up_proj" else {what: matrix}).items():
                 apart[f"{path}.{expert}.{part}.weight"] = own
     return apart
+
+
+def alike(tensors: Tensors) -> None:
+    """Makes a target whose next token depends on the last one only, and a head that thinks as it does: blocks add
+    nothing, and the head's input is its token's embedding."""
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+    head = f"model.layers.{BLOCKS}"
+    width = len(tensors["model.norm.weight"])
+    tensors[f"{head}.eh_proj.weight"] = torch.eye(width, 2 * width)
+    tensors[f"{head}.enorm.weight"] = torch.ones(width)
+    tensors[f"{head}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+
+
+class Reference:
+    """transformers' model of heads, with the target beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers.modeling_layers import MtpModel
+
+        self.target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{BLOCKS}.*"]
+        self.heads = MtpModel.from_pretrained(self.target).eval()
+        self._forget()
+
+    def _forget(self) -> None:
+        from transformers.cache_utils import MtpCache
+
+        self.cache = MtpCache(config=self.target.config.get_mtp_config())
+
+    @torch.inference_mode()
+    def hidden(self, tokens: list[int]) -> Tensor:
+        hidden: Tensor = self.target.model(torch.tensor([tokens])).last_hidden_state[0]
+        return hidden
+
+    def guesses(self, tokens: list[int], first: int, count: int) -> list[int]:
+        """The likeliest next tokens. The head knows the tokens from `first` on."""
+        self._forget()
+        previous, new, start, found = self.hidden(tokens)[first - 1 : -1], tokens[first:], 0, list[int]()
+        for _ in range(count):
+            hidden, logits = self.run(new, start, previous)
+            found.append(int(logits.argmax()))
+            previous, start, new = hidden[-1:], start + len(new), found[-1:]
+        return found
+
+    @torch.inference_mode()
+    def run(self, tokens: list[int], start: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(start, start + len(tokens))[None]
+        ids = torch.tensor([tokens])
+        hidden = self.heads.forward_layer(0, previous[None], positions, self.cache, input_ids=ids)
+        return hidden[0], self.heads._project_to_logits(hidden)[0, -1]

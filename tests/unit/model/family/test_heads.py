@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.protocol import Placing
@@ -21,7 +18,7 @@ from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from tests.families.configurations import reduced
 from tests.support.checkpoints import random_model
-from tests.support.heads import BLOCKS, Tensors, with_head
+from tests.support.heads import BLOCKS, Reference, Tensors, no_reference, with_head
 from tests.support.loaded import MEMORY, check_all, fill, load_weights, paged_model, random_prompt
 from tests.support.open_files import loader_of
 
@@ -30,10 +27,6 @@ FAMILIES = ("deepseek_v3", "glm4_moe")  # for which transformers has heads
 PAGES = [3, 1, 4, 2]
 PAGE_SIZE = 16
 PROMPT = random_prompt(40, 300, 1)
-
-no_reference = pytest.mark.skipif(
-    not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no heads"
-)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -62,31 +55,6 @@ def run(model: PagedModel, tokens: list[int], start: int, previous: Tensor) -> t
     norm = model.adapter.model.get_submodule(model.skeleton.points.norm)
     with torch.inference_mode():
         return norm(hidden)[0], model.logits(hidden, inputs.logit_rows(1))[0]
-
-
-class Reference:
-    """transformers' model of heads, with the target beside it."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers.cache_utils import MtpCache
-        from transformers.modeling_layers import MtpModel
-
-        self.target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{BLOCKS}.*"]
-        self.heads = MtpModel.from_pretrained(self.target).eval()
-        self.cache = MtpCache(config=self.target.config.get_mtp_config())
-
-    @torch.inference_mode()
-    def hidden(self, tokens: list[int]) -> Tensor:
-        hidden: Tensor = self.target.model(torch.tensor([tokens])).last_hidden_state[0]
-        return hidden
-
-    @torch.inference_mode()
-    def run(self, tokens: list[int], start: int, previous: Tensor) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(start, start + len(tokens))[None]
-        ids = torch.tensor([tokens])
-        hidden = self.heads.forward_layer(0, previous[None], positions, self.cache, input_ids=ids)
-        return hidden[0], self.heads._project_to_logits(hidden)[0, -1]
 
 
 @no_reference
