@@ -29,7 +29,7 @@ class Headed(Drafted):
 
     @property
     def runnable(self) -> int:
-        """Tokens that the head can run next: those of the text with a hidden state before each."""
+        """Tokens that the head can run next: of the text, and each with a hidden state before it."""
         return max(min(self.missing, len(self.kept)), 0)
 
     @property

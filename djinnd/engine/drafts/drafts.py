@@ -37,6 +37,9 @@ class Drafts:
             if is_hybrid:
                 told = f"{model} keeps states, which cannot be taken back when a guess is wrong: "
                 raise InvalidRequest(f"{told}load {load.model} without a draft", field="speculation", draft=name)
+        if draft.hidden is not None and not (target.points.norm and draft.model.skeleton.points.norm):
+            told = f"djinnd has not found the final norm of {load.model}, and so no hidden states for its head {name}: "
+            raise InvalidRequest(f"{told}load it without a draft", field="speculation", draft=name)
         if draft.model.placement.streams:
             streamed = len(draft.places.streamed)
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The hidden states that a head reads, on the device: those of its target's last step, and those that wait.
+"""The hidden states that a head reads, on the device: of all tokens of its target's last step, and of a few earlier.
 
     previous [tokens] │ kept [HEADS.places] │ step [tokens]
 
@@ -57,7 +57,7 @@ class HiddenStates:
         return kept
 
     def give_back(self, places: Sequence[int]) -> None:
-        """The hidden states there are needed no more. Those of a step have no places of their own."""
+        """The hidden states there are needed no more. Places in `step` are never free: each step overwrites them."""
         self._free += [place for place in places if place < self.step]
 
     def feed(self, places: Sequence[int]) -> None:
