@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_layers
 
 from tests.families.configurations import reduced
 
 BLOCKS = 3  # of the target
 Tensors = dict[str, Tensor]
 
-no_reference = pytest.mark.skipif(
-    not hasattr(transformers.modeling_layers, "MtpModel"), reason="this transformers has no heads"
-)
+no_reference = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this transformers has no heads")
 
 
 def with_head(

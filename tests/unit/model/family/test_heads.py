@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from djinn_client.errors import InvalidRequest, ModelRejected
 from djinn_client.protocol import Placing
@@ -85,7 +86,7 @@ def test_its_guess_depends_on_the_hidden_states_and_not_on_where_it_begins(folde
     assert (first - other).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "hy_v3"])
+@pytest.mark.parametrize("family", [*FAMILIES, *({"hy_v3"} & {*CONFIG_MAPPING})])
 def test_it_has_one_block_of_the_kind_of_the_last(family: str, device: CpuDevice, tmp_path: Path) -> None:
     folder = with_head(tmp_path / "model", family)
     weights = load_weights(folder, device, placing=HEADS)
