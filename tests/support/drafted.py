@@ -11,6 +11,7 @@ from djinn_client.protocol import Placing, Sampling
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.drafts.drafter import Drafter
 from djinnd.engine.drafts.head_drafter import HeadDrafter
@@ -33,11 +34,13 @@ class WithDraft(Served):
         seconds: float = 1.0,
         *,
         is_head: bool = False,
+        device: Device | None = None,
         **more: Any,
     ) -> None:
         self._stack = ExitStack()
-        device = CpuDevice(2 * MEMORY)
-        self._stack.callback(device.close)
+        if device is None:
+            device = CpuDevice(2 * MEMORY)
+            self._stack.callback(device.close)
         self.seconds = seconds
         self.drafter: Drafter | None = None
         self.guesses = 0  # rows with a guess of the draft
@@ -87,12 +90,12 @@ class WithDraft(Served):
 
 
 def lives(
-    folder: Path, draft: Path | None, pages: int, draft_pages: int, temperature: float, *, is_head: bool = False
+    folder: Path, draft: Path | None, pages: int, draft_pages: int, temperature: float, **more: Any
 ) -> tuple[list[list[int]], list[Request], int, int]:
     """The tokens of sessions that join, leave, are cut, forked and paused; their requests; steps, and guesses."""
     chance, requests, steps = random.Random(5), list[Request](), 0
     options = {"plan": small_pages(pages), "max_batch_tokens": 128}
-    with WithDraft(folder, draft, small_pages(draft_pages), is_head=is_head, **options) as served:
+    with WithDraft(folder, draft, small_pages(draft_pages), **options, **more) as served:
         vocab = served.runner.model.vocab
 
         def ask(session: Session, prompt: list[int]) -> None:
