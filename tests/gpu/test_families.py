@@ -23,7 +23,7 @@ from tests.support.loaded import random_prompt
 pytestmark = pytest.mark.gpu
 NEW = 16
 HYBRIDS = ("qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "kimi_linear")
-OTHERS = ("gemma3n_text", "gemma4_text", "llama4_text", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "ernie4_5_moe")
+OTHERS = ("gemma3n_text", "gemma4_text", "llama4_text", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "glm4_moe")
 
 
 @pytest.fixture
