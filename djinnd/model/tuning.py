@@ -50,7 +50,7 @@ BESIDE_GAIN = 0.95  # chosen: the host's share has to make a step at least so mu
 # Chosen. Cores that the host's products leave to the server and its clients. Beside the bus of an H200, 14 of 16 cores
 # read bfloat16 weights for one row at 45 GB/s, and at 60 GB/s without the bus.
 SPARE_CORES = 2
-BESIDE_MEMORY = 0.5  # chosen: most of the host's available memory that decoded copies of packed MLPs take
+BESIDE_MEMORY = 0.5  # chosen: most of the host's available memory that copies of MLPs take
 
 # --- Captured graphs --------------------------------------------------------------------------------------------------
 
