@@ -53,7 +53,7 @@ async def steps_s(address: str, model: str, sessions: int, vocab: int, work: dic
 @click.option("--resident", default=0, show_default=True, help="Blocks that stay on the device.")
 @click.option("--slots", default=0, show_default=True, help="Slots of the ring; 0: the daemon's choice.")
 @click.option("--packing", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
-@click.option("--quantise", type=click.Choice(["none", "int8"]), default="none", show_default=True)
+@click.option("--quantise", type=click.Choice(["int8"]), help="Default: the weights stay in 16 bits.")
 @click.option("--kv", default="2GiB", show_default=True, help="Device memory for KV pages.")
 @click.option("--tokens", default=33, show_default=True, help="Tokens that a session generates in a run.")
 @click.option("--runs", default=3, show_default=True)
@@ -65,14 +65,14 @@ def main(
     resident: int,
     slots: int,
     packing: str,
-    quantise: str,
+    quantise: str | None,
     kv: str,
     **work: Any,
 ) -> Result:
-    rates = measured_apart(checkpoint, device, "bf16" if quantise == "none" else quantise)
+    rates = measured_apart(checkpoint, device, quantise or "bf16")
     say(f"rates: {rates}")
     settings = {"path": str(checkpoint), "resident": resident, "slots": slots, "packing": packing, "kv": kv}
-    settings |= {"quantise": quantise, "host_kv": 0, "disk_kv": 0}
+    settings |= {"host_kv": 0, "disk_kv": 0} | ({"quantise": quantise} if quantise else {})
     models = {way: settings | {"cpu_beside_bus": way} for way in WAYS}
     found: dict[str, dict[int, list[float]]] = {way: {n: [] for n in work["sessions"]} for way in WAYS}
     infos: dict[str, djinn.ModelInfo] = {}
@@ -84,7 +84,7 @@ def main(
                 times += asyncio.run(steps_s(address, way, n, info.vocab, work))
                 say(f"{way}, {n} sessions: {statistics.median(times) * 1e3:.2f} ms a step")
             djinn.unload(way, address=address)
-    is_packed = quantise == "none" and not any("stay plain" in note for note in infos["off"].notes)
+    is_packed = not quantise and not any("stay plain" in note for note in infos["off"].notes)
     share = PACKED if is_packed else 1.0
     ceilings = {n: ceiling_s(rates, infos["off"].streamed_bytes, _measured(rates, n), share) for n in work["sessions"]}
     table = Table("sessions", "bus alone, ms", "both, ms", "ceiling, ms", caption=_told(rates))
