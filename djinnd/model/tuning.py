@@ -45,6 +45,9 @@ CODED_TILE = 64  # measured there: most pairs of a tile if weights are codes; th
 
 BESIDE_ROWS = (1, 2, 4, 8, 16)  # chosen: rows for which a load measures the host's products
 BESIDE_RUNS = 3  # chosen: measurements of each; the fastest counts
+# Chosen: seconds of a product after which no more rows are measured. On a core of an AMD EPYC, torch's product by int8
+# codes takes ten times longer in float16 and float32 than in bfloat16, and that by codes of 4 bits forty times.
+BESIDE_SLOW_S = 0.2
 BESIDE_COPIES_S = 0.3  # chosen: most seconds for which the bus is kept busy meanwhile
 BESIDE_GAIN = 0.95  # chosen: the host's share has to make a step at least so much shorter
 # Chosen. Cores that the host's products leave to the server and its clients. Beside the bus of an H200, 14 of 16 cores

@@ -24,7 +24,7 @@ from djinnd.model.placing.host_mlp import Cores, Crossing, HostMlp, host_mlp_of
 from djinnd.model.placing.host_weights import HostWeights
 from djinnd.model.placing.projections import Product
 from djinnd.model.placing.stored_form import decode_all
-from djinnd.model.tuning import BESIDE_COPIES_S, BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS
+from djinnd.model.tuning import BESIDE_COPIES_S, BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS, BESIDE_SLOW_S
 from djinnd.weights.plan import PlacementPlan, spread
 from djinnd.weights.ring import PIECE
 from djinnd.weights.store import WeightStore
@@ -190,7 +190,7 @@ def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: i
         return time.perf_counter() - began
 
     bus = device.rates().bus
-    alone = min(seconds(rows) for rows in (1, 1, max(BESIDE_ROWS)))
+    alone = min(seconds(1) for _ in range(2))
     # The copies go on for twice the time that all products take if more rows take no longer than one. They are bounded,
     # as copies of models that are served wait for them.
     seconds_of_copies = min(2 * len(BESIDE_ROWS) * BESIDE_RUNS * alone, BESIDE_COPIES_S)
@@ -206,6 +206,8 @@ def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: i
         if any(passed) and not all(passed):
             copied = sum(of.nbytes for (_, of), is_there in zip(pieces, passed, strict=True) if is_there)
             beside = copied / (time.perf_counter() - began)
+        if mlp_s[rows] > BESIDE_SLOW_S:  # a load would wait long for measurements of more rows
+            break
     for event in events:
         event.wait()
     return BesideRates(bus, min(beside, bus), mlp_s)

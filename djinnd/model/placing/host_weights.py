@@ -4,7 +4,7 @@
     plain, in the dtype of computing           there
     plain in another dtype; packed             by plain copies
     int8 with one scale a row                  there
-    int8 with scales for groups of columns     by copies of the codes, group by group
+    int8 with scales for groups of columns     by copies of the codes, in two halves
 
 Copies are in private memory. A load, or a move of blocks, makes them.
 """
@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from djinn_client.handover.packed import PackedForm
-from djinnd.model.placing.host_matrix import HostMatrix, PlainMatrix, int8_columns, int8_matrix, is_one_group, private
+from djinnd.model.placing.host_matrix import (
+    HostMatrix,
+    PlainMatrix,
+    int8_group,
+    int8_matrix,
+    is_multiplied_in_place,
+    private,
+)
 from djinnd.weights.forms.coded_form import CodedForm
 from djinnd.weights.forms.coding import Coding
 from djinnd.weights.layout import Layout
@@ -48,8 +55,8 @@ class HostWeights:
     def _coding(self, unit: Unit) -> Coding | None:
         """The unit's coding, if the host multiplies by its codes; None for a plain unit, or one of another code."""
         coding = self._form.coding_of(unit) if isinstance(self._form, CodedForm) else None
-        cols = self._layout.unit_shape(unit)[1]
-        return None if coding is None or int8_columns(coding, cols) is None else coding
+        is_multiplied = coding is not None and int8_group(coding, *self._layout.unit_shape(unit)) is not None
+        return coding if is_multiplied else None
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +72,7 @@ class HostWeights:
             rows, cols = self._layout.unit_shape(unit)
             if (coding := self._coding(unit)) is None:
                 total += rows * cols * self._dtype.itemsize * self._is_copied
-            elif not is_one_group(coding, cols):
+            elif not is_multiplied_in_place(coding, rows, cols):
                 total += rows * cols
         return total
 
@@ -88,7 +95,7 @@ class HostWeights:
         return gate_up, down
 
     def _matrix(self, buffer: Tensor, unit: Unit) -> HostMatrix:
-        form, cols = self._form, self._layout.unit_shape(unit)[1]
+        form = self._form
         if not isinstance(form, CodedForm):
             return self._plain(self._layout.joined(buffer, unit))
         if (coding := self._coding(unit)) is None:
@@ -97,7 +104,7 @@ class HostWeights:
             return self._plain(weight)
         joined = form.joined(buffer, unit)
         assert joined is not None
-        return int8_matrix(coding, joined[1], cols, self._dtype)
+        return int8_matrix(coding, joined[1], self._dtype)
 
     def _plain(self, weight: Tensor) -> PlainMatrix:
         if self._is_copied:

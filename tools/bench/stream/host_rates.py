@@ -79,7 +79,7 @@ def random_matrix(form: str, rows: int, cols: int) -> HostMatrix:
     coding = CODINGS["int8"] if form == "int8" else Scaled(torch.int8, 1)
     parts = [torch.empty((1, *part.shape), dtype=part.dtype) for part in coding.parts(rows, cols)]
     encode(coding, weights[None], parts)
-    return int8_matrix(coding, parts, cols, torch.bfloat16)
+    return int8_matrix(coding, parts, torch.bfloat16)
 
 
 def _seconds(mlp: HostMlp, rows: int, width: int) -> float:

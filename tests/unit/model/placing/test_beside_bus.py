@@ -58,6 +58,13 @@ def test_rates_are_measured_while_copies_go_on(device: CpuDevice) -> None:
     assert torch.equal(target, source), "all copies have ended"
 
 
+def test_after_a_slow_product_no_more_rows_are_measured(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_bus, "BESIDE_SLOW_S", 0.0)
+    target, source = torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)
+    rates = measured(device, an_mlp()[0], (target, source), WIDTH, torch.float32)
+    assert tuple(rates.mlp_s) == BESIDE_ROWS[:1] and rates.mlp_s[1] > 0
+
+
 def test_rows_cross_and_come_back_multiplied(device: CpuDevice) -> None:
     mlp, gate_up, down = an_mlp()
     crossing = Crossing(device, 4, WIDTH, torch.float32)
