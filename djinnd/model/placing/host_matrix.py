@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from djinnd.model.fast.linear import fast_linear
+from djinnd.model.tuning import ORDERED_ROWS
 from djinnd.weights.forms.coding import Coding
 from djinnd.weights.forms.codings import Grouped, Scaled
 
@@ -25,7 +26,6 @@ from djinnd.weights.forms.codings import Grouped, Scaled
 _COLUMNS = 32
 _GROUPS = (256, 128, 64, 32)  # columns of a group that the product by 4 bits takes
 _ROWS = 16  # rows must be a multiple for that product
-_ROWS_AT_ONCE = 1024  # that are brought to its order at a time, in 4 bytes a weight; it orders 64 rows at most together
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ def _halves(codes: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Ha
     """scales: [rows, groups]."""
     rows, cols = codes.shape
     high, low = private(rows * cols, torch.uint8).view(2, rows, cols // 2)
-    for first in range(0, rows, _ROWS_AT_ONCE):
-        own = slice(first, first + _ROWS_AT_ONCE)
+    for first in range(0, rows, ORDERED_ROWS):
+        own = slice(first, first + ORDERED_ROWS)
         some = codes[own] if codes.dtype is torch.uint8 else codes[own].view(torch.uint8) ^ 128
         for half, numbers in ((high, some >> 4), (low, some & 15)):
             half[own] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)

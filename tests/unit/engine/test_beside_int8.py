@@ -46,6 +46,11 @@ FORMS = {
     "groups": Form(
         by.pack_quantized(8, 32), ct("pack-quantized", strategy="group", group_size=32, **INT8), 3 * 64 * 160
     ),
+    "gptq": Form(
+        by.gptq(8, 32),
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False},
+        3 * 64 * 160,
+    ),
     "rows, gate and up plain": Form(
         by.int8_rows, ct("int-quantized", strategy="channel", **INT8), ending="n_proj.weight"
     ),

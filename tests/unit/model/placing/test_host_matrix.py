@@ -51,7 +51,7 @@ def test_more_rows_than_are_ordered_at_once_are_multiplied(monkeypatch: pytest.M
     coding, x = Scaled(torch.int8, 1, 64), torch.randn(2, COLS)
     parts = parts_of(coding, 208)
     wanted = int8_matrix(coding, parts, torch.float32).multiply(x)
-    monkeypatch.setattr(host_matrix, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(host_matrix, "ORDERED_ROWS", 64)
     assert torch.equal(int8_matrix(coding, parts, torch.float32).multiply(x), wanted)
 
 
