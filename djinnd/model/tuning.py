@@ -53,9 +53,9 @@ BESIDE_GAIN = 0.95  # chosen: the host's share has to make a step at least so mu
 # Chosen. Cores that the host's products leave to the server and its clients. Beside the bus of an H200, 14 of 16 cores
 # read bfloat16 weights for one row at 45 GB/s, and at 60 GB/s without the bus.
 SPARE_CORES = 2
-# Measured on an AMD EPYC: rows of int8 codes that are brought at once to the order of the product by 4 bits, in 4 bytes a
-# weight: 0.33 s for 71 million weights on a core. With 1,024 rows, whose memory is new each time, it takes 0.53 s. Given
-# by torch: a multiple of 64.
+# Measured on an AMD EPYC: rows of int8 codes that are brought at once to the order of the product by 4 bits, in 4 bytes
+# a weight. 71 million weights take a core 0.33 s, and 0.53 with 1,024 rows: memory is new each time. A multiple of
+# 64, as torch orders so many rows together.
 ORDERED_ROWS = 512
 BESIDE_MEMORY = 0.5  # chosen: most of the host's available memory that copies of MLPs take
 
