@@ -156,6 +156,7 @@ class Model(Struct, frozen=True):
 
     path: PathText  # a checkpoint folder, or a hub id
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    part: Literal["all", "heads"] = "all"  # heads: only the head that predicts several tokens, as another model's draft
     kv: Size = 0  # device memory for pages; 0: the engine decides
     host_kv: AutoSize = None  # host memory for pages that have left the device; None: the engine decides; 0: none
     disk_kv: AutoSize = None  # disk of the state directory for such pages, likewise
@@ -183,6 +184,10 @@ class Model(Struct, frozen=True):
         """Raises ValueError for values that contradict each other or have no effect."""
         if self.keep_alive > MAX_KEEP_ALIVE_S:
             raise ValueError(f"keep_alive must be at most {MAX_KEEP_ALIVE_S / 3600:.0f}h")
+        if self.part == "heads" and self.resident not in (None, 1.0):
+            raise ValueError(f"a head does not stream, so resident must be auto or 1.0, and not {self.resident}")
+        if self.part == "heads" and self.speculation:
+            raise ValueError("a head has no speculation of its own: give it to the model that the head guesses for")
         try:
             self.placing.validate()
         except InvalidRequest as error:
@@ -191,7 +196,7 @@ class Model(Struct, frozen=True):
     @property
     def placing(self) -> Placing:
         return Placing(
-            resident=self.resident,
+            resident=1.0 if self.part == "heads" else self.resident,
             ring_bytes=ring_bytes(self.ring_gb),
             slots=self.slots,
             packing=self.packing,
@@ -199,6 +204,7 @@ class Model(Struct, frozen=True):
             kv_dtype="" if self.kv_dtype == "auto" else self.kv_dtype,
             speculation=bool(self.speculation),
             draft=self.speculation if isinstance(self.speculation, str) else "",
+            part="heads" if self.part == "heads" else "",
             cpu_beside_bus=self.cpu_beside_bus,
             adapter_bytes=self.adapter_memory,
             keep_host=self.keep_host,

@@ -23,6 +23,7 @@ class Drafted:
     def __init__(self, tokens: Sequence[int], record: Record) -> None:
         self._tokens = tokens
         self.record = record
+        self.first = 0  # the position at which the text begins that the draft knows
         self.computed = 0  # first tokens of the text with KV in the draft
         self.idle_steps = 0  # of the session, since a guess last seemed to pay
         self._guess: Sequence[int] = ()  # not compared yet
@@ -32,6 +33,11 @@ class Drafted:
     def missing(self) -> int:
         """Tokens that the draft has to run before it can guess the next one."""
         return len(self._tokens) - self.computed
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the draft can guess the next token."""
+        return True
 
     def cut(self, length: int) -> None:
         """Notes that the session has kept only its first `length` tokens."""
@@ -72,11 +78,15 @@ class Drafted:
         guess, self._guess = self._guess, ()
         came = self._tokens[self._at : self._at + len(guess)]
         right = agreeing(guess, came)
-        if came:
-            self.computed = self._at + min(right, len(guess) - 1)
-        self.computed = min(self.computed, len(self._tokens) - 1)
+        self._keep_kv(right, guess, came)
         if not came:
             return 0, False
         wrong = right < len(came)
         self.record.note(right, wrong)
         return right, wrong
+
+    def _keep_kv(self, right: int, guess: Sequence[int], came: Sequence[int]) -> None:
+        """Keeps the KV of the first `right` tokens of the guess."""
+        if came:
+            self.computed = self._at + min(right, len(guess) - 1)
+        self.computed = min(self.computed, len(self._tokens) - 1)

@@ -49,5 +49,17 @@ class DraftTuning:
     longest_share: float = 1.0  # While other rows wait, the passes for guesses take at most this share of the step.
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTuning:
+    """How the hidden states of a target wait for its head. All values are chosen."""
+
+    places: int = 2048  # Hidden states that can wait, of all sessions; 28 MiB with 7,168 numbers of 16 bits.
+    # A session with so many tokens that the head can run has them run right behind the step: a prompt at once, and the
+    # tokens of guesses from texts a few dozen at a time.
+    at_once: int = 32
+    idle_steps: int = 16  # After so many steps without a guess that seemed to pay, no hidden states are kept.
+
+
 GUESSES = GuessTuning()
 DRAFTS = DraftTuning()
+HEADS = HeadTuning()

@@ -132,12 +132,15 @@ class Steps:
     def _launch(self, batch: Batch, masks: FindMasks | None, after: Launched | None = None) -> Launched | None:
         """`after`: the step that the batch follows. → None if the step has failed, and with it its requests."""
         try:
-            return self._runners[batch.model].launch(batch, self._idle_work.run, masks, after)
+            launched = self._runners[batch.model].launch(batch, self._idle_work.run, masks, after)
         except ServerGone:
             raise
         except Exception as error:
+            self._drafts.failed(batch.model)
             self._fail_batch(batch, error)
             return None
+        self._drafts.launched(batch.model)
+        return launched
 
     def _follow(self, launched: Launched) -> None:
         """Launches the step that follows, if there is one."""

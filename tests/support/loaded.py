@@ -22,6 +22,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.engine.load.loading import model_shape
 from djinnd.engine.load.planning import reserved_bytes
 from djinnd.engine.memory.memory import KvPlan, ModelShape
+from djinnd.engine.run.hidden_states import HiddenStates
 from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
 from djinnd.engine.run.prepare_model import prepare_model
 from djinnd.messages import Load
@@ -98,7 +99,13 @@ def _runner_with(
     pool = device.allocate(kv_label(weights.name), (plan.num_pages, layout.page_bytes), torch.uint8, zero=True)
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
     check_all(model, plan.max_context)
-    return ModelRunner(Load(0, weights.name, ""), weights, model, figures, plan, device, max_tokens, max_rows)
+    load, hidden = Load(0, weights.name, ""), None
+    if weights.skeleton.head_input is not None:
+        hidden = HiddenStates(device, weights.name, max_tokens, figures.width, weights.dtype)
+    runner = ModelRunner(load, weights, model, figures, plan, device, max_tokens, max_rows, hidden)
+    if hidden is not None:
+        runner.use_hidden_states(hidden)
+    return runner
 
 
 class Served:

@@ -15,6 +15,7 @@ from djinn_client.protocol.fields.bounds import Whole
 
 Quantise = Literal["", "fp8", "int8"]
 KvForm = Literal["", "fp8"]
+Part = Literal["", "heads"]
 
 MAX_BYTES = (1 << 63) - 1
 MAX_BLOCKS = 1 << 16
@@ -31,6 +32,8 @@ class Placing(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_dtype: KvForm = ""  # fp8: keys and values are kept as e4m3; "": in the dtype of computing
     speculation: bool = False  # steps also run guesses of next tokens, which changes no token
     draft: str = ""  # a model of the daemon's configuration that guesses, too; only with speculation
+    # heads: of the checkpoint only the head that predicts several tokens; only the daemon's configuration sets this
+    part: Part = ""
     cpu_beside_bus: bool = False  # the host computes MLPs of streamed blocks; only the daemon's configuration sets this
     adapter_bytes: Whole = 0  # of device memory set aside for LoRA adapters; only the daemon's configuration sets this
     keep_host: bool = True  # False: the host's copy goes once every block is resident

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from djinnd.core.batch import Row
+from djinnd.core.drafted import Drafted
 from djinnd.core.session import Session
 from djinnd.engine.drafts.choice import Choice
 from djinnd.engine.drafts.draft_pages import DraftPages
@@ -43,12 +44,13 @@ class DraftPasses:
         numbers. Waits for the device also if there is no guess: the time that it took is measured."""
         draft, count, passes = self._draft, len(choice.guesses), choice.passes
         guessing = [rows[candidate.row] for candidate, _ in choice.guesses]
-        first = [self._row(rows[c.row], c.drafted.computed, c.drafted.missing, True) for c, _ in choice.guesses]
-        first += [self._row(rows[c.row], c.drafted.computed, tokens, False) for c, tokens in choice.behind]
+        first = [self._new_tokens(rows[c.row], c.drafted, c.drafted.missing, True) for c, _ in choice.guesses]
+        first += [self._new_tokens(rows[c.row], c.drafted, tokens, False) for c, tokens in choice.behind]
         sessions, chosen = [row.session for row in guessing], list[Tensor]()
         with draft.device.computing():
             draft.wait()
             draft.zero_stale()
+            self._before_first(choice)
             logits, shapes = self._pass(first)
             for ahead in range(passes):
                 assert logits is not None
@@ -56,8 +58,8 @@ class DraftPasses:
                 chosen.append(queued.asked.values)
                 if ahead + 1 < passes:
                     self._last.keep(chosen[-1])
-                    further = [self._row(row, row.end + ahead, 1, True, fed) for fed, row in enumerate(guessing)]
-                    logits, more = self._pass(further)
+                    self._before_further()
+                    logits, more = self._pass(self._guessed_tokens(choice, guessing, ahead))
                     shapes |= more
             values = self._reader.read(self._reader.ask(torch.cat(chosen) if chosen else self._nothing), meanwhile)
         self._passes.inputs = None  # the device has read them
@@ -77,22 +79,43 @@ class DraftPasses:
         if shadow is not None and shadow.request is not None:
             self._sampler.forget(shadow.request)
 
-    def _row(self, row: Row, start: int, count: int, samples: bool, fed: int | None = None) -> Row:
-        """A row of the draft: tokens of the session from position `start` on. `fed`: see Row."""
-        shadow = self._shadow(row)
-        return Row(shadow, row.request, start, count, 0, self._draft.model.num_blocks, samples, fed=fed)
+    def _before_first(self, choice: Choice) -> None:
+        """Called before the first pass: a head needs more than tokens."""
 
-    def _shadow(self, row: Row) -> Session:
+    def _before_further(self) -> None:
+        """Called before each further pass."""
+
+    def _new_tokens(self, row: Row, drafted: Drafted, count: int, samples: bool) -> Row:
+        """A row of the draft: the session's next tokens that have no KV in the draft."""
+        shadow = self._shadow(row, drafted)
+        return Row(
+            shadow, row.request, drafted.computed - drafted.first, count, 0, self._draft.model.num_blocks, samples
+        )
+
+    def _guessed_tokens(self, choice: Choice, guessing: Sequence[Row], ahead: int) -> list[Row]:
+        """Rows of the draft: a token of each guess, `ahead` tokens behind the session's text."""
+        found = []
+        for fed, (row, (candidate, _)) in enumerate(zip(guessing, choice.guesses, strict=True)):
+            start = row.end - candidate.drafted.first + ahead
+            shadow = self._shadow(row, candidate.drafted)
+            found.append(Row(shadow, row.request, start, 1, 0, self._draft.model.num_blocks, True, fed=fed))
+        return found
+
+    def _shadow(self, row: Row, drafted: Drafted) -> Session:
+        """The session as the draft's own: the text from `drafted.first` on."""
         session = row.session
         shadow = self._shadows.get(session.id)
         if shadow is None or shadow.tokens is not session.tokens:
             shadow = Session(session.id, self._draft.name, session.tenant, session.priority, session.tokens)
             self._shadows[session.id] = shadow
+        self._take_request(shadow, row)
+        return shadow
+
+    def _take_request(self, shadow: Session, row: Row) -> None:
         if shadow.request is not row.request:
             if shadow.request is not None:
                 self._sampler.forget(shadow.request)
             shadow.request = row.request
-        return shadow
 
     def _fitted(self, logits: Tensor) -> Tensor:
         """The logits of the target's tokens. The draft may have rows of its head for more, or for fewer."""

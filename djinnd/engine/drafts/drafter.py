@@ -38,7 +38,7 @@ class Drafter:
         self.draft = draft
         self._builder = builder
         self._pages = DraftPages(draft.kv)
-        self._passes = DraftPasses(draft, vocab, self._pages)
+        self._passes = self._make_passes(vocab)
         self._times = StepTimes()  # of passes
         self._sessions: dict[str, Session] = {}  # sessions that have a Drafted
         self._recent = Record(DRAFTS.first_rate)  # of all sessions
@@ -61,9 +61,7 @@ class Drafter:
         self._had_room = batch.room > 0
         if self.is_off or not batch.room:
             return batch
-        for name in self._pages.lost():
-            if (drafted := self._sessions[name].drafted) is not None:
-                drafted.lose()
+        self._note_losses()
         choice = self._with_pages(batch.rows, self._choose(batch))
         if not choice:
             return batch
@@ -105,6 +103,24 @@ class Drafter:
         for session_id in list(self._sessions):
             self.close(session_id)
 
+    def launched(self) -> None:
+        """Called when a step of the target has been launched."""
+
+    def failed(self) -> None:
+        """Called when a step of the target could not be launched."""
+
+    def _make_passes(self, vocab: int) -> DraftPasses:
+        return DraftPasses(self.draft, vocab, self._pages)
+
+    def _begin_with(self, session: Session, record: Record) -> Drafted:
+        return Drafted(session.tokens, record)
+
+    def _note_losses(self) -> None:
+        """Notes which sessions have lost pages of the draft."""
+        for name in self._pages.lost():
+            if (drafted := self._sessions[name].drafted) is not None:
+                drafted.lose()
+
     # --- what is guessed ----------------------------------------------------------------------------------------------
 
     def _choose(self, batch: Batch) -> Choice:
@@ -133,17 +149,23 @@ class Drafter:
 
     def _candidate(self, at: int, row: Row) -> Candidate:
         session = row.session
+        drafted = self._drafted(session)
+        right, wrong = drafted.settle()
+        if right or wrong:
+            self._recent.note(right, wrong)
+        beyond = self.draft.plan.max_context - len(session.tokens) + drafted.first
+        most = min(self._builder.guesses.most(row), beyond) if drafted.is_ready else 0
+        return Candidate(at, drafted, max(most, 0))
+
+    def _drafted(self, session: Session) -> Drafted:
+        """The session as the draft knows it. The draft begins with it if it did not know it."""
         drafted = session.drafted
         if drafted is None:
             self._opened += 1
             rate = DRAFTS.first_rate if self._opened % DRAFTS.hopeful == 0 else self._recent.rate
-            drafted = session.drafted = Drafted(session.tokens, Record(rate))
+            drafted = session.drafted = self._begin_with(session, Record(rate))
             self._sessions[session.id] = session
-        right, wrong = drafted.settle()
-        if right or wrong:
-            self._recent.note(right, wrong)
-        beyond = self.draft.plan.max_context - len(session.tokens)
-        return Candidate(at, drafted, max(min(self._builder.guesses.most(row), beyond), 0))
+        return drafted
 
     def _cost(self, rows: Sequence[Row], may_guess: int) -> float:
         """See Guesses.cost_of_draft. A pass seems to take no time until some have been measured, and again when the
@@ -175,7 +197,7 @@ class Drafter:
         drafted, most = session.drafted, self.draft.plan.max_context
         assert drafted is not None
         start = drafted.computed
-        tokens = start + count + max(passes - 1, 0)
+        tokens = start - drafted.first + count + max(passes - 1, 0)
         if tokens > most or not within_vocabulary(session.tokens, start, count, self.draft.model.vocab):
             return False
         return self._pages.reserve(session.id, session.tenant, tokens, keep)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from djinn_client.errors import InvalidRequest
 from djinnd.core.batch import Batch, Row
 from djinnd.engine.drafts.drafter import Drafter
+from djinnd.engine.drafts.head_drafter import HeadDrafter
 from djinnd.engine.io.channel import ServerGone
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.messages import Load
@@ -36,6 +37,9 @@ class Drafts:
             if is_hybrid:
                 told = f"{model} keeps states, which cannot be taken back when a guess is wrong: "
                 raise InvalidRequest(f"{told}load {load.model} without a draft", field="speculation", draft=name)
+        if draft.hidden is not None and not (target.points.norm and draft.model.skeleton.points.norm):
+            told = f"djinnd has not found the final norm of {load.model}, and so no hidden states for its head {name}: "
+            raise InvalidRequest(f"{told}load it without a draft", field="speculation", draft=name)
         if draft.model.placement.streams:
             streamed = len(draft.places.streamed)
             raise InvalidRequest(
@@ -50,9 +54,12 @@ class Drafts:
         """The model has been loaded and serves from now on. No effect if it has no draft."""
         name = target.load.placing.draft
         if name:
-            builder = self._scheduler.queues[target.name].batch_builder
+            builder, draft = self._scheduler.queues[target.name].batch_builder, self._runners[name]
             target.weights.notes.append(f"{name} guesses for it")
-            self._drafters[target.name] = Drafter(self._runners[name], target.model.vocab, builder)
+            if draft.hidden is None:
+                self._drafters[target.name] = Drafter(draft, target.model.vocab, builder)
+            else:
+                self._drafters[target.name] = HeadDrafter(draft, target, builder)
 
     def detach(self, model: str) -> None:
         """The model is being unloaded. It guesses for no other."""
@@ -78,11 +85,28 @@ class Drafts:
         except ServerGone:
             raise
         except Exception as error:
-            log.error("draft_failed model=%s draft=%s", batch.model, drafter.draft.name, exc_info=error)
-            drafter.draft.device.synchronize()  # raises again if the error is permanent
-            drafter.draft.recover()
-            self._drafters.pop(batch.model).release()
+            self._give_up(batch.model, error)
             return batch
+
+    def launched(self, model: str) -> None:
+        """A step of the model has been launched. A head that fails guesses no more, as in `added`."""
+        if model in self._drafters:
+            try:
+                self._drafters[model].launched()
+            except Exception as error:
+                self._give_up(model, error)
+
+    def failed(self, model: str) -> None:
+        """A step of the model could not be launched."""
+        if model in self._drafters:
+            self._drafters[model].failed()
+
+    def _give_up(self, model: str, error: Exception) -> None:
+        drafter = self._drafters.pop(model)
+        log.error("draft_failed model=%s draft=%s", model, drafter.draft.name, exc_info=error)
+        drafter.draft.device.synchronize()  # raises again if the error is permanent
+        drafter.draft.recover()
+        drafter.release()
 
     def check_integrity(self) -> None:
         """Asserts that the drafts know and hold pages only for sessions that are open."""

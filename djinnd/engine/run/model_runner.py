@@ -25,8 +25,9 @@ from djinnd.engine.probes.parked_states import ParkedStates
 from djinnd.engine.probes.step_probe import Touched
 from djinnd.engine.run.batch_inputs import Rows, in_order
 from djinnd.engine.run.guessed_rows import ALL, of_rows, samples_of
+from djinnd.engine.run.hidden_states import HiddenStates
 from djinnd.engine.run.logits_window import LogitsWindow
-from djinnd.engine.run.passes import BlockTables, Passes
+from djinnd.engine.run.passes import Behind, BlockTables, Passes
 from djinnd.engine.run.prompt_scores import PromptScorer
 from djinnd.engine.run.step_threads import StepThreads
 from djinnd.engine.tuning import LAUNCHES_AHEAD, RESIZED_AT_ONCE
@@ -77,6 +78,7 @@ class ModelRunner:
     device: Device
     max_tokens: int  # of a step
     max_rows: int
+    hidden: HiddenStates | None = None  # None: the model is no head
 
     def __post_init__(self) -> None:
         model, plan, device = self.model, self.plan, self.device
@@ -179,7 +181,7 @@ class ModelRunner:
     def nbytes(self) -> int:
         """Bytes of the device's budget that the model takes."""
         touched = self.edits.nbytes + self.captures.nbytes + self.parked.nbytes
-        touched += self.adapters.nbytes
+        touched += self.adapters.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
         return self.weights.nbytes + self.pool_bytes + workspace_bytes(self.shape, self.max_tokens) + touched
 
     def move(self, places: PlacementPlan, num_pages: int) -> None:
@@ -284,7 +286,12 @@ class ModelRunner:
             windows={},
             scores=PromptScorer(),
             last_tokens=last_tokens,
+            behind=None,
         )
+
+    def watch(self, behind: Behind | None) -> None:
+        """`behind` gets the hidden states of every step, see Passes; None: they are not wanted any more."""
+        self._passes.behind = behind
 
     def wait(self) -> None:
         """Waits until the device has taken the inputs of the last step."""
@@ -393,6 +400,15 @@ class ModelRunner:
         self.weights.release(self.device)
         self.device.release(kv_label(self.name))
         self.device.release(workspace_label(self.name))
+        if self.hidden is not None:
+            self.use_hidden_states(None)
+            self.hidden.release()
+
+    def use_hidden_states(self, hidden: HiddenStates | None) -> None:
+        """The model is a head, and reads the hidden states before its tokens there from now on. None: they are 0."""
+        head = self.model.skeleton.head_input
+        assert head is not None
+        head.previous = None if hidden is None else hidden.previous
 
     @property
     def places(self) -> PlacementPlan:

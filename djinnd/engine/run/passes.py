@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -31,6 +32,10 @@ from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.whitebox.probe import Probe
 
+# Takes the rows of a pass through the last block, and their hidden states [1, tokens, width], which the next pass may
+# overwrite: it queues its work on the current stream. There may be padding behind the rows' tokens.
+Behind = Callable[[Rows, Tensor], None]
+
 
 class BlockTables(Protocol):
     """Where the KV of sessions is: see KvManager, which has these methods."""
@@ -55,6 +60,7 @@ class Passes:
     page_size: int  # tokens
     tile_tokens: int
     last_tokens: LastTokens | None  # of the last step, if the next one may be launched before they are read
+    behind: Behind | None = None  # takes the result of the last block
     ran: Shape | None = field(init=False, default=None)  # of the last pass of all blocks that a graph can replay
     inputs: StepInputs | None = field(init=False, default=None)  # of the last pass; the device may not have taken them
 
@@ -103,7 +109,8 @@ class Passes:
         blocks = blocks_of(rows)
         if len(blocks) == self.model.num_blocks:
             self.ran = shape
-        return graphs.run(shape, len(sampling), probe, blocks)
+        behind = None if self.behind is None else partial(self.behind, rows)
+        return graphs.run(shape, len(sampling), probe, blocks, behind)
 
     def _mixed(self, rows: Rows, part: Part | None) -> Tensor | None:
         """Runs these rows eagerly. → the logits of rows that sample, or None."""
@@ -124,7 +131,10 @@ class Passes:
         inputs.send()
         longest, fresh = max(row.end for row in rows), all(row.start == 0 for row in rows)
         batch = inputs.paged_batch(max_query=max(counts), max_kv=longest, fresh=fresh)
-        logit_rows.hidden = self.model.forward(inputs, batch, probe, blocks_of(rows))
+        blocks = blocks_of(rows)
+        logit_rows.hidden = self.model.forward(inputs, batch, probe, blocks)
+        if self.behind is not None and blocks.stop == self.model.num_blocks:
+            self.behind(rows, logit_rows.hidden)
         logits = logit_rows.logits(0, len(sampling)) if sampling else None
         self._tell_logits(logit_rows, len(sampling), rows)
         for _ in logit_rows.pieces(len(sampling) + len(told), len(seen)):

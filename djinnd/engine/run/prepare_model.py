@@ -17,6 +17,7 @@ from djinnd.device import Device
 from djinnd.engine.adapters.residency import room_label
 from djinnd.engine.kernels.compiler import Compiling
 from djinnd.engine.memory.memory import ModelShape, kv_floor, plan_kv, takes_all, workspace_bytes
+from djinnd.engine.run.hidden_states import HiddenStates
 from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
 from djinnd.messages import Load
 from djinnd.model.check.equality import check_paging
@@ -70,6 +71,8 @@ def prepare_model(
             yield compiling
             _use_compiled(runner, compiling)
         yield from check_paging(runner.model, runner.plan.max_context, again=weights.is_adopted)
+        if runner.hidden is not None:
+            runner.use_hidden_states(runner.hidden)
         yield from runner.compile()
     except Exception:
         weights.release(device)
@@ -88,12 +91,16 @@ def _reserve(
     max_rows: int,
     labels: list[str],
 ) -> ModelRunner:
-    """Reserves workspace, room for adapters, and KV pool, and adds their labels to `labels`."""
+    """Reserves workspace, room for adapters and hidden states, and KV pool, and adds their labels to `labels`."""
     device.budget.reserve(workspace_label(load.model), workspace_bytes(shape, max_tokens))
     labels.append(workspace_label(load.model))
     if room := load.placing.adapter_bytes:
         device.budget.reserve(room_label(load.model), room)
         labels.append(room_label(load.model))
+    hidden = None
+    if weights.skeleton.head_input is not None:
+        hidden = HiddenStates(device, load.model, max_tokens, shape.width, weights.dtype)
+        labels.append(hidden.label)
     floor = kv_floor(shape, load.kv_bytes, device.budget.total)
     assert weights.placement.plan is not None
     greedy = takes_all(load.placing, weights.placement.plan)
@@ -105,7 +112,7 @@ def _reserve(
     pool = device.allocate(kv_label(load.model), (plan.num_pages, plan.page_bytes), torch.uint8, zero=True)
     labels.append(kv_label(load.model))
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
-    runner = ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows)
+    runner = ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows, hidden)
     expands_always = not all(latents.can_be_absorbed for latents in model.latents)
     if (model.latents or model.has_states) and runner.graphs is not None:
         what = "latent attention reads" if model.latents else "modules with a state read"

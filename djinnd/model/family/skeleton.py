@@ -6,6 +6,7 @@ A parameter has no memory until `bind` gives it a view of its block's buffer.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
@@ -25,6 +26,7 @@ from djinnd.model.family.configuration.derived import derived_bytes
 from djinnd.model.family.configuration.rope import end_context, fix_frequencies, keeping_the_first_set
 from djinnd.model.family.configuration.switches import set_switches
 from djinnd.model.family.experts import find_stack
+from djinnd.model.family.heads import input_of
 from djinnd.model.family.learning.block_runs import learn_blocks
 from djinnd.model.family.learning.point_map import learn_points
 from djinnd.model.family.wrapper import language_model, make_model, text_config
@@ -110,6 +112,9 @@ class Skeleton:
                 f"{self.family} ties parameters of its blocks, which is not supported yet", family=self.family
             )
         self.adapter = Adapter(model, language_model(model))
+        self.head_input = input_of(model)  # None: the model is no head
+        if self.head_input is not None:
+            self.head_input.adapter = weakref.proxy(self.adapter)
         layers = self.prefixes[0].removesuffix(".0.")
         with keeping_the_first_set(model):
             learnt, self.stateful = learn_blocks(self.adapter, self.config)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from djinn_client.protocol.fields.placing import Quantise
 from djinnd.device import Device
+from djinnd.model.family.heads import Head
 from djinnd.model.family.recipes.gguf import GgufRecipes
 from djinnd.model.family.recipes.stored import RecipeBook
 from djinnd.model.family.skeleton import Skeleton
@@ -22,8 +23,10 @@ from djinnd.weights.store import Buffer
 Recipes = RecipeBook | GgufRecipes
 
 
-def recipes_of(model: PreTrainedModel, checkpoint: CheckpointFiles) -> Recipes:
-    """The recipes of the model's parameters, by the kind of the checkpoint."""
+def recipes_of(model: PreTrainedModel, checkpoint: CheckpointFiles, head: Head | None = None) -> Recipes:
+    """The recipes of the model's parameters, by the kind of the checkpoint. `head`: the model is this head of it."""
+    if head is not None:
+        return RecipeBook(model, checkpoint, head.name_of)
     if isinstance(checkpoint, GgufCheckpoint):
         return GgufRecipes(model.config, checkpoint)
     return RecipeBook(model, checkpoint)

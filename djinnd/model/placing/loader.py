@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from djinn_client.errors import InvalidRequest, ModelRejected, OutOfMemory
 from djinn_client.handover.packed import MAX_UNITS, Unpackable
@@ -27,6 +28,7 @@ from djinn_client.protocol import Placing
 from djinnd.device import Device, Pinning
 from djinnd.device.budget import at_least, gib
 from djinnd.model.family.configuration.derived import materialise_buffers
+from djinnd.model.family.heads import Head, head_config, make_head
 from djinnd.model.family.skeleton import Skeleton, bind, build, make_config
 from djinnd.model.family.wrapper import text_config
 from djinnd.model.fast.linear import fast_linear_of
@@ -38,6 +40,7 @@ from djinnd.model.tuning import SMALL_PARAMETERS
 from djinnd.weights.checkpoint import CheckpointFiles
 from djinnd.weights.filling import fill, hashes
 from djinnd.weights.forms.coded_form import CodedForm
+from djinnd.weights.gguf.checkpoint import GgufCheckpoint
 from djinnd.weights.layout import Layout
 from djinnd.weights.plan import PAGES_SHARE, PlacementPlan, plan_places
 from djinnd.weights.reading import Wait
@@ -124,8 +127,8 @@ class ModelLoader:
         config = make_config(checkpoint.config)
         _check_depth(text_config(config).num_hidden_layers, self.checkpoint)
         self.dtype = compute_dtype(dtype, given, device, self.checkpoint.parameters if self.checkpoint else 0)
-        model = build(config, self.dtype)
-        recipes = None if self.checkpoint is None else recipes_of(model, self.checkpoint)
+        model, head = self._built(config)
+        recipes = None if self.checkpoint is None else recipes_of(model, self.checkpoint, head)
         self.skeleton = Skeleton(model)
         if recipes is not None:
             recipes.require(self.skeleton.shapes, self.skeleton.tied)
@@ -145,6 +148,16 @@ class ModelLoader:
             self.notes.append(f"weights {how}: {', '.join(self.store.codes)}")
         if self.placing.kv_dtype:
             self.notes.append(f"keys and values are rounded to {self.placing.kv_dtype}")
+
+    def _built(self, config: PreTrainedConfig) -> tuple[PreTrainedModel, Head | None]:
+        """The checkpoint's model, or that of its head."""
+        if self.placing.part != "heads":
+            return build(config, self.dtype), None
+        if self.checkpoint is None or isinstance(self.checkpoint, GgufCheckpoint):
+            told = f"{self.name}: djinnd reads heads from safetensors only; leave `part` out"
+            raise InvalidRequest(told, field="part")
+        model = build(make_config(self.checkpoint.config | head_config(config)), self.dtype)
+        return model, make_head(model, config.num_hidden_layers, self.checkpoint)
 
     def _make_store(self) -> WeightStore:
         why = self._why_plain()

@@ -27,7 +27,7 @@ kernels are compiled in advance, before a request waits for them (`compile`).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,6 +44,8 @@ from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
 from djinnd.model.tuning import CHUNK_ROWS, CHUNK_TOKENS, DECODE_ROWS, KINDS, ROWS_IN_ADVANCE, TILE_TOKENS
 from djinnd.model.whitebox.probe import Probe, look, looks_behind, looks_inside
+
+Behind = Callable[[Tensor], None]  # takes hidden states [1, tokens, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +133,15 @@ class StepGraphs:
         return self._inputs[shape]
 
     def run(
-        self, shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None
+        self,
+        shape: Shape,
+        logit_rows: int,
+        probe: Probe | None = None,
+        blocks: range | None = None,
+        behind: Behind | None = None,
     ) -> Tensor | None:
         """Sends the filled inputs of the shape and runs the step → logits [logit_rows, vocab], or None if `logit_rows`
-        is 0.
+        is 0. `behind` is called with the result of the last block; it queues its work on the current stream.
 
         Replays graphs if the shape has been captured, and runs eagerly otherwise. `blocks` and `probe`: as in
         PagedModel.forward. The logits are valid until the next step. The caller may fill the inputs again after
@@ -146,7 +153,7 @@ class StepGraphs:
         inputs = self.inputs(shape)
         if captured is None:
             inputs.send()
-            return self._run_eagerly(shape, logit_rows, probe, blocks)
+            return self._run_eagerly(shape, logit_rows, probe, blocks, behind)
         prologue, *graphs, epilogue = captured.graphs
         inputs.seal()
         with self._device.span("compute", "prologue"):
@@ -176,6 +183,8 @@ class StepGraphs:
             for graph in graphs[blocks.start : blocks.stop]:
                 graph.replay()
         placement.skip(range(blocks.stop, len(graphs)))
+        if behind is not None and blocks.stop == len(graphs):
+            behind(captured.resid[-1])
         if not logit_rows:
             return None
         if probe is not None and looks_behind(probe):
@@ -185,10 +194,17 @@ class StepGraphs:
         return captured.logits[:logit_rows]
 
     def _run_eagerly(
-        self, shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None
+        self,
+        shape: Shape,
+        logit_rows: int,
+        probe: Probe | None = None,
+        blocks: range | None = None,
+        behind: Behind | None = None,
     ) -> Tensor | None:
         model, inputs = self._model, self.inputs(shape)
         hidden = model.forward(inputs, self._batch(shape), probe, blocks)
+        if behind is not None and (blocks is None or blocks.stop == model.num_blocks):
+            behind(hidden)
         return model.logits(hidden, inputs.logit_rows(shape.rows), probe)[:logit_rows] if logit_rows else None
 
     def _batch(self, shape: Shape) -> PagedBatch:

@@ -82,9 +82,25 @@ class DraftModels:
             told = f"{name} cannot be its own draft: name a smaller model with the same tokenizer"
         elif draft.placing.draft:
             told = f"{name} cannot guess for {model.name}, as it has a draft itself: load it without one"
+        elif draft.source.part == "heads" and (why := self._why_not_its_head(model, draft)):
+            told = why
         else:
             return draft
         raise InvalidRequest(told, field="speculation", draft=name)
+
+    def _why_not_its_head(self, model: ServedModel, head: ServedModel) -> str:
+        """Why the head cannot guess for the model; "" if it can."""
+        if head.source.path != model.source.path:
+            return (
+                f"{head.name} is the head of another checkpoint ({head.source.path}), so it cannot guess for "
+                f"{model.name}: name a head with the path {model.source.path}"
+            )
+        if others := [name for name in self._targets(head) if name != model.name]:
+            return (
+                f"{head.name} guesses for {others[0]}, and a head guesses for one model: unload {others[0]} first, or "
+                f"configure another head for {model.name}"
+            )
+        return ""
 
     async def _compare(self, model: ServedModel, text: ModelText, name: str, draft: ModelText) -> None:
         """Raises InvalidRequest if the two have different tokens."""

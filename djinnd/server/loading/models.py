@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from djinn_client.errors import DjinnError, ModelNotFound, ModelRejected
+from djinn_client.errors import DjinnError, InvalidRequest, ModelNotFound, ModelRejected
 from djinn_client.files.pulled import pulled_folder
 from djinn_client.protocol.fields.placing import Placing
 from djinnd import config
@@ -178,9 +178,10 @@ class ModelTable:
 
     def find_open(self, name: str, client: ConnectedClient) -> ServedModel:
         """Finds a model for a new session. Raises ModelNotFound, also if the client may not use the model or its owner
-        has withdrawn it."""
+        has withdrawn it, and InvalidRequest for the head of a checkpoint."""
         model = self.find(name, client)
         expect_open(model)
+        expect_whole(model)
         return model
 
     async def once_loaded(self, name: str, call: ClientCall) -> ServedModel:
@@ -188,6 +189,7 @@ class ModelTable:
         Raises the errors of `named`, of a load, and of find_open."""
         model = await self.named(self.split(name)[0], call.client)
         expect_open(model)
+        expect_whole(model)
         if model.info is None:
             await self.ready(model.name, call.tell_loading, user=call.client.user)
         return self.find_open(model.name, call.client)
@@ -407,3 +409,10 @@ def expect_open(model: ServedModel) -> None:
     """Raises ModelNotFound if the client that shares the model has withdrawn it: no new session may use it."""
     if model.share is not None and model.share.ended:
         raise ModelNotFound(f"{model.name} is no longer shared: its client has withdrawn it")
+
+
+def expect_whole(model: ServedModel) -> None:
+    """Raises InvalidRequest if the model is the head of a checkpoint: it has no sessions."""
+    if model.source.part == "heads":
+        told = f"{model.name} is the head of a checkpoint, and guesses only for a model that has it as its draft: "
+        raise InvalidRequest(f"{told}open the session on that model", field="model")

@@ -110,7 +110,9 @@ class ServedModel:
         copy of its weights."""
         if wish is None:
             return self.placing
-        of_daemon = ("cpu_beside_bus", "adapter_bytes", "prefetch", "piece_bytes")
+        of_daemon = ["part", "cpu_beside_bus", "adapter_bytes", "prefetch", "piece_bytes"]
+        if self.source.part == "heads":
+            of_daemon += ["resident", "speculation", "draft"]
         wish = replace(wish, **{name: getattr(self.source.placing, name) for name in of_daemon})
         if self.share is None:
             return wish

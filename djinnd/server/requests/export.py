@@ -18,7 +18,7 @@ from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
 from djinnd.server.engines.engine_client import EngineClient
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.loading.models import ModelTable, expect_open, expect_whole
 from djinnd.server.runs.failover import RunFailover
 from djinnd.server.runs.runs import SessionRun
 from djinnd.server.sessions.session import TOKEN_BYTES, SessionRecord
@@ -72,6 +72,7 @@ class ExportRequests:
             raise InvalidRequest("KV comes with the descriptor of a window, and a window only with KV", field="kv")
         model = await self._models.named(request.model, call.client)
         expect_open(model)
+        expect_whole(model)
         priority = call.client.class_for(request.priority)
         tenant = self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
         if request.kv is None:

@@ -17,7 +17,7 @@ from djinnd.messages import Fork, Pause, Paused, Resume, SetClass, Truncate
 from djinnd.server.adapters.table import AdapterTable
 from djinnd.server.admission import admission
 from djinnd.server.loading.loader import open_in
-from djinnd.server.loading.models import ModelTable, expect_open
+from djinnd.server.loading.models import ModelTable, expect_open, expect_whole
 from djinnd.server.sessions.sessions import SessionTable
 from djinnd.server.status.status import Status
 from djinnd.server.wire.call import ClientCall
@@ -38,6 +38,7 @@ class SessionRequests:
         name, adapter_name = self._models.split(request.model)
         model = await self._models.named(name, call.client)
         expect_open(model)
+        expect_whole(model)
         priority = call.client.class_for(request.priority)
         self._sessions.expect_room(call.client.user, priority)  # before a load that would be in vain
         named = await self._adapters.named(model, request.adapter or adapter_name, call.client)

@@ -20,6 +20,7 @@ models:
   share: {path: org/name, resident: 0.73, ring_gb: 4.5, packing: off, keep_host: false, piece: 64MiB}
   all: {path: org/name, resident: auto, host_kv: auto, disk_kv: 0}
   drafted: {path: org/name, speculation: {draft: plain}}
+  headed: {path: org/name, part: heads}
   tiers: {path: org/name, host_kv: 16GiB, disk_kv: 1TiB}
 quotas:
   'odd: rule': {users: [0, 7], groups: [0], weight: 2.5, highest_class: agent, sessions: 4, tokens_per_s: 500}

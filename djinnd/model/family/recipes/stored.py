@@ -8,7 +8,7 @@ block can be read without the rest of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,14 +44,19 @@ class _Sources:
 
 
 class RecipeBook:
-    """The recipes of all parameters. Made while the model still has its own layers; see Adapter."""
+    """The recipes of all parameters. Made while the model still has its own layers; see Adapter.
 
-    def __init__(self, model: Any, checkpoint: CheckpointFiles) -> None:
+    name_of: the name of a tensor in a checkpoint of this model alone; None: this model does not have the tensor.
+    """
+
+    def __init__(
+        self, model: Any, checkpoint: CheckpointFiles, name_of: Callable[[str], str | None] = lambda name: name
+    ) -> None:
         self._checkpoint = checkpoint
         self._config = model.config
         # The part of the model's interface that converters use. Stand-ins have replaced its blocks when converters run.
         self._parameters = SimpleNamespace(get_parameter=model.state_dict().__getitem__)
-        self._sources = _match(model, checkpoint)
+        self._sources = _match(model, checkpoint, name_of)
         self._twins: dict[str, list[str]] = {}  # tied parameter → its other names that the checkpoint has, too
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], tied: dict[str, list[str]]) -> None:
@@ -180,7 +185,7 @@ def is_stack(converter: WeightConverter) -> bool:
     return len(others) == 1 and type(others[0]) is Concatenate and others[0].dim == 1
 
 
-def _match(model: Any, checkpoint: CheckpointFiles) -> dict[str, _Sources]:
+def _match(model: Any, checkpoint: CheckpointFiles, name_of: Callable[[str], str | None]) -> dict[str, _Sources]:
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -189,9 +194,12 @@ def _match(model: Any, checkpoint: CheckpointFiles) -> dict[str, _Sources]:
     prefix = model.base_model_prefix
     sources: dict[str, _Sources] = {}
     for name in sorted(checkpoint.tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = name, None
+        own = name_of(name)
+        if own is None:
+            continue
+        target, pattern = rename_source_key(own, renamings, converters, prefix, known)
+        if target not in known and own in known:
+            target, pattern = own, None
         if target not in known:
             continue  # the model has no such parameter: masks and frequencies in old checkpoints
         converter = by_pattern[pattern] if pattern is not None else None

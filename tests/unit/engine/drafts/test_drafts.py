@@ -6,17 +6,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from djinn_client.errors import InvalidRequest
 from djinn_client.protocol import Placing, Sampling
+from djinnd.core.headed import Headed
 from djinnd.core.session import Session
+from djinnd.core.tuning import HEADS
 from djinnd.engine.drafts.draft_passes import DraftPasses
 from djinnd.engine.drafts.drafts import Drafts
 from djinnd.engine.io.channel import ServerGone
+from djinnd.engine.run.hidden_states import HiddenStates
 from djinnd.messages import Load
 from tests.families.configurations import reduced
 from tests.support.checkpoints import random_model
 from tests.support.drafted import WithDraft
+from tests.support.heads import with_head
 from tests.support.loaded import Served, small_pages
 from tests.support.models import reduced_model
 
@@ -58,6 +63,55 @@ def test_a_draft_that_streams_is_refused(served: WithDraft) -> None:
         drafts = Drafts(served.scheduler, {"draft": streaming.runner})
         with pytest.raises(InvalidRequest, match="draft cannot guess for m: 3 of its blocks stream"):
             drafts.check(WANTED, served.runner.weights.skeleton)
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_head(tmp_path_factory.mktemp("headed") / "model", "glm4_moe")
+
+
+@pytest.fixture
+def served_by_head(headed: Path) -> Iterator[WithDraft]:
+    with WithDraft(headed, headed, small_pages(50), is_head=True, plan=small_pages(50)) as served:
+        assert served.drafter is not None
+        served.drafter.release()
+        served.runner.load, served.drafter = WANTED, None
+        yield served
+
+
+def step(served: WithDraft, drafts: Drafts) -> None:
+    batch = served.scheduler.next_batch()
+    assert batch is not None
+    launched = served.runner.launch(batch)
+    drafts.launched("m")
+    served.complete(batch, served.runner.finish(launched))
+
+
+def test_a_head_that_fails_within_a_step_of_its_target_guesses_no_more(
+    served_by_head: WithDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    served, session = served_by_head, served_by_head.open()
+    drafts = drafts_of(served)
+    served.submit(session, [5, 6, 7], 8, may_guess=True)
+    step(served, drafts)
+    assert isinstance(session.drafted, Headed) and session.drafted.kept
+    monkeypatch.setattr(HiddenStates, "note", fail)
+    step(served, drafts)
+    assert session.drafted is None
+    served.run()
+    assert len(session.tokens) == 11
+    assert served.draft.hidden is not None and served.draft.hidden.free == HEADS.places
+
+
+def test_a_head_whose_target_has_no_known_final_norm_is_refused(served_by_head: WithDraft) -> None:
+    skeleton = served_by_head.runner.weights.skeleton
+    skeleton.points = structs.replace(skeleton.points, norm="")
+    drafts = Drafts(served_by_head.scheduler, {"draft": served_by_head.draft})
+    with pytest.raises(InvalidRequest, match=r"has not found the final norm of m.*load it without a draft"):
+        drafts.check(WANTED, skeleton)
 
 
 def test_a_draft_is_not_unloaded_before_its_target(served: WithDraft) -> None:

@@ -20,6 +20,11 @@ def test_a_wish_keeps_what_only_the_configuration_sets() -> None:
     assert placing == Placing(resident=3, **of_configuration)  # type: ignore[arg-type]
 
 
+def test_a_wish_changes_nothing_about_the_place_of_a_head() -> None:
+    model = ServedModel.of("m", config.Model(path="/m", part="heads"))
+    assert model.placed(Placing(resident=0, speculation=True, draft="x")) == Placing(resident=1.0, part="heads")
+
+
 def test_a_wish_as_configured_is_no_other_setting() -> None:
     model = ServedModel.of("m", CONFIGURED)
     assert model.placed(Placing(slots=2)) == model.placing
