@@ -1,4 +1,4 @@
-"""A target and its draft on one CPU device, as in an engine, for tests without one."""
+"""A target and its draft on one device, as in an engine, for tests without one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from djinn_client.protocol import Placing, Sampling
 from djinnd.core.batch import Batch
 from djinnd.core.request import Request
 from djinnd.core.session import Session
+from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.drafts.drafter import Drafter
 from djinnd.engine.drafts.head_drafter import HeadDrafter
@@ -33,16 +34,21 @@ class WithDraft(Served):
         seconds: float = 1.0,
         *,
         is_head: bool = False,
+        device: Device | None = None,
         **more: Any,
     ) -> None:
+        """device: the caller's. None: a CPU device of its own."""
         self._stack = ExitStack()
-        device = CpuDevice(2 * MEMORY)
-        self._stack.callback(device.close)
+        if device is None:
+            device = CpuDevice(2 * MEMORY)
+            self._stack.callback(device.close)
         self.seconds = seconds
         self.drafter: Drafter | None = None
         self.guesses = 0  # rows with a guess of the draft
         if draft is not None:
-            limits = {"max_batch_tokens": more.get("max_batch_tokens", 64)} if is_head else {}
+            limits: dict[str, Any] = {"dtype": more.get("dtype", "auto")}
+            if is_head:
+                limits["max_batch_tokens"] = more.get("max_batch_tokens", 64)
             placing = Placing(part="heads") if is_head else None
             served = Served(draft, device, plan=draft_plan, name="draft", placing=placing, **limits)
             other = self._stack.enter_context(served)
