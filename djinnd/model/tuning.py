@@ -45,12 +45,19 @@ CODED_TILE = 64  # measured there: most pairs of a tile if weights are codes; th
 
 BESIDE_ROWS = (1, 2, 4, 8, 16)  # chosen: rows for which a load measures the host's products
 BESIDE_RUNS = 3  # chosen: measurements of each; the fastest counts
+# Chosen: seconds of a product after which no more rows are measured. On a core of an AMD EPYC, torch's product by int8
+# codes takes ten times longer in float16 and float32 than in bfloat16, and that by codes of 4 bits forty times.
+BESIDE_SLOW_S = 0.2
 BESIDE_COPIES_S = 0.3  # chosen: most seconds for which the bus is kept busy meanwhile
 BESIDE_GAIN = 0.95  # chosen: the host's share has to make a step at least so much shorter
 # Chosen. Cores that the host's products leave to the server and its clients. Beside the bus of an H200, 14 of 16 cores
 # read bfloat16 weights for one row at 45 GB/s, and at 60 GB/s without the bus.
 SPARE_CORES = 2
-BESIDE_MEMORY = 0.5  # chosen: most of the host's available memory that decoded copies of packed MLPs take
+# Measured on an AMD EPYC: rows of int8 codes that are brought at once to the order of the product by 4 bits, in 4 bytes
+# a weight. 71 million weights take a core 0.33 s, and 0.53 with 1,024 rows: memory is new each time. A multiple of
+# 64, as torch orders so many rows together.
+ORDERED_ROWS = 512
+BESIDE_MEMORY = 0.5  # chosen: most of the host's available memory that copies of MLPs take
 
 # --- Captured graphs --------------------------------------------------------------------------------------------------
 

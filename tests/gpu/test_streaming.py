@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 
 from djinn_client.errors import OutOfMemory
 from djinn_client.protocol import Placing
+from djinn_client.protocol.fields.placing import Quantise
 from djinnd.device.cuda import CudaDevice
 from djinnd.engine.budgeting import change_budget
 from djinnd.model.placing import beside_bus
@@ -35,6 +36,11 @@ pytestmark = pytest.mark.gpu
 
 FOLDER = reduced_model("llama-3.1")
 FEW, MANY = PACKED_ROWS - 5, PACKED_ROWS + 4  # rows that products read packed weights for, and more rows
+INT8_ROWS = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}}},
+}
 PLACES = {
     "packed, two stream": Placing(resident=2),
     "packed, all stream": Placing(resident=0),
@@ -151,14 +157,34 @@ def test_mlps_on_the_host_give_the_tokens_of_transformers(
         assert tokens[12:] == reference.greedy(FOLDER, prompt, 8, tokens[12:])
 
 
-def test_mlps_of_packed_blocks_on_the_host_pass_the_check_at_load(
-    device: CudaDevice, sixteen_bit: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("form", ["rows", "at load"])
+def test_int8_mlps_on_the_host_give_the_tokens_of_the_bus(
+    device: CudaDevice, form: str, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint with a scale for each row, and groups of 128 columns that the load quantises."""
+    host_takes(monkeypatch, 2)
+    is_made = form == "at load"
+    folder = FOLDER if is_made else by.write_quantised(tmp_path / "m", by.int8_rows, INT8_ROWS, "llama-3.1")
+    on_host, found = rows_on_host(monkeypatch), []
+    for beside in (False, True):
+        placing = Placing(resident=1, slots=2, quantise="int8" if is_made else "", cpu_beside_bus=beside)
+        with Served(folder, device, dtype="float32", placing=placing, max_batch_tokens=256) as served:
+            on_host.clear()
+            found.append(tell(served, ROWS - 1, captured=captured)[1])
+        assert on_host.count(ROWS - 1) >= 2 * 5 * beside and bool(on_host) == beside
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("quantise", ["", "int8"])
+def test_mlps_of_packed_and_coded_blocks_on_the_host_pass_the_check_at_load(
+    device: CudaDevice, quantise: Quantise, sixteen_bit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its single steps compare each block with a pass by the bus. Here the rates are measured, too."""
     on_host = rows_on_host(monkeypatch)
     monkeypatch.setattr(beside_bus, "best_share", lambda streamed, rates, most: most)
     monkeypatch.setattr(beside_bus, "most_rows", lambda streamed, rates, mlps: ROWS)
-    placing = Placing(resident=0, cpu_beside_bus=True)
+    placing = Placing(resident=0, quantise=quantise, cpu_beside_bus=True)
     with Served(sixteen_bit, device, dtype="bfloat16", placing=placing, max_batch_tokens=256) as served:
         on_host.clear()
         tell(served, 1, captured=True)

@@ -1,4 +1,4 @@
-"""A target and its draft on one CPU device, as in an engine, for tests without one."""
+"""A target and its draft on one device, as in an engine, for tests without one."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class WithDraft(Served):
         device: Device | None = None,
         **more: Any,
     ) -> None:
+        """device: the caller's. None: a CPU device of its own."""
         self._stack = ExitStack()
         if device is None:
             device = CpuDevice(2 * MEMORY)
@@ -45,7 +46,9 @@ class WithDraft(Served):
         self.drafter: Drafter | None = None
         self.guesses = 0  # rows with a guess of the draft
         if draft is not None:
-            limits = {"max_batch_tokens": more.get("max_batch_tokens", 64)} if is_head else {}
+            limits: dict[str, Any] = {"dtype": more.get("dtype", "auto")}
+            if is_head:
+                limits["max_batch_tokens"] = more.get("max_batch_tokens", 64)
             placing = Placing(part="heads") if is_head else None
             served = Served(draft, device, plan=draft_plan, name="draft", placing=placing, **limits)
             other = self._stack.enter_context(served)
@@ -90,12 +93,12 @@ class WithDraft(Served):
 
 
 def lives(
-    folder: Path, draft: Path | None, pages: int, draft_pages: int, temperature: float, **more: Any
+    folder: Path, draft: Path | None, pages: int, draft_pages: int, temperature: float, *, is_head: bool = False
 ) -> tuple[list[list[int]], list[Request], int, int]:
     """The tokens of sessions that join, leave, are cut, forked and paused; their requests; steps, and guesses."""
     chance, requests, steps = random.Random(5), list[Request](), 0
     options = {"plan": small_pages(pages), "max_batch_tokens": 128}
-    with WithDraft(folder, draft, small_pages(draft_pages), **options, **more) as served:
+    with WithDraft(folder, draft, small_pages(draft_pages), is_head=is_head, **options) as served:
         vocab = served.runner.model.vocab
 
         def ask(session: Session, prompt: list[int]) -> None:

@@ -234,7 +234,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Decode of a model that streams, with the host's cores beside the bus:",
         "tools.bench.stream.beside",
         as_printed,
-        options=("memory", "resident", "kv"),
+        options=("memory", "resident", "kv", "quantise"),
+        within=lambda result: result.parameters.get("quantise") or "",
     ),
     "prefill": Experiment(
         "First tokens of long prompts, beside large products and contiguous attention:",

@@ -4,17 +4,14 @@ In a step of few rows these MLPs do not cross the bus (Ring, `left_out`); two co
 and steps with adapters, bring whole blocks. A load, or a move of blocks, measures how fast the host multiplies while
 the bus is busy, and chooses how many MLPs the host takes (beside_plan.py).
 
-The host multiplies plain weights. Where the arena has them, it reads the arena. MLPs of packed blocks are decoded once
-to private memory: their packed form stays in the arena for steps of many rows, and for other plans.
+The host multiplies by plain weights and by int8 codes, in the arena where it can. Of other forms it makes copies once
+in private memory (host_weights.py). The arena keeps its form for steps of many rows, and for other plans.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +21,17 @@ from djinn_client.transport.host_memory import available
 from djinnd.device import Device
 from djinnd.model.placing.beside_plan import BesideRates, Streamed, best_share, most_rows
 from djinnd.model.placing.host_mlp import Cores, Crossing, HostMlp, host_mlp_of
+from djinnd.model.placing.host_weights import HostWeights
 from djinnd.model.placing.projections import Product
 from djinnd.model.placing.stored_form import decode_all
-from djinnd.model.tuning import BESIDE_COPIES_S, BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS
-from djinnd.weights.layout import Layout
+from djinnd.model.tuning import BESIDE_COPIES_S, BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS, BESIDE_SLOW_S
 from djinnd.weights.plan import PlacementPlan, spread
 from djinnd.weights.ring import PIECE
 from djinnd.weights.store import WeightStore
 
 Copies = Mapping[int, tuple[Tensor, Tensor]]  # streamed block → (target, source) of its copy over the bus
+
+FORMS = "16 or 32 bits, or in int8"  # of matrices by which the host multiplies
 
 
 class BesideBus:
@@ -49,20 +48,24 @@ class BesideBus:
         self._device = device
         self._store = store
         self._dtype = dtype
-        found = [self._mlp_of(index, *both) for index, both in enumerate(zip(blocks, products, strict=True))]
-        self._mlps = {index: mlp for index, mlp in enumerate(found) if mlp is not None}
+        self._mlps: dict[int, HostMlp] = {}
+        self._weights: dict[int, HostWeights] = {}  # of the same blocks
+        for index, (block, own) in enumerate(zip(blocks, products, strict=True)):
+            self._find(index, block, own)
         self._rates: BesideRates | None = None
         self.most_rows = 0  # of a step for which the host computes
         self.saved_bytes = 0  # that do not cross the bus in such a step
         self.notes: list[str] = []
 
-    def _mlp_of(self, index: int, block: nn.Module, products: Sequence[Product]) -> HostMlp | None:
+    def _find(self, index: int, block: nn.Module, products: Sequence[Product]) -> None:
+        """Keeps the block's MLP if the host can compute it."""
         form, layout = self._store.forms[index], self._store.buffers[index].layout
-        if index in self._store.experts or not (form is None or isinstance(form, PackedForm)):
-            return None
-        mlp = host_mlp_of(block, layout, products, self._dtype)
-        is_packed = mlp is not None and set(mlp.units) <= set(layout.large)
-        return mlp if form is None or is_packed else None
+        mlp = None if index in self._store.experts else host_mlp_of(block, layout, products, self._dtype)
+        if mlp is None:
+            return
+        weights = HostWeights(form, layout, mlp.units, self._store.dtype, self._dtype)
+        if weights.are_multiplied:
+            self._mlps[index], self._weights[index] = mlp, weights
 
     def install(self, blocks: Sequence[nn.Module]) -> None:
         """Comes after the blocks' modules have been replaced by faster ones."""
@@ -83,12 +86,10 @@ class BesideBus:
         for mlp in self._mlps.values():
             mlp.is_due = False
 
-    def units_beside(self, block: int) -> list[int] | None:
-        """The numbers of the large matrices that came with the block, if it came without its MLP; else None."""
-        mlp, layout = self._mlps.get(block), self._store.buffers[block].layout
-        if mlp is None or not mlp.is_due:
-            return None
-        return [number for number, unit in enumerate(layout.large) if unit not in mlp.units]
+    def missing(self, block: int) -> Sequence[tuple[str, ...]]:
+        """The units that have not come with the block, because the host multiplies by them in this pass."""
+        mlp = self._mlps.get(block)
+        return mlp.units if mlp is not None and mlp.is_due else ()
 
     # --- the share of the host --------------------------------------------------------------------------------------
 
@@ -98,31 +99,31 @@ class BesideBus:
         self.drop()
         candidates = [index for index in copies if index in self._mlps]
         if not candidates:
-            self.notes = ["CPU beside the bus: not used, as no streamed block has a gated MLP in 16 or 32 bits"]
+            self.notes = [f"CPU beside the bus: not used, as no streamed block has a gated MLP in {FORMS}"]
             return {}
-        first = candidates[0]
-        most = min(len(candidates), self._most_copies(first))
+        sample = candidates[len(candidates) // 2]  # the first and last blocks may have other forms
+        most = self._most_copies(candidates)
         if not most:
-            self.notes = ["CPU beside the bus: not used, as the host has no memory for an MLP's decoded weights"]
+            self.notes = ["CPU beside the bus: not used, as the host has no memory for a copy of an MLP's weights"]
             return {}
-        own = self._mlps[first].units
-        width = self._store.buffers[first].layout.entries[own[1][0]].shape[0]
+        own = self._mlps[sample].units
+        width = self._store.buffers[sample].layout.entries[own[1][0]].shape[0]
         crossing = Crossing(self._device, max(BESIDE_ROWS), width, self._dtype)
-        self._bind(first, copies[first], scratch, crossing)
+        self._bind(sample, copies[sample], scratch, crossing)
         if self._rates is None:
-            self._rates = measured(self._device, self._mlps[first], copies[first], width, self._dtype)
-        streamed = self._streamed(plan, first, copies)
+            self._rates = measured(self._device, self._mlps[sample], copies[sample], width, self._dtype)
+        streamed = self._streamed(plan, sample, copies)
         count = best_share(streamed, self._rates, most)
         chosen = [candidates[k] for k in spread(count, len(candidates))] if count else []
-        if first not in chosen:
-            self._mlps[first].unbind()
+        if sample not in chosen:
+            self._mlps[sample].unbind()
         for index in chosen:
             if not self._mlps[index].is_bound:
                 self._bind(index, copies[index], scratch, crossing)
         self.most_rows = most_rows(streamed, self._rates, count) if count else 0
-        left_out = {index: self._left_out(index) for index in chosen}
+        left_out = {index: self._weights[index].spans() for index in chosen}
         self.saved_bytes = sum(_bytes_of(spans, copies[index][1]) for index, spans in left_out.items())
-        self.notes = [self._told(count, len(copies), self._plain_bytes(first))]
+        self.notes = [self._told(count, len(copies), self._weights[sample].nbytes)]
         return left_out
 
     def _told(self, count: int, streamed: int, nbytes: int) -> str:
@@ -136,55 +137,30 @@ class BesideBus:
     def _streamed(self, plan: PlacementPlan, block: int, copies: Copies) -> Streamed:
         """The device's time is that of reading all weights."""
         device_s = sum(size.needed(1).plain for size in plan.sizes) / self._device.rates().reading
-        return Streamed(plan.passing_bytes, _bytes_of(self._left_out(block), copies[block][1]), device_s)
-
-    def _left_out(self, block: int) -> list[range]:
-        """The elements of the block's host buffer that only its MLP needs, in order."""
-        form, layout = self._store.forms[block], self._store.buffers[block].layout
-        units = sorted(self._mlps[block].units, key=lambda unit: layout.entries[unit[0]].offset)
-        if form is None:
-            return [range(layout.entries[unit[0]].offset, layout.entries[unit[-1]].end) for unit in units]
-        assert isinstance(form, PackedForm)
-        packed = [form.units[layout.large.index(unit)] for unit in units]
-        rests = [range(form.sm_at + unit.offset, form.sm_at + unit.offset + unit.numel) for unit in packed]
-        at = form.nibbles_at
-        return rests + [range(at + unit.offset // 2, at + (unit.offset + unit.numel) // 2) for unit in packed]
+        return Streamed(plan.passing_bytes, _bytes_of(self._weights[block].spans(), copies[block][1]), device_s)
 
     # --- weights on the host ----------------------------------------------------------------------------------------
 
-    def _plain_bytes(self, block: int) -> int:
-        layout = self._store.buffers[block].layout
-        shapes = (layout.unit_shape(unit) for unit in self._mlps[block].units)
-        return sum(map(math.prod, shapes)) * self._dtype.itemsize
-
-    def _most_copies(self, block: int) -> int:
-        """The most MLPs that the host's memory has room for."""
-        free = available()
-        if self._is_in_arena(block) or free is None:
-            return len(self._mlps)
-        return int(BESIDE_MEMORY * free) // self._plain_bytes(block)
-
-    def _is_in_arena(self, block: int) -> bool:
-        return self._store.forms[block] is None and self._store.dtype == self._dtype
+    def _most_copies(self, blocks: Sequence[int]) -> int:
+        """The most of these blocks whose MLPs the host has memory for."""
+        free, each = available(), max(self._weights[block].copied_bytes for block in blocks)
+        return len(blocks) if not each or free is None else min(len(blocks), int(BESIDE_MEMORY * free) // each)
 
     def _bind(self, block: int, copy: tuple[Tensor, Tensor], scratch: Tensor | None, crossing: Crossing) -> None:
-        mlp, layout = self._mlps[block], self._store.buffers[block].layout
-        with self._device.side_stream(), torch.inference_mode():
-            plain = self._plain(block, layout, copy, scratch)
-            matrices = [layout.joined(plain, unit) for unit in mlp.units]
-            if not self._is_in_arena(block):
-                matrices = [_copied(matrix, self._dtype) for matrix in matrices]
-        mlp.bind(matrices[0], matrices[1], crossing)
-
-    def _plain(self, block: int, layout: Layout, copy: tuple[Tensor, Tensor], scratch: Tensor | None) -> Tensor:
-        """The plain buffer of the block: in the arena, or decoded to scratch by the device."""
         form = self._store.forms[block]
-        if form is None:
-            return self._store.host(block)
+        with self._device.side_stream(), torch.inference_mode():
+            buffer = self._store.host(block)
+            if isinstance(form, PackedForm):
+                buffer = self._decoded(form, copy, scratch)
+            gate_up, down = self._weights[block].matrices(buffer)
+        self._mlps[block].bind(gate_up, down, crossing)
+
+    def _decoded(self, form: PackedForm, copy: tuple[Tensor, Tensor], scratch: Tensor | None) -> Tensor:
+        """The plain buffer of a packed block, decoded to scratch by the device."""
         assert scratch is not None
         target, source = copy
         target.copy_(source, non_blocking=True)
-        plain = scratch[: layout.numel]
+        plain = scratch[: form.numel]
         region = target.as_strided((form.nbytes,), (1,))  # the ring has room for all patches
         decode_all(form, region, plain)
         return plain
@@ -201,15 +177,6 @@ def _bytes_of(spans: Iterable[range], source: Tensor) -> int:
     return sum(map(len, spans)) * source.element_size()
 
 
-def _copied(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in private host memory. Large pages let a core read it with fewer misses of its address tables."""
-    memory = mmap.mmap(-1, matrix.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(matrix.shape).copy_(matrix)
-
-
 @torch.inference_mode()
 def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: int, dtype: torch.dtype) -> BesideRates:
     """Rates of the bus and of the host's products, each while the other one works. copy: over the bus, for load."""
@@ -223,7 +190,7 @@ def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: i
         return time.perf_counter() - began
 
     bus = device.rates().bus
-    alone = min(seconds(rows) for rows in (1, 1, max(BESIDE_ROWS)))
+    alone = min(seconds(1) for _ in range(2))
     # The copies go on for twice the time that all products take if more rows take no longer than one. They are bounded,
     # as copies of models that are served wait for them.
     seconds_of_copies = min(2 * len(BESIDE_ROWS) * BESIDE_RUNS * alone, BESIDE_COPIES_S)
@@ -239,6 +206,8 @@ def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: i
         if any(passed) and not all(passed):
             copied = sum(of.nbytes for (_, of), is_there in zip(pieces, passed, strict=True) if is_there)
             beside = copied / (time.perf_counter() - began)
+        if mlp_s[rows] > BESIDE_SLOW_S:  # a load would wait long for measurements of more rows
+            break
     for event in events:
         event.wait()
     return BesideRates(bus, min(beside, bus), mlp_s)

@@ -19,7 +19,7 @@ from djinnd.device import Device
 from djinnd.device.cores import usable_cores
 from djinnd.model.copies.pinned_io import receive, send
 from djinnd.model.fast.gated import PRODUCTS, Trial, has_gated_products
-from djinnd.model.fast.linear import fast_linear
+from djinnd.model.placing.host_matrix import HostMatrix
 from djinnd.model.placing.projections import Product
 from djinnd.model.tuning import SPARE_CORES
 from djinnd.weights.layout import Layout
@@ -78,12 +78,12 @@ class HostMlp:
         self.path = path
         self.units = tuple(f"{path}.{name}.weight" for name in PRODUCTS[:2]), (f"{path}.{PRODUCTS[2]}.weight",)
         self._activation = activation
-        self._weights: tuple[Tensor, Tensor] | None = None
+        self._weights: tuple[HostMatrix, HostMatrix] | None = None
         self._crossing: Crossing | None = None
         self.is_due = False  # in the pass under way the block came without these weights
 
-    def bind(self, gate_up: Tensor, down: Tensor, crossing: Crossing | None) -> None:
-        """gate_up [2 * inner, width] and down [width, inner] are on the host, in the dtype of computing."""
+    def bind(self, gate_up: HostMatrix, down: HostMatrix, crossing: Crossing | None) -> None:
+        """gate_up: [2 * inner, width]. down: [width, inner]."""
         self._weights, self._crossing = (gate_up, down), crossing
 
     def unbind(self) -> None:
@@ -99,8 +99,8 @@ class HostMlp:
         """x [rows, width] on the host → [rows, width]."""
         assert self._weights is not None
         gate_up, down = self._weights
-        gate, up = fast_linear(x, gate_up, None).chunk(2, dim=-1)
-        return fast_linear(self._activation(gate) * up, down, None)
+        gate, up = gate_up.multiply(x).chunk(2, dim=-1)
+        return down.multiply(self._activation(gate) * up)
 
     def install(self, block: nn.Module) -> None:
         """From now on the block's module computes on the host whenever `is_due`. Hooks of the module stay."""

@@ -16,7 +16,6 @@ from djinnd.model.family.experts import Experts
 from djinnd.model.family.skeleton import bind
 from djinnd.model.placing.projections import FewRows, Product
 from djinnd.model.placing.stored_form import (
-    decode_arrived,
     decode_for_step,
     decode_units,
     few_rows,
@@ -52,17 +51,15 @@ class PlacedBlock:
     few_rows_as_packed: bool = False  # products of few rows read the stored form directly
     units_beside: Sequence[int] = ()  # packed units that those products do not read
 
-    def prepare(self, rows: int, scratch: Tensor | None, units: Sequence[int] | None = None) -> None:
+    def prepare(self, rows: int, scratch: Tensor | None, missing: Sequence[tuple[str, ...]] = ()) -> None:
         """Decodes the block to `scratch`, except for what a batch of `rows` tokens reads in the stored form. Queues
-        only kernels over fixed addresses. units: the packed units that have come with the block; None: all."""
+        only kernels over fixed addresses. missing: units that have not come with the block."""
         if self.packed is None:
             return
         assert self.form is not None and scratch is not None
         out = scratch[: self.layout.numel]
-        if units is not None and isinstance(self.form, PackedForm):
-            decode_arrived(self.form, units, self.packed, out)
-        elif not (self.few_rows_as_packed and rows <= PACKED_ROWS):
-            decode_for_step(self.form, self.packed, out)
+        if not (self.few_rows_as_packed and rows <= PACKED_ROWS):
+            decode_for_step(self.form, self.layout, self.packed, out, missing)
         elif self.units_beside:
             assert isinstance(self.form, PackedForm)
             decode_units(self.form, self.units_beside, self.packed, out)

@@ -34,18 +34,28 @@ def decode_all(form: BufferForm, stored: Tensor, out: Tensor) -> None:
         form.unpack(stored, out)
 
 
-def decode_for_step(form: BufferForm, stored: Tensor, out: Tensor) -> None:
-    """Writes to `out` the parameters that modules do not read in place. Queues only kernels over fixed addresses."""
-    if isinstance(form, PackedForm) and out.is_cuda:
-        decode_units(form, range(len(form.units)), stored, out)
-    elif isinstance(form, PackedForm):
-        form.unpack(stored, out)
+def decode_for_step(
+    form: BufferForm, layout: Layout, stored: Tensor, out: Tensor, missing: Sequence[tuple[str, ...]] = ()
+) -> None:
+    """Writes to `out` the parameters that modules do not read in place. Queues only kernels over fixed addresses.
+
+    missing: units that are not in `stored`. On a CPU, anything may be written to the places of packed ones.
+    """
+    if isinstance(form, CodedForm):
+        _decode_codes(form, stored, out, {name for unit in missing for name in unit})
     elif out.is_cuda:
+        decode_units(form, units_beside(form, layout, missing), stored, out)
+    else:
+        form.unpack(stored, out)
+
+
+def _decode_codes(form: CodedForm, stored: Tensor, out: Tensor, missing: set[str]) -> None:
+    if out.is_cuda:
         from djinnd.model.kernels.coded.decode import decode_on_device
 
-        form.decode(stored, out, decode_on_device)
+        form.decode(stored, out, decode_on_device, missing)
     else:
-        form.decode(stored, out)
+        form.decode(stored, out, missing=missing)
 
 
 def decode_units(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: Tensor) -> None:
@@ -53,15 +63,6 @@ def decode_units(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: 
     from djinnd.model.kernels.packed.unpack import unpack_units
 
     unpack_units(form, numbers, stored, out)
-
-
-def decode_arrived(form: PackedForm, numbers: Sequence[int], stored: Tensor, out: Tensor) -> None:
-    """Writes these units of a packed block, which has come without the others, to their places in `out`. On a CPU it
-    may write anything to the places of the others."""
-    if out.is_cuda:
-        decode_units(form, numbers, stored, out)
-    else:
-        form.unpack(stored, out)
 
 
 def in_place(form: BufferForm, layout: Layout, stored: Tensor) -> dict[str, Tensor]:
@@ -102,11 +103,12 @@ def packed_few_rows(form: PackedForm, layout: Layout, products: list[Product], s
     return {i: partial(packed_product, form, number, stored) for i, number in fitting.items()}
 
 
-def units_beside(form: BufferForm, layout: Layout, multiplied: Iterable[tuple[str, ...]]) -> list[int]:
-    """The numbers of the packed units that are not `multiplied` as they are stored, such as a large router's matrix."""
+def units_beside(form: BufferForm, layout: Layout, others: Iterable[tuple[str, ...]]) -> list[int]:
+    """The numbers of the packed units beside these: besides those that are multiplied as they are stored, a large
+    router's matrix, for example."""
     if not isinstance(form, PackedForm):
         return []
-    known = set(multiplied)
+    known = set(others)
     return [number for number, unit in enumerate(layout.units[: len(form.units)]) if unit not in known]
 
 

@@ -140,12 +140,12 @@ class WeightPlacement:
 
     def prepare(self, index: int, rows: int) -> None:
         """Decodes the parts of the block that a batch of `rows` tokens reads in plain form."""
-        units = None if self.beside is None else self.beside.units_beside(index)
-        self._blocks[index].prepare(rows, self._scratch, units)
+        missing = () if self.beside is None else self.beside.missing(index)
+        self._blocks[index].prepare(rows, self._scratch, missing)
 
     def is_shared(self, index: int) -> bool:
         """True between `begin` and `end` of a block that the host computes a part of."""
-        return self.beside is not None and self.beside.units_beside(index) is not None
+        return self.beside is not None and bool(self.beside.missing(index))
 
     def end(self, index: int) -> None:
         """Ends the block's turn, after all its work has been queued. A streamed block's region of the ring may be

@@ -13,7 +13,7 @@ and v's, then the scales of all three. Products of few rows then read the unit a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -114,7 +114,7 @@ class CodedForm:
         """The code in which the matrices of the unit are one matrix; None if they are stored one by one."""
         codes = {self.codes.get(name) for name in unit}
         code = codes.pop()
-        if codes or code is None or len(unit) == 1 or code.is_transposed:
+        if codes or code is None or code.is_transposed:
             return None
         shapes = [self.layout.entries[name].shape for name in unit]
         if any(len(shape) != 2 for shape in shapes):
@@ -146,6 +146,19 @@ class CodedForm:
         regions = [self._vectors, *self._plain.values(), *self._alone.values()]
         regions += [region for parts in self._parts.values() for region in parts]
         return " ".join(str(region.start) for region in regions)
+
+    def coding_of(self, unit: tuple[str, ...]) -> Coding | None:
+        """The coding of a unit that is one coded matrix; None if it is none."""
+        return self.codes[unit[0]].coding if unit in self._joined else None
+
+    def is_plain(self, unit: tuple[str, ...]) -> bool:
+        """True if none of the unit's matrices has a code."""
+        return unit in self._plain
+
+    def span(self, unit: tuple[str, ...]) -> range:
+        """The bytes of a unit that is plain or one coded matrix. Nothing else is in them."""
+        regions = [self._plain[unit]] if self.is_plain(unit) else self._joined[unit]
+        return range(regions[0].start, regions[-1].end)
 
     @property
     def names(self) -> list[str]:
@@ -213,11 +226,12 @@ class CodedForm:
         codes = [partial(coded[name].fill, self.parts(stored, name)) for name in self._parts]
         return [*codes, *(partial(recipes[name], view) for name, view in self.plain(stored).items())]
 
-    def decode(self, stored: Tensor, out: Tensor, by: Decoder = Coding.decode) -> None:
+    def decode(self, stored: Tensor, out: Tensor, by: Decoder = Coding.decode, missing: Container[str] = ()) -> None:
         """Writes the units with codes to their places in the plain buffer: [numel], any float dtype, same device. `by`
-        decodes a parameter."""
+        decodes a parameter. missing: parameters that are not in `stored`."""
         for name, code in self.codes.items():
-            by(code.coding, self.parts(stored, name), code.matrices(self.place(out, name)))
+            if name not in missing:
+                by(code.coding, self.parts(stored, name), code.matrices(self.place(out, name)))
         for name, region in self._alone.items():
             self.place(out, name).copy_(region.of(stored))
 

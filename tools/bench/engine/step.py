@@ -1,6 +1,7 @@
-"""The kernels of a decode step: how often each is launched, and how long it takes on the device.
+"""The kernels of a decode step, or of a prompt: how often each is launched, and how long it takes on the device.
 
     python -m tools.bench.engine.step CHECKPOINT [--memory 16GiB] [--sessions 1] [--json FILE]
+    python -m tools.bench.engine.step CHECKPOINT --prompt 8000 --steps 4
 
 The engine runs in a thread of this process, so that torch's profiler sees its kernels, also those of CUDA graphs. On a
 CPU, torch's operations are counted instead. The profiler makes a step slower by the clock; so the time of a step is
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,23 @@ def kernels_of(
     return sorted(found, key=lambda kernel: -kernel["us"]), gaps_of(spans, steps)
 
 
+def prompts_of(tokens: int, sessions: int, first: int = 0) -> list[list[int]]:
+    """No two are equal: a mixture's sessions pick different experts, and no prompt is found in the cache. `first`: the
+    number of prompts before."""
+    return [
+        [100 + (position + 7 * number) % 400 for position in range(tokens)] for number in range(first, first + sessions)
+    ]
+
+
+def read_prompts(engine: DirectEngine, tokens: int, count: int, first: int) -> float:
+    """Lets `count` sessions read a prompt each, one after another, with a first token. → milliseconds of one."""
+    began = time.perf_counter()
+    for number in range(first, first + count):
+        with engine.sessions("m", prompts_of(tokens, 1, number)):
+            pass
+    return (time.perf_counter() - began) / count * 1e3
+
+
 @command.bench("step", __doc__)
 @command.checkpoint
 @command.device
@@ -102,29 +121,39 @@ def kernels_of(
 @command.kv_gib
 @click.option("--sessions", default=1, show_default=True)
 @command.context
-@click.option("--steps", default=32, show_default=True, help="Steps that are profiled.")
-def main(checkpoint: Path, device: str, memory: str, kv_gib: float, sessions: int, context: int, steps: int) -> Result:
+@click.option("--steps", default=32, show_default=True, help="Steps that are profiled, or prompts.")
+@click.option("--prompt", default=0, help="Profile prompts of so many tokens, one after another, instead of steps.")
+def main(
+    checkpoint: Path, device: str, memory: str, kv_gib: float, sessions: int, context: int, steps: int, prompt: int
+) -> Result:
     is_cuda = device != "cpu" and torch.cuda.is_available()
-    # No two are equal, so a mixture's sessions pick different experts.
-    prompts = [[100 + (position + 7 * number) % 400 for position in range(context)] for number in range(sessions)]
+    what = f"a prompt of {prompt} tokens" if prompt else f"a step of {sessions}"
     with EngineThread(device, read_size(memory)) as engine:
         info = engine.load("m", os.fspath(checkpoint), round(kv_gib * GIB))
-        engine.rate("m", prompts, 2 * steps)  # captures the graphs
-        ms = sessions / engine.rate("m", prompts, 2 * steps) * 1e3
-        with engine.sessions("m", prompts) as names:
-            kernels, gaps = kernels_of(lambda: engine.run(names, steps), steps, is_cuda=is_cuda)
-    launches, busy = (sum(kernel[what] for kernel in kernels) for what in ("launches", "us"))
+        if prompt:
+            read_prompts(engine, prompt, steps, 0)  # captures the graphs
+            ms = read_prompts(engine, prompt, steps, steps)
+            kernels, gaps = kernels_of(lambda: read_prompts(engine, prompt, steps, 2 * steps), steps, is_cuda=is_cuda)
+        else:
+            prompts = prompts_of(context, sessions)
+            engine.rate("m", prompts, 2 * steps)  # captures the graphs
+            ms = sessions / engine.rate("m", prompts, 2 * steps) * 1e3
+            with engine.sessions("m", prompts) as names:
+                kernels, gaps = kernels_of(lambda: engine.run(names, steps), steps, is_cuda=is_cuda)
+    launches, busy = (sum(kernel[figure] for kernel in kernels) for figure in ("launches", "us"))
     idle = sum(gap["us"] for gap in gaps)
-    told = f"a step of {sessions} takes {ms:.2f} ms: {launches:.0f} launches, {busy / 1e3:.2f} ms of kernels"
+    told = f"{what} takes {ms:.2f} ms: {launches:.0f} launches, {busy / 1e3:.2f} ms of kernels"
     for gap in gaps[: SHOWN // 2]:
         say(f"idle {gap['us']:.0f} µs in {gap['gaps']:.1f} gaps {gap['gap']} before {gap['before'][:60]}")
     say(told)
-    table = Table("kernel", "launches a step", "µs a step", "µs each", caption=told)
+    unit = "prompt" if prompt else "step"
+    table = Table("kernel", f"launches a {unit}", f"µs a {unit}", "µs each", caption=told)
     for kernel in kernels[:SHOWN]:
         each = kernel["us"] / kernel["launches"]
         table.add_row(kernel["name"][:90], f"{kernel['launches']:.1f}", f"{kernel['us']:.0f}", f"{each:.1f}")
     blocks = {"plain": info.blocks_plain, "coded": info.blocks_packed, "streamed": info.blocks_streamed}
     parameters = {"model": checkpoint.name, "memory": memory, "kv_gib": kv_gib, "sessions": sessions, "steps": steps}
+    parameters["prompt"] = prompt
     results = {"step_ms": ms, "kernels_ms": busy / 1e3, "idle_ms": idle / 1e3, "launches": launches, "blocks": blocks}
     results |= {"kernels": kernels, "gaps": gaps}
     return Result(parameters | {"context": context}, results, told, [table])

@@ -1,6 +1,6 @@
 """Decode of a model that streams, by the bus alone and with the host's cores beside it.
 
-    python -m tools.bench.stream.beside CHECKPOINT --memory 24GiB --resident 29 [--slots 4] [--json FILE]
+    python -m tools.bench.stream.beside CHECKPOINT --memory 24GiB --resident 29 [--slots 4] [--quantise int8]
 
 Prints the rates of the bus alone, of the host alone, and of both at once, all measured in this run; and a step with and
 without `cpu_beside_bus`, in turns. The ceiling is a step in which bus and host are busy all the time, each at its rate
@@ -53,17 +53,26 @@ async def steps_s(address: str, model: str, sessions: int, vocab: int, work: dic
 @click.option("--resident", default=0, show_default=True, help="Blocks that stay on the device.")
 @click.option("--slots", default=0, show_default=True, help="Slots of the ring; 0: the daemon's choice.")
 @click.option("--packing", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
+@click.option("--quantise", type=click.Choice(["int8"]), help="Default: the weights stay in 16 bits.")
 @click.option("--kv", default="2GiB", show_default=True, help="Device memory for KV pages.")
 @click.option("--tokens", default=33, show_default=True, help="Tokens that a session generates in a run.")
 @click.option("--runs", default=3, show_default=True)
 @click.option("--sessions", default=(1, 4), show_default=True, multiple=True)
 def main(
-    checkpoint: Path, device: str, memory: str, resident: int, slots: int, packing: str, kv: str, **work: Any
+    checkpoint: Path,
+    device: str,
+    memory: str,
+    resident: int,
+    slots: int,
+    packing: str,
+    quantise: str | None,
+    kv: str,
+    **work: Any,
 ) -> Result:
-    rates = measured_apart(checkpoint, device)
+    rates = measured_apart(checkpoint, device, quantise or "bf16")
     say(f"rates: {rates}")
     settings = {"path": str(checkpoint), "resident": resident, "slots": slots, "packing": packing, "kv": kv}
-    settings |= {"host_kv": 0, "disk_kv": 0}
+    settings |= {"host_kv": 0, "disk_kv": 0} | ({"quantise": quantise} if quantise else {})
     models = {way: settings | {"cpu_beside_bus": way} for way in WAYS}
     found: dict[str, dict[int, list[float]]] = {way: {n: [] for n in work["sessions"]} for way in WAYS}
     infos: dict[str, djinn.ModelInfo] = {}
@@ -75,7 +84,8 @@ def main(
                 times += asyncio.run(steps_s(address, way, n, info.vocab, work))
                 say(f"{way}, {n} sessions: {statistics.median(times) * 1e3:.2f} ms a step")
             djinn.unload(way, address=address)
-    share = PACKED if not any("stay plain" in note for note in infos["off"].notes) else 1.0
+    is_packed = not quantise and not any("stay plain" in note for note in infos["off"].notes)
+    share = PACKED if is_packed else 1.0
     ceilings = {n: ceiling_s(rates, infos["off"].streamed_bytes, _measured(rates, n), share) for n in work["sessions"]}
     table = Table("sessions", "bus alone, ms", "both, ms", "ceiling, ms", caption=_told(rates))
     rows, told = [], []

@@ -1,8 +1,12 @@
 """Rates of the host's cores beside the bus: products of a block's MLP alone, and while the bus is busy.
 
-    python -m tools.bench.stream.host_rates CHECKPOINT [--device cuda:0]
+    python -m tools.bench.stream.host_rates CHECKPOINT [--device cuda:0] [--form int8]
 
 Runs in a process of its own, with djinnd's own products and measurement. The weights are random numbers.
+
+    bf16         plain
+    int8         as `quantise: int8` makes it: a scale for each 128 columns of a row
+    int8-rows    a scale for each row
 """
 
 from __future__ import annotations
@@ -17,16 +21,20 @@ import torch
 
 from djinnd.device import open_device
 from djinnd.model.placing.beside_bus import measured
+from djinnd.model.placing.host_matrix import HostMatrix, PlainMatrix, int8_matrix
 from djinnd.model.placing.host_mlp import Cores, HostMlp
+from djinnd.weights.forms.codings import Scaled
+from djinnd.weights.forms.quantise import CODINGS, encode
 from tools.bench.harness.apart import output_of
 
+FORMS = {"bf16": torch.bfloat16, "int8": torch.int8, "int8-rows": torch.int8}
 COPY_BYTES = 256 << 20  # of the buffer that keeps the bus busy
 DEVICE_BYTES = 1 << 30  # of device memory for this process
 RUNS = 5  # of a product alone; the fastest counts
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes a second. The host's are bytes of bfloat16 weights, by rows that are multiplied."""
+    """Bytes a second. The host's are bytes of weights in their form, by rows that are multiplied."""
 
     bus: float
     bus_beside: float  # while the host multiplies
@@ -35,23 +43,22 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
 
 
-def measured_apart(checkpoint: Path, device: str) -> HostRates:
-    said = output_of("stream.host_rates", str(checkpoint), f"--device={device}", "--json")
+def measured_apart(checkpoint: Path, device: str, form: str = "bf16") -> HostRates:
+    said = output_of("stream.host_rates", str(checkpoint), f"--device={device}", f"--form={form}", "--json")
     return msgspec.json.decode(said, type=HostRates, strict=False)
 
 
 @torch.inference_mode()
-def measure(width: int, inner: int, device_name: str) -> HostRates:
+def measure(width: int, inner: int, device_name: str, form: str = "bf16") -> HostRates:
     device = open_device(device_name, DEVICE_BYTES + (2 << 30 if device_name != "cpu" else 0))
     try:
         Cores(device).use()
         mlp = HostMlp("mlp", torch.nn.functional.silu)
-        gate_up, down = (torch.randn(*shape).mul_(0.02).bfloat16() for shape in ((2 * inner, width), (width, inner)))
-        mlp.bind(gate_up, down, None)
+        mlp.bind(random_matrix(form, 2 * inner, width), random_matrix(form, width, inner), None)
         source = device.staging(COPY_BYTES).fill_(1)
         target = device.allocate("target", (COPY_BYTES,), torch.uint8)
         found = measured(device, mlp, (target, source), width, torch.bfloat16)
-        nbytes = gate_up.nbytes + down.nbytes
+        nbytes = 3 * width * inner * FORMS[form].itemsize
         alone = {rows: nbytes / _seconds(mlp, rows, width) for rows in found.mlp_s}
         beside = {rows: nbytes / seconds for rows, seconds in found.mlp_s.items()}
         return HostRates(
@@ -63,6 +70,16 @@ def measure(width: int, inner: int, device_name: str) -> HostRates:
         )
     finally:
         device.close()
+
+
+def random_matrix(form: str, rows: int, cols: int) -> HostMatrix:
+    weights = torch.randn(rows, cols).mul_(0.02)
+    if form == "bf16":
+        return PlainMatrix(weights.bfloat16())
+    coding = CODINGS["int8"] if form == "int8" else Scaled(torch.int8, 1)
+    parts = [torch.empty((1, *part.shape), dtype=part.dtype) for part in coding.parts(rows, cols)]
+    encode(coding, weights[None], parts)
+    return int8_matrix(coding, parts, torch.bfloat16)
 
 
 def _seconds(mlp: HostMlp, rows: int, width: int) -> float:
@@ -77,10 +94,11 @@ def _seconds(mlp: HostMlp, rows: int, width: int) -> float:
 @click.command(help=(__doc__ or "").split("\n\n", 1)[0])
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.option("--device", default="auto", show_default=True)
+@click.option("--form", type=click.Choice(list(FORMS)), default="bf16", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Write one line of JSON.")
-def main(checkpoint: Path, device: str, as_json: bool) -> None:
+def main(checkpoint: Path, device: str, form: str, as_json: bool) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    rates = measure(config["hidden_size"], config["intermediate_size"], device)
+    rates = measure(config["hidden_size"], config["intermediate_size"], device, form)
     if as_json:
         click.echo(msgspec.json.encode(rates))
         return

@@ -14,6 +14,7 @@ from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.model.placing import beside_bus
 from djinnd.model.placing.beside_bus import measured
+from djinnd.model.placing.host_matrix import HostMatrix, PlainMatrix
 from djinnd.model.placing.host_mlp import Crossing, HostMlp, host_mlp_of
 from djinnd.model.placing.projections import install_products
 from djinnd.model.tuning import BESIDE_ROWS
@@ -37,10 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return altered(tmp_path_factory.mktemp("bf16") / "m", "llama-2", lambda tensors: cast(tensors, torch.bfloat16))
 
 
+def memory_of(matrix: HostMatrix) -> int:
+    assert isinstance(matrix, PlainMatrix)
+    return matrix.weight.untyped_storage().data_ptr()
+
+
 def an_mlp(crossing: Crossing | None = None) -> tuple[HostMlp, torch.Tensor, torch.Tensor]:
     mlp = HostMlp("mlp", silu)
     gate_up, down = torch.randn(2 * INNER, WIDTH), torch.randn(WIDTH, INNER)
-    mlp.bind(gate_up, down, crossing)
+    mlp.bind(PlainMatrix(gate_up), PlainMatrix(down), crossing)
     return mlp, gate_up, down
 
 
@@ -50,6 +56,13 @@ def test_rates_are_measured_while_copies_go_on(device: CpuDevice) -> None:
     assert tuple(rates.mlp_s) == BESIDE_ROWS and all(seconds > 0 for seconds in rates.mlp_s.values())
     assert 0 < rates.bus_beside <= rates.bus
     assert torch.equal(target, source), "all copies have ended"
+
+
+def test_after_a_slow_product_no_more_rows_are_measured(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside_bus, "BESIDE_SLOW_S", 0.0)
+    target, source = torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)
+    rates = measured(device, an_mlp()[0], (target, source), WIDTH, torch.float32)
+    assert tuple(rates.mlp_s) == BESIDE_ROWS[:1] and rates.mlp_s[1] > 0
 
 
 def test_rows_cross_and_come_back_multiplied(device: CpuDevice) -> None:
@@ -75,7 +88,7 @@ def test_decoded_copies_are_exact_and_in_private_memory(
         plain = torch.empty(layout.numel, dtype=torch.bfloat16)
         form.unpack(store.host(index), plain)
         for unit, matrix in zip(mlp.units, mlp._weights, strict=True):
-            assert torch.equal(matrix, layout.joined(plain, unit))
+            assert isinstance(matrix, PlainMatrix) and torch.equal(matrix.weight, layout.joined(plain, unit))
     weights.release(device)
 
 
@@ -87,7 +100,7 @@ def test_plain_weights_are_read_in_the_arena(device: CpuDevice, folder: Path, mo
     for index, mlp in weights.placement.beside._mlps.items():
         assert mlp._weights is not None
         own = weights.store.host(index).untyped_storage().data_ptr()
-        assert {matrix.untyped_storage().data_ptr() for matrix in mlp._weights} == {own}
+        assert {memory_of(matrix) for matrix in mlp._weights} == {own}
     weights.release(device)
 
 
@@ -99,7 +112,7 @@ def test_copies_are_bounded_by_the_host_s_memory(
     weights = load_weights(folder, device, "bfloat16", placing=Placing(resident=0, cpu_beside_bus=True))
     beside, plan = weights.placement.beside, weights.placement.plan
     assert beside is not None and plan is not None
-    free = int((mlps + 0.5) * beside._plain_bytes(0) / beside_bus.BESIDE_MEMORY)
+    free = int((mlps + 0.5) * beside._weights[0].copied_bytes / beside_bus.BESIDE_MEMORY)
     monkeypatch.setattr(beside_bus, "available", lambda: free)
     weights.placement.move(plan)
     assert sum(mlp.is_bound for mlp in beside._mlps.values()) == bound

@@ -66,3 +66,48 @@ def test_places_tell_forms_apart_that_are_as_large() -> None:
     one, other = form_of((ROWS,) * 3, (128, 128, 128)), form_of((ROWS,) * 3, (128, 128, 128), True)
     assert one.joined(torch.zeros(one.nbytes, dtype=torch.uint8), UNIT) is not None
     assert one.places != other.places
+
+
+MIXED = {"q": (FP8, 256), "k": (None, 128), "v": (ROWS, 128)}
+
+
+def mixed() -> CodedForm:
+    """A block of single matrices: one in FP8, one plain, one in int8; and a vector."""
+    shapes = {f"{name}.weight": (rows, COLS) for name, (_, rows) in MIXED.items()} | {"norm.weight": (COLS,)}
+    codes = {f"{name}.weight": Code(coding) for name, (coding, _) in MIXED.items() if coding is not None}
+    return CodedForm(Layout(shapes.items()), codes, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", [mixed(), form_of((ROWS,) * 3, (128, 128, 128))], ids=["mixed", "joined"])
+def test_a_span_has_all_bytes_of_a_unit_and_no_others(form: CodedForm) -> None:
+    """Other bytes in the unit's span change this unit, and nothing else."""
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randint(32, 64, (form.nbytes,), dtype=torch.uint8, generator=generator)  # no code of a NaN
+    plain = torch.empty(form.numel)
+    form.unpack(stored, plain)
+    for unit in form.layout.units:
+        span, changed = form.span(unit), stored.clone()
+        changed[span.start : span.stop] = 65
+        got = torch.empty(form.numel)
+        form.unpack(changed, got)
+        different = [
+            name for name, view in form.layout.views(got).items() if not view.equal(form.layout.views(plain)[name])
+        ]
+        assert different == list(unit)
+        assert (form.layout.joined(got, unit) != form.layout.joined(plain, unit)).all()
+
+
+def test_missing_matrices_are_not_decoded() -> None:
+    form = mixed()
+    stored, plain = torch.zeros(form.nbytes, dtype=torch.uint8), torch.full((form.numel,), -1.0)
+    form.decode(stored, plain, missing=("q.weight",))
+    decoded = {name for name, view in form.layout.views(plain).items() if (view == 0).all()}
+    assert decoded == {"v.weight"}, "k is plain, and q is missing"
+
+
+def test_the_coding_of_a_unit_is_that_of_its_one_matrix() -> None:
+    form = mixed()
+    assert [form.coding_of((f"{name}.weight",)) for name in MIXED] == [FP8, None, ROWS]
+    assert [form.is_plain((f"{name}.weight",)) for name in MIXED] == [False, True, False]
+    one_by_one = form_of((FP8, FP8, ROWS), (128, 128, 128))
+    assert one_by_one.coding_of(UNIT) is None and not one_by_one.is_plain(UNIT)

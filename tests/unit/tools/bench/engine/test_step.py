@@ -29,3 +29,14 @@ def test_gaps_lie_between_the_end_of_all_earlier_kernels_and_the_next_one() -> N
         {"gap": "< 100 µs", "before": "late", "gaps": 0.5, "us": 25.0},
         {"gap": "< 2 µs", "before": "next", "gaps": 0.5, "us": 0.5},
     ]
+
+
+def test_prompts_are_profiled_one_after_another(tmp_path: Path) -> None:
+    told = tmp_path / "kernels.json"
+    options = ["--device", "cpu", "--memory", "1GiB", "--prompt", "40", "--steps", "2", "--json", str(told)]
+    result = CliRunner().invoke(main, [str(SHIPPED), *options])
+    assert result.exit_code == 0, result.output
+    assert "a prompt of 40 tokens takes" in result.output
+    found = json.loads(told.read_text())["results"]
+    products = next(kernel for kernel in found["kernels"] if kernel["name"] in ("aten::mm", "aten::addmm"))
+    assert 1 < products["launches"] / found["blocks"]["plain"] < 10  # one pass over the blocks a prompt

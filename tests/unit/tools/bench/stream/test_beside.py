@@ -19,9 +19,10 @@ def test_the_ceiling_has_bus_and_host_busy_all_the_time() -> None:
     assert ceiling_s(rates, round(5.24e9), 1, 0.75) == pytest.approx(0.0576, abs=1e-4)
 
 
-def test_rates_are_measured_for_each_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", host_rates.FORMS)
+def test_rates_are_measured_for_each_number_of_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_rates, "COPY_BYTES", 1 << 20)
-    rates = host_rates.measure(64, 128, "cpu")
+    rates = host_rates.measure(64, 128, "cpu", form)
     assert rates.host.keys() == rates.host_beside.keys() and 1 in rates.host
     assert all(rate > 0 for rate in (rates.bus, rates.bus_beside, *rates.host.values(), *rates.host_beside.values()))
     assert rates.bus_beside <= rates.bus

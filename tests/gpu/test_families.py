@@ -1,4 +1,4 @@
-"""Hybrid models on a CUDA device: states in pages that the device holds."""
+"""Families with ways of their own on a CUDA device: states in pages, AltUp, windows, chunks, latents, indexers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from transformers import CONFIG_MAPPING
+
 from tests.families.configurations import reduced
 from tests.support import reference
 from tests.support.checkpoints import random_model
@@ -20,6 +22,8 @@ from tests.support.loaded import random_prompt
 
 pytestmark = pytest.mark.gpu
 NEW = 16
+HYBRIDS = ("qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid", "kimi_linear")
+OTHERS = ("gemma3n_text", "gemma4_text", "llama4_text", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "glm4_moe")
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def engine() -> Iterator[EngineThread]:
         yield engine
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid"])
+@pytest.mark.parametrize("family", [name for name in (*HYBRIDS, *OTHERS) if name in CONFIG_MAPPING])
 def test_sessions_of_one_batch_have_the_tokens_of_transformers(
     family: str, engine: EngineThread, tmp_path: Path
 ) -> None:
