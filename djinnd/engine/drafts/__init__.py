@@ -1,1 +1,1 @@
-"""Guesses from a draft model: a small model that shares the tokenizer proposes the tokens that a step then verifies."""
+"""Guesses from a small model with the same tokens, or from the checkpoint's own head, which steps then verify."""

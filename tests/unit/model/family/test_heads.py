@@ -18,6 +18,7 @@ from djinnd.model.family.heads import Head
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
 from tests.families.configurations import reduced
+from tests.support import quantised as by
 from tests.support.checkpoints import random_model
 from tests.support.heads import BLOCKS, Reference, Tensors, no_reference, with_head
 from tests.support.loaded import MEMORY, check_all, fill, load_weights, paged_model, random_prompt
@@ -94,6 +95,20 @@ def test_it_has_one_block_of_the_kind_of_the_last(family: str, device: CpuDevice
     assert any("experts" in name for name in weights.skeleton.shapes)
     target = load_weights(folder, device, name="target")
     assert weights.identity != target.identity and weights.fingerprint != target.fingerprint
+
+
+def test_a_head_in_fp8_computes_with_the_decoded_weights(folder: Path, device: CpuDevice, tmp_path: Path) -> None:
+    told = by.FP8 | {"weight_block_size": [16, 16]}
+    coded = by.write_quantised(tmp_path / "coded", by.fp8_blocks(16, 16), told, folder)
+    previous = torch.randn(39, 64, generator=torch.Generator().manual_seed(0))
+
+    def logits_of(checkpoint: Path) -> Tensor:
+        model = paged_model(load_weights(checkpoint, device, placing=HEADS, name=checkpoint.name), 5, PAGE_SIZE)
+        return run(model, PROMPT[1:], 0, previous)[1]
+
+    found, wanted = logits_of(coded), logits_of(coded / "plain")
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert (wanted - logits_of(folder)).abs().max() > 1e-3, "the codes are coarse"
 
 
 def test_the_target_is_served_as_without_a_head(folder: Path, device: CpuDevice) -> None:

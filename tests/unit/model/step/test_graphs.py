@@ -133,6 +133,26 @@ def test_a_step_without_a_probe_gives_the_same(captured: Captured) -> None:
     assert logits is not None and torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize("is_captured", [True, False])
+@torch.inference_mode()
+def test_the_last_block_s_result_is_told_before_the_epilogue_runs(captured: Captured, is_captured: bool) -> None:
+    epilogue, told = captured.graphs[-1], list[Tensor]()
+    if not is_captured:
+        captured.step._captured.clear()
+
+    def behind(hidden: Tensor) -> None:
+        assert epilogue.replays == 0
+        told.append(hidden.clone())
+
+    captured.step.run(SHAPE, 1, behind=behind)
+    (hidden,) = told
+    whole = Seen()
+    captured.step.run(SHAPE, 1, whole)
+    assert torch.equal(hidden, whole.seen[BLOCKS])
+    captured.step.run(SHAPE, 0, blocks=range(BLOCKS - 1), behind=behind)
+    assert len(told) == 1, "a step that ends before has no such result"
+
+
 @pytest.mark.parametrize("logit_rows", [0, 1])
 @torch.inference_mode()
 def test_the_first_graph_sends_the_inputs_and_an_event_is_recorded_behind_it(
