@@ -31,15 +31,18 @@ KEYS_AT_ONCE = 1 << 18  # numbers of the keys that are gathered for one call, un
 
 # --- Experts ----------------------------------------------------------------------------------------------------------
 
-# Chosen. Most pairs of a row and an expert, on average for an expert, and pairs of a tile of products up to there.
-PAIR_TILES = ((8, 16), (48, 64), (1 << 30, 128))
+# Most pairs of a row and an expert, on average for an expert, and pairs of a tile of products up to there. Measured on
+# an H200, Qwen3-30B's experts in bfloat16: with 16 pairs of an expert, tiles of 16, 32 and 64 take 321, 314 and 364 µs
+# a block. The limits are chosen.
+PAIR_TILES = ((8, 16), (24, 32), (48, 64), (1 << 30, 128))
+# The same for codes. Measured there: the best tiles of each sweep had 64 pairs.
+CODED_TILES = ((8, 16), (1 << 30, 64))
 # Measured on an H200, Qwen3-30B's experts in FP8 and MXFP4: with up to so many pairs of an expert, on average, products
 # that read codes are faster than decoding first (720 µs and 1,180). More pairs were not measured.
 CODED_PAIRS = 128
 # Chosen. Most tiles of W that a product of one row loads before it multiplies. On an H200, three such tiles of
 # gpt-oss-20b take 35 µs a block, and 47 one after another, which includes fewer instructions a weight.
 UNROLLED = 4
-CODED_TILE = 64  # measured there: most pairs of a tile if weights are codes; the best tiles of each sweep had 64
 
 # --- CPU beside the bus -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,9 +54,9 @@ def test_a_session_that_is_steered_between_blocks_keeps_its_graphs(engine: White
     assert graphs is not None
     run = graphs.run
 
-    def noted(shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None) -> Tensor | None:
+    def noted(shape: Shape, logit_rows: int, probe: Probe | None, *more: Any) -> Tensor | None:
         ran.append((shape in graphs._captured, probe is not None))
-        return run(shape, logit_rows, probe, blocks)
+        return run(shape, logit_rows, probe, *more)
 
     graphs.run = noted  # type: ignore[method-assign]
     for _ in range(2):

@@ -55,7 +55,7 @@ def sweep_of(pairs: int, *, is_plain: bool) -> list[ExpertTiles]:
     shapes = itertools.product((64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4))
     return [
         ExpertTiles(size, rows, width, warps, stages)
-        for size in ((16, 32) if pairs == 16 else (64, 128))
+        for size in ((16, 32) if pairs <= 32 else (64, 128))
         for rows, width, warps, stages in shapes
         if (rows <= 128 or is_plain) and 2 * stages * width * (rows + size) <= 220 << 10
     ]
@@ -124,7 +124,8 @@ def _measure(
         x, picked, weights, used = _picks(shape, rows)
         case = Case("experts", f"{shape.name} {form}, {rows} rows", used * nbytes, "GB/s", ceiling)
         step = partial(experts_forward, x, picked, weights, activation=ACTIVATION)
-        tiles = sweep_of(pairs_of_tile(rows, shape.picks, shape.experts), is_plain=plain is not None) if sweep else []
+        size = pairs_of_tile(rows, shape.picks, shape.experts, is_plain=plain is not None)
+        tiles = sweep_of(size, is_plain=plain is not None) if sweep else []
         named = {CHOSEN: step} | {str(one): partial(step, tiles=(one, one)) for one in tiles}
         compile_all([partial(launch, first=blocks[0][0], second=blocks[0][1]) for launch in named.values()])
         for variant, launch in named.items():

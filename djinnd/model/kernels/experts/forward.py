@@ -22,7 +22,7 @@ from djinnd.model.kernels.experts.matrices import Matrices
 from djinnd.model.kernels.experts.product import grouped_kernel, sum_kernel, vector_kernel
 from djinnd.model.kernels.launching.gpu import shared_memory
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
-from djinnd.model.tuning import CODED_PAIRS, CODED_TILE, PAIR_TILES, UNROLLED
+from djinnd.model.tuning import CODED_PAIRS, CODED_TILES, PAIR_TILES, UNROLLED
 
 _BLOCK = 1024  # columns of a program of sums
 
@@ -39,12 +39,12 @@ class ExpertTiles:
     stages: int
 
 
-def pairs_of_tile(rows: int, picks: int, experts: int) -> int:
+def pairs_of_tile(rows: int, picks: int, experts: int, *, is_plain: bool = True) -> int:
     """How many pairs a tile has. 1: there are so few pairs that experts are seldom picked twice."""
-    pairs = rows * picks
+    pairs, sizes = rows * picks, PAIR_TILES if is_plain else CODED_TILES
     if rows == 1 or pairs <= experts // 4:
         return 1
-    return next((size for most, size in PAIR_TILES if pairs <= most * experts), PAIR_TILES[-1][1])
+    return next((size for most, size in sizes if pairs <= most * experts), sizes[-1][1])
 
 
 def reads_codes(rows: int, picks: int, experts: int) -> bool:
@@ -54,7 +54,7 @@ def reads_codes(rows: int, picks: int, experts: int) -> bool:
 
 def turning_rows(picks: int, experts: int) -> list[int]:
     """The fewest rows for each set of kernels that a batch may launch."""
-    most = [experts // 4, *(each * experts for each, _ in PAIR_TILES[:-1]), CODED_PAIRS * experts]
+    most = [experts // 4, *(each * experts for each, _ in (*PAIR_TILES[:-1], *CODED_TILES[:-1])), CODED_PAIRS * experts]
     return sorted({1, *(max(pairs // picks + 1, 2) for pairs in most)})
 
 
@@ -63,12 +63,12 @@ def _most_pairs(matrices: Matrices) -> int:
     ("Illegal shared layout"); 16 pairs make another product."""
     if matrices.is_plain:
         return PAIR_TILES[-1][1]
-    return CODED_TILE if matrices.facts.run >= 8 else PAIR_TILES[0][1]
+    return CODED_TILES[-1][1] if matrices.facts.run >= 8 else CODED_TILES[0][1]
 
 
 def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) -> ExpertTiles:
-    """Tiles of codes are measured on an H200 with experts of Qwen3-30B and of gpt-oss-20b in FP8 and MXFP4; plain ones
-    are chosen. pairs: of a tile. shared: bytes of shared memory that a program may have."""
+    """Tiles are measured on an H200: of codes with experts of Qwen3-30B and of gpt-oss-20b in FP8 and MXFP4, plain ones
+    of up to 64 pairs with Qwen3-30B's; larger ones are chosen. pairs: of a tile. shared: bytes of shared memory that a program may have."""
     facts = matrices.facts
     widest, columns = triton.next_power_of_2(facts.row_bytes), 2 if facts.span else 1  # columns: of a byte
     if pairs == 1:
@@ -84,7 +84,7 @@ def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) ->
         if element_size == 4:  # float32 takes long to compile
             return ExpertTiles(pairs, 64, min(32, widest), 4, 3)
         return ExpertTiles(pairs, 128, min(128 // columns, widest), 4, 3)
-    sizes = {16: (64, 128, 4, 4), 64: (128, 64, 4, 4), 128: (256, 64, 8, 3)}
+    sizes = {16: (128, 128, 4, 4), 32: (256, 64, 8, 3), 64: (256, 64, 8, 4), 128: (256, 64, 8, 3)}
     tiles = ExpertTiles(pairs, *sizes[pairs])
     tiles = replace(tiles, width=min(max(tiles.width * 2 // element_size, 16), max(widest, 16)))
     fitting = shared // (element_size * tiles.width * (tiles.rows + pairs))
@@ -120,7 +120,8 @@ def experts_forward(
     assert x.shape[0] == weights.shape[0] == rows and weights.shape[1] == picks
     x, picked, weights = x.contiguous(), picked.contiguous(), weights.contiguous()
     if tiles is None:
-        size, shared = pairs_of_tile(rows, picks, first.experts), shared_memory(x.device)
+        is_plain, shared = first.is_plain and second.is_plain, shared_memory(x.device)
+        size = pairs_of_tile(rows, picks, first.experts, is_plain=is_plain)
         size = min(size, _most_pairs(first), _most_pairs(second))
         tiles = (
             tiles_for(first, size, x.element_size(), shared),
