@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 
 from djinnd.model.kernels.coded import facts
 from djinnd.model.kernels.experts import forward
-from djinnd.model.kernels.experts.forward import experts_forward
+from djinnd.model.kernels.experts.forward import experts_forward, pairs_of_tile
 from djinnd.model.kernels.experts.gating import Activation
 from djinnd.model.kernels.experts.matrices import Matrices, coded_matrices, plain_matrices
 from djinnd.model.kernels.experts.routing import Weighting, route
@@ -51,7 +51,7 @@ def products(rows: int, first: Matrices, second: Matrices, activation: Activatio
     return [each for each in found if each.metadata.name in ("vector_kernel", "grouped_kernel")]
 
 
-@pytest.mark.parametrize("rows", [1, 16, pytest.param(256, marks=pytest.mark.long), 2048])
+@pytest.mark.parametrize("rows", [1, 16, 256, pytest.param(512, marks=pytest.mark.long), 2048])
 def test_plain_products_load_and_multiply_as_wide_as_the_hardware_can(rows: int, target: GPUTarget) -> None:
     stacks = [torch.empty(EXPERTS, *shape).bfloat16() for shape in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))]
     pair = products(rows, plain_matrices(stacks[0]), plain_matrices(stacks[1]), SILU_HALVES, target)
@@ -62,7 +62,7 @@ def test_plain_products_load_and_multiply_as_wide_as_the_hardware_can(rows: int,
             assert "ld.global.v4" in ptx and "mma" not in ptx
         else:
             assert "cp.async.cg" in ptx and "0x10" in ptx
-            assert ("wgmma" if rows > 16 and target == HOPPER else "mma.sync") in ptx
+            assert ("wgmma" if pairs_of_tile(rows, PICKS, EXPERTS) >= 64 and target == HOPPER else "mma.sync") in ptx
 
 
 @pytest.mark.long
