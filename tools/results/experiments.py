@@ -13,6 +13,8 @@ MODELS = {
     "oss": "gpt-oss-20b",
     "oss120": "gpt-oss-120b",
     "l8": "Llama-3.1-8B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen3-30b": "Qwen3-30B-A3B with 24 of 48 blocks",
     "l70": "Llama-2-70B with 60 of 80 blocks in FP8",
     "q36": "Qwen3.6-35B-A3B with 8 of 40 blocks in FP8",
     "llama-2-13b": "Llama-2-13B",
