@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -167,14 +168,12 @@ def test_rows_touched_behind_the_blocks_leave_graphs_to_the_others(
     replays, passes, inside = [], [], list[bool]()
 
     class Graphs(StepGraphs):
-        def run(
-            self, shape: Shape, logit_rows: int, probe: Probe | None = None, blocks: range | None = None
-        ) -> Tensor | None:
+        def run(self, shape: Shape, logit_rows: int, probe: Probe | None = None, *more: Any) -> Tensor | None:
             points = frozenset[Point]() if probe is None else probe.points
             assert not any(point.is_behind for point in points)
             inside.append(any(point.where in INSIDE for point in points))
             replays.append(shape)
-            return super().run(shape, logit_rows, probe, blocks)
+            return super().run(shape, logit_rows, probe, *more)
 
     with Engine() as engine:
         engine.loaded(FOLDER, placing=placing)
