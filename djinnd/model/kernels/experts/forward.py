@@ -68,7 +68,8 @@ def _most_pairs(matrices: Matrices) -> int:
 
 def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) -> ExpertTiles:
     """Tiles are measured on an H200: of codes with experts of Qwen3-30B and of gpt-oss-20b in FP8 and MXFP4, plain ones
-    of up to 64 pairs with Qwen3-30B's; larger ones are chosen. pairs: of a tile. shared: bytes of shared memory that a program may have."""
+    of up to 64 pairs with Qwen3-30B's. Larger plain ones are chosen. pairs: of a tile. shared: bytes of shared memory
+    that a program may have."""
     facts = matrices.facts
     widest, columns = triton.next_power_of_2(facts.row_bytes), 2 if facts.span else 1  # columns: of a byte
     if pairs == 1:
