@@ -265,7 +265,7 @@ class Server:
         await _first(self._stopping.asked.wait(), self._supervisor.settled())
         if self._supervisor.failure:
             raise StartError(f"no engine, because {self._supervisor.failure}: see the log for the details")
-        if self._supervisor.state == "ready":
+        if self._supervisor.told is not None:  # an engine has been ready; if it is lost by now, the next one starts
             self._notifier.tell(READY=1)
             log.info("djinnd_ready socket=%s", self.address)
             self._gateway.start()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,6 +26,7 @@ from djinn_client.protocol import (
     Piece,
     Ping,
 )
+from djinnd.server.server import Server
 from tests.support.engine import Script
 from tests.support.served import ROOT, Served, Wire, is_listening, is_running, wait_for
 
@@ -204,3 +208,16 @@ def test_the_daemon_imports_neither_torch_nor_transformers():
     code = "import sys, json, djinnd.__main__, djinnd.server.server; print(json.dumps(sorted(sys.modules)))"
     modules = json.loads(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).stdout)
     assert not {"torch", "transformers", "numpy"} & set(modules)
+
+
+def test_an_engine_that_is_lost_as_soon_as_it_is_ready_leaves_the_server_ready():
+    """The supervisor's tasks may run before the server's, so the server finds the engine lost."""
+    told, asked = list[object](), asyncio.Event()
+    server: Any = object.__new__(Server)
+    server.address = "here"
+    server._stopping = SimpleNamespace(asked=asked, reload=asyncio.Event())
+    server._supervisor = SimpleNamespace(settled=lambda: asyncio.sleep(0), state="lost", failure="", told=object())
+    server._notifier = SimpleNamespace(tell=lambda **state: told.append(state))
+    server._gateway = SimpleNamespace(start=lambda: (told.append("gateway"), asked.set()))
+    asyncio.run(asyncio.wait_for(server._main_loop(), 10))
+    assert told == [{"READY": 1}, "gateway"]
