@@ -64,8 +64,8 @@ def _by_expert(tensors: Tensors) -> Tensors:
 
 
 def alike(tensors: Tensors) -> None:
-    """Makes a target whose next token depends on the last one only, and a head that thinks as it does: blocks add
-    nothing, and the head's input is its token's embedding."""
+    """Changes the weights so that a target's next token depends on the last one only, and its head guesses the same.
+    All blocks add nothing, and the head's input is its token's embedding."""
     for name, tensor in tensors.items():
         if "o_proj" in name or "down_proj" in name:
             tensor.zero_()

@@ -29,7 +29,7 @@ from djinnd.scheduler.batch.batch_builder import BatchBuilder
 
 
 class Seen(NamedTuple):
-    """A row of the target's last step whose session the head guesses for."""
+    """A row of the target's last step. The head guesses for its session."""
 
     row: Row
     headed: Headed

@@ -33,7 +33,7 @@ class HeadPasses(DraftPasses):
         self._hidden = head.hidden
         self._norm = head.model.adapter.model.get_submodule(head.model.skeleton.points.norm)
         self._passes.behind = self._note_results
-        self._guesses = 0  # rows of the next pass, from the first on, whose results the pass after it needs
+        self._guesses = 0  # the first rows of the next pass: a further pass needs their results
         self._results: Tensor | None = None
         self._firsts: dict[str, int] = {}  # by session: the position at which the text of its shadow begins
 

@@ -142,7 +142,7 @@ class BesideBus:
     # --- weights on the host ----------------------------------------------------------------------------------------
 
     def _most_copies(self, blocks: Sequence[int]) -> int:
-        """The most of these blocks whose MLPs the host has memory for."""
+        """→ how many of these blocks' MLPs the host has memory to copy; all of them if none is copied."""
         free, each = available(), max(self._weights[block].copied_bytes for block in blocks)
         return len(blocks) if not each or free is None else min(len(blocks), int(BESIDE_MEMORY * free) // each)
 

@@ -194,16 +194,11 @@ class StepGraphs:
         return captured.logits[:logit_rows]
 
     def _run_eagerly(
-        self,
-        shape: Shape,
-        logit_rows: int,
-        probe: Probe | None = None,
-        blocks: range | None = None,
-        behind: Behind | None = None,
+        self, shape: Shape, logit_rows: int, probe: Probe | None, blocks: range, behind: Behind | None
     ) -> Tensor | None:
         model, inputs = self._model, self.inputs(shape)
         hidden = model.forward(inputs, self._batch(shape), probe, blocks)
-        if behind is not None and (blocks is None or blocks.stop == model.num_blocks):
+        if behind is not None and blocks.stop == model.num_blocks:
             behind(hidden)
         return model.logits(hidden, inputs.logit_rows(shape.rows), probe)[:logit_rows] if logit_rows else None
 
@@ -239,18 +234,18 @@ class StepGraphs:
         while self._in_advance and not self._is_full and not self._model.placement.streams:
             shape = self._in_advance.pop()
             if shape not in self._captured:
-                self._run_empty(shape, shape.rows)
+                self._run_empty(shape, shape.rows, range(self._model.num_blocks))
                 self.capture(shape)
                 return True
         return False
 
-    def _run_empty(self, shape: Shape, logit_rows: int, blocks: range | None = None) -> None:
+    def _run_empty(self, shape: Shape, logit_rows: int, blocks: range) -> None:
         inputs = self.inputs(shape)
         inputs.wait()
         inputs.pad(0, 0, 0)
         with self._device.computing(), torch.inference_mode():
             inputs.send()
-            self._run_eagerly(shape, logit_rows, blocks=blocks)
+            self._run_eagerly(shape, logit_rows, None, blocks, None)
 
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
