@@ -14,7 +14,7 @@ import triton
 
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.model.kernels.attention.decode import combine_kernel, decode_kernel
-from djinnd.model.kernels.attention.mixed import combine_mixed_kernel, mixed_kernel
+from djinnd.model.kernels.attention.mixed import chunks_kernel, combine_mixed_kernel, singles_kernel
 from tests.support import reference
 from tests.support.graphed import (
     FOLDER,
@@ -70,7 +70,7 @@ def test_replay_is_the_eager_step_and_both_are_transformers(graphed: Graphed, ro
 
 def test_no_step_of_a_shape_that_is_captured_in_advance_compiles_anything(graphed: Graphed) -> None:
     compiled: list[str] = []
-    kernels = [mixed_kernel, combine_mixed_kernel, decode_kernel, combine_kernel]
+    kernels = [chunks_kernel, singles_kernel, combine_mixed_kernel, decode_kernel, combine_kernel]
     for kernel in kernels:
         kernel.device_caches.clear()
     with triton.knobs.compilation.scope():

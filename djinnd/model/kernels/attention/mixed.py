@@ -1,12 +1,13 @@
-"""Attention of a batch with prefill chunks and decode rows: prefill.py and decode.py in one launch.
+"""Attention of a batch with prefill chunks and decode rows: prefill.py and decode.py, each in a launch of its own.
 
 The number of rows of each kind changes from step to step, but the grid of a captured graph does not. So each kind has a
 fixed number of programs, no more than it can use and the device can hold. They take one piece of work after another,
 and find the work in `worklist` and `extent` (djinnd/model/attention/worklist.py). A grid for all possible rows would
-have tens of thousands of programs without work, at some nanoseconds each.
+have tens of thousands of programs without work, at some nanoseconds each. A third kernel combines the pieces of either
+kind.
 
-A chunk is bound by the matrix units and a decode row by memory, so both run side by side (as in POD-Attention: Kamath
-et al., 2025). A second kernel combines the pieces of either kind.
+Both kinds in one launch (as in POD-Attention: Kamath et al., 2025) were slower: a processor has registers for one
+program of a chunk, so it also read the keys of one decode row at a time.
 """
 
 from __future__ import annotations
@@ -37,51 +38,57 @@ from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
-# Programs a processor, for decode rows and for combining. A processor can run no more than SINGLES at once.
+# Programs a processor, for decode rows and for combining.
 SINGLES, COMBINING = tl.constexpr(6), 16
 NO_LIMIT = 1 << 30
 
 
-@triton.jit(do_not_specialize=["table_row", "window", "chunk_programs", "most_chunk_splits", "filling", "useful",
-                               "needed", "processors"])  # fmt: skip
-def mixed_kernel(
-    query, keys, values, out, chunk_partial, chunk_stats, partial, stats, page_table, worklist, extent, sinks,
+@triton.jit(do_not_specialize=["table_row", "window", "most_splits", "filling"])
+def chunks_kernel(
+    query, keys, values, out, partial, stats, page_table, worklist, extent, sinks,
     query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
-    score_scale, cap, window, chunk_programs, most_chunk_splits, filling, useful, needed, processors,
+    score_scale, cap, window, most_splits, filling,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The first `chunk_programs` programs compute blocks of chunks, the others splits of rows with one token."""
+    """Computes the blocks of all chunks."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    program = tl.program_id(0)
-    if program < chunk_programs:
-        chunks, blocks, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
-        for piece in range(program, chunks * blocks * splits * KV_HEADS, chunk_programs):
-            row, start, queries, length = work_at(worklist, piece // KV_HEADS % chunks)
-            later = piece // (KV_HEADS * chunks)  # the blocks with the most keys come first
-            attend_block(
-                row, start, queries, length, piece % KV_HEADS, blocks - 1 - later // splits, later % splits,
-                query, keys, values, out, chunk_partial, chunk_stats, page_table, sinks,
-                query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
-                score_scale, cap, window, splits,
-                HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, CHUNK_ROWS, TILE, CHUNKS_DIRECT, WINDOW, CAP, SINKS,
-                UPCAST,
-            )  # fmt: skip
-    else:
-        chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
-        programs = tl.num_programs(0) - chunk_programs
-        for piece in range(program - chunk_programs, singles * splits * KV_HEADS, programs):
-            nth = piece // (KV_HEADS * splits)
-            row, start, _, length = work_at(worklist, chunks + nth)
-            attend_split(
-                piece % splits, piece // splits % KV_HEADS, row, start, 1, length, nth,
-                query, keys, values, out, partial, stats, page_table, sinks,
-                query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
-                score_scale, cap, window, splits,
-                HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
-            )  # fmt: skip
+    chunks, blocks, splits = chunks_of(extent, KV_HEADS, GROUP, ROWS, most_splits, filling)
+    for piece in range(tl.program_id(0), chunks * blocks * splits * KV_HEADS, tl.num_programs(0)):
+        row, start, queries, length = work_at(worklist, piece // KV_HEADS % chunks)
+        later = piece // (KV_HEADS * chunks)  # the blocks with the most keys come first
+        attend_block(
+            row, start, queries, length, piece % KV_HEADS, blocks - 1 - later // splits, later % splits,
+            query, keys, values, out, partial, stats, page_table, sinks,
+            query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+            score_scale, cap, window, splits,
+            HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_row", "window", "useful", "needed", "processors"])
+def singles_kernel(
+    query, keys, values, out, partial, stats, page_table, worklist, extent, sinks,
+    query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+    score_scale, cap, window, useful, needed, processors,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Computes the splits of all rows with one token."""
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
+    for piece in range(tl.program_id(0), singles * splits * KV_HEADS, tl.num_programs(0)):
+        nth = piece // (KV_HEADS * splits)
+        row, start, _, length = work_at(worklist, chunks + nth)
+        attend_split(
+            piece % splits, piece // splits % KV_HEADS, row, start, 1, length, nth,
+            query, keys, values, out, partial, stats, page_table, sinks,
+            query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
+            score_scale, cap, window, splits,
+            HEADS, GROUP, PAGE, KEY, KEY_DIM, VALUE, VALUE_DIM, ROWS, TILE, DIRECT, WINDOW, CAP, SINKS, UPCAST,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "most_chunk_splits", "filling", "useful", "needed", "processors"])
@@ -92,7 +99,8 @@ def combine_mixed_kernel(
     TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combines the splits of one head of one token after another. Takes the bounds that mixed_kernel got."""
+    """Combines the splits of one head of one token after another. Takes the bounds that the other kernels
+    got."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     program, programs = tl.program_id(0), tl.num_programs(0)
     if not CHUNKS_DIRECT:
@@ -174,30 +182,36 @@ def mixed(
         filling = processors
     else:
         most, useful, needed, filling = splits, splits, splits, NO_LIMIT
-    chunk_programs = kv_heads * triton.cdiv(tokens * group, tiles.rows) * most
+    programs = kv_heads * triton.cdiv(tokens * group, tiles.rows) * most
     waves = min(rows, SINGLES.value)
-    programs = min(SINGLES.value * processors, rows * kv_heads * useful) or 1
     chunk_pieces = tokens * heads * most if most > 1 else 0
     pieces = heads * max(waves * processors // kv_heads + rows, rows * needed) if useful > 1 else 0
     sizes = (chunk_pieces * value_width, chunk_pieces * 2, pieces * value_width, pieces * 2)
     parts = scratch.take(*sizes) if sum(sizes) else (out,) * 4
-    shape = {"HEADS": heads, "GROUP": group, "TILE": tiles.keys, **width_options(values, "VALUE")}
-    options = {"CHUNK_ROWS": tiles.rows, "CHUNKS_DIRECT": most == 1, "DIRECT": useful == 1}
+    single = decode_tiles(group, dim, q.element_size())
     window, reaching = reach(softmax)
-    options |= {"WINDOW": reaching, "SINKS": softmax.sinks is not None}
+    alike = {"HEADS": heads, "GROUP": group, "WINDOW": reaching, "SINKS": softmax.sinks is not None}
+    alike |= width_options(values, "VALUE")
     sinks = q if softmax.sinks is None else softmax.sinks
-    mixed_kernel[(chunk_programs + programs,)](
-        q, keys, values, out, *parts, batch.page_table, batch.worklist, batch.extent, sinks,
-        q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0),
-        *score_factors(softmax), window, chunk_programs, most, filling, useful, needed, processors,
-        PAGE=page_size, ROWS=decode_tiles(group, dim, q.element_size()).rows, CAP=softmax.softcap > 0,
-        UPCAST=INTERPRETED, num_warps=tiles.warps, num_stages=tiles.stages, **shape, **options,
-        **width_options(keys, "KEY"),
+    where = (batch.page_table, batch.worklist, batch.extent, sinks)
+    strides = (q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0))
+    scores = (*score_factors(softmax), window)
+    reading = {"PAGE": page_size, "CAP": softmax.softcap > 0, "UPCAST": INTERPRETED, **width_options(keys, "KEY")}
+    chunks_kernel[(programs or 1,)](
+        q, keys, values, out, *parts[:2], *where, *strides, *scores, most, filling,
+        ROWS=tiles.rows, TILE=tiles.keys, DIRECT=most == 1, num_warps=tiles.warps, num_stages=tiles.stages,
+        **alike, **reading,
+    )  # fmt: skip
+    singles_kernel[(min(SINGLES.value * processors, rows * kv_heads * useful) or 1,)](
+        q, keys, values, out, *parts[2:], *where, *strides, *scores, useful, needed, processors,
+        ROWS=single.rows, TILE=single.keys, DIRECT=useful == 1, num_warps=single.warps, num_stages=single.stages,
+        **alike, **reading,
     )  # fmt: skip
     if sum(sizes):
         combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
             *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, processors,
-            CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **shape, **options,
+            CHUNK_ROWS=tiles.rows, TILE=single.keys, CHUNKS_DIRECT=most == 1, DIRECT=useful == 1,
+            CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **alike,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import triton
@@ -32,15 +33,18 @@ class NormKind:
 
 @triton.jit
 def rms_norm_kernel(
-    x, weight, gate, out, eps,
+    x, weight, gate, out, eps, stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A program norms one group of a row."""
+    """A program norms one group of a row. PARTS: programs for numbers of x that lie one behind another, `stride`
+    numbers before the next ones."""
     program = tl.program_id(0)
     start = program.to(tl.int64) * WIDTH
+    x += (program // PARTS).to(tl.int64) * stride + program % PARTS * WIDTH
     at = tl.arange(0, BLOCK)
     mask = at < WIDTH
-    raw = tl.load(x + start + at, mask=mask, other=0.0)
+    raw = tl.load(x + at, mask=mask, other=0.0)
     w = tl.load(weight + program % GROUPS * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
     wide = raw.to(tl.float32)
     if GATE:
@@ -70,14 +74,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind | None = None
     """
     kind = kind or NormKind()
     width = weight.numel() // kind.groups
-    x = x.contiguous()
+    x, parts, stride = by_parts(x, width)
     gates = x if gate is None else gate.expand(x.shape).contiguous()
     assert (gate is None) == (kind.gate == NO_GATE.value)
     out = torch.empty(x.shape, dtype=kind.dtype(x.dtype, weight.dtype), device=x.device)
     block = triton.next_power_of_2(width)
     warps = min(max(block // 1024, 1), 16)
     rms_norm_kernel[(x.numel() // width,)](
-        x, weight, gates, out, eps,
-        WIDTH=width, BLOCK=block, SCALE=kind.scale, GATE=kind.gate, GROUPS=kind.groups, num_warps=warps,
+        x, weight, gates, out, eps, stride,
+        WIDTH=width, BLOCK=block, SCALE=kind.scale, GATE=kind.gate, GROUPS=kind.groups, PARTS=parts,
+        num_warps=warps,
     )  # fmt: skip
     return out
+
+
+def by_parts(x: Tensor, width: int) -> tuple[Tensor, int, int]:
+    """→ x, `parts`, `stride`: x has `parts` times `width` numbers one behind another, and the next ones begin `stride`
+    numbers after the first. So queries or keys in the result of a joined product need no copy. Copies x if it is not
+    of that form."""
+    dense, outer = 1, [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    while outer and outer[-1][1] == dense:
+        dense *= outer.pop()[0]
+    while len(outer) > 1 and outer[-2][1] == prod(outer[-1]):
+        size, stride = outer.pop()
+        outer[-1] = (outer[-1][0] * size, stride)
+    if len(outer) == 1 and dense % width == 0:
+        return x, dense // width, outer[0][1]
+    return x.contiguous(), 1, width

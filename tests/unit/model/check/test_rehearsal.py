@@ -87,7 +87,8 @@ def test_steps_launch_only_listed_kernels(family: str, launches: Launches, devic
                     step(model, device, tokens, min(tokens, 4), queries, max_kv)
     assert set(launched) <= listed
     names = {variant.name for variant in listed}
-    assert names == {"kv_write_kernel", "decode_kernel", "combine_kernel", "mixed_kernel", "combine_mixed_kernel"}
+    mixed = {"chunks_kernel", "singles_kernel", "combine_mixed_kernel"}
+    assert names == mixed | {"kv_write_kernel", "decode_kernel", "combine_kernel"}
 
 
 def test_steps_of_latent_attention_launch_only_listed_kernels(
@@ -110,7 +111,7 @@ def test_steps_of_latent_attention_launch_only_listed_kernels(
                 q = torch.zeros(queries, 4, 24)
                 kernels.many(q, torch.zeros(-(-length // model.page_size), dtype=torch.int32), length)
     assert set(launched) <= listed
-    attention = {"latent_kernel", "combine_kernel", "mixed_kernel", "combine_mixed_kernel"}
+    attention = {"latent_kernel", "combine_kernel", "chunks_kernel", "singles_kernel", "combine_mixed_kernel"}
     assert {variant.name for variant in listed} == attention | {"kv_write_kernel"}
 
 

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from djinnd.model.kernels.attention.decode import combine_kernel, decode_kernel, decode_tiles
 from djinnd.model.kernels.attention.kv_write import kv_write_kernel
 from djinnd.model.kernels.attention.latent_decode import latent_kernel, latent_tiles
-from djinnd.model.kernels.attention.mixed import combine_mixed_kernel, mixed_kernel
+from djinnd.model.kernels.attention.mixed import chunks_kernel, combine_mixed_kernel, singles_kernel
 from djinnd.model.kernels.attention.prefill import prefill_tiles
 from djinnd.model.kernels.attention.tile import Tiles
 from djinnd.model.kernels.fused.edit import edit_kernel
@@ -87,40 +87,28 @@ def compile_tiled(capability: int, kernel: Any, tiles: Tiles, **constants: Any) 
     return compile_for(capability, kernel, tiles.warps, tiles.stages, ROWS=tiles.rows, TILE=tiles.keys, **constants)
 
 
-def compile_mixed(capability: int, tiles: Tiles, **constants: Any) -> Any:
-    return compile_for(
-        capability,
-        mixed_kernel,
-        tiles.warps,
-        tiles.stages,
-        CHUNK_ROWS=tiles.rows,
-        ROWS=16,
-        TILE=tiles.keys,
-        **constants,
-    )
-
-
 @pytest.mark.parametrize(
     ("rows", "direct"),
     [pytest.param(64, True, marks=pytest.mark.long), pytest.param(64, False, marks=pytest.mark.long), (2048, True)],
 )
 def test_prefill_on_hopper_multiplies_by_warpgroups(rows: int, direct: bool) -> None:
     tiles = prefill_tiles(rows, 128, 2, hopper=True)
-    ptx = compile_mixed(HOPPER, tiles, **LLAMA_13B, **PLAIN, CHUNKS_DIRECT=direct, DIRECT=direct).asm["ptx"]
+    ptx = compile_tiled(HOPPER, chunks_kernel, tiles, **LLAMA_13B, **PLAIN, DIRECT=direct).asm["ptx"]
     assert "wgmma.mma_async" in ptx and "cp.async" in ptx
 
 
 @pytest.mark.long
 def test_prefill_with_all_options_compiles_for_ampere() -> None:
     tiles = prefill_tiles(2048, 128, 2, hopper=False)
-    ptx = compile_mixed(AMPERE, tiles, **LLAMA_8B, **EVERYTHING, CHUNKS_DIRECT=False, DIRECT=False).asm["ptx"]
+    ptx = compile_tiled(AMPERE, chunks_kernel, tiles, **LLAMA_8B, **EVERYTHING, DIRECT=False).asm["ptx"]
     assert "mma.sync" in ptx
 
 
+@pytest.mark.parametrize("kernel", [decode_kernel, singles_kernel])
 @pytest.mark.parametrize("direct", [True, False])
-def test_decode_reads_16_bytes_at_a_time_and_ahead(direct: bool) -> None:
+def test_decode_reads_16_bytes_at_a_time_and_ahead(direct: bool, kernel: Any) -> None:
     tiles = decode_tiles(4, 128, 2)
-    ptx = compile_tiled(HOPPER, decode_kernel, tiles, **LLAMA_8B, **PLAIN, DIRECT=direct).asm["ptx"]
+    ptx = compile_tiled(HOPPER, kernel, tiles, **LLAMA_8B, **PLAIN, DIRECT=direct).asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx  # copies 16 bytes and bypasses L1
 
 
@@ -141,7 +129,7 @@ def test_pages_in_fp8_are_read_16_bytes_at_a_time_and_converted_by_the_processor
     ptx = compiled.asm["ptx"]
     assert "cp.async.cg.shared.global" in ptx and ("e4m3x2" in ptx) == (capability == HOPPER)
     tiles = prefill_tiles(2048, 128, 2, hopper=capability == HOPPER)
-    compiled = compile_mixed(capability, tiles, **LLAMA_8B, **PLAIN, CHUNKS_DIRECT=False, DIRECT=False)
+    compiled = compile_tiled(capability, chunks_kernel, tiles, **LLAMA_8B, **PLAIN, DIRECT=False)
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
@@ -181,7 +169,7 @@ def test_the_small_kernels_compile(capability: int) -> None:
     compile_for(capability, pinned_copy_kernel, WORDS=1024)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEADS=16, **WIDTHS)
     for kind in (NormKind(), NormKind(SHIFTED.value), NormKind(WIDE.value, BEFORE.value, 4)):
-        options = {"SCALE": kind.scale, "GATE": kind.gate, "GROUPS": kind.groups}
+        options = {"SCALE": kind.scale, "GATE": kind.gate, "GROUPS": kind.groups, "PARTS": 1}
         compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192, **options)
     for width in (5120, 128_256):
         compile_for(capability, edit_kernel, warps=8, WIDTH=width, BLOCK=2048)

@@ -28,7 +28,7 @@ def longest(variants: list[Variant]) -> list[Variant]:
     """Two kernels: for a chunk, and for the most queries of a row. Of each, the last listed one that divides the
     keys."""
     dividing = [variant for variant in variants if "DIRECT=True" not in str(variant).replace("CHUNKS_DIRECT", "CHUNKS")]
-    last = {variant.name: variant for variant in dividing if variant.name in ("mixed_kernel", "decode_kernel")}
+    last = {variant.name: variant for variant in dividing if variant.name in ("chunks_kernel", "decode_kernel")}
     return [*last.values()]
 
 

@@ -18,7 +18,7 @@ from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.kernels.attention.kv_write import kv_write
 from djinnd.model.kernels.attention.mixed import mixed
 from djinnd.model.kernels.fused.gate import gated
-from djinnd.model.kernels.fused.rms_norm import NormKind, rms_norm
+from djinnd.model.kernels.fused.rms_norm import NormKind, by_parts, rms_norm
 from djinnd.model.kernels.fused.rope import rope
 from djinnd.model.kernels.host_memory.block_tokens import block_tokens
 from djinnd.model.kernels.launching.interpreter import INTERPRETED
@@ -214,6 +214,19 @@ def test_rms_norm_rounds_like_llama(width: int, dtype: torch.dtype) -> None:
     else:  # rarely, one unit in the last place
         torch.testing.assert_close(got, wanted, rtol=torch.finfo(dtype).eps, atol=0)
         assert (got == wanted).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_rms_norm_reads_the_heads_of_a_joined_product_where_they_are(tokens: int) -> None:
+    joined, weight = torch.randn(1, tokens, 9 * 64), torch.randn(64)
+    heads = joined[..., 128:320].view(1, tokens, 3, 64)
+    assert by_parts(heads, 64)[0] is heads
+    assert same_bytes(rms_norm(heads, weight, 1e-5), rms_norm(heads.clone(), weight, 1e-5))
+
+
+def test_rms_norm_takes_any_strides() -> None:
+    x, weight = torch.randn(3, 8, 5, 4).permute(0, 2, 3, 1), torch.randn(8)
+    assert same_bytes(rms_norm(x, weight, 1e-5), rms_norm(x.contiguous(), weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])

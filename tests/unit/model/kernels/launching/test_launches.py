@@ -45,8 +45,8 @@ def test_a_listing_has_each_variant_once_and_launches_none(launches: Launches) -
         for dtype in (torch.float32, torch.bfloat16, torch.float32):
             norm(dtype)
     assert [str(variant) for variant in listed] == [
-        "rms_norm_kernel (fp32, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1)",
-        "rms_norm_kernel (bf16, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1)",
+        "rms_norm_kernel (fp32, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1, PARTS=1)",
+        "rms_norm_kernel (bf16, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1, PARTS=1)",
     ]
 
 
@@ -71,7 +71,8 @@ def test_kernels_get_pages_in_fp8_as_such_only_if_the_processor_converts_them(
             attention.write(scene.k, scene.v, scene.keys, scene.values, scene.batch())
             attention.attend(scene.q, None, None, scene.keys, scene.values, scene.batch(), Softmax(0.1))
     types = {variant.name: json.loads(variant.specialization)["signature"].get("keys") for variant in listed}
-    assert types["kv_write_kernel"] == "*u8" and types["decode_kernel"] == types["mixed_kernel"] == read
+    assert types["kv_write_kernel"] == "*u8" and types["decode_kernel"] == read
+    assert types["chunks_kernel"] == types["singles_kernel"] == read
 
 
 def test_a_compiled_variant_is_not_listed_again(launches: Launches) -> None:
