@@ -27,7 +27,7 @@ class PagedBatch:
     kv_lengths: Tensor  # int32 [rows], tokens in KV including this step's
     page_table: Tensor  # int32 [rows, max_pages], page ids
     worklist: Tensor  # int32 [rows, 4]: see attention/worklist.py
-    extent: Tensor  # int32 [3]: see attention/worklist.py
+    extent: Tensor  # int32 [4]: see attention/worklist.py
     slots: Tensor  # int64 [tokens], page * page_size + offset of each token of the batch
     max_query: int  # tokens of the longest row
     max_kv: int  # bound on kv_lengths; in a captured graph the model's maximum

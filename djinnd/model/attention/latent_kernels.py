@@ -20,6 +20,7 @@ from torch import Tensor
 from djinnd.model.attention.absorption import Absorption
 from djinnd.model.attention.gathering import gather_tokens
 from djinnd.model.attention.latents import Latents
+from djinnd.model.attention.worklist import EXTENT
 from djinnd.model.kernels.attention.latent_decode import latent_decode
 from djinnd.model.kernels.attention.mixed import mixed
 from djinnd.model.kernels.launching.scratch import Scratch
@@ -92,7 +93,7 @@ def heads_as_rows(heads: int, queries: int, length: int, device: torch.device) -
     rows = torch.arange(heads, dtype=torch.int32, device=device)
     pages = -(-length // EXPANDED_PAGE)
     ones = torch.ones_like(rows)
-    extent = ones.new_full((3,), heads)
+    extent = ones.new_full((EXTENT,), heads)
     extent[1:2].fill_(queries)
     return PagedBatch(
         query_starts=torch.arange(heads + 1, dtype=torch.int32, device=device) * queries,

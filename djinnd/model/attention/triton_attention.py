@@ -54,7 +54,7 @@ class TritonAttention(PagedAttention):
         if batch.fresh and k is not None and v is not None and rows == 1 and softmax.is_causal_only(q.shape[0]):
             return attend_chunk(q, k, v, softmax).contiguous()
         out = torch.empty(*q.shape[:2], values.shape[3], dtype=q.dtype, device=q.device)
-        kernel = decode if fits_decode(batch.max_query, q.shape[1] // keys.shape[2]) else mixed
+        kernel = decode if fits_decode(rows, batch.max_query, q.shape[1] // keys.shape[2]) else mixed
         try:
             kernel(q, keys, values, batch, out, self.scratch, softmax)
         except UNAVAILABLE:

@@ -2,7 +2,8 @@
 
     worklist  int32 [R, 4]  (row, its first token, its tokens in this step, its tokens in KV including this step's);
                           rows with a chunk come before rows with one token
-    extent  int32 [3]     rows with a chunk, tokens of the longest chunk, rows with tokens
+    extent  int32 [4]     rows with a chunk, tokens of the longest chunk, rows with tokens, most tokens in KV of a row
+                          with one token
 
 Attention reads only these rows, and a program finds its work with one read.
 """
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FIELDS, EXTENT = 4, 3
+FIELDS, EXTENT = 4, 4
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -32,11 +33,11 @@ def fill_worklist(starts: Integers, lengths: Integers, worklist: Integers, exten
         worklist[:rows, 0] = worklist[:rows, 1] = np.arange(rows)
         worklist[:rows, 2] = 1
         worklist[:rows, 3] = lengths[:rows]
-        extent[:] = (0, longest, rows)
+        extent[:] = (0, longest, rows, lengths[:rows].max(initial=0))
         return rows
     chunks, singles = np.flatnonzero(counts > 1), np.flatnonzero(counts == 1)
     order = np.concatenate((chunks, singles))
     for column, of_row in enumerate((order, starts[order], counts[order], lengths[order])):
         worklist[: len(order), column] = of_row
-    extent[:] = (len(chunks), longest, len(order))
+    extent[:] = (len(chunks), longest, len(order), lengths[singles].max(initial=0))
     return rows

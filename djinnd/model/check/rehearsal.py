@@ -23,7 +23,7 @@ from djinnd.model.attention.latents import Latents
 from djinnd.model.attention.paged import PagedAttention
 from djinnd.model.attention.triton_attention import TritonAttention
 from djinnd.model.copies.pinned_io import ResultReader
-from djinnd.model.kernels.attention.decode import MAX_QUERY
+from djinnd.model.kernels.attention.decode import AT_ONCE, MAX_QUERY
 from djinnd.model.kernels.launching.launches import launches
 from djinnd.model.kernels.launching.variants import Variant
 from djinnd.model.paged_batch import PagedBatch, Softmax
@@ -119,7 +119,9 @@ class EveryBound(PagedAttention):
 def _bounds(most: int, batch: PagedBatch) -> Iterator[tuple[int, PagedBatch]]:
     """→ pairs: a number of tokens, up to `most`, and the batch with the bounds to try."""
     lengths = [*(bound for bound in _KV_BOUNDS if bound < batch.max_kv), batch.max_kv]
+    several = batch.kv_lengths[:1].expand(AT_ONCE + 1)  # rows of which `extent` says that they have no tokens
     for max_kv in lengths:
+        yield 1, replace(batch, max_query=1, max_kv=max_kv, kv_lengths=several)
         for queries in range(1, min(most, MAX_QUERY) + 1):
             yield queries, replace(batch, max_query=queries, max_kv=max_kv)
         for tokens in sorted({MAX_QUERY + 1, most, *CHUNK_TOKENS}):

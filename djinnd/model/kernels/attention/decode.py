@@ -41,9 +41,10 @@ MAX_SPLITS, FEW_SPLITS = 128, 8  # most splits of a row, and most splits that LO
 COMBINED_AT_ONCE = 16  # splits that the combining kernel loads at once
 
 
-def fits_decode(max_query: int, group: int) -> bool:
-    """Returns True if this kernel serves rows of up to `max_query` tokens with `group` query heads a KV head."""
-    return max_query == 1 or (max_query <= MAX_QUERY and max_query * group <= MOST_PACKED_ROWS)
+def fits_decode(rows: int, max_query: int, group: int) -> bool:
+    """Returns True if this kernel serves the rows, of up to `max_query` tokens with `group` query heads a KV head. More
+    rows of one token are divided better by singles_kernel (mixed.py), which knows their lengths."""
+    return rows <= AT_ONCE if max_query == 1 else max_query <= MAX_QUERY and max_query * group <= MOST_PACKED_ROWS
 
 
 def split_count(rows: int, kv_heads: int, max_kv: int, processors: int) -> int:
@@ -129,7 +130,7 @@ def attend_split(
 
     start, queries: the row's first token in the batch, and its number of tokens.
     first_piece: index of the row's first token in `partial` and `stats`.
-    DIRECT: there is only one split, so the program normalises and writes the output itself.
+    DIRECT: `splits` is 1. A program of the only split normalises and writes the output itself.
     """
     begin = first_key(length, queries, window, TILE, WINDOW)
     span = split_span(begin, length, splits, TILE)
@@ -146,7 +147,8 @@ def attend_split(
 
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        if DIRECT and SINKS:
+        is_alone = DIRECT or splits == 1
+        if SINKS and is_alone:
             peak = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
         acc = tl.zeros([ROWS, VALUE_DIM], tl.float32)
@@ -169,7 +171,7 @@ def attend_split(
         )  # fmt: skip
 
         stored = mine[:, None] & (value_dims < VALUE)[None, :]
-        if DIRECT:
+        if is_alone:
             at = ((start + token).to(tl.int64) * HEADS + head) * VALUE
             tl.store(
                 out + at[:, None] + value_dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=stored

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from djinnd.model.kernels.attention.decode import (
     COMBINED_AT_ONCE,
+    LONGEST_SPLIT,
+    SHORTEST_SPLIT,
     attend_split,
     combine_splits,
     decode_tiles,
@@ -67,18 +69,19 @@ def chunks_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["table_row", "window", "useful", "needed", "processors"])
+@triton.jit(do_not_specialize=["table_row", "window", "useful", "needed", "shortest", "longest",
+                               "processors"])  # fmt: skip
 def singles_kernel(
     query, keys, values, out, partial, stats, page_table, worklist, extent, sinks,
     query_token, query_head, key_page, key_token, key_head, value_page, value_token, value_head, table_row,
-    score_scale, cap, window, useful, needed, processors,
+    score_scale, cap, window, useful, needed, shortest, longest, processors,
     HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DIRECT: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Computes the splits of all rows with one token."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
-    chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
+    chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, shortest, longest, processors)
     for piece in range(tl.program_id(0), singles * splits * KV_HEADS, tl.num_programs(0)):
         nth = piece // (KV_HEADS * splits)
         row, start, _, length = work_at(worklist, chunks + nth)
@@ -91,10 +94,11 @@ def singles_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window", "most_chunk_splits", "filling", "useful", "needed", "processors"])
+@triton.jit(do_not_specialize=["window", "most_chunk_splits", "filling", "useful", "needed", "shortest", "longest",
+                               "processors"])  # fmt: skip
 def combine_mixed_kernel(
     chunk_partial, chunk_stats, partial, stats, out, worklist, extent, sinks,
-    window, most_chunk_splits, filling, useful, needed, processors,
+    window, most_chunk_splits, filling, useful, needed, shortest, longest, processors,
     HEADS: tl.constexpr, GROUP: tl.constexpr, VALUE: tl.constexpr, VALUE_DIM: tl.constexpr, CHUNK_ROWS: tl.constexpr,
     TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
@@ -105,18 +109,18 @@ def combine_mixed_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     if not CHUNKS_DIRECT:
         chunks, _, splits = chunks_of(extent, KV_HEADS, GROUP, CHUNK_ROWS, most_chunk_splits, filling)
-        longest = tl.load(extent + 1)
-        for piece in range(program, chunks * longest * HEADS, programs):
-            _, start, queries, _ = work_at(worklist, piece // (longest * HEADS))
-            token = piece // HEADS % longest
+        most = tl.load(extent + 1)
+        for piece in range(program, chunks * most * HEADS, programs):
+            _, start, queries, _ = work_at(worklist, piece // (most * HEADS))
+            token = piece // HEADS % most
             if token < queries:
                 combine_blocks(
                     piece % HEADS, start + token, chunk_partial, chunk_stats, out, sinks, splits,
                     HEADS, VALUE, VALUE_DIM, CHUNK_SPLITS, SINKS,
                 )  # fmt: skip
     if not DIRECT:
-        chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, processors)
-        for piece in range(program, singles * HEADS, programs):
+        chunks, singles, splits = singles_of(extent, KV_HEADS, useful, needed, shortest, longest, processors)
+        for piece in range(program, singles * HEADS if splits > 1 else 0, programs):
             nth = piece // HEADS
             _, token, _, length = work_at(worklist, chunks + nth)
             combine_splits(
@@ -134,10 +138,14 @@ def chunks_of(extent, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, processors):
-    """→ index of the first row with one token, number of such rows, splits of each."""
+def singles_of(extent, KV_HEADS: tl.constexpr, useful, needed, shortest, longest, processors):
+    """→ index of the first row with one token, number of such rows, splits of each. `useful` and `needed`: for the most
+    tokens that a row can have; fewer if no row has so many. shortest, longest: tokens of a split."""
     chunks = tl.load(extent)
     singles = tl.load(extent + 2) - chunks
+    length = tl.load(extent + 3)
+    useful = tl.maximum(tl.minimum(tl.cdiv(length, shortest), useful), 1)
+    needed = tl.maximum(tl.minimum(tl.cdiv(length, longest), needed), 1)
     waves = tl.minimum(singles, SINGLES)
     return chunks, singles, splits_to_fill(tl.maximum(singles, 1), KV_HEADS, waves * processors, useful, needed)
 
@@ -175,6 +183,7 @@ def mixed(
     packed_rows = batch.max_query * group
     tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
     assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
+    bounds = (SHORTEST_SPLIT, LONGEST_SPLIT) if splits is None else (1, 1)
     if splits is None:  # a row with one token has the most splits if it is alone in the batch
         most = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, processors)
         useful, needed = split_bounds(batch.max_kv)
@@ -182,6 +191,8 @@ def mixed(
         filling = processors
     else:
         most, useful, needed, filling = splits, splits, splits, NO_LIMIT
+    if batch.max_query == 1:
+        most = 1
     programs = kv_heads * triton.cdiv(tokens * group, tiles.rows) * most
     waves = min(rows, SINGLES.value)
     chunk_pieces = tokens * heads * most if most > 1 else 0
@@ -197,20 +208,22 @@ def mixed(
     strides = (q.stride(0), q.stride(1), *pool_strides(keys, values), batch.page_table.stride(0))
     scores = (*score_factors(softmax), window)
     reading = {"PAGE": page_size, "CAP": softmax.softcap > 0, "UPCAST": INTERPRETED, **width_options(keys, "KEY")}
-    chunks_kernel[(programs or 1,)](
-        q, keys, values, out, *parts[:2], *where, *strides, *scores, most, filling,
-        ROWS=tiles.rows, TILE=tiles.keys, DIRECT=most == 1, num_warps=tiles.warps, num_stages=tiles.stages,
-        **alike, **reading,
-    )  # fmt: skip
+    if batch.max_query > 1:
+        chunks_kernel[(programs or 1,)](
+            q, keys, values, out, *parts[:2], *where, *strides, *scores, most, filling,
+            ROWS=tiles.rows, TILE=tiles.keys, DIRECT=most == 1, num_warps=tiles.warps, num_stages=tiles.stages,
+            **alike, **reading,
+        )  # fmt: skip
     singles_kernel[(min(SINGLES.value * processors, rows * kv_heads * useful) or 1,)](
-        q, keys, values, out, *parts[2:], *where, *strides, *scores, useful, needed, processors,
+        q, keys, values, out, *parts[2:], *where, *strides, *scores, useful, needed, *bounds, processors,
         ROWS=single.rows, TILE=single.keys, DIRECT=useful == 1, num_warps=single.warps, num_stages=single.stages,
         **alike, **reading,
     )  # fmt: skip
     if sum(sizes):
         combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
-            *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, processors,
-            CHUNK_ROWS=tiles.rows, TILE=single.keys, CHUNKS_DIRECT=most == 1, DIRECT=useful == 1,
+            *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, *bounds,
+            processors,
+            CHUNK_ROWS=tiles.rows if most > 1 else 1, TILE=single.keys, CHUNKS_DIRECT=most == 1, DIRECT=useful == 1,
             CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **alike,
         )  # fmt: skip
 

@@ -68,8 +68,7 @@ def _most_pairs(matrices: Matrices) -> int:
 
 def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) -> ExpertTiles:
     """Tiles are measured on an H200: of codes with experts of Qwen3-30B and of gpt-oss-20b in FP8 and MXFP4, plain ones
-    of up to 64 pairs with Qwen3-30B's. Larger plain ones are chosen. pairs: of a tile. shared: bytes of shared memory
-    that a program may have."""
+    with Qwen3-30B's. pairs: of a tile. shared: bytes of shared memory that a program may have."""
     facts = matrices.facts
     widest, columns = triton.next_power_of_2(facts.row_bytes), 2 if facts.span else 1  # columns: of a byte
     if pairs == 1:
@@ -85,7 +84,7 @@ def tiles_for(matrices: Matrices, pairs: int, element_size: int, shared: int) ->
         if element_size == 4:  # float32 takes long to compile
             return ExpertTiles(pairs, 64, min(32, widest), 4, 3)
         return ExpertTiles(pairs, 128, min(128 // columns, widest), 4, 3)
-    sizes = {16: (128, 128, 4, 4), 32: (256, 64, 8, 3), 64: (256, 64, 8, 4), 128: (256, 64, 8, 3)}
+    sizes = {16: (128, 128, 4, 4), 32: (256, 64, 8, 3), 64: (256, 64, 8, 4), 128: (256, 64, 8, 4)}
     tiles = ExpertTiles(pairs, *sizes[pairs])
     tiles = replace(tiles, width=min(max(tiles.width * 2 // element_size, 16), max(widest, 16)))
     fitting = shared // (element_size * tiles.width * (tiles.rows + pairs))

@@ -16,6 +16,10 @@ ROUNDED, WIDE, SHIFTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # A gate multiplies in float32: x by silu(gate) before the norm (Mamba 2), or the result by silu or sigmoid of the gate.
 NO_GATE, BEFORE, SILU, SIGMOID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
+# Chosen: numbers of a program, and of a warp. A program for each head of 128 numbers took 41 µs for 2,048 tokens of 32
+# heads on an H200, four times as long as their memory needs.
+_NUMBERS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class NormKind:
@@ -31,30 +35,29 @@ class NormKind:
         return torch.promote_types(x, weight) if is_product else x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def rms_norm_kernel(
-    x, weight, gate, out, eps, stride,
+    x, weight, gate, out, eps, stride, count,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr, GATE: tl.constexpr, GROUPS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A program norms one group of a row. PARTS: programs for numbers of x that lie one behind another, `stride`
-    numbers before the next ones."""
-    program = tl.program_id(0)
-    start = program.to(tl.int64) * WIDTH
-    x += (program // PARTS).to(tl.int64) * stride + program % PARTS * WIDTH
-    at = tl.arange(0, BLOCK)
-    mask = at < WIDTH
-    raw = tl.load(x + at, mask=mask, other=0.0)
-    w = tl.load(weight + program % GROUPS * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
+    """A program norms AT_ONCE groups of rows. PARTS: groups of x that lie one behind another, `stride` numbers before
+    the next ones. count: all groups."""
+    nth = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    at = tl.arange(0, BLOCK)[None, :]
+    mask = (nth < count)[:, None] & (at < WIDTH)
+    there = nth.to(tl.int64)[:, None] * WIDTH + at
+    raw = tl.load(x + ((nth // PARTS).to(tl.int64) * stride + nth % PARTS * WIDTH)[:, None] + at, mask=mask, other=0.0)
+    w = tl.load(weight + (nth % GROUPS * WIDTH)[:, None] + at, mask=mask, other=0.0).to(tl.float32)
     wide = raw.to(tl.float32)
     if GATE:
-        gates = tl.load(gate + start + at, mask=mask, other=0.0).to(tl.float32)
+        gates = tl.load(gate + there, mask=mask, other=0.0).to(tl.float32)
         opened = 1 / (1 + tl.exp(-gates))
         if GATE != SIGMOID:
             opened *= gates
         if GATE == BEFORE:
             wide *= opened
-    y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    y = wide * tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
     if SCALE == ROUNDED:
         y = (y.to(raw.dtype).to(tl.float32) * w).to(out.dtype.element_ty).to(tl.float32)
     elif SCALE == WIDE:
@@ -63,7 +66,7 @@ def rms_norm_kernel(
         y *= 1 + w
     if GATE > BEFORE:
         y *= opened
-    tl.store(out + start + at, y.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + there, y.to(out.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind | None = None, gate: Tensor | None = None) -> Tensor:
@@ -79,10 +82,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind | None = None
     assert (gate is None) == (kind.gate == NO_GATE.value)
     out = torch.empty(x.shape, dtype=kind.dtype(x.dtype, weight.dtype), device=x.device)
     block = triton.next_power_of_2(width)
-    warps = min(max(block // 1024, 1), 16)
-    rms_norm_kernel[(x.numel() // width,)](
-        x, weight, gates, out, eps, stride,
-        WIDTH=width, BLOCK=block, SCALE=kind.scale, GATE=kind.gate, GROUPS=kind.groups, PARTS=parts,
+    at_once, warps, count = max(_NUMBERS // block, 1), min(max(block // _NUMBERS, 1), 16), x.numel() // width
+    rms_norm_kernel[(triton.cdiv(count, at_once),)](
+        x, weight, gates, out, eps, stride, count,
+        WIDTH=width, BLOCK=block, SCALE=kind.scale, GATE=kind.gate, GROUPS=kind.groups, PARTS=parts, AT_ONCE=at_once,
         num_warps=warps,
     )  # fmt: skip
     return out

@@ -169,7 +169,7 @@ def test_the_small_kernels_compile(capability: int) -> None:
     compile_for(capability, pinned_copy_kernel, WORDS=1024)
     compile_for(capability, kv_write_kernel, KV_HEADS=40, PAGE=16, HEADS=16, **WIDTHS)
     for kind in (NormKind(), NormKind(SHIFTED.value), NormKind(WIDE.value, BEFORE.value, 4)):
-        options = {"SCALE": kind.scale, "GATE": kind.gate, "GROUPS": kind.groups, "PARTS": 1}
+        options = {"SCALE": kind.scale, "GATE": kind.gate, "GROUPS": kind.groups, "PARTS": 1, "AT_ONCE": 1}
         compile_for(capability, rms_norm_kernel, WIDTH=5120, BLOCK=8192, **options)
     for width in (5120, 128_256):
         compile_for(capability, edit_kernel, warps=8, WIDTH=width, BLOCK=2048)

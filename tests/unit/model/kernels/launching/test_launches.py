@@ -45,8 +45,8 @@ def test_a_listing_has_each_variant_once_and_launches_none(launches: Launches) -
         for dtype in (torch.float32, torch.bfloat16, torch.float32):
             norm(dtype)
     assert [str(variant) for variant in listed] == [
-        "rms_norm_kernel (fp32, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1, PARTS=1)",
-        "rms_norm_kernel (bf16, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1, PARTS=1)",
+        "rms_norm_kernel (fp32, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1, PARTS=1, AT_ONCE=16)",
+        "rms_norm_kernel (bf16, WIDTH=64, BLOCK=64, SCALE=0, GATE=0, GROUPS=1, PARTS=1, AT_ONCE=16)",
     ]
 
 
