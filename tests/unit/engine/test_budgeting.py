@@ -55,7 +55,7 @@ def set_budget(served: Served, total: int) -> None:
     served.scheduler.check_integrity()
     runner.model.placement.check_integrity()
     assert device.budget.used == runner.nbytes <= total
-    assert runner.model.pool.nbytes == runner.pool_bytes == (runner.kv.pool.capacity + 1) * runner.plan.page_bytes
+    assert runner.model.pool.nbytes == runner.pages.nbytes == (runner.kv.pool.capacity + 1) * runner.plan.page_bytes
 
 
 def least(served: Served) -> int:
@@ -221,7 +221,7 @@ def test_a_configured_number_of_pages_is_kept_if_possible(sixteen_bit: Path) -> 
         served.runner.load.kv_bytes = 8 << 20
         set_budget(served, MEMORY - 1)
         set_budget(served, MEMORY)
-        assert served.runner.pool_bytes >= 8 << 20
+        assert served.runner.pages.nbytes >= 8 << 20
 
 
 def test_a_model_without_a_host_copy_gives_up_pages_but_no_block() -> None:
