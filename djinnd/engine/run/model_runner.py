@@ -1,4 +1,13 @@
-"""Runs a batch on one model: rows in, sampled tokens out."""
+"""Runs a batch on one model: rows in, sampled tokens out. Each part of the runner has its own state:
+
+    pages     the pool and its block tables                           PageMemory
+    graphs    the captured shapes, or none                            ModelGraphs
+    probes    edits, captures, and sessions that wait inside a model  ModelProbes
+    adapters  LoRA adapters on the device                             AdapterResidency
+    passes    the inputs of the last pass, and its shape              Passes
+
+The runner has the rest: sampler, scores and windows of logits. A step that has been launched is a value: Launched.
+"""
 
 from __future__ import annotations
 
