@@ -62,7 +62,7 @@ class Refit:
         self._staging = max((form.nbytes for form in store.forms if form is not None), default=0)
         self._placing = runner.load.placing
         # a part that does not change: rest and workspace
-        self._fixed = runner.nbytes - runner.places.nbytes - runner.pool_bytes
+        self._fixed = runner.nbytes - runner.places.nbytes - runner.pages.nbytes
 
     @property
     def least(self) -> int:
@@ -105,7 +105,7 @@ class Refit:
         runner = self._runner
         page = runner.plan.page_bytes
         held = int(ROOM * runner.kv.pool.used) + 1
-        yield max(runner.pool_bytes, runner.load.kv_bytes), False
+        yield max(runner.pages.nbytes, runner.load.kv_bytes), False
         yield max(held * page, kv_floor(runner.shape, 0, budget), self._least_pages * page), True
         yield max(runner.kv.pool.used + 1, self._least_pages) * page, True
         yield self._least_pages * page, True

@@ -224,14 +224,14 @@ class Engine:
     def _fork(self, message: messages.Fork) -> None:
         copy = self._scheduler.fork(message.parent, message.session, message.priority)
         if copy is not None:
-            self._runners[self._scheduler.session(message.session).model].copy_page(*copy)
+            self._runners[self._scheduler.session(message.session).model].pages.copy(*copy)
 
     def _close(self, message: messages.Close) -> None:
         runner = self._runners[self._scheduler.session(message.session).model]
         self._requests.finish(self._scheduler.close(message.session))
         self._drafts.close(runner.name, message.session)
-        runner.use_edits(message.session, ())
-        runner.parked.drop(message.session)
+        runner.probes.use_edits(message.session, ())
+        runner.probes.parked.drop(message.session)
 
     def _truncate(self, message: messages.Truncate) -> None:
         """The session may be closed already: the server truncates when a run ends, and that end can cross with

@@ -91,8 +91,8 @@ class EngineModels:
         if ready is not None:
             self._advance(ready)
         for runner in self._runners.values():
-            if runner.parked:
-                runner.parked.sweep()
+            if runner.probes.parked:
+                runner.probes.parked.sweep()
 
     def _next_ready(self) -> _PendingModel | None:
         """The first load that does not wait for kernels. Only this one is worked on, so requests of other models wait
@@ -174,19 +174,19 @@ class EngineModels:
         """Prepares one model for later steps. A request that comes meanwhile waits, so this runs only in a quiet
         moment, not between the calls of a client that makes one after another. → True if there was something to
         prepare."""
-        return any(runner.prepare() for runner in self._runners.values())
+        return any(runner.graphs.capture_next() for runner in self._runners.values())
 
     def spare_idle(self) -> None:
         """Frees the device memory of idle sessions, except pages. Edits are uploaded again at the next run, and a
         session that has stopped inside the model recomputes."""
         for session in self._scheduler.sessions():
             if session.request is None:
-                self._runners[session.model].use_edits(session.id, ())
+                self._runners[session.model].probes.use_edits(session.id, ())
                 self._drop_stage(session)
 
     def _drop_stage(self, session: Session) -> None:
         self._scheduler.drop_stage(session.id)
-        self._runners[session.model].parked.drop(session.id)
+        self._runners[session.model].probes.parked.drop(session.id)
 
     def set_budget(self, message: messages.SetBudget) -> None:
         """Raises InvalidRequest during a load, or the errors of change_budget."""

@@ -11,6 +11,7 @@ from djinnd.device import CopyLane, Device
 from djinnd.engine.drafts.drafts import Drafts
 from djinnd.engine.grammar.guidance import Guidance
 from djinnd.engine.paging.tiers import Tiers
+from djinnd.engine.run.model_info import info_of
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.scheduler.scheduler import Scheduler
 
@@ -47,7 +48,7 @@ class Reporter:
         )
 
     def info(self, runner: ModelRunner) -> ModelInfo:
-        info = runner.info()
+        info = info_of(runner)
         self._tiers.fill(info)
         return info
 
@@ -55,20 +56,21 @@ class Reporter:
         findings = []
         audits = {"scheduler": self._scheduler.check_integrity, "budget": self._device.budget.check_integrity}
         audits["drafts"] = self._drafts.check_integrity
-        audits |= {f"edits of {runner.name}": runner.edits.check_integrity for runner in self._runners.values()}
-        audits |= {f"adapters of {runner.name}": runner.adapters.check_integrity for runner in self._runners.values()}
-        audits |= {f"parked rows of {runner.name}": runner.parked.check_integrity for runner in self._runners.values()}
+        runners = self._runners.values()
+        audits |= {f"edits of {runner.name}": runner.probes.edits.check_integrity for runner in runners}
+        audits |= {f"adapters of {runner.name}": runner.adapters.check_integrity for runner in runners}
+        audits |= {f"parked rows of {runner.name}": runner.probes.parked.check_integrity for runner in runners}
         for name, audit in audits.items():
             try:
                 audit()
             except AssertionError as error:
                 findings.append(f"{name}: {error}")
-        windows = {request for runner in self._runners.values() for request in runner.windows}
+        windows = {request for runner in runners for request in runner.windows}
         if stray := windows.difference(self._under_way):
             findings.append(f"engine: windows of ended requests {sorted(stray)}")
         for session in self._scheduler.sessions():
             stage = session.stage if session.left_stage is None else session.left_stage.stage
             waits = stage is not None and stage.first > 0
-            if waits and not self._runners[session.model].parked.holds(session):
+            if waits and not self._runners[session.model].probes.parked.holds(session):
                 findings.append(f"engine: session {session.id} waits in mid-model, and its rows are not parked")
         return findings

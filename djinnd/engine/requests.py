@@ -78,7 +78,7 @@ class Requests:
         except SessionNotFound:
             return False
         runner = self._runners[session.model]
-        return runner.edits.of(session.id) == session.edits and runner.adapters.is_ready(session.adapter)
+        return runner.probes.edits.of(session.id) == session.edits and runner.adapters.is_ready(session.adapter)
 
     def _submit(self, message: messages.Run) -> None:
         session = self._scheduler.session(message.session)
@@ -147,7 +147,7 @@ class Requests:
         AdapterNotFound, OutOfMemory."""
         runner = self._runners[session.model]
         runner.adapters.use(request.id, session.adapter)
-        runner.use_edits(session.id, session.edits)
+        runner.probes.use_edits(session.id, session.edits)
         if request.capture:
             self.deliveries.open(session, request, runner)
         if request.logits:
@@ -160,7 +160,7 @@ class Requests:
         """Submits a request that computes the session's missing KV and generates no token."""
         length = len(session.tokens)
         runner = self._runners[session.model]
-        runner.use_edits(session.id, session.edits)
+        runner.probes.use_edits(session.id, session.edits)
         runner.adapters.use(number, session.adapter)
         self._scheduler.submit(session.id, Request(number, first=length, prompt_end=length, max_tokens=0), [])
         self.under_way[number] = session
@@ -221,7 +221,7 @@ class Requests:
         dropped, and the session recomputes them when it continues."""
         if request.stopped is None:
             return None
-        if request.stopped.block and not self._runners[session.model].parked.holds(session):
+        if request.stopped.block and not self._runners[session.model].probes.parked.holds(session):
             self._scheduler.drop_stage(session.id)
         return request.stopped.block
 

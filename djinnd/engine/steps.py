@@ -30,7 +30,8 @@ from djinnd.engine.io.idle_work import IdleWork
 from djinnd.engine.paging.tiers import Tiers
 from djinnd.engine.report import Reporter
 from djinnd.engine.requests import Requests
-from djinnd.engine.run.model_runner import FindMasks, Launched, ModelRunner
+from djinnd.engine.run.launched import Launched
+from djinnd.engine.run.model_runner import FindMasks, ModelRunner
 from djinnd.engine.tracing import Tracer
 from djinnd.engine.tuning import AHEAD_FOR_S
 from djinnd.model.sampling.sampler import Sampled

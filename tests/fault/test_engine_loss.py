@@ -22,8 +22,8 @@ from djinn_client.protocol import (
     Progress,
     Truncate,
 )
-from tests.support.engine import Script
 from tests.support.parameters import long_except
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Wire, wait_for
 
 pytestmark = pytest.mark.smoke

@@ -13,8 +13,8 @@ import pytest
 import djinn_client as djinn
 from djinn_client import errors
 from djinnd.server.arenas.header import HEADER_BYTES
-from tests.support.engine import Script
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Served, wait_for
 from tests.support.serving import TINY
 

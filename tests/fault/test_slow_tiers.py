@@ -132,7 +132,7 @@ def test_a_page_that_failed_to_come_holds_no_data_of_the_previous_tenant(
     text = ask(engine, "a", ALICE, random_prompt(300, 512, seed=1))
     pause(engine, "a", "disk")
     assert engine.until(messages.Paused).pages == 2
-    pages = runner(engine).page_bytes()
+    pages = runner(engine).model.pool
     ask(engine, "b", BOB, random_prompt(700, 512, seed=2))
     bobs = pages.clone()
     assert all(bobs[page].any() for page in (1, 2, 3))
@@ -155,7 +155,7 @@ def test_a_page_that_failed_to_come_holds_no_data_of_the_previous_tenant(
 def test_promoted_pages_are_overwritten_completely(engine: EngineThread, disk: SlowDisk) -> None:
     disk.gate.set()
     text = ask(engine, "a", ALICE, random_prompt(300, 512, seed=1))
-    pages = runner(engine).page_bytes()
+    pages = runner(engine).model.pool
     before = [pages[page].clone() for page in runner(engine).kv.pages_of("a")]
     pause(engine, "a", "host")
     assert engine.until(messages.Paused).pages == 2

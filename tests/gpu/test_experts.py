@@ -121,7 +121,7 @@ def answers(served: Served) -> tuple[list[Tensor], list[list[int]]]:
             served.submit(session, random_prompt(length, 512, 2), max_tokens=24)
             served.run()
             tokens.append(session.tokens[length:])
-        assert served.runner.graphs is not None and served.runner.graphs._captured
+        assert served.runner.graphs.current is not None and served.runner.graphs.current._captured
         return logits, tokens
 
 

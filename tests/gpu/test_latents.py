@@ -114,7 +114,7 @@ def check_served(folder: Path, dtype: str, placing: Placing) -> None:
             assert not model.latents[0].is_expanded
         kernels = model.context.kernels
         assert isinstance(kernels, TritonAttention) and kernels.has_latent_kernels  # still: none was refused
-        graphs = served.runner.graphs
+        graphs = served.runner.graphs.current
         assert graphs is not None and graphs.fitting(9, 1, 9) is None
         single = graphs.fitting(1, 1, 1)
         assert single is not None and not graphs.wants(single)  # it is captured

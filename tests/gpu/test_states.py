@@ -57,7 +57,7 @@ def test_graphs_give_the_tokens_of_transformers(family: str, tmp_path: Path) -> 
             length = 1 + 9 * min(number, 4)
             told = session.tokens[length:]
             assert told == reference.greedy(folder, session.tokens[:length], len(told), told)
-        graphs = served.runner.graphs
+        graphs = served.runner.graphs.current
         assert graphs is not None and graphs.fitting(9, 1, 9) is None
         single = graphs.fitting(1, 1, 1)
         assert single is not None and not graphs.wants(single)  # it is captured
@@ -72,10 +72,10 @@ def test_a_replayed_step_writes_the_states_of_an_eager_one(tmp_path: Path) -> No
         session, states = served.open(), []
         served.submit(session, random_prompt(40, 300, 0), max_tokens=12)
         served.run()
-        graphs = served.runner.graphs
+        graphs = served.runner.graphs.current
         for used in (graphs, None):
             child = served.fork(session)
-            served.runner.graphs = used
+            served.runner.graphs.current = used
             served.submit(child, [], max_tokens=6)
             served.run()
             page = served.runner.model.pool[served.runner.kv.pages_of(child.id)[-1]]

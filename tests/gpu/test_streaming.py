@@ -67,10 +67,10 @@ def tell(served: Served, rows: int, *, captured: bool) -> tuple[Tensor, list[lis
     """Logits of a prompt, then the tokens and log probabilities of `rows` sessions that step together."""
     runner = served.runner
     if captured:
-        while runner.prepare():
+        while runner.graphs.capture_next():
             pass
     else:
-        runner.graphs = None
+        runner.graphs.drop()
     reader = served.open()
     forward = served.submit(reader, random_prompt(50, 512, 9))
     served.run()
@@ -85,7 +85,7 @@ def tell(served: Served, rows: int, *, captured: bool) -> tuple[Tensor, list[lis
         served.complete(batch, sampled)
         runner.settle()
         runner.model.placement.check_integrity()
-    assert not captured or (runner.graphs is not None and runner.graphs._captured)
+    assert not captured or (runner.graphs.current is not None and runner.graphs.current._captured)
     return logits, [session.tokens for session in sessions], seen
 
 

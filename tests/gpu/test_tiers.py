@@ -40,9 +40,11 @@ class Tiered:
     def __init__(self, served: Served, folder: Path) -> None:
         self.served = served
         runner = served.runner
-        self.page_bytes = runner.page_bytes().shape[1]
+        self.page_bytes = runner.model.pool.shape[1]
         self.residency = served.scheduler.queues["m"].residency
-        self.transfers = Transfers(served.device, self.residency.paging, runner.page_bytes, runner.half_bytes)
+        self.transfers = Transfers(
+            served.device, self.residency.paging, runner.pages.bytes_now, runner.pages.half_bytes
+        )
         memory = torch.frombuffer(mmap.mmap(-1, object_bytes(SLOTS, self.page_bytes)), dtype=torch.uint8)
         pages = HostPages(memory, self.page_bytes, served.device)
         self.transfers.attach_host(pages)
@@ -92,7 +94,7 @@ class Tiered:
     def overwrite(self) -> None:
         """Overwrites all free pages, as other sessions would."""
         kv = self.served.runner.kv
-        self.served.runner.page_bytes()[1:] = 0xAB
+        self.served.runner.model.pool[1:] = 0xAB
         torch.cuda.synchronize()  # copies to them do not wait for the test's stream
         overwrite_free_pages(kv)
 
@@ -121,13 +123,13 @@ def test_pages_come_back_bit_by_bit(tiered: Tiered, tier: str) -> None:
     session = served.open()
     served.submit(session, PROMPT, max_tokens=3)
     tiered.run(session)
-    before = served.runner.page_bytes()[kv.pages_of(session.id)].clone()
+    before = served.runner.model.pool[kv.pages_of(session.id)].clone()
     tiered.away(session, tier)
     tiered.overwrite()
     served.scheduler.resume(session.id)
     tiered.settle()
     assert session.computed == len(PROMPT) + 2
-    assert same_bytes(served.runner.page_bytes()[kv.pages_of(session.id)], before)
+    assert same_bytes(served.runner.model.pool[kv.pages_of(session.id)], before)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

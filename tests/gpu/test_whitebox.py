@@ -50,7 +50,7 @@ def test_a_session_that_is_steered_between_blocks_keeps_its_graphs(engine: White
     engine.open("s")
     engine.edit("s", edit)
     assert engine.tokens("s", prompt(20), NEW) == hooked.greedy(prompt(20), NEW, [edit])
-    graphs, ran = engine.runner().graphs, []
+    graphs, ran = engine.runner().graphs.current, []
     assert graphs is not None
     run = graphs.run
 

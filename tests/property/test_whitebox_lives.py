@@ -223,8 +223,8 @@ class Lives:
         engine = self.engine.engine
         engine._scheduler.check_integrity()
         for runner in engine._runners.values():
-            runner.edits.check_integrity()
-            for rows in runner.captures._rows.values():
+            runner.probes.edits.check_integrity()
+            for rows in runner.probes.captures._rows.values():
                 rows.check_integrity()
         self.listen()
 
@@ -357,7 +357,7 @@ def use_graphs(engine: WhiteBoxEngine, patch: pytest.MonkeyPatch) -> None:
     runner = engine.runner()
     graphs = StepGraphs(runner.model, engine.device, 64, 32, 8, 8 * runner.plan.page_size)  # type: ignore[arg-type]
     graphs.stop_capturing()
-    patch.setattr(runner, "graphs", graphs)
+    patch.setattr(runner.graphs, "current", graphs)
 
 
 @pytest.mark.parametrize("seed", long_except((0,), range(4)))

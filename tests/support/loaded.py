@@ -21,9 +21,10 @@ from djinnd.device import Device
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.load.loading import model_shape
 from djinnd.engine.load.planning import reserved_bytes
-from djinnd.engine.memory.memory import KvPlan, ModelShape
+from djinnd.engine.memory.memory import KvPlan, ModelShape, workspace_label
 from djinnd.engine.run.hidden_states import HiddenStates
-from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
+from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.engine.run.page_memory import PageMemory, kv_label
 from djinnd.engine.run.prepare_model import prepare_model
 from djinnd.messages import Load
 from djinnd.model.check.equality import check_paging
@@ -102,7 +103,8 @@ def _runner_with(
     load, hidden = Load(0, weights.name, ""), None
     if weights.skeleton.head_input is not None:
         hidden = HiddenStates(device, weights.name, max_tokens, figures.width, weights.dtype)
-    runner = ModelRunner(load, weights, model, figures, plan, device, max_tokens, max_rows, hidden)
+    pages = PageMemory(weights.name, model, plan, device)
+    runner = ModelRunner(load, weights, model, figures, pages, device, max_tokens, max_rows, hidden)
     if hidden is not None:
         runner.use_hidden_states(hidden)
     return runner
@@ -170,7 +172,7 @@ class Served:
         name = f"s{next(self._numbers)}"
         copy = self.scheduler.fork(parent.id, name, "agent")
         if copy is not None:
-            self.runner.copy_page(*copy)
+            self.runner.pages.copy(*copy)
         return self.scheduler.session(name)
 
     def submit(

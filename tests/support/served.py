@@ -1,4 +1,4 @@
-"""A daemon for tests of the server: the real server process, with a scripted engine. See engine.py.
+"""A daemon for tests of the server: the real server process, with a scripted engine. See scripted_engine.
 
 `python -X dev -m tests.support.served CONFIG SCRIPT` is that daemon. `Served` forks it from a process that has done its
 imports: see forked.py. Its engines are forks of itself, or of a fork server if a third argument is its module.
@@ -34,9 +34,9 @@ from djinnd.server.handover.stopping import Stopping
 from djinnd.server.handover.succession import Inherited, succeed
 from djinnd.server.server import Server
 from djinnd.telemetry import configure_logging
-from tests.support.engine import Script
-from tests.support.engine import main as engine_main
 from tests.support.forked import SERVED, Forked
+from tests.support.scripted_engine.__main__ import main as engine_main
+from tests.support.scripted_engine.script import Script
 
 ROOT = Path(__file__).parents[2]
 RELOADED = "djinnd_reloaded "
@@ -304,7 +304,7 @@ def main(config: Path, script: Path, fork_server: Path | None = None) -> None:
     read = partial(load, config, {}, {})
     effective = read()
     configure_logging(effective.config.log.level, "text")
-    command = [sys.executable, "-m", "tests.support.engine", "--script", str(script), "--device", "cpu"]
+    command = [sys.executable, "-m", "tests.support.scripted_engine", "--script", str(script), "--device", "cpu"]
     fork_server_command = [sys.executable, "-m", str(fork_server)] if fork_server else []
 
     async def serve() -> list[Inherited]:

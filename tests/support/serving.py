@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from djinn_client.protocol import OpenSession, SessionOpened
 from djinnd.server.checkpoints.names import known_models
-from tests.support.engine import Script
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Served, Wire
 
 TINY = Path(known_models({})["djinn-tiny"].path)

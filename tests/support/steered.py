@@ -44,7 +44,7 @@ from djinn_client.protocol import (
 )
 from djinn_client.protocol.fields.breakpoints import BreakpointInfo
 from djinn_client.protocol.fields.edits import Captured
-from tests.support.engine import WIDTH, Script
+from tests.support.scripted_engine.script import WIDTH, Script
 from tests.support.served import Served, Wire, wait_for
 
 STORY = list(range(100, 197))

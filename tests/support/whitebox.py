@@ -62,8 +62,7 @@ class WhiteBoxEngine(EngineThread):
         """Closes all sessions and asserts that only their pages are left."""
         self.send(*(messages.Close(use.session) for use in self.report().sessions))
         report, runner, device = self.report(), self.runner(), self.device
-        assert runner.edits.nbytes == runner.captures.nbytes == len(runner.edits) == len(runner.captures) == 0
-        assert runner.parked.nbytes == len(runner.parked) == 0
+        assert runner.probes.nbytes == 0 and not runner.probes
         assert not self.engine._requests._stop_captures._open
         assert report.used_bytes == device.reserved + runner.nbytes and report.models[0].pages_used == 0
 

@@ -36,7 +36,7 @@ class DraftPasses:
             self._nothing = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
         self._reader = ResultReader()
         self._shadows: dict[str, Session] = {}  # by session: the same text as a session of the draft
-        self._passes = draft.passes_over(pages, self._last)
+        self._passes = draft.passes.over(pages, self._last)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], choice: Choice, meanwhile: Callable[[], bool]) -> list[list[int]]:
@@ -48,8 +48,8 @@ class DraftPasses:
         first += [self._new_tokens(rows[c.row], c.drafted, tokens, False) for c, tokens in choice.behind]
         sessions, chosen = [row.session for row in guessing], list[Tensor]()
         with draft.device.computing():
-            draft.wait()
-            draft.zero_stale()
+            draft.passes.wait()
+            draft.pages.zero_stale()
             self._before_first(choice)
             logits, shapes = self._pass(first)
             for ahead in range(passes):
@@ -64,13 +64,13 @@ class DraftPasses:
             values = self._reader.read(self._reader.ask(torch.cat(chosen) if chosen else self._nothing), meanwhile)
         self._passes.inputs = None  # the device has read them
         for shape in shapes:
-            draft.capture(shape)
+            draft.graphs.capture(shape)
         return [_sound(values[at : passes * count : count]) for at in range(count)]
 
     def _pass(self, rows: Sequence[Row]) -> tuple[Tensor | None, set[Shape]]:
         """→ the logits of rows that sample, and the shape of the graph that could replay it."""
         self._passes.ran = None
-        _, logits = self._passes.run(rows, None, self._draft.graphs)
+        _, logits = self._passes.run(rows, None, self._draft.graphs.current)
         ran = self._passes.ran
         return logits, set() if ran is None else {ran}
 

@@ -45,7 +45,7 @@ class HeadDrafter(Drafter):
         self._target = target
         self._norm = target.model.adapter.model.get_submodule(target.model.skeleton.points.norm)
         self._begin_step()
-        target.watch(self._note_step)
+        target.passes.behind = self._note_step
 
     def launched(self) -> None:
         """Runs what can be run at once, and keeps the other hidden states."""
@@ -72,7 +72,7 @@ class HeadDrafter(Drafter):
         super().close(session_id)
 
     def release(self) -> None:
-        self._target.watch(None)
+        self._target.passes.behind = None
         super().release()
 
     def _make_passes(self, vocab: int) -> DraftPasses:

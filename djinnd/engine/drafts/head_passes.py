@@ -43,8 +43,8 @@ class HeadPasses(DraftPasses):
         head, self._guesses = self._draft, 0
         rows = [self._new_tokens(row, headed, count, False) for row, headed, count in parts]
         with head.device.computing():
-            head.wait()
-            head.zero_stale()
+            head.passes.wait()
+            head.pages.zero_stale()
             self._hidden.feed([place for _, headed, count in parts for place in headed.kept[:count]])
             self._pass(rows)
 

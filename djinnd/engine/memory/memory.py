@@ -112,6 +112,10 @@ def workspace_bytes(shape: ModelShape, max_batch_tokens: int) -> int:
     return activations + LOGIT_ROWS * shape.vocab * (shape.itemsize + 4) + TEMPORARY_BYTES
 
 
+def workspace_label(model: str) -> str:
+    return f"workspace of {model}"
+
+
 def kv_floor(shape: ModelShape, wanted: int, budget: int) -> int:
     """Bytes of pages that are set aside before weights are placed: the bytes asked for, or a small share of the
     budget."""

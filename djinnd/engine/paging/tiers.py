@@ -67,10 +67,10 @@ class Tiers:
         name = page_file_name(load.model, fingerprint)
         room = host_room(load.disk_folder, self._device.untouched_host_bytes)
         room = replace(room, disk=room.disk + allocated_bytes(load.disk_folder, name) if load.disk_folder else 0)
-        sizes = plan.page_bytes, runner.pool_bytes, runner.weights.store.nbytes
+        sizes = plan.page_bytes, runner.pages.nbytes, runner.weights.store.nbytes
         pages = tier_pages(*sizes, load.host_kv_bytes, load.disk_kv_bytes, room)
         paging = Paging(runner.kv)
-        transfers = Transfers(self._device, paging, runner.page_bytes, runner.half_bytes)
+        transfers = Transfers(self._device, paging, runner.pages.bytes_now, runner.pages.half_bytes)
         self._models[runner.name] = _Model(runner, paging, transfers)
         file = None
         if pages.disk:  # the number of slots that was asked for, if there is room for them

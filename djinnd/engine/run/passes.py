@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Protocol
@@ -16,8 +16,7 @@ from torch import Tensor
 from djinnd.core.batch import blocks_of
 from djinnd.device import Device
 from djinnd.engine.adapters.residency import AdapterResidency
-from djinnd.engine.probes.captures import Captures
-from djinnd.engine.probes.parked_states import ParkedStates
+from djinnd.engine.probes.model_probes import ModelProbes
 from djinnd.engine.probes.partial_rows import with_partial_rows
 from djinnd.engine.probes.step_probe import Part, Touched
 from djinnd.engine.run.batch_inputs import Rows, compose, told_positions
@@ -52,8 +51,7 @@ class Passes:
     model: PagedModel
     device: Device
     kv: BlockTables
-    captures: Captures
-    parked: ParkedStates
+    probes: ModelProbes | None  # None: no edits, and no captures
     adapters: AdapterResidency
     windows: Mapping[int, LogitsWindow]  # by request: the logits of forward passes that run
     scores: PromptScorer
@@ -63,6 +61,13 @@ class Passes:
     behind: Behind | None = None  # takes the result of the last block
     ran: Shape | None = field(init=False, default=None)  # of the last pass of all blocks that a graph can replay
     inputs: StepInputs | None = field(init=False, default=None)  # of the last pass; the device may not have taken them
+
+    def over(self, tables: BlockTables, last_tokens: LastTokens) -> Passes:
+        """Further passes of the model, over other block tables and without edits and captures. No step may run
+        meanwhile: both may use the inputs of the same graphs."""
+        return replace(
+            self, kv=tables, probes=None, windows={}, scores=PromptScorer(), last_tokens=last_tokens, behind=None
+        )
 
     def wait(self) -> None:
         """Waits until the device has taken the last inputs."""
@@ -143,10 +148,11 @@ class Passes:
 
     def _probe(self, inputs: StepInputs, rows: Rows, part: Part | None) -> Probe | None:
         """The probe of a pass's prologue and blocks. `inputs` have been filled for the pass."""
-        probe = None if part is None else part.probe()
-        if not self.parked and not self.captures:  # a row that will wait is captured, one that has waited is parked
+        probe, probes = None if part is None else part.probe(), self.probes
+        # a row that will wait is captured, one that has waited is parked
+        if probes is None or not (probes.parked or probes.captures):
             return probe
-        return with_partial_rows(self.device, inputs, self.parked, rows, self.model.num_blocks, probe)
+        return with_partial_rows(self.device, inputs, probes.parked, rows, self.model.num_blocks, probe)
 
     def _tell_logits(self, logit_rows: LogitRows, first: int, rows: Rows) -> None:
         """Writes the logits from entry `first` of `logit_rows` on to the windows of forward passes, and scores the

@@ -16,9 +16,10 @@ from djinn_client.errors import ModelRejected
 from djinnd.device import Device
 from djinnd.engine.adapters.residency import room_label
 from djinnd.engine.kernels.compiler import Compiling
-from djinnd.engine.memory.memory import ModelShape, kv_floor, plan_kv, takes_all, workspace_bytes
+from djinnd.engine.memory.memory import ModelShape, kv_floor, plan_kv, takes_all, workspace_bytes, workspace_label
 from djinnd.engine.run.hidden_states import HiddenStates
-from djinnd.engine.run.model_runner import ModelRunner, kv_label, workspace_label
+from djinnd.engine.run.model_runner import ModelRunner
+from djinnd.engine.run.page_memory import PageMemory, kv_label
 from djinnd.messages import Load
 from djinnd.model.check.equality import check_paging
 from djinnd.model.placing.loader import Weights
@@ -74,7 +75,7 @@ def prepare_model(
         yield from check_paging(runner.model, runner.plan.max_context, again=weights.is_adopted)
         if runner.hidden is not None:
             runner.use_hidden_states(runner.hidden)
-        yield from runner.compile()
+        yield from runner.graphs.compile()
     except Exception:
         weights.release(device)
         for label in labels:
@@ -113,12 +114,13 @@ def _reserve(
     pool = device.allocate(kv_label(load.model), (plan.num_pages, plan.page_bytes), torch.uint8, zero=True)
     labels.append(kv_label(load.model))
     model = PagedModel(weights.skeleton, weights.placement, weights.dtype, layout, pool)
-    runner = ModelRunner(load, weights, model, shape, plan, device, max_tokens, max_rows, hidden)
+    pages = PageMemory(load.model, model, plan, device)
+    runner = ModelRunner(load, weights, model, shape, pages, device, max_tokens, max_rows, hidden)
     expands_always = not all(latents.can_be_absorbed for latents in model.latents)
-    if (model.latents or model.has_states) and runner.graphs is not None:
+    if (model.latents or model.has_states) and runner.graphs.current is not None:
         what = "latent attention reads" if model.latents else "modules with a state read"
         if expands_always or not model.steps_in_place:
-            runner.run_without_graphs()
+            runner.graphs.give_up()
             weights.notes.append(f"steps run without CUDA graphs: {what} the sessions' lengths on the host")
         else:
             weights.notes.append(f"steps with chunks run without CUDA graphs: {what} their lengths on the host")
@@ -146,4 +148,4 @@ def _use_compiled(runner: ModelRunner, compiling: Compiling) -> None:
     notes = {v.name: f"{_REPLACEABLE[v.name]}, as {v} cannot be compiled: {why}" for v, why in failed.items()}
     runner.weights.notes += notes.values()
     if notes:
-        runner.run_without_graphs()
+        runner.graphs.give_up()

@@ -89,7 +89,7 @@ class _Delivery:
 
     def finished(self) -> Finished:
         assert self.reply is not None
-        dtype = str(self.runner.captures.dtype).removeprefix("torch.")
+        dtype = str(self.runner.probes.captures.dtype).removeprefix("torch.")
         capture = CaptureLayout(
             dtype=dtype,  # type: ignore[arg-type]
             first=self.first,
@@ -136,7 +136,7 @@ class Deliveries:
         first: int,
         room: int,
     ) -> None:
-        runner.captures.open(request.id, points, first, room)
+        runner.probes.captures.open(request.id, points, first, room)
         delivery = _Delivery(session, request, runner, first, room, _Memory(self._device, self._background))
         self._deliveries[request.id] = delivery
         self._to_make.append(delivery)
@@ -157,7 +157,7 @@ class Deliveries:
         """Copies a finished request's captures, and sends the reply when they are copied."""
         delivery = self._deliveries[request.id]
         delivery.reply = reply
-        delivery.rows = delivery.runner.captures.rows_of(request.id, delivery.positions)
+        delivery.rows = delivery.runner.probes.captures.rows_of(request.id, delivery.positions)
         delivery.after = self._device.mark()
         self._to_copy.append(delivery)
 
@@ -217,7 +217,7 @@ class Deliveries:
     def _make(self, delivery: _Delivery) -> Future[None]:
         if delivery.made is None:
             self._to_make.remove(delivery)
-            *delivery.offsets, end = delivery.runner.captures.offsets(delivery.request.id)
+            *delivery.offsets, end = delivery.runner.probes.captures.offsets(delivery.request.id)
             delivery.made = self._background.begin(lambda: delivery.memory.make(whole_pages(end)))
         return delivery.made
 
@@ -233,7 +233,7 @@ class Deliveries:
         for some in (self._to_make, self._to_copy, self._to_send):
             if delivery in some:
                 some.remove(delivery)
-        delivery.runner.captures.close(delivery.request.id)
+        delivery.runner.probes.captures.close(delivery.request.id)
         self._background.later(delivery.memory.close)
 
 

@@ -13,6 +13,7 @@ from djinn_client.protocol.fields.points import Point
 from djinnd.core.edits import Extent
 from djinnd.core.session import Session
 from djinnd.device import CopyLane, DeviceTrace
+from djinnd.engine.run.model_info import info_of
 from djinnd.weights.plan import BlockPlace
 from tests.support import reference
 from tests.support.adapters import KINDS, load_adapter, merged, open_with, write_adapter
@@ -39,7 +40,7 @@ def test_sessions_that_join_and_leave_get_the_tokens_of_transformers(
     lengths, wishes = [1, 70, 12, 30, 25, 8], [10, 6, 9, 12, 15, 18]
     prompts = [random_prompt(length, VOCAB, seed) for seed, length in enumerate(lengths)]
     with Served(folder, plan=small_pages(60), placing=STREAMS, max_batch_tokens=48) as served:
-        told = [note for note in served.runner.info().notes if "beside" in note]
+        told = [note for note in info_of(served.runner).notes if "beside" in note]
         assert len(told) == 1 and f"the MLPs of {mlps} of 3 streamed blocks in steps of up to {ROWS} rows" in told[0]
         sessions: list[Session] = []
         for prompt, wish in zip(prompts, wishes, strict=True):
@@ -108,7 +109,7 @@ def test_weights_that_the_host_multiplies_do_not_cross_the_bus(
         mlp = sum(entry.numel for name, entry in own.entries.items() if "mlp" in name) * 2
         blocks = sum(len(served.runner.weights.store.travelling(index).view(torch.uint8)) for index in range(4))
         assert blocks - a_step == pytest.approx(2 * mlp * (0.75 if packing else 1), rel=0.01)
-        info = served.runner.info()
+        info = info_of(served.runner)
         assert served.runner.places.streamed_bytes - info.streamed_bytes == blocks - a_step
 
 
@@ -192,7 +193,7 @@ def test_without_gain_the_bus_carries_all(monkeypatch: pytest.MonkeyPatch) -> No
         served.submit(served.open(), [1, 2, 3], max_tokens=4)
         served.run()
         assert not on_host
-        assert any("not used, as the host would not help" in note for note in served.runner.info().notes)
+        assert any("not used, as the host would not help" in note for note in info_of(served.runner).notes)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
@@ -205,7 +206,7 @@ def test_other_mlps_cross_the_bus(family: str, monkeypatch: pytest.MonkeyPatch) 
         served.submit(session, random_prompt(9, VOCAB, 0), max_tokens=6)
         served.run()
         assert session.tokens[9:] == reference.greedy(folder, session.tokens[:9], 6, session.tokens[9:])
-        assert any("no streamed block has a gated MLP" in note for note in served.runner.info().notes)
+        assert any("no streamed block has a gated MLP" in note for note in info_of(served.runner).notes)
 
 
 @pytest.fixture

@@ -401,7 +401,7 @@ def test_pages_taken_by_others_during_a_stop_are_recomputed(alone: Engine, edite
     engine = alone
     engine.open("s")
     found = hit(engine, "s", prompt(300), NEW, at(2))
-    parked = runner_of(engine).parked
+    parked = runner_of(engine).probes.parked
     assert len(parked) == 1
     engine.open("u")
     engine.outcome(engine.run("u", prompt(500, seed=3), 0, logits=True))  # takes all pages
@@ -487,7 +487,7 @@ def test_held_rows_are_dropped_to_make_room_for_other_sessions(
     engine.open("s")
     engine.open("t")
     found = hit(engine, "s", prompt(LONG), NEW, at(2))
-    parked = runner_of(engine).parked
+    parked = runner_of(engine).probes.parked
     assert len(parked) == 1
 
     def refuses(rows: DeviceRows, count: int) -> int:
@@ -511,7 +511,7 @@ def test_a_load_drops_the_held_rows_of_idle_sessions(alone: Engine) -> None:
     engine.open("s")
     found = hit(engine, "s", prompt(100), NEW, at(2))
     engine.loaded(FOLDER, "n", kv_bytes=1)
-    assert runner_of(engine).parked.nbytes == 0
+    assert runner_of(engine).probes.parked.nbytes == 0
     assert resumed(engine, "s", found, NEW) == greedy(engine, prompt(100), NEW)
 
 
@@ -530,7 +530,7 @@ def test_the_budget_may_change_during_a_stop(alone: Engine) -> None:
     found = hit(engine, "s", prompt(100), NEW, at(2))
     engine.send(messages.SetBudget(engine.number(), engine.report().budget_bytes // 2))
     engine.until(messages.BudgetSet)
-    assert runner_of(engine).parked.nbytes == 0
+    assert runner_of(engine).probes.parked.nbytes == 0
     assert resumed(engine, "s", found, NEW, at(2, (0, 100))) == greedy(engine, prompt(100), NEW)
     engine.check_idle()
 
@@ -539,7 +539,7 @@ def test_the_budget_may_change_during_a_stop(alone: Engine) -> None:
 def test_held_rows_are_dropped_with_their_session_or_stage(engine: Engine, message: str) -> None:
     engine.open("s")
     hit(engine, "s", prompt(LONG), NEW, at(2))
-    assert len(runner_of(engine).parked) == 1
+    assert len(runner_of(engine).probes.parked) == 1
     if message == "truncate":
         engine.send(messages.Truncate("s", 100))
     elif message == "close":
@@ -548,7 +548,7 @@ def test_held_rows_are_dropped_with_their_session_or_stage(engine: Engine, messa
         assert engine.tokens("s", [7], NEW) == greedy(engine, [*prompt(LONG), 7], NEW)
     for _ in range(2):  # the engine sweeps once a turn
         engine.report()
-    assert runner_of(engine).parked.nbytes == 0
+    assert runner_of(engine).probes.parked.nbytes == 0
 
 
 @pytest.mark.parametrize("what", ["cancel", "close"])
@@ -622,7 +622,7 @@ def test_steps_of_padded_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.loaded(FOLDER)
         runner = runner_of(engine)
         graphs = StepGraphs(runner.model, engine.device, 64, 32, 8, 8 * runner.plan.page_size)  # type: ignore[arg-type]
-        runner.graphs = graphs
+        runner.graphs.current = graphs
         graphs.stop_capturing()
         for block in (0, 2, BLOCKS):
             engine.open(f"s{block}")

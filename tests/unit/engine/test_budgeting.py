@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from djinn_client.errors import OutOfMemory
 from djinn_client.protocol import Class
@@ -17,12 +16,11 @@ from djinnd import messages
 from djinnd.core.session import Session
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.budgeting import change_budget
-from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.weights.plan import BlockPlace
 from tests.support import reference
 from tests.support.checkpoints import altered, cast
 from tests.support.engine_thread import EngineThread
-from tests.support.loaded import MEMORY, Served, by_block, random_prompt
+from tests.support.loaded import MEMORY, Served, random_prompt
 from tests.support.models import reduced_model
 from tests.support.parameters import long_except
 
@@ -55,7 +53,7 @@ def set_budget(served: Served, total: int) -> None:
     served.scheduler.check_integrity()
     runner.model.placement.check_integrity()
     assert device.budget.used == runner.nbytes <= total
-    assert runner.model.pool.nbytes == runner.pool_bytes == (runner.kv.pool.capacity + 1) * runner.plan.page_bytes
+    assert runner.model.pool.nbytes == runner.pages.nbytes == (runner.kv.pool.capacity + 1) * runner.plan.page_bytes
 
 
 def least(served: Served) -> int:
@@ -221,7 +219,7 @@ def test_a_configured_number_of_pages_is_kept_if_possible(sixteen_bit: Path) -> 
         served.runner.load.kv_bytes = 8 << 20
         set_budget(served, MEMORY - 1)
         set_budget(served, MEMORY)
-        assert served.runner.pool_bytes >= 8 << 20
+        assert served.runner.pages.nbytes >= 8 << 20
 
 
 def test_a_model_without_a_host_copy_gives_up_pages_but_no_block() -> None:
@@ -243,89 +241,6 @@ def test_a_budget_may_grow_beyond_its_first_value() -> None:
     with serving(memory=MEMORY) as served:
         set_budget(served, 2 * MEMORY)
         assert served.device.budget.total == 2 * MEMORY
-
-
-# --- pages ----------------------------------------------------------------------------------------------------------
-
-
-def written(served: Served, count: int, tokens: int) -> dict[str, Tensor]:
-    """Opens `count` sessions with pages of random bytes. → the bytes of each session's pages."""
-    kv, pool = served.runner.kv, served.runner.model.pool
-    for number in range(count):
-        session = served.open(tenant=number)
-        session.tokens = [1] * tokens
-        kv.reserve(session.id, session.tenant, tokens)
-        session.computed = tokens
-    with torch.inference_mode():  # like everything that writes there
-        pool[1:].random_(256)
-    return contents(served)
-
-
-def contents(served: Served) -> dict[str, Tensor]:
-    kv = served.runner.kv
-    return {name: served.runner.model.pool[kv.pages_of(name)].clone() for name in kv.sessions}
-
-
-def same_pages(served: Served, wanted: dict[str, Tensor]) -> bool:
-    found = contents(served)
-    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def resize(runner: ModelRunner, num_pages: int) -> None:
-    runner.move(runner.places, num_pages)
-    runner.kv.check_integrity()
-    assert runner.plan.num_pages == num_pages and runner.device.budget.used == runner.nbytes
-
-
-@pytest.mark.parametrize("room", [True, False], ids=["beside the old pool", "by way of the host"])
-@pytest.mark.parametrize("held", [0, 1, 40])
-def test_pages_in_use_keep_their_bytes_and_all_others_are_zeroed(room: bool, held: int) -> None:
-    with serving() as served:
-        runner, budget = served.runner, served.device.budget
-        resize(runner, 100)
-        for name in list(runner.kv.sessions):
-            runner.kv.drop(name)
-        wanted = written(served, held, 300)
-        served.scheduler.close(next(iter(wanted))) if held > 1 else None  # leaves a hole
-        wanted = contents(served)
-        page = runner.plan.page_bytes
-        for num_pages in (99, 90, 100, 81 if held else 2, 130):
-            reserved = (
-                budget.free - max(0, num_pages - runner.plan.num_pages) * page - (num_pages * page if room else 0)
-            )
-            budget.reserve("somebody else", max(0, reserved))
-            runner.move(runner.places, num_pages)
-            budget.release("somebody else")
-            assert runner.plan.num_pages == num_pages and budget.used == runner.nbytes
-            served.scheduler.check_integrity()
-            assert same_pages(served, wanted)
-            kept = [page for name in wanted for page in runner.kv.pages_of(name)]
-            others = [page for page in range(1, num_pages) if page not in kept]
-            assert not bool(runner.model.pool[others].any())
-        for index, paged in enumerate(runner.model.paged):
-            assert paged.keys.data_ptr() == by_block(runner.model)[:, index, 0].data_ptr()
-
-
-def test_a_moved_page_is_zeroed_for_another_tenant() -> None:
-    with serving() as served:
-        runner = served.runner
-        resize(runner, 20)
-        written(served, 8, 500)
-        for session in list(served.scheduler.sessions())[:6]:
-            served.scheduler.close(session.id)
-        runner.kv.reserve("heir", tenant=99, tokens=600)  # another tenant's pages, not zeroed yet
-        resize(runner, 14)
-        with torch.inference_mode():
-            runner.model.zero_pages(runner.kv.pool.take_stale())
-        assert not bool(runner.model.pool[runner.kv.pages_of("heir")].any())
-        runner.kv.drop("heir")
-
-
-def test_resizing_below_the_pages_in_use_is_an_assertion() -> None:
-    with serving() as served:
-        written(served, 4, 300)
-        with pytest.raises(AssertionError, match="8 pages are held"):
-            served.runner.move(served.runner.places, 8)
 
 
 # --- through the engine ----------------------------------------------------------------------------------------------

@@ -67,8 +67,8 @@ def with_graphs(serving: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     runner = serving.runner()
     limits = 64, 32, 8, 8 * runner.plan.page_size
-    runner.graphs = StepGraphs(runner.model, serving.device, *limits, runner.last_tokens)  # type: ignore[arg-type]
-    runner.graphs.stop_capturing()
+    runner.graphs.current = StepGraphs(runner.model, serving.device, *limits, runner.last_tokens)  # type: ignore[arg-type]
+    runner.graphs.current.stop_capturing()
 
 
 @pytest.mark.usefixtures("with_graphs")

@@ -178,8 +178,8 @@ def test_rows_touched_behind_the_blocks_leave_graphs_to_the_others(
     with Engine() as engine:
         engine.loaded(FOLDER, placing=placing)
         runner = engine.runner()
-        runner.graphs = Graphs(runner.model, engine.device, 64, 32, 8, 8 * runner.plan.page_size)  # type: ignore[arg-type]
-        runner.graphs.stop_capturing()
+        runner.graphs.current = Graphs(runner.model, engine.device, 64, 32, 8, 8 * runner.plan.page_size)  # type: ignore[arg-type]
+        runner.graphs.current.stop_capturing()
         forward = runner.model.forward
         monkeypatch.setattr(runner.model, "forward", lambda *args, **more: passes.append(1) or forward(*args, **more))
         check_a_batch(engine, Hooked(FOLDER))
@@ -269,7 +269,7 @@ def test_values_without_room_on_the_device_fail_the_run(engine: Engine) -> None:
     tokens, reply = engine.outcome(engine.run("s", prompt(10), NEW))
     assert tokens == [] and isinstance(reply, messages.Failed) and reply.code == "out_of_memory"
     assert reply.data["needed"] > free.budget_bytes - free.used_bytes
-    assert runner.edits.nbytes == 0
+    assert runner.probes.edits.nbytes == 0
     assert engine.tokens("t", prompt(10), NEW) == reference.greedy(FOLDER, prompt(10), NEW)
     engine.send(messages.EndEdits("s", [vast.number], 0))
     assert engine.tokens("s", prompt(10), NEW) == reference.greedy(FOLDER, prompt(10), NEW)

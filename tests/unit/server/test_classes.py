@@ -21,8 +21,8 @@ from djinn_client.protocol import (
     Signal,
     WhyReply,
 )
-from tests.support.engine import Script
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Wire, wait_for
 
 

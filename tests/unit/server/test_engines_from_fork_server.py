@@ -8,8 +8,8 @@ import signal
 import pytest
 
 import djinn_client as djinn
-from tests.support.engine import Script
 from tests.support.parameters import long_except
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Served, is_running, wait_for
 
 FORK_SERVER = "tests.support.fork_server"

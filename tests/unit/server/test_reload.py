@@ -11,8 +11,8 @@ import pytest
 
 import djinn_client as djinn
 from djinn_client.protocol import GetQuotas, GetStatus, OpenSession
-from tests.support.engine import Script
 from tests.support.other_user import NOBODY, as_user, only_root, open_to_all
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Served, Wire, engines_of, wait_for
 
 MODEL = "djinn-tiny"

@@ -18,9 +18,9 @@ import pytest
 import djinn_client as djinn
 from djinn_client import Client
 from djinn_client.protocol import Done, Generate, Generated, GetStatus, OpenSession, Piece, Restart
-from tests.support.engine import Script
 from tests.support.other_user import as_user, only_root, open_to_all
 from tests.support.parameters import long_except
+from tests.support.scripted_engine.script import Script
 from tests.support.served import ROOT, Served, Wire, is_listening, wait_for
 from tests.support.serving import TINY
 

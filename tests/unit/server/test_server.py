@@ -27,7 +27,7 @@ from djinn_client.protocol import (
     Ping,
 )
 from djinnd.server.server import Server
-from tests.support.engine import Script
+from tests.support.scripted_engine.script import Script
 from tests.support.served import ROOT, Served, Wire, is_listening, is_running, wait_for
 
 

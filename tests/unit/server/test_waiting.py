@@ -25,7 +25,7 @@ from djinn_client.protocol import (
     Signal,
     Truncate,
 )
-from tests.support.engine import PAGE_BYTES
+from tests.support.scripted_engine.script import PAGE_BYTES
 from tests.support.served import Wire, encode_payload, wait_for
 
 

@@ -126,7 +126,7 @@ def test_a_step_begins_when_the_first_halves_of_its_pages_have_arrived(monkeypat
         assert engine.use_when("s", "waiting", on_device=False).host_pages == 3
         runner = engine.runner()
         overwrite_free_pages(runner.kv)
-        runner.page_bytes()[1:] = 0x3C  # not large as numbers of any dtype, whichever data is there meanwhile
+        runner.model.pool[1:] = 0x3C  # not large as numbers of any dtype, whichever data is there meanwhile
         begin = runner.model.placement.begin
 
         def noted(index: int) -> None:

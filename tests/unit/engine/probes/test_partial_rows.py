@@ -50,7 +50,7 @@ class Parts:
         self.steps += 1
         for row in rows:
             if row.stage is not None and row.stage.last <= BLOCKS:
-                self.runner.parked.give_room(row)
+                self.runner.probes.parked.give_room(row)
         tokens = iter(self.runner.run(Batch("m", rows, self.steps)).tokens)
         for row in rows:
             session, stage = row.session, row.stage
@@ -64,8 +64,8 @@ class Parts:
                     session.stage = None
             if row.samples:
                 session.tokens.append(next(tokens))
-        self.runner.parked.sweep()
-        self.runner.parked.check_integrity()
+        self.runner.probes.parked.sweep()
+        self.runner.probes.parked.check_integrity()
 
 
 @pytest.fixture(params=FAMILIES)
@@ -92,12 +92,12 @@ def test_a_prompt_runs_in_two_parts_beside_others(parts: Parts, block: int) -> N
     session.stage = Stage(0, block, 0)
     for count in (30, 11):
         parts.run(parts.row(other, 1, samples=True), parts.row(session, count, 0, block))
-    assert session.computed == 0 and parts.runner.parked.holds(session)
+    assert session.computed == 0 and parts.runner.probes.parked.holds(session)
     parts.run(parts.row(other, 1, samples=True))
     for count in (16, 25):
         samples = session.stage.done + count == 41
         parts.run(parts.row(other, 1, samples=True), parts.row(session, count, block, BLOCKS, samples))
-    assert parts.runner.parked.nbytes == 0
+    assert parts.runner.probes.parked.nbytes == 0
     decode(parts, [session, other], until=48)
     for each, length in ((session, 41), (other, 20)):
         told = each.tokens[length:]
@@ -164,7 +164,7 @@ def test_rows_without_room_are_not_held(parts: Parts) -> None:
     session.stage = Stage(0, 2, 0)
     first = parts.row(session, count, 0, 2)
     second = Row(session, session.request, count, 4, 0, 2, False, session.stage)  # type: ignore[arg-type]
-    parked = parts.runner.parked
+    parked = parts.runner.probes.parked
     assert not parked.give_room(first)
     del blocker
     parts.runner.device.release("blocker")

@@ -10,9 +10,10 @@ from djinn_client.errors import ModelRejected, OutOfMemory
 from djinnd.device.cpu import CpuDevice
 from djinnd.engine.load.loading import model_shape
 from djinnd.engine.load.planning import reserved_bytes
-from djinnd.engine.memory.memory import ModelShape, workspace_bytes
+from djinnd.engine.memory.memory import ModelShape, workspace_bytes, workspace_label
 from djinnd.engine.run import prepare_model as serving
-from djinnd.engine.run.model_runner import kv_label, workspace_label
+from djinnd.engine.run.model_info import info_of
+from djinnd.engine.run.page_memory import kv_label
 from djinnd.messages import Load
 from djinnd.model.placing.loader import Weights
 from tests.support.loaded import MEMORY, anonymous_arena, made_runner
@@ -43,8 +44,8 @@ def test_weights_workspace_and_pages_are_reserved(device: CpuDevice) -> None:
     pages = runner.plan.num_pages * runner.plan.page_bytes
     assert device.budget.used == weights.nbytes + workspace_bytes(shape, TOKENS) + pages
     assert runner.model.pool.nbytes == pages and not bool(runner.model.pool[1:].any())
-    assert (runner.name, runner.info().path) == ("m", "/a/path")
-    assert runner.nbytes == device.budget.used and runner.pool_bytes == pages
+    assert (runner.name, info_of(runner).path) == ("m", "/a/path")
+    assert runner.nbytes == device.budget.used and runner.pages.nbytes == pages
     runner.release()
 
 
@@ -57,7 +58,7 @@ def test_a_draft_takes_few_pages_unless_a_number_was_asked_for(device: CpuDevice
     ):
         weights, shape = loaded(device)
         runner = made_runner(load, weights, shape, device, TOKENS, ROWS)
-        pools.append(runner.pool_bytes / device.budget.total)
+        pools.append(runner.pages.nbytes / device.budget.total)
         assert bool(runner.load.kv_bytes) == load.is_draft, "a change of the budget keeps the number"
         runner.release()
     assert pools[1] <= 1 / 32 < pools[0] and 1 / 9 < pools[2] <= 1 / 8

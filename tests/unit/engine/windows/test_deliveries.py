@@ -11,7 +11,7 @@ import torch
 
 from djinn_client.errors import DjinnError
 from djinn_client.protocol import FrameDecoder
-from djinn_client.protocol.fields.points import Point
+from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd import messages
 from djinnd.core.request import Request
 from djinnd.core.session import Session
@@ -19,7 +19,7 @@ from djinnd.device.cpu import CpuDevice
 from djinnd.engine.io.background import BackgroundWork
 from djinnd.engine.io.channel import ServerChannel
 from djinnd.engine.memory.memory import KvPlan
-from djinnd.engine.probes.captures import Captures
+from djinnd.engine.probes.model_probes import ModelProbes
 from djinnd.engine.windows.deliveries import Deliveries
 from tests.support.descriptors import open_descriptors
 
@@ -35,7 +35,7 @@ class Runner:
     plan = KvPlan(page_size=16, page_bytes=0, num_pages=4, max_context=40)
 
     def __init__(self, device: CpuDevice) -> None:
-        self.captures = Captures(device, "m", WIDTH, VOCAB, torch.float32)
+        self.probes = ModelProbes(device, "m", PointMap(blocks=4, width=WIDTH, vocab=VOCAB), torch.float32)
 
 
 class Engine:
@@ -59,7 +59,7 @@ class Engine:
         request = Request(number, 2, 10, max_tokens, capture=(LOGITS, RESID), seen_from=2)
         self.deliveries.open(Session("s", "m", 0, "agent"), request, self.runner)  # type: ignore[arg-type]
         for of_logits in (False, True):
-            rows = self.runner.captures.into(of_logits=of_logits)
+            rows = self.runner.probes.captures.into(of_logits=of_logits)
             rows.copy_(torch.arange(rows.numel()).view(rows.shape))
         return request
 
@@ -114,7 +114,7 @@ def test_captures_come_with_the_final_reply(
             found = torch.frombuffer(bytearray(memory[offset : offset + 4 * positions * width]), dtype=torch.float32)
             assert torch.equal(found, torch.arange(positions * width).float())
     os.close(fd)
-    assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0
+    assert len(engine.runner.probes.captures) == 0 and engine.device.budget.used == 0
 
 
 def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None:
@@ -135,7 +135,7 @@ def test_windows_are_made_and_replies_sent_during_a_step(engine: Engine) -> None
     (frame,) = FrameDecoder(1 << 20).feed(data)
     reply = messages.decode_from_engine(frame.payload)
     assert isinstance(reply, messages.Finished) and reply.capture is not None
-    assert len(engine.runner.captures) == 0 and engine.device.budget.used == 0, "the rows were given back, too"
+    assert len(engine.runner.probes.captures) == 0 and engine.device.budget.used == 0, "the rows were given back, too"
     engine.deliveries.drop(request)
     assert engine.background.turn() is False
     with pytest.raises(BlockingIOError):
@@ -149,7 +149,7 @@ def test_other_captures_between_a_request_s_end_and_its_copy_change_nothing(engi
     engine.deliveries.ended(request, finished(request, 4))
     other = engine.begin(number=2)
     for of_logits in (False, True):
-        engine.runner.captures.into(of_logits=of_logits).fill_(-1.0)
+        engine.runner.probes.captures.into(of_logits=of_logits).fill_(-1.0)
     ((reply, (fd,)),) = engine.turns()
     assert isinstance(reply, messages.Finished) and reply.capture is not None
     with mmap.mmap(fd, reply.capture.nbytes, access=mmap.ACCESS_READ) as memory:
@@ -198,7 +198,7 @@ def test_an_unloaded_model_ends_deliveries_without_their_captures(engine: Engine
     engine.deliveries.ended(request, finished(request, 4))
     engine.deliveries.abandon(engine.runner)  # type: ignore[arg-type]
     assert engine.turns() == [(finished(request, 4), [])]
-    assert len(engine.runner.captures) == 0
+    assert len(engine.runner.probes.captures) == 0
 
 
 def test_an_unloaded_model_cancels_requests_that_wait_for_a_hit(engine: Engine) -> None:
@@ -222,7 +222,7 @@ def test_a_window_that_cannot_be_made_fails_the_request(
     assert engine.turns() == []
     ((number, error),) = engine.failed
     assert number == request.id and error.code == "out_of_memory" and error.data["needed"] >= 11 * 4 * (WIDTH + VOCAB)
-    assert len(engine.runner.captures) == 0
+    assert len(engine.runner.probes.captures) == 0
 
 
 def test_a_capture_has_no_more_positions_than_the_model(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.device.cpu import CpuDevice
+from djinnd.engine.run.model_info import info_of
 from djinnd.model.family.experts import find_stack
 from djinnd.model.family.skeleton import Skeleton, build
 from djinnd.model.step.inputs import StepInputs
@@ -129,7 +130,7 @@ def test_experts_with_other_arguments_are_not_a_stack(arguments: tuple[Tensor, .
 def test_greedy_tokens_equal_transformers(family: str, resident: int) -> None:
     folder = reduced_model(family)
     with Served(folder, plan=small_pages(60), max_batch_tokens=48, placing=Placing(resident=resident)) as served:
-        assert served.runner.info().notes[-1] == "experts on demand: 2 of 4"
+        assert info_of(served.runner).notes[-1] == "experts on demand: 2 of 4"
         sessions = [served.open() for _ in range(3)]
         for session, length in zip(sessions, (60, 1, 33), strict=True):
             served.submit(session, prompt(length), max_tokens=12)

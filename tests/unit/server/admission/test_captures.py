@@ -11,7 +11,7 @@ from djinn_client.protocol.fields.points import Point, PointMap
 from djinnd.core.edits import FOREVER
 from djinnd.messages import CaptureLayout
 from djinnd.server.admission.captures import MAX_CAPTURE_BYTES, capture_of
-from tests.support.engine import WIDTH, Script
+from tests.support.scripted_engine.script import WIDTH, Script
 from tests.support.served import wait_for
 from tests.support.steered import STORY, Steered, told
 

@@ -13,7 +13,7 @@ from djinn_client import DjinnError, EngineLost, OutOfMemory
 from djinn_client.protocol import Cancel, Done, Ping, SetBudget
 from djinnd.server.engines.engine_process import EngineProcess
 from djinnd.server.engines.supervisor import BackOff
-from tests.support.engine import Script
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Wire, wait_for
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from djinn_client.errors import InvalidRequest
-from tests.support.engine import Script
+from tests.support.scripted_engine.script import Script
 from tests.support.served import wait_for
 from tests.support.serving import TINY
 

@@ -25,7 +25,7 @@ from djinn_client.protocol import (
     UnloadModel,
 )
 from djinn_client.protocol.fields.placing import Placing
-from tests.support.engine import Script
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Wire, wait_for
 from tests.support.serving import TINY
 

@@ -30,7 +30,7 @@ from djinn_client.protocol import (
 from djinnctl.restart import restart
 from djinnd.server.models import keep_alive
 from djinnd.server.models.keep_alive import idle_seconds
-from tests.support.engine import Script
+from tests.support.scripted_engine.script import Script
 from tests.support.served import Wire, is_listening, wait_for
 from tests.support.serving import TINY
 

@@ -15,8 +15,8 @@ from djinnd.config import Limits
 from djinnd.server.journal.journal import Journal
 from djinnd.server.journal.tables.prefixes import Published, Withdrawn
 from djinnd.server.sessions.prefixes import PrefixTable
-from tests.support.engine import PAGE_SIZE
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.scripted_engine.script import PAGE_SIZE
 from tests.support.served import Wire, is_listening, wait_for
 
 SYSTEM = list(range(3 * PAGE_SIZE + 5))

@@ -21,8 +21,8 @@ from djinn_client.protocol import (
     PauseSession,
 )
 from djinn_client.protocol.fields.breakpoints import HitInfo
-from tests.support.engine import BLOCKS, Script
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.scripted_engine.script import BLOCKS, Script
 from tests.support.served import wait_for
 from tests.support.steered import STORY, Steered, told
 

@@ -19,8 +19,8 @@ from djinn_client.protocol import (
     GetTokens,
     ListEdits,
 )
-from tests.support.engine import WIDTH, Script
 from tests.support.other_user import as_user, only_root, open_to_all
+from tests.support.scripted_engine.script import WIDTH, Script
 from tests.support.served import wait_for
 from tests.support.serving import TINY
 from tests.support.steered import STORY, VECTOR, Steered, told

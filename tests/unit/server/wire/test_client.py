@@ -30,7 +30,7 @@ from djinn_client.protocol import (
     Ping,
     encode,
 )
-from tests.support.engine import Script
+from tests.support.scripted_engine.script import Script
 from tests.support.served import PATIENCE, ROOT, Wire, wait_for
 
 
