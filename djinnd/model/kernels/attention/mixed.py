@@ -41,7 +41,7 @@ from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
 # Programs a processor, for decode rows and for combining.
-SINGLES, COMBINING = tl.constexpr(6), 16
+SINGLES, PROGRAMS, COMBINING = tl.constexpr(6), 16, 16
 NO_LIMIT = 1 << 30
 
 
@@ -214,7 +214,7 @@ def mixed(
             ROWS=tiles.rows, TILE=tiles.keys, DIRECT=most == 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **alike, **reading,
         )  # fmt: skip
-    singles_kernel[(min(SINGLES.value * processors, rows * kv_heads * useful) or 1,)](
+    singles_kernel[(min(PROGRAMS * processors, rows * kv_heads * useful) or 1,)](
         q, keys, values, out, *parts[2:], *where, *strides, *scores, useful, needed, *bounds, processors,
         ROWS=single.rows, TILE=single.keys, DIRECT=useful == 1, num_warps=single.warps, num_stages=single.stages,
         **alike, **reading,

@@ -167,7 +167,7 @@ def test_the_first_graph_sends_the_inputs_and_an_event_is_recorded_behind_it(
     inputs.host["starts"][:] = (0, 5)
     captured.run(logit_rows)
     assert inputs.ids.tolist() == [ids]
-    assert batch.worklist.tolist() == [[0, 0, 5, TOKENS]] and batch.extent.tolist() == [1, 5, 1]
+    assert batch.worklist.tolist() == [[0, 0, 5, TOKENS]] and batch.extent.tolist() == [1, 5, 1, 0]
     assert sent == [ids]
 
 

@@ -106,11 +106,11 @@ def test_visits_have_chunks_before_single_tokens(device: CpuDevice) -> None:
     inputs.host["lengths"][:] = (10, 11, 0, 13, 14, 0)
     inputs.send()
     assert batch.worklist.tolist()[:4] == [[1, 1, 2, 11], [4, 4, 4, 14], [0, 0, 1, 10], [3, 3, 1, 13]]
-    assert batch.extent.tolist() == [2, 4, 4]
+    assert batch.extent.tolist() == [2, 4, 4, 13]
     inputs.host["starts"][:] = (0, 1, 2, 3, 3, 3, 3)
     inputs.send()
     assert batch.worklist.tolist()[:3] == [[0, 0, 1, 10], [1, 1, 1, 11], [2, 2, 1, 0]]
-    assert batch.extent.tolist() == [0, 1, 3]
+    assert batch.extent.tolist() == [0, 1, 3, 11]
     inputs.pad(0, 0, 0)
     inputs.send()
-    assert batch.extent.tolist() == [0, 0, 0]
+    assert batch.extent.tolist() == [0, 0, 0, 0]
