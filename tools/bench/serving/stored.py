@@ -91,6 +91,7 @@ def main(checkpoint: Path, device: str, memory: str, kv_gib: float, **work: Any)
     results = {
         "first_token_ms": statistics.median(first) * 1e3,
         "step_ms": ms,
+        "runs_ms": {n: [run * 1e3 for run in each] for n, each in steps.items()},
         "limit_ms": limit * 1e3,
         "active_bytes": active,
         "bus_bytes": over_bus,
