@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from djinnd.model.kernels.attention.decode import FEW_SPLITS, MAX_SPLITS, decode_tiles, split_count
+from djinnd.model.kernels.attention.decode import FEW_SPLITS, MAX_SPLITS, decode_tiles, fits_decode, split_count
 from djinnd.model.kernels.attention.prefill import MOST_SPLITS, prefill_splits, prefill_tiles
 
 
@@ -35,6 +35,11 @@ def test_many_programs_are_split_only_where_one_could_be_very_long() -> None:
     assert split_count(320, 8, max_kv=2048, processors=132) == 1
     assert split_count(320, 8, max_kv=16_384, processors=132) == 4
     assert split_count(320, 8, max_kv=1 << 20, processors=132) == FEW_SPLITS
+
+
+def test_a_fixed_grid_serves_few_rows_and_rows_with_a_guess() -> None:
+    assert fits_decode(rows=3, max_query=1, group=4) and not fits_decode(rows=4, max_query=1, group=4)
+    assert fits_decode(rows=200, max_query=8, group=8) and not fits_decode(rows=1, max_query=9, group=1)
 
 
 def test_a_tile_holds_all_queries_of_a_group() -> None:

@@ -189,6 +189,18 @@ def test_a_host_bound_far_above_the_lengths_changes_nothing() -> None:
     torch.testing.assert_close(out.double(), scene.reference(scene.pool, softmax), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [[1, 64, 37, 5, 16], [1, 300, 37, 64, 65]], ids=["in one split", "in several"])
+@pytest.mark.parametrize("options", [{}, {"window": 20, "softcap": 3.0, "sinks": True}], ids=str)
+def test_rows_of_one_token_are_divided_by_their_lengths(lengths: list[int], options: dict[str, Any]) -> None:
+    """The host's bound would give each row eight splits."""
+    scene = Scene([1] * 5, lengths, group=2, padding=2, width=64)
+    softmax = Softmax(0.125, **{**options, "sinks": torch.randn(4) if options else None})
+    kv_write(scene.k, scene.v, scene.keys, scene.values, scene.slots)
+    batch, out = scene.batch(max_kv=1 << 16), torch.empty_like(scene.q, memory_format=torch.contiguous_format)
+    mixed(scene.q, scene.keys, scene.values, batch, out, Scratch(torch.device("cpu")), softmax)
+    torch.testing.assert_close(out[:5].double(), scene.reference(scene.pool, softmax), rtol=1e-5, atol=1e-5)
+
+
 def test_keys_and_values_may_be_separate_tensors() -> None:
     slots = torch.tensor([5, 33, 70])
     k, v = torch.randn(3, 3, 48)[..., :40], torch.randn(3, 3, 40).transpose(0, 1)
