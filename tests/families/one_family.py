@@ -40,7 +40,7 @@ def try_family(model_type: str, folder: Path) -> Outcome:
     """Serves the reduced model of a type, which is written to `folder`. Raises Differs if results are not those of
     transformers."""
     try:
-        model = _reference(model_type)
+        model = reference_model(model_type)
     except Exception as error:  # a family's code may raise exceptions of any type
         return _without_reference(model_type, error)
     model.save_pretrained(folder)
@@ -53,7 +53,7 @@ def try_family(model_type: str, folder: Path) -> Outcome:
     return Outcome(True)
 
 
-def _reference(model_type: str) -> PreTrainedModel:
+def reference_model(model_type: str) -> PreTrainedModel:
     """The reduced model with random weights, in float32, after a first pass over one prompt."""
     leave_out_timm()
     is_wrapper = model_type in wrapper_types()
@@ -67,7 +67,7 @@ def _reference(model_type: str) -> PreTrainedModel:
         torch.manual_seed(0)
         model: PreTrainedModel = of.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         _disturb(model)
-    _logits(model, random_prompt(130, VOCAB, 0))
+    language_logits(model, random_prompt(130, VOCAB, 0))
     return model
 
 
@@ -105,13 +105,13 @@ def _compare(served: Served, model: PreTrainedModel) -> None:
             served.step()
     served.run()
     for prompt, forward in zip(prompts, forwards, strict=True):
-        wanted = _logits(model, prompt)
+        wanted = language_logits(model, prompt)
         error = (served.logits_of(forward) - wanted).abs().max().item()
         if not error < TOLERANCE * max(1.0, wanted.abs().max().item()):
             raise Differs(f"the logits of a prompt of {len(prompt)} tokens differ by {error:.2g}")
     for talker, own, count in talkers:
         assert len(talker.tokens) == len(own) + count
-        logits = _logits(model, talker.tokens[:-1])[len(own) - 1 :]
+        logits = language_logits(model, talker.tokens[:-1])[len(own) - 1 :]
         chosen = logits.gather(1, torch.tensor(talker.tokens[len(own) :])[:, None])[:, 0]
         short = (logits.max(dim=1).values - chosen).max().item()
         if short > NEAR_TIE:
@@ -119,6 +119,6 @@ def _compare(served: Served, model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def _logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+def language_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     logits: Tensor = language_model(model)(input_ids=torch.tensor([tokens])).logits[0]
     return logits.float()
