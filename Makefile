@@ -101,7 +101,7 @@ man: $(VENV)/demo.stamp
 check: lint types layers docs test
 
 # Whatever the other targets install, so that they may run at the same time: two pips in one environment may not.
-installed: $(addprefix $(VENV)/,docs.stamp fuzz.stamp foreign.stamp)
+installed: $(addprefix $(VENV)/,docs.stamp fuzz.stamp foreign.stamp oldest.stamp)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -18,7 +18,9 @@ from tests.families.configurations import reduced
 BLOCKS = 3  # of the target
 Tensors = dict[str, Tensor]
 
-no_reference = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="this transformers has no heads")
+no_reference = pytest.mark.skipif(  # 5.17 has a model of the heads without single ones
+    not hasattr(getattr(modeling_layers, "MtpModel", None), "forward_layer"), reason="this transformers has no heads"
+)
 
 
 def with_head(
