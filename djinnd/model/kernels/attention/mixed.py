@@ -4,7 +4,7 @@ The number of rows of each kind changes from step to step, but the grid of a cap
 fixed number of programs, no more than it can use and the device can hold. They take one piece of work after another,
 and find the work in `worklist` and `extent` (djinnd/model/attention/worklist.py). A grid for all possible rows would
 have tens of thousands of programs without work, at some nanoseconds each. A third kernel combines the pieces of either
-kind.
+kind. A decode step of more than a few rows is such a batch without chunks.
 
 Both kinds in one launch (as in POD-Attention: Kamath et al., 2025) were slower: a processor has registers for one
 program of a chunk, so it also read the keys of one decode row at a time.
@@ -40,7 +40,9 @@ from djinnd.model.kernels.launching.interpreter import INTERPRETED
 from djinnd.model.kernels.launching.scratch import Scratch
 from djinnd.model.paged_batch import PagedBatch, Softmax
 
-# Programs a processor, for decode rows and for combining.
+# A processor's share: SINGLES splits of rows with one token, if there are fewer rows, and at most PROGRAMS programs for
+# these and COMBINING to combine. Measured on an H200: 256 rows of 544 tokens with 8 KV heads take 155 µs with 6 to 32
+# programs, and 185 with 4.
 SINGLES, PROGRAMS, COMBINING = tl.constexpr(6), 16, 16
 NO_LIMIT = 1 << 30
 
@@ -103,8 +105,7 @@ def combine_mixed_kernel(
     TILE: tl.constexpr, CHUNKS_DIRECT: tl.constexpr, DIRECT: tl.constexpr, CHUNK_SPLITS: tl.constexpr,
     SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combines the splits of one head of one token after another. Takes the bounds that the other kernels
-    got."""
+    """Combines the splits of one head of one token after another. Takes the bounds that the others got."""
     KV_HEADS: tl.constexpr = HEADS // GROUP
     program, programs = tl.program_id(0), tl.num_programs(0)
     if not CHUNKS_DIRECT:
