@@ -3,7 +3,7 @@
     previous [tokens] │ kept [HEADS.places] │ step [tokens]
 
     previous    before each token of the head's next pass (model/family/heads.py)
-    kept        of positions whose next token is not known yet, or too few for a pass
+    kept        of positions before a token that is not known yet, or too few for a pass
     step        of all tokens of the target's last step
 
 A place is the index of a row. The target and its head are on one stream: a place that has been given back may be

@@ -82,8 +82,8 @@ class ModelGraphs:
             self._attempt(graphs, lambda: graphs.capture(shape))
 
     def _attempt(self, graphs: StepGraphs, capture: Callable[[], object]) -> bool:
-        """Calls `capture`. A family whose forward pass cannot be captured runs eagerly from then on. → True if it did
-        something."""
+        """Calls `capture`. If a family's forward pass cannot be captured, it runs eagerly from then on. → True if the
+        call did something."""
         try:
             return bool(capture())
         except torch.OutOfMemoryError as error:

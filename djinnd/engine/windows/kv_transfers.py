@@ -133,10 +133,8 @@ class KvTransfers:
         while not self._scheduler.secure(session.id):
             yield None
         kv.trim(session.id, tokens)
-        stale = kv.pool.take_stale()
-        if stale:  # zero them before they are written: a later step would zero them afterwards
-            with self._device.computing():
-                runner.model.zero_pages(stale)
+        with self._device.computing():  # before they are written: a later step would zero them afterwards
+            runner.pages.zero_stale()
         session.foreign_tokens = tokens
         # its pages get keys, as in any session
         self._scheduler.queues[session.model].residency.advance(session, tokens)

@@ -58,7 +58,7 @@ def check_failed(served: Served, graphs: Graphs) -> None:
 
 
 @ERRORS
-def test_a_model_whose_graphs_cannot_be_compiled_serves_without_graphs(served: Served, error: Exception) -> None:
+def test_a_model_serves_without_graphs_that_cannot_be_compiled(served: Served, error: Exception) -> None:
     served.runner.graphs.current = graphs = Graphs(error)  # type: ignore[assignment]
     assert len(list(served.runner.graphs.compile())) == 1, "one shape was run, and the next failed"
     check_failed(served, graphs)
