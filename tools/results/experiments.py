@@ -20,7 +20,7 @@ MODELS = {
     "llama-2-13b": "Llama-2-13B",
     "m7": "Llama-2-7B",
     "gpt2": "GPT-2",
-    "wide": "A wide Llama of 20 blocks",
+    "smollm2-135m": "SmolLM2-135M",
 }
 
 
