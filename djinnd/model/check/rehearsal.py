@@ -119,7 +119,7 @@ class EveryBound(PagedAttention):
 def _bounds(most: int, batch: PagedBatch) -> Iterator[tuple[int, PagedBatch]]:
     """→ pairs: a number of tokens, up to `most`, and the batch with the bounds to try."""
     lengths = [*(bound for bound in _KV_BOUNDS if bound < batch.max_kv), batch.max_kv]
-    several = batch.kv_lengths[:1].expand(AT_ONCE + 1)  # rows of which `extent` says that they have no tokens
+    several = batch.kv_lengths[:1].expand(AT_ONCE + 1)  # more rows choose another kernel; `extent` has none of them
     for max_kv in lengths:
         yield 1, replace(batch, max_query=1, max_kv=max_kv, kv_lengths=several)
         for queries in range(1, min(most, MAX_QUERY) + 1):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from djinnd.model.attention.worklist import EXTENT, FIELDS, fill_worklist
-from djinnd.model.kernels.attention.decode import decode
+from djinnd.model.kernels.attention.decode import AT_ONCE, decode
 from djinnd.model.kernels.attention.kv_write import kv_write
 from djinnd.model.kernels.attention.mixed import mixed
 from djinnd.model.kernels.attention.tile import Tiles
@@ -34,6 +34,7 @@ from tools.bench.kernels.timing import (
 )
 
 LONGEST = 4096  # most tokens of a session
+BOUND = 131_072  # most tokens that a captured decode step allows, as Llama-3.1-8B does
 SCALE = HEAD_DIM**-0.5
 SOFTMAX = Softmax(SCALE)
 DECODE_TILES = [
@@ -118,19 +119,29 @@ class Rows:
 
 
 def measure_decode(ceiling: float, sweep: bool) -> Iterator[Measured | None]:
-    alike = [("2,048 tokens", [2048] * sessions) for sessions in (1, 16, 64)]
+    """Measures a captured decode step's attention by the kernel that serves so many rows, and by the one with a fixed
+    grid."""
+    alike = [("2,048 tokens", [2048] * sessions) for sessions in (1, 16, 64)] + [("544 tokens", [544] * 256)]
     uneven = [("100 to 4,000 tokens", [100 + 260 * i for i in range(16)])]
     for (heads, kv_heads), (what, lengths) in itertools.product((LLAMA_13B, LLAMA_8B), alike + uneven):
         rows = Rows(heads, kv_heads, [1] * len(lengths), lengths)
+        rows.batch = replace(rows.batch, max_kv=BOUND)
+        is_fixed = len(lengths) <= AT_ONCE
         case = Case("decode", f"{heads}/{kv_heads}, {len(lengths)} of {what}", rows.kv_bytes, "GB/s", ceiling)
-        options: dict[str, dict[str, Any]] = {}
+        options: dict[str, dict[str, Any]] = {} if is_fixed else {"fixed grid": {"kernel": decode}}
         if sweep:
             options |= {f"{splits} splits": {"splits": splits} for splits in DECODE_SPLITS}
+        if sweep and is_fixed:
             options |= {str(tiles): {"tiles": tiles} for tiles in DECODE_TILES}
         scratch = Scratch(rows.q.device)
-        step = partial(decode, rows.q, batch=rows.batch, out=rows.out, scratch=scratch, softmax=SOFTMAX)
+        kernel = decode if is_fixed else mixed
+        step = partial(by, rows.q, kernel=kernel, batch=rows.batch, out=rows.out, scratch=scratch, softmax=SOFTMAX)
         for variant, launches in variants(step, rows.blocks, options):
             yield case.measure(variant, launches)
+
+
+def by(*tensors: Tensor, kernel: Callable[..., None], **arguments: Any) -> None:
+    kernel(*tensors, **arguments)
 
 
 def measure_prefill(sweep: bool) -> Iterator[Measured | None]:

@@ -12,6 +12,8 @@ program of a chunk, so it also read the keys of one decode row at a time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -158,6 +160,31 @@ def work_at(worklist, nth):
     return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
 
 
+class Division(NamedTuple):
+    """Bounds of the splits of keys. The device chooses within them, when it knows the rows and their lengths."""
+
+    most: int  # splits of a block of a chunk
+    filling: int  # programs that fill the device with blocks
+    useful: int  # most splits of a row with one token
+    needed: int  # fewest splits of the longest such row
+    shortest: int  # tokens of a split, so that it is useful
+    longest: int  # and so that no further one is needed
+
+
+def division_of(
+    batch: PagedBatch, tokens: int, group: int, kv_heads: int, tiles: Tiles, processors: int, splits: int | None
+) -> Division:
+    """tiles: of chunks. splits: of all keys; None: derived."""
+    if splits is not None:
+        found = Division(splits, NO_LIMIT, splits, splits, 1, 1)
+    else:  # a row with one token has the most splits if it is alone in the batch
+        most = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, processors)
+        useful, needed = split_bounds(batch.max_kv)
+        useful = int(splits_to_fill.fn(1, kv_heads, processors, useful, needed))
+        found = Division(most, processors, useful, needed, SHORTEST_SPLIT, LONGEST_SPLIT)
+    return found if batch.max_query > 1 else found._replace(most=1)
+
+
 def mixed(
     q: Tensor,
     keys: Tensor,
@@ -184,16 +211,8 @@ def mixed(
     packed_rows = batch.max_query * group
     tiles = tiles or prefill_tiles(packed_rows, dim, q.element_size(), _is_hopper(q.device))
     assert tiles.keys % page_size == 0 or page_size % tiles.keys == 0
-    bounds = (SHORTEST_SPLIT, LONGEST_SPLIT) if splits is None else (1, 1)
-    if splits is None:  # a row with one token has the most splits if it is alone in the batch
-        most = prefill_splits(tokens, group, kv_heads, batch.max_kv, tiles, processors)
-        useful, needed = split_bounds(batch.max_kv)
-        useful = int(splits_to_fill.fn(1, kv_heads, processors, useful, needed))
-        filling = processors
-    else:
-        most, useful, needed, filling = splits, splits, splits, NO_LIMIT
-    if batch.max_query == 1:
-        most = 1
+    division = division_of(batch, tokens, group, kv_heads, tiles, processors, splits)
+    most, filling, useful, needed, *_ = division
     programs = kv_heads * triton.cdiv(tokens * group, tiles.rows) * most
     waves = min(rows, SINGLES.value)
     chunk_pieces = tokens * heads * most if most > 1 else 0
@@ -216,14 +235,13 @@ def mixed(
             **alike, **reading,
         )  # fmt: skip
     singles_kernel[(min(PROGRAMS * processors, rows * kv_heads * useful) or 1,)](
-        q, keys, values, out, *parts[2:], *where, *strides, *scores, useful, needed, *bounds, processors,
+        q, keys, values, out, *parts[2:], *where, *strides, *scores, *division[2:], processors,
         ROWS=single.rows, TILE=single.keys, DIRECT=useful == 1, num_warps=single.warps, num_stages=single.stages,
         **alike, **reading,
     )  # fmt: skip
     if sum(sizes):
         combine_mixed_kernel[(min(COMBINING * processors, heads * tokens) or 1,)](
-            *parts, out, batch.worklist, batch.extent, sinks, window, most, filling, useful, needed, *bounds,
-            processors,
+            *parts, out, batch.worklist, batch.extent, sinks, window, *division, processors,
             CHUNK_ROWS=tiles.rows if most > 1 else 1, TILE=single.keys, CHUNKS_DIRECT=most == 1, DIRECT=useful == 1,
             CHUNK_SPLITS=triton.next_power_of_2(most), SPLITS=COMBINED_AT_ONCE, num_warps=2, **alike,
         )  # fmt: skip
