@@ -66,7 +66,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def configured(folders: dict[str, Path]) -> dict[str, Any]:
     models = {name: {"path": str(folder), "kv_dtype": "fp8"} for name, folder in folders.items()}
-    return {"memory": "2GiB", "models": models | {"plain": {"path": str(tiny_model())}}}
+    return {"memory": "4GiB", "models": models | {"plain": {"path": str(tiny_model())}}}
 
 
 @pytest.fixture(scope="module")
