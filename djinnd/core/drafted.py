@@ -17,6 +17,11 @@ from djinnd.core.guesser import Record, agreeing
 from djinnd.core.tuning import DRAFTS
 
 
+def record_of_draft(rate: float = DRAFTS.first_rate) -> Record:
+    """`rate`: the share of right tokens that is expected at first."""
+    return Record(rate, DRAFTS.decay)
+
+
 class Drafted:
     """`tokens` is the session's live text. `record`: of the draft's guesses in this session."""
 
@@ -58,16 +63,12 @@ class Drafted:
         self.computed = self._at = len(self._tokens)
         self._guess = guess
 
-    def best_length(self, cost: float) -> int:
-        """See Record.best_length. Called in each step that could run a guess of the session."""
-        length = self.record.best_length(cost)
-        if length:
-            self.idle_steps = 0
-            return length
-        self.idle_steps += 1
+    def note_worth(self, *, pays: bool) -> None:
+        """Notes in each step that could run a guess of the session if a guess seems to pay. If none has for long, the
+        first rate is expected again."""
+        self.idle_steps = 0 if pays else self.idle_steps + 1
         if self.idle_steps == DRAFTS.again:
-            self.record, self.idle_steps = Record(DRAFTS.first_rate), 0
-        return 0
+            self.record, self.idle_steps = record_of_draft(), 0
 
     def settle(self) -> tuple[int, bool]:
         """Compares the last guess with the tokens that have come since, and keeps the KV of those that were right. The

@@ -24,15 +24,17 @@ _SAME = RUN + 1  # tokens that stay the same at a place from which guesses go on
 class Record:
     """How often recent forecasts of one kind have come true."""
 
-    def __init__(self, rate: float = GUESSES.first_right / GUESSES.first_judged) -> None:
-        """`rate`: the share of right tokens that is expected at first."""
+    def __init__(self, rate: float = GUESSES.first_right / GUESSES.first_judged, decay: float = GUESSES.decay) -> None:
+        """`rate`: the share of right tokens that is expected at first. `decay`: how much an earlier forecast counts,
+        for each later one."""
+        self._decay = decay
         # tokens of forecasts, decayed
         self._right, self._judged = rate * GUESSES.first_judged, GUESSES.first_judged
 
     def note(self, right: int, wrong: bool) -> None:
         """Notes a forecast with this many right tokens, and maybe a wrong one behind them."""
-        self._right = GUESSES.decay * self._right + right
-        self._judged = GUESSES.decay * self._judged + right + wrong
+        self._right = self._decay * self._right + right
+        self._judged = self._decay * self._judged + right + wrong
 
     @property
     def rate(self) -> float:
@@ -45,14 +47,6 @@ class Record:
         if rate < worth:
             return 0
         return GUESSES.longest if rate > GUESSES.sure else int(math.log(worth) / math.log(rate))
-
-    def best_length(self, cost: float) -> int:
-        """The length of a forecast that gives most tokens in a time, if each of its tokens makes the step longer by
-        `cost`, as a share of the step. A step without a forecast gives one token."""
-        tokens, seconds, chance, count = 1.0, 1.0, self.rate, 0
-        while count < GUESSES.longest and chance * seconds > cost * tokens:
-            tokens, seconds, chance, count = tokens + chance, seconds + cost, chance * self.rate, count + 1
-        return count
 
 
 class Guesser:

@@ -36,7 +36,12 @@ class DraftTuning:
     """How a draft model guesses. All values are chosen."""
 
     first_rate: float = 0.8  # Share of right tokens that is expected of a draft that has not run yet.
-    again: int = 1024  # After this many steps of a session without a guess, `first_rate` is expected again.
+    # How much an earlier guess counts, for each later one. A draft is about as good everywhere in a text, so more of
+    # its guesses count than of those from texts. The share of right tokens is then less often low by chance.
+    decay: float = 0.9
+    # After this many steps of a session without a guess that seemed to pay, `first_rate` is expected of it again, and
+    # after as many steps without any guess of all new sessions.
+    again: int = 1024
     hopeful: int = 16  # One in so many new sessions expects `first_rate`. The others expect the rate of all of late.
     behind: int = 32  # A session with at most this many tokens that the draft has not run gets a guess at once.
     # At most so many tokens of prompts are run by the draft in a step, and at least so many of a session that is
@@ -44,7 +49,7 @@ class DraftTuning:
     most_tokens: int = 1024
     least_tokens: int = 32
     catch_up_share: float = 0.25
-    least_cost: float = 0.05  # A pass or a guessed token that seems to cost nothing costs this share of a step.
+    least_cost: float = 0.05  # A guessed token takes at least this share of the time of a token without guesses.
     measured_again: int = 4096  # After so many steps without a guess, the draft's passes are measured again.
     longest_share: float = 1.0  # While other rows wait, the passes for guesses take at most this share of the step.
 

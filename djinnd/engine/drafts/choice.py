@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from djinnd.core.drafted import Drafted
 from djinnd.core.tuning import DRAFTS
@@ -33,25 +34,61 @@ class Choice:
         return bool(self.guesses or self.behind)
 
 
-def choose(candidates: Sequence[Candidate], cost: float, longest: int, room: int, reading: int, most: int) -> Choice:
-    """`cost`: of one more guessed token, see Record.best_length. `longest`: passes. `room`: tokens of guesses that the
-    step may run. `reading`: tokens that the draft may read of sessions that it is behind with. `most`: all tokens of a
-    pass."""
+class Costs(NamedTuple):
+    """Seconds of a step and of guesses for it. Without a guess, each of its rows gets one token."""
+
+    step: float  # without guesses
+    rows: int
+    a_pass: float  # of the draft. It takes about as long for one guess as for all
+    a_token: float  # of a guess, in the step
+
+
+def best_lengths(rates: Sequence[float], most: Sequence[int], costs: Costs) -> list[int]:
+    """The lengths of guesses with which a step and its passes give most tokens in a time.
+
+    `rates`: the share of right tokens of each guess; `most`: its longest length. A pass adds a token to each guess that
+    has all earlier ones. It is run if the right tokens that are expected of it take less time than those before.
+    """
+    lengths, chances = [0] * len(rates), list(rates)
+    tokens, seconds = float(costs.rows), costs.step
+    for length in range(1, max(most, default=0) + 1):
+        least = costs.a_token * tokens / seconds
+        longer = [at for at, chance in enumerate(chances) if lengths[at] == length - 1 < most[at] and chance > least]
+        gained, takes = sum([chances[at] for at in longer]), costs.a_pass + costs.a_token * len(longer)
+        if gained * seconds <= takes * tokens:
+            break
+        tokens, seconds = tokens + gained, seconds + takes
+        for at in longer:
+            lengths[at], chances[at] = length, chances[at] * rates[at]
+    return lengths
+
+
+def choose(candidates: Sequence[Candidate], costs: Costs, longest: int, room: int, reading: int, most: int) -> Choice:
+    """`longest`: passes. `room`: tokens of guesses that the step may run. `reading`: tokens that the draft may read of
+    sessions that it is behind with. `most`: all tokens of a pass."""
     choice, most = Choice(), most - reading
-    for candidate in candidates:
+    ready: list[Candidate] = []
+    would_be = best_lengths(_rates(candidates), [longest] * len(candidates), costs)
+    for candidate, length in zip(candidates, would_be, strict=True):
         drafted = candidate.drafted
-        length = min(drafted.best_length(cost), longest, candidate.most)
+        drafted.note_worth(pays=length > 0)
         if not length:
             continue
         if drafted.missing <= min(DRAFTS.behind, most):
-            choice.guesses.append((candidate, length))
+            ready.append(candidate)
             most -= drafted.missing
         elif drafted.missing > 1 and reading > 0:
             tokens = min(drafted.missing - 1, reading)
             choice.behind.append((candidate, tokens))
             reading -= tokens
+    lengths = best_lengths(_rates(ready), [min(longest, candidate.most) for candidate in ready], costs)
+    choice.guesses.extend(pair for pair in zip(ready, lengths, strict=True) if pair[1])
     _fit(choice.guesses, room)
     return choice
+
+
+def _rates(candidates: Sequence[Candidate]) -> list[float]:
+    return [candidate.drafted.record.rate for candidate in candidates]
 
 
 def _fit(guesses: list[tuple[Candidate, int]], room: int) -> None:

@@ -18,11 +18,11 @@ from dataclasses import replace
 from msgspec import structs
 
 from djinnd.core.batch import Batch, Row, in_step_order
-from djinnd.core.drafted import Drafted
+from djinnd.core.drafted import Drafted, record_of_draft
 from djinnd.core.guesser import Record
 from djinnd.core.session import Session
 from djinnd.core.tuning import DRAFTS, GUESSES
-from djinnd.engine.drafts.choice import Candidate, Choice, choose, within_vocabulary
+from djinnd.engine.drafts.choice import Candidate, Choice, Costs, best_lengths, choose, within_vocabulary
 from djinnd.engine.drafts.draft_pages import DraftPages
 from djinnd.engine.drafts.draft_passes import DraftPasses
 from djinnd.engine.run.model_runner import ModelRunner
@@ -41,7 +41,7 @@ class Drafter:
         self._passes = self._make_passes(vocab)
         self._times = StepTimes()  # of passes
         self._sessions: dict[str, Session] = {}  # sessions that have a Drafted
-        self._recent = Record(DRAFTS.first_rate)  # of all sessions
+        self._recent = record_of_draft()  # of all sessions
         self._opened = 0  # sessions that the draft has begun with
         self._steps_without = 0  # steps since the last one for which the draft has guessed
         self._had_room = True  # for guesses, in the last step
@@ -86,9 +86,9 @@ class Drafter:
         may_guess = that_may_guess(rows) if self._had_room and not self.is_off else []
         if not may_guess:
             return False
-        cost = self._cost(rows, len(may_guess))
-        records = [rows[at].session.drafted for at in may_guess]
-        return any(drafted is not None and drafted.record.best_length(cost) > 0 for drafted in records)
+        known = [drafted for at in may_guess if (drafted := rows[at].session.drafted) is not None]
+        rates = [drafted.record.rate for drafted in known]
+        return any(best_lengths(rates, [1] * len(rates), self._costs(len(rows), len(may_guess))))
 
     def close(self, session_id: str) -> None:
         """The session is closed. No effect if the draft does not know it."""
@@ -135,7 +135,9 @@ class Drafter:
             times.ask(len(rows))
             return Choice()
         self._steps_without += 1
-        cost, step_s, pass_s = self._cost(rows, count), times.predict(len(rows)), self._times.predict(count)
+        if self._steps_without % DRAFTS.again == 0:
+            self._recent = record_of_draft()
+        step_s, pass_s = times.predict(len(rows)), self._times.predict(count)
         longest = GUESSES.longest
         if not self._is_known(count):
             longest = GUESSES.usual
@@ -145,7 +147,7 @@ class Drafter:
         reading = self._times.further_within(limit, count)
         most = self.draft.max_tokens
         reading = min(max(reading, DRAFTS.least_tokens), DRAFTS.most_tokens, most // 2)
-        return choose(candidates, cost, longest, batch.room, reading, most)
+        return choose(candidates, self._costs(len(rows), count), longest, batch.room, reading, most)
 
     def _candidate(self, at: int, row: Row) -> Candidate:
         session = row.session
@@ -163,15 +165,19 @@ class Drafter:
         if drafted is None:
             self._opened += 1
             rate = DRAFTS.first_rate if self._opened % DRAFTS.hopeful == 0 else self._recent.rate
-            drafted = session.drafted = self._begin_with(session, Record(rate))
+            drafted = session.drafted = self._begin_with(session, record_of_draft(rate))
             self._sessions[session.id] = session
         return drafted
 
-    def _cost(self, rows: Sequence[Row], may_guess: int) -> float:
-        """See Guesses.cost_of_draft. A pass seems to take no time until some have been measured, and again when the
-        draft has not run for long: a busy machine may have made it slow."""
+    def _costs(self, rows: int, may_guess: int) -> Costs:
+        """A pass seems to take no time until some have been measured, and again when the draft has not run for long: a
+        busy machine may have made it slow."""
+        step_s = self._builder.times.predict(rows)
+        if not step_s:
+            return Costs(1.0, rows, 0.0, GUESSES.least_chance / rows)
         pass_s = self._times.predict(may_guess) if self._is_known(may_guess) else 0.0
-        return max(self._builder.guesses.cost_of_draft(rows, may_guess, pass_s), DRAFTS.least_cost)
+        token_s = max(self._builder.guesses.token_s(may_guess), DRAFTS.least_cost * step_s / rows)
+        return Costs(step_s, rows, pass_s, token_s)
 
     def _is_known(self, rows: int) -> bool:
         return self._times.is_sure(rows) and self._steps_without < DRAFTS.measured_again

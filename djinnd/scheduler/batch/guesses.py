@@ -78,15 +78,10 @@ class Guesses:
             return GUESSES.least_chance
         return max(GUESSES.least_chance, self._times.of_guess(usual) / usual * len(rows) / seconds)
 
-    def cost_of_draft(self, rows: Sequence[Row], may_guess: int, pass_s: float) -> float:
-        """The cost of a further token of a draft's guess for one of `may_guess` rows, as a share of a token's cost
-        without guesses. For all these rows together it is a pass of the draft, which takes `pass_s`, and a token of
-        each in the step."""
-        seconds = self._times.predict(len(rows))
-        if not seconds:
-            return GUESSES.least_chance
-        all_rows = pass_s + self._times.of_guess(GUESSES.usual * may_guess) / GUESSES.usual
-        return all_rows / may_guess * len(rows) / seconds
+    def token_s(self, guesses: int) -> float:
+        """Seconds that a token of a draft's guess adds to a step with so many guesses; 0 until it has been measured."""
+        usual = GUESSES.usual * guesses
+        return self._times.of_guess(usual) / usual
 
     def most(self, row: Row) -> int:
         """The longest guess for the row: the step samples one token more."""

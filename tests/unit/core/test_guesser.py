@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from djinnd.core.guesser import Guesser, Record, agreeing
+from djinnd.core.guesser import Guesser, agreeing
 from djinnd.core.shared_texts import SharedTexts
 from djinnd.core.tuning import GUESSES
 
@@ -176,14 +176,3 @@ def test_an_open_session_that_is_cut_is_guessed_as_it_is_now() -> None:
     assert guesser.guess(2, WORTH) == ()
     text += [8, 9]
     assert guesser.guess(2, WORTH) == (8, 9)
-
-
-def test_the_best_length_gives_most_tokens_in_a_time() -> None:
-    for rate in (0.1, 0.5, 0.8, 0.99):
-        for cost in (0.02, 0.3, 0.6, 1.5):
-
-            def speed(length: int, rate: float = rate, cost: float = cost) -> float:
-                return sum(rate**count for count in range(length + 1)) / (1 + cost * length)
-
-            best = max(range(GUESSES.longest + 1), key=speed)
-            assert speed(Record(rate).best_length(cost)) == pytest.approx(speed(best))

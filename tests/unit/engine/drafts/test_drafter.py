@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from djinn_client.protocol import Sampling
+from djinnd.core.tuning import DRAFTS
+from djinnd.engine.drafts import drafter
 from tests.support.checkpoints import Tensors, altered
 from tests.support.drafted import WithDraft, lives
 from tests.support.loaded import small_pages
@@ -95,3 +98,18 @@ def test_a_draft_that_is_wrong_changes_no_token_and_soon_guesses_no_more(tempera
     assert tokens == expected
     assert 0 < guesses < 0.25 * sum(map(len, tokens))
     assert sum(request.guessed for request in requests) < 300
+
+
+def test_new_sessions_are_guessed_for_again_when_the_draft_has_been_idle_for_long(
+    stranger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter, "DRAFTS", replace(DRAFTS, again=150, hopeful=1 << 20))
+    with WithDraft(FOLDER, stranger, small_pages(100), plan=small_pages(100)) as served:
+        guesses = []
+        for seed in range(5):
+            before = served.guesses
+            served.submit(served.open(), [5, 6, 7], 100, Sampling(temperature=0.7, seed=seed), may_guess=True)
+            served.run()
+            guesses.append(served.guesses - before)
+        assert guesses[0] > 0 == guesses[1], "the second session expects what the first one got"
+        assert any(guesses[2:])
