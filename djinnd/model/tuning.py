@@ -48,7 +48,10 @@ UNROLLED = 4
 # --- CPU beside the bus -----------------------------------------------------------------------------------------------
 
 BESIDE_ROWS = (1, 2, 4, 8, 16)  # chosen: rows for which a load measures the host's products
-BESIDE_RUNS = 3  # chosen: measurements of each; the fastest counts
+BESIDE_RUNS = 3  # chosen: measurements of each; their median counts
+# Chosen: MLPs that are multiplied by in turns meanwhile. With one, a part of it stays in the cache: beside an H200, the
+# host seemed to read 51 and 73 GB/s, and read 36 and 47 in the steps that followed.
+BESIDE_SAMPLES = 3
 # Chosen: seconds of a product after which no more rows are measured. On a core of an AMD EPYC, torch's product by int8
 # codes takes ten times longer in float16 and float32 than in bfloat16, and that by codes of 4 bits forty times.
 BESIDE_SLOW_S = 0.2

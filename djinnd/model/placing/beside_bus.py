@@ -10,8 +10,10 @@ in private memory (host_weights.py). The arena keeps its form for steps of many 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from djinnd.model.placing.host_mlp import Cores, Crossing, HostMlp, host_mlp_of
 from djinnd.model.placing.host_weights import HostWeights
 from djinnd.model.placing.projections import Product
 from djinnd.model.placing.stored_form import decode_all
-from djinnd.model.tuning import BESIDE_COPIES_S, BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS, BESIDE_SLOW_S
+from djinnd.model.tuning import BESIDE_COPIES_S, BESIDE_MEMORY, BESIDE_ROWS, BESIDE_RUNS, BESIDE_SAMPLES, BESIDE_SLOW_S
 from djinnd.weights.plan import PlacementPlan, spread
 from djinnd.weights.ring import PIECE
 from djinnd.weights.store import WeightStore
@@ -101,7 +103,8 @@ class BesideBus:
         if not candidates:
             self.notes = [f"CPU beside the bus: not used, as no streamed block has a gated MLP in {FORMS}"]
             return {}
-        sample = candidates[len(candidates) // 2]  # the first and last blocks may have other forms
+        middle = candidates[len(candidates) // 2 :]  # the first and last blocks may have other forms
+        sample = middle[0]
         most = self._most_copies(candidates)
         if not most:
             self.notes = ["CPU beside the bus: not used, as the host has no memory for a copy of an MLP's weights"]
@@ -109,14 +112,18 @@ class BesideBus:
         own = self._mlps[sample].units
         width = self._store.buffers[sample].layout.entries[own[1][0]].shape[0]
         crossing = Crossing(self._device, max(BESIDE_ROWS), width, self._dtype)
-        self._bind(sample, copies[sample], scratch, crossing)
         if self._rates is None:
-            self._rates = measured(self._device, self._mlps[sample], copies[sample], width, self._dtype)
+            samples = middle[: min(BESIDE_SAMPLES, most)]
+            for index in samples:
+                self._bind(index, copies[index], scratch, crossing)
+            mlps = [self._mlps[index] for index in samples]
+            self._rates = measured(self._device, mlps, copies[sample], width, self._dtype)
         streamed = self._streamed(plan, sample, copies)
         count = best_share(streamed, self._rates, most)
         chosen = [candidates[k] for k in spread(count, len(candidates))] if count else []
-        if sample not in chosen:
-            self._mlps[sample].unbind()
+        for index in candidates:
+            if index not in chosen:
+                self._mlps[index].unbind()
         for index in chosen:
             if not self._mlps[index].is_bound:
                 self._bind(index, copies[index], scratch, crossing)
@@ -178,15 +185,19 @@ def _bytes_of(spans: Iterable[range], source: Tensor) -> int:
 
 
 @torch.inference_mode()
-def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: int, dtype: torch.dtype) -> BesideRates:
-    """Rates of the bus and of the host's products, each while the other one works. copy: over the bus, for load."""
+def measured(
+    device: Device, mlps: Sequence[HostMlp], copy: tuple[Tensor, Tensor], width: int, dtype: torch.dtype
+) -> BesideRates:
+    """Rates of the bus and of the host's products, each while the other one works. mlps: of one size; they are
+    multiplied by in turns. copy: over the bus, for load."""
     Cores(device).use()
     target, source = copy
     inputs = torch.randn(max(BESIDE_ROWS), width, dtype=torch.float32).to(dtype)
+    turns = cycle(mlps)
 
     def seconds(rows: int) -> float:
         began = time.perf_counter()
-        mlp.multiply(inputs[:rows])
+        next(turns).multiply(inputs[:rows])
         return time.perf_counter() - began
 
     bus = device.rates().bus
@@ -201,7 +212,7 @@ def measured(device: Device, mlp: HostMlp, copy: tuple[Tensor, Tensor], width: i
     events = [device.copy(to, of, name="measurement") for to, of in pieces]
     mlp_s, beside = dict[int, float](), bus
     for rows in BESIDE_ROWS:
-        mlp_s[rows] = min(seconds(rows) for _ in range(BESIDE_RUNS))
+        mlp_s[rows] = statistics.median(seconds(rows) for _ in range(BESIDE_RUNS))
         passed = [event.has_passed() for event in events]
         if any(passed) and not all(passed):
             copied = sum(of.nbytes for (_, of), is_there in zip(pieces, passed, strict=True) if is_there)

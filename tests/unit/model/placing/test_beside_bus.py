@@ -52,16 +52,31 @@ def an_mlp(crossing: Crossing | None = None) -> tuple[HostMlp, torch.Tensor, tor
 
 def test_rates_are_measured_while_copies_go_on(device: CpuDevice) -> None:
     target, source = torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)
-    rates = measured(device, an_mlp()[0], (target, source), WIDTH, torch.float32)
+    rates = measured(device, [an_mlp()[0]], (target, source), WIDTH, torch.float32)
     assert tuple(rates.mlp_s) == BESIDE_ROWS and all(seconds > 0 for seconds in rates.mlp_s.values())
     assert 0 < rates.bus_beside <= rates.bus
     assert torch.equal(target, source), "all copies have ended"
 
 
+def test_mlps_are_multiplied_by_in_turns(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlps, multiplied = [an_mlp()[0] for _ in range(3)], list[HostMlp]()
+    whole = HostMlp.multiply
+
+    def noted(mlp: HostMlp, x: torch.Tensor) -> torch.Tensor:
+        multiplied.append(mlp)
+        return whole(mlp, x)
+
+    monkeypatch.setattr(HostMlp, "multiply", noted)
+    target, source = torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)
+    measured(device, mlps, (target, source), WIDTH, torch.float32)
+    assert multiplied == [mlps[turn % 3] for turn in range(len(multiplied))]
+    assert len(multiplied) > 3 * len(BESIDE_ROWS)
+
+
 def test_after_a_slow_product_no_more_rows_are_measured(device: CpuDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside_bus, "BESIDE_SLOW_S", 0.0)
     target, source = torch.zeros(1 << 20, dtype=torch.uint8), torch.ones(1 << 20, dtype=torch.uint8)
-    rates = measured(device, an_mlp()[0], (target, source), WIDTH, torch.float32)
+    rates = measured(device, [an_mlp()[0]], (target, source), WIDTH, torch.float32)
     assert tuple(rates.mlp_s) == BESIDE_ROWS[:1] and rates.mlp_s[1] > 0
 
 
