@@ -84,7 +84,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Weights as the checkpoint stores them, in their codes:",
         "tools.bench.serving.stored",
         serving.stored,
-        options=("memory", "kv_gib"),
+        options=("memory", "kv_gib", "draft", "part"),
         within=lambda result: f"{result.parameters['memory']} of device memory",
     ),
     "stream": Experiment(
@@ -238,6 +238,13 @@ EXPERIMENTS: dict[str, Experiment] = {
         as_printed,
         options=("memory", "resident", "kv", "quantise"),
         within=lambda result: result.parameters.get("quantise") or "",
+    ),
+    "speculation": Experiment(
+        "Decode with guesses, from a session's own text and from a draft:",
+        "tools.bench.serving.speculation",
+        as_printed,
+        options=("memory", "kv_gib", "draft", "part"),
+        within=lambda result: f"{result.results['blocks_streamed']} blocks streamed beside the draft",
     ),
     "prefill": Experiment(
         "First tokens of long prompts, beside large products and contiguous attention:",
