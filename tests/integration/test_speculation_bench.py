@@ -18,7 +18,7 @@ def test_a_loop_takes_fewer_passes_with_speculation_and_other_text_as_many(tmp_p
     path = tmp_path / "found.json"
     work = ("--context=32", "--warm-up=8", "--tokens=33", "--runs=1", "--sessions=2")
     command = [warm_python(), "-m", "tests.support.short_copies", "tools.bench.serving.speculation", str(tiny_model())]
-    command += ["--device=cpu", "--memory=512MiB", f"--json={path}", *work]
+    command += ["--device=cpu", "--memory=1GiB", f"--json={path}", *work, f"--draft={tiny_model()}", "--verify=3"]
     ran = subprocess.run(command, cwd=ROOT, env=clean_environ(), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
@@ -31,3 +31,5 @@ def test_a_loop_takes_fewer_passes_with_speculation_and_other_text_as_many(tmp_p
     assert max(rates["auto", "loop"]) > 1.5  # how long guesses are depends on the times of steps
     assert max(rates["auto", "no repetition"]) < 1.2
     assert {*rates["off", "loop"], *rates["off", "no repetition"]} == {1.0}
+    assert all(1 <= rate <= 17 for rate in rates["with draft", "agreed"]), "whether it guesses depends on its times"
+    assert found["one_ms"] > 0 and found["verified_ms"] > 0
