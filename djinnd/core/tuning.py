@@ -49,7 +49,8 @@ class DraftTuning:
     most_tokens: int = 1024
     least_tokens: int = 32
     catch_up_share: float = 0.25
-    least_cost: float = 0.05  # A guessed token takes at least this share of the time of a token without guesses.
+    # A guessed token takes at least this share of the time of a token without guesses, in the draft and in the step.
+    least_cost: float = 0.05
     measured_again: int = 4096  # After so many steps without a guess, the draft's passes are measured again.
     longest_share: float = 1.0  # While other rows wait, the passes for guesses take at most this share of the step.
 

@@ -176,8 +176,8 @@ class Drafter:
         if not step_s:
             return Costs(1.0, rows, 0.0, GUESSES.least_chance / rows)
         pass_s = self._times.predict(may_guess) if self._is_known(may_guess) else 0.0
-        token_s = max(self._builder.guesses.token_s(may_guess), DRAFTS.least_cost * step_s / rows)
-        return Costs(step_s, rows, pass_s, token_s)
+        least = DRAFTS.least_cost * step_s / rows - pass_s / may_guess
+        return Costs(step_s, rows, pass_s, max(self._builder.guesses.token_s(may_guess), least))
 
     def _is_known(self, rows: int) -> bool:
         return self._times.is_sure(rows) and self._steps_without < DRAFTS.measured_again
