@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from djinnd.model.fast.single_row import is_single_faster, single_linear
 from djinnd.model.fast.widened import is_wider_faster, widened_linear
 from djinnd.model.tuning import FEW_ROWS
 
@@ -15,6 +16,8 @@ def fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.numel() // weight.shape[1]
     if is_wider_faster(rows, weight):
         return widened_linear(x, weight, bias)
+    if is_single_faster(rows, weight):
+        return single_linear(x, weight, bias)
     if not weight.is_cuda or not 0 < rows <= FEW_ROWS or not weight.is_contiguous():
         return linear(x, weight, bias)
     from djinnd.model.kernels.launching import launches  # Triton comes with CUDA builds of torch

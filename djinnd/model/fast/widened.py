@@ -19,7 +19,7 @@ from djinnd.model.tuning import NARROW_ROWS, WIDENED_NUMBERS
 def is_wider_faster(rows: int, weight: Tensor) -> bool:
     """Returns True if `widened_linear` takes less time for so many rows than torch's `linear`. weight: on any
     device."""
-    return rows > NARROW_ROWS and weight.device.type == "cpu" and weight.itemsize == 2 and not _is_native(weight.dtype)
+    return rows > NARROW_ROWS and weight.device.type == "cpu" and weight.itemsize == 2 and not is_native(weight.dtype)
 
 
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -35,7 +35,7 @@ def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @cache
-def _is_native(dtype: torch.dtype) -> bool:
+def is_native(dtype: torch.dtype) -> bool:
     """Returns True if torch multiplies by oneDNN, which it does on processors that are fast with this dtype."""
     if not torch.backends.mkldnn.is_available():
         return False

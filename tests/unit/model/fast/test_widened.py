@@ -52,9 +52,9 @@ def test_only_16_bit_weights_on_a_cpu_without_instructions_for_them(monkeypatch:
     weight = torch.empty(8, 8, dtype=torch.bfloat16)
     for native in (False, True):
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda native=native: native)
-        widened._is_native.cache_clear()
+        widened.is_native.cache_clear()
         assert is_wider_faster(NARROW_ROWS + 1, weight) is not native
         assert not is_wider_faster(NARROW_ROWS, weight)
         assert not is_wider_faster(NARROW_ROWS + 1, weight.float())
         assert not is_wider_faster(NARROW_ROWS + 1, weight.to("meta"))
-    widened._is_native.cache_clear()
+    widened.is_native.cache_clear()
