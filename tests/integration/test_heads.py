@@ -24,7 +24,8 @@ VOCAB = 300
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("models")
-    path = str(with_head(folder / "model", "glm4_moe", alike))
+    # Deep enough for a pass of the head to be short beside a step, also on a busy machine.
+    path = str(with_head(folder / "model", "glm4_moe", alike, blocks=16))
     bare = str(random_model(folder / "bare", reduced("glm4_moe")))
     models = {
         "head": {"path": path, "part": "heads"},

@@ -24,17 +24,21 @@ no_reference = pytest.mark.skipif(  # 5.17 has a model of the heads without sing
 
 
 def with_head(
-    folder: Path, family: str, change: Callable[[Tensors], object] = lambda tensors: None, vocab: int = 300
+    folder: Path,
+    family: str,
+    change: Callable[[Tensors], object] = lambda tensors: None,
+    vocab: int = 300,
+    blocks: int = BLOCKS,
 ) -> Path:
-    """Writes a reduced random model of BLOCKS blocks and its head, which has the weights of one block more. No norm's
+    """Writes a reduced random model of so many blocks and its head, which has the weights of one block more. No norm's
     weights are 1."""
     config = reduced(family)
-    config.vocab_size, config.num_hidden_layers = vocab, BLOCKS + 1
+    config.vocab_size, config.num_hidden_layers = vocab, blocks + 1
     with torch.random.fork_rng():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
         tensors = load_file(folder / "model.safetensors")
-        head, width = f"model.layers.{BLOCKS}", config.hidden_size
+        head, width = f"model.layers.{blocks}", config.hidden_size
         tensors |= {f"{head}.{name}.weight": torch.ones(width) for name in ("enorm", "hnorm", "shared_head.norm")}
         for name, tensor in tensors.items():
             if "norm" in name:
@@ -45,7 +49,7 @@ def with_head(
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in _by_expert(tensors).items()}, folder / "model.safetensors")
     told = json.loads((folder / "config.json").read_text())
-    told |= {"num_hidden_layers": BLOCKS, "num_nextn_predict_layers": 1}
+    told |= {"num_hidden_layers": blocks, "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(told))
     return folder
 
@@ -71,7 +75,7 @@ def alike(tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         if "o_proj" in name or "down_proj" in name:
             tensor.zero_()
-    head = f"model.layers.{BLOCKS}"
+    head = next(name for name in tensors if name.endswith(".eh_proj.weight")).removesuffix(".eh_proj.weight")
     width = len(tensors["model.norm.weight"])
     tensors[f"{head}.eh_proj.weight"] = torch.eye(width, 2 * width)
     tensors[f"{head}.enorm.weight"] = torch.ones(width)
