@@ -26,7 +26,7 @@ def bench(name: str, path: Path, *options: str) -> tuple[str, dict[str, Any]]:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_paging_between_all_tiers(tmp_path: Path) -> None:
-    small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=16")
+    small = ("--memory=512MiB", "--tokens=512", "--rounds=1", "--forks=5", "--steps=64")
     shown, found = bench("paging.kv", tmp_path / "kv.json", *small, f"--folder={tmp_path}")
     assert "token of one on the host (copied)" in shown and "token of one computed anew (computed)" in shown
     assert found["tokens"] == 512 and found["session_bytes"] == 2 * found["page_bytes"]
