@@ -31,5 +31,5 @@ def test_a_loop_takes_fewer_passes_with_speculation_and_other_text_as_many(tmp_p
     assert max(rates["auto", "loop"]) > 1.5  # how long guesses are depends on the times of steps
     assert max(rates["auto", "no repetition"]) < 1.2
     assert {*rates["off", "loop"], *rates["off", "no repetition"]} == {1.0}
-    assert all(1 <= rate <= 32 for rate in rates["with draft", "agreed"])  # whether it guesses depends on its times
+    assert {text for way, text in rates if way == "with draft"} == {"loop", "no repetition", "agreed"}
     assert found["one_ms"] > 0 and found["verified_ms"] > 0

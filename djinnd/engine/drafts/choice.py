@@ -68,6 +68,7 @@ def choose(candidates: Sequence[Candidate], costs: Costs, longest: int, room: in
     sessions that it is behind with. `most`: all tokens of a pass."""
     choice, most = Choice(), most - reading
     ready: list[Candidate] = []
+    # As if the draft had read all texts: one that it is behind with is read only if a guess would then pay.
     would_be = best_lengths(_rates(candidates), [longest] * len(candidates), costs)
     for candidate, length in zip(candidates, would_be, strict=True):
         drafted = candidate.drafted
