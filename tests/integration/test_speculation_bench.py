@@ -32,4 +32,5 @@ def test_a_loop_takes_fewer_passes_with_speculation_and_other_text_as_many(tmp_p
     assert max(rates["auto", "no repetition"]) < 1.2
     assert {*rates["off", "loop"], *rates["off", "no repetition"]} == {1.0}
     assert {text for way, text in rates if way == "with draft"} == {"loop", "no repetition", "agreed"}
-    assert found["one_ms"] > 0 and found["verified_ms"] > 0
+    assert found["one_ms"] > 0
+    assert found["verified_ms"] is None or found["verified_ms"] > 0  # guesses may seem too dear on a busy machine

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from djinnd.model.fast import linear as fast
 from djinnd.model.fast import single_row, widened
 from djinnd.model.fast.single_row import is_single_faster, single_linear
 
@@ -37,6 +38,21 @@ def test_onednn_is_off_for_the_product_only(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError, match="shape"):
         single_linear(random(1, 7), random(4, 8), None)
     assert torch._C._get_mkldnn_enabled() and was_on == [False, False]
+
+
+def test_linears_of_the_model_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = random(1, 8), random(4, 8, seed=1), random(4, seed=2)
+    multiplied: list[tuple[Tensor, ...]] = []
+
+    def noted(*given: Tensor) -> Tensor:
+        multiplied.append(given)
+        return linear(*given)
+
+    monkeypatch.setattr(fast, "single_linear", noted)
+    monkeypatch.setattr(fast, "is_single_faster", lambda rows, _: rows == 1)
+    torch.testing.assert_close(fast.fast_linear(x, weight, bias), linear(x, weight, bias))
+    fast.fast_linear(torch.cat([x, x]), weight, bias)
+    assert multiplied == [(x, weight, bias)]
 
 
 def test_only_one_row_of_bfloat16_on_a_cpu_with_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
