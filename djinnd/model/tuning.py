@@ -73,6 +73,8 @@ DECODE_ROWS = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CHUNK_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # chosen: tokens of shapes with chunks
 CHUNK_ROWS = (16, 64)  # chosen: rows of shapes with chunks
 ROWS_IN_ADVANCE = 64  # chosen: shapes of more rows are captured only when a batch needs them
+PADDED_FROM_ROWS = 9  # chosen: fewer rows run as their own shape, as their steps are the shortest
+PADDED_STEPS = 256  # chosen: steps that a decode shape without graphs runs as a larger one before it is captured
 # Chosen: blocks that are run to compile kernels. The first six are of all kinds that a family has: Gemma 3 has five
 # blocks with a window before one without.
 KINDS = 6

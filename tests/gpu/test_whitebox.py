@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 from djinn_client.protocol.fields.placing import Placing
 from djinn_client.protocol.fields.points import Point
 from djinnd import messages
-from djinnd.model.step.graphs import Shape
+from djinnd.model.step.shapes import Shape
 from djinnd.model.whitebox.probe import Probe
 from tests.support import reference
 from tests.support.cuda import cuda_device

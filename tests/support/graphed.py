@@ -12,8 +12,9 @@ from torch import Tensor
 from djinn_client.protocol.fields.placing import Placing
 from djinnd.device.cuda import CudaDevice
 from djinnd.model.placing.loader import Weights
-from djinnd.model.step.graphs import Shape, StepGraphs
+from djinnd.model.step.graphs import StepGraphs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.step.shapes import Shape
 from djinnd.model.whitebox.probe import Probe
 from tests.support.cuda import cuda_device
 from tests.support.loaded import InputRow, fill, load_weights, paged_model, random_prompt

@@ -19,8 +19,8 @@ from djinnd.engine.drafts.draft_pages import DraftPages
 from djinnd.engine.run.model_runner import ModelRunner
 from djinnd.model.copies.pinned_io import ResultReader
 from djinnd.model.sampling.sampler import Sampler
-from djinnd.model.step.graphs import Shape
 from djinnd.model.step.last_tokens import LastTokens
+from djinnd.model.step.shapes import Shape
 
 
 class DraftPasses:

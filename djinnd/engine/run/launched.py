@@ -14,8 +14,8 @@ from djinnd.engine.run.guessed_rows import of_rows, samples_of
 from djinnd.model.sampling.draw import is_penalised
 from djinnd.model.sampling.sampler import Queued, Sampled, Sampler
 from djinnd.model.sampling.token_masks import RowMasks
-from djinnd.model.step.graphs import Shape
 from djinnd.model.step.last_tokens import LastTokens
+from djinnd.model.step.shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)

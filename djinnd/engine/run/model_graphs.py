@@ -15,9 +15,10 @@ import torch
 
 from djinnd.device import Device
 from djinnd.device.cuda import CudaDevice
-from djinnd.model.step.graphs import Shape, StepGraphs
+from djinnd.model.step.graphs import StepGraphs
 from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.step.shapes import Shape
 
 log = logging.getLogger("djinnd.engine")
 

@@ -25,10 +25,11 @@ from djinnd.engine.run.logit_rows import LogitRows
 from djinnd.engine.run.logits_window import LogitsWindow
 from djinnd.engine.run.prompt_scores import PromptScorer
 from djinnd.model.adapter_rows import most_tiles
-from djinnd.model.step.graphs import Shape, StepGraphs
+from djinnd.model.step.graphs import StepGraphs
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.step.shapes import Shape
 from djinnd.model.whitebox.probe import Probe
 
 # Takes the rows of a pass through the last block, and their hidden states [1, tokens, width], which the next pass may

@@ -5,11 +5,8 @@ The host needs longer to launch a block's kernels one by one than the device nee
 chunk of 512. There is a graph for each block instead of one for the model because streaming, breakpoints and steering
 act between blocks. A replay costs the host 2.8 µs, so all replays of a step cost little more than one would.
 
-    decode    1 token a row                         1, 2, 3, 4, 8 … 256 rows
-    chunk     any rows, with or without history     16 … 2,048 tokens, up to 16, 64 or all rows
-
 Batches with adapters have shapes of their own. A model with latent attention or with states has no shapes with chunks,
-because these steps read lengths on the host.
+because these steps read lengths on the host. shapes.py chooses the shape of a batch.
 
 Block i + 1 reads the tensor that block i's graph writes, so nothing is copied between blocks. All graphs share one
 memory pool, and any later graph may overwrite the results of an earlier one. So a step replays the graphs of its shape
@@ -26,9 +23,8 @@ kernels are compiled in advance, before a request waits for them (`compile`).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,24 +38,11 @@ from djinnd.model.paged_batch import PagedBatch
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.last_tokens import LastTokens
 from djinnd.model.step.paged_model import PagedModel
-from djinnd.model.tuning import CHUNK_ROWS, CHUNK_TOKENS, DECODE_ROWS, KINDS, ROWS_IN_ADVANCE, TILE_TOKENS
+from djinnd.model.step.shapes import Shape, Shapes
+from djinnd.model.tuning import KINDS, TILE_TOKENS
 from djinnd.model.whitebox.probe import Probe, look, looks_behind, looks_inside
 
 Behind = Callable[[Tensor], None]  # takes hidden states [1, tokens, width]
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Bounds of a batch. One set of graphs serves all batches within them.
-
-    `adapters`: some tokens may have adapters. The graphs then hold the adapters' products, which the graphs of other
-    shapes do not pay for.
-    """
-
-    tokens: int
-    rows: int
-    max_query: int  # tokens of the longest row
-    adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +75,17 @@ class StepGraphs:
         self._device = device
         self._width = width
         self._max_kv = max_kv
-        self._decode = [Shape(rows, rows, 1) for rows in _up_to(DECODE_ROWS, max_rows)]
-        self._chunks = [
-            [Shape(tokens, min(rows, tokens), tokens) for tokens in _up_to(CHUNK_TOKENS, max_tokens)]
-            for rows in _up_to(CHUNK_ROWS, max_rows)
-            if not model.latents and not model.has_states
-        ]
         self._inputs: dict[Shape, StepInputs] = {}
         self._captured: dict[Shape, _Captured] = {}
         self._is_full = False
         self._memory = torch.cuda.graph_pool_handle()
-        shapes = dict.fromkeys(shape for shapes in (self._decode, *self._chunks) for shape in shapes)
-        # Captured from the end of the list: first the largest, so that the others reuse its memory, then from small to
-        # large, since small ones are needed first.
-        *smaller, largest = sorted((s for s in shapes if s.rows <= ROWS_IN_ADVANCE), key=lambda shape: shape.tokens)
-        self._in_advance = [*reversed(smaller), largest]
+        self._shapes = Shapes(max_tokens, max_rows, self._captured, has_chunks=not (model.latents or model.has_states))
+        self._in_advance = self._shapes.in_advance()  # captured from the end on
 
     def fitting(self, tokens: int, rows: int, longest: int, adapters: bool = False) -> Shape | None:
-        """The smallest shape that holds the batch; None if none does. `longest`: tokens of its longest row."""
-        if longest == 1:
-            candidates = self._decode
-        else:
-            candidates = next((shapes for shapes in self._chunks if rows <= shapes[-1].rows), [])
-        at = bisect_left(candidates, tokens, key=lambda shape: shape.tokens)
-        return replace(candidates[at], adapters=adapters) if at < len(candidates) else None
+        """The shape as which a batch runs; None if none holds it. `longest`: tokens of its longest row."""
+        shape = self._shapes.fitting(tokens, rows, longest, adapters=adapters)
+        return None if shape is None else self._shapes.serving(shape)
 
     def inputs(self, shape: Shape) -> StepInputs:
         """The inputs of a shape, which the caller fills before `run`."""
@@ -227,17 +197,24 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Captures one shape in advance, in about 0.1 s. Returns False if none is left.
+        """Captures one shape that later batches may have, in about 0.1 s. Returns False if none is left.
 
         Captures nothing for a model that streams, because the step before a capture would wait for the bus.
         """
-        while self._in_advance and not self._is_full and not self._model.placement.streams:
+        shape = None if self._is_full or self._model.placement.streams else self._next_in_advance()
+        if shape is None:
+            return False
+        self._run_empty(shape, shape.rows, range(self._model.num_blocks))
+        self.capture(shape)
+        return True
+
+    def _next_in_advance(self) -> Shape | None:
+        """A shape without graphs: first those that a model begins with, then those that ran as larger ones."""
+        while self._in_advance:
             shape = self._in_advance.pop()
             if shape not in self._captured:
-                self._run_empty(shape, shape.rows, range(self._model.num_blocks))
-                self.capture(shape)
-                return True
-        return False
+                return shape
+        return next((shape for shape in self._shapes.padded() if shape not in self._captured), None)
 
     def _run_empty(self, shape: Shape, logit_rows: int, blocks: range) -> None:
         inputs = self.inputs(shape)
@@ -274,7 +251,3 @@ class StepGraphs:
         return torch.cuda.graph(
             graphs[-1], pool=self._memory, stream=self._device.compute_stream, capture_error_mode="thread_local"
         )
-
-
-def _up_to(sizes: tuple[int, ...], largest: int) -> list[int]:
-    return [size for size in sizes if size < largest] + [largest]

@@ -13,7 +13,8 @@ from djinn_client.protocol.fields.placing import Placing
 from djinn_client.protocol.fields.points import Point
 from djinnd import messages
 from djinnd.core.edits import Edit, Extent, cut, ended, now
-from djinnd.model.step.graphs import Shape, StepGraphs
+from djinnd.model.step.graphs import StepGraphs
+from djinnd.model.step.shapes import Shape
 from djinnd.model.whitebox.probe import INSIDE, Probe
 from tests.support import reference
 from tests.support.descriptors import open_descriptors

@@ -7,8 +7,9 @@
     agreed          1,000 tokens are about equally likely, so a draft with other weights draws mostly the same ones, as
                     it has the same random numbers; lookup finds nothing in such a text
 
-Each text is generated without speculation, with lookup, and with the draft, if there is one. A pass that verifies a
-guess of `--verify` tokens is then compared with a pass of one token, in turns.
+Each text is generated without speculation, with lookup, and with the draft, if there is one. Then the model with lookup
+runs two comparisons, each in turns: a pass that verifies a guess of `--verify` tokens, and one of one token; and calls
+that may guess text without repetition, and calls that may not.
 """
 
 from __future__ import annotations
@@ -97,6 +98,28 @@ async def verified_ms(address: str, model: str, tokens: int, work: dict[str, Any
     return statistics.median(one), statistics.median(several) if several else None
 
 
+async def looking_ms(address: str, model: str, work: dict[str, Any]) -> tuple[float, float]:
+    """Milliseconds of a token without repetition, of calls that may guess and of calls that may not.
+
+    All calls are of one model, as two loads of one checkpoint on a CPU were found to differ by up to 3 %.
+    """
+    sampling = sampling_of("no repetition", work["vocab"])
+    # A call with log probabilities of its prompt has no guesses. This one has no prompt, so it costs nothing else.
+    ways: dict[bool, dict[str, Any]] = {True: {}, False: {"prompt_logprobs": 0}}
+    times: dict[bool, list[float]] = {may_guess: [] for may_guess in ways}
+    for seed in range(work["looks"]):
+        for may_guess in sorted(ways, reverse=seed % 2 == 0):
+            async with open_sessions(address, model, 1) as (session,):
+                start = prompt(work["context"], work["vocab"], 2 * seed + may_guess)
+                await session.generate(start, max_tokens=work["warm_up"], ignore_eos=True, **sampling)
+                reply = await session.generate(
+                    max_tokens=work["tokens"], ignore_eos=True, **sampling, **ways[may_guess]
+                )
+            seconds = reply.timings.total - reply.timings.first_token
+            times[may_guess].append(seconds / (work["tokens"] - 1) * 1e3)
+    return statistics.median(times[True]), statistics.median(times[False])
+
+
 def configured(
     checkpoint: Path, kv_gib: float, draft: Path | None, part: str | None
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -119,6 +142,7 @@ def configured(
 @click.option("--part", type=click.Choice(["heads"]), help="The part of the draft's checkpoint that guesses.")
 @click.option("--text", "texts", type=click.Choice(TEXTS), default=TEXTS, multiple=True)
 @click.option("--verify", default=8, show_default=True, help="Tokens of a guess.")
+@click.option("--looks", default=15, show_default=True, help="Calls of each kind that compare looking for guesses.")
 @click.option("--warm-up", default=32, show_default=True, help="Tokens that a session generates before a run.")
 @click.option("--tokens", default=257, show_default=True, help="Tokens that a session generates in a run.")
 @click.option("--runs", default=3, show_default=True)
@@ -135,6 +159,7 @@ def main(
     **work: Any,
 ) -> Result:
     rates, found = bus.measured_apart(device), list[dict[str, Any]]()
+    looks: tuple[float, float] | None = None
     ways, models = configured(checkpoint, kv_gib, draft, part)
     with private_daemon({"device": device, "memory": memory, "models": models}) as address:
         for turn in range(work["turns"]):
@@ -146,15 +171,19 @@ def main(
                 if way == "auto":
                     one, several = asyncio.run(verified_ms(address, way, work["verify"], each))
                     say(f"a pass of one token {one:.2f} ms, one that verifies {work['verify']} {_told(several)}")
+                    if "no repetition" in texts:
+                        looks = asyncio.run(looking_ms(address, way, each))
                 djinn.unload(way, address=address)
     table = Table("speculation", "sessions", "text", "tokens a pass", "ms a pass", "ms a token")
     for row in found:
         numbers = (f"{row[name]:.2f}" for name in Measured._fields)
         table.add_row(row["speculation"], str(row["sessions"]), row["text"], *numbers)
     results = {"rows": found, "blocks_streamed": info.blocks_streamed, "streamed_bytes": info.streamed_bytes}
-    results |= {"one_ms": one, "verified_ms": several}
+    results |= {"one_ms": one, "verified_ms": several, "looking_ms": looks}
     results |= {"bus_bytes_per_s": rates.up, "memory_bytes_per_s": rates.memory}
     told = [f"a pass that verifies {work['verify']} tokens {_told(several)}, one of one token {one:.2f} ms"]
+    if looks:
+        told += [f"no repetition: {looks[0]:.3f} ms a token, {looks[1]:.3f} of calls that may not guess"]
     told += [
         f"{row['speculation']}, {row['sessions']} sessions, {row['text']}: {row['token_ms']:.2f} ms a token"
         for row in found

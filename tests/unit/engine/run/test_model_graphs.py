@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from djinnd.model.step.graphs import Shape
+from djinnd.model.step.shapes import Shape
 from tests.support.loaded import Served, small_pages
 from tests.support.models import reduced_model
 

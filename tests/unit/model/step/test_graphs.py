@@ -12,9 +12,10 @@ from torch import Tensor
 
 from djinn_client.protocol.fields.points import Point, Where
 from djinnd.device.cpu import CpuDevice
-from djinnd.model.step.graphs import Shape, StepGraphs, _Captured
+from djinnd.model.step.graphs import StepGraphs, _Captured
 from djinnd.model.step.inputs import StepInputs
 from djinnd.model.step.paged_model import PagedModel
+from djinnd.model.step.shapes import Shape
 from djinnd.model.whitebox.probe import Probe
 from tests.support.loaded import MEMORY, fill, load_weights, paged_model, random_prompt
 from tests.support.models import reduced_model
@@ -285,3 +286,23 @@ def test_compiling_runs_blocks_in_each_shape_and_touches_no_pages(
     assert {size for _, size in ran} == decodes | chunks and {index for index, _ in ran} == set(range(BLOCKS))
     assert len(pauses) == len(ran) // BLOCKS and ran[-1][1] == 200, "the largest is captured first, and compiled last"
     assert torch.equal(model.pool[1:], before[1:])
+
+
+def test_a_quiet_moment_captures_a_shape_that_has_run_as_a_larger_one(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    graphs = StepGraphs(model, model.device, 200, 200, 4, 16)  # type: ignore[arg-type]
+    captured = list[Shape]()
+
+    def capture(shape: Shape) -> None:
+        captured.append(shape)
+        graphs._captured[shape] = None  # type: ignore[assignment]
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    while graphs.capture_next():
+        pass
+    in_advance = len(captured)
+    assert graphs.fitting(70, 70, 1) == Shape(128, 128, 1)
+    assert graphs.capture_next() and not graphs.capture_next()
+    assert captured[in_advance:] == [Shape(96, 96, 1)] == [graphs.fitting(70, 70, 1)]

@@ -12,7 +12,7 @@ import pytest
 
 from djinn_client.protocol.fields.scheduling import Spread
 from djinnd.core.batch import Batch, Row
-from djinnd.model.step.graphs import CHUNK_TOKENS, DECODE_ROWS
+from djinnd.model.tuning import CHUNK_TOKENS, DECODE_ROWS
 from djinnd.scheduler.policy import TARGETS
 from tools.bench.harness.spread import spread
 from tools.bench.loads.load import Group, Load
