@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from djinn_client.protocol import Placing
 from djinnd.device.cpu import CpuDevice
 from djinnd.weights.forms.codings import Float4
 from tests.support.daemon import clean_environ, warm_python
@@ -58,6 +59,7 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "qwen3.6-35b-a3b": 34_660_610_688,
+    "glm-4.5-air": 110_468_824_832 - 2 * 151_552 * 4_096,  # without its head's copies of embedding and lm_head
 }
 
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attention.bias")
@@ -106,6 +108,17 @@ def test_a_form_is_read_and_its_weights_have_the_deviation_of_plain_ones(
         codes, scales = stored[coded].flatten(2)[0], stored[coded.replace("_blocks", "_scales")][0]
         weights = Float4().decoded([codes, scales], 2 * codes.shape[1])
     assert 0.7 < weights.std() * weights.shape[1] ** 0.5 / shape_of(name).reduced_gain < 1.4
+
+
+@pytest.mark.parametrize(("part", "blocks"), [(None, 4), ("heads", 1)])
+def test_a_head_behind_the_last_block_is_a_part_of_the_checkpoint(
+    part: str | None, blocks: int, tmp_path: Path
+) -> None:
+    make_random("glm-4.5-air", tmp_path / "m", reduced=True)
+    with closing(CpuDevice(MEMORY)) as device:
+        weights = load_weights(tmp_path / "m", device, placing=Placing(part=part))
+        assert weights.skeleton.num_blocks == blocks
+        weights.release(device)
 
 
 def test_a_form_that_no_weight_can_have_is_refused(tmp_path: Path) -> None:

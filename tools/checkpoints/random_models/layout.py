@@ -7,13 +7,16 @@
 | neox    | a causal mask a block, of booleans                                                            |
 | llama-2 | rope frequencies a block                                                                      |
 | all     | a tied head is not stored                                                                     |
+| glm     | one more block behind the last, with the parameters of a head that predicts several tokens    |
+
+Published heads also have copies of the embedding and of lm_head, which no reader needs. They are left out.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -46,7 +49,7 @@ def stored_tensors(shape: Shape, config: Config, dtype: torch.dtype) -> list[Sto
     stored = revert_weight_conversion(model, parameters)
     prefix = f"{model.base_model_prefix}." if config["model_type"] == "gpt2" else ""
     tensors = [StoredTensor(name.removeprefix(prefix), tuple(tensor.shape), dtype) for name, tensor in stored.items()]
-    return tensors + list(_leftovers(shape, model.config, dtype))
+    return tensors + list(_head(config, tensors)) + list(_leftovers(shape, model.config, dtype))
 
 
 def empty_model(config: Config) -> PreTrainedModel:
@@ -69,6 +72,21 @@ def shards(tensors: Sequence[StoredTensor], shard_bytes: int) -> list[list[Store
         runs[-1].append(tensor)
         used += tensor.nbytes
     return runs
+
+
+def _head(config: Config, tensors: Sequence[StoredTensor]) -> Iterator[StoredTensor]:
+    """The tensors of a head that predicts several tokens: a block like the last one, two norms and a projection before
+    it, and a norm behind it. None for a model without a head."""
+    if not config.get("num_nextn_predict_layers"):
+        return
+    width, blocks, dtype = config["hidden_size"], config["num_hidden_layers"], tensors[0].dtype
+    last, head = f"model.layers.{blocks - 1}.", f"model.layers.{blocks}."
+    for tensor in tensors:
+        if tensor.name.startswith(last):
+            yield replace(tensor, name=head + tensor.name.removeprefix(last))
+    yield StoredTensor(f"{head}eh_proj.weight", (width, 2 * width), dtype)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        yield StoredTensor(f"{head}{norm}.weight", (width,), dtype)
 
 
 def _leftovers(shape: Shape, config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[StoredTensor]:

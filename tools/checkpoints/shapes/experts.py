@@ -10,6 +10,7 @@ _MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "m
 _QWEN_3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936}
 _GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088}
 _QWEN_3_5_MOE = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "vocab_size": 248320}
+_GLM_4_MOE = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 151552}
 _DEEPSEEK_2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400}
 _DEEPSEEK_YARN = {
     "type": "yarn",
@@ -58,6 +59,14 @@ EXPERT_SHAPES: Mapping[str, Shape] = {
         reduced_llama(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
         | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
         | {"linear_value_head_dim": 16, "shared_expert_intermediate_size": 32, "layer_types": _THREE_TO_ONE},
+    ),
+    "glm-4.5-air": Shape(  # with a head that predicts several tokens, behind the last block
+        llama(4096, 10944, 46, 96, 8, **_GLM_4_MOE, max_position_embeddings=131072, rope_theta=1e6)
+        | {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": False}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1},
+        reduced_llama(head_dim=32, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
     ),
     "deepseek-v2-lite": Shape(  # latent attention: 576 numbers a token and block
         llama(2048, 10944, 27, 16, 16, **_DEEPSEEK_2, max_position_embeddings=163840, rope_theta=1e4, rms_norm_eps=1e-6)
